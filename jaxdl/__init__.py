@@ -1,0 +1,44 @@
+"""jaxdl: a JAX trainer for clusters whose network is slower than their GPUs.
+
+    exp = jaxdl.load("configs/digits.py", overrides={"optimizer.learning_rate": 0.3})
+    run = jaxdl.train(exp)
+    run.plot()
+
+Nothing runs at import; each name below is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxdl.config import ConfigError
+    from jaxdl.experiment import Experiment, load
+    from jaxdl.trainer import Interrupted, Run, train
+    from jaxdl.predictor import Predictor, restore
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ConfigError": "jaxdl.config",
+    "Experiment": "jaxdl.experiment",
+    "load": "jaxdl.experiment",
+    "Interrupted": "jaxdl.trainer",
+    "Run": "jaxdl.trainer",
+    "train": "jaxdl.trainer",
+    "Predictor": "jaxdl.predictor",
+    "restore": "jaxdl.predictor",
+}
+
+__all__ = ["ConfigError", "Experiment", "Interrupted", "Predictor", "Run", "load", "restore", "train"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'jaxdl' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,32 @@
+"""The command line of the measurements."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from jaxdl.bench import step
+from jaxdl.config import ConfigError, fail
+
+BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
+    "step": ("the training loop's time per step over that of the bare jitted step", step.main),
+}
+
+
+def main(args: list[str]) -> None:
+    """Runs one measurement; exits with 2 for the user's mistakes."""
+    if not args or args[0] in ("-h", "--help"):
+        print("usage: python -m jaxdl.bench NAME [OPTIONS]\n")
+        for name, (what, _) in BENCHES.items():
+            print(f"  {name:10} {what}")
+        raise SystemExit(0)
+    if args[0] not in BENCHES:
+        fail(f"{args[0]}: there is no such measurement; choose one of {', '.join(BENCHES)}.")
+    try:
+        BENCHES[args[0]][1](args[1:])
+    except ConfigError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

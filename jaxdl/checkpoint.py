@@ -1,0 +1,269 @@
+"""Checkpoints: written asynchronously, restored onto the current mesh, checked by fingerprints.
+
+A checkpoint is flat: one array a leaf of the train state, by its path, in three items (`model`, `optimizer`,
+`exchange`), and a JSON with the fingerprint of each array. `workdir/config.json` is the run's resolved config.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+import pydantic
+from jax import lax
+
+from jaxdl.config import Config, ConfigError
+from jaxdl.state import TrainState
+
+ITEMS = {
+    "model": ("step", "params", "model_state", "ema_params"),
+    "optimizer": ("opt_state", "loss_scale", "key"),
+    "exchange": ("exchange_state",),
+}
+"""The items of a checkpoint and the fields of the train state in each; prediction needs only `model`."""
+
+
+class CheckpointConfig(Config):
+    """When checkpoints are written to the workdir, and which are kept. One is always written at the end of a run."""
+
+    every_epochs: float | None = pydantic.Field(default=None, gt=0)
+    """Write one every this many epochs; every epoch when neither this nor `every_steps` is set."""
+    every_steps: int | None = pydantic.Field(default=None, ge=1)
+    """Write one every this many steps."""
+    keep: int = pydantic.Field(default=2, ge=1)
+    """Keep the newest this many."""
+    keep_best: int = pydantic.Field(default=1, ge=0)
+    """Keep also this many with the best evaluation."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_period(self) -> CheckpointConfig:
+        if self.every_steps is not None and self.every_epochs is not None:
+            raise ValueError("set every_steps or every_epochs, not both.")
+        return self
+
+    def period_steps(self, steps_per_epoch: float) -> float:
+        """Steps between two checkpoints; a fraction where an epoch is not a whole number of steps."""
+        return self.every_steps or (self.every_epochs or 1.0) * steps_per_epoch
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was read from a checkpoint."""
+
+    state: TrainState
+    step: int
+    evaluated_step: int
+    """The last step that had been evaluated, -1 if none."""
+    damaged: tuple[str, ...]
+    """A line for each newer checkpoint that could not be used, and where it was moved."""
+
+
+class Checkpoints:
+    """The checkpoints of one workdir."""
+
+    def __init__(
+        self, workdir: Path, config: CheckpointConfig, *, best_metric: str, best_mode: Literal["max", "min"]
+    ) -> None:
+        self.folder = workdir.absolute() / "checkpoints"
+        policies = ocp.checkpoint_managers
+        keep: list[Any] = [policies.LatestN(n=config.keep)]
+        if config.keep_best:
+            keep.append(
+                policies.BestN(
+                    get_metric_fn=lambda metrics: metrics[best_metric],
+                    reverse=best_mode == "min",
+                    n=config.keep_best,
+                    keep_checkpoints_without_metrics=False,
+                )
+            )
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy(keep),
+            cleanup_tmp_directories=True,
+            step_prefix="step",
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._fingerprint = jax.jit(fingerprints)
+
+    def save(self, state: TrainState, step: int, *, evaluated_step: int, metrics: dict[str, float] | None) -> None:
+        """Starts writing `state`; returns when it has been copied, so that training may go on.
+
+        `metrics` are those of the evaluation at this step, if there was one. Raises what an earlier write failed with.
+        """
+        items = _items(state)
+        prints = jax.device_get(self._fingerprint(items))
+        meta = {"evaluated_step": evaluated_step, "fingerprints": jax.tree.map(int, prints)}
+        arguments: dict[str, Any] = {name: ocp.args.StandardSave(item) for name, item in items.items() if item}
+        arguments["meta"] = ocp.args.JsonSave(meta)
+        with _quiet_orbax():
+            self._manager.save(step, args=ocp.args.Composite(**arguments), metrics=metrics, force=True)
+
+    def wait(self) -> None:
+        """Returns when everything is written; raises what failed."""
+        self._manager.wait_until_finished()
+        self._manager.check_for_errors()
+
+    def close(self) -> None:
+        """Waits for what is being written and ends the writer's threads."""
+        self._manager.close()
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a whole checkpoint, in order."""
+        return sorted(self._manager.all_steps())
+
+    def restore(self, abstract: TrainState, *, items: tuple[str, ...] = tuple(ITEMS)) -> Restored | None:
+        """The newest checkpoint that is undamaged, laid out by the shardings in `abstract`; None when there is none.
+
+        One that cannot be read, or whose arrays do not have their fingerprints, is moved to `checkpoints/damaged`, not
+        deleted, and the one before it is tried. Fields of items not asked for stay as they are in `abstract`.
+        """
+        damaged: list[str] = []
+        for step in reversed(self.steps):
+            try:
+                state, meta = self._restore_step(step, abstract, items)
+            except Exception as error:  # Orbax raises many kinds for a damaged file; each means: not this one.
+                damaged.append(self._put_aside(step, error))
+                continue
+            return Restored(state, step, meta["evaluated_step"], tuple(damaged))
+        if damaged:
+            raise ConfigError(
+                "\n".join(damaged) + f"\nNo whole checkpoint is left in {self.folder}. To start anew, use another "
+                "--workdir; to keep this one, restore its checkpoints from a backup."
+            )
+        return None
+
+    def _restore_step(self, step: int, abstract: TrainState, items: tuple[str, ...]) -> tuple[TrainState, Any]:
+        wanted = {name: item for name, item in _items(abstract).items() if name in items and item}
+        arguments: dict[str, Any] = {name: ocp.args.StandardRestore(item) for name, item in wanted.items()}
+        arguments["meta"] = ocp.args.JsonRestore()
+        with _quiet_orbax():
+            restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
+        meta = restored["meta"]
+        found = {name: restored[name] for name in wanted}
+        prints = jax.tree.map(int, jax.device_get(self._fingerprint(found)))
+        bad = [
+            f"{item}.{leaf}"
+            for item, leaves in prints.items()
+            for leaf, value in leaves.items()
+            if meta["fingerprints"][item].get(leaf) != value
+        ]
+        if bad:
+            raise ValueError(f"the stored values of {', '.join(bad[:3])} have changed since they were written")
+        return _state(found, abstract), meta
+
+    def _put_aside(self, step: int, error: Exception) -> str:
+        source = self.folder / f"step_{step}"
+        target = self.folder / "damaged" / f"step_{step}"
+        number = 0
+        while target.exists():
+            number += 1
+            target = target.with_name(f"step_{step}.{number}")
+        if jax.process_index() == 0:
+            target.parent.mkdir(exist_ok=True)
+            os.replace(source, target)
+        self._manager.reload()
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        return f"checkpoint step_{step} is damaged ({reason}); moved to {target}"
+
+
+def _items(state: TrainState) -> dict[str, dict[str, Any]]:
+    """The state as flat items: name of the item -> path of the leaf -> array."""
+    items: dict[str, dict[str, Any]] = {}
+    for item, fields in ITEMS.items():
+        flat = jax.tree_util.tree_flatten_with_path({field: getattr(state, field) for field in fields})[0]
+        items[item] = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+    return items
+
+
+def _state(items: dict[str, dict[str, Any]], abstract: TrainState) -> TrainState:
+    """The inverse of `_items`, in the structure of `abstract`; what is not in `items` stays."""
+    changes: dict[str, Any] = {}
+    for item, fields in ITEMS.items():
+        tree = {field: getattr(abstract, field) for field in fields}
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
+        found = items.get(item, {})
+        changes |= treedef.unflatten([found.get(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)])
+    return abstract.replace(**changes)
+
+
+def fingerprints(tree: Any) -> Any:
+    """A 32-bit sum of each array's bits, each weighted by its place; the same on every mesh.
+
+    Integer sums wrap and can be taken in any order, so sharded arrays are summed where they lie.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+        place = jnp.uint32(1)
+        for dim, size in enumerate(x.shape):
+            place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+        # An odd weight that differs from place to place: a changed bit, or two values swapped, change the sum.
+        return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(one, tree)
+
+
+def claim_workdir(workdir: Path, config: Config, identity: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Makes the workdir this run's own; returns whether an earlier run of the same config is in it.
+
+    `identity` takes away the fields that may change between runs (the mesh, reports...). Writes `config.json`.
+    Raises ConfigError with the difference when the workdir belongs to another config.
+    """
+    path = workdir / "config.json"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        earlier = path.read_text() if path.exists() else None
+    except OSError as error:
+        raise ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a folder that can be written.") from None
+    if earlier is not None:
+        try:
+            there, here = identity(json.loads(earlier)), identity(json.loads(config.to_json()))
+        except json.JSONDecodeError:
+            raise ConfigError(f"{path}: not a config any more. Restore it, or choose another --workdir.") from None
+        if there != here:
+            lines = difflib.unified_diff(_lines(there), _lines(here), "in the workdir", "asked for now", n=0, lineterm="")
+            changes = "\n".join("  " + line for line in lines if not line.startswith("@@"))
+            raise ConfigError(
+                f"--workdir {workdir} belongs to a run of a different config:\n{changes}\n"
+                "Choose another --workdir, or the settings of the run that is there."
+            )
+    if jax.process_index() == 0:
+        write_atomically(path, config.to_json() + "\n")
+    return earlier is not None
+
+
+def _lines(config: Any, prefix: str = "") -> list[str]:
+    """A config as sorted lines `dotted.field = value`."""
+    if not isinstance(config, dict):
+        return [f"{prefix} = {json.dumps(config)}"]
+    return [line for name in sorted(config) for line in _lines(config[name], f"{prefix}.{name}" if prefix else name)]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file so that a crash leaves the old one or the new one, never a part."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Keeps Orbax's advice about its own arguments off the user's screen; errors still show."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

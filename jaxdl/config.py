@@ -1,0 +1,209 @@
+"""The base class of every config, how a config file is loaded, and how the command line changes it. No jax here.
+
+A config is a frozen pydantic model that stands beside the code it configures and builds it. A *choice* (which
+optimizer, model, data set...) is a field whose type is a union of config classes, each told apart by its literal
+`kind`. In a file it is an object; on the command line it is switched by name: `--optimizer lars`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, Union
+
+import pydantic
+import tyro
+
+ConfigT = TypeVar("ConfigT", bound="Config")
+
+Kind = tyro.conf.Suppress
+"""Marks the `kind` field of a choice: `kind: Annotated[Literal["sgd"], Kind] = "sgd"`. It is set by the name of the choice."""
+
+
+class ConfigError(ValueError):
+    """What the user wrote cannot be run. The message has the value, why not, and what to do instead."""
+
+
+class Config(pydantic.BaseModel):
+    """Base of all configs: frozen, no unknown fields, help texts from the string below each field."""
+
+    model_config = pydantic.ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, ser_json_inf_nan="constants"
+    )
+
+    def __init__(self, **values: Any) -> None:
+        with one_message():
+            super().__init__(**values)
+
+    def to_json(self) -> str:
+        """The resolved config as indented JSON; `from_json` gives an equal config."""
+        return self.model_dump_json(indent=2)
+
+    @classmethod
+    def from_json(cls: type[ConfigT], text: str) -> ConfigT:
+        """The config that `to_json` wrote. Raises ConfigError when the text does not fit this class."""
+        with one_message():
+            return cls.model_validate_json(text)
+
+    def replaced(self: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:
+        """A copy with dotted fields replaced: `{"optimizer.learning_rate": 0.3, "mesh.replica": 4, "model": "resnet"}`.
+
+        A choice may be given by the name of its kind (its defaults are taken) or as a config object. Raises
+        ConfigError for unknown fields and values that do not fit.
+        """
+        values = self.model_dump()
+        kinds = {path: value for path, value in overrides.items() if path in choices(type(self)) and isinstance(value, str)}
+        for path, name in kinds.items():
+            _set(values, path, make_choice(type(self), path, name).model_dump())
+        for path, value in overrides.items():
+            if path not in kinds:
+                _set(values, path, value.model_dump() if isinstance(value, Config) else value)
+        with one_message():
+            return type(self).model_validate(values)
+
+
+class one_message:
+    """Context: turns pydantic's report into one ConfigError, `field: what is wrong (got value)`, a line each."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, pydantic.ValidationError):
+            raise ConfigError(describe(error)) from None
+
+
+def describe(error: pydantic.ValidationError) -> str:
+    """The problems of a pydantic error in a line each, without pydantic's own decoration."""
+    lines = []
+    for problem in error.errors():
+        where = ".".join(str(part) for part in problem["loc"])
+        what = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
+        if problem["type"] == "extra_forbidden":
+            what = "there is no such field; --help lists the fields"
+        elif problem["type"] != "value_error":
+            what += f" (got {problem['input']!r})"
+        lines.append(f"{where}: {what}" if where else what)
+    return "\n".join(lines)
+
+
+def _set(values: dict[str, Any], path: str, value: Any) -> None:
+    """Sets a dotted path in nested dictionaries."""
+    *parents, last = path.split(".")
+    for depth, parent in enumerate(parents):
+        if not isinstance(values.get(parent), dict):
+            raise ConfigError(f"{path}: '{'.'.join(parents[: depth + 1])}' has no fields inside; --help lists the fields.")
+        values = values[parent]
+    if last not in values:
+        raise ConfigError(f"{path}: there is no such field; one of {', '.join(sorted(values))} was expected.")
+    values[last] = value
+
+
+def _members(annotation: Any) -> list[type[Config]]:
+    """The config classes of a union annotation; a plain annotation gives none."""
+    if typing.get_origin(annotation) is Annotated:
+        annotation = typing.get_args(annotation)[0]
+    if typing.get_origin(annotation) not in (Union, types.UnionType):
+        return []
+    return [arg for arg in typing.get_args(annotation) if isinstance(arg, type) and issubclass(arg, Config)]
+
+
+def choices(cls: type[Config], prefix: str = "") -> dict[str, dict[str, type[Config]]]:
+    """Every choice of a config class: dotted field -> {name of kind: class}."""
+    found: dict[str, dict[str, type[Config]]] = {}
+    for name, field in cls.model_fields.items():
+        members = _members(field.annotation)
+        named = {member.model_fields["kind"].default: member for member in members if "kind" in member.model_fields}
+        if named:
+            found[prefix + name] = named
+        elif isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+            found |= choices(field.annotation, f"{prefix}{name}.")
+    return found
+
+
+def make_choice(cls: type[Config], path: str, name: str) -> Config:
+    """The kind called `name` of the choice at `path`, with its defaults. Raises ConfigError for an unknown name."""
+    kinds = choices(cls)[path]
+    if name not in kinds:
+        raise ConfigError(f"--{path} {name}: there is no such kind; choose one of {', '.join(kinds)}.")
+    with one_message():
+        return kinds[name]()
+
+
+def load_file(path: str | Path) -> Config:
+    """Runs `config()` of a Python file and returns the config. Raises ConfigError when that is not possible."""
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"--config {path}: no such file; the examples are in configs/.")
+    spec = importlib.util.spec_from_file_location(f"jaxdl_config_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"--config {path}: not a Python file (its name must end in .py).")
+    module = importlib.util.module_from_spec(spec)
+    with one_message():
+        spec.loader.exec_module(module)
+        make = getattr(module, "config", None)
+        if not callable(make):
+            raise ConfigError(f"--config {path}: defines no function `config()` that returns an Experiment.")
+        made = make()
+    if not isinstance(made, Config):
+        raise ConfigError(f"--config {path}: config() returned {type(made).__name__}, not an Experiment.")
+    return made
+
+
+def take_choices(config: ConfigT, args: Sequence[str]) -> tuple[ConfigT, list[str]]:
+    """Applies `--optimizer lars` and the like to the config; returns it and the arguments that are left."""
+    known, rest, left = choices(type(config)), list(args), []
+    switched: dict[str, str] = {}
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        path = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or path not in known:
+            left.append(flag + equals + value)
+            continue
+        if not equals and (not rest or rest[0].startswith("-")):
+            raise ConfigError(f"{flag}: needs the name of a kind, one of {', '.join(known[path])}.")
+        switched[path] = value if equals else rest.pop(0)
+    # A name that is already the current kind changes nothing: what the file says of it stays.
+    changed = {path: name for path, name in switched.items() if _get(config, path).kind != name}
+    return config.replaced(changed), left
+
+
+def parse(config: ConfigT, args: Sequence[str], *, prog: str | None = None) -> ConfigT:
+    """The config changed by command-line arguments, `--mesh.replica 4 --optimizer lars`.
+
+    Every field is an option whose default is the value in `config`. Prints help or the problem and exits (code 0 or 2)
+    as command lines do. Raises ConfigError for values that do not fit together.
+    """
+    chosen, rest = take_choices(config, args)
+    return tyro.cli(type(chosen), args=rest, default=chosen, prog=prog, config=CLI_STYLE, description=choices_help(chosen))
+
+
+CLI_STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
+"""How configs become options: choices are switched by `take_choices`, so that no subcommands are needed."""
+
+
+def choices_help(config: Config) -> str:
+    """The text of `--help` on choices: each with its kinds, the current one first."""
+    lines = ["Every field is an option. These switch a whole part, before its own fields are set:"]
+    for path, kinds in choices(type(config)).items():
+        current = _get(config, path).kind
+        others = [name for name in kinds if name != current]
+        lines.append(f"  --{path.replace('_', '-')} {current}" + (f" (or {', '.join(others)})" if others else ""))
+    return "\n".join(lines)
+
+
+def _get(config: Config, path: str) -> Any:
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def fail(message: str) -> typing.NoReturn:
+    """Ends the program as the user's mistake: the message on stderr, exit code 2."""
+    print(f"error: {message}", file=sys.stderr)
+    raise SystemExit(2)

@@ -1,0 +1,50 @@
+"""The handwritten digits that scikit-learn ships: real images that need no download."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+import pydantic
+
+from jaxdl.config import Config, Kind
+from jaxdl.data.source import ImageArrays, ImageSpec, Splits, channel_statistics
+
+
+class Digits(Config):
+    """1,797 handwritten digits of 8x8 pixels, shipped with scikit-learn (UCI, Alpaydin and Kaynak 1998)."""
+
+    kind: Annotated[Literal["digits"], Kind] = "digits"
+    test_fraction: float = pydantic.Field(default=0.2, gt=0, lt=1)
+    """Part of every class that is held out."""
+    split_seed: int = pydantic.Field(default=0, ge=0)
+    """Which examples are held out."""
+
+    def build(self) -> Splits:
+        """Training and held-out digits: image uint8 [batch, 8, 8, 1], 10 classes, the classes' shares kept."""
+        from sklearn.datasets import load_digits
+
+        data, labels = (np.asarray(part) for part in load_digits(return_X_y=True))
+        # The file counts ink in 0..16; images are uint8 in 0..255 everywhere else.
+        images = np.round(data * (255 / 16)).astype(np.uint8).reshape(-1, 8, 8, 1)
+        train, test = stratified_split(labels, self.test_fraction, self.split_seed)
+        mean, std = channel_statistics(lambda rows: images[train[rows]], len(train))
+        spec = ImageSpec(height=8, width=8, channels=1, num_classes=10, mean=mean, std=std)
+        return Splits(
+            ImageArrays(images[train], labels[train], spec),
+            ImageArrays(images[test], labels[test], spec),
+        )
+
+
+def stratified_split(labels: np.ndarray, test_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted indices of the training and of the held-out examples; each class gives `test_fraction` of its own.
+
+    Every class keeps at least one example on both sides (if it has two).
+    """
+    random = np.random.Generator(np.random.Philox(seed))
+    held_out = np.zeros(len(labels), bool)
+    for label in np.unique(labels):
+        members = random.permutation(np.flatnonzero(labels == label))
+        count = min(max(round(len(members) * test_fraction), 1), len(members) - 1)
+        held_out[members[:count]] = True
+    return np.flatnonzero(~held_out), np.flatnonzero(held_out)

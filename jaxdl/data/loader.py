@@ -1,0 +1,220 @@
+"""Batches on the devices, made ahead of the consumer by a background thread.
+
+Every process reads only the rows that its own devices hold, and the rows of a step depend on (seed, step) alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jaxdl.config import ConfigError
+from jaxdl.data.order import EpochShuffle
+from jaxdl.data.source import Source
+
+Batch = dict[str, jax.Array]
+"""Global arrays whose leading dimension is the batch, sharded over the devices."""
+
+Rows = dict[tuple[int, int], slice]
+"""Range of rows of the global batch -> where they lie in the rows that this process reads."""
+
+
+class _Buffer:
+    """A bounded queue that either end can close at any time; nobody waits on a closed one."""
+
+    def __init__(self, capacity: int):
+        self._items: collections.deque[Batch] = collections.deque()
+        self._capacity, self._closed = capacity, False
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def put(self, item: Batch) -> bool:
+        """Adds an item once there is room; False when the consumer has closed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or len(self._items) < self._capacity)
+            if not self._closed:
+                self._items.append(item)
+                self._changed.notify_all()
+            return not self._closed
+
+    def get(self) -> Batch:
+        """The next item; raises the producer's error behind its last item, and StopIteration at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._items)
+            if self._items:
+                item = self._items.popleft()
+                self._changed.notify_all()
+                return item
+            error, self._error = self._error, None
+            raise StopIteration if error is None else error
+
+    def finish(self, error: BaseException | None) -> None:
+        """The producer's end: what is in the queue can still be taken."""
+        with self._changed:
+            self._closed, self._error = True, error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """The consumer's end: what is in the queue is dropped."""
+        with self._changed:
+            self._closed, self._error = True, None
+            self._items.clear()
+            self._changed.notify_all()
+
+
+def _produce(batches: Iterator[Batch], buffer: _Buffer) -> None:
+    error: BaseException | None = None
+    try:
+        for batch in batches:
+            if not buffer.put(batch):
+                return
+            del batch  # the consumer may free it while the next one is made
+    except BaseException as raised:  # whatever it is, it belongs to the consumer
+        error = raised
+    finally:
+        buffer.finish(error)
+
+
+def _end(buffer: _Buffer, thread: threading.Thread) -> None:
+    buffer.close()
+    # The collector may run this in the thread itself. A read that hangs (a dead network disk) must not hang the end
+    # of the run as well, so the wait has a limit; the thread is a daemon.
+    if thread is not threading.current_thread():
+        thread.join(timeout=10)
+
+
+class Batches(Iterator[Batch]):
+    """An iterator of batches that a thread makes ahead; a context manager, so that leaving early ends the thread.
+
+    An exception of the thread is raised by `next`, after the batches that were made before it.
+    """
+
+    def __init__(self, batches: Iterator[Batch], prefetch: int = 2):
+        if prefetch < 1:
+            raise ConfigError(f"prefetch = {prefetch}: the loader needs room for 1 batch or more.")
+        self._buffer = _Buffer(prefetch)
+        # The thread knows the buffer and not this object, so an iterator that is dropped unclosed is collected, and
+        # its finalizer (which also runs at the interpreter's exit) ends the thread.
+        thread = threading.Thread(target=_produce, args=(batches, self._buffer), name="jaxdl-loader", daemon=True)
+        thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._buffer, thread)
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch. Waits until it is there; raises what went wrong in the thread."""
+        return self._buffer.get()
+
+    def close(self) -> None:
+        """Drops the batches made ahead and ends the thread, waiting for the batch in hand (10 seconds at most)."""
+        self._finalizer()
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+class TrainLoader(Batches):
+    """The global batches of `num_steps` steps from `start_step` on, in the order of `EpochShuffle`."""
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        seed: int,
+        sharding: NamedSharding,
+        start_step: int,
+        num_steps: int,
+        prefetch: int = 2,
+    ):
+        """`batch_size` is the global one; `sharding` splits the leading dimension of every array.
+
+        Raises ConfigError when the batch cannot be split evenly or the source is empty.
+        """
+        _check(source, batch_size, sharding)
+        super().__init__(_train_batches(source, batch_size, seed, sharding, start_step, num_steps), prefetch)
+
+
+def _train_batches(
+    source: Source, batch_size: int, seed: int, sharding: NamedSharding, start_step: int, num_steps: int
+) -> Iterator[Batch]:
+    order = EpochShuffle(len(source), seed)
+    rows = local_rows(sharding.addressable_devices_indices_map((batch_size,)), batch_size)
+    for step in range(start_step, start_step + num_steps):
+        yield _place(source.batch, order.global_indices(step, batch_size), rows, sharding)
+
+
+def eval_batches(source: Source, *, batch_size: int, sharding: NamedSharding, prefetch: int = 2) -> Batches:
+    """Every example of the source exactly once, in order, with "mask"; the last batch is padded to `batch_size`.
+
+    The result is an iterator and a context manager. Raises ConfigError as `TrainLoader` does.
+    """
+    _check(source, batch_size, sharding)
+    return Batches(_evaluation(source, batch_size, sharding), prefetch)
+
+
+def _evaluation(source: Source, batch_size: int, sharding: NamedSharding) -> Iterator[Batch]:
+    rows = local_rows(sharding.addressable_devices_indices_map((batch_size,)), batch_size)
+    for start in range(0, len(source), batch_size):
+        yield _place(source.eval_batch, np.arange(start, start + batch_size), rows, sharding)
+
+
+def local_rows(index_map: Mapping[Any, tuple[slice, ...] | None], batch_size: int) -> Rows:
+    """The rows of the global batch that the devices of `index_map` hold, each range once, in order."""
+    ranges = {index[0].indices(batch_size)[:2] for index in index_map.values() if index is not None}
+    rows, read = {}, 0
+    for start, stop in sorted(ranges):
+        rows[start, stop] = slice(read, read + stop - start)
+        read += stop - start
+    return rows
+
+
+def _place(
+    read: Callable[[np.ndarray], dict[str, np.ndarray]], indices: np.ndarray, rows: Rows, sharding: NamedSharding
+) -> Batch:
+    """Reads this process's rows of the global batch `indices` and makes global arrays of them."""
+    values = read(np.concatenate([indices[start:stop] for start, stop in rows]))
+    return {name: _global_array(local, rows, len(indices), sharding) for name, local in values.items()}
+
+
+def _global_array(local: np.ndarray, rows: Rows, batch_size: int, sharding: NamedSharding) -> jax.Array:
+    # Measured on 8 virtual devices: a callback costs 0.1 ms, less than device_put of the whole array, and the same
+    # code serves one process and many.
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        return local[rows[index[0].indices(batch_size)[:2]]]
+
+    return jax.make_array_from_callback((batch_size, *local.shape[1:]), sharding, shard)
+
+
+def _check(source: Source, batch_size: int, sharding: NamedSharding) -> None:
+    assert len(sharding.spec) <= 1, f"batches are sharded over their leading dimension only, not {sharding.spec}"
+    if len(source) == 0:
+        raise ConfigError("The data set has no examples: choose another split, or give it more data.")
+    ways = sharding.mesh.size // _copies(sharding)
+    if batch_size < 1 or batch_size % ways:
+        raise ConfigError(
+            f"batch size {batch_size}: it cannot be split evenly over the {ways} parts of the mesh that share a "
+            f"batch. Choose a multiple of {ways}."
+        )
+
+
+def _copies(sharding: NamedSharding) -> int:
+    """How many devices hold the same rows."""
+    axes = sharding.spec[0] if sharding.spec else None
+    split_over = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
+    copies = 1
+    for axis, size in sharding.mesh.shape.items():
+        copies *= 1 if axis in split_over else size
+    return copies

@@ -1,0 +1,45 @@
+"""The order of the training examples: a pure function of (seed, step), whatever the hosts and devices."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class EpochShuffle:
+    """The endless stream of training examples: one shuffled epoch after the other.
+
+    Position p of the stream lies in epoch p // num_examples, whose permutation depends on (seed, epoch) alone. So the
+    whole state of the data is one integer, and a batch may straddle two epochs: nothing is dropped.
+    """
+
+    def __init__(self, num_examples: int, seed: int):
+        assert num_examples > 0, "a data set without examples cannot be shuffled"
+        self.num_examples, self.seed = num_examples, seed
+        self._epochs: dict[int, np.ndarray] = {}
+
+    def indices(self, start: int, count: int) -> np.ndarray:
+        """The examples at positions start .. start+count of the stream: int64 [count]."""
+        assert start >= 0
+        assert count >= 0
+        parts = [np.empty(0, np.int64)]
+        stop = start + count
+        while start < stop:
+            epoch, offset = divmod(start, self.num_examples)
+            taken = min(stop - start, self.num_examples - offset)
+            parts.append(self._permutation(epoch)[offset : offset + taken])
+            start += taken
+        return np.concatenate(parts)
+
+    def global_indices(self, step: int, batch_size: int) -> np.ndarray:
+        """The examples of the global batch of `step`: int64 [batch_size]."""
+        return self.indices(step * batch_size, batch_size)
+
+    def _permutation(self, epoch: int) -> np.ndarray:
+        if epoch not in self._epochs:
+            # Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") takes the pair itself as its
+            # key, so nearby seeds and epochs share nothing.
+            key = np.array([self.seed % 2**64, epoch], np.uint64)
+            order = np.random.Generator(np.random.Philox(key=key)).permutation(self.num_examples)
+            # A batch touches two epochs at most (unless it is larger than the data): keep the last two.
+            self._epochs = {old: self._epochs[old] for old in list(self._epochs)[-1:]} | {epoch: order}
+        return self._epochs[epoch]

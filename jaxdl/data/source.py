@@ -1,0 +1,148 @@
+"""What a data set offers to the trainer: a specification, and the rows of any examples by index."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import ClassVar
+
+import numpy as np
+
+STD_FLOOR = 1.0
+"""Smallest standard deviation of a channel, in grey levels: a constant channel must not divide by zero."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSpec:
+    """Shape and statistics of an image data set. `mean` and `std` are per channel, in grey levels 0..255."""
+
+    height: int
+    width: int
+    channels: int
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    modality: ClassVar[str] = "images"
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes that a network is built with."""
+        return {"num_classes": self.num_classes, "channels": self.channels}
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSpec:
+    """Vocabulary and window of a text data set. `bytes_per_token` is that of the held-out text."""
+
+    vocab_size: int
+    length: int
+    bytes_per_token: float
+    modality: ClassVar[str] = "text"
+
+    def sizes(self) -> dict[str, int]:
+        """The sizes that a network is built with."""
+        return {"vocab_size": self.vocab_size}
+
+
+def spec_to_json(spec: ImageSpec | TextSpec) -> str:
+    """The spec as JSON, which a run keeps so that its network can be used without its data."""
+    return json.dumps({"modality": spec.modality} | dataclasses.asdict(spec), indent=2)
+
+
+def spec_from_json(text: str) -> ImageSpec | TextSpec:
+    """The spec that `spec_to_json` wrote."""
+    values = json.loads(text)
+    kind = {"images": ImageSpec, "text": TextSpec}[values.pop("modality")]
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+class Source(abc.ABC):
+    """Examples by index, 0 <= index < len(source). Reading has no state: equal indices give equal rows."""
+
+    @property
+    @abc.abstractmethod
+    def spec(self) -> ImageSpec | TextSpec:
+        """Shapes and statistics; the same for the training and the held-out source."""
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """Number of examples."""
+
+    @abc.abstractmethod
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The examples `indices` [batch] as fresh arrays, which the caller may keep.
+
+        Images: image uint8 [batch, height, width, channel], label int32 [batch]. Text: tokens int32 [batch, length+1].
+        """
+
+    def eval_batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """As `batch`, with "mask" (bool). Indices >= len(self) are padding: rows of zeros whose mask is False.
+
+        The mask is [batch] for images and [batch, length] for text.
+        """
+        valid = indices < len(self)
+        # An empty batch would have no shapes to copy, so a batch of padding alone reads one example.
+        known = self.batch(indices[valid] if valid.any() else np.zeros(1, np.int64))
+        rows = {}
+        for name, values in known.items():
+            rows[name] = np.zeros((len(indices), *values.shape[1:]), values.dtype)
+            rows[name][valid] = values[: valid.sum()]
+        return rows | {"mask": self._mask(indices, valid)}
+
+    def _mask(self, indices: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        if isinstance(self.spec, TextSpec):
+            return np.repeat(valid[:, None], self.spec.length, axis=1)
+        return valid
+
+
+@dataclasses.dataclass(frozen=True)
+class Splits:
+    """The two parts of a data set: `train`, and `test`, which no training step sees."""
+
+    train: Source
+    test: Source
+
+
+class ImageArrays(Source):
+    """Images held in memory: images uint8 [example, height, width, channel], labels [example]."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, spec: ImageSpec):
+        assert images.dtype == np.uint8
+        assert images.shape == (len(labels), spec.height, spec.width, spec.channels)
+        self._images, self._labels, self._spec = images, labels.astype(np.int32), spec
+
+    @property
+    def spec(self) -> ImageSpec:
+        """Shapes and statistics."""
+        return self._spec
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Copies of the examples' rows."""
+        return {"image": np.take(self._images, indices, axis=0), "label": np.take(self._labels, indices)}
+
+
+def channel_statistics(
+    read: Callable[[np.ndarray], np.ndarray], num_examples: int, max_examples: int = 10_000
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel, in grey levels, of evenly spaced examples.
+
+    `read(indices)` gives uint8 images [batch, height, width, channel]. The sums are of integers, so that every
+    process computes the same bits. The standard deviation is at least `STD_FLOOR`.
+    """
+    chosen = np.linspace(0, num_examples - 1, min(num_examples, max_examples)).astype(np.int64)
+    levels = np.arange(256, dtype=np.int64)
+    counts: np.ndarray | None = None
+    for start in range(0, len(chosen), 256):
+        images = read(chosen[start : start + 256])
+        channels = [np.bincount(images[..., c].ravel(), minlength=256) for c in range(images.shape[-1])]
+        counts = np.stack(channels) + (0 if counts is None else counts)
+    assert counts is not None, "a data set without examples"
+    num_pixels = counts.sum(axis=1)
+    mean = (counts @ levels) / num_pixels
+    variance = (counts @ levels**2) / num_pixels - mean**2
+    std = np.maximum(np.sqrt(np.maximum(variance, 0)), STD_FLOOR)
+    return tuple(mean.tolist()), tuple(std.tolist())

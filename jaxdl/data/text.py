@@ -1,0 +1,252 @@
+"""Text from files: bytes or tokens in one long stream, cut into windows."""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import pydantic
+
+from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.data.source import Source, Splits, TextSpec
+
+STANDARD_LIBRARY = "python:stdlib"
+"""In `TextFiles.paths`: the source of the running Python's standard library."""
+
+END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+"""Tokens that may stand between documents, the first that a tokenizer has; without one it is a newline."""
+
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}
+_DEFAULT_GLOB = "**/*.py"
+
+
+class TextFiles(Config):
+    """Text in files. Whole files are held out; a single file is cut in two, its last part held out."""
+
+    kind: Annotated[Literal["text"], Kind] = "text"
+    paths: tuple[str, ...] = (STANDARD_LIBRARY,)
+    """Files, folders, or "python:stdlib" for the source code of Python's standard library (about 10 MB; it differs a
+    little from one Python version to the next)."""
+    glob: str = _DEFAULT_GLOB
+    """Which files of a folder are read."""
+    length: int = pydantic.Field(default=256, ge=1)
+    """Tokens of a training window (targets; a window has one more token)."""
+    tokenizer: str | None = None
+    """Path of a JSON file of the `tokenizers` library; None means bytes, a vocabulary of 256."""
+    test_fraction: float = pydantic.Field(default=0.05, gt=0, lt=1)
+    """Part of the files (or of a single file's bytes) that is held out."""
+    split_seed: int = pydantic.Field(default=0, ge=0)
+    """Which files are held out, and which are taken when `max_bytes` is set."""
+    max_bytes: int | None = pydantic.Field(default=None, ge=1)
+    """At most this much text is used, a random choice of the files."""
+
+    @pydantic.model_validator(mode="after")
+    def _paths(self) -> TextFiles:
+        if not self.paths:
+            raise ValueError('paths is empty: name files, folders, or "python:stdlib".')
+        return self
+
+    def build(self) -> Splits:
+        """Training and held-out windows: tokens int32 [batch, length+1]. Raises ConfigError for what cannot be read."""
+        files = find_files(self.paths, self.glob)
+        if self.max_bytes is not None:
+            files = _limit(files, self.max_bytes, self.split_seed)
+        names = sorted({file.name for file in files})
+        if len(names) == 1:
+            whole = b"".join(_read(file) for file in files)
+            cut = _boundary(whole, round(len(whole) * (1 - self.test_fraction)))
+            train, test = [whole[:cut]], [whole[cut:]]
+        else:
+            held_out = _held_out(names, self.test_fraction, self.split_seed)
+            train = [_read(file) for file in files if file.name not in held_out]
+            test = [_read(file) for file in files if file.name in held_out]
+        return text_splits(train, test, self.length, self.tokenizer)
+
+
+class TextFile(NamedTuple):
+    """A file to read: `name` is relative to the folder that was searched, the same on every machine."""
+
+    name: str
+    path: Path
+    num_bytes: int
+
+
+def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile]:
+    """The files that `paths` mean, each once, sorted by name. Raises ConfigError when a path has none."""
+    found: dict[Path, str] = {}
+    folders = False
+    for text in paths:
+        path = Path(text).expanduser()
+        if text == STANDARD_LIBRARY:
+            root = Path(sysconfig.get_paths()["stdlib"])
+            named = [(Path(file), Path(file).relative_to(root).as_posix()) for file in standard_library_files()]
+        elif path.is_dir():
+            folders = True
+            named = [(file, file.relative_to(path).as_posix()) for file in path.glob(glob) if file.is_file()]
+        elif path.is_file():
+            named = [(path, path.name)]
+        else:
+            raise ConfigError(f'{text}: no such file or folder; paths may also hold "{STANDARD_LIBRARY}".')
+        if not named:
+            raise ConfigError(f"{text}: no file in it matches {glob!r}. Change glob, or name another folder.")
+        for file, name in named:
+            found.setdefault(file.resolve(), name)
+    if glob != _DEFAULT_GLOB and not folders:
+        raise ConfigError(f"glob = {glob!r}: no path is a folder, so it has no effect. Leave it out.")
+    files = sorted(TextFile(name, path, path.stat().st_size) for path, name in found.items())
+    if not any(file.num_bytes for file in files):
+        raise ConfigError(f"{', '.join(paths)}: empty; there is no text to train on.")
+    return files
+
+
+def standard_library_files() -> tuple[str, ...]:
+    """Paths of the Python sources of the standard library, sorted, without its tests, IDLE and installed packages."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    found = root.glob("**/*.py")
+    return tuple(sorted(str(path) for path in found if _SKIPPED_FOLDERS.isdisjoint(path.relative_to(root).parts[:-1])))
+
+
+def _hash(purpose: str, seed: int, name: str) -> float:
+    """A number in [0, 1) that depends on the name alone, so one file more or less moves no other."""
+    digest = hashlib.blake2b(f"{purpose}:{seed}:{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64
+
+
+def _held_out(names: Sequence[str], test_fraction: float, seed: int) -> set[str]:
+    """The names that are held out: at least one, and never all."""
+    ranked = sorted(names, key=lambda name: _hash("held out", seed, name))
+    count = sum(_hash("held out", seed, name) < test_fraction for name in names)
+    return set(ranked[: min(max(count, 1), len(names) - 1)])
+
+
+def _limit(files: Sequence[TextFile], max_bytes: int, seed: int) -> list[TextFile]:
+    """A random choice of the files that holds `max_bytes`, the last one cut short; sorted by name."""
+    taken, left = [], max_bytes
+    for file in sorted(files, key=lambda file: _hash("taken", seed, file.name)):
+        if left > 0:
+            taken.append(file._replace(num_bytes=min(file.num_bytes, left)))
+            left -= taken[-1].num_bytes
+    return sorted(taken)
+
+
+def _read(file: TextFile) -> bytes:
+    try:
+        content = file.path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{file.path}: it cannot be read ({error.strerror}).") from None
+    return content[: _boundary(content, file.num_bytes)]
+
+
+def _boundary(content: bytes, cut: int) -> int:
+    """`cut`, moved back to the start of a UTF-8 character."""
+    while 0 < cut < len(content) and content[cut] & 0xC0 == 0x80:
+        cut -= 1
+    return cut
+
+
+def text_splits(train: Iterable[bytes], test: Iterable[bytes], length: int, tokenizer: str | None) -> Splits:
+    """Windows over the documents of each split, joined by a separator: byte 0, or the tokenizer's end of text.
+
+    The separator counts as one byte of text, so `bytes_per_token` is exactly 1 for bytes. Raises ConfigError when
+    there is not one full training window, or no held-out target.
+    """
+    encoder = _load_tokenizer(tokenizer)
+    train_tokens, _ = _encode(train, encoder, tokenizer)
+    test_tokens, num_bytes = _encode(test, encoder, tokenizer)
+    if len(train_tokens) <= length:
+        raise ConfigError(
+            f"length = {length}: the training text has {len(train_tokens)} tokens, not one window; set length lower."
+        )
+    if len(test_tokens) < 2:
+        raise ConfigError("The held-out text has no 2 tokens: raise test_fraction, or give more text.")
+    vocab_size = 256 if encoder is None else max(encoder.get_vocab(with_added_tokens=True).values()) + 1
+    spec = TextSpec(vocab_size=vocab_size, length=length, bytes_per_token=num_bytes / len(test_tokens))
+    return Splits(TokenWindows(train_tokens, spec, partial=False), TokenWindows(test_tokens, spec, partial=True))
+
+
+def _load_tokenizer(path: str | None) -> Any:
+    """The tokenizer of a JSON file; None for bytes."""
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise ConfigError(f"tokenizer {path}: no such file; it is the JSON file that `Tokenizer.save` writes.")
+    import tokenizers
+
+    try:
+        return tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises nothing narrower
+        raise ConfigError(f"tokenizer {path}: not a JSON file of the tokenizers library ({error}).") from None
+
+
+def _encode(documents: Iterable[bytes], encoder: Any, tokenizer: str | None) -> tuple[np.ndarray, int]:
+    """The token stream of joined documents, and its bytes of text (each separator counted as one)."""
+    if encoder is None:
+        stream = b"\0".join(documents)
+        return np.frombuffer(stream, np.uint8), len(stream)
+    separator = _separator(encoder, tokenizer)
+    pieces: list[np.ndarray] = []
+    num_bytes = -1
+    for number, document in enumerate(documents):
+        try:
+            text = document.decode()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"document {number} ({document[:40]!r}...): not UTF-8 ({error.reason} at byte {error.start}). "
+                "Leave it out, or train on bytes (no tokenizer)."
+            ) from None
+        tokens = encoder.encode(text, add_special_tokens=False).ids
+        pieces += [np.asarray(separator if pieces else [], np.uint32), np.asarray(tokens, np.uint32)]
+        num_bytes += len(document) + 1
+    return np.concatenate(pieces or [np.empty(0, np.uint32)]), num_bytes
+
+
+def _separator(encoder: Any, tokenizer: str | None) -> list[int]:
+    for token in END_OF_TEXT:
+        if (number := encoder.token_to_id(token)) is not None:
+            return [number]
+    newline = encoder.encode("\n", add_special_tokens=False).ids
+    if not newline:
+        raise ConfigError(
+            f"tokenizer {tokenizer}: it has no token to put between documents: none of {', '.join(END_OF_TEXT)}, and "
+            "no newline. Add one of these to it."
+        )
+    return newline
+
+
+class TokenWindows(Source):
+    """Windows of a token stream: window i is tokens[i*length : i*length+length+1].
+
+    Neighbours share one token, the last target of the one being the first input of the other, so every token but the
+    first is the target of exactly one window. With `partial` the last, shorter window is there too: zeros follow the
+    text, and the mask of `eval_batch` leaves them out. Without it there are full windows only.
+    """
+
+    def __init__(self, tokens: np.ndarray, spec: TextSpec, *, partial: bool):
+        self._tokens, self._spec = tokens, spec
+        num_targets = max(len(tokens) - 1, 0)
+        self._count = -(-num_targets // spec.length) if partial else num_targets // spec.length
+
+    @property
+    def spec(self) -> TextSpec:
+        """Vocabulary and window."""
+        return self._spec
+
+    def __len__(self) -> int:
+        return self._count
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The windows' tokens, int32 [batch, length+1]."""
+        positions = self._positions(indices)
+        inside = positions < len(self._tokens)
+        tokens = self._tokens[np.where(inside, positions, 0)]
+        return {"tokens": np.where(inside, tokens, 0).astype(np.int32)}
+
+    def _positions(self, indices: np.ndarray) -> np.ndarray:
+        return indices[:, None] * self._spec.length + np.arange(self._spec.length + 1)
+
+    def _mask(self, indices: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        return valid[:, None] & (self._positions(indices)[:, 1:] < len(self._tokens))

@@ -1,0 +1,302 @@
+"""TensorFlow Datasets, read without TensorFlow: images decoded by Pillow, and text.
+
+TensorFlow is needed once, to prepare a data set as ArrayRecord files; it is never imported here.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any, Literal, NamedTuple
+
+import numpy as np
+import pydantic
+
+from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.data.source import ImageArrays, ImageSpec, Source, Splits, channel_statistics
+from jaxdl.data.text import text_splits
+
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # channels -> Pillow's name
+_MANY_PIXELS = 128 * 128
+"""Pillow lets go of Python's lock while it decodes; below this size threads cost more than that gains (measured)."""
+_READ_EXAMPLES = 1024
+
+
+class TFDS(Config):
+    """A data set of TensorFlow Datasets, prepared as ArrayRecord files. Set `text_key` for a text data set."""
+
+    kind: Annotated[Literal["tfds"], Kind] = "tfds"
+    name: str = "mnist"
+    """Its name, with config and version if wanted: "mnist", "imagenet_resized/64x64", "fashion_mnist:3.0.1"."""
+    data_dir: str | None = None
+    """Folder of the prepared data sets; None takes TFDS_DATA_DIR, or else the library's default."""
+    train_split: str = "train"
+    """Split to train on; slices like "train[:90%]" are understood."""
+    test_split: str | None = None
+    """Split that is held out; None takes "test" or, where there is none, "validation"."""
+    image_key: str = "image"
+    """Feature with the image."""
+    label_key: str = "label"
+    """Feature with the class."""
+    image_size: int | None = pydantic.Field(default=None, ge=1)
+    """Images are resized (shorter side) and cropped (centre) to this height and width; None keeps their own."""
+    text_key: str | None = None
+    """Feature with the text; set, the data set is read as text."""
+    length: int | None = pydantic.Field(default=None, ge=1)
+    """Text: tokens of a training window; None means 256."""
+    tokenizer: str | None = None
+    """Text: path of a JSON file of the `tokenizers` library; None means bytes."""
+    memory_limit_bytes: int = pydantic.Field(default=2**30, ge=0)
+    """Images that need no more than this when decoded are kept in memory, others are decoded for every batch. Text is
+    always kept in memory: more of it is an error."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_kind_of_data(self) -> TFDS:
+        if self.text_key is None:
+            for field in ("length", "tokenizer"):
+                if getattr(self, field) is not None:
+                    raise ValueError(
+                        f"{field} = {getattr(self, field)!r} has no effect on images; set text_key for text."
+                    )
+            return self
+        for field in ("image_key", "label_key", "image_size"):
+            if getattr(self, field) != type(self).model_fields[field].default:
+                raise ValueError(f"{field} = {getattr(self, field)!r} has no effect on text (text_key is set).")
+        return self
+
+    def build(self) -> Splits:
+        """Training and held-out examples, images or windows of text.
+
+        Raises ConfigError when the data set is not prepared, or lacks what the fields name.
+        """
+        builder = _builder(self.name, self.data_dir or os.environ.get("TFDS_DATA_DIR"))
+        test_split = self.test_split or _find_test_split(builder)
+        if self.text_key is not None:
+            return _build_text(self, builder, self.text_key, test_split)
+        return _build_images(self, builder, test_split)
+
+
+def _builder(name: str, data_dir: str | None) -> Any:
+    """The library's builder of a prepared data set."""
+    import tensorflow_datasets as tfds
+
+    try:
+        builder = tfds.builder(name, data_dir=data_dir)
+    except (ValueError, AssertionError, tfds.core.DatasetNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"tfds {name}: {reason} Check name and version. {_advice(name, data_dir)}") from None
+    if not builder.is_prepared():
+        raise ConfigError(f"tfds {name}: not prepared in {builder.data_dir}. {_advice(name, data_dir)}")
+    file_format = getattr(builder.info.file_format, "value", None)
+    if file_format != "array_record":
+        raise ConfigError(
+            f"tfds {name}: prepared in {builder.data_dir} as {file_format}, which cannot be read by index without "
+            f"TensorFlow. Move that folder away. {_advice(name, data_dir)}"
+        )
+    return builder
+
+
+def _advice(name: str, data_dir: str | None) -> str:
+    folder = f" --data_dir={data_dir}" if data_dir else ""
+    where = "" if data_dir else " Where data sets lie is told by TFDS_DATA_DIR or data_dir."
+    return (
+        "To prepare it, on any machine with TensorFlow (reading needs none):\n"
+        f"  pip install tensorflow tensorflow-datasets && tfds build {name} --file_format=array_record{folder}\n"
+        f"and copy the folder if that was elsewhere.{where}"
+    )
+
+
+def _find_test_split(builder: Any) -> str:
+    for split in ("test", "validation"):
+        if split in builder.info.splits:
+            return split
+    raise ConfigError(
+        f"tfds {builder.name}: it has neither a test nor a validation split, but {', '.join(builder.info.splits)}. "
+        'Set test_split (and train_split), for instance to "train[90%:]" (and "train[:90%]").'
+    )
+
+
+def _open(builder: Any, split: str) -> Any:
+    """The examples of a split, by index, their images left encoded. Raises ConfigError for an unknown split."""
+    import tensorflow_datasets as tfds
+
+    images = [key for key, feature in builder.info.features.items() if isinstance(feature, tfds.features.Image)]
+    decoders = {key: tfds.decode.SkipDecoding() for key in images}
+    try:
+        return builder.as_data_source(split=split, decoders=decoders or None)
+    except (ValueError, KeyError) as error:
+        splits = ", ".join(builder.info.splits)
+        raise ConfigError(f"tfds {builder.name}, split {split!r}: {error} The splits are {splits}.") from None
+
+
+def _feature(builder: Any, field: str, key: str, kind: type, noun: str) -> Any:
+    """The feature `key`, which must be of `kind`."""
+    features = builder.info.features
+    fitting = [name for name, feature in features.items() if isinstance(feature, kind)]
+    if key in fitting:
+        return features[key]
+    advice = f"Set {field} to {' or '.join(fitting)}." if fitting else "Choose another data set."
+    hint = " A text data set needs text_key." if not fitting and field == "image_key" else ""
+    raise ConfigError(
+        f"tfds {builder.name}: {field} = {key!r}, but it has no {noun} of that name, only {', '.join(features)}. "
+        f"{advice}{hint}"
+    )
+
+
+def _build_text(config: TFDS, builder: Any, key: str, test_split: str) -> Splits:
+    import tensorflow_datasets as tfds
+
+    _feature(builder, "text_key", key, tfds.features.Text, "text")
+    sources = [_open(builder, split) for split in (config.train_split, test_split)]
+    left = config.memory_limit_bytes
+
+    def documents(source: Any, split: str) -> Iterator[bytes]:
+        nonlocal left
+        for start in range(0, len(source), _READ_EXAMPLES):
+            for example in source.__getitems__(list(range(start, min(start + _READ_EXAMPLES, len(source))))):
+                document = example[key]
+                left -= len(document)
+                if left < 0:
+                    raise ConfigError(
+                        f"tfds {config.name}, split {split}: more text than memory_limit_bytes = "
+                        f'{config.memory_limit_bytes}. Raise it, or take a part: train_split "train[:10%]".'
+                    )
+                yield document
+
+    train, test = documents(sources[0], config.train_split), documents(sources[1], test_split)
+    return text_splits(train, test, config.length or 256, config.tokenizer)
+
+
+class _Format(NamedTuple):
+    """The images that come out; `resize` says whether the stored ones differ, `large` whether they are many pixels."""
+
+    height: int
+    width: int
+    channels: int
+    resize: bool
+    large: bool
+
+
+def _build_images(config: TFDS, builder: Any, test_split: str) -> Splits:
+    import tensorflow_datasets as tfds
+
+    feature = _feature(builder, "image_key", config.image_key, tfds.features.Image, "image")
+    classes = _feature(builder, "label_key", config.label_key, tfds.features.ClassLabel, "class label")
+    form = _format(config, feature)
+    train = _Examples(_open(builder, config.train_split), config, config.train_split, form)
+    test = _Examples(_open(builder, test_split), config, test_split, form)
+    num_bytes = (len(train) + len(test)) * form.height * form.width * form.channels
+    if num_bytes <= config.memory_limit_bytes:
+        images, labels = train.read(np.arange(len(train)))
+        mean, std = channel_statistics(lambda rows: images[rows], len(images))
+        spec = ImageSpec(*form[:3], classes.num_classes, mean, std)
+        return Splits(ImageArrays(images, labels, spec), ImageArrays(*test.read(np.arange(len(test))), spec))
+    # A thousand photographs give the mean to a grey level, and decoding more would hold up every start.
+    mean, std = channel_statistics(lambda rows: train.read(rows)[0], len(train), max_examples=1024)
+    spec = ImageSpec(*form[:3], classes.num_classes, mean, std)
+    return Splits(_DecodedImages(train, spec), _DecodedImages(test, spec))
+
+
+def _format(config: TFDS, feature: Any) -> _Format:
+    height, width, channels = feature.shape
+    channels = channels or 3
+    if np.dtype(feature.np_dtype) != np.uint8 or channels not in _MODES:
+        raise ConfigError(
+            f"tfds {config.name}: images of {feature.np_dtype} with {channels} channels cannot be decoded."
+        )
+    large = height is None or width is None or height * width >= _MANY_PIXELS
+    if config.image_size is not None:
+        size = config.image_size
+        return _Format(size, size, channels, (height, width) != (size, size), large)
+    if height is None or width is None:
+        raise ConfigError(f"tfds {config.name}: its images vary in size. Set image_size, for instance to 224.")
+    return _Format(height, width, channels, False, large)
+
+
+class _Examples:
+    """Decoded examples of a split, by index."""
+
+    def __init__(self, stored: Any, config: TFDS, split: str, form: _Format):
+        self._stored, self._config, self._split, self._form = stored, config, split, form
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._threads = ThreadPoolExecutor(threads, "jaxdl-decode") if form.large and threads > 1 else None
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Images uint8 [batch, height, width, channel] and labels int32 [batch]."""
+        images = np.empty((len(indices), *self._form[:3]), np.uint8)
+        labels = np.empty(len(indices), np.int32)
+        for start in range(0, len(indices), _READ_EXAMPLES):
+            rows = slice(start, start + _READ_EXAMPLES)
+            self._read(indices[rows].tolist(), images[rows], labels[rows])
+        return images, labels
+
+    def _read(self, indices: Sequence[int], images: np.ndarray, labels: np.ndarray) -> None:
+        def decode(row: int) -> None:
+            try:
+                images[row] = decode_image(examples[row][self._config.image_key], self._form)
+            except Exception as error:  # Pillow raises many kinds for a broken file
+                raise self._broken(indices[row], f"its image cannot be decoded ({error})") from error
+
+        examples = self._stored.__getitems__(indices)
+        labels[:] = [example[self._config.label_key] for example in examples]
+        if labels.min() < 0:
+            index = indices[int(labels.argmin())]
+            raise self._broken(index, f"its label is {labels.min()}: a split without labels cannot be used")
+        # Consuming the results raises the first error.
+        list(
+            map(decode, range(len(examples)))
+            if self._threads is None
+            else self._threads.map(decode, range(len(examples)))
+        )
+
+    def _broken(self, index: int, problem: str) -> ConfigError:
+        return ConfigError(
+            f"tfds {self._config.name}, split {self._split!r}, example {index}: {problem}. "
+            "Prepare the data set anew, or choose a split without it."
+        )
+
+
+def decode_image(encoded: bytes, form: _Format) -> np.ndarray:
+    """A PNG or JPEG as uint8 [height, width, channel]; if asked, the shorter side resized and the centre cropped."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(encoded))
+    mode = _MODES[form.channels]
+    if form.resize:
+        # A JPEG can be decoded at a fraction of its size; twice the wanted one is left to the antialiasing filter.
+        image.draft(mode, (2 * form.width, 2 * form.height))
+    if image.mode != mode:
+        image = image.convert(mode)
+    if form.resize:
+        scale = min(image.width / form.width, image.height / form.height)
+        left, top = (image.width - scale * form.width) / 2, (image.height - scale * form.height) / 2
+        box = (left, top, left + scale * form.width, top + scale * form.height)
+        image = image.resize((form.width, form.height), Image.Resampling.BILINEAR, box=box)
+    if image.size != (form.width, form.height):
+        raise ValueError(f"it is {image.height}x{image.width}, not {form.height}x{form.width}")
+    return np.frombuffer(image.tobytes(), np.uint8).reshape(form[:3])
+
+
+class _DecodedImages(Source):
+    """Images decoded whenever they are asked for."""
+
+    def __init__(self, examples: _Examples, spec: ImageSpec):
+        self._examples, self._spec = examples, spec
+
+    @property
+    def spec(self) -> ImageSpec:
+        """Shapes and statistics."""
+        return self._spec
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Decodes the examples in threads."""
+        images, labels = self._examples.read(indices)
+        return {"image": images, "label": labels}

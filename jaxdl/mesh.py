@@ -1,0 +1,134 @@
+"""The device mesh: the only home of axis names.
+
+`replica` crosses the slow network (usually one index per node); `fsdp` and `tensor` stay inside a node. The batch is
+sharded over `(replica, fsdp)`; parameters and optimizer state over `fsdp` and `tensor`.
+"""
+
+from __future__ import annotations
+
+import enum
+import glob
+import math
+import os
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+import pydantic
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jaxdl.config import Config, ConfigError
+
+
+class Axis(enum.StrEnum):
+    """The mesh axes, in the order of the mesh's dimensions."""
+
+    REPLICA = "replica"
+    FSDP = "fsdp"
+    TENSOR = "tensor"
+
+
+BATCH_AXES = (Axis.REPLICA.value, Axis.FSDP.value)
+"""The axes over which the leading dimension of a batch is sharded."""
+
+
+class MeshConfig(Config):
+    """Sizes of the mesh axes; one of them may be -1 and takes the devices that are left."""
+
+    replica: int = 1
+    """Data parallel across the slow network; gradients are exchanged over it. Usually the number of nodes."""
+    fsdp: int = -1
+    """Data parallel inside a node; parameters and optimizer state are sharded over it."""
+    tensor: int = 1
+    """Model parallel inside a node."""
+    cpu_devices: int | None = pydantic.Field(default=None, ge=1)
+    """Train on this many virtual CPU devices per process instead of the machine's accelerators."""
+
+    @pydantic.model_validator(mode="after")
+    def _sizes(self) -> MeshConfig:
+        sizes = {axis.value: getattr(self, axis.value) for axis in Axis}
+        for name, size in sizes.items():
+            if size != -1 and size < 1:
+                raise ValueError(f"{name} = {size}: an axis has 1 or more devices, or -1 for what is left.")
+        if list(sizes.values()).count(-1) > 1:
+            raise ValueError(f"{sizes}: only one axis may be -1 (what is left).")
+        return self
+
+    def sizes(self, num_devices: int) -> dict[str, int]:
+        """Axis -> size on `num_devices` devices. Raises ConfigError when the mesh does not use exactly these."""
+        sizes = {axis.value: getattr(self, axis.value) for axis in Axis}
+        fixed = math.prod(size for size in sizes.values() if size != -1)
+        shape = " x ".join(f"{name} {size}" for name, size in sizes.items())
+        advice = "Change --mesh.replica, --mesh.fsdp or --mesh.tensor, or use --devices N for N virtual CPU devices."
+        if -1 in sizes.values():
+            if num_devices % fixed or num_devices < fixed:
+                raise ConfigError(f"mesh {shape}: {num_devices} devices cannot be divided by {fixed}. {advice}")
+            return {name: num_devices // fixed if size == -1 else size for name, size in sizes.items()}
+        if fixed != num_devices:
+            problem = "more than there are" if fixed > num_devices else "the others would be idle"
+            raise ConfigError(f"mesh {shape} = {fixed} devices, of {num_devices}: {problem}. {advice}")
+        return sizes
+
+
+def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """The mesh over `devices` (default: all of the run), with automatic axes in the order of `Axis`.
+
+    Devices are laid out by process, so `replica`, the outermost axis, is the one that crosses hosts.
+    Raises ConfigError when the sizes do not fit the devices.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    found.sort(key=lambda device: (device.process_index, device.id))
+    sizes = config.sizes(len(found))
+    return Mesh(np.asarray(found).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """How a global batch lies on the mesh: its leading dimension over (replica, fsdp)."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
+
+
+def batch_ways(mesh: Mesh) -> int:
+    """Into how many equal parts the batch is split."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+
+
+def gpus_visible() -> bool:
+    """Whether this process would find NVIDIA GPUs, without starting JAX: lets a config choose its mesh."""
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    return bool(glob.glob("/dev/nvidia[0-9]*")) and not hidden and (not platforms or "cuda" in platforms or "gpu" in platforms)
+
+
+def start_devices(config: MeshConfig) -> None:
+    """Starts JAX on the devices that the config asks for, once per process; joins the other processes if there are any.
+
+    Several processes are recognised by `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), by a
+    multi-task Slurm or Open MPI job, or, where JAX detects the cluster otherwise, by `JAXDL_DISTRIBUTED=1`.
+    Raises ConfigError when JAX already runs on other devices.
+    """
+    count = config.cpu_devices
+    if count is not None:
+        try:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:
+            pass  # JAX has started already, which is fine as long as it has these devices: seen below.
+    if not jax.distributed.is_initialized() and _distributed_wanted():
+        jax.distributed.initialize(**{argument: int(value) for argument, value in _process_numbers().items()})
+    if count is not None and (jax.default_backend(), jax.local_device_count()) != ("cpu", count):
+        raise ConfigError(
+            f"{count} virtual CPU devices: JAX already runs on {jax.local_device_count()} {jax.default_backend()} devices "
+            "in this process. Set the environment variable JAX_NUM_CPU_DEVICES before the first use of JAX, or restart."
+        )
+
+
+def _distributed_wanted() -> bool:
+    if "JAX_COORDINATOR_ADDRESS" in os.environ or os.environ.get("JAXDL_DISTRIBUTED") == "1":
+        return True
+    tasks = os.environ.get("SLURM_NTASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or "1"
+    return int(tasks) > 1 and ("SLURM_STEP_NODELIST" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ)
+
+
+def _process_numbers() -> dict[str, str]:
+    names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+    return {argument: os.environ[name] for argument, name in names.items() if name in os.environ}

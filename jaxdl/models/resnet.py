@@ -1,0 +1,210 @@
+"""Residual networks for images: He et al., "Deep Residual Learning for Image Recognition" (2015), sections 3.3 and 4.2.
+
+The ImageNet family has four stages; from depth 50 on its blocks are bottlenecks with the stride in the 3x3 convolution
+("v1.5", as in Goyal et al. 2017, section 5.1). The CIFAR family has depth 6n + 2: three stages of n basic blocks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from jaxdl.config import Config, Kind
+from jaxdl.mesh import Axis
+
+_IMAGENET_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
+_BOTTLENECK_FROM_DEPTH = 50
+_BOTTLENECK_EXPANSION = 4
+_KERNEL_AXES = ("height", "width", "channel_in", "channel_out")
+_STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "patch2": (3, 2)}
+"""Stem -> (kernel size, stride) of its convolution."""
+
+
+class ResNet(Config):
+    """A residual network for image classification."""
+
+    modality: ClassVar[str] = "images"
+    kind: Annotated[Literal["resnet"], Kind] = "resnet"
+    depth: Literal[8, 14, 18, 20, 32, 34, 44, 50, 56, 101, 110, 152] = 50
+    """Weighted layers: 18, 34, 50, 101, 152 (ImageNet family); 8, 14, 20, 32, 44, 56, 110 (CIFAR family)."""
+    width: int | None = pydantic.Field(default=None, ge=1)
+    """Channels of the first stage, doubled at each later one; None takes 64 (ImageNet family) or 16 (CIFAR family)."""
+    stem: Literal["imagenet", "cifar", "patch2"] | None = None
+    """First layers. imagenet: 7x7 stride 2, then 3x3 max-pool stride 2; cifar: 3x3 stride 1; patch2: 3x3 stride 2; None
+    takes the family's."""
+    norm: Literal["batch", "group"] = "batch"
+    """Batch normalization, or group normalization (statistics of one example; at most 32 groups)."""
+    norm_span: Literal["replica", "mesh"] = "replica"
+    """Batch norm statistics in training: over one replica's batch, or over the whole mesh (an all-reduce a layer)."""
+    norm_momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
+    """Part of batch norm's running statistics that a step keeps; None takes 0.9."""
+    norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
+    """Added to the variance before the square root."""
+    zero_init_residual: bool = True
+    """Start the last norm's scale of each block at zero, so that a block starts as its shortcut (Goyal et al. 2017)."""
+
+    @pydantic.model_validator(mode="after")
+    def _norm_fits(self) -> ResNet:
+        if self.norm == "group" and self.norm_span != "replica":
+            raise ValueError(
+                f"norm_span = {self.norm_span}: group norm has no statistics over the batch. "
+                "Remove it or set norm = batch."
+            )
+        if self.norm == "group" and self.norm_momentum is not None:
+            raise ValueError(
+                f"norm_momentum = {self.norm_momentum}: group norm has no running statistics. "
+                "Remove it or set norm = batch."
+            )
+        return self
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Number of residual blocks of each stage."""
+        return _IMAGENET_BLOCKS.get(self.depth, ((self.depth - 2) // 6,) * 3)
+
+    @property
+    def is_bottleneck(self) -> bool:
+        """Whether a block is 1x1, 3x3, 1x1 convolutions rather than two 3x3."""
+        return self.depth in _IMAGENET_BLOCKS and self.depth >= _BOTTLENECK_FROM_DEPTH
+
+    def build(self, *, num_classes: int, channels: int, dtype: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+        """A function that makes the `ResNetModule` from random keys (stream `params`); it computes in `dtype`."""
+        return lambda rngs: ResNetModule(self, rngs, num_classes=num_classes, channels=channels, dtype=dtype)
+
+
+class Norm(nnx.Module):
+    """Batch or group normalization of [batch, height, width, channel].
+
+    Statistics and arithmetic are float32 whatever `dtype`, the dtype of the result: in a lower one flax would also
+    round the running statistics before it uses them in evaluation.
+    """
+
+    def __init__(self, config: ResNet, channels: int, rngs: nnx.Rngs, *, dtype: Any, zero_init: bool = False):
+        self.dtype = dtype
+        common: dict[str, Any] = {
+            "epsilon": config.norm_epsilon,
+            "dtype": jnp.float32,
+            "scale_init": nnx.initializers.zeros if zero_init else nnx.initializers.ones,
+            "scale_metadata": {"axes": ("norm",)},
+            "bias_metadata": {"axes": ("norm",)},
+            "rngs": rngs,
+        }
+        self.norm: nnx.GroupNorm | nnx.BatchNorm
+        if config.norm == "group":
+            self.norm = nnx.GroupNorm(channels, num_groups=math.gcd(32, channels), **common)
+        else:
+            momentum = 0.9 if config.norm_momentum is None else config.norm_momentum
+            axis_name = Axis.REPLICA.value if config.norm_span == "mesh" else None
+            self.norm = nnx.BatchNorm(channels, momentum=momentum, axis_name=axis_name, **common)
+
+    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        """The normalized x; in training batch norm uses and updates the statistics of this batch."""
+        if isinstance(self.norm, nnx.BatchNorm):
+            return self.norm(x, use_running_average=not train).astype(self.dtype)
+        return self.norm(x).astype(self.dtype)
+
+
+class Block(nnx.Module):
+    """A residual block: relu(shortcut + convolutions), with a projection shortcut where the shape changes.
+
+    Basic: 3x3 (stride), 3x3. Bottleneck: 1x1, 3x3 (stride), 1x1 to 4 times the width.
+    """
+
+    def __init__(self, config: ResNet, channels: int, width: int, stride: int, rngs: nnx.Rngs, *, dtype: Any):
+        if config.is_bottleneck:
+            layers = [(1, 1, width), (3, stride, width), (1, 1, width * _BOTTLENECK_EXPANSION)]
+        else:
+            layers = [(3, stride, width), (3, 1, width)]
+        self.num_convs = len(layers)
+        incoming = channels
+        for index, (size, step, outgoing) in enumerate(layers, start=1):
+            is_last = index == len(layers)
+            setattr(self, f"conv{index}", _conv(incoming, outgoing, size, step, rngs, dtype=dtype))
+            zero_init = is_last and config.zero_init_residual
+            setattr(self, f"norm{index}", Norm(config, outgoing, rngs, dtype=dtype, zero_init=zero_init))
+            incoming = outgoing
+        self.has_projection = stride != 1 or channels != incoming
+        if self.has_projection:
+            self.shortcut_conv = _conv(channels, incoming, 1, stride, rngs, dtype=dtype)
+            self.shortcut_norm = Norm(config, incoming, rngs, dtype=dtype)
+
+    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        """[batch, height, width, channels_in] -> [batch, height / stride, width / stride, channels_out]."""
+        shortcut = self.shortcut_norm(self.shortcut_conv(x), train=train) if self.has_projection else x
+        for index in range(1, self.num_convs + 1):
+            x = getattr(self, f"norm{index}")(getattr(self, f"conv{index}")(x), train=train)
+            if index < self.num_convs:
+                x = nnx.relu(x)
+        return nnx.relu(shortcut + x)
+
+
+class ResNetModule(nnx.Module):
+    """The network of a `ResNet` config.
+
+    Batch norm in training uses the batch of one replica (synchronized inside the replica), or with norm_span = mesh of
+    all replicas; then the call must run where the axis `replica` is bound (in a shard_map). Its running variance is the
+    biased one.
+    """
+
+    def __init__(self, config: ResNet, rngs: nnx.Rngs, *, num_classes: int, channels: int, dtype: Any):
+        is_imagenet = config.depth in _IMAGENET_BLOCKS
+        width = config.width or (64 if is_imagenet else 16)
+        stem = config.stem or ("imagenet" if is_imagenet else "cifar")
+        size, stride = _STEMS[stem]
+        self.pools = stem == "imagenet"
+        self.stem_conv = _conv(channels, width, size, stride, rngs, dtype=dtype)
+        self.stem_norm = Norm(config, width, rngs, dtype=dtype)
+        self.block_names = tuple(
+            f"stage{stage}_block{block}"
+            for stage, num_blocks in enumerate(config.blocks, start=1)
+            for block in range(1, num_blocks + 1)
+        )
+        incoming = width
+        for name in self.block_names:
+            stage, block = (int(part) for part in name.removeprefix("stage").split("_block"))
+            stage_width = width * 2 ** (stage - 1)
+            stride = 2 if stage > 1 and block == 1 else 1
+            setattr(self, name, Block(config, incoming, stage_width, stride, rngs, dtype=dtype))
+            incoming = stage_width * (_BOTTLENECK_EXPANSION if config.is_bottleneck else 1)
+        self.head = nnx.Linear(
+            incoming,
+            num_classes,
+            dtype=dtype,
+            preferred_element_type=jnp.float32,
+            kernel_init=nnx.initializers.normal(0.01),
+            kernel_metadata={"axes": ("channel_in", "classes")},
+            bias_metadata={"axes": ("classes",)},
+            rngs=rngs,
+        )
+
+    def __call__(self, image: jax.Array, *, train: bool) -> jax.Array:
+        """Normalized image [batch, height, width, channel] -> logits, float32 [batch, num_classes]."""
+        x = nnx.relu(self.stem_norm(self.stem_conv(image), train=train))
+        if self.pools:
+            # Flax declares the padding as a string, but takes numbers too.
+            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType]
+        for name in self.block_names:
+            x = getattr(self, name)(x, train=train)
+        return self.head(jnp.mean(x, axis=(1, 2), dtype=jnp.float32)).astype(jnp.float32)
+
+
+def _conv(incoming: int, outgoing: int, size: int, stride: int, rngs: nnx.Rngs, *, dtype: Any) -> nnx.Conv:
+    """A convolution without bias. The same padding on both sides: "SAME" would shift the image when the stride is 2."""
+    return nnx.Conv(
+        incoming,
+        outgoing,
+        (size, size),
+        strides=stride,
+        padding=((size // 2, size // 2),) * 2,
+        use_bias=False,
+        dtype=dtype,
+        kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
+        kernel_metadata={"axes": _KERNEL_AXES},
+        rngs=rngs,
+    )

@@ -1,0 +1,258 @@
+"""A decoder-only transformer for language modelling, of the Llama kind.
+
+Pre-norm blocks (Xiong et al. 2020) with RMSNorm (Zhang and Sennrich 2019), rotary position embeddings (Su et al. 2021),
+grouped-query attention (Ainslie et al. 2023) and SwiGLU (Shazeer 2020). No biases, no dropout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from jaxdl import sharding
+from jaxdl.config import Config, Kind
+
+_TABLE_STDDEV = 0.02
+
+
+class Transformer(Config):
+    """A decoder-only transformer."""
+
+    modality: ClassVar[str] = "text"
+    kind: Annotated[Literal["transformer"], Kind] = "transformer"
+    num_layers: int = pydantic.Field(default=4, ge=1)
+    """Number of blocks (attention and MLP)."""
+    embed_dim: int = pydantic.Field(default=256, ge=1)
+    """Size of the residual stream; a multiple of num_heads."""
+    num_heads: int = pydantic.Field(default=4, ge=1)
+    """Number of query heads; each has embed_dim / num_heads numbers, which must be even."""
+    num_kv_heads: int | None = pydantic.Field(default=None, ge=1)
+    """Number of key and value heads, a divisor of num_heads (grouped-query attention); None takes num_heads."""
+    mlp_dim: int | None = pydantic.Field(default=None, ge=1)
+    """Size of the MLP's hidden layer; None takes 8/3 of embed_dim, rounded up to a multiple of 64."""
+    tied_embeddings: bool = True
+    """Use the embedding table as the output layer too."""
+    rope_theta: float = pydantic.Field(default=10_000.0, gt=1)
+    """Base of the rotary wavelengths, which run from 2 pi to 2 pi theta positions."""
+    norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
+    """Added to the mean square before the square root."""
+    scan_layers: bool = True
+    """Stack the layers' parameters and loop over them: compile time no longer grows with num_layers."""
+    remat: bool = False
+    """Compute each block again in the backward pass instead of storing its activations."""
+
+    @pydantic.model_validator(mode="after")
+    def _heads_fit(self) -> Transformer:
+        if self.embed_dim % self.num_heads:
+            raise ValueError(
+                f"embed_dim = {self.embed_dim} cannot be divided by num_heads = {self.num_heads}. "
+                "Change one so that the heads share embed_dim equally."
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"embed_dim / num_heads = {self.head_dim} is odd: rotary embeddings turn pairs of numbers. "
+                "Change embed_dim or num_heads so that it is even."
+            )
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {self.num_kv_heads} does not divide num_heads = {self.num_heads}. "
+                "Choose a divisor: each key and value head serves an equal number of query heads."
+            )
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers of one head."""
+        return self.embed_dim // self.num_heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of key and value heads, resolved."""
+        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+
+    @property
+    def hidden_dim(self) -> int:
+        """Size of the MLP's hidden layer, resolved."""
+        return math.ceil(8 * self.embed_dim / 3 / 64) * 64 if self.mlp_dim is None else self.mlp_dim
+
+    def build(self, *, vocab_size: int, dtype: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+        """A function that makes the `TransformerModule` from random keys (stream `params`); it computes in `dtype`."""
+        return lambda rngs: TransformerModule(self, rngs, vocab_size=vocab_size, dtype=dtype)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + epsilon) * scale over the last dimension, in float32; the result is in `dtype`."""
+
+    def __init__(self, config: Transformer, *, dtype: Any):
+        self.scale = nnx.Param(jnp.ones((config.embed_dim,), jnp.float32), axes=("norm",))
+        self.epsilon = config.norm_epsilon
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., embed] -> [..., embed]."""
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
+        return (wide * inverse * self.scale[...]).astype(self.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query self-attention with rotary embeddings.
+
+    The kernels keep heads and head_dim as dimensions of their own, so that the heads can be sharded without a reshape.
+    """
+
+    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: Any):
+        heads, kv_heads, embed, head_dim = config.num_heads, config.kv_heads, config.embed_dim, config.head_dim
+        self.query = _kernel(rngs, (embed, heads, head_dim), ("embed", "heads", "head_dim"), fan_in=embed)
+        self.key = _kernel(rngs, (embed, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), fan_in=embed)
+        self.value = _kernel(rngs, (embed, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), fan_in=embed)
+        self.out = _kernel(
+            rngs,
+            (heads, head_dim, embed),
+            ("heads", "head_dim", "embed"),
+            fan_in=heads * head_dim,
+            scale=_residual_scale(config),
+        )
+        self.rope_theta = config.rope_theta
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, length, embed] -> [batch, length, embed]."""
+        query, key, value = (
+            jnp.einsum("ble,ehd->blhd", x, kernel[...].astype(self.dtype))
+            for kernel in (self.query, self.key, self.value)
+        )
+        positions = jnp.arange(x.shape[1])
+        query = sharding.constrain(rotate(query, positions, self.rope_theta), "batch", "length", "heads", "head_dim")
+        key = sharding.constrain(rotate(key, positions, self.rope_theta), "batch", "length", "kv_heads", "head_dim")
+        value = sharding.constrain(value, "batch", "length", "kv_heads", "head_dim")
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
+        return jnp.einsum("blhd,hde->ble", mixed, self.out[...].astype(self.dtype))
+
+
+class MLP(nnx.Module):
+    """SwiGLU: (silu(x gate) * (x up)) down."""
+
+    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: Any):
+        embed, hidden = config.embed_dim, config.hidden_dim
+        self.gate = _kernel(rngs, (embed, hidden), ("embed", "mlp"), fan_in=embed)
+        self.up = _kernel(rngs, (embed, hidden), ("embed", "mlp"), fan_in=embed)
+        self.down = _kernel(rngs, (hidden, embed), ("mlp", "embed"), fan_in=hidden, scale=_residual_scale(config))
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, length, embed] -> [batch, length, embed]."""
+        gate, up, down = (kernel[...].astype(self.dtype) for kernel in (self.gate, self.up, self.down))
+        hidden = jax.nn.silu(x @ gate) * (x @ up)
+        return sharding.constrain(hidden, "batch", "length", "mlp") @ down
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: Any):
+        self.attention_norm = RMSNorm(config, dtype=dtype)
+        self.attention = Attention(config, rngs, dtype=dtype)
+        self.mlp_norm = RMSNorm(config, dtype=dtype)
+        self.mlp = MLP(config, rngs, dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, length, embed] -> [batch, length, embed]."""
+        x = sharding.constrain(x + self.attention(self.attention_norm(x)), "batch", "length", "embed")
+        return sharding.constrain(x + self.mlp(self.mlp_norm(x)), "batch", "length", "embed")
+
+
+class TransformerModule(nnx.Module):
+    """The network of a `Transformer` config.
+
+    Its blocks are `layers`, with a leading layer dimension in every parameter, or `layer_0`, `layer_1`... without
+    `scan_layers`.
+    """
+
+    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, vocab_size: int, dtype: Any):
+        table = nnx.initializers.normal(_TABLE_STDDEV)
+        shape = (vocab_size, config.embed_dim)
+        self.embedding = nnx.Param(table(rngs.params(), shape, jnp.float32), axes=("vocab", "embed"))
+        if config.scan_layers:
+
+            @nnx.split_rngs(splits=config.num_layers)
+            @nnx.vmap(in_axes=(0,), out_axes=0)
+            def stacked(layer_rngs: nnx.Rngs) -> Block:
+                return Block(config, layer_rngs, dtype=dtype)
+
+            self.layers = stacked(rngs)
+        else:
+            for index in range(config.num_layers):
+                setattr(self, f"layer_{index}", Block(config, rngs, dtype=dtype))
+        self.final_norm = RMSNorm(config, dtype=dtype)
+        if not config.tied_embeddings:
+            self.head = nnx.Param(table(rngs.params(), shape[::-1], jnp.float32), axes=("embed", "vocab"))
+        self.num_layers = config.num_layers
+        self.scan_layers = config.scan_layers
+        self.remat = config.remat
+        self.tied_embeddings = config.tied_embeddings
+        self.dtype = dtype
+
+    def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
+        """Tokens, int32 [batch, length] -> logits of each next token, float32 [batch, length, vocab]."""
+        del train  # Nothing here differs between training and evaluation; every network has the argument.
+        x = jnp.take(self.embedding[...], tokens, axis=0).astype(self.dtype)
+        x = self._through_layers(sharding.constrain(x, "batch", "length", "embed"))
+        x = self.final_norm(x)
+        head = self.embedding[...].T if self.tied_embeddings else self.head[...]
+        logits = jnp.matmul(x, head.astype(self.dtype), preferred_element_type=jnp.float32)
+        return sharding.constrain(logits, "batch", "length", "vocab")
+
+    def _through_layers(self, x: jax.Array) -> jax.Array:
+        if self.scan_layers:
+            graphdef, state = nnx.split(self.layers)
+            return jax.lax.scan(self._body(graphdef), x, state)[0]
+        for index in range(self.num_layers):
+            graphdef, state = nnx.split(getattr(self, f"layer_{index}"))
+            x, _ = self._body(graphdef)(x, state)
+        return x
+
+    def _body(self, graphdef: Any) -> Callable[[jax.Array, Any], tuple[jax.Array, None]]:
+        """One layer as the body of a scan: (x, state of the layer) -> (x, nothing)."""
+
+        def body(x: jax.Array, layer_state: Any) -> tuple[jax.Array, None]:
+            # Gathered inside the body, so that only one layer's whole parameters exist at a time, with remat
+            # in the backward pass too.
+            return nnx.merge(graphdef, sharding.gather_layer(layer_state))(x), None
+
+        # A loop already keeps XLA from merging the second computation with the first; preventing it again costs time.
+        return jax.checkpoint(body, prevent_cse=not self.scan_layers) if self.remat else body
+
+
+def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
+    """Rotary position embeddings (Su et al. 2021, section 3.2.2) of x, [batch, length, heads, head_dim], in its dtype.
+
+    Numbers i and i + head_dim / 2 are a pair, turned by positions [length] * theta^(-2 i / head_dim) radians; so the
+    product of a query and a key depends on their positions by the distance only.
+    """
+    half = x.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = (positions.astype(jnp.float32)[:, None] * frequency)[:, None, :]
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _kernel(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int, scale: float = 1.0
+) -> nnx.Param[jax.Array]:
+    """A normal kernel of standard deviation scale / sqrt(fan_in)."""
+    init = nnx.initializers.normal(scale / math.sqrt(fan_in))
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def _residual_scale(config: Transformer) -> float:
+    """Factor for the 2 num_layers projections that add to the residual stream (Radford et al. 2019, section 2.3)."""
+    return 1 / math.sqrt(2 * config.num_layers)

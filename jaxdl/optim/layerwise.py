@@ -1,0 +1,127 @@
+"""Trust ratios: each layer's update is scaled by how large its weights are compared with its gradient.
+
+A *layer* here is one parameter, or one slice of a parameter that stacks layers along its leading dimension, so a
+scanned network has the same ratios as one whose layers are written out. The trees `mask` (bool: takes part) and
+`stacked` (int: leading dimensions that count layers) come from `jaxdl.optim.masks`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+TrustRatioClip = tuple[float, float]
+"""Least and greatest trust ratio."""
+
+
+def scale_by_lars_trust_ratio(
+    trust_coefficient: float,
+    weight_decay: float,
+    epsilon: float,
+    mask: Any,
+    stacked: Any,
+    clip: TrustRatioClip | None = None,
+) -> optax.GradientTransformation:
+    """Adds weight decay and scales each layer by the trust ratio of LARS, as in MLPerf's ResNet-50 reference:
+
+        ratio = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon),  update = ratio (g + weight_decay w)
+
+    with ratio 1 where |w| or |g| is zero. `optax.lars` divides by |g + weight_decay w| instead, which is smaller.
+    Parameters that `mask` leaves out pass unchanged, without decay. `clip` bounds every ratio, also that 1.
+    Stateless; the transformation's update needs `params`. Source: You et al., arXiv 1708.03888, equation 6.
+    """
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+        assert params is not None, "trust ratios need the parameters"
+        param_norms, grad_norms = _layer_norms((params, updates), mask, stacked)
+
+        def scale(masked_in: bool, grad: jax.Array, param: jax.Array, param_norm: Any, grad_norm: Any) -> jax.Array:
+            if not masked_in:
+                return grad
+            denominator = grad_norm + weight_decay * param_norm + epsilon
+            ratio = _trust_ratio(trust_coefficient * param_norm, denominator, param_norm, grad_norm, clip)
+            return ratio * (grad + weight_decay * param)
+
+        return jax.tree.map(scale, mask, updates, params, param_norms, grad_norms), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def scale_by_lamb_trust_ratio(
+    mask: Any, stacked: Any, clip: TrustRatioClip | None = None
+) -> optax.GradientTransformation:
+    """Scales each layer's update u (Adam's direction plus weight decay) by |w| / |u|, or by 1 where either is zero.
+
+    Parameters that `mask` leaves out pass unchanged. `clip` bounds every ratio, also that 1.
+    Stateless; the transformation's update needs `params`. Source: You et al., arXiv 1904.00962, Algorithm 2.
+    """
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+        assert params is not None, "trust ratios need the parameters"
+        param_norms, update_norms = _layer_norms((params, updates), mask, stacked)
+
+        def scale(masked_in: bool, direction: jax.Array, param_norm: Any, update_norm: Any) -> jax.Array:
+            if not masked_in:
+                return direction
+            return _trust_ratio(param_norm, update_norm, param_norm, update_norm, clip) * direction
+
+        return jax.tree.map(scale, mask, updates, param_norms, update_norms), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def add_weight_decay(weight_decay: float, mask: Any) -> optax.GradientTransformation:
+    """Adds `weight_decay` times the parameter to the update of each parameter that `mask` lets take part.
+
+    Stateless; the transformation's update needs `params`.
+    """
+
+    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+        assert params is not None, "weight decay needs the parameters"
+        return jax.tree.map(
+            lambda masked_in, grad, param: grad + weight_decay * param if masked_in else grad, mask, updates, params
+        ), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _trust_ratio(
+    numerator: jax.Array,
+    denominator: jax.Array,
+    param_norm: jax.Array,
+    update_norm: jax.Array,
+    clip: TrustRatioClip | None,
+) -> jax.Array:
+    """numerator / denominator, 1 where a norm is zero, then clipped."""
+    usable = (param_norm > 0) & (update_norm > 0)
+    ratio = jnp.where(usable, numerator / jnp.where(usable, denominator, 1), 1)
+    return ratio if clip is None else jnp.clip(ratio, *clip)
+
+
+def _layer_norms(trees: tuple[Any, ...], mask: Any, stacked: Any) -> tuple[Any, ...]:
+    """The float32 2-norm of every layer of each tree, shaped to broadcast against the parameter; 0 if masked out."""
+    masked_in, treedef = jax.tree.flatten(mask)
+    dims = treedef.flatten_up_to(stacked)
+    leaves = [leaf for tree in trees for leaf in treedef.flatten_up_to(tree)]
+    places = [place for place in range(len(leaves)) if masked_in[place % len(masked_in)]]
+    norms: list[Any] = [0.0] * len(leaves)
+    if places:
+        # All squared norms lie in one vector: where parameters are sharded each device holds partial sums, and one
+        # all-reduce of this short vector can serve all layers instead of one all-reduce for every layer.
+        squared = [_squared_norms(leaves[place], dims[place % len(dims)]) for place in places]
+        ends = [sum(part.size for part in squared[: index + 1]) for index in range(len(squared) - 1)]
+        for place, part in zip(places, jnp.split(jnp.sqrt(jnp.concatenate(squared)), ends), strict=True):
+            leaf, num_dims = leaves[place], dims[place % len(dims)]
+            norms[place] = part.reshape(leaf.shape[:num_dims] + (1,) * (leaf.ndim - num_dims))
+    size = len(masked_in)
+    return tuple(treedef.unflatten(norms[start : start + size]) for start in range(0, len(norms), size))
+
+
+def _squared_norms(leaf: jax.Array, num_stacked: int) -> jax.Array:
+    """Squared norms of the layers in one parameter, shape [layers] (or [1])."""
+    squares = jnp.square(leaf.astype(jnp.float32))
+    return squares.sum(axis=tuple(range(num_stacked, leaf.ndim))).reshape(math.prod(leaf.shape[:num_stacked]))

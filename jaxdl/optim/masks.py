@@ -1,0 +1,31 @@
+"""What the logical axes of a parameter say about how it is optimized."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxdl.sharding import STACKED
+
+
+def num_stacked_dims(axes: Any) -> Any:
+    """How many leading dimensions of each parameter count layers: 1 for `("layers", ...)`, else 0.
+
+    `axes` is a tree whose leaves are tuples of logical names, one a dimension; the result has an int for each.
+    """
+    return jax.tree.map(lambda names: int(names[:1] == (STACKED,)), axes, is_leaf=_is_names)
+
+
+def decay_mask(axes: Any) -> Any:
+    """Whether each parameter is a weight: in one layer it has two dimensions or more.
+
+    The others are biases and the scales of normalization, whose size means something else: weight decay and trust
+    ratios should leave them alone. `axes` is as in `num_stacked_dims`; the result has a bool for each parameter.
+    """
+    stacked = num_stacked_dims(axes)
+    return jax.tree.map(lambda names, dims: len(names) - dims >= 2, axes, stacked, is_leaf=_is_names)
+
+
+def _is_names(node: Any) -> bool:
+    return isinstance(node, tuple)

@@ -1,0 +1,208 @@
+"""The choice of an optimizer: each config chains a few optax transformations.
+
+Their state is float32 arrays shaped like the parameters, so it is sharded like them, and step counts.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import jax
+import optax
+import pydantic
+
+from jaxdl.config import Config, Kind
+from jaxdl.optim.layerwise import (
+    TrustRatioClip,
+    add_weight_decay,
+    scale_by_lamb_trust_ratio,
+    scale_by_lars_trust_ratio,
+)
+from jaxdl.optim.masks import decay_mask, num_stacked_dims
+from jaxdl.optim.schedules import LearningRate
+
+
+class SGD(Config):
+    """Gradient descent with momentum, as in the ResNet recipes: weight decay is added to the gradient (L2).
+
+        g += weight_decay w;  m = momentum m + g;  w -= learning_rate m
+        (with Nesterov's momentum: w -= learning_rate (g + momentum m))
+
+    The learning rate stands outside the momentum m, so a change of the rate acts on all of m at once.
+    """
+
+    kind: Annotated[Literal["sgd"], Kind] = "sgd"
+    learning_rate: float = pydantic.Field(default=0.1, gt=0, allow_inf_nan=False)
+    """The peak learning rate; the schedule says the rest."""
+    momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)
+    """How much of the last update stays; 0 is plain gradient descent."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+    weight_decay: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight decay, added to the gradient."""
+    exclude_vectors: bool = True
+    """Keep weight decay off biases and normalization."""
+
+    @pydantic.model_validator(mode="after")
+    def _effects(self) -> SGD:
+        _check_nesterov(self.nesterov, self.momentum)
+        _check_exclusion(self.exclude_vectors, self.weight_decay)
+        return self
+
+    def build(self, learning_rate: LearningRate, axes: Any) -> optax.GradientTransformation:
+        """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
+        return optax.chain(
+            add_weight_decay(self.weight_decay, _mask(axes, self.exclude_vectors)),
+            _momentum(self.momentum, self.nesterov),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+
+class AdamW(Config):
+    """Adam with decoupled weight decay, times the learning rate (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    kind: Annotated[Literal["adamw"], Kind] = "adamw"
+    learning_rate: float = pydantic.Field(default=1e-3, gt=0, allow_inf_nan=False)
+    """The peak learning rate; the schedule says the rest."""
+    b1: float = pydantic.Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of the gradients."""
+    b2: float = pydantic.Field(default=0.999, ge=0, lt=1)
+    """Decay of the mean of the squared gradients."""
+    epsilon: float = pydantic.Field(default=1e-8, gt=0, allow_inf_nan=False)
+    """Added to the root of the mean squared gradient."""
+    weight_decay: float = pydantic.Field(default=0.01, ge=0, allow_inf_nan=False)
+    """Weight decay, times the learning rate."""
+    exclude_vectors: bool = True
+    """Keep weight decay off biases and normalization."""
+
+    @pydantic.model_validator(mode="after")
+    def _effects(self) -> AdamW:
+        _check_exclusion(self.exclude_vectors, self.weight_decay)
+        return self
+
+    def build(self, learning_rate: LearningRate, axes: Any) -> optax.GradientTransformation:
+        """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
+        return optax.chain(
+            optax.scale_by_adam(self.b1, self.b2, self.epsilon),
+            add_weight_decay(self.weight_decay, _mask(axes, self.exclude_vectors)),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+
+class LARS(Config):
+    """Momentum with a trust ratio for each layer (You et al., arXiv 1708.03888), as in MLPerf's ResNet-50 reference.
+
+        ratio = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon)
+        m = momentum m - learning_rate ratio (g + weight_decay w);  w += m
+
+    The learning rate is inside the momentum m. `optax.lars` has another ratio and by default masks nothing. The
+    defaults are MLPerf's reference point for a batch of 4096 images; it warms up for 5 epochs.
+    """
+
+    kind: Annotated[Literal["lars"], Kind] = "lars"
+    learning_rate: float = pydantic.Field(default=10.0, gt=0, allow_inf_nan=False)
+    """The peak learning rate; the schedule says the rest."""
+    momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)
+    """How much of the last update stays."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+    weight_decay: float = pydantic.Field(default=2e-4, ge=0, allow_inf_nan=False)
+    """Weight decay, added to the gradient and part of the trust ratio."""
+    trust_coefficient: float = pydantic.Field(default=0.001, gt=0, allow_inf_nan=False)
+    """How far a layer moves at learning rate 1, relative to its norm (eeta in MLPerf)."""
+    epsilon: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Added to the denominator of the trust ratio."""
+    trust_ratio_clip: tuple[float, float] | None = None
+    """Least and greatest trust ratio."""
+    exclude_vectors: bool = True
+    """Keep weight decay and trust ratios off biases and normalization."""
+
+    @pydantic.model_validator(mode="after")
+    def _effects(self) -> LARS:
+        _check_nesterov(self.nesterov, self.momentum)
+        _check_clip(self.trust_ratio_clip)
+        return self
+
+    def build(self, learning_rate: LearningRate, axes: Any) -> optax.GradientTransformation:
+        """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
+        trust_ratio = scale_by_lars_trust_ratio(
+            self.trust_coefficient,
+            self.weight_decay,
+            self.epsilon,
+            mask=_mask(axes, self.exclude_vectors),
+            stacked=num_stacked_dims(axes),
+            clip=self.trust_ratio_clip,
+        )
+        return optax.chain(
+            trust_ratio, optax.scale_by_learning_rate(learning_rate), _momentum(self.momentum, self.nesterov)
+        )
+
+
+class LAMB(Config):
+    """Adam with a trust ratio for each layer (You et al., arXiv 1904.00962, Algorithm 2).
+
+    u = Adam's direction + weight_decay w;  w -= learning_rate |w| / |u| u
+    """
+
+    kind: Annotated[Literal["lamb"], Kind] = "lamb"
+    learning_rate: float = pydantic.Field(default=2e-3, gt=0, allow_inf_nan=False)
+    """The peak learning rate; the schedule says the rest."""
+    b1: float = pydantic.Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of the gradients."""
+    b2: float = pydantic.Field(default=0.999, ge=0, lt=1)
+    """Decay of the mean of the squared gradients."""
+    epsilon: float = pydantic.Field(default=1e-6, gt=0, allow_inf_nan=False)
+    """Added to the root of the mean squared gradient."""
+    weight_decay: float = pydantic.Field(default=0.01, ge=0, allow_inf_nan=False)
+    """Weight decay, part of the update that the trust ratio scales."""
+    trust_ratio_clip: tuple[float, float] | None = None
+    """Least and greatest trust ratio."""
+    exclude_vectors: bool = True
+    """Keep weight decay and trust ratios off biases and normalization."""
+
+    @pydantic.model_validator(mode="after")
+    def _effects(self) -> LAMB:
+        _check_clip(self.trust_ratio_clip)
+        return self
+
+    def build(self, learning_rate: LearningRate, axes: Any) -> optax.GradientTransformation:
+        """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
+        mask = _mask(axes, self.exclude_vectors)
+        return optax.chain(
+            optax.scale_by_adam(self.b1, self.b2, self.epsilon),
+            add_weight_decay(self.weight_decay, mask),
+            scale_by_lamb_trust_ratio(mask, num_stacked_dims(axes), self.trust_ratio_clip),
+            optax.scale_by_learning_rate(learning_rate),
+        )
+
+
+def _mask(axes: Any, exclude_vectors: bool) -> Any:
+    """Which parameters take part in weight decay and trust ratios."""
+    weights = decay_mask(axes)
+    return weights if exclude_vectors else jax.tree.map(lambda _: True, weights)
+
+
+def _momentum(momentum: float, nesterov: bool) -> optax.GradientTransformation:
+    """Momentum; without it there is no buffer to keep."""
+    return optax.trace(momentum, nesterov) if momentum else optax.identity()
+
+
+def _check_nesterov(nesterov: bool, momentum: float) -> None:
+    if nesterov and not momentum:
+        raise ValueError(
+            "nesterov = True has no effect at momentum = 0. Set a momentum such as 0.9, or nesterov to False."
+        )
+
+
+def _check_exclusion(exclude_vectors: bool, weight_decay: float) -> None:
+    if not exclude_vectors and not weight_decay:
+        raise ValueError(
+            "exclude_vectors = False has no effect at weight_decay = 0. Set a weight decay, or leave it True."
+        )
+
+
+def _check_clip(clip: TrustRatioClip | None) -> None:
+    if clip is not None and not (0 <= clip[0] <= clip[1] and clip[1] > 0):
+        raise ValueError(
+            f"trust_ratio_clip = {clip}: not a range of positive ratios. Give the least and the greatest, such as 0 10."
+        )

@@ -1,0 +1,153 @@
+"""Learning-rate schedules: linear warm-up to the peak, then a decay. The peak itself belongs to the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import pydantic
+
+from jaxdl.config import Config, ConfigError, Kind
+
+LearningRate = Callable[[jax.Array | int], jax.Array]
+"""The float32 learning rate of a step (0 = first update); can be traced."""
+
+
+class Schedule(Config):
+    """What all schedules share: the warm-up, linear from `warmup_start_fraction` of the peak to the peak.
+
+    Step s of W warm-up steps has the fraction (s + 1) / W of the way, so that the first update is not lost on a rate of
+    zero and the last warm-up step, W - 1, has exactly the peak. Decays start at step W, with the peak once more.
+    """
+
+    warmup_epochs: float | None = pydantic.Field(default=None, ge=0, allow_inf_nan=False)
+    """Length of the warm-up in epochs, rounded to whole steps (at least one); or give `warmup_steps`."""
+    warmup_steps: int | None = pydantic.Field(default=None, ge=0)
+    """Length of the warm-up in steps; or give `warmup_epochs`."""
+    warmup_start_fraction: float = pydantic.Field(default=0.0, ge=0, le=1)
+    """Where the warm-up starts, as a fraction of the peak learning rate."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_warmup(self) -> Schedule:
+        if self.warmup_epochs is not None and self.warmup_steps is not None:
+            raise ValueError(
+                f"warmup_epochs = {self.warmup_epochs} and warmup_steps = {self.warmup_steps} both say how long the "
+                "warm-up is. Give one of them."
+            )
+        if self.warmup_start_fraction and not (self.warmup_epochs or self.warmup_steps):
+            raise ValueError(
+                f"warmup_start_fraction = {self.warmup_start_fraction} has no effect without a warm-up. "
+                "Give warmup_epochs or warmup_steps."
+            )
+        return self
+
+    def num_warmup_steps(self, total_steps: int, steps_per_epoch: float) -> int:
+        """Length of the warm-up in steps. Raises ConfigError when it is longer than `total_steps`."""
+        if self.warmup_epochs:
+            num_steps = max(1, round(self.warmup_epochs * steps_per_epoch))
+        else:
+            num_steps = self.warmup_steps or 0
+        if num_steps > total_steps:
+            given = f"{self.warmup_epochs} epochs = {num_steps}" if self.warmup_epochs else str(num_steps)
+            raise ConfigError(
+                f"warm-up of {given} steps: more warm-up than steps, the run has {total_steps}. "
+                "Shorten the warm-up or train longer."
+            )
+        return num_steps
+
+    def build(self, *, peak: float, total_steps: int, steps_per_epoch: float) -> LearningRate:
+        """The learning rate as a function of the step, `peak` at its highest; it keeps its end value after the end.
+
+        Raises ConfigError when the warm-up is longer than `total_steps`.
+        """
+        num_warmup = self.num_warmup_steps(total_steps, steps_per_epoch)
+        num_decay = self._num_decay_steps(total_steps - num_warmup)
+        start, end = self.warmup_start_fraction, self._end_fraction()
+
+        def learning_rate(step: jax.Array | int) -> jax.Array:
+            now = jnp.asarray(step, jnp.float32)
+            warmup = start + (1 - start) * (now + 1) / max(1, num_warmup)
+            # A warm-up that takes the whole run leaves no decay: what follows is at the end value at once.
+            shape = self._shape(jnp.clip((num_warmup + num_decay - now) / max(1, num_decay), 0, 1))
+            # Written so that shape 1 gives the peak and shape 0 the end value to the last bit.
+            decay = shape + end * (1 - shape)
+            return jnp.float32(peak) * jnp.where(now + 1 < num_warmup, warmup, decay)
+
+        return learning_rate
+
+    def _num_decay_steps(self, num_left: int) -> int:
+        """Length of the decay, when `num_left` steps follow the warm-up."""
+        return num_left
+
+    def _end_fraction(self) -> float:
+        """Where the decay ends, as a fraction of the peak."""
+        raise AssertionError(f"{type(self).__name__} says nothing about its end")
+
+    def _shape(self, remaining: jax.Array) -> jax.Array:
+        """The course of the decay from 1 to 0, by the fraction of it that remains (1 to 0)."""
+        raise AssertionError(f"{type(self).__name__} says nothing about its shape")
+
+
+class Constant(Schedule):
+    """The peak to the end, after the warm-up."""
+
+    kind: Annotated[Literal["constant"], Kind] = "constant"
+
+    def _end_fraction(self) -> float:
+        return 1.0
+
+    def _shape(self, remaining: jax.Array) -> jax.Array:
+        return jnp.ones_like(remaining)
+
+
+class Decay(Schedule):
+    """A schedule that comes down to a part of the peak."""
+
+    end_fraction: float = pydantic.Field(default=0.0, ge=0, le=1)
+    """Where the decay ends, as a fraction of the peak learning rate."""
+
+    def _end_fraction(self) -> float:
+        return self.end_fraction
+
+
+class Linear(Decay):
+    """A straight line from the peak to the end value, reached after the last step."""
+
+    kind: Annotated[Literal["linear"], Kind] = "linear"
+
+    def _shape(self, remaining: jax.Array) -> jax.Array:
+        return remaining
+
+
+class Cosine(Decay):
+    """Half a cosine from the peak to the end value, reached after the last step (arXiv 1608.03983, no restarts)."""
+
+    kind: Annotated[Literal["cosine"], Kind] = "cosine"
+
+    def _shape(self, remaining: jax.Array) -> jax.Array:
+        # Equal to (1 + cos(pi (1 - remaining))) / 2, without its loss of digits near the end.
+        return jnp.square(jnp.sin(jnp.pi / 2 * remaining))
+
+
+class Polynomial(Decay):
+    """A power of what remains: with t steps since the warm-up, end + (peak - end) (1 - t / decay_steps) ^ power.
+
+    MLPerf's ResNet-50 reference is power 2, `end_fraction` 1e-4 / peak, and `decay_steps` as published with each batch
+    size (all steps - warm-up steps + 1): the decay is then the same step by step. Its warm-up begins with a rate of
+    zero, so each of its warm-up steps has the rate that is here one step earlier.
+    """
+
+    kind: Annotated[Literal["polynomial"], Kind] = "polynomial"
+    power: float = pydantic.Field(default=2.0, gt=0, allow_inf_nan=False)
+    """The exponent; 1 is a straight line."""
+    decay_steps: int | None = pydantic.Field(default=None, ge=1)
+    """Length of the decay in steps, counted from the end of the warm-up, also when the run is shorter or longer; by
+    default all steps after the warm-up."""
+
+    def _num_decay_steps(self, num_left: int) -> int:
+        return num_left if self.decay_steps is None else self.decay_steps
+
+    def _shape(self, remaining: jax.Array) -> jax.Array:
+        return remaining**self.power

@@ -1,0 +1,153 @@
+"""Numerical precision: the dtype that a model computes in, and the loss scale that float16 needs.
+
+Parameters and the optimizer's state are float32 always.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import pydantic
+
+from jaxdl.config import Config, ConfigError, Kind
+
+LossScale = dict[str, jax.Array]
+"""`scale` (float32), `good_steps` since its last change and `skipped_steps` of the run (int32); empty without scaling."""
+
+
+class _Precision(Config):
+    """What all precisions have; without loss scale."""
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of activations, and of weights while they are used."""
+        return jnp.dtype("float32")
+
+    @property
+    def matmul(self) -> str | None:
+        """The setting of `jax.default_matmul_precision` under which the model is traced; None leaves JAX's default."""
+        return None
+
+    def check(self, platform: str) -> None:
+        """Raises ConfigError when `platform` ("cpu", "gpu", "tpu") does not have this precision."""
+
+    def init_loss_scale(self) -> LossScale:
+        """The loss scale at the start of a run."""
+        return {}
+
+    def next_loss_scale(self, loss_scale: LossScale, finite: jax.Array) -> LossScale:
+        """The loss scale after a step with (`finite`) or without an update."""
+        del finite
+        return loss_scale
+
+
+class Float32(_Precision):
+    """Everything in float32, also on GPUs, where JAX's own default would be TF32."""
+
+    kind: Annotated[Literal["float32"], Kind] = "float32"
+
+    @property
+    def matmul(self) -> str:
+        """Full float32 products."""
+        return "float32"
+
+
+class TensorFloat32(_Precision):
+    """float32 with matrix products in TF32 (10 bits of mantissa), on NVIDIA GPUs since Ampere."""
+
+    kind: Annotated[Literal["tensorfloat32"], Kind] = "tensorfloat32"
+
+    @property
+    def matmul(self) -> str:
+        """TF32 products."""
+        return "tensorfloat32"
+
+    def check(self, platform: str) -> None:
+        """Raises ConfigError anywhere but on a GPU."""
+        if platform != "gpu":
+            raise ConfigError(
+                f"--precision tensorfloat32: {platform} devices have no TF32, it could not take effect. "
+                "Use --precision float32 here."
+            )
+
+
+class BFloat16(_Precision):
+    """Activations, and weights while used, in bfloat16; it has float32's range, so it needs no loss scale."""
+
+    kind: Annotated[Literal["bfloat16"], Kind] = "bfloat16"
+
+    @property
+    def dtype(self) -> Any:
+        """bfloat16."""
+        return jnp.dtype("bfloat16")
+
+
+class Float16(_Precision):
+    """Activations, and weights while used, in float16, with a dynamic loss scale.
+
+    A step whose gradients are not finite changes nothing but the scale, which falls; after `growth_interval_steps`
+    good ones it grows. It stays between `min_scale` and `max_scale`. Source: Micikevicius et al., arXiv 1710.03740.
+    """
+
+    kind: Annotated[Literal["float16"], Kind] = "float16"
+    initial_scale: float = pydantic.Field(default=2.0**15, gt=0)
+    """The loss is multiplied by this before it is differentiated."""
+    growth_interval_steps: int = pydantic.Field(default=2000, ge=1)
+    """Good steps in a row after which the scale grows."""
+    factor: float = pydantic.Field(default=2.0, gt=1)
+    """The scale grows and falls by this factor."""
+    min_scale: float = pydantic.Field(default=1.0, gt=0)
+    """The scale never falls below this."""
+    max_scale: float = pydantic.Field(default=2.0**24, gt=0)
+    """The scale never grows above this."""
+
+    @pydantic.model_validator(mode="after")
+    def _order(self) -> Float16:
+        if not self.min_scale <= self.initial_scale <= self.max_scale:
+            raise ValueError(
+                f"initial_scale {self.initial_scale:g} must lie between min_scale {self.min_scale:g} "
+                f"and max_scale {self.max_scale:g}."
+            )
+        return self
+
+    @property
+    def dtype(self) -> Any:
+        """float16."""
+        return jnp.dtype("float16")
+
+    def init_loss_scale(self) -> LossScale:
+        """`initial_scale`, no step counted."""
+        return {
+            "scale": jnp.float32(self.initial_scale),
+            "good_steps": jnp.int32(0),
+            "skipped_steps": jnp.int32(0),
+        }
+
+    def next_loss_scale(self, loss_scale: LossScale, finite: jax.Array) -> LossScale:
+        """Falls by `factor` after a step that was not finite, grows after `growth_interval_steps` finite ones."""
+        scale, good_steps = loss_scale["scale"], jnp.where(finite, loss_scale["good_steps"] + 1, 0)
+        grow = good_steps >= self.growth_interval_steps
+        changed = jnp.where(finite, jnp.where(grow, scale * self.factor, scale), scale / self.factor)
+        return {
+            "scale": jnp.clip(changed, self.min_scale, self.max_scale),
+            "good_steps": jnp.where(grow, 0, good_steps),
+            "skipped_steps": loss_scale["skipped_steps"] + jnp.where(finite, 0, 1),
+        }
+
+
+Precision = Float32 | BFloat16 | Float16 | TensorFloat32
+"""The choice `--precision`."""
+
+
+def cast_weights(params: Any, axes: Any, dtype: Any) -> Any:
+    """Weights (two dimensions or more, not counting stacked layers) in `dtype`; biases and norm scales as they are.
+
+    Cast before they are gathered, weights travel in the smaller dtype.
+    """
+
+    def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if sum(name != "layers" for name in names) > 1 else x
+
+    return jax.tree.map(one, axes, params, is_leaf=lambda node: isinstance(node, tuple))

@@ -1,0 +1,20 @@
+"""What a run tells about itself: history, progress, curves, wall time and the summary at the end."""
+
+from jaxdl.report.explanation import print_explanation
+from jaxdl.report.history import History, ReportConfig
+from jaxdl.report.plots import plot_history
+from jaxdl.report.progress import Progress, format_row
+from jaxdl.report.stopwatch import Stopwatch
+from jaxdl.report.summary import print_summary, write_summary
+
+__all__ = [
+    "History",
+    "Progress",
+    "ReportConfig",
+    "Stopwatch",
+    "format_row",
+    "plot_history",
+    "print_explanation",
+    "print_summary",
+    "write_summary",
+]

@@ -1,0 +1,64 @@
+"""The table of `--explain`: where each parameter lies, and the memory that the compiled step needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rich.console import Console
+from rich.table import Table
+
+
+class Row(Protocol):
+    """One parameter."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def spec(self) -> str: ...
+    @property
+    def bytes_per_device(self) -> int: ...
+
+
+def print_explanation(
+    rows: Sequence[Row], mesh: Mapping[str, int], memory: Any, console: Console | None = None
+) -> None:
+    """Prints one line a parameter (shape, mesh axes of each dimension, bytes on one device) and XLA's memory per device.
+
+    `memory` is the `memory_analysis()` of the compiled step; a platform without one gives None.
+    """
+    console = console or Console()
+    shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
+    table = Table(title=f"parameters on {shape}", title_justify="left")
+    for column, justify in (("parameter", "left"), ("shape", "right"), ("split over", "left"), ("per device", "right")):
+        table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
+    for row in rows:
+        table.add_row(row.name, " x ".join(map(str, row.shape)), row.spec, readable_bytes(row.bytes_per_device))
+    elements = sum(math.prod(row.shape) for row in rows)
+    table.add_section()
+    table.add_row("all", f"{elements:,}", "", readable_bytes(sum(row.bytes_per_device for row in rows)))
+    console.print(table)
+    if memory is None:
+        console.print("XLA reports no memory for the compiled step on this platform.")
+        return
+    # Donated arguments share their memory with the outputs.
+    total = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    total += memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    console.print(
+        f"the compiled step needs {readable_bytes(total)} per device: "
+        f"{readable_bytes(memory.argument_size_in_bytes)} of state and batch, "
+        f"{readable_bytes(memory.temp_size_in_bytes)} while it computes "
+        f"(XLA's own analysis; nothing was run)"
+    )
+
+
+def readable_bytes(count: float) -> str:
+    """A number of bytes with three digits and a binary unit: `1.23 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return f"{count:,.3g} TiB"

@@ -1,0 +1,170 @@
+"""What a run measured: rows in memory, one JSON object a line in metrics.jsonl, and TensorBoard scalars."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import pydantic
+
+from jaxdl.config import Config
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+
+class ReportConfig(Config):
+    """What a run reports, and how often."""
+
+    every_steps: int = pydantic.Field(default=10, ge=1)
+    """Report the training metrics every this many steps."""
+    tensorboard: bool = True
+    """Write TensorBoard scalars next to metrics.jsonl."""
+    profile_start_step: int | None = pydantic.Field(default=None, ge=1)
+    """Record a profiler trace from this step on; none when absent. Choose one after the compilation, e.g. 5."""
+    profile_steps: int = pydantic.Field(default=3, ge=1)
+    """How many steps the profiler trace covers."""
+
+    @pydantic.model_validator(mode="after")
+    def _profile(self) -> ReportConfig:
+        if self.profile_start_step is None and self.profile_steps != type(self).model_fields["profile_steps"].default:
+            raise ValueError(
+                f"profile_steps = {self.profile_steps}: no trace is recorded, because profile_start_step is not set. "
+                "Set profile_start_step too, or leave profile_steps out."
+            )
+        return self
+
+
+class History:
+    """The rows of a run, in the order they were written: `{"step": 20, "epoch": 1.0, "train/loss": 0.7, ...}`.
+
+    With a `workdir`, each row is also a line of workdir/metrics.jsonl, on disk as soon as `write` returns, and (with
+    `tensorboard`) TensorBoard scalars in workdir/tensorboard. Without one, rows are kept in memory only: so it is on
+    every process but the first. A number that is not finite is `null` in the file, because JSON has no NaN.
+
+    `resume_step` is the step the run starts from. Rows of an earlier run after it are dropped (they will be measured
+    again), those up to it are loaded; at 0 the history starts empty.
+    """
+
+    def __init__(self, workdir: Path | None, *, resume_step: int = 0, tensorboard: bool = True) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._file: IO[str] | None = None
+        self._board: Any = None
+        if workdir is None:
+            return
+        workdir = Path(workdir)
+        workdir.mkdir(parents=True, exist_ok=True)
+        path = workdir / METRICS_FILE
+        if resume_step > 0 and path.exists():
+            self.rows = [row for row in _load(path) if row["step"] <= resume_step]
+        if path.exists():
+            replace_file(path, "".join(_line(row) for row in self.rows).encode())
+        self._file = path.open("a", encoding="utf-8")
+        if tensorboard:
+            from tensorboardX import SummaryWriter
+
+            # TensorBoard hides events of earlier files from purge_step on.
+            purge_step = resume_step + 1 if resume_step > 0 else 0
+            self._board = SummaryWriter(
+                str(workdir / TENSORBOARD_FOLDER),
+                purge_step=purge_step,
+                flush_secs=10,
+                filename_suffix=f".from{resume_step}",
+            )
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends a row. "step" is an int; other values are numbers, 0-d arrays, strings, booleans or None.
+
+        Values on a device are fetched here, so hand over what is already computed.
+        """
+        plain = {name: plain_value(value) for name, value in row.items()}
+        assert type(plain.get("step")) is int, f"a row of the history needs an integer step: {plain}"
+        self.rows.append(plain)
+        if self._file is not None:
+            self._file.write(_line(plain))
+            self._file.flush()
+        if self._board is not None:
+            for name, value in plain.items():
+                if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                    self._board.add_scalar(name, float(value), plain["step"])
+
+    def columns(self) -> dict[str, list[Any]]:
+        """Name -> one value per row, "step" first, ready for `pandas.DataFrame(history.columns())`.
+
+        Where a row lacks the value it is NaN, or None in a column of strings.
+        """
+        names = dict.fromkeys(["step", *(name for row in self.rows for name in row)]) if self.rows else {}
+        return {name: _column([row.get(name) for row in self.rows]) for name in names}
+
+    def close(self) -> None:
+        """Writes out what is buffered and closes the files. May be called twice; the rows stay readable."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+    def __enter__(self) -> History:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Writes a file whole or not at all: a reader, or a run killed here, sees the old content or the new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def plain_value(value: Any) -> Any:
+    """A number, string, boolean or None of Python; a 0-d array of NumPy or JAX gives its one number."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    value = value.item()
+    return value if isinstance(value, bool | int | str) else float(value)
+
+
+def json_value(value: Any) -> Any:
+    """`plain_value`, but None for a number that is not finite: JSON has no NaN and no infinity."""
+    value = plain_value(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps({name: json_value(value) for name, value in row.items()}, allow_nan=False) + "\n"
+
+
+def _column(values: list[Any]) -> list[Any]:
+    if any(isinstance(value, str) for value in values):
+        return values
+    return [math.nan if value is None else value for value in values]
+
+
+def _load(path: Path) -> list[dict[str, Any]]:
+    """The rows of the file. A last line that was cut off by a kill is dropped; any other bad line with a warning."""
+    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    rows: list[dict[str, Any]] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and type(row.get("step")) is int:
+            rows.append(row)
+        elif number < len(lines):
+            warnings.warn(f"{path}: line {number} is not a row of metrics and is dropped.", stacklevel=2)
+    return rows

@@ -1,0 +1,63 @@
+"""Where the wall time of a run goes: seconds of compiling, training, evaluating, saving, waiting for data."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Stopwatch:
+    """Splits the wall time since it was made into phases; a phase's time excludes the phases inside it.
+
+    `with watch("eval"): ...` counts the block as "eval"; time outside of every block counts as "other". The phases
+    therefore add up to the whole wall time. About a microsecond per block. For one thread only.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, outside: str = "other") -> None:
+        self._clock = clock
+        self._seconds: dict[str, float] = {outside: 0.0}
+        self._open = [outside]
+        self._blocks: dict[str, _Block] = {}
+        self._since = clock()
+
+    def __call__(self, phase: str) -> _Block:
+        """A context whose block counts as `phase`, e.g. "compile", "train", "eval", "checkpoint", "data"."""
+        block = self._blocks.get(phase)
+        if block is None:
+            block = self._blocks[phase] = _Block(self, phase)
+            self._seconds.setdefault(phase, 0.0)
+        return block
+
+    def seconds(self) -> dict[str, float]:
+        """Phase -> seconds up to now, blocks that are still open included. The sum is the wall time since the start."""
+        self._settle()
+        return dict(self._seconds)
+
+    def _settle(self) -> None:
+        now = self._clock()
+        self._seconds[self._open[-1]] += now - self._since
+        self._since = now
+
+    def _enter(self, phase: str) -> None:
+        self._settle()
+        self._open.append(phase)
+
+    def _leave(self) -> None:
+        self._settle()
+        self._open.pop()
+
+
+class _Block:
+    """The context of one phase. It holds no state of its own, so one object serves every block, nested ones too."""
+
+    __slots__ = ("_phase", "_watch")
+
+    def __init__(self, watch: Stopwatch, phase: str) -> None:
+        self._watch = watch
+        self._phase = phase
+
+    def __enter__(self) -> None:
+        self._watch._enter(self._phase)
+
+    def __exit__(self, *error: object) -> None:
+        self._watch._leave()

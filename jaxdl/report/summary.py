@@ -1,0 +1,118 @@
+"""The end of a run in one file, summary.json, and in a few lines on the console."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from jaxdl.report.history import json_value, replace_file
+from jaxdl.report.progress import format_duration, format_number, is_live
+
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxdl")
+
+
+def write_summary(
+    path: Path | None,
+    *,
+    status: Literal["finished", "interrupted"],
+    steps: int,
+    total_steps: int,
+    metrics: Mapping[str, Any],
+    seconds: Mapping[str, float],
+    mesh: Mapping[str, int],
+    devices: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Writes summary.json, whole or not at all, and returns its content; with `path` None it is only returned.
+
+    `steps` of `total_steps` were completed; `metrics` are the last ones; `seconds` is wall time per phase (see
+    `Stopwatch.seconds`); `mesh` is axis -> size; `devices` is `describe_devices()` unless given; `extra` is any further
+    JSON, kept under "extra". A metric that is not finite is `null`.
+    """
+    summary: dict[str, Any] = {
+        "status": status,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "steps": int(steps),
+        "total_steps": int(total_steps),
+        "metrics": {name: json_value(value) for name, value in metrics.items()},
+        "seconds": {name: round(float(value), 3) for name, value in seconds.items()},
+        "total_sec": round(float(sum(seconds.values())), 3),
+        "mesh": {str(axis): int(size) for axis, size in mesh.items()},
+        "devices": dict(describe_devices() if devices is None else devices),
+        "versions": versions(),
+    }
+    if extra:
+        summary["extra"] = dict(extra)
+    if path is not None:
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
+    return summary
+
+
+def versions() -> dict[str, str]:
+    """The versions of Python and of the packages that decide a result; "unknown" for one that is not installed."""
+    return {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
+
+
+def describe_devices() -> dict[str, Any]:
+    """Platform, kind and number of the devices of the run, and the number of processes. Starts JAX if need be."""
+    devices = jax.devices()
+    return {
+        "platform": devices[0].platform,
+        "kind": devices[0].device_kind,
+        "num_devices": len(devices),
+        "num_processes": jax.process_count(),
+    }
+
+
+def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints what `write_summary` returned: a small table on a terminal, plain `name  value` lines elsewhere."""
+    console = console or Console()
+    lines = summary_lines(summary)
+    if not is_live(console):
+        if not console.quiet:
+            print("\n".join(f"{name}  {value}" for name, value in lines), file=console.file, flush=True)
+        return
+    style = "green" if summary["status"] == "finished" else "yellow"
+    table = Table(show_header=False, border_style="dim", padding=(0, 1))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for index, (name, value) in enumerate(lines):
+        table.add_row(name, Text(value, style=f"bold {style}" if index == 0 else ""))
+    console.print(table)
+
+
+def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The (name, value) pairs that `print_summary` shows."""
+    total = summary["total_sec"]
+    shares = sorted(summary["seconds"].items(), key=lambda item: -item[1])
+    phases = [
+        f"{name} {format_duration(value)} ({value / total:.0%})" for name, value in shares if value > 0.005 * total
+    ]
+    devices = summary["devices"]
+    where = f"{devices['num_devices']} x {devices['kind']} ({devices['platform']}), {devices['num_processes']} process"
+    return [
+        (summary["status"], f"step {summary['steps']:,} of {summary['total_steps']:,}"),
+        *((name, "nan" if value is None else format_number(value)) for name, value in summary["metrics"].items()),
+        ("wall time", f"{format_duration(total)}: " + ", ".join(phases) if phases else format_duration(total)),
+        ("mesh", " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())),
+        ("devices", where + ("es" if devices["num_processes"] > 1 else "")),
+    ]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,46 @@
+"""Text from a trained language model: `python -m jaxdl.sample --workdir runs/python_lm --prompt "def main("`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from jaxdl.config import ConfigError, fail
+from jaxdl.predictor import restore
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Prints text that a trained language model continues a prompt with."""
+
+    workdir: Path
+    """The folder of the run."""
+    prompt: str = "def "
+    """The text to continue."""
+    num_tokens: int = 400
+    """How many tokens (bytes, for a model of bytes) to sample."""
+    temperature: float = 0.7
+    """1 samples the model's own distribution, less is safer, 0 takes the likeliest token each time."""
+    seed: int = 0
+    """Another seed gives another text."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the command line; exits with 2 for the user's mistakes."""
+    command = tyro.cli(Sample, args=args, prog="python -m jaxdl.sample")
+    try:
+        predictor = restore(command.workdir)
+        print(command.prompt, end="", flush=True)
+        for piece in predictor.generate(
+            command.prompt, num_tokens=command.num_tokens, temperature=command.temperature, seed=command.seed
+        ):
+            print(piece, end="", flush=True)
+        print()
+    except ConfigError as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

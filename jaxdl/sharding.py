@@ -1,0 +1,243 @@
+"""Sharding rules: from the logical axes that models name to the mesh, for a whole state.
+
+A parameter's logical axes, such as `("embed", "mlp")`, say what its dimensions are; the rules say where they lie:
+
+- `tensor` splits the first dimension whose name is in `tensor_dims` and whose size it divides;
+- `fsdp` splits the largest dimension that is left and that it divides (or the same one, once more);
+- stacked `layers` are never split, and neither is a parameter below `min_shard_elements`.
+
+Models call `constrain` and `gather_layer` with logical names alone; the step says what these mean with `use_layout`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import numpy as np
+import pydantic
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdl.config import Config, ConfigError
+from jaxdl.mesh import Axis
+
+STACKED = "layers"
+"""The logical name of the leading dimension of parameters that are stacked over layers."""
+
+
+class ShardingConfig(Config):
+    """How parameters, their gradients and the optimizer's state are spread over `fsdp` and `tensor`."""
+
+    param_sharding: Literal["sharded", "replicated"] = "sharded"
+    """`sharded` splits parameters over `fsdp` (FSDP, ZeRO-3); `replicated` keeps them whole there (plain data parallel)."""
+    tensor_dims: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab", "channel_out", "classes")
+    """Logical dimensions that `tensor` splits."""
+    min_shard_elements: int = pydantic.Field(default=256, ge=1)
+    """Parameters with fewer elements (in one layer) stay whole on every device."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The rules on one mesh. `manual` names the axes that the surrounding `shard_map` has taken over."""
+
+    config: ShardingConfig
+    mesh: Mesh
+    manual: frozenset[str] = frozenset()
+
+    def param_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The PartitionSpec of a parameter with these logical axes and this shape."""
+        assert len(axes) == len(shape), (axes, shape)
+        tensor, fsdp = self.mesh.shape[Axis.TENSOR], self.mesh.shape[Axis.FSDP]
+        dims = [dim for dim, name in enumerate(axes) if name != STACKED]
+        placed: dict[int, tuple[str, ...]] = {}
+        if math.prod(shape[dim] for dim in dims) < self.config.min_shard_elements:
+            return PartitionSpec()
+        if tensor > 1:
+            fits = [dim for dim in dims if axes[dim] in self.config.tensor_dims and shape[dim] % tensor == 0]
+            placed = {dim: (Axis.TENSOR.value,) for dim in fits[:1]}
+        if fsdp > 1 and self.config.param_sharding == "sharded":
+            free = [dim for dim in dims if dim not in placed and shape[dim] % fsdp == 0]
+            again = [dim for dim in placed if shape[dim] % (fsdp * tensor) == 0]
+            for dim in sorted(free, key=lambda dim: (shape[dim], dim))[-1:] or again:
+                placed[dim] = (*placed.get(dim, ()), Axis.FSDP.value)
+        entries = [placed.get(dim) for dim in range(len(shape))]
+        while entries and entries[-1] is None:
+            entries.pop()
+        return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
+
+    def gathered(self, spec: PartitionSpec) -> PartitionSpec:
+        """The spec of a parameter while it is used: no longer split over `fsdp`."""
+        return without_axis(spec, Axis.FSDP)
+
+    def activation_spec(self, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The PartitionSpec of an activation: batch over the automatic data axes, tensor dimensions over `tensor`."""
+        entries: list[Any] = []
+        for name, size in zip(names, shape, strict=True):
+            wanted: tuple[str, ...] = ()
+            if name == "batch":
+                wanted = (Axis.REPLICA.value, Axis.FSDP.value)
+            elif name in self.config.tensor_dims:
+                wanted = (Axis.TENSOR.value,)
+            wanted = tuple(axis for axis in wanted if axis not in self.manual)
+            ways = math.prod(self.mesh.shape[axis] for axis in wanted)
+            entries.append(wanted if wanted and size % ways == 0 else None)
+        return PartitionSpec(*entries)
+
+    def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """`x` laid out as `spec`, in plain `jit` as well as inside a partly manual `shard_map`."""
+        if self.manual:  # There the mesh is the surrounding one, with some axes manual: a bare spec refers to it.
+            return lax.with_sharding_constraint(x, spec)
+        return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
+
+
+def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """`spec` with one mesh axis taken out."""
+    kept = []
+    for entry in spec:
+        names = tuple(name for name in _entry_names(entry) if name != axis)
+        kept.append(names[0] if len(names) == 1 else names or None)
+    return PartitionSpec(*kept)
+
+
+def _entry_names(entry: Any) -> tuple[str, ...]:
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
+    """The mesh axes that a spec uses, in its order."""
+    return tuple(name for entry in spec for name in _entry_names(entry))
+
+
+_layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("jaxdl_layout", default=None)
+
+
+@contextlib.contextmanager
+def use_layout(layout: Layout) -> Iterator[None]:
+    """While a model is traced inside, its logical names have the meaning of `layout`."""
+    token = _layout.set(layout)
+    try:
+        yield
+    finally:
+        _layout.reset(token)
+
+
+def constrain(x: jax.Array, *names: str) -> jax.Array:
+    """Lays out an activation by the logical names of its dimensions; without a layout returns it unchanged."""
+    layout = _layout.get()
+    return x if layout is None else layout.constrained(x, layout.activation_spec(names, x.shape))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
+    return layout.constrained(x, layout.gathered(spec))
+
+
+def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[jax.Array, None]:
+    return _gather(x, layout, spec), None
+
+
+def _gather_backward(layout: Layout, spec: PartitionSpec, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
+    # The plain transpose would make the gradient whole on every device (all-reduce); laid out like the parameter, it is
+    # reduce-scattered.
+    return (layout.constrained(cotangent, spec),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
+
+
+def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A parameter made whole over `fsdp` for its use; its gradient comes back split. Unchanged without a layout."""
+    layout = _layout.get()
+    if layout is None:
+        return x
+    spec = layout.param_spec(axes, x.shape)
+    return _gather(x, layout, spec) if Axis.FSDP in spec_axes(spec) else x
+
+
+def gather_layer(layer_state: nnx.State) -> nnx.State:
+    """The parameters of one layer of a scanned stack, made whole over `fsdp` inside the scan's body.
+
+    So no more than one layer is whole at a time.
+    """
+
+    def one(variable: nnx.Variable) -> nnx.Variable:
+        axes = variable.get_metadata().get("axes")
+        return variable if axes is None else variable.replace(gather(variable[...], axes))
+
+    return jax.tree.map(one, layer_state, is_leaf=lambda node: isinstance(node, nnx.Variable))
+
+
+def gather_params(params: Any, axes: Any) -> Any:
+    """`params` with every parameter that is not stacked over layers made whole; the stacked ones wait for their layer."""
+    return jax.tree.map(lambda names, x: x if STACKED in names else gather(x, names), axes, params, is_leaf=_is_names)
+
+
+def param_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
+    """The tree of PartitionSpecs of the parameters; `axes` their logical names, `shapes` arrays or shape structs.
+
+    Raises ConfigError when the mesh has a tensor axis of which no parameter makes use.
+    """
+    specs = jax.tree.map(lambda names, x: layout.param_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
+    used = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)}
+    tensor = layout.mesh.shape[Axis.TENSOR]
+    if tensor > 1 and Axis.TENSOR not in used:
+        sizes = sorted({size for names, size in _named_sizes(axes, shapes) if names in layout.config.tensor_dims})
+        raise ConfigError(
+            f"--mesh.tensor {tensor}: it divides no dimension of the model that may be split "
+            f"(their sizes are {', '.join(map(str, sizes)) or 'none'}). Choose a divisor of them, or --mesh.tensor 1."
+        )
+    return specs
+
+
+def _named_sizes(axes: Any, shapes: Any) -> Iterator[tuple[str, int]]:
+    for names, x in zip(jax.tree.leaves(axes, is_leaf=_is_names), jax.tree.leaves(shapes), strict=True):
+        yield from zip(names, x.shape, strict=True)
+
+
+def _is_names(node: Any) -> bool:
+    return isinstance(node, tuple)
+
+
+def is_spec(node: Any) -> bool:
+    """Whether a tree node is a PartitionSpec (to be given to `jax.tree.map` as `is_leaf`)."""
+    return isinstance(node, PartitionSpec)
+
+
+def named(mesh: Mesh, specs: Any) -> Any:
+    """A tree of PartitionSpecs as NamedShardings on the mesh."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+@dataclass(frozen=True)
+class ParamRow:
+    """One line of `explain`: a parameter, its shape and spec, and the bytes that one device holds of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    spec: str
+    bytes_per_device: int
+
+
+def explain(params: Any, specs: Any, mesh: Mesh) -> list[ParamRow]:
+    """How every parameter lies on the mesh; the rows of the table that `--explain` prints.
+
+    `params` is a tree of arrays or shape structs, `specs` their PartitionSpecs.
+    """
+    rows = []
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    for (path, x), spec in zip(flat, jax.tree.leaves(specs, is_leaf=is_spec), strict=True):
+        local = NamedSharding(mesh, spec).shard_shape(x.shape)
+        text = ", ".join("+".join(_entry_names(entry)) or "-" for entry in spec) or "whole"
+        name = "/".join(str(getattr(part, "key", part)) for part in path)
+        rows.append(ParamRow(name, tuple(x.shape), text, math.prod(local) * np.dtype(x.dtype).itemsize))
+    return rows

@@ -1,0 +1,157 @@
+"""The train state: one pytree that holds all that a run carries from step to step, and how it lies on the mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdl.exchange import Exchange
+from jaxdl.mesh import Axis
+from jaxdl.models.network import Network
+from jaxdl.precision import LossScale, Precision
+from jaxdl.sharding import Layout, is_spec, named, param_specs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Everything that a run carries from one step to the next. A checkpoint is this and the resolved config."""
+
+    step: jax.Array
+    """Steps completed, int32: the number of batches consumed, which is also the position in the data."""
+    params: Any
+    """Parameters, float32."""
+    model_state: Any
+    """Running statistics of batch normalization."""
+    ema_params: Any
+    """Exponential moving average of the parameters; empty when it is off."""
+    opt_state: Any
+    """The optimizer's state."""
+    exchange_state: Any
+    """The gradient exchange's state, one for each replica: leaves `[replica, ...]`."""
+    loss_scale: LossScale
+    """The dynamic loss scale; empty without float16."""
+    key: jax.Array
+    """Data of the run's random key; a step's key is this folded with the step."""
+
+    @property
+    def eval_params(self) -> Any:
+        """The parameters to evaluate: the moving average where there is one."""
+        return self.ema_params or self.params
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A copy with some fields replaced."""
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """Shapes and shardings of a train state on one mesh, known before anything is allocated."""
+
+    params: Any
+    """PartitionSpecs of the parameters."""
+    shapes: TrainState
+    """The state's shapes."""
+    specs: TrainState
+    """The state's PartitionSpecs."""
+    shardings: TrainState
+    """The state's shardings."""
+
+    def abstract(self) -> TrainState:
+        """The state as shape structs with shardings: what a checkpoint is restored into."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), self.shapes, self.shardings
+        )
+
+
+def init_state(
+    key: jax.Array,
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    exchange: Exchange,
+    precision: Precision,
+    *,
+    num_replicas: int,
+    use_ema: bool,
+) -> TrainState:
+    """A fresh train state. A pure function of the key: run it under `jit` with the shardings of `make_state_spec`."""
+    init_key, run_key = jax.random.split(key)
+    params, model_state = network.init(init_key)
+    one_replica = exchange.init(params)
+    return TrainState(
+        step=jnp.int32(0),
+        params=params,
+        model_state=model_state,
+        ema_params=jax.tree.map(jnp.copy, params) if use_ema else {},
+        opt_state=optimizer.init(params),
+        exchange_state=jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), one_replica),
+        loss_scale=precision.init_loss_scale(),
+        key=jax.random.key_data(run_key),
+    )
+
+
+def make_state_spec(
+    layout: Layout,
+    network: Network,
+    optimizer: optax.GradientTransformation,
+    exchange: Exchange,
+    precision: Precision,
+    *,
+    use_ema: bool,
+) -> StateSpec:
+    """Infers shapes, then specs, then shardings of the whole state; nothing is allocated.
+
+    The optimizer's state follows the parameters. Raises ConfigError when the mesh does not suit the model.
+    """
+    num_replicas = layout.mesh.shape[Axis.REPLICA]
+    shapes = jax.eval_shape(
+        lambda: init_state(
+            jax.random.key(0), network, optimizer, exchange, precision, num_replicas=num_replicas, use_ema=use_ema
+        )
+    )
+    specs = param_specs(layout, network.axes, network.param_shapes)
+    opt_specs = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, spec: spec,
+        shapes.opt_state,
+        specs,
+        transform_non_params=lambda _: PartitionSpec(),
+        is_leaf=is_spec,
+    )
+    state_specs = TrainState(
+        step=PartitionSpec(),
+        params=specs,
+        model_state=_whole(shapes.model_state),
+        ema_params=specs if use_ema else {},
+        opt_state=opt_specs,
+        exchange_state=jax.tree.map(lambda _: PartitionSpec(Axis.REPLICA), shapes.exchange_state),
+        loss_scale=_whole(shapes.loss_scale),
+        key=PartitionSpec(),
+    )
+    return StateSpec(specs, shapes, state_specs, named(layout.mesh, state_specs))
+
+
+def _whole(tree: Any) -> Any:
+    return jax.tree.map(lambda _: PartitionSpec(), tree)
+
+
+def param_bytes_per_device(params: Any) -> int:
+    """Bytes of the parameters that the first local device holds, read off the arrays' own shards."""
+    device = jax.local_devices()[0]
+    return sum(
+        shard.data.nbytes
+        for leaf in jax.tree.leaves(params)
+        for shard in leaf.addressable_shards
+        if shard.device == device
+    )
+
+
+def replicated(layout: Layout) -> NamedSharding:
+    """The sharding of a value that every device holds whole."""
+    return NamedSharding(layout.mesh, PartitionSpec())

@@ -1,0 +1,227 @@
+"""One training step: a single jitted function of `(state, batch)`.
+
+Its parts, in order:
+
+1. local gradients: `shard_map`, manual over `replica` alone; XLA shards the rest over `fsdp` and `tensor`;
+2. the finite check (with a loss scale);
+3. the exchange: a second `shard_map`, manual over every axis, where each device hands over its own shard;
+4. the update: plain `jit` on sharded gradients, so that norms are global and its work is split over the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pydantic
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxdl.config import Config
+from jaxdl.exchange import Exchange
+from jaxdl.mesh import Axis, batch_sharding
+from jaxdl.models.network import Network
+from jaxdl.precision import Precision, cast_weights
+from jaxdl.sharding import Layout, gather_params, is_spec, use_layout
+from jaxdl.state import StateSpec, TrainState, replicated
+from jaxdl.tasks import Task
+
+Batch = Mapping[str, jax.Array]
+Metrics = dict[str, jax.Array]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+class StepConfig(Config):
+    """What happens in one training step besides the model and the optimizer."""
+
+    microbatches: int = pydantic.Field(default=1, ge=1)
+    """Split the batch into this many parts, one after the other, and accumulate their gradients: saves memory."""
+    clip_norm: float | None = pydantic.Field(default=None, gt=0)
+    """Scale gradients down to this global norm when theirs is larger."""
+    ema_decay: float | None = pydantic.Field(default=None, gt=0, lt=1)
+    """Keep an exponential moving average of the parameters with this decay a step, and evaluate that."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Everything that a step is made of; built once by `jaxdl.experiment`."""
+
+    network: Network
+    task: Task
+    data_spec: Any
+    optimizer: optax.GradientTransformation
+    learning_rate: Callable[[Any], Any]
+    exchange: Exchange
+    precision: Precision
+    layout: Layout
+    state_spec: StateSpec
+    config: StepConfig
+
+
+def make_train_step(parts: Parts) -> Any:
+    """The jitted train step `(state, batch) -> (state, metrics)`.
+
+    The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded over
+    `(replica, fsdp)`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
+    `exchange/...`, and with float16 `loss_scale` and `skipped_steps`.
+    """
+    shardings = parts.state_spec.shardings
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        augment_key, exchange_key = jax.random.split(key)
+        batch = parts.task.augmented(batch, augment_key)
+        scale = state.loss_scale.get("scale", jnp.float32(1))
+        grads, sums, model_state = _local_gradients(parts, state, batch, scale / parts.task.weight(batch))
+        metrics = {f"sums/{name}": value for name, value in sums.items()}
+
+        def update(_: None) -> tuple[TrainState, Metrics]:
+            mean, exchange_state, exchange_metrics = _exchange(parts, grads, state.exchange_state, exchange_key)
+            changed, update_metrics = _update(parts, state, jax.tree.map(lambda g: g / scale, mean))
+            changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
+            return changed, update_metrics | {f"exchange/{name}": value for name, value in exchange_metrics.items()}
+
+        if not state.loss_scale:
+            new_state, more = update(None)
+            return new_state.replace(step=state.step + 1), metrics | more
+
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+        shapes = jax.eval_shape(update, None)[1]
+        new_state, more = lax.cond(
+            finite, update, lambda _: (state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)), None
+        )
+        # The step counts batches consumed, so it goes on; all else is as it was but for the scale.
+        loss_scale = parts.precision.next_loss_scale(state.loss_scale, finite)
+        scale_metrics = {"loss_scale": loss_scale["scale"], "skipped_steps": loss_scale["skipped_steps"]}
+        new_state = new_state.replace(step=state.step + 1, loss_scale=loss_scale)
+        return new_state, metrics | more | jax.tree.map(lambda x: x.astype(jnp.float32), scale_metrics)
+
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(shardings, batch_sharding(parts.layout.mesh)),
+        out_shardings=(shardings, replicated(parts.layout)),
+    )
+
+
+def apply_network(
+    parts: Parts, layout: Layout, params: Any, model_state: Any, batch: Batch, *, train: bool
+) -> tuple[jax.Array, Any]:
+    """`(outputs, model_state)` of the network on a batch, in the precision's dtype and laid out by `layout`."""
+    matmul = jax.default_matmul_precision(parts.precision.matmul) if parts.precision.matmul else jax.named_scope("model")
+    with use_layout(layout), matmul:
+        used = cast_weights(params, parts.network.axes, parts.precision.dtype)
+        used = gather_params(used, parts.network.axes)
+        inputs = parts.task.inputs(batch, parts.data_spec)
+        return parts.network.apply(used, model_state, *inputs, train=train)
+
+
+def _local_gradients(
+    parts: Parts, state: TrainState, batch: Batch, loss_factor: jax.Array
+) -> tuple[Any, dict[str, jax.Array], Any]:
+    """Region 1: `(grads, sums, model_state)`; grads are each replica's own, leaves `[replica, ...]`.
+
+    `loss_factor` times the number of replicas multiplies the sum of losses, so that the mean of the gradients over
+    `replica` is the gradient of the mean loss over the global batch, however the examples are spread.
+    """
+    replica, mesh = Axis.REPLICA.value, parts.layout.mesh
+    inside = Layout(parts.layout.config, mesh, manual=frozenset({replica}))
+    factor = loss_factor * mesh.shape[replica]
+
+    def one_microbatch(params: Any, model_state: Any, batch: Batch, factor: jax.Array) -> Any:
+        def objective(params: Any) -> tuple[jax.Array, Any]:
+            outputs, new_model_state = apply_network(parts, inside, params, model_state, batch, train=True)
+            sums = parts.task.sums(outputs, batch, train=True)
+            return sums["loss"] * factor, (sums, new_model_state)
+
+        grads, (sums, new_model_state) = jax.grad(objective, has_aux=True)(params)
+        grads = jax.tree.map(
+            lambda spec, g: lax.with_sharding_constraint(g, spec), parts.state_spec.params, grads, is_leaf=is_spec
+        )
+        return grads, sums, new_model_state
+
+    def local(params: Any, model_state: Any, batch: Batch, factor: jax.Array) -> Any:
+        # Without this, differentiating would already sum over `replica` and the exchange would see no local gradient.
+        params, model_state, factor = lax.pcast((params, model_state, factor), replica, to="varying")
+        batch = {
+            name: lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)) for name, x in batch.items()
+        }
+        num_parts = parts.config.microbatches
+        if num_parts == 1:
+            grads, sums, model_state = one_microbatch(params, model_state, batch, factor)
+        else:
+
+            def body(carry: Any, microbatch: Batch) -> Any:
+                total, model_state = carry
+                grads, sums, model_state = one_microbatch(params, model_state, microbatch, factor)
+                return (jax.tree.map(jnp.add, total, grads), model_state), sums
+
+            zeros = lax.pcast(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params), replica, to="varying")
+            microbatches = {name: _split(x, num_parts) for name, x in batch.items()}
+            (grads, model_state), sums = lax.scan(body, (zeros, model_state), microbatches)
+            sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
+        # Running statistics are averaged over `replica`: each replica normalized with those of its own batch.
+        model_state = lax.pmean(model_state, replica)
+        return jax.tree.map(lambda g: g[None], grads), lax.psum(sums, replica), model_state
+
+    return jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(replica), PartitionSpec()),
+        out_specs=(PartitionSpec(replica), PartitionSpec(), PartitionSpec()),
+        axis_names={replica},
+    )(state.params, state.model_state, dict(batch), factor)
+
+
+def _split(x: jax.Array, num_parts: int) -> jax.Array:
+    """`[batch, ...]` -> `[num_parts, batch / num_parts, ...]`, every num_parts-th row to the same part.
+
+    So the parts hold the same examples on every mesh, and no row has to move between devices.
+    """
+    return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
+
+
+def _exchange(parts: Parts, grads: Any, exchange_state: Any, key: jax.Array) -> tuple[Any, Any, Metrics]:
+    """Region 3: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard."""
+    replica = Axis.REPLICA.value
+    specs = parts.state_spec.params
+    state_specs = parts.state_spec.specs.exchange_state
+
+    def one_device(grads: Any, exchange_state: Any, key: jax.Array) -> Any:
+        own, own_state = jax.tree.map(lambda x: x[0], (grads, exchange_state))
+        mean, new_state, metrics = parts.exchange.update(own, own_state, axis=replica, key=key)
+        return mean, jax.tree.map(lambda x: x[None], new_state), metrics
+
+    stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)
+    return jax.shard_map(
+        one_device,
+        mesh=parts.layout.mesh,
+        in_specs=(stacked, state_specs, PartitionSpec()),
+        out_specs=(specs, state_specs, PartitionSpec()),
+    )(grads, exchange_state, key)
+
+
+def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Metrics]:
+    """Region 4: clipping, the optimizer, and the moving average of the parameters."""
+    config = parts.config
+    grad_norm = optax.global_norm(grads)
+    if config.clip_norm is not None:
+        factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(grad_norm, jnp.finfo(jnp.float32).tiny))
+        grads = jax.tree.map(lambda g: g * factor, grads)
+    updates, opt_state = parts.optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    # Skipped steps (float16) leave the schedule where it was.
+    num_updates = state.step - state.loss_scale.get("skipped_steps", jnp.int32(0))
+    ema_params = state.ema_params
+    if config.ema_decay is not None:
+        # Early on the average is over the steps so far, not over the initial values.
+        decay = jnp.minimum(config.ema_decay, (1.0 + num_updates) / (10.0 + num_updates))
+        ema_params = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema_params, params)
+    metrics = {"grad_norm": grad_norm, "learning_rate": jnp.float32(parts.learning_rate(num_updates))}
+    return state.replace(params=params, opt_state=opt_state, ema_params=ema_params), metrics
+
+

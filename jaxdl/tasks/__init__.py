@@ -1,0 +1,53 @@
+"""What is learnt: a task turns a network's outputs into sums over a batch, and sums into metrics.
+
+Means are taken after the sums, so they are exact on any mesh and for any split of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+
+import jax
+
+from jaxdl.tasks.classification import Classification
+from jaxdl.tasks.language import LanguageModelling
+
+
+@runtime_checkable
+class Task(Protocol):
+    """The interface of a task. `spec` describes the data set: each task names the attributes it reads."""
+
+    modality: ClassVar[str]
+    """What the task is about, "images" or "text"; the model and the data must be about the same."""
+    best_metric: ClassVar[str]
+    """The metric by which checkpoints are compared."""
+    best_mode: ClassVar[Literal["max", "min"]]
+    """Whether a higher or a lower `best_metric` is better."""
+
+    def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
+        """The training batch, changed at random; a pure function of (key, row) for each row of the global batch."""
+        ...
+
+    def inputs(self, batch: Mapping[str, jax.Array], spec: Any) -> tuple[jax.Array, ...]:
+        """The positional inputs of the network."""
+        ...
+
+    def weight(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """How many examples (or tokens) of the batch count: float32 scalar."""
+        ...
+
+    def sums(self, outputs: jax.Array, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
+        """Sums over what counts, float32 scalars: "loss", "weight" and what `metrics` needs."""
+        ...
+
+    def metrics(self, sums: Mapping[str, float], spec: Any) -> dict[str, float]:
+        """The metrics of sums that were added up over any number of batches."""
+        ...
+
+    def predictions(self, outputs: jax.Array) -> jax.Array:
+        """What the network predicts, for people: probabilities, float32."""
+        ...
+
+
+__all__ = ["Classification", "LanguageModelling", "Task"]

@@ -1,0 +1,160 @@
+"""Image classification: cross-entropy, top-1 and top-5 accuracy, augmentation on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import pydantic
+
+from jaxdl.config import Config, ConfigError, Kind
+
+_DEFAULT_CROP_PADDING = 4
+
+
+class ImageSpec(Protocol):
+    """What this task reads of a data set's description."""
+
+    @property
+    def mean(self) -> tuple[float, ...]:
+        """Mean of each channel, in grey levels from 0 to 255."""
+        ...
+
+    @property
+    def std(self) -> tuple[float, ...]:
+        """Standard deviation of each channel, in grey levels from 0 to 255."""
+        ...
+
+
+class Classification(Config):
+    """Each image has one label.
+
+    Batches have "image", uint8 [batch, height, width, channel], "label", int32 [batch], and perhaps "mask", bool
+    [batch].
+    """
+
+    kind: Annotated[Literal["classification"], Kind] = "classification"
+    label_smoothing: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    """Part of the target spread evenly over all classes, in training only (Szegedy et al. 2016, section 7)."""
+    augment: Literal["none", "flip", "crop_flip"] = "none"
+    """Random changes of training images, on the device. flip: mirror left-right; crop_flip: also crop after padding."""
+    crop_padding: int | None = pydantic.Field(default=None, ge=1)
+    """Black pixels added to each side before the crop of augment = crop_flip; None takes 4."""
+
+    modality: ClassVar[str] = "images"
+    best_metric: ClassVar[str] = "accuracy"
+    best_mode: ClassVar[Literal["max", "min"]] = "max"
+
+    @pydantic.model_validator(mode="after")
+    def _padding_fits(self) -> Classification:
+        if self.crop_padding is not None and self.augment != "crop_flip":
+            raise ValueError(
+                f"crop_padding = {self.crop_padding}: nothing is cropped with augment = {self.augment}. "
+                "Remove it or set augment = crop_flip."
+            )
+        return self
+
+    def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
+        """The batch with randomly changed images, still uint8.
+
+        Each image depends only on (key, its row), so call it on the global batch: on a part of it the rows, and with
+        them the random numbers, would repeat.
+        """
+        if self.augment == "none":
+            return batch
+        images = batch["image"]
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(images.shape[0]))
+        return {**batch, "image": jax.vmap(self._augmented_image)(images, keys)}
+
+    def _augmented_image(self, image: jax.Array, key: jax.Array) -> jax.Array:
+        flip_key, crop_key = jax.random.split(key)
+        image = jnp.where(jax.random.bernoulli(flip_key), image[:, ::-1], image)
+        if self.augment == "flip":
+            return image
+        padding = _DEFAULT_CROP_PADDING if self.crop_padding is None else self.crop_padding
+        padded = jnp.pad(image, ((padding, padding), (padding, padding), (0, 0)))
+        top, left = jax.random.randint(crop_key, (2,), 0, 2 * padding + 1)
+        return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
+
+    def inputs(self, batch: Mapping[str, jax.Array], spec: ImageSpec) -> tuple[jax.Array, ...]:
+        """The normalized image, float32 [batch, height, width, channel]: (grey level - mean) / std of the channel."""
+        mean, std = jnp.asarray(spec.mean, jnp.float32), jnp.asarray(spec.std, jnp.float32)
+        return ((batch["image"].astype(jnp.float32) - mean) / std,)
+
+    def weight(self, batch: Mapping[str, jax.Array]) -> jax.Array:
+        """Number of examples that count: float32 scalar."""
+        return jnp.sum(counted(batch, batch["label"]), dtype=jnp.float32)
+
+    def sums(self, outputs: jax.Array, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
+        """Sums over the examples that count, from logits [batch, num_classes]: float32 scalars.
+
+        "loss": cross-entropy in nats, in training against the smoothed labels; "weight": number of examples;
+        "correct" and "correct_top5": number of examples whose label is first, or among the first five, in `rank`.
+        """
+        logits, label, mask = outputs.astype(jnp.float32), batch["label"], counted(batch, batch["label"])
+        normalizer = jax.nn.logsumexp(logits, axis=-1)
+        loss = normalizer - label_logit(logits, label)
+        if train and self.label_smoothing:
+            uniform = normalizer - jnp.mean(logits, axis=-1)
+            loss = (1 - self.label_smoothing) * loss + self.label_smoothing * uniform
+        place = rank(logits, label)
+        return {
+            "loss": jnp.sum(jnp.where(mask, loss, 0)),
+            "weight": self.weight(batch),
+            "correct": jnp.sum(mask & (place < 1), dtype=jnp.float32),
+            "correct_top5": jnp.sum(mask & (place < 5), dtype=jnp.float32),
+        }
+
+    def metrics(self, sums: Mapping[str, float], spec: ImageSpec) -> dict[str, float]:
+        """Means over the examples: "loss" in nats, "accuracy" and "accuracy_top5" from 0 to 1.
+
+        Raises ConfigError when there was no example.
+        """
+        del spec
+        weight = counted_weight(sums)
+        return {
+            "loss": float(sums["loss"]) / weight,
+            "accuracy": float(sums["correct"]) / weight,
+            "accuracy_top5": float(sums["correct_top5"]) / weight,
+        }
+
+    def predictions(self, outputs: jax.Array) -> jax.Array:
+        """Probability of each class, float32 [batch, num_classes]."""
+        return jax.nn.softmax(outputs.astype(jnp.float32), axis=-1)
+
+
+def counted(batch: Mapping[str, jax.Array], labels: jax.Array) -> jax.Array:
+    """Which labels count: the batch's "mask", or all where it has none. Bool, the shape of `labels`."""
+    return batch["mask"].astype(bool) if "mask" in batch else jnp.ones(labels.shape, bool)
+
+
+def label_logit(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """The logit of each label: logits [..., classes], label [...] -> [...].
+
+    A masked sum, not an indexed read: it stays local where the classes are sharded.
+    """
+    classes = jax.lax.broadcasted_iota(label.dtype, logits.shape, logits.ndim - 1)
+    return jnp.sum(jnp.where(classes == label[..., None], logits, 0), axis=-1)
+
+
+def rank(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """The place of each label when the classes are sorted by logit, 0 for the first: int32 [...].
+
+    Of equal logits the lower class comes first, so a constant output is not taken for a correct one. A NaN comes
+    before every number, and after it every label is wrong: with a NaN at the label the rank is the number of classes.
+    """
+    classes = jax.lax.broadcasted_iota(label.dtype, logits.shape, logits.ndim - 1)
+    own = label_logit(logits, label)[..., None]
+    # NaN <= x is false, as is x <= NaN: both count as being ahead.
+    ahead = ~(logits <= own) | ((logits == own) & (classes < label[..., None]))
+    return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
+
+
+def counted_weight(sums: Mapping[str, float]) -> float:
+    """The "weight" of the sums. Raises ConfigError when it is zero: there is no mean over nothing."""
+    weight = float(sums["weight"])
+    if weight <= 0:
+        raise ConfigError(f"weight = {weight:g}: no example was counted. Is the data set (or its split) empty?")
+    return weight

@@ -1,0 +1,104 @@
+"""The command line: `python -m jaxdl.train --config configs/digits.py --workdir runs/digits`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jaxdl.config import CLI_STYLE, ConfigError, choices_help, fail, load_file, take_choices
+from jaxdl.experiment import Experiment, make_plan
+from jaxdl.report import print_explanation
+from jaxdl.sharding import explain
+from jaxdl.trainer import Diverged, Interrupted, compile_train_step, train
+
+
+@dataclass(frozen=True)
+class Command:
+    """The options of a run that are not part of the experiment."""
+
+    config: Path
+    """The experiment: a Python file with a function config()."""
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
+    workdir: Path | None = None
+    """The folder of the run; started again with the same folder, it resumes. Without one nothing is kept."""
+    devices: int | None = None
+    """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
+    explain: bool = False
+    """Print how the parameters lie on the mesh and the memory the step needs, and stop."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the command line. Exits with 2 for the user's mistakes, 128 + N after signal N, 1 if training diverges."""
+    try:
+        command = parse_command(sys.argv[1:] if args is None else args)
+        if command.explain:
+            print_plan(command.experiment)
+        else:
+            train(command.experiment, command.workdir)
+    except ConfigError as error:
+        fail(str(error))
+    except Diverged as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    except Interrupted as stopped:
+        print(stopped.message, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # A compilation may still run in its thread; the interpreter's orderly end would wait for it, or crash it.
+        os._exit(int(stopped.code or 0))
+
+
+def parse_command(args: list[str]) -> Command:
+    """The command line as a Command. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    path = finder.parse_known_args(args)[0].config
+    if path is None:
+        if "--help" in args or "-h" in args:
+            print(__doc__ + "\n\nWith --config FILE --help: every option, with its default in that file.")
+            raise SystemExit(0)
+        raise ConfigError("which experiment? Give --config FILE, for example --config configs/digits.py.")
+    experiment = load_file(path)
+    if not isinstance(experiment, Experiment):
+        raise ConfigError(f"--config {path}: config() returned {type(experiment).__name__}, not an Experiment.")
+    experiment, rest = take_choices(experiment, args)
+    command = tyro.cli(
+        Command,
+        args=rest,
+        default=Command(path, experiment),
+        prog="python -m jaxdl.train",
+        config=CLI_STYLE,
+        description=choices_help(experiment),
+    )
+    if command.devices is None:
+        return command
+    changed = command.experiment.replaced({"mesh.cpu_devices": command.devices})
+    return Command(command.config, changed, command.workdir, command.devices, command.explain)
+
+
+def print_plan(experiment: Experiment) -> None:
+    """Prints the table of `--explain`: parameters, shapes, specs, bytes, and the memory of the compiled step."""
+    plan = make_plan(experiment)
+    spec = plan.parts.state_spec
+    rows = explain(spec.shapes.params, spec.params, plan.parts.layout.mesh)
+    memory = compile_train_step(plan).memory_analysis()
+    print_explanation(rows, dict(plan.parts.layout.mesh.shape), memory)
+
+
+class _CallableModule(types.ModuleType):
+    """`jaxdl.train` is this module and the function of that name: the module can be called as the function."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return train(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallableModule
+
+if __name__ == "__main__":
+    main()
