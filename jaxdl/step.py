@@ -208,7 +208,7 @@ def _exchange(parts: Parts, grads: Any, exchange_state: Any, key: jax.Array) -> 
 def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Metrics]:
     """Region 4: clipping, the optimizer, and the moving average of the parameters."""
     config = parts.config
-    grad_norm = optax.global_norm(grads)
+    grad_norm = optax.tree.norm(grads)
     if config.clip_norm is not None:
         factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(grad_norm, jnp.finfo(jnp.float32).tiny))
         grads = jax.tree.map(lambda g: g * factor, grads)

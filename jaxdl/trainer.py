@@ -370,7 +370,9 @@ def make_initial_state(plan: Plan) -> TrainState:
             use_ema=experiment.step.ema_decay is not None,
         )
 
-    return jax.jit(make, out_shardings=parts.state_spec.shardings)()
+    # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
+    options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+    return jax.jit(make, out_shardings=parts.state_spec.shardings, compiler_options=options)()
 
 
 def compile_steps(plan: Plan) -> tuple[Any, Any]:

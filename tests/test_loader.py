@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -156,7 +157,9 @@ def test_two_processes_read_only_their_own_rows(tmp_path):
     """)
     script = tmp_path / "process.py"
     script.write_text(program)
-    port = str(20000 + int(time.time() * 1000) % 20000)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
     paths = os.pathsep.join([os.path.dirname(__file__), os.path.dirname(os.path.dirname(__file__))])
     environment = os.environ | {"PYTHONPATH": paths}
     started = [
@@ -300,6 +303,12 @@ def test_an_error_comes_after_the_batches_before_it():
     assert any(entry.name == "batch" for entry in caught.traceback), "the traceback shows where it happened"
     assert list(loader) == []
     loader.close()
+
+
+def test_an_error_after_close_is_not_raised():
+    loader = train_loader(Numbers(50, fail_at=0, delay_sec=0.2))
+    loader.close()
+    assert list(loader) == []
 
 
 def test_an_error_nobody_asks_for_is_no_obstacle():

@@ -112,7 +112,7 @@ def test_images_are_resized_by_the_shorter_side_and_cropped_in_the_centre(tmp_pa
     assert (first[:, 11:] == 255).all()
     np.testing.assert_array_equal(second, first.transpose(1, 0, 2))
     assert np.abs(third[1:-1, 0, 0] - ((np.arange(20) + 0.5) * 3.2 - 0.5)[1:-1] * 4).max() <= 1
-    with pytest.raises(ConfigError, match="vary in size. Set image_size"):
+    with pytest.raises(ConfigError, match=r"vary in size\. Set image_size"):
         config.replaced({"image_size": None}).build()
 
 

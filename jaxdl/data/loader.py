@@ -56,9 +56,10 @@ class _Buffer:
             raise StopIteration if error is None else error
 
     def finish(self, error: BaseException | None) -> None:
-        """The producer's end: what is in the queue can still be taken."""
+        """The producer's end: what is in the queue can still be taken. An error after `close` is nobody's."""
         with self._changed:
-            self._closed, self._error = True, error
+            self._error = None if self._closed else error
+            self._closed = True
             self._changed.notify_all()
 
     def close(self) -> None:

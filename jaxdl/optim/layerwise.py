@@ -35,7 +35,7 @@ def scale_by_lars_trust_ratio(
     Stateless; the transformation's update needs `params`. Source: You et al., arXiv 1708.03888, equation 6.
     """
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         assert params is not None, "trust ratios need the parameters"
         param_norms, grad_norms = _layer_norms((params, updates), mask, stacked)
 
@@ -60,7 +60,7 @@ def scale_by_lamb_trust_ratio(
     Stateless; the transformation's update needs `params`. Source: You et al., arXiv 1904.00962, Algorithm 2.
     """
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         assert params is not None, "trust ratios need the parameters"
         param_norms, update_norms = _layer_norms((params, updates), mask, stacked)
 
@@ -80,7 +80,7 @@ def add_weight_decay(weight_decay: float, mask: Any) -> optax.GradientTransforma
     Stateless; the transformation's update needs `params`.
     """
 
-    def update(updates: Any, state: optax.EmptyState, params: Any = None) -> tuple[Any, optax.EmptyState]:
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         assert params is not None, "weight decay needs the parameters"
         return jax.tree.map(
             lambda masked_in, grad, param: grad + weight_decay * param if masked_in else grad, mask, updates, params
@@ -110,8 +110,8 @@ def _layer_norms(trees: tuple[Any, ...], mask: Any, stacked: Any) -> tuple[Any, 
     places = [place for place in range(len(leaves)) if masked_in[place % len(masked_in)]]
     norms: list[Any] = [0.0] * len(leaves)
     if places:
-        # All squared norms lie in one vector: where parameters are sharded each device holds partial sums, and one
-        # all-reduce of this short vector can serve all layers instead of one all-reduce for every layer.
+        # All squared norms are joined in one vector before anything depends on them: where parameters are sharded,
+        # each device has partial sums, and one small all-reduce serves all layers instead of one for every layer.
         squared = [_squared_norms(leaves[place], dims[place % len(dims)]) for place in places]
         ends = [sum(part.size for part in squared[: index + 1]) for index in range(len(squared) - 1)]
         for place, part in zip(places, jnp.split(jnp.sqrt(jnp.concatenate(squared)), ends), strict=True):

@@ -11,7 +11,7 @@ import pydantic
 
 from jaxdl.config import Config, ConfigError, Kind
 
-LearningRate = Callable[[jax.Array | int], jax.Array]
+LearningRate = Callable[[jax.typing.ArrayLike], jax.Array]
 """The float32 learning rate of a step (0 = first update); can be traced."""
 
 
@@ -66,11 +66,13 @@ class Schedule(Config):
         num_decay = self._num_decay_steps(total_steps - num_warmup)
         start, end = self.warmup_start_fraction, self._end_fraction()
 
-        def learning_rate(step: jax.Array | int) -> jax.Array:
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
             now = jnp.asarray(step, jnp.float32)
             warmup = start + (1 - start) * (now + 1) / max(1, num_warmup)
+            remaining = jnp.clip((num_warmup + num_decay - now) / max(1, num_decay), 0, 1)
+            # XLA divides by a constant as it multiplies by its inverse, and n * (1 / n) need not be 1: the peak is set.
             # A warm-up that takes the whole run leaves no decay: what follows is at the end value at once.
-            shape = self._shape(jnp.clip((num_warmup + num_decay - now) / max(1, num_decay), 0, 1))
+            shape = self._shape(jnp.where(now < num_warmup + min(1, num_decay), 1, remaining))
             # Written so that shape 1 gives the peak and shape 0 the end value to the last bit.
             decay = shape + end * (1 - shape)
             return jnp.float32(peak) * jnp.where(now + 1 < num_warmup, warmup, decay)

@@ -1,0 +1,72 @@
+"""Equal losses on every mesh: the proof that sharding changes where things are computed, and nothing else."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
+from jaxdl.experiment import Experiment, make_plan
+from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.models import ResNet, Transformer
+from jaxdl.optim import LARS, AdamW, Constant
+from jaxdl.tasks import Classification, LanguageModelling
+from jaxdl.trainer import compile_train_step, make_initial_state
+
+NUM_STEPS = 10
+MESHES = {
+    "1 device": MeshConfig(replica=1, fsdp=1, tensor=1),
+    "replica 8": MeshConfig(replica=8, fsdp=1, tensor=1),
+    "fsdp 8": MeshConfig(replica=1, fsdp=8, tensor=1),
+    "tensor 2 x fsdp 2 x replica 2": MeshConfig(replica=2, fsdp=2, tensor=2),
+}
+IMAGES = Experiment(
+    data=SyntheticImages(height=8, width=8, channels=3, num_classes=8, num_train=256, num_test=32),
+    # Statistics over the whole mesh: over one replica's batch they would, rightly, depend on the mesh.
+    model=ResNet(depth=8, width=8, norm_span="mesh"),
+    task=Classification(label_smoothing=0.1, augment="crop_flip", crop_padding=1),
+    schedule=Constant(),
+    batch_size=32,
+    steps=NUM_STEPS,
+)
+TEXT = Experiment(
+    data=SyntheticText(vocab_size=32, length=16, num_train=256, num_test=32),
+    model=Transformer(num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, tied_embeddings=False),
+    task=LanguageModelling(),
+    schedule=Constant(),
+    batch_size=32,
+    steps=NUM_STEPS,
+)
+OPTIMIZERS = {"lars": LARS(learning_rate=5.0), "adamw": AdamW(learning_rate=1e-3)}
+
+
+def losses_and_params(experiment):
+    devices = jax.devices()[: 1 if experiment.mesh.fsdp == experiment.mesh.replica == 1 else 8]
+    plan = make_plan(experiment, devices)
+    step, state = compile_train_step(plan), make_initial_state(plan)
+    losses = []
+    with TrainLoader(
+        plan.splits.train,
+        batch_size=experiment.batch_size,
+        seed=experiment.seed,
+        sharding=batch_sharding(plan.parts.layout.mesh),
+        start_step=0,
+        num_steps=NUM_STEPS,
+    ) as loader:
+        for batch in loader:
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["sums/loss"] / metrics["sums/weight"]))
+    return np.array(losses), jax.device_get(state.params)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("experiment", [IMAGES, TEXT], ids=["resnet", "transformer"])
+def test_losses_are_equal_on_every_mesh(experiment, optimizer, microbatches):
+    experiment = experiment.replaced({"optimizer": OPTIMIZERS[optimizer], "step.microbatches": microbatches})
+    runs = {name: losses_and_params(experiment.replaced({"mesh": mesh})) for name, mesh in MESHES.items()}
+    reference, params = runs.pop("1 device")
+    assert reference[-1] < 0.98 * reference[0], "ten steps should have learnt something, or equality proves nothing"
+    for name, (losses, other_params) in runs.items():
+        np.testing.assert_allclose(losses, reference, rtol=1e-5, err_msg=name)
+        for ours, theirs in zip(jax.tree.leaves(other_params), jax.tree.leaves(params), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-3 * np.abs(theirs).max() + 1e-6, err_msg=name)

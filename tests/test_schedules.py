@@ -1,0 +1,139 @@
+"""Learning rates against closed forms in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from jaxdl.config import Config, ConfigError
+from jaxdl.optim import Constant, Cosine, LearningRate, Linear, Polynomial, ScheduleConfig
+
+PEAK, TOTAL, WARMUP, END, START = 3.7, 97, 11, 0.05, 0.2
+
+
+def rates(learning_rate: LearningRate, num_steps: int) -> np.ndarray:
+    values = [np.asarray(jax.jit(learning_rate)(0))]
+    values += list(np.asarray(jax.jit(jax.vmap(learning_rate))(jnp.arange(1, num_steps))))
+    assert all(value.dtype == np.float32 for value in values)
+    return np.array(values, np.float64)
+
+
+def warmup(num_warmup: int, start: float) -> np.ndarray:
+    return start + (1 - start) * np.arange(1, num_warmup + 1) / num_warmup
+
+
+DECAYS = {
+    "constant": (Constant, {}, lambda p: np.ones_like(p)),
+    "linear": (Linear, {"end_fraction": END}, lambda p: END + (1 - END) * (1 - p)),
+    "cosine": (Cosine, {"end_fraction": END}, lambda p: END + (1 - END) * (1 + np.cos(np.pi * p)) / 2),
+    "polynomial": (Polynomial, {"end_fraction": END, "power": 1.7}, lambda p: END + (1 - END) * (1 - p) ** 1.7),
+}
+
+
+@pytest.mark.parametrize("kind", DECAYS)
+@pytest.mark.parametrize("num_warmup", [0, 1, WARMUP, TOTAL])
+def test_closed_form(kind, num_warmup):
+    make, fields, decay = DECAYS[kind]
+    start = START if num_warmup else 0.0
+    schedule = make(warmup_steps=num_warmup, warmup_start_fraction=start, **fields)
+    assert schedule.kind == kind
+    got = rates(schedule.build(peak=PEAK, total_steps=TOTAL, steps_per_epoch=10), TOTAL + 20)
+    progress = np.minimum(1, np.arange(TOTAL + 20 - num_warmup) / max(1, TOTAL - num_warmup))
+    if num_warmup == TOTAL:
+        progress[:] = 1
+    wanted = PEAK * np.concatenate([warmup(num_warmup, start) if num_warmup else [], decay(progress)])
+    np.testing.assert_allclose(got, wanted, rtol=2e-6)
+    assert got.max() == np.float32(PEAK)
+    if num_warmup:
+        assert got[num_warmup - 1] == np.float32(PEAK)
+
+
+@pytest.mark.parametrize("kind", DECAYS)
+def test_epochs_are_steps(kind):
+    make, fields, _ = DECAYS[kind]
+    by_epochs = make(warmup_epochs=2.5, **fields).build(peak=PEAK, total_steps=TOTAL, steps_per_epoch=4.4)
+    by_steps = make(warmup_steps=11, **fields).build(peak=PEAK, total_steps=TOTAL, steps_per_epoch=1)
+    np.testing.assert_array_equal(rates(by_epochs, TOTAL), rates(by_steps, TOTAL))
+
+
+@pytest.mark.parametrize(("epochs", "wanted"), [(0.0, 0), (1e-3, 1), (1.0, 10), (2.54, 25)])
+def test_num_warmup_steps_of_epochs(epochs, wanted):
+    assert Cosine(warmup_epochs=epochs).num_warmup_steps(TOTAL, 10.0) == wanted
+
+
+def test_the_first_and_the_last_update_are_not_lost():
+    for make in (Linear, Cosine, Polynomial):
+        learning_rate = make(warmup_steps=10).build(peak=1.0, total_steps=50, steps_per_epoch=1)
+        np.testing.assert_allclose(learning_rate(0), 0.1, rtol=1e-6)
+        assert float(learning_rate(49)) > 0
+        assert float(learning_rate(50)) == float(learning_rate(10_000)) == 0
+
+
+def test_cosine_is_optax_cosine():
+    learning_rate = Cosine(end_fraction=0.1).build(peak=PEAK, total_steps=TOTAL, steps_per_epoch=1)
+    reference = optax.cosine_decay_schedule(PEAK, TOTAL, alpha=0.1)
+    np.testing.assert_allclose(rates(learning_rate, TOTAL + 5), [reference(s) for s in range(TOTAL + 5)], rtol=1e-5)
+
+
+def mlperf_rate(step: int, base: float, end: float, num_warmup: int, num_decay: int) -> float:
+    if step <= num_warmup:
+        return base * step / num_warmup
+    return (base - end) * (1 - (step - num_warmup) / num_decay) ** 2 + end
+
+
+def test_polynomial_is_mlperf():
+    # The published point of batch 8192: 157 steps an epoch, 42 epochs, decay steps longer than what is left to run.
+    base, end, num_warmup, num_decay, total = 17.0, 1e-4, 785, 6095, 6594
+    schedule = Polynomial(warmup_epochs=5, end_fraction=end / base, decay_steps=num_decay)
+    got = rates(schedule.build(peak=base, total_steps=total, steps_per_epoch=157), total)
+    wanted = np.array([mlperf_rate(step, base, end, num_warmup, num_decay) for step in range(total)])
+    np.testing.assert_allclose(got[num_warmup:], wanted[num_warmup:], rtol=1e-5)
+    np.testing.assert_allclose(got[:num_warmup], wanted[1 : num_warmup + 1], rtol=1e-5)
+
+
+def test_polynomial_decay_may_end_early():
+    learning_rate = Polynomial(decay_steps=10, warmup_steps=5, end_fraction=0.25).build(
+        peak=1.0, total_steps=100, steps_per_epoch=1
+    )
+    got = rates(learning_rate, 100)
+    assert got[14] > 0.25
+    np.testing.assert_array_equal(got[15:], 0.25)
+
+
+@pytest.mark.parametrize("fields", [{"warmup_steps": 101}, {"warmup_epochs": 10.1}])
+def test_more_warmup_than_steps(fields):
+    with pytest.raises(ConfigError, match="more warm-up than steps, the run has 100"):
+        Linear(**fields).build(peak=1.0, total_steps=100, steps_per_epoch=10)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"warmup_steps": 3, "warmup_epochs": 1}, "Give one of them"),
+        ({"warmup_start_fraction": 0.1}, "no effect without a warm-up"),
+        ({"warmup_start_fraction": 0.1, "warmup_steps": 0}, "no effect without a warm-up"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"warmup_epochs": float("inf")}, "warmup_epochs"),
+        ({"end_fraction": 1.5}, "end_fraction"),
+    ],
+)
+def test_mistakes(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Cosine(**fields)
+
+
+def test_fields_that_have_no_effect_do_not_exist():
+    for make, field in [(Constant, "end_fraction"), (Linear, "power"), (Cosine, "decay_steps")]:
+        with pytest.raises(ConfigError, match="no such field"):
+            make(**{field: 0.5})
+
+
+def test_choice_by_kind():
+    class Run(Config):
+        schedule: ScheduleConfig = Cosine()
+        """Schedule."""
+
+    run = Run().replaced({"schedule": "polynomial", "schedule.power": 3.0})
+    assert run.schedule == Polynomial(power=3.0)
+    assert Run.from_json(run.to_json()) == run
