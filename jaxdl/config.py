@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import traceback
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, Union
+from typing import Annotated, Any, TypeGuard, TypeVar, Union
 
 import pydantic
 import tyro
@@ -21,7 +22,7 @@ import tyro
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 Kind = tyro.conf.Suppress
-"""Marks the `kind` field of a choice: `kind: Annotated[Literal["sgd"], Kind] = "sgd"`. It is set by the name of the choice."""
+"""Marks the `kind` field of a choice, `kind: Annotated[Literal["sgd"], Kind] = "sgd"`: it is no option of its own."""
 
 
 class ConfigError(ValueError):
@@ -38,6 +39,15 @@ class Config(pydantic.BaseModel):
     def __init__(self, **values: Any) -> None:
         with one_message():
             super().__init__(**values)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        # Told apart by `kind`, a mistake in a choice is reported for the kind that was meant, not for every kind.
+        unions = [field for field in cls.model_fields.values() if len(_members(field.annotation)) > 1]
+        for field in unions:
+            field.discriminator = "kind"
+        if unions:
+            cls.model_rebuild(force=True)
 
     def to_json(self) -> str:
         """The resolved config as indented JSON; `from_json` gives an equal config."""
@@ -56,7 +66,9 @@ class Config(pydantic.BaseModel):
         ConfigError for unknown fields and values that do not fit.
         """
         values = self.model_dump()
-        kinds = {path: value for path, value in overrides.items() if path in choices(type(self)) and isinstance(value, str)}
+        kinds = {
+            path: value for path, value in overrides.items() if path in choices(type(self)) and isinstance(value, str)
+        }
         for path, name in kinds.items():
             _set(values, path, make_choice(type(self), path, name).model_dump())
         for path, value in overrides.items():
@@ -78,17 +90,28 @@ class one_message:
 
 
 def describe(error: pydantic.ValidationError) -> str:
-    """The problems of a pydantic error in a line each, without pydantic's own decoration."""
-    lines = []
+    """The problems of a pydantic error in a line each, `optimizer.learning_rate: what is wrong (got value)`."""
+    return "\n".join(f"{'.'.join(where)}: {what}" if where else what for where, what in _problems(error))
+
+
+def _problems(error: pydantic.ValidationError) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Each problem of a pydantic error: (names of the field and those around it, what is wrong)."""
     for problem in error.errors():
-        where = ".".join(str(part) for part in problem["loc"])
-        what = problem["msg"].removeprefix("Value error, ").removeprefix("Assertion failed, ")
-        if problem["type"] == "extra_forbidden":
-            what = "there is no such field; --help lists the fields"
-        elif problem["type"] != "value_error":
-            what += f" (got {problem['input']!r})"
-        lines.append(f"{where}: {what}" if where else what)
-    return "\n".join(lines)
+        where, what = tuple(str(part) for part in problem["loc"]), problem["msg"]
+        context = problem.get("ctx", {})
+        cause = context.get("error")
+        if isinstance(cause, ConfigError) and isinstance(cause.__context__, pydantic.ValidationError):
+            # A config inside this one: its own report. In a choice, the name of the kind follows that of the field.
+            yield from ((where[:1] + inner, what) for inner, what in _problems(cause.__context__))
+        elif problem["type"] == "extra_forbidden":
+            yield where, "there is no such field; --help lists the fields"
+        elif problem["type"] == "union_tag_invalid":
+            kinds = context["expected_tags"].replace("'", "")
+            yield where, f"there is no such kind (got {context['tag']!r}); choose one of {kinds}"
+        elif problem["type"] == "value_error":
+            yield where, what.removeprefix("Value error, ")
+        else:
+            yield where, f"{what} (got {problem['input']!r})"
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
@@ -96,20 +119,31 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
     *parents, last = path.split(".")
     for depth, parent in enumerate(parents):
         if not isinstance(values.get(parent), dict):
-            raise ConfigError(f"{path}: '{'.'.join(parents[: depth + 1])}' has no fields inside; --help lists the fields.")
+            raise ConfigError(
+                f"{path}: '{'.'.join(parents[: depth + 1])}' has no fields inside; --help lists the fields."
+            )
         values = values[parent]
+    if last == "kind" and parents:
+        where = ".".join(parents)
+        raise ConfigError(
+            f"{path}: a kind has fields of its own. Give {where} = {value!r}, then the fields of that kind."
+        )
     if last not in values:
         raise ConfigError(f"{path}: there is no such field; one of {', '.join(sorted(values))} was expected.")
     values[last] = value
 
 
 def _members(annotation: Any) -> list[type[Config]]:
-    """The config classes of a union annotation; a plain annotation gives none."""
+    """The kinds that a field's type allows: config classes with a field `kind`, in a union or alone."""
     if typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
-    if typing.get_origin(annotation) not in (Union, types.UnionType):
-        return []
-    return [arg for arg in typing.get_args(annotation) if isinstance(arg, type) and issubclass(arg, Config)]
+    in_union = typing.get_origin(annotation) in (Union, types.UnionType)
+    allowed = typing.get_args(annotation) if in_union else (annotation,)
+    return [one for one in allowed if _is_config(one) and "kind" in one.model_fields]
+
+
+def _is_config(annotation: Any) -> TypeGuard[type[Config]]:
+    return isinstance(annotation, type) and issubclass(annotation, Config)
 
 
 def choices(cls: type[Config], prefix: str = "") -> dict[str, dict[str, type[Config]]]:
@@ -117,10 +151,9 @@ def choices(cls: type[Config], prefix: str = "") -> dict[str, dict[str, type[Con
     found: dict[str, dict[str, type[Config]]] = {}
     for name, field in cls.model_fields.items():
         members = _members(field.annotation)
-        named = {member.model_fields["kind"].default: member for member in members if "kind" in member.model_fields}
-        if named:
-            found[prefix + name] = named
-        elif isinstance(field.annotation, type) and issubclass(field.annotation, Config):
+        if members:
+            found[prefix + name] = {member.model_fields["kind"].default: member for member in members}
+        elif _is_config(field.annotation):
             found |= choices(field.annotation, f"{prefix}{name}.")
     return found
 
@@ -143,15 +176,29 @@ def load_file(path: str | Path) -> Config:
     if spec is None or spec.loader is None:
         raise ConfigError(f"--config {path}: not a Python file (its name must end in .py).")
     module = importlib.util.module_from_spec(spec)
-    with one_message():
+    sys.modules[spec.name] = module  # Dataclasses and pydantic look types up there.
+    try:
         spec.loader.exec_module(module)
         make = getattr(module, "config", None)
-        if not callable(make):
-            raise ConfigError(f"--config {path}: defines no function `config()` that returns an Experiment.")
-        made = make()
+        made = make() if callable(make) else None
+    except ConfigError as error:
+        raise ConfigError(f"--config {path}{_line(error, spec.origin)}: {error}") from None
+    except Exception as error:
+        what = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise ConfigError(f"--config {path}{_line(error, spec.origin)}: {type(error).__name__}: {what}") from error
+    if not callable(make):
+        raise ConfigError(f"--config {path}: defines no function `config()` that returns an Experiment.")
     if not isinstance(made, Config):
         raise ConfigError(f"--config {path}: config() returned {type(made).__name__}, not an Experiment.")
     return made
+
+
+def _line(error: Exception, filename: str | None) -> str:
+    """`, line 12`: where in the file the error came from, or nothing if it has no part in it."""
+    if isinstance(error, SyntaxError) and error.filename == filename:
+        return f", line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
+    return f", line {lines[-1]}" if lines else ""
 
 
 def take_choices(config: ConfigT, args: Sequence[str]) -> tuple[ConfigT, list[str]]:
@@ -179,10 +226,12 @@ def parse(config: ConfigT, args: Sequence[str], *, prog: str | None = None) -> C
     as command lines do. Raises ConfigError for values that do not fit together.
     """
     chosen, rest = take_choices(config, args)
-    return tyro.cli(type(chosen), args=rest, default=chosen, prog=prog, config=CLI_STYLE, description=choices_help(chosen))
+    return tyro.cli(
+        type(chosen), args=rest, default=chosen, prog=prog, config=CLI_STYLE, description=choices_help(chosen)
+    )
 
 
-CLI_STYLE = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
+CLI_STYLE = (tyro.conf.AvoidSubcommands,)
 """How configs become options: choices are switched by `take_choices`, so that no subcommands are needed."""
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import enum
 import glob
+import importlib.util
 import math
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -18,6 +20,9 @@ import pydantic
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.config import Config, ConfigError
+
+Device = Any
+"""A `jax.Device`. jaxlib has no type stubs, so to a type checker that name is no type."""
 
 
 class Axis(enum.StrEnum):
@@ -70,7 +75,7 @@ class MeshConfig(Config):
         return sizes
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """The mesh over `devices` (default: all of the run), with automatic axes in the order of `Axis`.
 
     Devices are laid out by process, so `replica`, the outermost axis, is the one that crosses hosts.
@@ -79,7 +84,9 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
     found = list(jax.devices() if devices is None else devices)
     found.sort(key=lambda device: (device.process_index, device.id))
     sizes = config.sizes(len(found))
-    return Mesh(np.asarray(found).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(
+        np.asarray(found).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
+    )
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -95,8 +102,11 @@ def batch_ways(mesh: Mesh) -> int:
 def gpus_visible() -> bool:
     """Whether this process would find NVIDIA GPUs, without starting JAX: lets a config choose its mesh."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
+    wanted = not platforms or "cuda" in platforms or "gpu" in platforms
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    return bool(glob.glob("/dev/nvidia[0-9]*")) and not hidden and (not platforms or "cuda" in platforms or "gpu" in platforms)
+    # Without JAX's plugin for CUDA the GPUs are there, but not for this process.
+    usable = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
+    return wanted and not hidden and usable and bool(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def start_devices(config: MeshConfig) -> None:
@@ -114,11 +124,14 @@ def start_devices(config: MeshConfig) -> None:
         except RuntimeError:
             pass  # JAX has started already, which is fine as long as it has these devices: seen below.
     if not jax.distributed.is_initialized() and _distributed_wanted():
-        jax.distributed.initialize(**{argument: int(value) for argument, value in _process_numbers().items()})
+        jax.distributed.initialize(
+            num_processes=_process_number("JAX_NUM_PROCESSES"), process_id=_process_number("JAX_PROCESS_ID")
+        )
     if count is not None and (jax.default_backend(), jax.local_device_count()) != ("cpu", count):
         raise ConfigError(
-            f"{count} virtual CPU devices: JAX already runs on {jax.local_device_count()} {jax.default_backend()} devices "
-            "in this process. Set the environment variable JAX_NUM_CPU_DEVICES before the first use of JAX, or restart."
+            f"{count} virtual CPU devices: in this process JAX already runs on {jax.local_device_count()} "
+            f"{jax.default_backend()} devices. Set the environment variable JAX_NUM_CPU_DEVICES={count} before the first "
+            "use of JAX, or restart."
         )
 
 
@@ -129,6 +142,9 @@ def _distributed_wanted() -> bool:
     return int(tasks) > 1 and ("SLURM_STEP_NODELIST" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ)
 
 
-def _process_numbers() -> dict[str, str]:
-    names = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
-    return {argument: os.environ[name] for argument, name in names.items() if name in os.environ}
+def _process_number(name: str) -> int | None:
+    """The number in an environment variable; None, where it is not set, lets JAX ask the cluster."""
+    value = os.environ.get(name)
+    if value is not None and not value.isdecimal():
+        raise ConfigError(f"{name}={value}: not a number. Set it to one, or unset it where JAX can ask the cluster.")
+    return None if value is None else int(value)

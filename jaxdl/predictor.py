@@ -12,22 +12,24 @@ import numpy as np
 
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.config import ConfigError
-from jaxdl.experiment import Experiment, Plan, make_plan
+from jaxdl.data import Codec, spec_from_json
+from jaxdl.experiment import Experiment, make_devices, make_parts
 from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways
 from jaxdl.state import TrainState
-from jaxdl.step import apply_network
+from jaxdl.step import Parts, apply_network
 
 
 class Predictor:
     """A trained network. `step` is how many steps it was trained for, `experiment` the config it was trained with."""
 
-    def __init__(self, plan: Plan, state: TrainState, step: int) -> None:
-        self.experiment, self.plan, self.step = plan.experiment, plan, step
+    def __init__(self, experiment: Experiment, parts: Parts, state: TrainState, step: int) -> None:
+        self.experiment, self.parts, self.step = experiment, parts, step
         self._params, self._model_state = state.eval_params, state.model_state
         self._predict = jax.jit(self._probabilities)
+        self._next_token = jax.jit(self._sampled_token)
 
     def _probabilities(self, params: Any, model_state: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        parts = self.plan.parts
+        parts = self.parts
         outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, train=False)
         return parts.task.predictions(outputs)
 
@@ -37,7 +39,7 @@ class Predictor:
         Images are uint8 with grey levels from 0 to 255, of the size that the network was trained on. Raises ConfigError
         for another shape or type, and for a network that does not read images.
         """
-        spec = self.plan.parts.data_spec
+        spec = self.parts.data_spec
         if spec.modality != "images":
             raise ConfigError("predict: this network reads text; use generate(prompt).")
         images, wanted = np.asarray(images), (spec.height, spec.width, spec.channels)
@@ -46,7 +48,7 @@ class Predictor:
                 f"predict: got {images.dtype} {list(images.shape)}; this network reads uint8 "
                 f"[batch, {', '.join(map(str, wanted))}], grey levels from 0 to 255."
             )
-        mesh = self.plan.parts.layout.mesh
+        mesh = self.parts.layout.mesh
         padding = -len(images) % batch_ways(mesh)
         padded = np.concatenate([images, np.zeros((padding, *wanted), np.uint8)])
         batch = {"image": jax.device_put(padded, batch_sharding(mesh))}
@@ -60,37 +62,38 @@ class Predictor:
         The network sees as many of the last tokens as it was trained on. Raises ConfigError for a network that does not
         read text, and for a negative temperature.
         """
-        spec = self.plan.parts.data_spec
+        spec = self.parts.data_spec
         if spec.modality != "text":
             raise ConfigError("generate: this network reads images; use predict(images).")
         if temperature < 0 or num_tokens < 0:
             raise ConfigError(f"generate: temperature {temperature} and num_tokens {num_tokens} must not be negative.")
-        return self._sampled(self.plan.splits.train.encode(prompt) or [0], num_tokens, temperature, seed)
+        codec = self.experiment.data.codec()
+        return self._continued(codec, codec.encode(prompt) or [0], num_tokens, temperature, seed)
 
-    def _sampled(self, tokens: list[int], num_tokens: int, temperature: float, seed: int) -> Iterator[str]:
-        source, length = self.plan.splits.train, self.plan.parts.data_spec.length
-        key, tokens = jax.random.key(seed), list(tokens)
-        start, shown = len(tokens), ""
+    def _continued(
+        self, codec: Codec, tokens: list[int], num_tokens: int, temperature: float, seed: int
+    ) -> Iterator[str]:
+        length, key, start, shown = self.parts.data_spec.length, jax.random.key(seed), len(tokens), 0
         for index in range(num_tokens):
             window = tokens[-length:]
-            padded = np.zeros((1, length), np.int32)
-            padded[0, : len(window)] = window
-            token = self._next(padded, len(window) - 1, temperature, jax.random.fold_in(key, index))
+            # One more column: a text batch holds inputs and, one place on, their targets.
+            batch = {"tokens": np.zeros((1, length + 1), np.int32)}
+            batch["tokens"][0, : len(window)] = window
+            state = (self._params, self._model_state)
+            token = self._next_token(*state, batch, len(window) - 1, temperature, jax.random.fold_in(key, index))
             tokens.append(int(token))
-            # A character may take several tokens: what is not one yet decodes to U+FFFD and waits.
-            text = source.decode(tokens[start:])
-            whole = text.rstrip("\ufffd")
-            if len(whole) > len(shown):
-                yield whole[len(shown) :]
-                shown = whole
+            # A character may take several tokens; until it is whole it decodes to U+FFFD, and waits.
+            text = codec.decode(tokens[start:]).rstrip("\ufffd")
+            if len(text) > shown:
+                yield text[shown:]
+                shown = len(text)
 
-    def _next(self, tokens: np.ndarray, last: int, temperature: float, key: jax.Array) -> jax.Array:
-        # One more column: a text batch holds inputs and, one place on, their targets.
-        batch = {"tokens": np.pad(tokens, ((0, 0), (0, 1)))}
-        probabilities = self._predict(self._params, self._model_state, batch)[0, last]
-        if temperature == 0:
-            return jnp.argmax(probabilities)
-        return jax.random.categorical(key, jnp.log(probabilities) / temperature)
+    def _sampled_token(
+        self, params: Any, model_state: Any, batch: dict[str, jax.Array], last: Any, temperature: Any, key: jax.Array
+    ) -> jax.Array:
+        logits = jnp.log(self._probabilities(params, model_state, batch)[0, last])
+        drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
+        return jnp.where(temperature > 0, drawn, jnp.argmax(logits))
 
 
 def restore(workdir: str | Path, *, mesh: MeshConfig | None = None) -> Predictor:
@@ -102,18 +105,16 @@ def restore(workdir: str | Path, *, mesh: MeshConfig | None = None) -> Predictor
     if not path.is_file():
         raise ConfigError(f"{workdir}: there is no run in this folder (no config.json). Give the --workdir of a run.")
     experiment = Experiment.from_json(path.read_text())
-    # The batch size of the training need not fit this mesh.
-    asked = {"mesh": mesh or MeshConfig(fsdp=1), "step.microbatches": 1}
-    devices = None if mesh is not None else jax.devices()[:1]
-    ways = (mesh or MeshConfig(fsdp=1)).sizes(len(devices or jax.devices()))
-    size = ways["replica"] * ways["fsdp"]
-    plan = make_plan(experiment.replaced(asked | {"batch_size": size, "evaluation.batch_size": size}), devices)
-    task = plan.parts.task
+    spec = spec_from_json((Path(workdir) / "data.json").read_text())
+    experiment = experiment.replaced({"mesh": mesh or MeshConfig(fsdp=1, cpu_devices=None)})
+    found = make_devices(experiment, None if mesh is not None else jax.devices()[:1])
+    # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
+    parts = make_parts(experiment, spec, found, total_steps=2**31 - 1, steps_per_epoch=1)
     checkpoints = Checkpoints(
-        Path(workdir), experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode
+        Path(workdir), experiment.checkpoint, best_metric=parts.task.best_metric, best_mode=parts.task.best_mode
     )
-    restored = checkpoints.restore(plan.parts.state_spec.abstract(), items=("model",))
+    restored = checkpoints.restore(parts.state_spec.abstract(), items=("model",))
     checkpoints.close()
     if restored is None:
         raise ConfigError(f"{workdir}: the run has no checkpoint yet.")
-    return Predictor(plan, restored.state, restored.step)
+    return Predictor(experiment, parts, restored.state, restored.step)

@@ -164,8 +164,9 @@ def _local_gradients(
             microbatches = {name: _split(x, num_parts) for name, x in batch.items()}
             (grads, model_state), sums = lax.scan(body, (zeros, model_state), microbatches)
             sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
-        # Running statistics are averaged over `replica`: each replica normalized with those of its own batch.
-        model_state = lax.pmean(model_state, replica)
+        # Running statistics are averaged over `replica`: each replica normalized with those of its own batch. Laid out
+        # whole first: XLA cannot reduce over a manual axis of size 1 what it has split over an automatic one.
+        model_state = lax.pmean(lax.with_sharding_constraint(model_state, PartitionSpec()), replica)
         return jax.tree.map(lambda g: g[None], grads), lax.psum(sums, replica), model_state
 
     return jax.shard_map(

@@ -30,7 +30,7 @@ class Command:
     """The folder of the run; started again with the same folder, it resumes. Without one nothing is kept."""
     devices: int | None = None
     """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
-    explain: bool = False
+    explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print how the parameters lie on the mesh and the memory the step needs, and stop."""
 
 
@@ -56,12 +56,12 @@ def main(args: list[str] | None = None) -> None:
 
 def parse_command(args: list[str]) -> Command:
     """The command line as a Command. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder = argparse.ArgumentParser(prog="python -m jaxdl.train", add_help=False, allow_abbrev=False)
     finder.add_argument("--config", type=Path)
     path = finder.parse_known_args(args)[0].config
     if path is None:
         if "--help" in args or "-h" in args:
-            print(__doc__ + "\n\nWith --config FILE --help: every option, with its default in that file.")
+            print(f"{__doc__}\n\nWith --config FILE --help: every option, with its default in that file.")
             raise SystemExit(0)
         raise ConfigError("which experiment? Give --config FILE, for example --config configs/digits.py.")
     experiment = load_file(path)
@@ -78,6 +78,9 @@ def parse_command(args: list[str]) -> Command:
     )
     if command.devices is None:
         return command
+    given = command.experiment.mesh.cpu_devices
+    if given not in (experiment.mesh.cpu_devices, command.devices):
+        raise ConfigError(f"--devices {command.devices} and --mesh.cpu-devices {given} mean the same: give one of them.")
     changed = command.experiment.replaced({"mesh.cpu_devices": command.devices})
     return Command(command.config, changed, command.workdir, command.devices, command.explain)
 

@@ -166,13 +166,11 @@ def test_batch_norm_span(span):
 
 def test_zero_init_residual_makes_every_block_its_shortcut():
     zero, one = (
-        Network(
-            ResNet(depth=50, width=4, zero_init_residual=choice).build(num_classes=3, channels=3, dtype=jnp.float32)
-        )
+        Network(ResNet(depth=8, width=4, zero_init_residual=choice).build(num_classes=3, channels=3, dtype=jnp.float32))
         for choice in (True, False)
     )
-    assert not np.any(initial(zero, "stage2_block1", "norm3", "norm", "scale"))
-    assert np.all(initial(one, "stage2_block1", "norm3", "norm", "scale") == 1)
+    assert not np.any(initial(zero, "stage2_block1", "norm2", "norm", "scale"))
+    assert np.all(initial(one, "stage2_block1", "norm2", "norm", "scale") == 1)
     assert np.all(initial(zero, "stage2_block1", "shortcut_norm", "norm", "scale") == 1)
 
 
@@ -323,19 +321,20 @@ def test_layers_start_different_and_projections_into_the_stream_smaller():
     assert np.std(initial(network, "layers", "attention", "out")) == pytest.approx(1 / math.sqrt(128) / 4, rel=0.02)
 
 
-@pytest.mark.parametrize("scan_layers", [True, False])
-def test_remat_changes_memory_not_gradients(scan_layers):
-    def gradients(remat):
-        network = small_network(remat=remat, scan_layers=scan_layers, num_layers=2 if scan_layers else 1)
+def test_remat_changes_memory_not_gradients():
+    def traced(**changes):
+        network = small_network(num_layers=2, **changes)
         params, _ = random_weights(network)
-        grad = jax.grad(lambda p: jnp.sum(jnp.sin(network.apply(p, {}, tokens_of(), train=True)[0])))
-        traced = jax.jit(grad).trace(params)
-        return traced.lower().compile()(params), str(traced.jaxpr)
+        gradient = jax.grad(lambda p: jnp.sum(jnp.sin(network.apply(p, {}, tokens_of(), train=True)[0])))
+        made = jax.jit(gradient).trace(params)
+        return made, str(made.jaxpr).count("logistic"), params
 
-    (plain, plain_jaxpr), (remat, remat_jaxpr) = gradients(False), gradients(True)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), plain, remat)
+    (plain, plain_count, params), (remat, remat_count, _) = traced(), traced(remat=True)
+    assert remat_count > plain_count  # The MLP is computed once more.
+    assert traced(remat=True, scan_layers=False)[1] > traced(scan_layers=False)[1]
+    plain, remat = (made.lower().compile()(params) for made in (plain, remat))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, remat)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(plain))
-    assert remat_jaxpr.count("logistic") > plain_jaxpr.count("logistic")  # The MLP is computed once more.
 
 
 def test_the_past_does_not_see_the_future():
@@ -392,17 +391,9 @@ def test_gradients_do_not_depend_on_the_mesh():
         with use_layout(layout):
             return jax.lax.psum(gradient(gather_params(params, network.axes), tokens), "replica")
 
-    split = jax.shard_map(
-        local,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec("replica")),
-        out_specs=PartitionSpec(),
-        axis_names={"replica"},
-    )
+    in_specs = (PartitionSpec(), PartitionSpec("replica"))
+    split = jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=PartitionSpec(), axis_names={"replica"})
     specs = param_specs(layout, network.axes, network.param_shapes)
     got = jax.jit(split, in_shardings=(named(mesh, specs), batch_sharding(mesh)))(params, tokens)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4 * np.abs(b).max()),
-        got,
-        jax.jit(gradient)(params, tokens),
-    )
+    for one, expected in zip(*map(jax.tree.leaves, (got, jax.jit(gradient)(params, tokens))), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())

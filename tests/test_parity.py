@@ -20,7 +20,7 @@ MESHES = {
     "tensor 2 x fsdp 2 x replica 2": MeshConfig(replica=2, fsdp=2, tensor=2),
 }
 IMAGES = Experiment(
-    data=SyntheticImages(height=8, width=8, channels=3, num_classes=8, num_train=256, num_test=32),
+    data=SyntheticImages(height=8, width=8, channels=3, num_classes=8, num_train=32, num_test=32),
     # Statistics over the whole mesh: over one replica's batch they would, rightly, depend on the mesh.
     model=ResNet(depth=8, width=8, norm_span="mesh"),
     task=Classification(label_smoothing=0.1, augment="crop_flip", crop_padding=1),
@@ -36,7 +36,7 @@ TEXT = Experiment(
     batch_size=32,
     steps=NUM_STEPS,
 )
-OPTIMIZERS = {"lars": LARS(learning_rate=5.0), "adamw": AdamW(learning_rate=1e-3)}
+OPTIMIZERS = {"lars": LARS(learning_rate=5.0), "adamw": AdamW(learning_rate=2e-3)}
 
 
 def losses_and_params(experiment):

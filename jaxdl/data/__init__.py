@@ -5,6 +5,7 @@ held-out `Source`. A source answers "the rows of these examples" and nothing els
 make up a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the mesh.
 """
 
+from jaxdl.data.codec import Codec
 from jaxdl.data.digits import Digits
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
 from jaxdl.data.order import EpochShuffle
@@ -19,6 +20,7 @@ DataConfig = Digits | TFDS | TextFiles | SyntheticImages | SyntheticText
 __all__ = [
     "TFDS",
     "Batches",
+    "Codec",
     "DataConfig",
     "Digits",
     "EpochShuffle",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NoReturn
 
 import numpy as np
 import pydantic
 
-from jaxdl.config import Config, Kind
+from jaxdl.config import Config, ConfigError, Kind
 from jaxdl.data.source import ImageSpec, Source, Splits, TextSpec, channel_statistics
 
 # A Markov chain's next token is the first, second, third or fourth successor with 4, 2, 1 and 1 chances in 8.
@@ -108,6 +108,10 @@ class SyntheticText(Config):
     def build(self) -> Splits:
         """Training and held-out sequences: tokens int32 [batch, length+1]. A token counts as one byte."""
         return Splits(_Chain(self, 0, self.num_train), _Chain(self, self.num_train, self.num_test))
+
+    def codec(self) -> NoReturn:
+        """Raises ConfigError: these tokens stand for no text."""
+        raise ConfigError("data synthetic_text: its tokens stand for no text, so there is nothing to sample.")
 
 
 class _Chain(Source):

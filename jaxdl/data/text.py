@@ -12,6 +12,7 @@ import numpy as np
 import pydantic
 
 from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.data.codec import Codec, load_tokenizer
 from jaxdl.data.source import Source, Splits, TextSpec
 
 STANDARD_LIBRARY = "python:stdlib"
@@ -73,6 +74,10 @@ class TextFile(NamedTuple):
     name: str
     path: Path
     num_bytes: int
+
+    def codec(self) -> Codec:
+        """Between text and this data's tokens."""
+        return Codec(self.tokenizer)
 
 
 def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile]:
@@ -154,7 +159,7 @@ def text_splits(train: Iterable[bytes], test: Iterable[bytes], length: int, toke
     The separator counts as one byte of text, so `bytes_per_token` is exactly 1 for bytes. Raises ConfigError when
     there is not one full training window, or no held-out target.
     """
-    encoder = _load_tokenizer(tokenizer)
+    encoder = load_tokenizer(tokenizer)
     train_tokens, _ = _encode(train, encoder, tokenizer)
     test_tokens, num_bytes = _encode(test, encoder, tokenizer)
     if len(train_tokens) <= length:
@@ -166,20 +171,6 @@ def text_splits(train: Iterable[bytes], test: Iterable[bytes], length: int, toke
     vocab_size = 256 if encoder is None else max(encoder.get_vocab(with_added_tokens=True).values()) + 1
     spec = TextSpec(vocab_size=vocab_size, length=length, bytes_per_token=num_bytes / len(test_tokens))
     return Splits(TokenWindows(train_tokens, spec, partial=False), TokenWindows(test_tokens, spec, partial=True))
-
-
-def _load_tokenizer(path: str | None) -> Any:
-    """The tokenizer of a JSON file; None for bytes."""
-    if path is None:
-        return None
-    if not Path(path).is_file():
-        raise ConfigError(f"tokenizer {path}: no such file; it is the JSON file that `Tokenizer.save` writes.")
-    import tokenizers
-
-    try:
-        return tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises nothing narrower
-        raise ConfigError(f"tokenizer {path}: not a JSON file of the tokenizers library ({error}).") from None
 
 
 def _encode(documents: Iterable[bytes], encoder: Any, tokenizer: str | None) -> tuple[np.ndarray, int]:

@@ -15,6 +15,7 @@ import numpy as np
 import pydantic
 
 from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.data.codec import Codec
 from jaxdl.data.source import ImageArrays, ImageSpec, Source, Splits, channel_statistics
 from jaxdl.data.text import text_splits
 
@@ -76,6 +77,10 @@ class TFDS(Config):
         if self.text_key is not None:
             return _build_text(self, builder, self.text_key, test_split)
         return _build_images(self, builder, test_split)
+
+    def codec(self) -> Codec:
+        """Between text and this data's tokens; for data read as text."""
+        return Codec(self.tokenizer)
 
 
 def _builder(name: str, data_dir: str | None) -> Any:

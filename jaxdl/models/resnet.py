@@ -96,16 +96,21 @@ class Norm(nnx.Module):
             "rngs": rngs,
         }
         self.norm: nnx.GroupNorm | nnx.BatchNorm
+        self.spans_mesh = config.norm_span == "mesh"
         if config.norm == "group":
             self.norm = nnx.GroupNorm(channels, num_groups=math.gcd(32, channels), **common)
         else:
             momentum = 0.9 if config.norm_momentum is None else config.norm_momentum
-            axis_name = Axis.REPLICA.value if config.norm_span == "mesh" else None
-            self.norm = nnx.BatchNorm(channels, momentum=momentum, axis_name=axis_name, **common)
+            self.norm = nnx.BatchNorm(channels, momentum=momentum, **common)
 
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         """The normalized x; in training batch norm uses and updates the statistics of this batch."""
         if isinstance(self.norm, nnx.BatchNorm):
+            if self.spans_mesh and train:
+                # Over one replica there is nothing to average, and XLA (jaxlib 0.10) fails to compile it where the
+                # channels are sharded.
+                replica = Axis.REPLICA.value
+                self.norm.axis_name = replica if jax.lax.axis_size(replica) > 1 else None
             return self.norm(x, use_running_average=not train).astype(self.dtype)
         return self.norm(x).astype(self.dtype)
 

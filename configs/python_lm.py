@@ -1,0 +1,28 @@
+"""A byte-level Transformer that learns Python from the source files of Python's own standard library.
+
+    python -m jaxdl.train --config configs/python_lm.py --workdir runs/python_lm
+    python -m jaxdl.sample --workdir runs/python_lm --prompt "def "
+"""
+
+from jaxdl.data import TextFiles
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig, gpus_visible
+from jaxdl.models import Transformer
+from jaxdl.optim import AdamW, Cosine
+from jaxdl.step import StepConfig
+from jaxdl.tasks import LanguageModelling
+
+
+def config() -> Experiment:
+    """The experiment."""
+    return Experiment(
+        data=TextFiles(length=256),
+        model=Transformer(num_layers=4, embed_dim=128, num_heads=4),
+        task=LanguageModelling(),
+        optimizer=AdamW(learning_rate=3e-3, b2=0.98, weight_decay=0.1),
+        schedule=Cosine(warmup_steps=50, end_fraction=0.05),
+        step=StepConfig(clip_norm=1.0),
+        batch_size=32,
+        steps=1000,
+        mesh=MeshConfig() if gpus_visible() else MeshConfig(cpu_devices=2),
+    )

@@ -1,0 +1,409 @@
+"""Configs: the round trip through JSON, overrides, the command line, and one message for every mistake."""
+
+import os
+import re
+from pathlib import Path
+
+import jax
+import pytest
+
+import jaxdl
+from jaxdl.config import Config, ConfigError, choices, load_file, make_choice, parse
+from jaxdl.data import Digits, SyntheticImages, SyntheticText
+from jaxdl.experiment import Experiment, make_plan
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import ResNet, Transformer
+from jaxdl.optim import LARS, SGD, AdamW, Cosine, Polynomial
+from jaxdl.precision import Float16
+from jaxdl.sharding import ShardingConfig
+from jaxdl.tasks import Classification, LanguageModelling
+from jaxdl.train import main, parse_command
+
+ROOT = Path(__file__).parent.parent
+DIGITS = str(ROOT / "configs" / "digits.py")
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+GOLDEN = Path(__file__).parent / "golden"
+KINDS = [(path, name) for path, kinds in choices(Experiment).items() for name in kinds]
+TEXT = {
+    "model": Transformer(num_layers=1, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64),
+    "data": SyntheticText(vocab_size=32, length=16, num_train=64, num_test=8),
+    "task": LanguageModelling(),
+}
+IMAGES = {"model": ResNet(depth=8, width=8), "data": SyntheticImages(height=8, width=8, num_train=64, num_test=8)}
+
+
+def text(**changes):
+    return Experiment(**{**TEXT, "batch_size": 16, "steps": 3, **changes})
+
+
+def images(**changes):
+    return Experiment(**{**IMAGES, "batch_size": 16, "steps": 3, **changes})
+
+
+def leaf_fields(config, prefix=""):
+    """Dotted names of all fields that are options, with their values."""
+    for name, value in config:
+        if isinstance(value, Config):
+            yield from leaf_fields(value, f"{prefix}{name}.")
+        elif name != "kind":
+            yield prefix + name, value
+
+
+# JSON and golden files
+
+
+def test_every_choice_of_the_design_is_there():
+    named = {path: list(kinds) for path, kinds in choices(Experiment).items()}
+    assert named["optimizer"] == ["sgd", "adamw", "lars", "lamb"]
+    assert named["exchange"][0] == "dense"
+    assert set(named) == {"model", "data", "task", "optimizer", "schedule", "exchange", "precision"}
+
+
+@pytest.mark.parametrize(("path", "name"), KINDS)
+def test_every_kind_comes_back_equal_from_json(path, name):
+    choice = make_choice(Experiment, path, name)
+    assert type(choice).from_json(choice.to_json()) == choice
+    whole = {path: choice}
+    if getattr(choice, "modality", "images") == "text":
+        whole = {**TEXT, path: choice}
+    experiment = Experiment(**whole, steps=3)
+    again = Experiment.from_json(experiment.to_json())
+    assert again == experiment
+    assert type(getattr(again, path)) is type(choice)
+
+
+def test_unusual_values_come_back_equal_from_json():
+    experiment = images(
+        optimizer=LARS(learning_rate=0.1 + 0.2, epsilon=5e-324, trust_ratio_clip=10),
+        schedule=Polynomial(power=1.5, warmup_epochs=1 / 3, decay_steps=7),
+        precision=Float16(max_scale=float("inf")),
+        sharding=ShardingConfig(tensor_dims=()),
+        mesh=MeshConfig(replica=-1, fsdp=2, cpu_devices=8),
+    )
+    again = Experiment.from_json(experiment.to_json())
+    assert again == experiment
+    assert again.precision.max_scale == float("inf")
+    assert again.sharding.tensor_dims == ()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_resolved_config_is_its_golden_file(path):
+    """A changed default shows as a changed line here. JAXDL_UPDATE_GOLDEN=1 writes the files anew."""
+    experiment, golden = load_file(path), GOLDEN / f"{path.stem}.json"
+    if os.environ.get("JAXDL_UPDATE_GOLDEN") == "1":
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(experiment.to_json() + "\n")
+    advice = "If the change is meant, run this test with JAXDL_UPDATE_GOLDEN=1 and commit the difference."
+    assert golden.is_file(), f"{golden.name} is missing. {advice}"
+    assert (experiment.to_json() + "\n").splitlines() == golden.read_text().splitlines(), advice
+    assert Experiment.from_json(golden.read_text()) == experiment
+
+
+def test_there_is_no_golden_file_without_a_config():
+    assert {golden.stem for golden in GOLDEN.glob("*")} == {path.stem for path in CONFIGS}
+
+
+# Overrides
+
+
+def test_overrides_by_mapping():
+    base = jaxdl.load(DIGITS)
+    changed = jaxdl.load(DIGITS, {"optimizer.learning_rate": 0.3, "mesh.replica": 4, "epochs": None, "steps": 10})
+    assert (changed.optimizer.learning_rate, changed.mesh.replica, changed.steps, changed.epochs) == (0.3, 4, 10, None)
+    untouched = {"optimizer.learning_rate": 0.2, "mesh.replica": 2, "epochs": 30, "steps": None}
+    assert changed.replaced(untouched) == base
+    assert base.optimizer.learning_rate == 0.2, "the original is frozen"
+
+
+def test_a_choice_by_mapping_is_a_name_an_object_or_a_dictionary():
+    base = jaxdl.load(DIGITS)
+    by_name = base.replaced({"optimizer": "lars", "optimizer.learning_rate": 2})
+    assert by_name.optimizer == LARS(learning_rate=2)
+    assert base.replaced({"optimizer.learning_rate": 2, "optimizer": "lars"}) == by_name, "the order does not matter"
+    assert base.replaced({"optimizer": LARS(learning_rate=2)}) == by_name
+    assert base.replaced({"optimizer": {"kind": "lars", "learning_rate": 2}}) == by_name
+    assert base.replaced({"exchange": "dense"}) == base, "a choice of one kind is a choice"
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["--optimizer", "lars", "--optimizer.learning-rate", "2"], {"optimizer": LARS(learning_rate=2)}),
+        (["--optimizer.learning-rate", "2", "--optimizer", "lars"], {"optimizer": LARS(learning_rate=2)}),
+        (["--optimizer=lars", "--optimizer.learning-rate=2"], {"optimizer": LARS(learning_rate=2)}),
+        (["--optimizer=lars"], {"optimizer": LARS()}),
+        (["--optimizer", "sgd"], {}),
+        (["--optimizer=sgd", "--optimizer.momentum", "0.8"], {"optimizer.momentum": 0.8}),
+        (["--exchange", "dense"], {}),
+        (["--epochs", "None", "--steps", "10"], {"epochs": None, "steps": 10}),
+        (["--batch-size", "32", "--mesh.cpu-devices", "None"], {"batch_size": 32, "mesh.cpu_devices": None}),
+        (["--batch_size", "32"], {"batch_size": 32}),
+        (["--mesh.replica", "-1", "--mesh.fsdp", "4"], {"mesh.replica": -1, "mesh.fsdp": 4}),
+        (["--optimizer.no-nesterov"], {"optimizer.nesterov": False}),
+        (["--optimizer.nesterov"], {}),
+        (["--sharding.tensor-dims", "mlp", "heads"], {"sharding.tensor_dims": ("mlp", "heads")}),
+        (["--model.stem", "patch2"], {"model.stem": "patch2"}),
+        (
+            ["--model", "transformer", "--data", "synthetic_text", "--task=language_modelling"],
+            {"model": "transformer", "data": "synthetic_text", "task": "language_modelling"},
+        ),
+    ],
+)
+def test_overrides_by_command_line(args, expected):
+    assert jaxdl.load(DIGITS, args) == jaxdl.load(DIGITS, expected)
+    assert parse_command(["--config", DIGITS, *args]).experiment == jaxdl.load(DIGITS, expected)
+
+
+def test_a_kind_already_in_place_keeps_the_values_of_the_file():
+    assert jaxdl.load(DIGITS, ["--optimizer", "sgd"]).optimizer.learning_rate == 0.2 != SGD().learning_rate
+
+
+def test_options_of_the_run(tmp_path):
+    command = parse_command(["--config", DIGITS, "--workdir", str(tmp_path), "--devices", "4", "--explain"])
+    assert (command.workdir, command.devices, command.explain) == (tmp_path, 4, True)
+    assert command.experiment.mesh.cpu_devices == 4
+
+
+# Help
+
+
+def test_help_shows_every_field_with_its_default_from_the_file(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(Path(DIGITS).read_text().replace("learning_rate=0.2", "learning_rate=0.0731"))
+    with pytest.raises(SystemExit) as exit:
+        main(["--config", str(file), "--help"])
+    assert exit.value.code == 0
+    words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
+    for name, value in leaf_fields(load_file(file)):
+        option = f"--{name.replace('_', '-')}"
+        shown = " ".join(value) if isinstance(value, tuple) else str(value)
+        assert re.search(rf"{re.escape(option)}[ ,](?:(?!--).|--\S*no-)*?\(default: {re.escape(shown)}\)", words), (
+            option
+        )
+    assert "(default: 0.0731)" in words
+    for path, kinds in choices(Experiment).items():
+        assert re.search(rf"--{path} ({'|'.join(kinds)})", words)
+        assert all(kind in words for kind in kinds)
+
+
+def test_help_without_a_config_says_how_to_get_more(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--help"])
+    assert exit.value.code == 0
+    assert "--config FILE --help" in capsys.readouterr().out
+
+
+# Mistakes on the command line: one message on stderr, exit code 2, nothing compiled
+
+
+@pytest.fixture
+def compilations():
+    """Every lowering and compilation that JAX does, as it reports them to listeners. Tracing is none of them."""
+    events = []
+
+    def listen(name, *_, **__):
+        if name.endswith(("jaxpr_to_mlir_module_duration", "backend_compile_duration")):
+            events.append(name)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_compilations_are_seen_by_the_fixture(compilations):
+    jax.jit(lambda x: x * 1.2345)(3.0)
+    assert compilations
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--optimzer.learning-rate", "2"], ["--optimzer.learning-rate", "--optimizer.learning-rate"]),
+        (["--bogus"], ["--bogus", "--help"]),
+        (["--optimizer.learning-rate", "fast"], ["--optimizer.learning-rate", "fast"]),
+        (["--batch-size", "3.5"], ["--batch-size", "3.5"]),
+        (["--batch-size", "0"], ["batch_size", "0", "greater than or equal to 1"]),
+        (["--optimizer.learning-rate", "-1"], ["learning_rate", "-1", "greater than 0"]),
+        (["--optimizer.learning-rate"], ["--optimizer.learning-rate"]),
+        (["--model.depth", "21"], ["21", "20", "32"]),
+        (["--optimizer", "larz"], ["--optimizer larz", "sgd, adamw, lars, lamb"]),
+        (["--optimizer"], ["--optimizer", "sgd, adamw, lars, lamb"]),
+        (["--optimizer", "--steps", "3"], ["--optimizer", "sgd, adamw, lars, lamb"]),
+        (["--steps", "10"], ["epochs = 30", "steps = 10", "None"]),
+        (["--epochs", "None"], ["--epochs or --steps"]),
+        (["--batch-size", "60"], ["--batch-size 60", "8 devices", "56 or 64"]),
+        (["--step.microbatches", "3"], ["--batch-size 64", "3 micro-batches", "48 or 72"]),
+        (["--evaluation.batch-size", "12"], ["--evaluation.batch-size 12", "multiple of 8"]),
+        (["--mesh.replica", "16"], ["replica 16", "8 devices", "--mesh.replica"]),
+        (["--mesh.replica", "4", "--mesh.fsdp", "4"], ["16 devices", "of 8", "more than there are"]),
+        (["--mesh.replica", "1", "--mesh.fsdp", "4"], ["4 devices", "of 8", "idle"]),
+        (["--mesh.replica", "0"], ["replica = 0", "-1"]),
+        (["--mesh.replica", "-1"], ["only one axis may be -1"]),
+        (["--mesh.tensor", "3"], ["tensor 3", "8 devices"]),
+        (["--devices", "5"], ["mesh", "5 devices"]),
+        (["--devices", "6", "--mesh.cpu-devices", "7"], ["--devices 6", "--mesh.cpu-devices 7"]),
+        (["--devices", "6"], ["6 virtual CPU devices", "JAX_NUM_CPU_DEVICES"]),
+        (["--batch-size", "2048"], ["--batch-size 2048", "1438"]),
+        (["--schedule.warmup-epochs", "40"], ["40", "30"]),
+        (["--schedule.warmup-steps", "40"], ["warmup_epochs", "warmup_steps = 40"]),
+        (["--model", "transformer"], ["transformer", "classification", "--model", "--task"]),
+        (["--data", "synthetic_text"], ["synthetic_text", "resnet", "--model", "--data"]),
+        (["--precision", "tensorfloat32"], ["tensorfloat32", "cpu", "float32"]),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_is_one_message_and_exit_code_2(args, words, capsys, compilations):
+    with pytest.raises(SystemExit) as exit:
+        main(["--config", DIGITS, *args])
+    printed = capsys.readouterr()
+    message = " ".join(re.sub(r"[│╭╮╰╯─]", " ", printed.err).split())
+    assert exit.value.code == 2
+    assert printed.out == ""
+    assert "Traceback" not in message
+    assert message.count("error:") <= 1
+    missing = [word for word in words if word not in message]
+    assert not missing, message
+    assert compilations == []
+
+
+BROKEN_FILES = {
+    "syntax": ("def config():\n    return (\n", ["line 2", "SyntaxError", "never closed"]),
+    "import": ("import jaxdl_has_no_such_module\n", ["line 1", "ModuleNotFoundError", "jaxdl_has_no_such_module"]),
+    "name": ("\ndef config():\n    return Experimant()\n", ["line 3", "NameError", "Experimant"]),
+    "no config()": ("experiment = 3\n", ["config()", "Experiment"]),
+    "not a function": ("config = 3\n", ["config()", "Experiment"]),
+    "wrong type": ("def config():\n    return 3\n", ["int", "not an Experiment"]),
+    "wrong config": (
+        "from jaxdl.optim import SGD\ndef config():\n    return SGD()\n",
+        ["SGD", "not an Experiment"],
+    ),
+    "misspelt field": (
+        "from jaxdl.optim import SGD\n\ndef config():\n    return SGD(lerning_rate=3)\n",
+        ["line 4", "lerning_rate", "no such field"],
+    ),
+    "impossible value": (
+        "from jaxdl.experiment import Experiment\n\ndef config():\n    return Experiment(batch_size=-3, steps=1)\n",
+        ["line 4", "batch_size", "-3"],
+    ),
+    "own message": (
+        "from jaxdl import ConfigError\n\ndef config():\n    raise ConfigError('the moon is not full. Wait.')\n",
+        ["line 4", "the moon is not full. Wait."],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(BROKEN_FILES))
+def test_a_broken_config_file_is_one_line_with_its_place(name, tmp_path, capsys, compilations):
+    source, words = BROKEN_FILES[name]
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    with pytest.raises(SystemExit) as exit:
+        main(["--config", str(file)])
+    message = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert message.startswith(f"error: --config {file}")
+    assert message.count("\n") == 1
+    missing = [word for word in words if word not in message]
+    assert not missing, message
+    assert compilations == []
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--config", "nowhere.py"], ["nowhere.py", "no such file", "configs/"]),
+        (["--config", str(ROOT / "LICENSE")], ["not a Python file", ".py"]),
+        (["--config", str(ROOT / "configs")], ["no such file"]),
+        (["--optimizer", "lars"], ["--config FILE"]),
+        ([], ["--config FILE"]),
+        (["--config"], ["--config"]),
+    ],
+)
+def test_without_a_config_file_it_says_what_to_give(args, words, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(args)
+    message = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert not [word for word in words if word not in message], message
+
+
+# Mistakes in Python
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"optimizer.learning_rat": 1}, "optimizer.learning_rat: there is no such field; one of exclude_vectors"),
+        ({"optimizr.learning_rate": 1}, "'optimizr' has no fields inside"),
+        ({"batch_size.x": 1}, "'batch_size' has no fields inside"),
+        ({"optimizer": "larz"}, "larz: there is no such kind; choose one of sgd, adamw, lars, lamb"),
+        ({"optimizer": {"kind": "larz"}}, "optimizer: there is no such kind (got 'larz'); choose one of sgd, adamw"),
+        ({"optimizer.kind": "lars"}, "Give optimizer = 'lars'"),
+        ({"optimizer": 3}, "optimizer: "),
+        ({"optimizer.learning_rate": "fast"}, "optimizer.learning_rate: Input should be a valid number"),
+        ({"data.test_fraction": 2}, "data.test_fraction: Input should be less than 1 (got 2)"),
+        ({"mesh.replica": "x"}, "mesh.replica: Input should be a valid integer"),
+        ({"mesh.replica": 0}, "mesh: replica = 0"),
+        ({"optimizer": {"kind": "lars", "nestrov": True}}, "optimizer.nestrov: there is no such field"),
+    ],
+)
+def test_a_wrong_override_is_one_line(overrides, message):
+    with pytest.raises(ConfigError) as error:
+        jaxdl.load(DIGITS, overrides)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value), "one mistake, one line: not one for every kind of the choice"
+
+
+def test_several_mistakes_are_a_line_each():
+    with pytest.raises(ConfigError) as error:
+        Experiment.from_json('{"batch_size": 0, "seed": -1, "optimizer": {"kind": "lars", "momentum": 2, "x": 1}}')
+    lines = str(error.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["optimizer.momentum", "optimizer.x", "batch_size", "seed"]
+
+
+def test_json_that_is_no_config():
+    with pytest.raises(ConfigError, match="JSON"):
+        Experiment.from_json("{")
+    with pytest.raises(ConfigError, match="batch_siz: there is no such field"):
+        Experiment.from_json('{"batch_siz": 3}')
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: images(epochs=1), ["epochs = 1", "steps = 3", "None"]),
+        (lambda: images(steps=None), ["--epochs or --steps"]),
+        (lambda: images(model=TEXT["model"]), ["transformer", "classification"]),
+        (lambda: images(data=TEXT["data"]), ["synthetic_text", "resnet"]),
+        (lambda: text(data=Digits()), ["digits", "transformer"]),
+        (lambda: images(batch_size=72), ["--batch-size 72", "64 training examples"]),
+        (lambda: images(batch_size=12), ["--batch-size 12", "8 or 16"]),
+        (lambda: images(batch_size=4), ["--batch-size 4", "such as 8 or 8"]),
+        (lambda: images(schedule=Cosine(warmup_steps=4)), ["4", "the run has 3"]),
+        (lambda: images(mesh=MeshConfig(replica=3)), ["replica 3", "8 devices"]),
+        (lambda: images(mesh=MeshConfig(cpu_devices=4)), ["4 virtual CPU devices", "8 cpu devices"]),
+        (lambda: text(mesh=MeshConfig(tensor=8), sharding=ShardingConfig(tensor_dims=("heads",))), ["tensor 8", "4"]),
+        (lambda: images(mesh=MeshConfig(tensor=2), sharding=ShardingConfig(tensor_dims=())), ["tensor 2", "none"]),
+    ],
+)
+def test_a_plan_that_cannot_be_run_is_refused_before_anything_is_compiled(make, words, compilations):
+    with pytest.raises(ConfigError) as error:
+        make_plan(make())
+    assert not [word for word in words if word not in str(error.value)], error.value
+    assert compilations == []
+
+
+def test_a_good_plan_compiles_nothing_either(compilations):
+    plan = make_plan(text(optimizer=AdamW()))
+    assert plan.total_steps == 3
+    assert plan.steps_per_epoch == 4
+    assert compilations == []
+
+
+def test_configs_are_frozen():
+    with pytest.raises(ConfigError, match="frozen"), jaxdl.config.one_message():
+        Classification().label_smoothing = 0.3
+
+
+def test_parse_gives_the_class_it_was_given():
+    assert parse(MeshConfig(fsdp=2), ["--replica", "3"]) == MeshConfig(fsdp=2, replica=3)
