@@ -116,8 +116,9 @@ class Session:
         try:
             notes = self.prepare()
             self.open_reports(notes)
-            self.compile()
-            self.loop()
+            if self.step < self.plan.total_steps or self.evaluated_step < self.step:
+                self.compile()
+                self.loop()
         except Stop as signal:
             saved = self.save_for_resume()
             self.finish("interrupted")
@@ -301,6 +302,7 @@ class Session:
             return "nothing was trained yet, so there was nothing to save."
         if self.checkpoints is None:
             return "nothing was saved: the run has no --workdir."
+        self.report()  # What was measured up to here would not be measured again.
         self.save()
         self.checkpoints.wait()
         return f"saved in {self.workdir}. The same command goes on from there."

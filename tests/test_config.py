@@ -13,7 +13,7 @@ from jaxdl.data import Digits, SyntheticImages, SyntheticText
 from jaxdl.experiment import Experiment, make_plan
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, Transformer
-from jaxdl.optim import LARS, SGD, AdamW, Cosine, Polynomial
+from jaxdl.optim import LARS, SGD, Cosine, Polynomial
 from jaxdl.precision import Float16
 from jaxdl.sharding import ShardingConfig
 from jaxdl.tasks import Classification, LanguageModelling
@@ -74,7 +74,7 @@ def test_every_kind_comes_back_equal_from_json(path, name):
 
 def test_unusual_values_come_back_equal_from_json():
     experiment = images(
-        optimizer=LARS(learning_rate=0.1 + 0.2, epsilon=5e-324, trust_ratio_clip=10),
+        optimizer=LARS(learning_rate=0.1 + 0.2, epsilon=5e-324, trust_ratio_clip=(0, 10)),
         schedule=Polynomial(power=1.5, warmup_epochs=1 / 3, decay_steps=7),
         precision=Float16(max_scale=float("inf")),
         sharding=ShardingConfig(tensor_dims=()),
@@ -240,11 +240,10 @@ def test_compilations_are_seen_by_the_fixture(compilations):
         (["--mesh.replica", "0"], ["replica = 0", "-1"]),
         (["--mesh.replica", "-1"], ["only one axis may be -1"]),
         (["--mesh.tensor", "3"], ["tensor 3", "8 devices"]),
-        (["--devices", "5"], ["mesh", "5 devices"]),
         (["--devices", "6", "--mesh.cpu-devices", "7"], ["--devices 6", "--mesh.cpu-devices 7"]),
         (["--devices", "6"], ["6 virtual CPU devices", "JAX_NUM_CPU_DEVICES"]),
         (["--batch-size", "2048"], ["--batch-size 2048", "1438"]),
-        (["--schedule.warmup-epochs", "40"], ["40", "30"]),
+        (["--schedule.warmup-epochs", "40"], ["40.0 epochs = 899", "the run has 675"]),
         (["--schedule.warmup-steps", "40"], ["warmup_epochs", "warmup_steps = 40"]),
         (["--model", "transformer"], ["transformer", "classification", "--model", "--task"]),
         (["--data", "synthetic_text"], ["synthetic_text", "resnet", "--model", "--data"]),
@@ -390,13 +389,6 @@ def test_a_plan_that_cannot_be_run_is_refused_before_anything_is_compiled(make, 
     with pytest.raises(ConfigError) as error:
         make_plan(make())
     assert not [word for word in words if word not in str(error.value)], error.value
-    assert compilations == []
-
-
-def test_a_good_plan_compiles_nothing_either(compilations):
-    plan = make_plan(text(optimizer=AdamW()))
-    assert plan.total_steps == 3
-    assert plan.steps_per_epoch == 4
     assert compilations == []
 
 

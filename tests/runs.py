@@ -1,0 +1,122 @@
+"""What the tests of whole runs share: a tiny experiment, its command line as a process, and its saved state."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxdl.checkpoint import Checkpoints
+from jaxdl.data import SyntheticImages
+from jaxdl.evaluate import EvaluationConfig
+from jaxdl.experiment import Experiment, make_plan
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import ResNet
+from jaxdl.optim import LARS, Cosine
+from jaxdl.report import ReportConfig
+from jaxdl.step import StepConfig
+from jaxdl.tasks import Classification
+
+ROOT = Path(__file__).resolve().parents[1]
+ONE_DEVICE = MeshConfig(replica=1, fsdp=1, tensor=1)
+
+
+def tiny_experiment(**changes) -> Experiment:
+    """A few steps of a small ResNet, with everything in its state: momentum, batch norm, moving average."""
+    values = {
+        "data": SyntheticImages(height=8, width=8, channels=1, num_classes=4, num_train=96, num_test=40),
+        "model": ResNet(depth=8, width=8),
+        "task": Classification(augment="flip"),
+        "optimizer": LARS(learning_rate=2.0),
+        "schedule": Cosine(warmup_steps=2),
+        "step": StepConfig(ema_decay=0.9),
+        "batch_size": 16,
+        "steps": 12,
+        "mesh": MeshConfig(replica=2, fsdp=2, tensor=1, cpu_devices=4),
+        "evaluation": EvaluationConfig(every_steps=4),
+        "report": ReportConfig(every_steps=1, tensorboard=False),
+    }
+    return Experiment(**(values | {"checkpoint": {"every_steps": 4}} | changes))
+
+
+def write_config(folder: Path, experiment: Experiment) -> Path:
+    """A config file that returns the experiment."""
+    path = folder / "tiny.py"
+    path.write_text(
+        "from jaxdl.experiment import Experiment\n\n"
+        f"def config():\n    return Experiment.from_json({experiment.to_json()!r})\n"
+    )
+    return path
+
+
+def start(config: Path, workdir: Path, *args: str) -> subprocess.Popen:
+    """Starts `python -m jaxdl.train` as a user does."""
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    command = [sys.executable, "-m", "jaxdl.train", "--config", str(config), "--workdir", str(workdir), *args]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for(process: subprocess.Popen, condition, timeout_sec: float = 120) -> None:
+    """Returns when the condition holds; fails if the process ends first or it takes too long."""
+    end = time.monotonic() + timeout_sec
+    while not condition():
+        if process.poll() is not None:
+            raise AssertionError(f"the run ended first: {process.communicate()}")
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.02)
+
+
+def rows(workdir: Path) -> list[dict]:
+    """The lines of metrics.jsonl that are whole."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def has_step(workdir: Path, step: int):
+    """A condition: the run has reported this step."""
+    return lambda: any(row["step"] >= step and "train/loss" in row for row in rows(workdir))
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str]:
+    """The exit code and all output."""
+    out, err = process.communicate(timeout=240)
+    return process.returncode, out + err
+
+
+def stop(process: subprocess.Popen, signum: int) -> tuple[int, str]:
+    """Sends the signal; the exit code (negative when the signal itself ended it) and the output."""
+    process.send_signal(signum)
+    return finish(process)
+
+
+def kill(process: subprocess.Popen) -> None:
+    """SIGKILL."""
+    assert stop(process, signal.SIGKILL)[0] == -signal.SIGKILL
+
+
+def saved_state(workdir: Path, experiment: Experiment):
+    """The newest saved state, on one device, as NumPy arrays."""
+    plan = make_plan(experiment.replaced({"mesh": ONE_DEVICE}), jax.devices()[:1])
+    checkpoints = Checkpoints(workdir, experiment.checkpoint, best_metric="accuracy", best_mode="max")
+    restored = checkpoints.restore(plan.parts.state_spec.abstract())
+    checkpoints.close()
+    assert restored is not None
+    assert not restored.damaged
+    return jax.tree.map(np.asarray, restored.state)
+
+
+def assert_bit_equal(one, other) -> None:
+    """Every array of both trees has the same bits."""
+    flat_one, flat_other = (jax.tree_util.tree_flatten_with_path(tree)[0] for tree in (one, other))
+    assert len(flat_one) == len(flat_other)
+    for (path, x), (_, y) in zip(flat_one, flat_other, strict=True):
+        assert x.dtype == y.dtype
+        assert x.tobytes() == y.tobytes(), f"{jax.tree_util.keystr(path)} differs"

@@ -1,0 +1,131 @@
+"""Checkpoints on other meshes, which are kept, and what they refuse."""
+
+import jax
+import numpy as np
+import pytest
+from runs import assert_bit_equal, saved_state, tiny_experiment
+
+import jaxdl
+from jaxdl.checkpoint import Checkpoints, claim_workdir, fingerprints
+from jaxdl.config import ConfigError
+from jaxdl.data import SyntheticText, eval_batches
+from jaxdl.evaluate import evaluate, make_eval_step
+from jaxdl.experiment import identity, make_plan
+from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.models import Transformer
+from jaxdl.optim import AdamW
+from jaxdl.tasks import LanguageModelling
+from jaxdl.trainer import make_initial_state
+
+IMAGES = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), steps=4)
+TEXT = tiny_experiment(
+    data=SyntheticText(vocab_size=32, length=16, num_train=96, num_test=40),
+    model=Transformer(num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2),
+    task=LanguageModelling(),
+    optimizer=AdamW(),
+    mesh=MeshConfig(replica=2, fsdp=2),
+    steps=4,
+)
+
+
+def restored_plan(experiment, workdir, mesh, num_devices):
+    plan = make_plan(experiment.replaced({"mesh": mesh}), jax.devices()[:num_devices])
+    task = plan.parts.task
+    checkpoints = Checkpoints(workdir, experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode)
+    restored = checkpoints.restore(plan.parts.state_spec.abstract())
+    checkpoints.close()
+    return plan, restored
+
+
+def evaluated(plan, state):
+    sharding = batch_sharding(plan.parts.layout.mesh)
+    with eval_batches(plan.splits.test, batch_size=plan.eval_batch_size, sharding=sharding) as batches:
+        return evaluate(plan.parts, make_eval_step(plan.parts), state.eval_params, state.model_state, batches)
+
+
+@pytest.mark.parametrize("experiment", [IMAGES, TEXT], ids=["resnet", "transformer"])
+def test_restores_on_any_mesh_with_equal_evaluation(tmp_path, experiment):
+    run = jaxdl.train(experiment, tmp_path, quiet=True, devices=jax.devices()[:4])
+    trained = jax.tree.map(np.asarray, run.state)
+    meshes = {"fsdp": (MeshConfig(fsdp=8), 8), "tensor": (MeshConfig(fsdp=1, tensor=2), 2), "one": (MeshConfig(), 1)}
+    for name, (mesh, num_devices) in meshes.items():
+        plan, restored = restored_plan(experiment, tmp_path, mesh, num_devices)
+        assert restored.step == 4
+        sharded = [leaf for leaf in jax.tree.leaves(restored.state.params) if not leaf.sharding.is_fully_replicated]
+        assert bool(sharded) == (name != "one")
+        assert_bit_equal(jax.tree.map(np.asarray, restored.state), trained)
+        metrics = evaluated(plan, restored.state)
+        for metric, value in run.metrics.items():
+            np.testing.assert_allclose(metrics[metric], value, rtol=1e-5, err_msg=f"{metric} on {name}")
+
+
+def test_going_on_on_another_mesh_follows_the_same_course(tmp_path):
+    longer = TEXT.replaced({"steps": 8, "evaluation": {"every_steps": 8}, "schedule": "constant"})
+    whole = jaxdl.train(longer, quiet=True, devices=jax.devices()[:4])
+    plan = make_plan(longer, jax.devices()[:4])
+    task = plan.parts.task
+    half = jaxdl.train(longer.replaced({"steps": 4}), tmp_path, quiet=True, devices=jax.devices()[:4])
+    (tmp_path / "config.json").write_text(longer.to_json())
+    resumed = jaxdl.train(longer.replaced({"mesh": MeshConfig(fsdp=4, tensor=2)}), tmp_path, quiet=True)
+    assert half.summary["steps"] == 4
+    assert resumed.history["step"][-1] == 8
+    np.testing.assert_allclose(resumed.metrics[task.best_metric], whole.metrics[task.best_metric], rtol=1e-5)
+
+
+def test_keeps_the_newest_and_the_best(tmp_path):
+    plan = make_plan(IMAGES, jax.devices()[:4])
+    state = make_initial_state(plan)
+    config = IMAGES.checkpoint.replaced({"keep": 2, "keep_best": 1})
+    checkpoints = Checkpoints(tmp_path, config, best_metric="accuracy", best_mode="max")
+    for step, accuracy in enumerate([0.1, 0.9, 0.3, 0.2, None, 0.5]):
+        metrics = None if accuracy is None else {"accuracy": accuracy, "loss": 1.0}
+        checkpoints.save(state, step, evaluated_step=step, metrics=metrics)
+    checkpoints.wait()
+    assert checkpoints.steps == [1, 4, 5]
+    checkpoints.close()
+
+
+def test_a_saved_state_is_not_changed_by_the_steps_after_it(tmp_path):
+    """The step donates its state, so a write still under way must not see the next one's values."""
+    run = jaxdl.train(IMAGES.replaced({"checkpoint.every_steps": 1, "checkpoint.keep": 4}), tmp_path, quiet=True,
+                      devices=jax.devices()[:4])  # fmt: skip
+    assert_bit_equal(saved_state(tmp_path, IMAGES), jax.tree.map(np.asarray, run.state))
+
+
+def test_all_checkpoints_damaged(tmp_path):
+    jaxdl.train(IMAGES.replaced({"steps": 1}), tmp_path, quiet=True, devices=jax.devices()[:4])
+    for path in (tmp_path / "checkpoints" / "step_1").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(ConfigError, match="No whole checkpoint is left"):
+        jaxdl.train(IMAGES.replaced({"steps": 1}), tmp_path, quiet=True, devices=jax.devices()[:4])
+    assert (tmp_path / "checkpoints" / "damaged" / "step_1").is_dir()
+
+
+def test_fingerprints_see_every_bit_and_every_place_and_no_mesh():
+    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+    swapped, flipped = x.copy(), x.copy()
+    swapped[[3, 9]] = swapped[[9, 3]]
+    flipped.view(np.uint32)[5, 5] ^= 1
+    bits = x.view(np.uint32).astype(np.uint64).ravel()
+    expected = int((bits * (2 * (np.arange(128, dtype=np.uint64) + 128) + 1)).sum() % 2**32)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("a", "b")))
+    prints = [int(jax.jit(fingerprints)(value)) for value in (x, sharded, swapped, flipped)]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+    del expected
+
+
+def test_workdir_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="Choose a folder that can be written"):
+        claim_workdir(tmp_path / "file" / "run", IMAGES, identity)
+
+
+def test_mesh_and_reports_may_change_between_runs(tmp_path):
+    assert claim_workdir(tmp_path, IMAGES, identity) is False
+    changed = IMAGES.replaced({"mesh.fsdp": 4, "report.every_steps": 7, "checkpoint.keep": 9})
+    assert claim_workdir(tmp_path, changed, identity) is True
+    with pytest.raises(ConfigError, match=r"-seed = 0\n  \+seed = 1"):
+        claim_workdir(tmp_path, IMAGES.replaced({"seed": 1}), identity)

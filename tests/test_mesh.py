@@ -1,0 +1,191 @@
+"""The mesh: sizes, the order of devices, which devices JAX is started on."""
+
+import dataclasses
+import glob
+import importlib.util
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from jaxdl.config import ConfigError
+from jaxdl.mesh import Axis, MeshConfig, batch_sharding, batch_ways, gpus_visible, make_mesh, start_devices
+
+
+@pytest.mark.parametrize(
+    ("config", "num_devices", "sizes"),
+    [
+        (MeshConfig(), 1, (1, 1, 1)),
+        (MeshConfig(), 8, (1, 8, 1)),
+        (MeshConfig(replica=2), 8, (2, 4, 1)),
+        (MeshConfig(replica=2, tensor=2), 8, (2, 2, 2)),
+        (MeshConfig(replica=-1, fsdp=2, tensor=2), 24, (6, 2, 2)),
+        (MeshConfig(replica=1, fsdp=2, tensor=-1), 2, (1, 2, 1)),
+        (MeshConfig(replica=3, fsdp=5, tensor=7), 105, (3, 5, 7)),
+    ],
+)
+def test_sizes(config, num_devices, sizes):
+    assert config.sizes(num_devices) == dict(zip(("replica", "fsdp", "tensor"), sizes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("config", "num_devices", "message"),
+    [
+        (
+            MeshConfig(replica=3),
+            8,
+            "mesh replica 3 x fsdp -1 x tensor 1: 8 devices cannot be divided by 3. Change --mesh",
+        ),
+        (MeshConfig(replica=16), 8, "8 devices cannot be divided by 16"),
+        (MeshConfig(replica=4, fsdp=4), 8, "replica 4 x fsdp 4 x tensor 1 = 16 devices, of 8: more than there are"),
+        (MeshConfig(replica=2, fsdp=2), 8, "= 4 devices, of 8: the others would be idle"),
+    ],
+)
+def test_sizes_that_do_not_fit(config, num_devices, message):
+    with pytest.raises(ConfigError) as error:
+        config.sizes(num_devices)
+    assert message in str(error.value)
+    assert "--devices N" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"replica": 0}, "replica = 0: an axis has 1 or more devices"),
+        ({"tensor": -2}, "tensor = -2"),
+        ({"replica": -1}, "only one axis may be -1"),
+        ({"cpu_devices": 0}, "cpu_devices: .*greater than or equal to 1"),
+    ],
+)
+def test_sizes_that_are_none(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        MeshConfig(**fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    id: int
+    process_index: int
+    platform: str = "cpu"
+    device_kind: str = "fake"
+
+
+def test_replica_crosses_processes():
+    """However JAX lists and numbers the devices, those of one process are one replica."""
+    devices = [FakeDevice(id=number, process_index=number % 4) for number in range(16)]
+    np.random.default_rng(0).shuffle(devices)
+    mesh = make_mesh(MeshConfig(replica=4, fsdp=2, tensor=2), devices)
+    processes = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    assert processes.reshape(4, 4).tolist() == [[process] * 4 for process in range(4)]
+    ids = np.vectorize(lambda device: device.id)(mesh.devices[1])
+    assert ids.tolist() == [[1, 5], [9, 13]], "within a process in the order of their ids"
+
+
+def test_mesh_of_real_devices():
+    mesh = make_mesh(MeshConfig(replica=2, fsdp=-1, tensor=2))
+    assert mesh.axis_names == tuple(axis.value for axis in Axis) == ("replica", "fsdp", "tensor")
+    assert [device.id for device in mesh.devices.flat] == list(range(8))
+    assert make_mesh(MeshConfig(), jax.devices()[:1]).size == 1
+    with pytest.raises(ConfigError, match="5 devices cannot be divided by 2"):
+        make_mesh(MeshConfig(replica=2), jax.devices()[:5])
+
+
+def test_a_batch_is_split_over_replica_and_fsdp():
+    mesh = make_mesh(MeshConfig(replica=2, fsdp=2, tensor=2))
+    assert batch_ways(mesh) == 4
+    sharding = batch_sharding(mesh)
+    assert sharding.spec == PartitionSpec(("replica", "fsdp"))
+    batch = jax.device_put(np.arange(8), sharding)
+    rows = {shard.device.id: shard.data.tolist() for shard in batch.addressable_shards}
+    # Neighbours on `tensor` hold the same rows; each replica holds one half.
+    assert rows == {number: [number // 2 * 2, number // 2 * 2 + 1] for number in range(8)}
+
+
+def test_start_devices_takes_the_devices_that_are_there():
+    start_devices(MeshConfig())
+    start_devices(MeshConfig(cpu_devices=8))
+    assert jax.device_count() == 8
+
+
+def test_start_devices_after_jax_has_started_on_others():
+    with pytest.raises(ConfigError) as error:
+        start_devices(MeshConfig(cpu_devices=4))
+    message = str(error.value)
+    assert "4 virtual CPU devices" in message
+    assert "8 cpu devices" in message
+    assert "JAX_NUM_CPU_DEVICES=4" in message
+
+
+def test_start_devices_in_a_fresh_process():
+    """Also with an environment that asks for others."""
+    code = """
+from jaxdl.mesh import MeshConfig, start_devices
+start_devices(MeshConfig(cpu_devices=3))
+import jax
+print(jax.default_backend(), jax.device_count())
+"""
+    environment = {"JAX_NUM_CPU_DEVICES": "5", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["cpu", "3"]
+
+
+def test_several_processes_need_numbers(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES=two: not a number"):
+        start_devices(MeshConfig())
+
+
+@pytest.mark.parametrize(
+    ("environment", "several"),
+    [
+        ({}, False),
+        ({"JAX_COORDINATOR_ADDRESS": "localhost:1"}, True),
+        ({"JAXDL_DISTRIBUTED": "1"}, True),
+        ({"JAXDL_DISTRIBUTED": "0"}, False),
+        ({"SLURM_NTASKS": "4"}, False),  # Inside sbatch, before srun: one process.
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}, True),
+        ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+    ],
+)
+def test_how_several_processes_are_recognised(environment, several, monkeypatch):
+    calls = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAXDL_DISTRIBUTED", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    start_devices(MeshConfig())
+    assert calls == ([{"num_processes": 2, "process_id": 1}] if several else [])
+
+
+@pytest.mark.parametrize(
+    ("environment", "has_gpus", "has_plugin", "visible"),
+    [
+        ({}, True, True, True),
+        ({}, False, True, False),
+        ({}, True, False, False),
+        ({"JAX_PLATFORMS": "cpu"}, True, True, False),
+        ({"JAX_PLATFORMS": "cuda"}, True, True, True),
+        ({"JAX_PLATFORMS": "cuda,cpu"}, True, True, True),
+        ({"JAX_PLATFORMS": "gpu"}, True, True, True),
+        ({"JAX_PLATFORMS": "tpu"}, True, True, False),
+        ({"CUDA_VISIBLE_DEVICES": ""}, True, True, False),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, True, True, False),
+        ({"CUDA_VISIBLE_DEVICES": "1"}, True, True, True),
+    ],
+)
+def test_gpus_visible(environment, has_gpus, has_plugin, visible, monkeypatch):
+    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(glob, "glob", lambda pattern: ["/dev/nvidia0"] if has_gpus else [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if has_plugin else None)
+    assert gpus_visible() is visible

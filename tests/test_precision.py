@@ -1,0 +1,251 @@
+"""Precision: the loss scale against plain Python, a float16 run that overflows on purpose, dtypes of products."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdl.config import ConfigError
+from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
+from jaxdl.experiment import Experiment, make_plan
+from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.models import ResNet, Transformer
+from jaxdl.optim import SGD, Constant
+from jaxdl.precision import BFloat16, Float16, Float32, TensorFloat32, cast_weights
+from jaxdl.step import StepConfig, make_train_step
+from jaxdl.tasks import LanguageModelling
+from jaxdl.trainer import make_initial_state
+
+IMAGES = Experiment(
+    model=ResNet(depth=8, width=8),
+    data=SyntheticImages(height=8, width=8, channels=3, num_classes=4, num_train=128, num_test=8),
+    optimizer=SGD(learning_rate=0.1),
+    schedule=Constant(),
+    step=StepConfig(ema_decay=0.9),
+    mesh=MeshConfig(replica=2, fsdp=2, tensor=2),
+    batch_size=32,
+    steps=20,
+)
+TEXT = Experiment(
+    model=Transformer(num_layers=1, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64),
+    data=SyntheticText(vocab_size=32, length=16, num_train=64, num_test=8),
+    task=LanguageModelling(),
+    mesh=MeshConfig(replica=2, fsdp=4),
+    batch_size=16,
+    steps=3,
+)
+
+
+def batches(plan, num_steps):
+    return TrainLoader(
+        plan.splits.train,
+        batch_size=plan.experiment.batch_size,
+        seed=0,
+        sharding=batch_sharding(plan.parts.layout.mesh),
+        start_step=0,
+        num_steps=num_steps,
+    )
+
+
+def lowered(experiment):
+    """The StableHLO of the train step."""
+    plan = make_plan(experiment)
+    rows = plan.splits.train.batch(np.arange(experiment.batch_size))
+    return make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), rows).as_text()
+
+
+def equal_bits(one, other):
+    return jax.tree.all(jax.tree.map(lambda a, b: a.tobytes() == b.tobytes(), one, other))
+
+
+# The loss scale
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Float16(initial_scale=8, growth_interval_steps=3, factor=2, min_scale=1, max_scale=64),
+        Float16(initial_scale=9, growth_interval_steps=1, factor=4, min_scale=2, max_scale=100),
+        Float16(initial_scale=5, growth_interval_steps=2, factor=1.5, min_scale=5, max_scale=5),
+    ],
+)
+def test_loss_scale_against_plain_python(config):
+    random = np.random.default_rng(0)
+    # Long runs of good and of bad steps, so that both ends are reached.
+    finite = np.concatenate([np.ones(30), np.zeros(12), np.ones(30), random.random(100) < 0.6]).astype(bool)
+    step = jax.jit(config.next_loss_scale)
+    state = config.init_loss_scale()
+    scale, good, skipped, scales = config.initial_scale, 0, 0, set()
+    for ok in finite:
+        state = step(state, jnp.asarray(ok))
+        if ok:
+            good += 1
+            if good == config.growth_interval_steps:
+                scale, good = min(scale * config.factor, config.max_scale), 0
+        else:
+            scale, good, skipped = max(scale / config.factor, config.min_scale), 0, skipped + 1
+        assert float(state["scale"]) == scale
+        assert (int(state["good_steps"]), int(state["skipped_steps"])) == (good, skipped)
+        assert {name: x.dtype.name for name, x in state.items()} == {
+            "scale": "float32",
+            "good_steps": "int32",
+            "skipped_steps": "int32",
+        }
+        scales.add(scale)
+    assert {config.min_scale, config.max_scale} <= scales, "both clamps were reached"
+
+
+def test_the_initial_scale_lies_between_the_clamps():
+    with pytest.raises(ConfigError, match=r"initial_scale 0\.5 must lie between min_scale 1"):
+        Float16(initial_scale=0.5)
+    with pytest.raises(ConfigError, match=r"initial_scale 1.09951e\+12 must lie .* max_scale 1.67772e\+07"):
+        Float16(initial_scale=2.0**40)
+
+
+@pytest.mark.parametrize("config", [Float32(), BFloat16(), TensorFloat32()])
+def test_other_precisions_have_no_loss_scale(config):
+    assert config.init_loss_scale() == {}
+    assert config.next_loss_scale({}, jnp.asarray(False)) == {}
+
+
+def test_tensorfloat32_is_for_gpus():
+    TensorFloat32().check("gpu")
+    with pytest.raises(ConfigError, match=r"cpu devices have no TF32.*--precision float32"):
+        TensorFloat32().check("cpu")
+
+
+# A float16 run
+
+
+def test_float16_overflows_on_purpose_skips_and_recovers():
+    precision = Float16(initial_scale=2.0**40, max_scale=2.0**40, factor=2.0**8)
+    plan = make_plan(IMAGES.replaced({"precision": precision}))
+    step, state = make_train_step(plan.parts), make_initial_state(plan)
+    num_steps, losses, skipped = 20, [], []
+    before = jax.device_get(state)
+    with batches(plan, num_steps) as loader:
+        for number, batch in enumerate(loader, start=1):
+            state, metrics = step(state, batch)
+            after, metrics = jax.device_get((state, metrics))
+            overflowed = int(after.loss_scale["skipped_steps"]) - int(before.loss_scale["skipped_steps"])
+            skipped.append(overflowed)
+            losses.append(metrics["sums/loss"] / metrics["sums/weight"])
+            assert int(after.step) == number
+            unchanged = [
+                equal_bits(getattr(before, name), getattr(after, name))
+                for name in ("params", "model_state", "opt_state", "exchange_state", "ema_params")
+            ]
+            if overflowed:
+                assert all(unchanged)
+                assert after.loss_scale["scale"] == before.loss_scale["scale"] / 2**8
+                assert after.loss_scale["good_steps"] == 0
+            else:
+                assert unchanged == [False, False, False, True, False]  # The dense exchange has no state.
+                assert after.loss_scale["scale"] == before.loss_scale["scale"]
+            assert equal_bits(before.key, after.key)
+            assert metrics["loss_scale"] == after.loss_scale["scale"]
+            assert metrics["skipped_steps"] == sum(skipped)
+            before = after
+    assert 1 <= sum(skipped) <= 4
+    assert skipped == sorted(skipped, reverse=True), "after the overflows every step is a good one"
+    assert all(np.isfinite(losses)), "the loss itself is not scaled"
+    assert np.mean(losses[-3:]) < 0.7 * losses[0]
+    assert all(leaf.dtype == np.float32 for leaf in jax.tree.leaves((before.params, before.ema_params)))
+
+
+def test_a_skipped_step_leaves_the_schedule_where_it_was():
+    changes = {"precision": Float16(initial_scale=2.0**40, max_scale=2.0**40, factor=2.0**30), "step.ema_decay": None}
+    plan = make_plan(IMAGES.replaced(changes | {"schedule.warmup_steps": 4}))
+    step, state, rates = make_train_step(plan.parts), make_initial_state(plan), []
+    with batches(plan, 4) as loader:
+        for batch in loader:
+            state, metrics = step(state, batch)
+            rates.append(float(metrics["learning_rate"]))
+    assert rates[0] == 0, "skipped: no update was made"
+    np.testing.assert_allclose(rates[1:], [0.025, 0.05, 0.075], rtol=1e-6)
+
+
+def test_float16_follows_float32():
+    """One step from equal parameters moves them about equally: the scale is taken out of the gradients again."""
+    moved = {}
+    for precision in (Float32(), Float16()):
+        plan = make_plan(IMAGES.replaced({"precision": precision, "mesh": MeshConfig()}), jax.devices()[:1])
+        state = make_initial_state(plan)
+        start = jax.device_get(state.params)
+        with batches(plan, 1) as loader:
+            end, _ = make_train_step(plan.parts)(state, next(iter(loader)))
+        moved[precision.kind] = jax.tree.map(lambda a, b: np.asarray(b) - a, start, end.params)
+    for ours, exact in zip(*(jax.tree.leaves(tree) for tree in (moved["float16"], moved["float32"])), strict=True):
+        np.testing.assert_allclose(ours, exact, atol=0.03 * np.abs(exact).max() + 1e-7)
+
+
+# What is computed in what
+
+
+def test_cast_weights_leaves_vectors_alone():
+    params = {
+        "kernel": jnp.ones((4, 8)),
+        "bias": jnp.ones(8),
+        "stack": {"kernel": jnp.ones((3, 4, 8)), "scale": jnp.ones((3, 4))},
+    }
+    axes = {
+        "kernel": ("embed", "mlp"),
+        "bias": ("mlp",),
+        "stack": {"kernel": ("layers", "embed", "mlp"), "scale": ("layers", "norm")},
+    }
+    cast = cast_weights(params, axes, jnp.bfloat16)
+    assert jax.tree.map(lambda x: x.dtype.name, cast) == {
+        "kernel": "bfloat16",
+        "bias": "float32",
+        "stack": {"kernel": "bfloat16", "scale": "float32"},
+    }
+
+
+def products(text):
+    """(operand types, result type, precision) of each matrix product and convolution in StableHLO."""
+    found = []
+    for line in text.splitlines():
+        if "stablehlo.dot_general" in line or "stablehlo.convolution" in line:
+            operands, result = re.search(r": \((.*)\) -> (.*)$", line).groups()
+            dtypes = tuple(part.split("x")[-1].rstrip(">") for part in operands.split(", "))
+            found.append((dtypes, result.split("x")[-1].rstrip(">"), line))
+    return found
+
+
+@pytest.mark.parametrize("experiment", [IMAGES, TEXT], ids=["resnet", "transformer"])
+def test_float32_has_the_highest_precision_everywhere(experiment):
+    found = products(lowered(experiment))
+    assert len(found) > 10
+    for operands, result, line in found:
+        assert (*operands, result) == ("f32", "f32", "f32")
+        assert len(re.findall(r"\bHIGHEST\b", line)) == 2, line
+
+
+def test_bfloat16_computes_and_gathers_in_bfloat16():
+    text = lowered(TEXT.replaced({"precision": "bfloat16"}))
+    found = products(text)
+    in_bfloat16 = [operands == ("bf16", "bf16") for operands, _, _ in found]
+    forward = [operands for operands, _, line in found if "contracting_dims = [2] x [0]" in line]
+    assert forward
+    assert set(forward) == {("bf16", "bf16")}, "every product of activations and weights, forward"
+    # The backward products of logits and attention scores, which are kept in float32, are the others.
+    assert sum(in_bfloat16) > 0.7 * len(found)
+    # Weights are cast before they are made whole, so that half the bytes travel.
+    whole = re.findall(r"sdy.sharding_constraint .*<@mesh, \[\{\}, \{\}\]> : tensor<(?:32x64|64x32)x(\w+)>", text)
+    assert set(whole) == {"bf16"}
+
+
+def test_bfloat16_trains_with_parameters_in_float32():
+    plan = make_plan(TEXT.replaced({"precision": "bfloat16"}))
+    step, state, losses = make_train_step(plan.parts), make_initial_state(plan), []
+    with batches(plan, 8) as loader:
+        for batch in loader:
+            state, metrics = step(state, batch)
+            losses.append(float(metrics["sums/loss"] / metrics["sums/weight"]))
+    floats = [x for x in jax.tree.leaves((state.params, state.opt_state)) if jnp.issubdtype(x.dtype, jnp.floating)]
+    assert {x.dtype.name for x in floats} == {"float32"}
+    assert losses[-1] < losses[0] < 1.02 * np.log(32)
+    # Values that bfloat16 cannot hold: updates are not rounded to it.
+    assert any(np.any(np.asarray(x) != np.asarray(x.astype(jnp.bfloat16), np.float32)) for x in floats)

@@ -1,0 +1,126 @@
+"""Runs that are stopped, killed or damaged, and go on: bit-equal to one that never stopped."""
+
+import json
+import random
+import shutil
+import signal
+import time
+
+import pytest
+from runs import assert_bit_equal, finish, has_step, kill, rows, saved_state, start, stop, tiny_experiment, wait_for
+from runs import write_config
+
+EXPERIMENT = tiny_experiment()
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    return write_config(tmp_path_factory.mktemp("config"), EXPERIMENT)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory, config):
+    """The workdir of a run that never stopped."""
+    workdir = tmp_path_factory.mktemp("uninterrupted")
+    code, output = finish(start(config, workdir))
+    assert code == 0, output
+    return workdir
+
+
+def assert_same_run(workdir, uninterrupted):
+    assert_bit_equal(saved_state(workdir, EXPERIMENT), saved_state(uninterrupted, EXPERIMENT))
+
+    def measured(folder):
+        return [{name: value for name, value in row.items() if name != "examples_per_sec"} for row in rows(folder)]
+
+    assert measured(workdir) == measured(uninterrupted), "the history should have no gap, no repetition, no difference"
+
+
+def test_sigkill_at_a_random_step(tmp_path, config, uninterrupted):
+    step = random.Random().randint(1, EXPERIMENT.steps - 1)
+    process = start(config, tmp_path)
+    wait_for(process, has_step(tmp_path, step))
+    kill(process)
+    code, output = finish(start(config, tmp_path))
+    assert code == 0, output
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_sigterm_while_compiling_and_sigint_while_training(tmp_path, config, uninterrupted):
+    process = start(config, tmp_path)
+    wait_for(process, (tmp_path / "metrics.jsonl").exists)  # Opened just before the steps are compiled.
+    assert not rows(tmp_path)
+    code, output = stop(process, signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM, output
+    assert "saved" in output
+    assert (tmp_path / "checkpoints" / "step_0").is_dir(), "stopped while compiling, the initial state is saved"
+
+    process = start(config, tmp_path)
+    wait_for(process, has_step(tmp_path, 5))
+    code, output = stop(process, signal.SIGINT)
+    if code != 0:  # The signal may come after the last step: then the run has finished.
+        assert code == 128 + signal.SIGINT, output
+        stopped_at = json.loads((tmp_path / "summary.json").read_text())
+        assert stopped_at["status"] == "interrupted"
+        assert stopped_at["steps"] >= 5
+
+    code, output = finish(start(config, tmp_path))
+    assert code == 0, output
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_sigterm_while_evaluating(tmp_path):
+    # Evaluation takes long here: many small batches.
+    experiment = tiny_experiment(
+        data=EXPERIMENT.data.replaced({"num_test": 40_000}), evaluation={"every_steps": 3, "batch_size": 4}, steps=3
+    )
+    config = write_config(tmp_path, experiment)
+    process = start(config, tmp_path / "run")
+    wait_for(process, has_step(tmp_path / "run", 3))
+    time.sleep(0.5)
+    begin = time.monotonic()
+    code, output = stop(process, signal.SIGTERM)
+    assert code == 128 + signal.SIGTERM, output
+    assert time.monotonic() - begin < 20
+    assert not any("eval/accuracy" in row for row in rows(tmp_path / "run"))
+    assert (tmp_path / "run" / "checkpoints" / "step_3").is_dir()
+    # Started again there is no step left, but the evaluation is: it is done, not forgotten.
+    process = start(config, tmp_path / "run")
+    wait_for(process, (tmp_path / "run" / "checkpoints" / "step_3").is_dir)
+    time.sleep(1)
+    assert process.poll() is None, process.communicate()
+    kill(process)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
+def test_damaged_newest_checkpoint(tmp_path, config, uninterrupted, damage):
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    newest = tmp_path / "checkpoints" / "step_12"
+    files = [path for path in newest.rglob("*") if path.is_file() and path.parent.name == "d"]
+    largest = max(files, key=lambda path: path.stat().st_size)
+    content = bytearray(largest.read_bytes())
+    if damage == "truncated":
+        largest.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        for place in range(len(content) // 4, len(content), max(1, len(content) // 8)):
+            content[place] ^= 1
+        largest.write_bytes(content)
+    else:
+        largest.unlink()
+    code, output = finish(start(config, tmp_path))
+    assert code == 0, output
+    assert "step_12 is damaged" in output
+    assert "resumed from the checkpoint at step 8" in output
+    assert (tmp_path / "checkpoints" / "damaged" / "step_12").is_dir(), "what is damaged is kept, not deleted"
+    assert_same_run(tmp_path, uninterrupted)
+
+
+def test_another_config_is_refused(tmp_path, config, uninterrupted):
+    shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    code, output = finish(start(config, tmp_path, "--optimizer.momentum", "0.8"))
+    assert code == 2
+    assert "-optimizer.momentum = 0.9" in output
+    assert "+optimizer.momentum = 0.8" in output
+    assert "Traceback" not in output
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
