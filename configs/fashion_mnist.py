@@ -20,6 +20,6 @@ def config() -> Experiment:
         optimizer=SGD(learning_rate=0.2, momentum=0.9, nesterov=True, weight_decay=5e-4),
         schedule=Cosine(warmup_epochs=0.5),
         batch_size=256,
-        epochs=6,
+        epochs=10,
         mesh=MeshConfig() if gpus_visible() else MeshConfig(cpu_devices=2),
     )

@@ -4,7 +4,9 @@
     python -m jaxdl.sample --workdir runs/python_lm --prompt "def "
 """
 
+from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.data import TextFiles
+from jaxdl.evaluate import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, gpus_visible
 from jaxdl.models import Transformer
@@ -19,10 +21,12 @@ def config() -> Experiment:
         data=TextFiles(length=256),
         model=Transformer(num_layers=4, embed_dim=128, num_heads=4),
         task=LanguageModelling(),
-        optimizer=AdamW(learning_rate=3e-3, b2=0.98, weight_decay=0.1),
-        schedule=Cosine(warmup_steps=50, end_fraction=0.05),
+        optimizer=AdamW(learning_rate=2e-3, b2=0.98, weight_decay=0.1),
+        schedule=Cosine(warmup_steps=100, end_fraction=0.05),
         step=StepConfig(clip_norm=1.0),
-        batch_size=32,
-        steps=1000,
+        batch_size=8,
+        steps=1500,
+        evaluation=EvaluationConfig(every_steps=500, batch_size=32),
+        checkpoint=CheckpointConfig(every_steps=500),
         mesh=MeshConfig() if gpus_visible() else MeshConfig(cpu_devices=2),
     )

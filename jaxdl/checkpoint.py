@@ -69,11 +69,18 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one workdir."""
+    """The checkpoints of one workdir. With `read_only` nothing in it is changed, so a run may go on writing there."""
 
     def __init__(
-        self, workdir: Path, config: CheckpointConfig, *, best_metric: str, best_mode: Literal["max", "min"]
+        self,
+        workdir: Path,
+        config: CheckpointConfig,
+        *,
+        best_metric: str,
+        best_mode: Literal["max", "min"],
+        read_only: bool = False,
     ) -> None:
+        self.read_only = read_only
         self.folder = workdir.absolute() / "checkpoints"
         policies = ocp.checkpoint_managers
         keep: list[Any] = [policies.LatestN(n=config.keep)]
@@ -88,7 +95,10 @@ class Checkpoints:
             )
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(keep),
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=not read_only,
+            create=not read_only,
+            read_only=read_only,
+            save_interval_steps=0 if read_only else 1,
             step_prefix="step",
         )
         self._manager = ocp.CheckpointManager(self.folder, options=options)
@@ -125,7 +135,7 @@ class Checkpoints:
         """The newest checkpoint that is undamaged, laid out by the shardings in `abstract`; None when there is none.
 
         One that cannot be read, or whose arrays do not have their fingerprints, is moved to `checkpoints/damaged`, not
-        deleted, and the one before it is tried. Fields of items not asked for stay as they are in `abstract`.
+        deleted (with `read_only` it stays), and the one before it is tried. Fields of items not asked for stay as they are in `abstract`.
         """
         damaged: list[str] = []
         for step in reversed(self.steps):
@@ -162,6 +172,9 @@ class Checkpoints:
         return _state(found, abstract), meta
 
     def _put_aside(self, step: int, error: Exception) -> str:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+        if self.read_only:
+            return f"checkpoint step_{step} is damaged ({reason})"
         source = self.folder / f"step_{step}"
         target = self.folder / "damaged" / f"step_{step}"
         number = 0
@@ -172,7 +185,6 @@ class Checkpoints:
             target.parent.mkdir(exist_ok=True)
             os.replace(source, target)
         self._manager.reload()
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         return f"checkpoint step_{step} is damaged ({reason}); moved to {target}"
 
 

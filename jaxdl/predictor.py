@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,12 +69,13 @@ class Predictor:
         if temperature < 0 or num_tokens < 0:
             raise ConfigError(f"generate: temperature {temperature} and num_tokens {num_tokens} must not be negative.")
         codec = self.experiment.data.codec()
-        return self._continued(codec, codec.encode(prompt) or [0], num_tokens, temperature, seed)
+        return self._continued(codec, codec.encode(prompt) or codec.separator, num_tokens, temperature, seed)
 
     def _continued(
         self, codec: Codec, tokens: list[int], num_tokens: int, temperature: float, seed: int
     ) -> Iterator[str]:
-        length, key, start, shown = self.parts.data_spec.length, jax.random.key(seed), len(tokens), 0
+        length, key, tokens = self.parts.data_spec.length, jax.random.key(seed), list(tokens)
+        shown = len(codec.decode(tokens))
         for index in range(num_tokens):
             window = tokens[-length:]
             # One more column: a text batch holds inputs and, one place on, their targets.
@@ -82,8 +84,9 @@ class Predictor:
             state = (self._params, self._model_state)
             token = self._next_token(*state, batch, len(window) - 1, temperature, jax.random.fold_in(key, index))
             tokens.append(int(token))
-            # A character may take several tokens; until it is whole it decodes to U+FFFD, and waits.
-            text = codec.decode(tokens[start:]).rstrip("\ufffd")
+            # All of it, since some tokenizers drop the space in front of a first word. A character may take several
+            # tokens; until it is whole it decodes to U+FFFD, and waits.
+            text = codec.decode(tokens).rstrip("\ufffd")
             if len(text) > shown:
                 yield text[shown:]
                 shown = len(text)
@@ -101,20 +104,26 @@ def restore(workdir: str | Path, *, mesh: MeshConfig | None = None) -> Predictor
 
     Raises ConfigError when there is no run, no checkpoint or no undamaged one.
     """
-    path = Path(workdir) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{workdir}: there is no run in this folder (no config.json). Give the --workdir of a run.")
-    experiment = Experiment.from_json(path.read_text())
+    for name in ("config.json", "data.json"):
+        if not (Path(workdir) / name).is_file():
+            raise ConfigError(f"{workdir}: there is no run in this folder (no {name}). Give the --workdir of a run.")
+    experiment = Experiment.from_json((Path(workdir) / "config.json").read_text())
     spec = spec_from_json((Path(workdir) / "data.json").read_text())
-    experiment = experiment.replaced({"mesh": mesh or MeshConfig(fsdp=1, cpu_devices=None)})
+    experiment = experiment.replaced({"mesh": mesh or MeshConfig(fsdp=1)})
     found = make_devices(experiment, None if mesh is not None else jax.devices()[:1])
     # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
     parts = make_parts(experiment, spec, found, total_steps=2**31 - 1, steps_per_epoch=1)
     checkpoints = Checkpoints(
-        Path(workdir), experiment.checkpoint, best_metric=parts.task.best_metric, best_mode=parts.task.best_mode
+        Path(workdir),
+        experiment.checkpoint,
+        best_metric=parts.task.best_metric,
+        best_mode=parts.task.best_mode,
+        read_only=True,
     )
     restored = checkpoints.restore(parts.state_spec.abstract(), items=("model",))
     checkpoints.close()
     if restored is None:
         raise ConfigError(f"{workdir}: the run has no checkpoint yet.")
+    for damaged in restored.damaged:
+        warnings.warn(f"{damaged}; step_{restored.step} is used", stacklevel=2)
     return Predictor(experiment, parts, restored.state, restored.step)

@@ -87,19 +87,19 @@ def test_keeps_the_newest_and_the_best(tmp_path):
 
 def test_a_saved_state_is_not_changed_by_the_steps_after_it(tmp_path):
     """The step donates its state, so a write still under way must not see the next one's values."""
-    run = jaxdl.train(IMAGES.replaced({"checkpoint.every_steps": 1, "checkpoint.keep": 4}), tmp_path, quiet=True,
-                      devices=jax.devices()[:4])  # fmt: skip
+    experiment = IMAGES.replaced({"checkpoint.every_steps": 1, "checkpoint.keep": 4})
+    run = jaxdl.train(experiment, tmp_path, quiet=True, devices=jax.devices()[:4])
     assert_bit_equal(saved_state(tmp_path, IMAGES), jax.tree.map(np.asarray, run.state))
 
 
 def test_all_checkpoints_damaged(tmp_path):
-    jaxdl.train(IMAGES.replaced({"steps": 1}), tmp_path, quiet=True, devices=jax.devices()[:4])
-    for path in (tmp_path / "checkpoints" / "step_1").rglob("*"):
+    jaxdl.train(IMAGES.replaced({"steps": 2}), tmp_path, quiet=True, devices=jax.devices()[:4])
+    for path in (tmp_path / "checkpoints" / "step_2").rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
     with pytest.raises(ConfigError, match="No whole checkpoint is left"):
-        jaxdl.train(IMAGES.replaced({"steps": 1}), tmp_path, quiet=True, devices=jax.devices()[:4])
-    assert (tmp_path / "checkpoints" / "damaged" / "step_1").is_dir()
+        jaxdl.train(IMAGES.replaced({"steps": 2}), tmp_path, quiet=True, devices=jax.devices()[:4])
+    assert (tmp_path / "checkpoints" / "damaged" / "step_2").is_dir()
 
 
 def test_fingerprints_see_every_bit_and_every_place_and_no_mesh():
@@ -108,13 +108,13 @@ def test_fingerprints_see_every_bit_and_every_place_and_no_mesh():
     swapped[[3, 9]] = swapped[[9, 3]]
     flipped.view(np.uint32)[5, 5] ^= 1
     bits = x.view(np.uint32).astype(np.uint64).ravel()
-    expected = int((bits * (2 * (np.arange(128, dtype=np.uint64) + 128) + 1)).sum() % 2**32)
+    place = np.arange(x.size, dtype=np.uint64) + x.size
+    expected = sum(int(b) * (2 * int(p) + 1) for b, p in zip(bits, place, strict=True)) % 2**32
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("a", "b")))
     prints = [int(jax.jit(fingerprints)(value)) for value in (x, sharded, swapped, flipped)]
-    assert prints[0] == prints[1]
+    assert prints[0] == prints[1] == expected
     assert len(set(prints)) == 3
-    del expected
 
 
 def test_workdir_that_cannot_be_made(tmp_path):

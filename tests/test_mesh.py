@@ -37,7 +37,7 @@ def test_sizes(config, num_devices, sizes):
         (
             MeshConfig(replica=3),
             8,
-            "mesh replica 3 x fsdp -1 x tensor 1: 8 devices cannot be divided by 3. Change --mesh",
+            "mesh replica 3 x fsdp -1 x tensor 1: 8 devices cannot be divided by 3.",
         ),
         (MeshConfig(replica=16), 8, "8 devices cannot be divided by 16"),
         (MeshConfig(replica=4, fsdp=4), 8, "replica 4 x fsdp 4 x tensor 1 = 16 devices, of 8: more than there are"),

@@ -12,14 +12,11 @@ import numpy as np
 import pydantic
 
 from jaxdl.config import Config, ConfigError, Kind
-from jaxdl.data.codec import Codec, load_tokenizer
+from jaxdl.data.codec import Codec, find_separator, load_tokenizer
 from jaxdl.data.source import Source, Splits, TextSpec
 
 STANDARD_LIBRARY = "python:stdlib"
 """In `TextFiles.paths`: the source of the running Python's standard library."""
-
-END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Tokens that may stand between documents, the first that a tokenizer has; without one it is a newline."""
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}
 _DEFAULT_GLOB = "**/*.py"
@@ -67,6 +64,10 @@ class TextFiles(Config):
             test = [_read(file) for file in files if file.name in held_out]
         return text_splits(train, test, self.length, self.tokenizer)
 
+    def codec(self) -> Codec:
+        """Between text and this data's tokens."""
+        return Codec(self.tokenizer)
+
 
 class TextFile(NamedTuple):
     """A file to read: `name` is relative to the folder that was searched, the same on every machine."""
@@ -74,10 +75,6 @@ class TextFile(NamedTuple):
     name: str
     path: Path
     num_bytes: int
-
-    def codec(self) -> Codec:
-        """Between text and this data's tokens."""
-        return Codec(self.tokenizer)
 
 
 def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile]:
@@ -178,7 +175,7 @@ def _encode(documents: Iterable[bytes], encoder: Any, tokenizer: str | None) -> 
     if encoder is None:
         stream = b"\0".join(documents)
         return np.frombuffer(stream, np.uint8), len(stream)
-    separator = _separator(encoder, tokenizer)
+    separator = find_separator(encoder, tokenizer)
     pieces: list[np.ndarray] = []
     num_bytes = -1
     for number, document in enumerate(documents):
@@ -193,19 +190,6 @@ def _encode(documents: Iterable[bytes], encoder: Any, tokenizer: str | None) -> 
         pieces += [np.asarray(separator if pieces else [], np.uint32), np.asarray(tokens, np.uint32)]
         num_bytes += len(document) + 1
     return np.concatenate(pieces or [np.empty(0, np.uint32)]), num_bytes
-
-
-def _separator(encoder: Any, tokenizer: str | None) -> list[int]:
-    for token in END_OF_TEXT:
-        if (number := encoder.token_to_id(token)) is not None:
-            return [number]
-    newline = encoder.encode("\n", add_special_tokens=False).ids
-    if not newline:
-        raise ConfigError(
-            f"tokenizer {tokenizer}: it has no token to put between documents: none of {', '.join(END_OF_TEXT)}, and "
-            "no newline. Add one of these to it."
-        )
-    return newline
 
 
 class TokenWindows(Source):

@@ -1,0 +1,252 @@
+"""The layout of the code: imports go down only, each kind of thing has one home, nothing grows too large."""
+
+import ast
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+MODULES = {path.relative_to(ROOT / "jaxdl").as_posix(): path for path in sorted((ROOT / "jaxdl").rglob("*.py"))}
+TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+# From the ground up. A room may use the floors below its own; rooms on one floor do not know each other.
+FLOORS = [
+    {"config"},
+    {"mesh"},
+    {"sharding", "precision", "collectives", "signals"},
+    {"models", "optim", "exchange", "data", "report"},
+    {"state", "tasks"},
+    {"step", "checkpoint"},
+    {"evaluate"},
+    {"experiment"},
+    {"trainer", "predictor"},
+    {"sample", "launch", "bench"},
+    {"train"},
+]
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
+TOUCH_THE_DISK = {"trainer", "report", "checkpoint", "launch", "data"}
+READ_FILES = {
+    "config": "load_file runs a config file",
+    "predictor": "restore reads a finished run",
+}
+HEAVY = {"tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "tensorboardX", "PIL"}
+WRITING_CALLS = {
+    "open", "write_text", "write_bytes", "mkdir", "makedirs", "unlink", "remove", "rename", "rmtree", "rmdir", "touch",
+    "savefig", "dump", "save", "savez", "copyfile", "copytree", "symlink_to", "NamedTemporaryFile", "mkdtemp",
+}  # fmt: skip
+READING_CALLS = {"read_text", "read_bytes", "open", "load", "loadtxt", "glob", "iterdir", "rglob"}
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+
+
+def room(name):
+    """The room of a module file: its folder in jaxdl, or the file itself. The package's face, __init__, has none."""
+    return name.split("/")[0].removesuffix(".py")
+
+
+def imported_rooms(tree):
+    """(line, room) of every import of this package, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are written in full"
+            names = [node.module or ""]
+            if node.module == "jaxdl":
+                names = [f"jaxdl.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for name in names:
+            if name.split(".")[0] == "jaxdl":
+                yield node.lineno, [*name.split("."), "__init__"][1]
+
+
+def docstrings(tree):
+    """The constants that are no values: strings that stand alone, as docstrings and help texts do."""
+    return {
+        id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+
+
+def called_names(tree):
+    """(line, name) of all calls, of functions and of methods."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            function = node.func
+            name = function.id if isinstance(function, ast.Name) else getattr(function, "attr", None)
+            yield node.lineno, name
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if room(name) != "__init__"])
+def test_imports_go_down_only(name):
+    own = room(name)
+    assert own in FLOOR, f"{own} has no floor yet: give it one in FLOORS"
+    for line, other in imported_rooms(TREES[name]):
+        if other == own:
+            continue
+        assert other in FLOOR, f"{name}:{line} imports jaxdl.{other}, which has no floor"
+        assert FLOOR[other] < FLOOR[own], f"{name}:{line}: {own} may not import {other}, which is not below it"
+
+
+def test_the_check_of_imports_sees_all_forms():
+    source = """
+import jaxdl.step
+from jaxdl.data.loader import TrainLoader
+from jaxdl import sharding
+def late():
+    import jaxdl.trainer as trainer
+    from jaxdl import Run
+import jax, os
+"""
+    rooms = [other for _, other in imported_rooms(ast.parse(source))]
+    assert sorted(rooms) == ["Run", "data", "sharding", "step", "trainer"]
+
+
+def test_the_rooms_are_those_of_the_design():
+    """The order that the design gives, from top to bottom."""
+    order = [
+        ["train"],
+        ["trainer", "launch", "bench"],
+        ["step", "evaluate", "checkpoint"],
+        ["state", "tasks"],
+        ["models", "optim", "exchange", "data", "report"],
+        ["collectives", "sharding", "precision"],
+        ["config", "mesh"],
+    ]
+    for upper, lower in itertools.pairwise(order):
+        assert min(FLOOR[name] for name in upper) > max(FLOOR[name] for name in lower)
+    assert not [name for name in MODULES if Path(name).stem in ("utils", "helpers", "common", "misc")]
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_only_some_rooms_mention_shard_map(name):
+    if room(name) in MENTION_SHARD_MAP:
+        return
+    mentions = [
+        node.lineno
+        for node in ast.walk(TREES[name])
+        if (isinstance(node, ast.Attribute) and "shard_map" in node.attr)
+        or (isinstance(node, ast.Name) and "shard_map" in node.id)
+        or (isinstance(node, ast.alias) and "shard_map" in node.name)
+    ]
+    assert not mentions, f"{name} uses shard_map in lines {mentions}: that belongs in {MENTION_SHARD_MAP}"
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_only_some_rooms_touch_the_disk(name):
+    own = room(name)
+    if own in TOUCH_THE_DISK:
+        return
+    forbidden = WRITING_CALLS if own in READ_FILES else WRITING_CALLS | READING_CALLS
+    if own in ("mesh", "sample", "bench"):
+        # The device files of GPUs; a text is loaded into a tokenizer; `jaxdl.load`.
+        forbidden = forbidden - {"glob", "load"}
+    calls = [(line, called) for line, called in called_names(TREES[name]) if called in forbidden]
+    assert not calls, f"{name} touches the disk in {calls}: that belongs in {TOUCH_THE_DISK}"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "mesh.py"])
+def test_axis_names_are_written_in_mesh_only(name):
+    allowed = docstrings(TREES[name])
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.ClassDef) and node.name == "ResNet":
+            # `norm_span` says over what statistics are taken: one replica (which happens to be an axis) or the mesh.
+            allowed |= {
+                id(part) for part in ast.walk(node) if isinstance(part, ast.Constant) and part.value == "replica"
+            }
+    found = [
+        (node.lineno, node.value)
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.Constant) and node.value in ("replica", "fsdp", "tensor") and id(node) not in allowed
+    ]
+    assert not found, f"{name} spells mesh axes in {found}: use jaxdl.mesh.Axis"
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_nothing_grows_too_large(name):
+    lines = MODULES[name].read_text().count("\n")
+    assert lines < MAX_FILE_LINES, f"{name} has {lines} lines: give a part of it a room of its own"
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = node.end_lineno - node.lineno + 1
+            assert length < MAX_FUNCTION_LINES, f"{name}:{node.lineno}: {node.name} has {length} lines"
+
+
+@pytest.mark.parametrize("name", list(MODULES))
+def test_heavy_packages_are_imported_when_they_are_used(name):
+    late = {
+        id(inner)
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.FunctionDef)
+        or (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING")
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in late:
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            heavy = [one for one in names if one.split(".")[0] in HEAVY or one.startswith("matplotlib.pyplot")]
+            assert not heavy, (
+                f"{name}:{node.lineno} imports {heavy} at the top: import it in the function that needs it"
+            )
+
+
+def in_a_fresh_process(code):
+    """What a fresh interpreter prints as JSON on its last line."""
+    environment = {"PYTHONPATH": ":".join([str(ROOT), *filter(None, sys.path)]), "JAX_PLATFORMS": "cpu"}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_nothing_runs_when_the_package_is_imported():
+    loaded = in_a_fresh_process("import sys, json, jaxdl; dir(jaxdl); print(json.dumps(sorted(sys.modules)))")
+    names = {name for name in loaded if name.startswith("jaxdl")}
+    assert names == {"jaxdl"}
+    assert not {"jax", "jaxlib", "numpy", "flax", "pydantic"} & set(loaded)
+
+
+def test_config_needs_no_jax():
+    loaded = in_a_fresh_process("import sys, json, jaxdl.config; print(json.dumps(sorted(sys.modules)))")
+    assert not {"jax", "jaxlib", "flax"} & set(loaded)
+
+
+def test_importing_everything_starts_no_backend_and_nothing_heavy():
+    code = """
+import sys, json, jaxdl, jaxdl.train
+from jax._src import xla_bridge
+used = [getattr(jaxdl, name) for name in jaxdl.__all__ if name != "train"]
+jaxdl.load("configs/digits.py").to_json()
+print(json.dumps([sorted(sys.modules), xla_bridge.backends_are_initialized()]))
+""".replace('"configs', f'"{ROOT.as_posix()}/configs')
+    loaded, started = in_a_fresh_process(code)
+    assert not started
+    assert not (HEAVY - {"PIL"}) & set(loaded)  # matplotlib imports PIL.
+    assert "matplotlib.pyplot" not in loaded
+
+
+def test_the_face_of_the_package():
+    code = """
+import json, jaxdl
+found = {name: [getattr(jaxdl, name).__module__, callable(getattr(jaxdl, name))] for name in jaxdl.__all__}
+import jaxdl.train
+found["module"] = [jaxdl.train.__name__, callable(jaxdl.train)]
+try:
+    jaxdl.nothing
+except AttributeError as error:
+    found["nothing"] = str(error)
+print(json.dumps(found))
+"""
+    found = in_a_fresh_process(code)
+    assert found.pop("nothing") == "module 'jaxdl' has no attribute 'nothing'"
+    assert found["train"] == ["jaxdl.trainer", True]
+    assert found["module"] == ["jaxdl.train", True], "after its import, jaxdl.train is a module that can be called"
+    assert found["load"] == ["jaxdl.experiment", True]
+    assert set(found) == {
+        "ConfigError", "Experiment", "Interrupted", "Predictor", "Run", "load", "restore", "train", "module"
+    }  # fmt: skip
