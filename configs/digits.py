@@ -1,6 +1,6 @@
 """Handwritten digits (8 x 8 pixels, from scikit-learn): a small ResNet on 8 virtual CPU devices, replica 2 x fsdp 4.
 
-    python -m jaxdl.train --config configs/digits.py --workdir runs/digits
+python -m jaxdl.train --config configs/digits.py --workdir runs/digits
 """
 
 from jaxdl.data import Digits

@@ -1,6 +1,6 @@
 """Fashion-MNIST (28 x 28 pixels, 60,000 + 10,000 images, through TensorFlow Datasets): a small ResNet.
 
-    TFDS_DATA_DIR=... python -m jaxdl.train --config configs/fashion_mnist.py --workdir runs/fashion_mnist
+TFDS_DATA_DIR=... python -m jaxdl.train --config configs/fashion_mnist.py --workdir runs/fashion_mnist
 """
 
 from jaxdl.data import TFDS

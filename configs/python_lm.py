@@ -1,7 +1,7 @@
 """A byte-level Transformer that learns Python from the source files of Python's own standard library.
 
-    python -m jaxdl.train --config configs/python_lm.py --workdir runs/python_lm
-    python -m jaxdl.sample --workdir runs/python_lm --prompt "def "
+python -m jaxdl.train --config configs/python_lm.py --workdir runs/python_lm
+python -m jaxdl.sample --workdir runs/python_lm --prompt "def "
 """
 
 from jaxdl.checkpoint import CheckpointConfig

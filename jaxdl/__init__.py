@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxdl.config import ConfigError
     from jaxdl.experiment import Experiment, load
-    from jaxdl.trainer import Interrupted, Run, train
     from jaxdl.predictor import Predictor, restore
+    from jaxdl.trainer import Interrupted, Run, train
 
 __version__ = "0.1.0"
 

@@ -135,7 +135,8 @@ class Checkpoints:
         """The newest checkpoint that is undamaged, laid out by the shardings in `abstract`; None when there is none.
 
         One that cannot be read, or whose arrays do not have their fingerprints, is moved to `checkpoints/damaged`, not
-        deleted (with `read_only` it stays), and the one before it is tried. Fields of items not asked for stay as they are in `abstract`.
+        deleted (with `read_only` it stays), and the one before it is tried. Fields of items not asked for stay as they
+        are in `abstract`.
         """
         damaged: list[str] = []
         for step in reversed(self.steps):
@@ -244,7 +245,9 @@ def claim_workdir(workdir: Path, config: Config, identity: Callable[[dict[str, A
         except json.JSONDecodeError:
             raise ConfigError(f"{path}: not a config any more. Restore it, or choose another --workdir.") from None
         if there != here:
-            lines = difflib.unified_diff(_lines(there), _lines(here), "in the workdir", "asked for now", n=0, lineterm="")
+            lines = difflib.unified_diff(
+                _lines(there), _lines(here), "in the workdir", "asked for now", n=0, lineterm=""
+            )
             changes = "\n".join("  " + line for line in lines if not line.startswith("@@"))
             raise ConfigError(
                 f"--workdir {workdir} belongs to a run of a different config:\n{changes}\n"

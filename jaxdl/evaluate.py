@@ -14,7 +14,6 @@ from jaxdl.mesh import batch_sharding
 from jaxdl.state import replicated
 from jaxdl.step import Batch, Parts, apply_network
 
-
 _MAX_IN_FLIGHT = 4
 """Batches handed to the devices before the first of them is awaited: keeps them busy, and their memory free."""
 

@@ -1,30 +1,25 @@
-"""Experiment: the root config, which joins the configs of all parts, and the plan of a run made from it."""
+"""Experiment: the root config, which joins the configs of all parts."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
 import pydantic
-from jax.sharding import Mesh
 
 from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.config import Config, ConfigError, load_file, parse
-from jaxdl.data import TFDS, Digits, ImageSpec, Splits, SyntheticImages, SyntheticText, TextFiles, TextSpec
+from jaxdl.data import TFDS, Digits, SyntheticImages, SyntheticText, TextFiles
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.exchange import Dense
-from jaxdl.mesh import MeshConfig, batch_ways, make_mesh, start_devices
-from jaxdl.models import Network, ResNet, Transformer
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LAMB, LARS, SGD, AdamW, Constant, Cosine, Linear, Polynomial
 from jaxdl.precision import BFloat16, Float16, Float32, TensorFloat32
 from jaxdl.report import ReportConfig
-from jaxdl.sharding import Layout, ShardingConfig
-from jaxdl.state import make_state_spec
-from jaxdl.step import Parts, StepConfig
+from jaxdl.sharding import ShardingConfig
+from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification, LanguageModelling
 
 
@@ -98,98 +93,3 @@ def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
     if isinstance(overrides, Mapping):
         return experiment.replaced(overrides)
     return parse(experiment, list(overrides))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A run, ready to be compiled: every config built and checked against the devices, nothing allocated on them."""
-
-    experiment: Experiment
-    parts: Parts
-    splits: Splits
-    total_steps: int
-    steps_per_epoch: float
-    eval_batch_size: int
-
-
-def make_plan(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> Plan:
-    """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
-
-    `devices` (default: all) are those of the mesh.
-    """
-    mesh = make_devices(experiment, devices)
-    eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
-    _check_batches(experiment, batch_ways(mesh), eval_batch_size)
-    splits = experiment.data.build()
-    num_examples = len(splits.train)
-    if experiment.batch_size > num_examples:
-        raise ConfigError(
-            f"--batch-size {experiment.batch_size}: there are only {num_examples} training examples. Choose a smaller one."
-        )
-    steps_per_epoch = num_examples / experiment.batch_size
-    total_steps = _total_steps(experiment, steps_per_epoch)
-    parts = make_parts(experiment, splits.train.spec, mesh, total_steps, steps_per_epoch)
-    return Plan(experiment, parts, splits, total_steps, steps_per_epoch, eval_batch_size)
-
-
-def make_devices(experiment: Experiment, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Starts JAX as the experiment asks and returns its mesh. Raises ConfigError when the devices do not suit it."""
-    start_devices(experiment.mesh)
-    mesh = make_mesh(experiment.mesh, devices)
-    experiment.precision.check(mesh.devices.flat[0].platform)
-    return mesh
-
-
-def make_parts(
-    experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, total_steps: int, steps_per_epoch: float
-) -> Parts:
-    """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit."""
-    if spec.modality != experiment.model.modality:
-        raise ConfigError(
-            f"data {experiment.data.kind} is {spec.modality}, but model {experiment.model.kind} reads "
-            f"{experiment.model.modality}. Choose a --model and --task for {spec.modality}, or other --data."
-        )
-    network = Network(experiment.model.build(**spec.sizes(), dtype=experiment.precision.dtype))
-    learning_rate = experiment.schedule.build(
-        peak=experiment.optimizer.learning_rate, total_steps=total_steps, steps_per_epoch=steps_per_epoch
-    )
-    optimizer = experiment.optimizer.build(learning_rate, network.axes)
-    exchange = experiment.exchange.build()
-    layout = Layout(experiment.sharding, mesh)
-    use_ema = experiment.step.ema_decay is not None
-    return Parts(
-        network=network,
-        task=experiment.task,
-        data_spec=spec,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        exchange=exchange,
-        precision=experiment.precision,
-        layout=layout,
-        state_spec=make_state_spec(layout, network, optimizer, exchange, experiment.precision, use_ema=use_ema),
-        config=experiment.step,
-    )
-
-
-def _check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
-    unit = ways * experiment.step.microbatches
-    if experiment.batch_size % unit:
-        below, above = experiment.batch_size // unit * unit, math.ceil(experiment.batch_size / unit) * unit
-        raise ConfigError(
-            f"--batch-size {experiment.batch_size}: cannot be split evenly over replica x fsdp = {ways} devices"
-            + (f" and {experiment.step.microbatches} micro-batches" if experiment.step.microbatches > 1 else "")
-            + f". Choose a multiple of {unit}, such as {below or above} or {above}."
-        )
-    if eval_batch_size % ways:
-        raise ConfigError(
-            f"--evaluation.batch-size {eval_batch_size}: cannot be split evenly over replica x fsdp = {ways} devices. "
-            f"Choose a multiple of {ways}."
-        )
-
-
-def _total_steps(experiment: Experiment, steps_per_epoch: float) -> int:
-    if experiment.steps is not None:
-        return experiment.steps
-    if experiment.epochs is None:
-        raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
-    return max(1, math.ceil(experiment.epochs * steps_per_epoch - 1e-9))

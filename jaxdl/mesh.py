@@ -124,14 +124,16 @@ def start_devices(config: MeshConfig) -> None:
         except RuntimeError:
             pass  # JAX has started already, which is fine as long as it has these devices: seen below.
     if not jax.distributed.is_initialized() and _distributed_wanted():
+        # Its preemption service would take SIGTERM away from `jaxdl.signals`.
+        jax.config.update("jax_enable_preemption_service", False)
         jax.distributed.initialize(
             num_processes=_process_number("JAX_NUM_PROCESSES"), process_id=_process_number("JAX_PROCESS_ID")
         )
     if count is not None and (jax.default_backend(), jax.local_device_count()) != ("cpu", count):
         raise ConfigError(
             f"{count} virtual CPU devices: in this process JAX already runs on {jax.local_device_count()} "
-            f"{jax.default_backend()} devices. Set the environment variable JAX_NUM_CPU_DEVICES={count} before the first "
-            "use of JAX, or restart."
+            f"{jax.default_backend()} devices. Set the environment variable JAX_NUM_CPU_DEVICES={count} before the "
+            "first use of JAX, or restart."
         )
 
 

@@ -14,7 +14,7 @@ import pydantic
 from jaxdl.config import Config, ConfigError, Kind
 
 LossScale = dict[str, jax.Array]
-"""`scale` (float32), `good_steps` since its last change and `skipped_steps` of the run (int32); empty without scaling."""
+"""`scale` (float32), `good_steps` since its last change, `skipped_steps` of the run (int32); empty without scaling."""
 
 
 class _Precision(Config):
@@ -28,6 +28,11 @@ class _Precision(Config):
     @property
     def matmul(self) -> str | None:
         """The setting of `jax.default_matmul_precision` under which the model is traced; None leaves JAX's default."""
+        return None
+
+    @property
+    def lowest_scale(self) -> float | None:
+        """The loss scale never falls below this; None without loss scaling."""
         return None
 
     def check(self, platform: str) -> None:
@@ -116,6 +121,11 @@ class Float16(_Precision):
     def dtype(self) -> Any:
         """float16."""
         return jnp.dtype("float16")
+
+    @property
+    def lowest_scale(self) -> float:
+        """`min_scale`."""
+        return self.min_scale
 
     def init_loss_scale(self) -> LossScale:
         """`initial_scale`, no step counted."""

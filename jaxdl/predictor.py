@@ -14,8 +14,9 @@ import numpy as np
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, spec_from_json
-from jaxdl.experiment import Experiment, make_devices, make_parts
+from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways
+from jaxdl.plan import make_devices, make_parts
 from jaxdl.state import TrainState
 from jaxdl.step import Parts, apply_network
 

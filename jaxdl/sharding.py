@@ -37,7 +37,7 @@ class ShardingConfig(Config):
     """How parameters, their gradients and the optimizer's state are spread over `fsdp` and `tensor`."""
 
     param_sharding: Literal["sharded", "replicated"] = "sharded"
-    """`sharded` splits parameters over `fsdp` (FSDP, ZeRO-3); `replicated` keeps them whole there (plain data parallel)."""
+    """`sharded` splits parameters over `fsdp` (FSDP, ZeRO-3); `replicated` keeps them whole (plain data parallel)."""
     tensor_dims: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab", "channel_out", "classes")
     """Logical dimensions that `tensor` splits."""
     min_shard_elements: int = pydantic.Field(default=256, ge=1)
@@ -62,7 +62,7 @@ class Layout:
             return PartitionSpec()
         if tensor > 1:
             fits = [dim for dim in dims if axes[dim] in self.config.tensor_dims and shape[dim] % tensor == 0]
-            placed = {dim: (Axis.TENSOR.value,) for dim in fits[:1]}
+            placed = dict.fromkeys(fits[:1], (Axis.TENSOR.value,))
         if fsdp > 1 and self.config.param_sharding == "sharded":
             free = [dim for dim in dims if dim not in placed and shape[dim] % fsdp == 0]
             again = [dim for dim in placed if shape[dim] % (fsdp * tensor) == 0]
@@ -178,7 +178,7 @@ def gather_layer(layer_state: nnx.State) -> nnx.State:
 
 
 def gather_params(params: Any, axes: Any) -> Any:
-    """`params` with every parameter that is not stacked over layers made whole; the stacked ones wait for their layer."""
+    """`params` with every parameter that is not stacked over layers made whole; stacked ones wait for their layer."""
     return jax.tree.map(lambda names, x: x if STACKED in names else gather(x, names), axes, params, is_leaf=_is_names)
 
 

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
 
+import numpy as np
+from jax.experimental import multihost_utils
+
 Result = TypeVar("Result")
 
 _POLL_SEC = 0.05
@@ -29,6 +32,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self._num_polls = 0
+        self._shared_every: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -50,15 +55,29 @@ class StopSignals:
             signal.signal(signum, handler)
         self._before = {}
 
+    def share(self, every_polls: int) -> None:
+        """For a run of several processes: from here on they all stop at the same poll when a signal has come to any.
+
+        They ask each other at every `every_polls`-th poll, so each must poll equally often.
+        """
+        self._shared_every = every_polls
+
     def poll(self) -> None:
         """Raises Stop if a signal has come."""
-        if self.signum is not None:
-            raise Stop(self.signum)
+        self._num_polls += 1
+        signum = self.signum or 0
+        if self._shared_every is not None:
+            if self._num_polls % self._shared_every:
+                return
+            signum = int(np.max(multihost_utils.process_allgather(np.int32(signum))))
+        if signum:
+            raise Stop(signum)
 
     def run(self, function: Callable[[], Result]) -> Result:
         """`function()` in a thread of its own, so that a signal is noticed while it compiles; returns its result.
 
-        On a signal the thread is left behind. What the function raises is raised here.
+        On a signal the thread is left behind; one of several processes cannot leave the others alone, and goes on to
+        the next `poll`. What the function raises is raised here.
         """
         outcome: list[Any] = []
 
@@ -71,7 +90,8 @@ class StopSignals:
         thread = threading.Thread(target=work, name="jaxdl-setup", daemon=True)
         thread.start()
         while thread.is_alive():
-            self.poll()
+            if self._shared_every is None:
+                self.poll()
             thread.join(_POLL_SEC)
         result, error = outcome[0]
         if error is not None:

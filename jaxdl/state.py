@@ -23,7 +23,7 @@ from jaxdl.sharding import Layout, is_spec, named, param_specs
 class TrainState:
     """Everything that a run carries from one step to the next. A checkpoint is this and the resolved config."""
 
-    step: jax.Array
+    step: Any
     """Steps completed, int32: the number of batches consumed, which is also the position in the data."""
     params: Any
     """Parameters, float32."""
@@ -37,7 +37,7 @@ class TrainState:
     """The gradient exchange's state, one for each replica: leaves `[replica, ...]`."""
     loss_scale: LossScale
     """The dynamic loss scale; empty without float16."""
-    key: jax.Array
+    key: Any
     """Data of the run's random key; a step's key is this folded with the step."""
 
     @property

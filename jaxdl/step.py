@@ -75,7 +75,7 @@ def make_train_step(parts: Parts) -> Any:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         augment_key, exchange_key = jax.random.split(key)
         batch = parts.task.augmented(batch, augment_key)
-        scale = state.loss_scale.get("scale", jnp.float32(1))
+        scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
         grads, sums, model_state = _local_gradients(parts, state, batch, scale / parts.task.weight(batch))
         metrics = {f"sums/{name}": value for name, value in sums.items()}
 
@@ -112,7 +112,9 @@ def apply_network(
     parts: Parts, layout: Layout, params: Any, model_state: Any, batch: Batch, *, train: bool
 ) -> tuple[jax.Array, Any]:
     """`(outputs, model_state)` of the network on a batch, in the precision's dtype and laid out by `layout`."""
-    matmul = jax.default_matmul_precision(parts.precision.matmul) if parts.precision.matmul else jax.named_scope("model")
+    matmul = (
+        jax.default_matmul_precision(parts.precision.matmul) if parts.precision.matmul else jax.named_scope("model")
+    )
     with use_layout(layout), matmul:
         used = cast_weights(params, parts.network.axes, parts.precision.dtype)
         used = gather_params(used, parts.network.axes)
@@ -147,9 +149,7 @@ def _local_gradients(
     def local(params: Any, model_state: Any, batch: Batch, factor: jax.Array) -> Any:
         # Without this, differentiating would already sum over `replica` and the exchange would see no local gradient.
         params, model_state, factor = lax.pcast((params, model_state, factor), replica, to="varying")
-        batch = {
-            name: lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)) for name, x in batch.items()
-        }
+        batch = {name: lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)) for name, x in batch.items()}
         num_parts = parts.config.microbatches
         if num_parts == 1:
             grads, sums, model_state = one_microbatch(params, model_state, batch, factor)
@@ -216,7 +216,7 @@ def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Me
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     # Skipped steps (float16) leave the schedule where it was.
-    num_updates = state.step - state.loss_scale.get("skipped_steps", jnp.int32(0))
+    num_updates = state.step - (state.loss_scale["skipped_steps"] if state.loss_scale else 0)
     ema_params = state.ema_params
     if config.ema_decay is not None:
         # Early on the average is over the steps so far, not over the initial values.
@@ -224,5 +224,3 @@ def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Me
         ema_params = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema_params, params)
     metrics = {"grad_norm": grad_norm, "learning_rate": jnp.float32(parts.learning_rate(num_updates))}
     return state.replace(params=params, opt_state=opt_state, ema_params=ema_params), metrics
-
-

@@ -10,13 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import jax
 import tyro
 
 from jaxdl.config import CLI_STYLE, ConfigError, choices_help, fail, load_file, take_choices
-from jaxdl.experiment import Experiment, make_plan
-from jaxdl.report import print_explanation
+from jaxdl.experiment import Experiment
+from jaxdl.plan import compile_train_step, make_plan
+from jaxdl.report import Diverged, print_explanation
 from jaxdl.sharding import explain
-from jaxdl.trainer import Diverged, Interrupted, compile_train_step, train
+from jaxdl.trainer import Interrupted, train
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ def main(args: list[str] | None = None) -> None:
     except Interrupted as stopped:
         print(stopped.message, file=sys.stderr, flush=True)
         sys.stdout.flush()
+        if jax.distributed.is_initialized():
+            jax.distributed.shutdown()  # Otherwise the other processes would take this one for lost, and abort.
         # A compilation may still run in its thread; the interpreter's orderly end would wait for it, or crash it.
         os._exit(int(stopped.code or 0))
 
@@ -80,7 +84,9 @@ def parse_command(args: list[str]) -> Command:
         return command
     given = command.experiment.mesh.cpu_devices
     if given not in (experiment.mesh.cpu_devices, command.devices):
-        raise ConfigError(f"--devices {command.devices} and --mesh.cpu-devices {given} mean the same: give one of them.")
+        raise ConfigError(
+            f"--devices {command.devices} and --mesh.cpu-devices {given} mean the same: give one of them."
+        )
     changed = command.experiment.replaced({"mesh.cpu_devices": command.devices})
     return Command(command.config, changed, command.workdir, command.devices, command.explain)
 

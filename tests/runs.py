@@ -14,10 +14,11 @@ import numpy as np
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticImages
 from jaxdl.evaluate import EvaluationConfig
-from jaxdl.experiment import Experiment, make_plan
+from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import LARS, Cosine
+from jaxdl.plan import make_plan
 from jaxdl.report import ReportConfig
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification

@@ -10,12 +10,12 @@ from jaxdl.checkpoint import Checkpoints, claim_workdir, fingerprints
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticText, eval_batches
 from jaxdl.evaluate import evaluate, make_eval_step
-from jaxdl.experiment import identity, make_plan
+from jaxdl.experiment import identity
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
+from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.tasks import LanguageModelling
-from jaxdl.trainer import make_initial_state
 
 IMAGES = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), steps=4)
 TEXT = tiny_experiment(

@@ -10,10 +10,11 @@ import pytest
 import jaxdl
 from jaxdl.config import Config, ConfigError, choices, load_file, make_choice, parse
 from jaxdl.data import Digits, SyntheticImages, SyntheticText
-from jaxdl.experiment import Experiment, make_plan
+from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LARS, SGD, Cosine, Polynomial
+from jaxdl.plan import make_plan
 from jaxdl.precision import Float16
 from jaxdl.sharding import ShardingConfig
 from jaxdl.tasks import Classification, LanguageModelling

@@ -23,6 +23,7 @@ FLOORS = [
     {"step", "checkpoint"},
     {"evaluate"},
     {"experiment"},
+    {"plan"},
     {"trainer", "predictor"},
     {"sample", "launch", "bench"},
     {"train"},

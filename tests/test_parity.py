@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
-from jaxdl.experiment import Experiment, make_plan
+from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LARS, AdamW, Constant
+from jaxdl.plan import compile_train_step, make_initial_state, make_plan
 from jaxdl.tasks import Classification, LanguageModelling
-from jaxdl.trainer import compile_train_step, make_initial_state
 
 NUM_STEPS = 10
 MESHES = {

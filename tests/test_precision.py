@@ -9,14 +9,14 @@ import pytest
 
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
-from jaxdl.experiment import Experiment, make_plan
+from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import SGD, Constant
+from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.precision import BFloat16, Float16, Float32, TensorFloat32, cast_weights
 from jaxdl.step import StepConfig, make_train_step
 from jaxdl.tasks import LanguageModelling
-from jaxdl.trainer import make_initial_state
 
 IMAGES = Experiment(
     model=ResNet(depth=8, width=8),

@@ -7,8 +7,19 @@ import signal
 import time
 
 import pytest
-from runs import assert_bit_equal, finish, has_step, kill, rows, saved_state, start, stop, tiny_experiment, wait_for
-from runs import write_config
+from runs import (
+    assert_bit_equal,
+    finish,
+    has_step,
+    kill,
+    rows,
+    saved_state,
+    start,
+    stop,
+    tiny_experiment,
+    wait_for,
+    write_config,
+)
 
 EXPERIMENT = tiny_experiment()
 

@@ -11,10 +11,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticText
-from jaxdl.experiment import Experiment, load, make_plan
+from jaxdl.experiment import Experiment, load
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.models import Transformer
 from jaxdl.optim import LAMB
+from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.sharding import (
     Layout,
@@ -33,7 +34,6 @@ from jaxdl.state import param_bytes_per_device
 from jaxdl.step import StepConfig, make_train_step
 from jaxdl.tasks import LanguageModelling
 from jaxdl.train import main
-from jaxdl.trainer import make_initial_state
 
 P = PartitionSpec
 TEXT = Experiment(

@@ -16,10 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.config import CLI_STYLE
-from jaxdl.experiment import Experiment, load, make_plan
+from jaxdl.experiment import Experiment, load
+from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.report import Stopwatch
 from jaxdl.signals import StopSignals
-from jaxdl.trainer import Session, make_initial_state
+from jaxdl.trainer import Session
 
 
 @dataclass(frozen=True)
@@ -55,32 +56,31 @@ def measure(experiment: Experiment, *, steps: int, repeats: int) -> dict[str, An
     The loop is the trainer's own, with its data, metrics, reports and files in a temporary workdir; evaluations and
     checkpoints do not fall into the measured steps. The bare step is the same compiled function on one resident batch.
     """
-    total = steps * (repeats + 1)
+    total = steps * (repeats + 1) + 2
     far = {"epochs": None, "steps": total, "evaluation.every_steps": 2 * total, "checkpoint.every_steps": 2 * total}
     far |= {"evaluation.every_epochs": None, "checkpoint.every_epochs": None}
     plan = make_plan(experiment.replaced(far))
     times: dict[str, list[float]] = {"bare step": [], "loop": []}
     with tempfile.TemporaryDirectory() as folder, StopSignals() as stop, contextlib.ExitStack() as stack:
-        session = Session(plan, Path(folder), stop, Stopwatch(), stack, quiet=True)
-        session.console = Console(quiet=True)
-        session.open_reports(session.prepare())
+        session = Session(plan, Path(folder), stop, Stopwatch(), stack, Console(quiet=True))
+        session.prepare()
         session.compile()
         session.start_loop()
         state, batch = make_initial_state(plan), next(session.loader)
+
+        def bare() -> None:
+            nonlocal state
+            for _ in range(steps):
+                state, _metrics = session.train_step(state, batch)
+            jax.block_until_ready(state)
+
+        def loop() -> None:
+            for _ in range(steps):
+                session.advance()
+            jax.block_until_ready(session.state)
+
+        sides = [("bare step", bare), ("loop", loop)]
         for repeat in range(repeats + 1):
-
-            def bare() -> None:
-                nonlocal state
-                for _ in range(steps):
-                    state, _metrics = session.train_step(state, batch)
-                jax.block_until_ready(state)
-
-            def loop() -> None:
-                for _ in range(steps - (repeat == 0)):  # One batch of the first round was taken above.
-                    session.advance()
-                jax.block_until_ready(session.state)
-
-            sides = [("bare step", bare), ("loop", loop)]
             for name, side in sides if repeat % 2 else sides[::-1]:
                 start = time.perf_counter()
                 side()

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 import numpy as np
 import pydantic
 
-from jaxdl.config import Config, Kind
-from jaxdl.data.source import ImageArrays, ImageSpec, Splits, channel_statistics
+from jaxdl.config import Kind
+from jaxdl.data.source import DataSet, ImageArrays, ImageSpec, Splits, channel_statistics
 
 
-class Digits(Config):
+class Digits(DataSet):
     """1,797 handwritten digits of 8x8 pixels, shipped with scikit-learn (UCI, Alpaydin and Kaynak 1998)."""
 
     kind: Annotated[Literal["digits"], Kind] = "digits"

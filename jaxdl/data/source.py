@@ -10,6 +10,9 @@ from typing import ClassVar
 
 import numpy as np
 
+from jaxdl.config import Config, ConfigError
+from jaxdl.data.codec import Codec
+
 STD_FLOOR = 1.0
 """Smallest standard deviation of a channel, in grey levels: a constant channel must not divide by zero."""
 
@@ -55,6 +58,20 @@ def spec_from_json(text: str) -> ImageSpec | TextSpec:
     values = json.loads(text)
     kind = {"images": ImageSpec, "text": TextSpec}[values.pop("modality")]
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+
+class DataSet(Config):
+    """Base of the data configs."""
+
+    def build(self) -> Splits:
+        """Reads the data. Raises ConfigError for what cannot be read."""
+        raise ConfigError(f"data {type(self).__name__}: it defines no build().")
+
+    def codec(self) -> Codec:
+        """Between text and this data's tokens. Raises ConfigError for data that stand for no text."""
+        raise ConfigError(
+            f"data {type(self).__name__}: it stands for no text, so there is nothing to encode or sample."
+        )
 
 
 class Source(abc.ABC):

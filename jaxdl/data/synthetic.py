@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, NoReturn
+from typing import Annotated, Literal
 
 import numpy as np
 import pydantic
 
-from jaxdl.config import Config, ConfigError, Kind
-from jaxdl.data.source import ImageSpec, Source, Splits, TextSpec, channel_statistics
+from jaxdl.config import Kind
+from jaxdl.data.source import DataSet, ImageSpec, Source, Splits, TextSpec, channel_statistics
 
 # A Markov chain's next token is the first, second, third or fourth successor with 4, 2, 1 and 1 chances in 8.
 _BRANCHES = np.array([0, 0, 0, 0, 1, 1, 2, 3])
@@ -30,7 +30,7 @@ def random_bits(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
     return bits
 
 
-class SyntheticImages(Config):
+class SyntheticImages(DataSet):
     """Images of a coarse pattern that belongs to the class, under noise of the same strength."""
 
     kind: Annotated[Literal["synthetic_images"], Kind] = "synthetic_images"
@@ -90,7 +90,7 @@ class _Images(Source):
         return {"image": self._patterns[labels] + (noise >> 1), "label": labels}
 
 
-class SyntheticText(Config):
+class SyntheticText(DataSet):
     """Sequences of a Markov chain: the best possible loss is 1.75 bits (1.213 nats) a token after the first."""
 
     kind: Annotated[Literal["synthetic_text"], Kind] = "synthetic_text"
@@ -108,10 +108,6 @@ class SyntheticText(Config):
     def build(self) -> Splits:
         """Training and held-out sequences: tokens int32 [batch, length+1]. A token counts as one byte."""
         return Splits(_Chain(self, 0, self.num_train), _Chain(self, self.num_train, self.num_test))
-
-    def codec(self) -> NoReturn:
-        """Raises ConfigError: these tokens stand for no text."""
-        raise ConfigError("data synthetic_text: its tokens stand for no text, so there is nothing to sample.")
 
 
 class _Chain(Source):

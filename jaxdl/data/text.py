@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import pydantic
 
-from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.config import ConfigError, Kind
 from jaxdl.data.codec import Codec, find_separator, load_tokenizer
-from jaxdl.data.source import Source, Splits, TextSpec
+from jaxdl.data.source import DataSet, Source, Splits, TextSpec
 
 STANDARD_LIBRARY = "python:stdlib"
 """In `TextFiles.paths`: the source of the running Python's standard library."""
@@ -22,7 +22,7 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 _DEFAULT_GLOB = "**/*.py"
 
 
-class TextFiles(Config):
+class TextFiles(DataSet):
     """Text in files. Whole files are held out; a single file is cut in two, its last part held out."""
 
     kind: Annotated[Literal["text"], Kind] = "text"

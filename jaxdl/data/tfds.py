@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import pydantic
 
-from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.config import ConfigError, Kind
 from jaxdl.data.codec import Codec
-from jaxdl.data.source import ImageArrays, ImageSpec, Source, Splits, channel_statistics
+from jaxdl.data.source import DataSet, ImageArrays, ImageSpec, Source, Splits, channel_statistics
 from jaxdl.data.text import text_splits
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # channels -> Pillow's name
@@ -25,7 +25,7 @@ _MANY_PIXELS = 128 * 128
 _READ_EXAMPLES = 1024
 
 
-class TFDS(Config):
+class TFDS(DataSet):
     """A data set of TensorFlow Datasets, prepared as ArrayRecord files. Set `text_key` for a text data set."""
 
     kind: Annotated[Literal["tfds"], Kind] = "tfds"

@@ -13,7 +13,9 @@ ExchangeMetrics = dict[str, jax.Array]
 class InitExchange(Protocol):
     """`init(grads) -> state`: the exchange's state for local gradient shards of these shapes."""
 
-    def __call__(self, grads: Any) -> Any: ...
+    def __call__(self, grads: Any) -> Any:
+        """The state."""
+        ...
 
 
 class UpdateExchange(Protocol):
@@ -22,9 +24,9 @@ class UpdateExchange(Protocol):
     `grads` are one device's shards of one replica's gradients; the mean is over `axis`.
     """
 
-    def __call__(
-        self, grads: Any, state: Any, *, axis: str, key: jax.Array
-    ) -> tuple[Any, Any, ExchangeMetrics]: ...
+    def __call__(self, grads: Any, state: Any, *, axis: str, key: jax.Array) -> tuple[Any, Any, ExchangeMetrics]:
+        """The mean, the new state and the metrics."""
+        ...
 
 
 class Exchange(NamedTuple):

@@ -45,5 +45,6 @@ class Network:
 def _axes(variable: nnx.Variable) -> tuple[str, ...]:
     """The logical axes of a parameter, with `layers` in front when it is stacked."""
     axes, ndim = variable.get_metadata().get("axes"), len(variable.shape)
-    assert axes is not None and ndim - len(axes) in (0, 1), f"a parameter of shape {variable.shape} has axes {axes}"
+    assert axes is not None, f"a parameter of shape {variable.shape} has no logical axes"
+    assert ndim - len(axes) in (0, 1), f"a parameter of shape {variable.shape} has axes {axes}"
     return (STACKED, *axes) if ndim > len(axes) else tuple(axes)

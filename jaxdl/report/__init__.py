@@ -4,13 +4,16 @@ from jaxdl.report.explanation import print_explanation
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress, format_row
+from jaxdl.report.reporter import Diverged, Reporter
 from jaxdl.report.stopwatch import Stopwatch
 from jaxdl.report.summary import print_summary, write_summary
 
 __all__ = [
+    "Diverged",
     "History",
     "Progress",
     "ReportConfig",
+    "Reporter",
     "Stopwatch",
     "format_row",
     "plot_history",

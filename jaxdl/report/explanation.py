@@ -14,19 +14,30 @@ class Row(Protocol):
     """One parameter."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Its path in the parameters."""
+        ...
+
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Its global shape."""
+        ...
+
     @property
-    def spec(self) -> str: ...
+    def spec(self) -> str:
+        """The mesh axes of its dimensions, for people."""
+        ...
+
     @property
-    def bytes_per_device(self) -> int: ...
+    def bytes_per_device(self) -> int:
+        """What one device holds of it."""
+        ...
 
 
 def print_explanation(
     rows: Sequence[Row], mesh: Mapping[str, int], memory: Any, console: Console | None = None
 ) -> None:
-    """Prints one line a parameter (shape, mesh axes of each dimension, bytes on one device) and XLA's memory per device.
+    """Prints one line a parameter (shape, mesh axes of each dimension, bytes on one device) and the step's memory.
 
     `memory` is the `memory_analysis()` of the compiled step; a platform without one gives None.
     """

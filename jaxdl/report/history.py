@@ -48,10 +48,18 @@ class History:
     every process but the first. A number that is not finite is `null` in the file, because JSON has no NaN.
 
     `resume_step` is the step the run starts from. Rows of an earlier run after it are dropped (they will be measured
-    again), those up to it are loaded; at 0 the history starts empty.
+    again), those up to it are loaded; at 0 the history starts empty. Evaluations after `evaluated_step` (None: after
+    `resume_step`) are dropped too, since they will be made again.
     """
 
-    def __init__(self, workdir: Path | None, *, resume_step: int = 0, tensorboard: bool = True) -> None:
+    def __init__(
+        self,
+        workdir: Path | None,
+        *,
+        resume_step: int = 0,
+        evaluated_step: int | None = None,
+        tensorboard: bool = True,
+    ) -> None:
         self.rows: list[dict[str, Any]] = []
         self._file: IO[str] | None = None
         self._board: Any = None
@@ -61,7 +69,9 @@ class History:
         workdir.mkdir(parents=True, exist_ok=True)
         path = workdir / METRICS_FILE
         if resume_step > 0 and path.exists():
-            self.rows = [row for row in _load(path) if row["step"] <= resume_step]
+            evaluated_step = resume_step if evaluated_step is None else evaluated_step
+            limits = {False: resume_step, True: min(resume_step, evaluated_step)}
+            self.rows = [row for row in _load(path) if row["step"] <= limits[_is_evaluation(row)]]
         if path.exists():
             replace_file(path, "".join(_line(row) for row in self.rows).encode())
         self._file = path.open("a", encoding="utf-8")
@@ -101,6 +111,15 @@ class History:
         names = dict.fromkeys(["step", *(name for row in self.rows for name in row)]) if self.rows else {}
         return {name: _column([row.get(name) for row in self.rows]) for name in names}
 
+    def last(self, prefix: str) -> dict[str, Any]:
+        """The last value of each name that starts with `prefix`, by its name without it."""
+        return {
+            name.removeprefix(prefix): value
+            for row in self.rows
+            for name, value in row.items()
+            if name.startswith(prefix)
+        }
+
     def close(self) -> None:
         """Writes out what is buffered and closes the files. May be called twice; the rows stay readable."""
         if self._file is not None:
@@ -128,6 +147,10 @@ def replace_file(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _is_evaluation(row: Mapping[str, Any]) -> bool:
+    return any(name.startswith("eval/") for name in row)
 
 
 def plain_value(value: Any) -> Any:

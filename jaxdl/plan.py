@@ -1,0 +1,163 @@
+"""The plan of a run: its experiment built and checked against the devices; its state and its compiled steps.
+
+Nothing is compiled before everything that can be checked has been.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxdl.config import ConfigError
+from jaxdl.data import ImageSpec, Splits, TextSpec
+from jaxdl.evaluate import make_eval_step
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, start_devices
+from jaxdl.models import Network
+from jaxdl.sharding import Layout
+from jaxdl.state import TrainState, init_state, make_state_spec
+from jaxdl.step import Parts, make_train_step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run, ready to be compiled: every config built and checked against the devices, nothing allocated on them."""
+
+    experiment: Experiment
+    parts: Parts
+    splits: Splits
+    total_steps: int
+    steps_per_epoch: float
+    eval_batch_size: int
+
+
+def make_plan(experiment: Experiment, devices: Sequence[Device] | None = None) -> Plan:
+    """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
+
+    `devices` (default: all) are those of the mesh.
+    """
+    if experiment.epochs is None and experiment.steps is None:
+        raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
+    mesh = make_devices(experiment, devices)
+    eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
+    _check_batches(experiment, batch_ways(mesh), eval_batch_size)
+    splits = experiment.data.build()
+    num_examples = len(splits.train)
+    if experiment.batch_size > num_examples:
+        raise ConfigError(
+            f"--batch-size {experiment.batch_size}: there are only {num_examples} training examples. "
+            "Choose a smaller one."
+        )
+    steps_per_epoch = num_examples / experiment.batch_size
+    total_steps = _total_steps(experiment, steps_per_epoch)
+    parts = make_parts(experiment, splits.train.spec, mesh, total_steps, steps_per_epoch)
+    return Plan(experiment, parts, splits, total_steps, steps_per_epoch, eval_batch_size)
+
+
+def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
+    """Starts JAX as the experiment asks and returns its mesh. Raises ConfigError when the devices do not suit it."""
+    start_devices(experiment.mesh)
+    mesh = make_mesh(experiment.mesh, devices)
+    experiment.precision.check(mesh.devices.flat[0].platform)
+    return mesh
+
+
+def make_parts(
+    experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, total_steps: int, steps_per_epoch: float
+) -> Parts:
+    """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit."""
+    if spec.modality != experiment.model.modality:
+        raise ConfigError(
+            f"data {experiment.data.kind} is {spec.modality}, but model {experiment.model.kind} reads "
+            f"{experiment.model.modality}. Choose a --model and --task for {spec.modality}, or other --data."
+        )
+    network = Network(experiment.model.build(**spec.sizes(), dtype=experiment.precision.dtype))
+    learning_rate = experiment.schedule.build(
+        peak=experiment.optimizer.learning_rate, total_steps=total_steps, steps_per_epoch=steps_per_epoch
+    )
+    optimizer = experiment.optimizer.build(learning_rate, network.axes)
+    exchange = experiment.exchange.build()
+    layout = Layout(experiment.sharding, mesh)
+    use_ema = experiment.step.ema_decay is not None
+    return Parts(
+        network=network,
+        task=experiment.task,
+        data_spec=spec,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        exchange=exchange,
+        precision=experiment.precision,
+        layout=layout,
+        state_spec=make_state_spec(layout, network, optimizer, exchange, experiment.precision, use_ema=use_ema),
+        config=experiment.step,
+    )
+
+
+def _check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
+    unit = ways * experiment.step.microbatches
+    if experiment.batch_size % unit:
+        below, above = experiment.batch_size // unit * unit, math.ceil(experiment.batch_size / unit) * unit
+        raise ConfigError(
+            f"--batch-size {experiment.batch_size}: cannot be split evenly over replica x fsdp = {ways} devices"
+            + (f" and {experiment.step.microbatches} micro-batches" if experiment.step.microbatches > 1 else "")
+            + f". Choose a multiple of {unit}, such as {below or above} or {above}."
+        )
+    if eval_batch_size % ways:
+        raise ConfigError(
+            f"--evaluation.batch-size {eval_batch_size}: cannot be split evenly over replica x fsdp = {ways} devices. "
+            f"Choose a multiple of {ways}."
+        )
+
+
+def _total_steps(experiment: Experiment, steps_per_epoch: float) -> int:
+    if experiment.steps is not None:
+        return experiment.steps
+    assert experiment.epochs is not None
+    return max(1, math.ceil(experiment.epochs * steps_per_epoch - 1e-9))
+
+
+def make_initial_state(plan: Plan) -> TrainState:
+    """The fresh train state of a plan, allocated already sharded; equal on every mesh."""
+    parts, experiment = plan.parts, plan.experiment
+
+    def make() -> TrainState:
+        return init_state(
+            jax.random.key(experiment.seed),
+            parts.network,
+            parts.optimizer,
+            parts.exchange,
+            parts.precision,
+            num_replicas=parts.layout.mesh.shape[Axis.REPLICA],
+            use_ema=experiment.step.ema_decay is not None,
+        )
+
+    # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
+    options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+    return jax.jit(make, out_shardings=parts.state_spec.shardings, compiler_options=options)()
+
+
+def compile_steps(plan: Plan) -> tuple[Any, Any]:
+    """The compiled train step and evaluation step of a plan; later calls with other shapes are errors."""
+    state = plan.parts.state_spec.abstract()
+    return compile_train_step(plan), make_eval_step(plan.parts).lower(
+        state.eval_params, state.model_state, _batch_shapes(plan.splits.test.eval_batch, plan.eval_batch_size)
+    ).compile()
+
+
+def compile_train_step(plan: Plan) -> Any:
+    """The compiled train step of a plan."""
+    batch = _batch_shapes(plan.splits.train.batch, plan.experiment.batch_size)
+    return make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch).compile()
+
+
+def _batch_shapes(
+    read: Callable[[np.ndarray], dict[str, np.ndarray]], batch_size: int
+) -> dict[str, jax.ShapeDtypeStruct]:
+    rows = read(np.zeros(1, np.int64))
+    return {name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype) for name, value in rows.items()}

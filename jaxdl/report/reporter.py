@@ -1,0 +1,184 @@
+"""The reporter of a run: takes what the loop measures to the history, the display, the curves and the summary."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from jaxdl.report.history import History, ReportConfig
+from jaxdl.report.plots import plot_history
+from jaxdl.report.progress import Progress
+from jaxdl.report.stopwatch import Stopwatch
+from jaxdl.report.summary import print_summary, write_summary
+
+
+class Diverged(ArithmeticError):
+    """The training loss is not a finite number any more."""
+
+
+class Reporter:
+    """Everything that a run tells while it runs. Metrics of steps are fetched one step late, many at a time.
+
+    Args:
+      config: what to report, and how often.
+      folder: where files go; None on all processes but the first, and for a run without a workdir.
+      watch: the run's stopwatch; its "train" and "data" phases make the rate.
+      console: where to print; a quiet one on all processes but the first.
+      quiet: see `Progress`.
+      total_steps, steps_per_epoch, batch_size: the size of the run; a fractional epoch is fine.
+      task_metrics: from sums over examples to metrics.
+      lowest_scale: the loss scale at which a loss that is not finite ends the run; None without loss scaling.
+    """
+
+    def __init__(
+        self,
+        config: ReportConfig,
+        folder: Path | None,
+        watch: Stopwatch,
+        *,
+        console: Console,
+        quiet: bool | None,
+        total_steps: int,
+        steps_per_epoch: float,
+        batch_size: int,
+        task_metrics: Callable[[Mapping[str, float]], dict[str, float]],
+        lowest_scale: float | None,
+    ) -> None:
+        self._config, self._folder, self._watch, self._console, self._quiet = config, folder, watch, console, quiet
+        self._total_steps, self._steps_per_epoch, self._batch_size = total_steps, steps_per_epoch, batch_size
+        self._task_metrics, self._lowest_scale = task_metrics, lowest_scale
+        self._stack = ExitStack()
+        self._window: list[Any] = []
+        self._window_end, self._since_sec = 0, 0.0
+        self._profiling = False
+        self.history = History(None)
+        self._progress: Progress | None = None
+
+    def open(self, step: int, evaluated_step: int) -> None:
+        """Opens the history and the display of a run that starts from `step`, the last evaluation as given."""
+        self.history = History(
+            self._folder, resume_step=step, evaluated_step=evaluated_step, tensorboard=self._config.tensorboard
+        )
+        self._stack.callback(self.history.close)
+        self._progress = Progress(
+            self._total_steps,
+            step,
+            examples_per_step=self._batch_size,
+            steps_per_epoch=self._steps_per_epoch,
+            console=self._console,
+            quiet=self._quiet,
+        )
+        self._stack.enter_context(self._progress)
+        self._window_end = step
+
+    def close(self) -> None:
+        """Ends a profile under way, closes the files and gives the terminal back."""
+        if self._profiling:
+            self._profiling = False
+            jax.profiler.stop_trace()
+        self._stack.close()
+
+    def status(self, word: str) -> None:
+        """What the run does now: "compiling", "training", "evaluating", "saving"."""
+        if word == "training":
+            self._since_sec = self._training_sec()
+        if self._progress is not None:
+            self._progress.status(word)
+
+    def note(self, text: str) -> None:
+        """A message that stays on the display."""
+        if self._progress is not None:
+            self._progress.note(text)
+
+    def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+        """Takes the metrics of the step that was just dispatched, and waits for the one before it.
+
+        So the host is one step ahead and the devices never wait for it. A full window is reported first.
+        """
+        if self._window:
+            jax.block_until_ready(self._window[-1])
+        if len(self._window) >= self._config.every_steps:
+            self.flush()
+        self._window.append(metrics)
+        assert self._progress is not None
+        self._progress.advance(step)
+
+    def flush(self) -> None:
+        """Fetches and reports the steps since the last report. Raises Diverged when their loss is not finite."""
+        if not self._window:
+            return
+        fetched, self._window = jax.device_get(self._window), []
+        sums = {
+            name.removeprefix("sums/"): float(np.sum([one[name] for one in fetched], dtype=np.float64))
+            for name in fetched[0]
+            if name.startswith("sums/")
+        }
+        row = {f"train/{name}": value for name, value in self._task_metrics(sums).items()}
+        row |= {f"train/{name}": float(value) for name, value in fetched[-1].items() if not name.startswith("sums/")}
+        now = self._training_sec()
+        rate = len(fetched) * self._batch_size / max(now - self._since_sec, 1e-9)
+        self._window_end, self._since_sec = self._window_end + len(fetched), now
+        self._write(self._window_end, row | {"examples_per_sec": rate})
+        bad = sum(not math.isfinite(one["sums/loss"]) for one in fetched)
+        lowest = self._lowest_scale
+        if bad and (lowest is None or (bad == len(fetched) and row["train/loss_scale"] <= lowest)):
+            raise Diverged(
+                f"the training loss is not finite at step {self._window_end} "
+                f"(learning rate {row['train/learning_rate']:.3g}). A lower --optimizer.learning-rate, a longer "
+                "warm-up or --step.clip-norm 1 usually help."
+            )
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Reports an evaluation."""
+        self._write(step, {f"eval/{name}": value for name, value in metrics.items()})
+
+    def profile(self, step: int, state: Any) -> None:
+        """Starts or ends the profile, if it starts or ends before the step that follows `step` steps."""
+        start = self._config.profile_start_step
+        if start is None or self._folder is None or step not in (start, start + self._config.profile_steps):
+            return
+        jax.block_until_ready(state)
+        if step == start:
+            jax.profiler.start_trace(self._folder / "profile")
+            self._profiling = True
+        elif self._profiling:
+            jax.profiler.stop_trace()
+            self._profiling = False
+            self.note(f"profile written to {self._folder / 'profile'}")
+
+    def finish(
+        self, status: Literal["finished", "interrupted"], *, step: int, mesh: Mapping[str, int]
+    ) -> dict[str, Any]:
+        """Draws the curves, writes and prints the summary, and returns it."""
+        if self._folder is not None:
+            plot_history(self.history.columns(), self._folder / "curves.png")
+        summary = write_summary(
+            self._folder / "summary.json" if self._folder else None,
+            status=status,
+            steps=step,
+            total_steps=self._total_steps,
+            metrics=self.history.last("eval/"),
+            seconds=self._watch.seconds(),
+            mesh=mesh,
+        )
+        if self._progress is not None:
+            self._progress.stop()
+        print_summary(summary, self._console)
+        return summary
+
+    def _training_sec(self) -> float:
+        seconds = self._watch.seconds()
+        return seconds.get("train", 0.0) + seconds.get("data", 0.0)
+
+    def _write(self, step: int, row: Mapping[str, Any]) -> None:
+        whole = {"step": step, "epoch": step / self._steps_per_epoch, **row}
+        self.history.write(whole)
+        if self._progress is not None:
+            self._progress.report(whole)
