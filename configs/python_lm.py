@@ -25,7 +25,7 @@ def config() -> Experiment:
         schedule=Cosine(warmup_steps=100, end_fraction=0.05),
         step=StepConfig(clip_norm=1.0),
         batch_size=8,
-        steps=1500,
+        steps=1000,
         evaluation=EvaluationConfig(every_steps=500, batch_size=32),
         checkpoint=CheckpointConfig(every_steps=500),
         mesh=MeshConfig() if gpus_visible() else MeshConfig(cpu_devices=2),

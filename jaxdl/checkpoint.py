@@ -18,9 +18,11 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 import pydantic
 from jax import lax
+from jax.experimental import multihost_utils
 
 from jaxdl.config import Config, ConfigError
 from jaxdl.state import TrainState
@@ -101,7 +103,7 @@ class Checkpoints:
             save_interval_steps=0 if read_only else 1,
             step_prefix="step",
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_handlers())
         self._fingerprint = jax.jit(fingerprints)
 
     def save(self, state: TrainState, step: int, *, evaluated_step: int, metrics: dict[str, float] | None) -> None:
@@ -112,7 +114,7 @@ class Checkpoints:
         items = _items(state)
         prints = jax.device_get(self._fingerprint(items))
         meta = {"evaluated_step": evaluated_step, "fingerprints": jax.tree.map(int, prints)}
-        arguments: dict[str, Any] = {name: ocp.args.StandardSave(item) for name, item in items.items() if item}
+        arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
         arguments["meta"] = ocp.args.JsonSave(meta)
         with _quiet_orbax():
             self._manager.save(step, args=ocp.args.Composite(**arguments), metrics=metrics, force=True)
@@ -155,12 +157,13 @@ class Checkpoints:
 
     def _restore_step(self, step: int, abstract: TrainState, items: tuple[str, ...]) -> tuple[TrainState, Any]:
         wanted = {name: item for name, item in _items(abstract).items() if name in items and item}
-        arguments: dict[str, Any] = {name: ocp.args.StandardRestore(item) for name, item in wanted.items()}
-        arguments["meta"] = ocp.args.JsonRestore()
-        with _quiet_orbax():
-            restored = self._manager.restore(step, args=ocp.args.Composite(**arguments))
-        meta = restored["meta"]
-        found = {name: restored[name] for name in wanted}
+        error, found, meta = None, {}, {}
+        try:
+            found, meta = _read(self.folder / f"step_{step}", wanted)
+        except Exception as raised:  # Kept until the other processes know: this one must not go another way than they.
+            error = raised
+        if not _all_processes(error is None):
+            raise error or ValueError("another process could not read its part")
         prints = jax.tree.map(int, jax.device_get(self._fingerprint(found)))
         bad = [
             f"{item}.{leaf}"
@@ -185,8 +188,32 @@ class Checkpoints:
         if jax.process_index() == 0:
             target.parent.mkdir(exist_ok=True)
             os.replace(source, target)
+        _all_processes(True)  # Before it is moved, no process may look for the next one.
         self._manager.reload()
         return f"checkpoint step_{step} is damaged ({reason}); moved to {target}"
+
+
+def _read(folder: Path, wanted: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+    """`(items, meta)` of a checkpoint; each process reads its own part and waits for no other."""
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    with _quiet_orbax(), ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
+        found = {name: reader.restore(folder / name, args=ocp.args.StandardRestore(x)) for name, x in wanted.items()}
+    return found, json.loads((folder / "meta" / "metadata").read_text())
+
+
+def _all_processes(fine: bool) -> bool:
+    """Whether all processes are fine; each waits here for the others."""
+    return bool(np.all(multihost_utils.process_allgather(np.bool_(fine)))) if jax.process_count() > 1 else fine
+
+
+def _handlers() -> dict[str, Any]:
+    """Orbax's handlers of the items. Small arrays are written by one replica: sharing them out costs a compilation each."""
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    trees = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in ITEMS}
+    return trees | {"meta": ocp.JsonCheckpointHandler()}
 
 
 def _items(state: TrainState) -> dict[str, dict[str, Any]]:

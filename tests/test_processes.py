@@ -2,34 +2,36 @@
 
 import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, assert_bit_equal, finish, rows, saved_state, tiny_experiment, write_config
+from runs import ROOT, finish, has_step, rows, saved_state, tiny_experiment, wait_for, write_config
 
 import jaxdl
 from jaxdl.data import SyntheticText
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
-from jaxdl.report import ReportConfig
 from jaxdl.tasks import LanguageModelling
 
-DEVICES_PER_PROCESS = 2
 EXPERIMENT = tiny_experiment(
     data=SyntheticText(vocab_size=32, length=16, num_train=96, num_test=20),
     model=Transformer(num_layers=1, embed_dim=32, num_heads=2, mlp_dim=64, scan_layers=False),
     task=LanguageModelling(),
     optimizer=AdamW(learning_rate=0.01, epsilon=1e-4),
-    steps=6,
-    evaluation={"every_steps": 3},
-    checkpoint={"every_steps": 3},
-    report=ReportConfig(every_steps=1),
-    mesh={"replica": 2, "fsdp": 2, "tensor": 1, "cpu_devices": DEVICES_PER_PROCESS},
+    steps=40,
+    evaluation={"every_steps": 8},
+    checkpoint={"every_steps": 8},
+    mesh={"replica": 2, "fsdp": 2, "tensor": 1, "cpu_devices": 2},
 )
+ACROSS = ("--mesh.replica", "1", "--mesh.fsdp", "4")
+"""A mesh on which each process has a part of every parameter; on the other one `replica` lies across the processes."""
 
 
 def start_pair(config, workdir, *args):
@@ -53,62 +55,63 @@ def start_pair(config, workdir, *args):
     ]
 
 
-def finish_pair(pair):
-    """The output of each process; both must end well."""
-    ended = [finish(process) for process in pair]
-    assert [code for code, _ in ended] == [0, 0], ended
-    return [output for _, output in ended]
-
-
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
-    return write_config(tmp_path_factory.mktemp("config"), EXPERIMENT)
+def story(tmp_path_factory):
+    """What came of a run of two processes that was stopped, and gone on with on another mesh."""
+    workdir = tmp_path_factory.mktemp("run")
+    config = write_config(tmp_path_factory.mktemp("config"), EXPERIMENT)
+    pair = start_pair(config, workdir)
+    one_process = EXPERIMENT.replaced({"mesh.cpu_devices": None})
+    alone = jaxdl.train(one_process, quiet=True, devices=jax.devices()[:4])
+    wait_for(pair[0], has_step(workdir, 9))
+    pair[1].send_signal(signal.SIGTERM)
+    stopped = [finish(process) for process in pair]
+
+    resumed = [finish(process) for process in start_pair(config, workdir, *ACROSS)]
+    return SimpleNamespace(workdir=workdir, config=config, alone=alone, stopped=stopped, resumed=resumed)
 
 
-@pytest.fixture(scope="module", params=["replica 2 x fsdp 2", "fsdp 4"])
-def both(request, tmp_path_factory, config):
-    """(mesh arguments, workdir of two processes, their outputs, the run of one process)."""
-    words = request.param.replace(" x ", " ").split()
-    sizes = {"replica": "1", "fsdp": "1"} | dict(zip(words[::2], words[1::2], strict=True))
-    mesh = [part for axis, size in sizes.items() for part in (f"--mesh.{axis}", size)]
-    workdir = tmp_path_factory.mktemp("pair")
-    pair = start_pair(config, workdir, *mesh)
-    alone = jaxdl.train(
-        EXPERIMENT.replaced({f"mesh.{axis}": int(size) for axis, size in sizes.items()} | {"mesh.cpu_devices": None}),
-        quiet=True,
-        devices=jax.devices()[: 2 * DEVICES_PER_PROCESS],
-    )
-    return mesh, workdir, finish_pair(pair), alone
+def test_a_signal_to_one_stops_both_at_the_same_step(story):
+    assert [code for code, _ in story.resumed] == [0, 0], story.resumed
+    codes = [code for code, _ in story.stopped]
+    if codes != [0, 0]:  # The signal may come after the last step: then the run has finished.
+        assert codes == [128 + signal.SIGTERM] * 2, story.stopped
+        steps = [re.search(r"stopped at step (\d+); saved", output)[1] for _, output in story.stopped]
+        assert steps[0] == steps[1]
+        assert f"resumed from the checkpoint at step {steps[0]}\n" in story.resumed[0][1]
 
 
-def test_they_measure_and_learn_the_same(both):
-    _, workdir, _, alone = both
-    measured = rows(workdir)
+def test_they_measure_and_learn_what_one_process_does(story):
+    measured, alone = rows(story.workdir), story.alone
     assert [row["step"] for row in measured] == alone.history["step"], "each row once: process 1 writes none"
     for name in ("train/loss", "train/grad_norm", "eval/loss", "eval/bits_per_byte", "eval/accuracy"):
         values = [row.get(name, np.nan) for row in measured]
         np.testing.assert_allclose(values, alone.history[name], rtol=1e-5, err_msg=name)
-    state = saved_state(workdir, EXPERIMENT)
+    state = saved_state(story.workdir, EXPERIMENT)
     assert state.step == EXPERIMENT.steps
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), state.params, alone.state.params)
+    assert jaxdl.restore(story.workdir).step == EXPERIMENT.steps
 
 
-def test_process_0_alone_reports(both):
-    _, workdir, outputs, _ = both
-    assert "step 6/6" in outputs[0]
-    assert "4 x cpu (cpu), 2 processes" in outputs[0]
-    # Gloo, the transport, prints its own lines in every process.
-    said = [line for line in outputs[1].splitlines() if not re.search("Gloo|peer ranks", line)]
-    assert not said
-    assert len(list((workdir / "tensorboard").iterdir())) == 1
-    assert not list(workdir.glob("*.tmp"))
+def test_process_0_alone_reports(story):
+    for run in (story.stopped, story.resumed):
+        (_, first), (_, second) = run
+        assert "eval/loss" in first
+        assert "4 x cpu (cpu), 2 processes" in first
+        # Gloo, the transport, prints lines of its own in every process, and Orbax those of what it cannot read.
+        assert "eval/loss" not in second
+        assert "processes" not in second
+    assert not list(story.workdir.glob("*.tmp"))
 
 
-def test_their_checkpoint_restores_in_both_and_in_one(both, config):
-    mesh, workdir, _, _ = both
-    assert list((workdir / "checkpoints" / "step_6" / "model").glob("ocdbt.process_1")), "process 1 wrote its part"
-    before = saved_state(workdir, EXPERIMENT)
-    outputs = finish_pair(start_pair(config, workdir, *mesh))
-    assert "resumed from the checkpoint at step 6" in outputs[0]
-    assert_bit_equal(saved_state(workdir, EXPERIMENT), before)
-    assert jaxdl.restore(workdir).step == 6
+def test_a_part_that_one_cannot_read_is_damage_for_both(story, tmp_path):
+    shutil.copytree(story.workdir, tmp_path, dirs_exist_ok=True)
+    for step in (32, 40):
+        its_part = list((tmp_path / "checkpoints" / f"step_{step}" / "model" / "ocdbt.process_1" / "d").iterdir())
+        max(its_part, key=lambda path: path.stat().st_size).unlink()
+    ended = [finish(process) for process in start_pair(story.config, tmp_path, *ACROSS)]
+    assert [code for code, _ in ended] == [2, 2], ended
+    for _, output in ended:
+        assert "No whole checkpoint is left" in output
+    assert any("another process could not read its part" in output for _, output in ended)
+    assert sorted(path.name for path in (tmp_path / "checkpoints" / "damaged").iterdir()) == ["step_32", "step_40"]

@@ -203,10 +203,7 @@ class TransformerModule(nnx.Module):
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
         """Tokens, int32 [batch, length] -> logits of each next token, float32 [batch, length, vocab]."""
         del train  # Nothing here differs between training and evaluation; every network has the argument.
-        # The rows are read from a whole table: XLA aborts when it partitions a lookup in a table split by rows inside a
-        # partly manual shard_map (jaxlib 0.10). "token" is a name that no rule splits, unlike "vocab".
-        table = sharding.constrain(self.embedding[...].astype(self.dtype), "token", "embed")
-        x = jnp.take(table, tokens, axis=0)
+        x = sharding.lookup(self.embedding[...].astype(self.dtype), tokens)
         x = self._through_layers(sharding.constrain(x, "batch", "length", "embed"))
         x = self.final_norm(x)
         head = self.embedding[...].T if self.tied_embeddings else self.head[...]

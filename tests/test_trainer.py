@@ -1,0 +1,185 @@
+"""Whole runs from Python: what they return, write, compile and refuse."""
+
+import json
+import logging
+import os
+import signal
+import threading
+
+import jax
+import numpy as np
+import pandas as pd
+import pytest
+from runs import tiny_experiment, write_config
+
+import jaxdl
+from jaxdl.data import SyntheticImages, eval_batches
+from jaxdl.evaluate import evaluate, make_eval_step
+from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.optim import SGD
+from jaxdl.plan import make_initial_state, make_plan
+from jaxdl.report import Diverged
+from jaxdl.signals import StopSignals
+from jaxdl.train import main
+
+FOUR = jax.devices()[:4]
+TINY = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), report={"every_steps": 5})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A whole run: `(run, workdir, names of what XLA compiled)`."""
+    names = []
+
+    class Listener(logging.Handler):
+        def emit(self, record):
+            message = record.getMessage()
+            if "Finished XLA compilation of" in message:
+                names.append(message.split("Finished XLA compilation of ")[1].split(" in ")[0])
+
+    handler, logger = Listener(), logging.getLogger("jax._src.dispatch")
+    workdir = tmp_path_factory.mktemp("run")
+    logger.addHandler(handler)
+    # For all threads: the steps are compiled in one of their own, so that signals are noticed meanwhile.
+    jax.config.update("jax_log_compiles", True)
+    try:
+        run = jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
+    finally:
+        jax.config.update("jax_log_compiles", False)
+        logger.removeHandler(handler)
+    return run, workdir, names
+
+
+def test_the_train_step_is_compiled_once(finished):
+    _, _, names = finished
+    assert sum("train_step" in name for name in names) == 1, names
+    assert sum("eval_step" in name for name in names) == 1, names
+
+
+def test_what_a_run_returns(finished):
+    run, _, _ = finished
+    frame = pd.DataFrame(run.history)
+    # Reports every 5 steps, and before each evaluation (every 4) and checkpoint, so that nothing spans one.
+    assert frame["step"].tolist() == [4, 4, 8, 8, 12, 12]
+    assert frame["epoch"].tolist() == [step / 6 for step in frame["step"]]
+    trained = frame.dropna(subset=["train/loss"])
+    assert (trained["examples_per_sec"] > 0).all()
+    assert run.metrics == {name: frame[f"eval/{name}"].iloc[-1] for name in ("loss", "accuracy", "accuracy_top5")}
+    assert int(run.state.step) == 12
+    assert run.plot().axes
+
+
+def test_what_a_run_leaves_in_its_workdir(finished):
+    run, workdir, _ = finished
+    assert {path.name for path in workdir.iterdir()} == {
+        "checkpoints", "config.json", "curves.png", "data.json", "metrics.jsonl", "summary.json", "tensorboard",
+    }  # fmt: skip
+    summary = json.loads((workdir / "summary.json").read_text())
+    assert summary["status"] == "finished"
+    assert summary["mesh"] == {"replica": 2, "fsdp": 2, "tensor": 1}
+    assert {"compile", "train", "eval", "checkpoint", "data"} <= set(summary["seconds"])
+    assert summary["metrics"] == pytest.approx(run.metrics)
+    assert jaxdl.Experiment.from_json((workdir / "config.json").read_text()) == TINY
+    assert (workdir / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_started_again_does_nothing(finished):
+    run, workdir, _ = finished
+    before = {path: path.read_bytes() for path in (workdir / "checkpoints").rglob("*") if path.is_file()}
+    again = jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
+    assert again.metrics == run.metrics
+    assert again.summary["steps"] == 12
+    assert {path: path.read_bytes() for path in (workdir / "checkpoints").rglob("*") if path.is_file()} == before
+
+
+def test_without_a_workdir_nothing_is_left_on_disk(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    threads = set(threading.enumerate())
+    run = jaxdl.train(TINY.replaced({"steps": 3, "evaluation": {}, "checkpoint": {}}), quiet=True, devices=FOUR)
+    assert run.summary["steps"] == 3
+    assert not list(tmp_path.iterdir())
+    assert not {thread for thread in threading.enumerate() if "jaxdl" in thread.name} - threads
+
+
+@pytest.mark.parametrize("num_test", [1, 37, 48])
+def test_evaluation_covers_every_example_once_on_every_mesh(num_test):
+    experiment = TINY.replaced({"data.num_test": num_test, "evaluation.batch_size": 16})
+    found = []
+    for mesh, count in ((MeshConfig(fsdp=1), 1), (MeshConfig(replica=4, fsdp=2), 8)):
+        plan = make_plan(experiment.replaced({"mesh": mesh}), jax.devices()[:count])
+        parts, state = plan.parts, make_initial_state(plan)
+        with eval_batches(plan.splits.test, batch_size=16, sharding=batch_sharding(parts.layout.mesh)) as batches:
+            found.append(evaluate(parts, make_eval_step(parts), state.params, state.model_state, batches))
+    rows = plan.splits.test.batch(np.arange(num_test))
+    params, model_state = jax.device_get((state.params, state.model_state))
+    logits, _ = parts.network.apply(params, model_state, *parts.task.inputs(rows, parts.data_spec), train=False)
+    logits = np.asarray(logits, np.float64)
+    log_probability = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    expected_loss = -log_probability[np.arange(num_test), rows["label"]].mean()
+    for metrics in found:
+        np.testing.assert_allclose(metrics["loss"], expected_loss, rtol=1e-5)
+        assert metrics["accuracy"] == np.mean(logits.argmax(-1) == rows["label"])
+
+
+def test_a_run_that_diverges_stops_and_says_so(tmp_path):
+    experiment = TINY.replaced({"optimizer": SGD(learning_rate=1e30), "steps": 12, "checkpoint.every_steps": 100})
+    with pytest.raises(Diverged, match=r"not finite at step \d+ .*learning-rate"):
+        jaxdl.train(experiment, tmp_path, quiet=True, devices=FOUR)
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[-1]["train/loss"] is None
+    assert not list((tmp_path / "checkpoints").glob("step_*")), "a state that is not finite is not saved"
+
+
+def test_a_signal_in_process_saves_and_the_same_call_goes_on(tmp_path, finished):
+    whole, _, _ = finished
+
+    def interrupt(self, *_, original=jaxdl.trainer.Session.advance):
+        original(self)
+        if self.step == 6:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    session = jaxdl.trainer.Session
+    original = session.advance
+    session.advance = interrupt
+    try:
+        with pytest.raises(jaxdl.Interrupted) as stopped:
+            jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR)
+    finally:
+        session.advance = original
+    assert stopped.value.code == 130
+    assert "step 6" in stopped.value.message
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handlers are given back"
+    run = jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR)
+    assert run.metrics == whole.metrics
+
+
+def test_a_second_signal_is_not_held_back():
+    with StopSignals():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_a_profile_on_request(tmp_path):
+    report = {"every_steps": 5, "profile_start_step": 2, "profile_steps": 1}
+    jaxdl.train(TINY.replaced({"steps": 4, "report": report}), tmp_path, quiet=True, devices=FOUR)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
+def test_the_command_line_ends_with_1_when_training_diverges(tmp_path, capsys):
+    bad = TINY.replaced({"optimizer": SGD(learning_rate=1e30), "mesh": MeshConfig(fsdp=8), "steps": 6})
+    path = write_config(tmp_path, bad)
+    with pytest.raises(SystemExit) as ended:
+        main(["--config", str(path)])
+    assert ended.value.code == 1
+    assert "error: the training loss is not finite" in capsys.readouterr().err
+
+
+def test_the_public_face():
+    assert callable(jaxdl.train)
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        jaxdl.nothing_like_it  # noqa: B018
+    assert set(jaxdl.__all__) <= set(dir(jaxdl))
+    data = SyntheticImages(num_train=32, num_test=8, height=8, width=8, channels=1, num_classes=3)
+    run = jaxdl.train(TINY.replaced({"data": data, "steps": 2}), quiet=True, devices=FOUR)
+    assert run.workdir is None
