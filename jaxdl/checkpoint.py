@@ -103,7 +103,8 @@ class Checkpoints:
             save_interval_steps=0 if read_only else 1,
             step_prefix="step",
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_handlers())
+        with _quiet_orbax():
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_handlers())
         self._fingerprint = jax.jit(fingerprints)
 
     def save(self, state: TrainState, step: int, *, evaluated_step: int, metrics: dict[str, float] | None) -> None:
@@ -209,7 +210,7 @@ def _all_processes(fine: bool) -> bool:
 
 
 def _handlers() -> dict[str, Any]:
-    """Orbax's handlers of the items. Small arrays are written by one replica: sharing them out costs a compilation each."""
+    """Orbax's handlers. Small arrays are written by one replica: sharing them out costs a compilation each."""
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     trees = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in ITEMS}

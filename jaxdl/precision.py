@@ -151,6 +151,30 @@ Precision = Float32 | BFloat16 | Float16 | TensorFloat32
 """The choice `--precision`."""
 
 
+@jax.custom_vjp
+def float32_matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`x @ kernel`, [..., m] by [m, n] of one dtype, summed and returned in float32: [..., n].
+
+    For logits, whose softmax wants float32. Unlike with `preferred_element_type` alone, the two products of the
+    backward pass are not in float32 too: they take the gradient rounded to the dtype of `x` and `kernel`.
+    """
+    return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+
+
+def _float32_matmul_forward(x: jax.Array, kernel: jax.Array) -> tuple[jax.Array, Any]:
+    # The transpose is made here: the backward pass is traced outside of `jax.default_matmul_precision`, and a product
+    # written there would have JAX's default, TF32 on GPUs.
+    _, transpose = jax.vjp(lambda x, kernel: jnp.matmul(x, kernel).astype(jnp.float32), x, kernel)
+    return float32_matmul(x, kernel), transpose
+
+
+def _float32_matmul_backward(transpose: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return transpose(cotangent)
+
+
+float32_matmul.defvjp(_float32_matmul_forward, _float32_matmul_backward)
+
+
 def cast_weights(params: Any, axes: Any, dtype: Any) -> Any:
     """Weights (two dimensions or more, not counting stacked layers) in `dtype`; biases and norm scales as they are.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +16,8 @@ from jaxdl.checkpoint import Checkpoints
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, spec_from_json
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways
-from jaxdl.plan import make_devices, make_parts
+from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways, make_mesh, start_devices
+from jaxdl.plan import make_parts
 from jaxdl.state import TrainState
 from jaxdl.step import Parts, apply_network
 
@@ -101,17 +102,19 @@ class Predictor:
 
 
 def restore(workdir: str | Path, *, mesh: MeshConfig | None = None) -> Predictor:
-    """The network of the newest whole checkpoint in a workdir, on one device or any other mesh.
+    """The network of the newest whole checkpoint in a workdir, on one device or, with `mesh`, on any mesh.
 
-    Raises ConfigError when there is no run, no checkpoint or no undamaged one.
+    The one device is of the platform that the run was on, unless JAX has been started on another already. Raises
+    ConfigError when there is no run, no checkpoint or no undamaged one.
     """
     for name in ("config.json", "data.json"):
         if not (Path(workdir) / name).is_file():
             raise ConfigError(f"{workdir}: there is no run in this folder (no {name}). Give the --workdir of a run.")
     experiment = Experiment.from_json((Path(workdir) / "config.json").read_text())
     spec = spec_from_json((Path(workdir) / "data.json").read_text())
-    experiment = experiment.replaced({"mesh": mesh or MeshConfig(fsdp=1)})
-    found = make_devices(experiment, None if mesh is not None else jax.devices()[:1])
+    with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
+        start_devices(mesh or experiment.mesh)
+    found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
     parts = make_parts(experiment, spec, found, total_steps=2**31 - 1, steps_per_epoch=1)
     checkpoints = Checkpoints(

@@ -31,11 +31,11 @@ def main(args: list[str] | None = None) -> None:
     """Runs the command line; exits with 2 for the user's mistakes."""
     command = tyro.cli(Sample, args=args, prog="python -m jaxdl.sample")
     try:
-        predictor = restore(command.workdir)
-        print(command.prompt, end="", flush=True)
-        for piece in predictor.generate(
+        text = restore(command.workdir).generate(
             command.prompt, num_tokens=command.num_tokens, temperature=command.temperature, seed=command.seed
-        ):
+        )
+        print(command.prompt, end="", flush=True)
+        for piece in text:
             print(piece, end="", flush=True)
         print()
     except ConfigError as error:

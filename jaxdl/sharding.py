@@ -165,8 +165,8 @@ def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return _gather(x, layout, spec) if Axis.FSDP in spec_axes(spec) else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _lookup(table: jax.Array, tokens: jax.Array, layout: Layout | None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(table: jax.Array, tokens: jax.Array, num_rows: int, layout: Layout | None) -> jax.Array:
     if layout is not None:
         # The rows are read from a whole table: XLA aborts when it partitions a lookup in a table split by rows inside a
         # partly manual shard_map (jaxlib 0.10).
@@ -175,30 +175,30 @@ def _lookup(table: jax.Array, tokens: jax.Array, layout: Layout | None) -> jax.A
 
 
 def _lookup_forward(
-    table: jax.Array, tokens: jax.Array, layout: Layout | None
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # Of the table no more than its shape and dtype is needed, which no array of no columns can lose.
-    return _lookup(table, tokens, layout), (table[:, :0], tokens)
+    table: jax.Array, tokens: jax.Array, num_rows: int, layout: Layout | None
+) -> tuple[jax.Array, jax.Array]:
+    return _lookup(table, tokens, num_rows, layout), tokens
 
 
 def _lookup_backward(
-    layout: Layout | None, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    num_rows: int, layout: Layout | None, tokens: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
-    # The plain transpose is one scatter-add with the examples of all devices, for which XLA gathers the cotangent,
-    # [batch, length, embed]. With a dimension for the data shards every device adds up its own examples, and no more
-    # than the table's gradient travels.
-    empty, tokens = residuals
+    # The plain transpose is one scatter-add of all examples, for which XLA gathers the cotangent of the whole batch,
+    # [batch, length, embed]. With a dimension for the data shards each device adds up its own examples, and what
+    # travels is the gradient of the table.
     batch = layout.activation_spec(("batch",), tokens.shape[:1]) if layout else PartitionSpec()
     shards = math.prod(layout.mesh.shape[axis] for axis in spec_axes(batch)) if layout else 1
-    width = cotangent.shape[-1]
+    embed_dim = cotangent.shape[-1]
 
-    def laid_out(x: jax.Array) -> jax.Array:
+    def split(x: jax.Array) -> jax.Array:
         return layout.constrained(x, PartitionSpec(*batch, None, None)) if layout else x
 
-    rows = laid_out(cotangent.astype(jnp.float32).reshape(shards, -1, width))
-    zeros = jnp.zeros((empty.shape[0], width), jnp.float32)
-    sums = jax.vmap(lambda index, rows: zeros.at[index].add(rows))(tokens.reshape(shards, -1), rows)
-    return laid_out(sums).sum(axis=0).astype(empty.dtype), None
+    def shard_sum(tokens: jax.Array, rows: jax.Array) -> jax.Array:
+        return jnp.zeros((num_rows, embed_dim), jnp.float32).at[tokens].add(rows)
+
+    rows = split(cotangent.astype(jnp.float32).reshape(shards, -1, embed_dim))
+    sums = split(jax.vmap(shard_sum)(tokens.reshape(shards, -1), rows))
+    return sums.sum(axis=0).astype(cotangent.dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
@@ -209,7 +209,7 @@ def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
     Its gradient is summed in float32, first on each device over its own examples, then over the devices.
     """
-    return _lookup(table, tokens, _layout.get())
+    return _lookup(table, tokens, table.shape[0], _layout.get())
 
 
 def gather_layer(layer_state: nnx.State) -> nnx.State:

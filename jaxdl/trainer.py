@@ -7,10 +7,9 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from jaxdl.checkpoint import Checkpoints, claim_workdir, write_atomically
@@ -22,6 +21,9 @@ from jaxdl.plan import Plan, compile_steps, make_initial_state, make_plan
 from jaxdl.report import Reporter, Stopwatch, plot_history
 from jaxdl.signals import Stop, StopSignals
 from jaxdl.state import TrainState
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ def train(
     Args:
       experiment: what to train, from `jaxdl.load` or made in Python.
       workdir: the folder for checkpoints, metrics and curves; without one the run leaves nothing on disk.
-      quiet: True for one line a report, False for a live display; by default it depends on the terminal.
+      quiet: True for one line a report, False for a live display; by default that is for terminals only.
       devices: the devices of the mesh; all by default.
 
     Raises:

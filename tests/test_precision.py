@@ -14,7 +14,7 @@ from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import SGD, Constant
 from jaxdl.plan import make_initial_state, make_plan
-from jaxdl.precision import BFloat16, Float16, Float32, TensorFloat32, cast_weights
+from jaxdl.precision import BFloat16, Float16, Float32, TensorFloat32, cast_weights, float32_matmul
 from jaxdl.step import StepConfig, make_train_step
 from jaxdl.tasks import LanguageModelling
 
@@ -167,11 +167,14 @@ def test_a_skipped_step_leaves_the_schedule_where_it_was():
     np.testing.assert_allclose(rates[1:], [0.025, 0.05, 0.075], rtol=1e-6)
 
 
-def test_float16_follows_float32():
+@pytest.mark.parametrize("experiment", [IMAGES, TEXT], ids=["resnet", "transformer"])
+def test_float16_follows_float32(experiment):
     """One step from equal parameters moves them about equally: the scale is taken out of the gradients again."""
     moved = {}
     for precision in (Float32(), Float16()):
-        plan = make_plan(IMAGES.replaced({"precision": precision, "mesh": MeshConfig()}), jax.devices()[:1])
+        # Not Adam, whose first step has the size of the learning rate however large the gradient.
+        changes = {"precision": precision, "mesh": MeshConfig(), "optimizer": IMAGES.optimizer}
+        plan = make_plan(experiment.replaced(changes), jax.devices()[:1])
         state = make_initial_state(plan)
         start = jax.device_get(state.params)
         with batches(plan, 1) as loader:
@@ -208,7 +211,7 @@ def products(text):
     found = []
     for line in text.splitlines():
         if "stablehlo.dot_general" in line or "stablehlo.convolution" in line:
-            operands, result = re.search(r": \((.*)\) -> (.*)$", line).groups()
+            ((operands, result),) = re.findall(r": \((.*)\) -> (.*)$", line)
             dtypes = tuple(part.split("x")[-1].rstrip(">") for part in operands.split(", "))
             found.append((dtypes, result.split("x")[-1].rstrip(">"), line))
     return found
@@ -223,15 +226,49 @@ def test_float32_has_the_highest_precision_everywhere(experiment):
         assert len(re.findall(r"\bHIGHEST\b", line)) == 2, line
 
 
-def test_bfloat16_computes_and_gathers_in_bfloat16():
+@pytest.mark.parametrize(
+    "experiment",
+    [IMAGES, TEXT, TEXT.replaced({"model.remat": True, "model.scan_layers": False})],
+    ids=["resnet", "transformer", "transformer with remat, unrolled"],
+)
+def test_bfloat16_multiplies_in_bfloat16_forward_and_backward(experiment):
+    found = products(lowered(experiment.replaced({"precision": "bfloat16"})))
+    assert len(found) > 10
+    for operands, _, line in found:
+        # The backward products of attention scores, kept in float32, name the algorithm that rounds their operands.
+        rounds = "lhs_precision_type = bf16, rhs_precision_type = bf16" in line and operands == ("f32", "bf16")
+        assert operands == ("bf16", "bf16") or rounds, line
+    assert "f32" in {result for _, result, _ in found}, "logits come out in float32"
+
+
+def gradients(product, x, kernel, weight):
+    """Those of sum(weight x kernel) in float32 by x and kernel."""
+    return jax.jit(jax.grad(lambda *operands: jnp.sum(weight * product(*operands)), argnums=(0, 1)))(x, kernel)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("shape", [(7, 16), (3, 5, 16)])
+def test_float32_matmul(dtype, shape):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, kernel = jax.random.normal(keys[0], shape, dtype), jax.random.normal(keys[1], (16, 9), dtype)
+    weight = jax.random.normal(keys[2], (*shape[:-1], 9))
+
+    def plain(x, kernel):
+        return jnp.matmul(x, kernel, preferred_element_type=jnp.float32)
+
+    assert float32_matmul(x, kernel).dtype == jnp.float32
+    np.testing.assert_array_equal(float32_matmul(x, kernel), plain(x, kernel))
+    ours, theirs = gradients(float32_matmul, x, kernel, weight), gradients(plain, x, kernel, weight)
+    assert [g.dtype for g in ours] == [x.dtype, kernel.dtype]
+    if dtype == "float32":
+        assert equal_bits(ours, theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        one, other = (np.asarray(g, np.float32) for g in (one, other))
+        np.testing.assert_allclose(one, other, atol=0.02 * np.abs(other).max())
+
+
+def test_bfloat16_gathers_weights_in_bfloat16():
     text = lowered(TEXT.replaced({"precision": "bfloat16"}))
-    found = products(text)
-    in_bfloat16 = [operands == ("bf16", "bf16") for operands, _, _ in found]
-    forward = [operands for operands, _, line in found if "contracting_dims = [2] x [0]" in line]
-    assert forward
-    assert set(forward) == {("bf16", "bf16")}, "every product of activations and weights, forward"
-    # The backward products of logits and attention scores, which are kept in float32, are the others.
-    assert sum(in_bfloat16) > 0.7 * len(found)
     # Weights are cast before they are made whole, so that half the bytes travel.
     whole = re.findall(r"sdy.sharding_constraint .*<@mesh, \[\{\}, \{\}\]> : tensor<(?:32x64|64x32)x(\w+)>", text)
     assert set(whole) == {"bf16"}

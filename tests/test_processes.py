@@ -76,9 +76,10 @@ def test_a_signal_to_one_stops_both_at_the_same_step(story):
     codes = [code for code, _ in story.stopped]
     if codes != [0, 0]:  # The signal may come after the last step: then the run has finished.
         assert codes == [128 + signal.SIGTERM] * 2, story.stopped
-        steps = [re.search(r"stopped at step (\d+); saved", output)[1] for _, output in story.stopped]
+        steps = [re.findall(r"stopped at step (\d+); saved", output) for _, output in story.stopped]
         assert steps[0] == steps[1]
-        assert f"resumed from the checkpoint at step {steps[0]}\n" in story.resumed[0][1]
+        [step] = steps[0]
+        assert f"resumed from the checkpoint at step {step}\n" in story.resumed[0][1]
 
 
 def test_they_measure_and_learn_what_one_process_does(story):

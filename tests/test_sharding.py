@@ -1,5 +1,6 @@
 """Sharding: the rules by table, and what they do to real arrays and to the compiled step."""
 
+import contextlib
 import math
 import re
 
@@ -24,6 +25,7 @@ from jaxdl.sharding import (
     explain,
     gather,
     gather_params,
+    lookup,
     named,
     param_specs,
     spec_axes,
@@ -230,6 +232,39 @@ def test_gather_params_leaves_stacked_layers_to_their_layer():
     assert shards == {"head": (64, 64), "layers": (2, 64, 8), "norm": (64,)}
 
 
+# Lookup
+
+
+@pytest.mark.parametrize("sizes", [None, (1, 8, 1), (2, 2, 2), (1, 1, 8)])
+@pytest.mark.parametrize("batch", [16, 6])
+def test_lookup_and_its_gradient(sizes, batch):
+    """Rows are read, and their gradients added up where a token comes several times; 6 examples are not split."""
+    random = np.random.default_rng(0)
+    table = random.normal(size=(12, 4)).astype(np.float32)
+    tokens, weight = random.integers(0, 12, (batch, 5)), random.normal(size=(batch, 5, 4)).astype(np.float32)
+
+    @jax.jit
+    def forward_and_backward(table, tokens):
+        with use_layout(layout(*sizes)) if sizes else contextlib.nullcontext():
+            rows, back = jax.vjp(lambda table: lookup(table, tokens), table)
+            return rows, back(jnp.asarray(weight))[0]
+
+    rows, gradient = forward_and_backward(table, tokens)
+    expected = np.zeros((12, 4))
+    np.add.at(expected, tokens, weight)
+    np.testing.assert_array_equal(rows, table[tokens])
+    np.testing.assert_allclose(gradient, expected, atol=1e-5)
+
+
+def test_the_gradient_of_a_lookup_is_summed_in_float32():
+    """In bfloat16 a sum of ones ends at 256."""
+    tokens = jnp.zeros((8, 125), jnp.int32)
+    gradient = jax.jit(jax.grad(lambda table: jnp.sum(lookup(table, tokens).astype(jnp.float32))))
+    table = jnp.ones((3, 2), jnp.bfloat16)
+    assert gradient(table).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(gradient(table).astype(jnp.float32), [[1000, 1000], [0, 0], [0, 0]])
+
+
 # The compiled step
 
 SMALL = TEXT.replaced({"model": Transformer(num_layers=2, embed_dim=64, num_heads=4, mlp_dim=192)})
@@ -285,6 +320,31 @@ def test_bytes_over_replica_are_those_of_the_shards(fsdp, tensor):
                 assert dtype == "f32"
                 reduced.append(tuple(int(size) for size in shape.rstrip("x").split("x")))
     assert sorted(reduced) == sorted(shard_shapes(spec.shapes.params, spec.shardings.params))
+
+
+UNTIED = {"model.tied_embeddings": False, "step.microbatches": 2}
+
+
+@pytest.mark.parametrize(
+    ("replica", "fsdp", "tensor", "changes"),
+    [(1, 8, 1, {}), (2, 4, 1, UNTIED), (2, 2, 2, {}), (1, 2, 4, UNTIED), (8, 1, 1, UNTIED)],
+)
+def test_no_activation_of_all_data_shards_travels(replica, fsdp, tensor, changes):
+    """Nothing as large as [batch, length, embed] of a replica: not for the gradient of the embedding either."""
+    model = Transformer(num_layers=1, embed_dim=32, num_heads=4, mlp_dim=64)
+    data = SyntheticText(vocab_size=96, length=40, num_train=64, num_test=8)
+    mesh = MeshConfig(replica=replica, fsdp=fsdp, tensor=tensor)
+    experiment = TEXT.replaced({"model": model, "data": data, "batch_size": 64, "mesh": mesh}).replaced(changes)
+    _, step = lowered(experiment)
+    activation = 64 // replica // experiment.step.microbatches * 40 * 32
+    collectives = r"= (.*?) (?:all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
+    sizes = [
+        math.prod(int(size) for size in shape.split(","))
+        for types in re.findall(collectives, step.compile().as_text())
+        for shape in re.findall(r"\w\[([\d,]+)\]", types)
+    ]
+    assert 96 * 32 in sizes, "the table itself travels"
+    assert max(sizes) < activation
 
 
 def test_explain_prints_the_table_and_runs_nothing(tmp_path, capsys, monkeypatch):

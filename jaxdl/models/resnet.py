@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxdl.config import Config, Kind
 from jaxdl.mesh import Axis
+from jaxdl.precision import float32_matmul
 
 _IMAGENET_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 _BOTTLENECK_FROM_DEPTH = 50
@@ -149,6 +150,20 @@ class Block(nnx.Module):
         return nnx.relu(shortcut + x)
 
 
+class Head(nnx.Module):
+    """The linear layer of the logits: its product has operands in `dtype`, its result and its bias are float32."""
+
+    def __init__(self, channels: int, num_classes: int, rngs: nnx.Rngs, *, dtype: Any):
+        kernel = nnx.initializers.normal(0.01)(rngs.params(), (channels, num_classes), jnp.float32)
+        self.kernel = nnx.Param(kernel, axes=("channel_in", "classes"))
+        self.bias = nnx.Param(jnp.zeros((num_classes,), jnp.float32), axes=("classes",))
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, channel] -> [batch, class]."""
+        return float32_matmul(x.astype(self.dtype), self.kernel[...].astype(self.dtype)) + self.bias[...]
+
+
 class ResNetModule(nnx.Module):
     """The network of a `ResNet` config.
 
@@ -177,16 +192,7 @@ class ResNetModule(nnx.Module):
             stride = 2 if stage > 1 and block == 1 else 1
             setattr(self, name, Block(config, incoming, stage_width, stride, rngs, dtype=dtype))
             incoming = stage_width * (_BOTTLENECK_EXPANSION if config.is_bottleneck else 1)
-        self.head = nnx.Linear(
-            incoming,
-            num_classes,
-            dtype=dtype,
-            preferred_element_type=jnp.float32,
-            kernel_init=nnx.initializers.normal(0.01),
-            kernel_metadata={"axes": ("channel_in", "classes")},
-            bias_metadata={"axes": ("classes",)},
-            rngs=rngs,
-        )
+        self.head = Head(incoming, num_classes, rngs, dtype=dtype)
 
     def __call__(self, image: jax.Array, *, train: bool) -> jax.Array:
         """Normalized image [batch, height, width, channel] -> logits, float32 [batch, num_classes]."""
@@ -196,7 +202,7 @@ class ResNetModule(nnx.Module):
             x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType]
         for name in self.block_names:
             x = getattr(self, name)(x, train=train)
-        return self.head(jnp.mean(x, axis=(1, 2), dtype=jnp.float32)).astype(jnp.float32)
+        return self.head(jnp.mean(x, axis=(1, 2), dtype=jnp.float32))
 
 
 def _conv(incoming: int, outgoing: int, size: int, stride: int, rngs: nnx.Rngs, *, dtype: Any) -> nnx.Conv:

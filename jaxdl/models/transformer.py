@@ -17,6 +17,7 @@ from flax import nnx
 
 from jaxdl import sharding
 from jaxdl.config import Config, Kind
+from jaxdl.precision import float32_matmul
 
 _TABLE_STDDEV = 0.02
 
@@ -132,7 +133,10 @@ class Attention(nnx.Module):
         query = sharding.constrain(rotate(query, positions, self.rope_theta), "batch", "length", "heads", "head_dim")
         key = sharding.constrain(rotate(key, positions, self.rope_theta), "batch", "length", "kv_heads", "head_dim")
         value = sharding.constrain(value, "batch", "length", "kv_heads", "head_dim")
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True)
+        if self.dtype == jnp.float16 and jax.default_backend() == "cpu":
+            # JAX asks for float16 products with float32 sums by name ("F16_F16_F32"), which XLA has not on CPUs.
+            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
+        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True).astype(self.dtype)
         mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
         return jnp.einsum("blhd,hde->ble", mixed, self.out[...].astype(self.dtype))
 
@@ -207,7 +211,7 @@ class TransformerModule(nnx.Module):
         x = self._through_layers(sharding.constrain(x, "batch", "length", "embed"))
         x = self.final_norm(x)
         head = self.embedding[...].T if self.tied_embeddings else self.head[...]
-        logits = jnp.matmul(x, head.astype(self.dtype), preferred_element_type=jnp.float32)
+        logits = float32_matmul(x, head.astype(self.dtype))
         return sharding.constrain(logits, "batch", "length", "vocab")
 
     def _through_layers(self, x: jax.Array) -> jax.Array:

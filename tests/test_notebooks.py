@@ -1,0 +1,77 @@
+"""The notebooks: stored without outputs, and executed here from a copy of the repository's folders."""
+
+import base64
+import json
+import re
+import shutil
+import sys
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+from runs import ROOT
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_stored_clean(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    for cell in notebook.cells:
+        assert not cell.metadata
+        if cell.cell_type == "code":
+            assert not cell.outputs, f"{path.name}: clear the outputs before it is stored"
+            assert cell.execution_count is None
+
+
+def execute(path, folder, monkeypatch):
+    """The notebook after a run in its folder of a copy, by the Python that runs the tests; cell id -> its outputs."""
+    for name in ("TMPDIR", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_PATH"):
+        (folder / name).mkdir()
+        monkeypatch.setenv(name, str(folder / name))
+    for name in ("configs", "notebooks"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    kernel = folder / "JUPYTER_PATH" / "kernels" / "python3"
+    kernel.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernel / "kernel.json").write_text(json.dumps({"argv": command, "display_name": "Python 3", "language": "python"}))
+    notebook = nbformat.read(folder / "notebooks" / path.name, as_version=4)
+    NotebookClient(
+        notebook, kernel_name="python3", timeout=300, resources={"metadata": {"path": str(folder / "notebooks")}}
+    ).execute()
+    return {cell.id: cell.outputs for cell in notebook.cells if cell.cell_type == "code"}
+
+
+def text_of(outputs):
+    return "".join(output.get("text", "") for output in outputs)
+
+
+def assert_picture(outputs, min_bytes):
+    [picture] = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    content = base64.b64decode(picture)
+    assert content.startswith(b"\x89PNG")
+    assert len(content) > min_bytes, "an empty figure"
+
+
+def test_quickstart(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    outputs = execute(ROOT / "notebooks" / "quickstart.ipynb", tmp_path, monkeypatch)
+    assert "there is no such field" in text_of(outputs["mistake"])
+    assert "{'replica': 2, 'fsdp': 4, 'tensor': 1}" in text_of(outputs["explain"])
+    assert "bytes_per_device" in outputs["explain"][-1].data["text/html"]
+    assert "eval/accuracy" in outputs["history-code"][-1].data["text/html"]
+    assert_picture(outputs["plot"], 50_000)
+    assert_picture(outputs["grid"], 10_000)
+    [accuracy] = re.findall(r"accuracy (\S+) on 359 held-out digits", text_of(outputs["predict-code"]))
+    assert float(accuracy) > 0.9
+    assert "resumed from the checkpoint" in text_of(outputs["resume-code"])
+    assert "+optimizer.momentum = 0.8" in text_of(outputs["resume-code"])
+    assert "kind='adamw' learning_rate=0.01" in text_of(outputs["optimizer-code"])
+    [reached] = re.findall(r"SGD, 8 epochs: (\S+)   AdamW, 3 epochs: (\S+)", text_of(outputs["optimizer-code"]))
+    assert all(float(number) > 0.9 for number in reached)
+    warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
+    assert not warnings
