@@ -4,7 +4,7 @@ A parameter's logical axes, such as `("embed", "mlp")`, say what its dimensions 
 
 - `tensor` splits the first dimension whose name is in `tensor_dims` and whose size it divides;
 - `fsdp` splits the largest dimension that is left and that it divides (or the same one, once more);
-- stacked `layers` are never split, and neither is a parameter below `min_shard_elements`.
+- stacked `layers` are never split, and neither are biases, norm scales and parameters below `min_shard_elements`.
 
 Models call `constrain` and `gather_layer` with logical names alone; the step says what these mean with `use_layout`.
 """
@@ -59,7 +59,8 @@ class Layout:
         tensor, fsdp = self.mesh.shape[Axis.TENSOR], self.mesh.shape[Axis.FSDP]
         dims = [dim for dim, name in enumerate(axes) if name != STACKED]
         placed: dict[int, tuple[str, ...]] = {}
-        if math.prod(shape[dim] for dim in dims) < self.config.min_shard_elements:
+        # Gathering biases and norm scales for every use would cost more in messages than keeping them whole in memory.
+        if len(dims) < 2 or math.prod(shape[dim] for dim in dims) < self.config.min_shard_elements:
             return PartitionSpec()
         if tensor > 1:
             fits = [dim for dim in dims if axes[dim] in self.config.tensor_dims and shape[dim] % tensor == 0]
