@@ -105,6 +105,8 @@ class Session:
         self.plan, self.parts, self.stop, self.watch, self.stack = plan, plan.parts, stop, watch, stack
         self.experiment, self.workdir = plan.experiment, workdir
         self.first = jax.process_index() == 0
+        # XLA's virtual CPU devices share their threads: the collectives of two steps at once can wait for each other.
+        self.run_ahead = jax.default_backend() != "cpu"
         self.state: TrainState | None = None
         self.step, self.saved_step, self.evaluated_step = 0, -1, -1
         self.metrics: dict[str, float] | None = None
@@ -197,6 +199,8 @@ class Session:
         with self.watch("data"):
             batch = next(self.loader)
         with self.watch("train"):
+            if not self.run_ahead:
+                self.reporter.wait()
             self.state, metrics = self.train_step(self.state, batch)
             self.step += 1
             self.reporter.add(self.step, metrics)

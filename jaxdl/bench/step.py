@@ -71,7 +71,9 @@ def measure(experiment: Experiment, *, steps: int, repeats: int) -> dict[str, An
         def bare() -> None:
             nonlocal state
             for _ in range(steps):
-                state, _metrics = session.train_step(state, batch)
+                state, metrics = session.train_step(state, batch)
+                if not session.run_ahead:
+                    jax.block_until_ready(metrics)
             jax.block_until_ready(state)
 
         def loop() -> None:

@@ -97,13 +97,17 @@ class Reporter:
         if self._progress is not None:
             self._progress.note(text)
 
+    def wait(self) -> None:
+        """Returns when the steps dispatched so far have been computed."""
+        if self._window:
+            jax.block_until_ready(self._window[-1])
+
     def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
         """Takes the metrics of the step that was just dispatched, and waits for the one before it.
 
         So the host is one step ahead and the devices never wait for it. A full window is reported first.
         """
-        if self._window:
-            jax.block_until_ready(self._window[-1])
+        self.wait()
         if len(self._window) >= self._config.every_steps:
             self.flush()
         self._window.append(metrics)
