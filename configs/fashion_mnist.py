@@ -1,6 +1,9 @@
 """Fashion-MNIST (28 x 28 pixels, 60,000 + 10,000 images, through TensorFlow Datasets): a small ResNet.
 
 TFDS_DATA_DIR=... python -m jaxdl.train --config configs/fashion_mnist.py --workdir runs/fashion_mnist
+
+Expect: test accuracy 0.922 after 10 epochs. Time: about 2 minutes on 2 CPU cores. `tfds build fashion_mnist
+--file_format=array_record` prepares the data (that needs TensorFlow; reading it does not).
 """
 
 from jaxdl.data import TFDS

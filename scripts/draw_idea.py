@@ -106,7 +106,7 @@ def crossing(axes: Axes) -> None:
     axes.text(middle, center + 0.42, "mean of the\ngradients over\nreplica", fontsize=12, color=INK, **text)
     axes.plot((middle - 0.45, middle + 0.45), (center - 0.28,) * 2, color=SLOW, lw=1, alpha=0.6)
     axes.text(
-        middle, center - 0.93, "all-reduce,\ntop-k, low-bit, ...\nwith error feedback", fontsize=11, color=GREY, **text
+        middle, center - 0.93, "one all-reduce today;\nthe slot for\ncompressed ones", fontsize=11, color=GREY, **text
     )
     top = NODE_BOTTOM + NODE_HEIGHT
     axes.text(middle, top - 0.27, "slow network", fontsize=15, fontweight="bold", color=SLOW, **text)

@@ -185,4 +185,6 @@ class Reporter:
         whole = {"step": step, "epoch": step / self._steps_per_epoch, **row}
         self.history.write(whole)
         if self._progress is not None:
-            self._progress.report(whole)
+            # An exchange that sends nothing (one replica) or keeps no residual is not worth the room.
+            idle = {name for name, value in whole.items() if name.startswith("train/exchange/") and not value}
+            self._progress.report({name: value for name, value in whole.items() if name not in idle})
