@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 from jaxdl.config import Config, ConfigError
+from jaxdl.report import replace_file
 from jaxdl.state import TrainState
 
 ITEMS = {
@@ -145,7 +147,9 @@ class Checkpoints:
         for step in reversed(self.steps):
             try:
                 state, meta = self._restore_step(step, abstract, items)
-            except Exception as error:  # Orbax raises many kinds for a damaged file; each means: not this one.
+            except Exception as error:
+                if not _is_damage(error):
+                    raise
                 damaged.append(self._put_aside(step, error))
                 continue
             return Restored(state, step, meta["evaluated_step"], tuple(damaged))
@@ -194,14 +198,32 @@ class Checkpoints:
         return f"checkpoint step_{step} is damaged ({reason}); moved to {target}"
 
 
+def _is_damage(error: Exception) -> bool:
+    """Whether an error in reading is due to the checkpoint itself. Orbax raises many kinds for a damaged file.
+
+    Too little memory, a disk that does not answer, or a checkpoint of other arrays say nothing against its files.
+    """
+    if isinstance(error, OSError):
+        return error.errno in (None, errno.ENOENT, errno.ENOTDIR, errno.EISDIR)
+    return not isinstance(error, MemoryError | jax.errors.JaxRuntimeError | ConfigError)
+
+
 def _read(folder: Path, wanted: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """`(items, meta)` of a checkpoint; each process reads its own part and waits for no other."""
+    meta = json.loads((folder / "meta" / "metadata").read_text())
+    for name, item in wanted.items():
+        other = sorted(item.keys() ^ meta["fingerprints"][name].keys())
+        if other:
+            raise ConfigError(
+                f"{folder}: this checkpoint is of another network or another version of jaxdl: {other[0]} is "
+                f"{'not in it' if other[0] in item else 'unknown here'}. Restore it with the version that wrote it."
+            )
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
     with _quiet_orbax(), ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         found = {name: reader.restore(folder / name, args=ocp.args.StandardRestore(x)) for name, x in wanted.items()}
-    return found, json.loads((folder / "meta" / "metadata").read_text())
+    return found, meta
 
 
 def _all_processes(fine: bool) -> bool:
@@ -255,8 +277,8 @@ def fingerprints(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def claim_workdir(workdir: Path, config: Config, identity: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
-    """Makes the workdir this run's own; returns whether an earlier run of the same config is in it.
+def claim_workdir(workdir: Path, config: Config, identity: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Makes the workdir this run's own, or goes on with an earlier run of the same config in it.
 
     `identity` takes away the fields that may change between runs (the mesh, reports...). Writes `config.json`.
     Raises ConfigError with the difference when the workdir belongs to another config.
@@ -265,12 +287,16 @@ def claim_workdir(workdir: Path, config: Config, identity: Callable[[dict[str, A
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         earlier = path.read_text() if path.exists() else None
+        if earlier is None and jax.process_index() == 0:
+            replace_file(path, (config.to_json() + "\n").encode())
+    except UnicodeDecodeError:
+        earlier = ""
     except OSError as error:
         raise ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a folder that can be written.") from None
     if earlier is not None:
         try:
             there, here = identity(json.loads(earlier)), identity(json.loads(config.to_json()))
-        except json.JSONDecodeError:
+        except (ValueError, AttributeError):
             raise ConfigError(f"{path}: not a config any more. Restore it, or choose another --workdir.") from None
         if there != here:
             lines = difflib.unified_diff(
@@ -281,9 +307,8 @@ def claim_workdir(workdir: Path, config: Config, identity: Callable[[dict[str, A
                 f"--workdir {workdir} belongs to a run of a different config:\n{changes}\n"
                 "Choose another --workdir, or the settings of the run that is there."
             )
-    if jax.process_index() == 0:
-        write_atomically(path, config.to_json() + "\n")
-    return earlier is not None
+        if jax.process_index() == 0:
+            replace_file(path, (config.to_json() + "\n").encode())
 
 
 def _lines(config: Any, prefix: str = "") -> list[str]:
@@ -291,13 +316,6 @@ def _lines(config: Any, prefix: str = "") -> list[str]:
     if not isinstance(config, dict):
         return [f"{prefix} = {json.dumps(config)}"]
     return [line for name in sorted(config) for line in _lines(config[name], f"{prefix}.{name}" if prefix else name)]
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a crash leaves the old one or the new one, never a part."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 @contextlib.contextmanager

@@ -33,7 +33,7 @@ class Config(pydantic.BaseModel):
     """Base of all configs: frozen, no unknown fields, help texts from the string below each field."""
 
     model_config = pydantic.ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, ser_json_inf_nan="constants"
+        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
     def __init__(self, **values: Any) -> None:
@@ -62,15 +62,16 @@ class Config(pydantic.BaseModel):
     def replaced(self: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:
         """A copy with dotted fields replaced: `{"optimizer.learning_rate": 0.3, "mesh.replica": 4, "model": "resnet"}`.
 
-        A choice may be given by the name of its kind (its defaults are taken) or as a config object. Raises
-        ConfigError for unknown fields and values that do not fit.
+        A choice may be given as a config object, or by the name of its kind: the kind that is there already keeps its
+        values, another one comes with its defaults. Raises ConfigError for unknown fields and values that do not fit.
         """
         values = self.model_dump()
         kinds = {
             path: value for path, value in overrides.items() if path in choices(type(self)) and isinstance(value, str)
         }
         for path, name in kinds.items():
-            _set(values, path, make_choice(type(self), path, name).model_dump())
+            if _get(self, path).kind != name:
+                _set(values, path, make_choice(type(self), path, name).model_dump())
         for path, value in overrides.items():
             if path not in kinds:
                 _set(values, path, value.model_dump() if isinstance(value, Config) else value)
@@ -214,9 +215,7 @@ def take_choices(config: ConfigT, args: Sequence[str]) -> tuple[ConfigT, list[st
         if not equals and (not rest or rest[0].startswith("-")):
             raise ConfigError(f"{flag}: needs the name of a kind, one of {', '.join(known[path])}.")
         switched[path] = value if equals else rest.pop(0)
-    # A name that is already the current kind changes nothing: what the file says of it stays.
-    changed = {path: name for path, name in switched.items() if _get(config, path).kind != name}
-    return config.replaced(changed), left
+    return config.replaced(switched), left
 
 
 def parse(config: ConfigT, args: Sequence[str], *, prog: str | None = None) -> ConfigT:
@@ -256,3 +255,9 @@ def fail(message: str) -> typing.NoReturn:
     """Ends the program as the user's mistake: the message on stderr, exit code 2."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def end_interrupted() -> typing.NoReturn:
+    """Ends the program after Ctrl-C: one line on stderr, exit code 130 (128 + SIGINT) as in shells."""
+    print("interrupted", file=sys.stderr)
+    raise SystemExit(130)

@@ -18,6 +18,14 @@ _MAX_IN_FLIGHT = 4
 """Batches handed to the devices before the first of them is awaited: keeps them busy, and their memory free."""
 
 
+def max_in_flight(most: int = _MAX_IN_FLIGHT) -> int:
+    """How many computations may be under way at once: `most`, but one on CPUs.
+
+    XLA's virtual CPU devices share their threads, so the collectives of two computations can wait for each other.
+    """
+    return 1 if jax.default_backend() == "cpu" else most
+
+
 class EvaluationConfig(Config):
     """When the held-out data is evaluated, and how. It always is at the end of a run."""
 
@@ -70,12 +78,12 @@ def evaluate(
 
     `poll` is called before each batch; what it raises ends the evaluation.
     """
-    sums = []
+    sums, most = [], max_in_flight()
     for batch in batches:
+        if len(sums) >= most:
+            jax.block_until_ready(sums[-most])
         poll()
         sums.append(eval_step(params, model_state, batch))
-        if len(sums) > _MAX_IN_FLIGHT:
-            jax.block_until_ready(sums[-1 - _MAX_IN_FLIGHT])
     fetched = jax.device_get(sums)
     totals = {name: float(np.sum([one[name] for one in fetched], dtype=np.float64)) for name in fetched[0]}
     return parts.task.metrics(totals, parts.data_spec)

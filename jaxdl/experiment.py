@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
+import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,14 +14,14 @@ from typing import Any
 import pydantic
 
 from jaxdl.checkpoint import CheckpointConfig
-from jaxdl.config import Config, ConfigError, load_file, parse
-from jaxdl.data import TFDS, Digits, SyntheticImages, SyntheticText, TextFiles
+from jaxdl.config import Config, ConfigError, load_file, parse, take_choices
+from jaxdl.data import DataConfig, Digits
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.exchange import Dense
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, Transformer
-from jaxdl.optim import LAMB, LARS, SGD, AdamW, Constant, Cosine, Linear, Polynomial
-from jaxdl.precision import BFloat16, Float16, Float32, TensorFloat32
+from jaxdl.optim import SGD, Cosine, OptimizerConfig, ScheduleConfig
+from jaxdl.precision import Float32, Precision
 from jaxdl.report import ReportConfig
 from jaxdl.sharding import ShardingConfig
 from jaxdl.step import StepConfig
@@ -28,17 +33,17 @@ class Experiment(Config):
 
     model: ResNet | Transformer = ResNet()
     """The architecture."""
-    data: Digits | TFDS | TextFiles | SyntheticImages | SyntheticText = Digits()
+    data: DataConfig = Digits()
     """The data set."""
     task: Classification | LanguageModelling = Classification()
     """What is learnt: the loss and the metrics."""
-    optimizer: SGD | AdamW | LARS | LAMB = SGD()
+    optimizer: OptimizerConfig = SGD()
     """The optimizer and its peak learning rate."""
-    schedule: Constant | Linear | Cosine | Polynomial = Cosine()
+    schedule: ScheduleConfig = Cosine()
     """How the learning rate goes over the run."""
     exchange: Dense = Dense()
     """How gradients are averaged over the mesh axis `replica`."""
-    precision: Float32 | BFloat16 | Float16 | TensorFloat32 = Float32()
+    precision: Precision = Float32()
     """The precision of the computation; parameters and optimizer are float32 always."""
     batch_size: int = pydantic.Field(default=128, ge=1)
     """Examples in one step, over all devices."""
@@ -46,7 +51,7 @@ class Experiment(Config):
     """Length of the run in passes over the training data; this or `steps` is needed."""
     steps: int | None = pydantic.Field(default=None, ge=1)
     """Length of the run in steps; this or `epochs` is needed."""
-    seed: int = pydantic.Field(default=0, ge=0)
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
     """Decides the initial parameters, the order of the data, and every random choice in a step."""
     mesh: MeshConfig = MeshConfig()
     """The devices."""
@@ -66,7 +71,7 @@ class Experiment(Config):
         if self.epochs is not None and self.steps is not None:
             raise ValueError(
                 f"epochs = {self.epochs:g} and steps = {self.steps}: the length of the run is given twice. "
-                "Set one of them to None."
+                "Set one of them to None: --epochs None or --steps None."
             )
         if self.model.modality != self.task.modality:
             raise ValueError(
@@ -87,9 +92,46 @@ def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
     Overrides are dotted fields, `{"optimizer": "lars", "optimizer.learning_rate": 2.0}`, or command-line arguments,
     `["--optimizer", "lars", "--optimizer.learning-rate", "2"]`. Raises ConfigError for what does not fit.
     """
+    experiment = load_experiment(path)
+    if isinstance(overrides, Mapping):
+        return experiment.replaced(overrides)
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(printed):
+            parsed = parse(experiment, list(overrides))
+    except SystemExit as end:
+        if end.code:  # A mistake; 0 is the end after --help.
+            raise ConfigError(_without_frame(printed.getvalue())) from None
+        raise
+    print(printed.getvalue(), end="", file=sys.stderr)  # A warning.
+    return parsed
+
+
+def _without_frame(text: str) -> str:
+    """What a command line prints of a mistake, in a box of lines around it, as one line of words."""
+    return " ".join(re.sub("[\u2500-\u257f]", " ", text).split())
+
+
+def load_experiment(path: str | Path) -> Experiment:
+    """The experiment that `config()` of a file returns. Raises ConfigError when it cannot be run or returns another."""
     experiment = load_file(path)
     if not isinstance(experiment, Experiment):
         raise ConfigError(f"--config {path}: config() returned {type(experiment).__name__}, not an Experiment.")
-    if isinstance(overrides, Mapping):
-        return experiment.replaced(overrides)
-    return parse(experiment, list(overrides))
+    return experiment
+
+
+def read_command_line(args: Sequence[str], *, about: str, prog: str) -> tuple[Path, Experiment, list[str]]:
+    """The file that `--config` names, its experiment with the choices of `args` switched, and the `args` that are left.
+
+    Raises ConfigError when there is no `--config`; then `--help` prints `about` and exits.
+    """
+    finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
+    finder.add_argument("--config", type=Path)
+    path = finder.parse_known_args(args)[0].config
+    if path is None:
+        if "--help" in args or "-h" in args:
+            print(f"{about}\n\nWith --config FILE --help: every option, with its default in that file.")
+            raise SystemExit(0)
+        raise ConfigError("which experiment? Give --config FILE, for example --config configs/digits.py.")
+    experiment, left = take_choices(load_experiment(path), args)
+    return path, experiment, left

@@ -114,7 +114,7 @@ def start_devices(config: MeshConfig) -> None:
 
     Several processes are recognised by `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), by a
     multi-task Slurm or Open MPI job, or, where JAX detects the cluster otherwise, by `JAXDL_DISTRIBUTED=1`.
-    Raises ConfigError when JAX already runs on other devices.
+    Raises ConfigError when JAX already runs on other devices, or when it is not said which processes there are.
     """
     count = config.cpu_devices
     if count is not None:
@@ -126,9 +126,14 @@ def start_devices(config: MeshConfig) -> None:
     if not jax.distributed.is_initialized() and _distributed_wanted():
         # Its preemption service would take SIGTERM away from `jaxdl.signals`.
         jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(
-            num_processes=_process_number("JAX_NUM_PROCESSES"), process_id=_process_number("JAX_PROCESS_ID")
-        )
+        num_processes, process_id = _process_number("JAX_NUM_PROCESSES"), _process_number("JAX_PROCESS_ID")
+        try:
+            jax.distributed.initialize(num_processes=num_processes, process_id=process_id)
+        except ValueError as error:  # Something is not given, and no cluster knows it.
+            raise ConfigError(
+                f"the processes of the run cannot find each other: {error} Set JAX_COORDINATOR_ADDRESS, "
+                "JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them, or none (nor JAXDL_DISTRIBUTED) for one process."
+            ) from None
     if count is not None and (jax.default_backend(), jax.local_device_count()) != ("cpu", count):
         raise ConfigError(
             f"{count} virtual CPU devices: in this process JAX already runs on {jax.local_device_count()} "

@@ -18,11 +18,14 @@ from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, Splits, TextSpec
 from jaxdl.evaluate import make_eval_step
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, start_devices
+from jaxdl.mesh import Device, batch_ways, make_mesh, start_devices
 from jaxdl.models import Network
-from jaxdl.sharding import Layout
+from jaxdl.sharding import STACKED, Layout, ShardingConfig
 from jaxdl.state import TrainState, init_state, make_state_spec
 from jaxdl.step import Parts, make_train_step
+
+_MOST_STEPS = 2**31 - 1
+"""The counter of the steps is an int32."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,12 @@ def make_plan(experiment: Experiment, devices: Sequence[Device] | None = None) -
         )
     steps_per_epoch = num_examples / experiment.batch_size
     total_steps = _total_steps(experiment, steps_per_epoch)
+    profile_start = experiment.report.profile_start_step
+    if profile_start is not None and profile_start >= total_steps:
+        raise ConfigError(
+            f"--report.profile-start-step {profile_start}: the run has {total_steps} steps, so nothing would be "
+            "recorded. Choose a smaller one, or None."
+        )
     parts = make_parts(experiment, splits.train.spec, mesh, total_steps, steps_per_epoch)
     return Plan(experiment, parts, splits, total_steps, steps_per_epoch, eval_batch_size)
 
@@ -78,6 +87,7 @@ def make_parts(
             f"{experiment.model.modality}. Choose a --model and --task for {spec.modality}, or other --data."
         )
     network = Network(experiment.model.build(**spec.sizes(), dtype=experiment.precision.dtype))
+    _check_tensor_dims(experiment.sharding, network)
     learning_rate = experiment.schedule.build(
         peak=experiment.optimizer.learning_rate, total_steps=total_steps, steps_per_epoch=steps_per_epoch
     )
@@ -106,7 +116,7 @@ def _check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> N
         raise ConfigError(
             f"--batch-size {experiment.batch_size}: cannot be split evenly over replica x fsdp = {ways} devices"
             + (f" and {experiment.step.microbatches} micro-batches" if experiment.step.microbatches > 1 else "")
-            + f". Choose a multiple of {unit}, such as {below or above} or {above}."
+            + f". Choose a multiple of {unit}, such as {f'{below} or {above}' if below else above}."
         )
     if eval_batch_size % ways:
         raise ConfigError(
@@ -115,11 +125,30 @@ def _check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> N
         )
 
 
+def _check_tensor_dims(config: ShardingConfig, network: Network) -> None:
+    """Raises ConfigError for a name that no dimension has, neither of this model's nor in the default list."""
+    axes = jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple))
+    own = {name for names in axes for name in names} - {STACKED}
+    for name in config.tensor_dims:
+        if name not in own | set(ShardingConfig().tensor_dims):
+            raise ConfigError(
+                f"--sharding.tensor-dims {name}: the model has no dimension of this name that can be split. "
+                f"Choose from {', '.join(sorted(own))}."
+            )
+
+
 def _total_steps(experiment: Experiment, steps_per_epoch: float) -> int:
     if experiment.steps is not None:
-        return experiment.steps
-    assert experiment.epochs is not None
-    return max(1, math.ceil(experiment.epochs * steps_per_epoch - 1e-9))
+        length, given = experiment.steps, f"--steps {experiment.steps}"
+    else:
+        assert experiment.epochs is not None
+        length, given = experiment.epochs * steps_per_epoch - 1e-9, f"--epochs {experiment.epochs:g}"
+    if length > _MOST_STEPS:
+        raise ConfigError(
+            f"{given}: the run would have more than {_MOST_STEPS:,} steps, the most that can be counted. "
+            "Choose a smaller number."
+        )
+    return max(1, math.ceil(length))
 
 
 def make_initial_state(plan: Plan) -> TrainState:
@@ -133,7 +162,8 @@ def make_initial_state(plan: Plan) -> TrainState:
             parts.optimizer,
             parts.exchange,
             parts.precision,
-            num_replicas=parts.layout.mesh.shape[Axis.REPLICA],
+            specs=parts.state_spec.params,
+            mesh=parts.layout.mesh,
             use_ema=experiment.step.ema_decay is not None,
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import tyro
 
-from jaxdl.config import ConfigError, fail
+from jaxdl.config import ConfigError, end_interrupted, fail
 from jaxdl.predictor import restore
 
 
@@ -28,7 +28,7 @@ class Sample:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line; exits with 2 for the user's mistakes."""
+    """Runs the command line; exits with 2 for the user's mistakes, 130 after Ctrl-C."""
     command = tyro.cli(Sample, args=args, prog="python -m jaxdl.sample")
     try:
         text = restore(command.workdir).generate(
@@ -40,6 +40,9 @@ def main(args: list[str] | None = None) -> None:
         print()
     except ConfigError as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        print(flush=True)  # Ends the line of text that was being written.
+        end_interrupted()
 
 
 if __name__ == "__main__":

@@ -139,6 +139,19 @@ def constrain(x: jax.Array, *names: str) -> jax.Array:
     return x if layout is None else layout.constrained(x, layout.activation_spec(names, x.shape))
 
 
+def statistics_axis() -> str | None:
+    """The mesh axis over which statistics of the batch must be averaged to be those of the whole mesh, or None.
+
+    Only replicas that the surrounding `shard_map` has taken over see a part of the batch each; over the other axes XLA
+    sums for itself. So None is for: no layout, `replica` not manual, and a single replica (there is nothing to average,
+    and XLA of jaxlib 0.10 fails to compile it where channels are sharded).
+    """
+    layout, axis = _layout.get(), Axis.REPLICA.value
+    if layout is None or axis not in layout.manual or layout.mesh.shape[axis] == 1:
+        return None
+    return axis
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
     return layout.constrained(x, layout.gathered(spec))
@@ -240,7 +253,7 @@ def param_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
     used = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)}
     tensor = layout.mesh.shape[Axis.TENSOR]
     if tensor > 1 and Axis.TENSOR not in used:
-        sizes = sorted({size for names, size in _named_sizes(axes, shapes) if names in layout.config.tensor_dims})
+        sizes = sorted({size for name, size in _named_sizes(axes, shapes) if name in layout.config.tensor_dims})
         raise ConfigError(
             f"--mesh.tensor {tensor}: it divides no dimension of the model that may be split "
             f"(their sizes are {', '.join(map(str, sizes)) or 'none'}). Choose a divisor of them, or --mesh.tensor 1."

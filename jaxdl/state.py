@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxdl.exchange import Exchange
-from jaxdl.mesh import Axis
+from jaxdl.exchange import Exchange, init_on_mesh, state_specs
 from jaxdl.models.network import Network
 from jaxdl.precision import LossScale, Precision
 from jaxdl.sharding import Layout, is_spec, named, param_specs
@@ -77,20 +76,23 @@ def init_state(
     exchange: Exchange,
     precision: Precision,
     *,
-    num_replicas: int,
+    specs: Any,
+    mesh: Mesh,
     use_ema: bool,
 ) -> TrainState:
-    """A fresh train state. A pure function of the key: run it under `jit` with the shardings of `make_state_spec`."""
+    """A fresh train state; `specs` are the parameters' PartitionSpecs on the mesh.
+
+    A pure function of the key: run it under `jit` with the shardings of `make_state_spec`.
+    """
     init_key, run_key = jax.random.split(key)
     params, model_state = network.init(init_key)
-    one_replica = exchange.init(params)
     return TrainState(
         step=jnp.int32(0),
         params=params,
         model_state=model_state,
         ema_params=jax.tree.map(jnp.copy, params) if use_ema else {},
         opt_state=optimizer.init(params),
-        exchange_state=jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *x.shape)), one_replica),
+        exchange_state=init_on_mesh(exchange, params, specs, mesh),
         loss_scale=precision.init_loss_scale(),
         key=jax.random.key_data(run_key),
     )
@@ -109,13 +111,12 @@ def make_state_spec(
 
     The optimizer's state follows the parameters. Raises ConfigError when the mesh does not suit the model.
     """
-    num_replicas = layout.mesh.shape[Axis.REPLICA]
+    specs = param_specs(layout, network.axes, network.param_shapes)
     shapes = jax.eval_shape(
         lambda: init_state(
-            jax.random.key(0), network, optimizer, exchange, precision, num_replicas=num_replicas, use_ema=use_ema
+            jax.random.key(0), network, optimizer, exchange, precision, specs=specs, mesh=layout.mesh, use_ema=use_ema
         )
     )
-    specs = param_specs(layout, network.axes, network.param_shapes)
     opt_specs = optax.tree_utils.tree_map_params(
         optimizer,
         lambda _, spec: spec,
@@ -124,17 +125,17 @@ def make_state_spec(
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_spec,
     )
-    state_specs = TrainState(
+    whole_specs = TrainState(
         step=PartitionSpec(),
         params=specs,
         model_state=_whole(shapes.model_state),
         ema_params=specs if use_ema else {},
         opt_state=opt_specs,
-        exchange_state=jax.tree.map(lambda _: PartitionSpec(Axis.REPLICA), shapes.exchange_state),
+        exchange_state=state_specs(exchange, network.param_shapes, specs),
         loss_scale=_whole(shapes.loss_scale),
         key=PartitionSpec(),
     )
-    return StateSpec(specs, shapes, state_specs, named(layout.mesh, state_specs))
+    return StateSpec(specs, shapes, whole_specs, named(layout.mesh, whole_specs))
 
 
 def _whole(tree: Any) -> Any:

@@ -48,7 +48,7 @@ class StepConfig(Config):
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a step is made of; built once by `jaxdl.experiment`."""
+    """Everything that a step is made of; built once by `jaxdl.plan.make_parts`."""
 
     network: Network
     task: Task
@@ -67,7 +67,8 @@ def make_train_step(parts: Parts) -> Any:
 
     The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded over
     `(replica, fsdp)`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
-    `exchange/...`, and with float16 `loss_scale` and `skipped_steps`.
+    `exchange/...`, and with float16 `loss_scale` and `skipped_steps`; of a skipped step `grad_norm` and `exchange/...`
+    are NaN.
     """
     shardings = parts.state_spec.shardings
 
@@ -90,15 +91,14 @@ def make_train_step(parts: Parts) -> Any:
             return new_state.replace(step=state.step + 1), metrics | more
 
         finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
-        shapes = jax.eval_shape(update, None)[1]
-        new_state, more = lax.cond(
-            finite, update, lambda _: (state, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)), None
-        )
+        unknown = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), jax.eval_shape(update, None)[1])
+        new_state, more = lax.cond(finite, update, lambda _: (state, unknown), None)
         # The step counts batches consumed, so it goes on; all else is as it was but for the scale.
         loss_scale = parts.precision.next_loss_scale(state.loss_scale, finite)
-        scale_metrics = {"loss_scale": loss_scale["scale"], "skipped_steps": loss_scale["skipped_steps"]}
+        more |= {"loss_scale": loss_scale["scale"], "skipped_steps": loss_scale["skipped_steps"]}
+        more["learning_rate"] = _learning_rate(parts, state)
         new_state = new_state.replace(step=state.step + 1, loss_scale=loss_scale)
-        return new_state, metrics | more | jax.tree.map(lambda x: x.astype(jnp.float32), scale_metrics)
+        return new_state, metrics | jax.tree.map(lambda x: x.astype(jnp.float32), more)
 
     return jax.jit(
         train_step,
@@ -215,12 +215,20 @@ def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Me
         grads = jax.tree.map(lambda g: g * factor, grads)
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    # Skipped steps (float16) leave the schedule where it was.
-    num_updates = state.step - (state.loss_scale["skipped_steps"] if state.loss_scale else 0)
     ema_params = state.ema_params
     if config.ema_decay is not None:
         # Early on the average is over the steps so far, not over the initial values.
+        num_updates = _num_updates(state)
         decay = jnp.minimum(config.ema_decay, (1.0 + num_updates) / (10.0 + num_updates))
         ema_params = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema_params, params)
-    metrics = {"grad_norm": grad_norm, "learning_rate": jnp.float32(parts.learning_rate(num_updates))}
+    metrics = {"grad_norm": grad_norm, "learning_rate": _learning_rate(parts, state)}
     return state.replace(params=params, opt_state=opt_state, ema_params=ema_params), metrics
+
+
+def _num_updates(state: TrainState) -> jax.Array:
+    """Updates made so far: skipped steps (float16) leave the schedule where it was."""
+    return state.step - (state.loss_scale["skipped_steps"] if state.loss_scale else 0)
+
+
+def _learning_rate(parts: Parts, state: TrainState) -> jax.Array:
+    return jnp.float32(parts.learning_rate(_num_updates(state)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 import types
@@ -13,8 +12,8 @@ from typing import Annotated, Any
 import jax
 import tyro
 
-from jaxdl.config import CLI_STYLE, ConfigError, choices_help, fail, load_file, take_choices
-from jaxdl.experiment import Experiment
+from jaxdl.config import CLI_STYLE, ConfigError, choices_help, end_interrupted, fail
+from jaxdl.experiment import Experiment, read_command_line
 from jaxdl.plan import compile_train_step, make_plan
 from jaxdl.report import Diverged, print_explanation
 from jaxdl.sharding import explain
@@ -49,6 +48,8 @@ def main(args: list[str] | None = None) -> None:
     except Diverged as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        end_interrupted()
     except Interrupted as stopped:
         print(stopped.message, file=sys.stderr, flush=True)
         sys.stdout.flush()
@@ -60,23 +61,13 @@ def main(args: list[str] | None = None) -> None:
 
 def parse_command(args: list[str]) -> Command:
     """The command line as a Command. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
-    finder = argparse.ArgumentParser(prog="python -m jaxdl.train", add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=Path)
-    path = finder.parse_known_args(args)[0].config
-    if path is None:
-        if "--help" in args or "-h" in args:
-            print(f"{__doc__}\n\nWith --config FILE --help: every option, with its default in that file.")
-            raise SystemExit(0)
-        raise ConfigError("which experiment? Give --config FILE, for example --config configs/digits.py.")
-    experiment = load_file(path)
-    if not isinstance(experiment, Experiment):
-        raise ConfigError(f"--config {path}: config() returned {type(experiment).__name__}, not an Experiment.")
-    experiment, rest = take_choices(experiment, args)
+    prog = "python -m jaxdl.train"
+    path, experiment, left = read_command_line(args, about=str(__doc__), prog=prog)
     command = tyro.cli(
         Command,
-        args=rest,
+        args=left,
         default=Command(path, experiment),
-        prog="python -m jaxdl.train",
+        prog=prog,
         config=CLI_STYLE,
         description=choices_help(experiment),
     )

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 from rich.console import Console
 
-from jaxdl.checkpoint import Checkpoints, claim_workdir, write_atomically
+from jaxdl.checkpoint import Checkpoints, claim_workdir
 from jaxdl.data import TrainLoader, eval_batches, spec_to_json
-from jaxdl.evaluate import evaluate
+from jaxdl.evaluate import evaluate, max_in_flight
 from jaxdl.experiment import Experiment, identity
 from jaxdl.mesh import Axis, Device, batch_sharding
 from jaxdl.plan import Plan, compile_steps, make_initial_state, make_plan
-from jaxdl.report import Reporter, Stopwatch, plot_history
+from jaxdl.report import Reporter, Stopwatch, last_evaluated_step, plot_history, replace_file
 from jaxdl.signals import Stop, StopSignals
 from jaxdl.state import TrainState
 
@@ -105,8 +105,7 @@ class Session:
         self.plan, self.parts, self.stop, self.watch, self.stack = plan, plan.parts, stop, watch, stack
         self.experiment, self.workdir = plan.experiment, workdir
         self.first = jax.process_index() == 0
-        # XLA's virtual CPU devices share their threads: the collectives of two steps at once can wait for each other.
-        self.run_ahead = jax.default_backend() != "cpu"
+        self.run_ahead = max_in_flight() > 1
         self.state: TrainState | None = None
         self.step, self.saved_step, self.evaluated_step = 0, -1, -1
         self.metrics: dict[str, float] | None = None
@@ -129,12 +128,15 @@ class Session:
         """The whole run."""
         try:
             self.prepare()
-            if self.step < self.plan.total_steps or self.evaluated_step < self.step:
-                self.compile()
-                self.start_loop()
+            if self.step == self.plan.total_steps and self.evaluated_step == self.step:
+                return self.finish("finished", anew=False)
+            self.compile()
+            self.start_loop()
             while self.step < self.plan.total_steps:
                 self.advance()
         except Stop as signal:
+            if self.state is None:
+                raise Interrupted(signal.signum, f"{signal}: stopped before the run began; nothing changed.") from None
             saved = self.save_for_resume()
             self.finish("interrupted")
             raise Interrupted(signal.signum, f"{signal}: stopped at step {self.step}; {saved}") from None
@@ -149,7 +151,7 @@ class Session:
         if self.workdir is not None:
             claim_workdir(self.workdir, self.experiment, identity)
             if self.first:
-                write_atomically(self.workdir / "data.json", spec_to_json(self.parts.data_spec))
+                replace_file(self.workdir / "data.json", spec_to_json(self.parts.data_spec).encode())
             task = self.parts.task
             self.checkpoints = Checkpoints(
                 self.workdir, self.experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode
@@ -160,6 +162,8 @@ class Session:
         if restored is not None:
             self.state, self.step, self.evaluated_step = restored.state, restored.step, restored.evaluated_step
             self.saved_step = self.step
+            if self.workdir is not None:  # An evaluation that was made up for came after its checkpoint.
+                self.evaluated_step = max(self.evaluated_step, last_evaluated_step(self.workdir, self.step))
         else:
             with self.watch("compile"):
                 self.state = self.stop.run(lambda: make_initial_state(self.plan))
@@ -194,13 +198,14 @@ class Session:
 
     def advance(self) -> None:
         """One step, and the evaluation and the checkpoint when they are due after it."""
-        self.stop.poll()
-        self.reporter.profile(self.step, self.state)
         with self.watch("data"):
             batch = next(self.loader)
         with self.watch("train"):
             if not self.run_ahead:
                 self.reporter.wait()
+        self.stop.poll()
+        self.reporter.profile(self.step, self.state)
+        with self.watch("train"):
             self.state, metrics = self.train_step(self.state, batch)
             self.step += 1
             self.reporter.add(self.step, metrics)
@@ -244,8 +249,6 @@ class Session:
 
     def save_for_resume(self) -> str:
         """Saves the step that a signal stopped at, whatever the run was doing; says what was done."""
-        if self.state is None:
-            return "nothing was trained yet, so there was nothing to save."
         if self.checkpoints is None:
             return "nothing was saved: the run has no --workdir."
         self.reporter.flush()  # What was measured up to here would not be measured again.
@@ -253,8 +256,8 @@ class Session:
         self.checkpoints.wait()
         return f"saved in {self.workdir}. The same command goes on from there."
 
-    def finish(self, status: Literal["finished", "interrupted"]) -> Run:
-        """Writes the curves and the summary; returns the run."""
+    def finish(self, status: Literal["finished", "interrupted"], *, anew: bool = True) -> Run:
+        """Writes the curves and the summary (unless nothing was done `anew`); returns the run."""
         mesh = {axis.value: self.parts.layout.mesh.shape[axis.value] for axis in Axis}
-        summary = self.reporter.finish(status, step=self.step, mesh=mesh)
+        summary = self.reporter.finish(status, step=self.step, mesh=mesh, anew=anew)
         return Run(self.state, self.reporter.history.columns(), summary, self.plan, self.workdir)

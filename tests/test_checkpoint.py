@@ -10,7 +10,7 @@ from jaxdl.checkpoint import Checkpoints, claim_workdir, fingerprints
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticText, eval_batches
 from jaxdl.evaluate import evaluate, make_eval_step
-from jaxdl.experiment import identity
+from jaxdl.experiment import Experiment, identity
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
@@ -124,8 +124,9 @@ def test_workdir_that_cannot_be_made(tmp_path):
 
 
 def test_mesh_and_reports_may_change_between_runs(tmp_path):
-    assert claim_workdir(tmp_path, IMAGES, identity) is False
+    claim_workdir(tmp_path, IMAGES, identity)
     changed = IMAGES.replaced({"mesh.fsdp": 4, "report.every_steps": 7, "checkpoint.keep": 9})
-    assert claim_workdir(tmp_path, changed, identity) is True
+    claim_workdir(tmp_path, changed, identity)
+    assert Experiment.from_json((tmp_path / "config.json").read_text()) == changed
     with pytest.raises(ConfigError, match=r"-seed = 0\n  \+seed = 1"):
         claim_workdir(tmp_path, IMAGES.replaced({"seed": 1}), identity)

@@ -8,6 +8,8 @@ import jax
 import pytest
 
 import jaxdl
+from jaxdl import sample
+from jaxdl.bench import step
 from jaxdl.config import Config, ConfigError, choices, load_file, make_choice, parse
 from jaxdl.data import Digits, SyntheticImages, SyntheticText
 from jaxdl.experiment import Experiment
@@ -77,13 +79,13 @@ def test_unusual_values_come_back_equal_from_json():
     experiment = images(
         optimizer=LARS(learning_rate=0.1 + 0.2, epsilon=5e-324, trust_ratio_clip=(0, 10)),
         schedule=Polynomial(power=1.5, warmup_epochs=1 / 3, decay_steps=7),
-        precision=Float16(max_scale=float("inf")),
+        precision=Float16(max_scale=2.0**120),
         sharding=ShardingConfig(tensor_dims=()),
         mesh=MeshConfig(replica=-1, fsdp=2, cpu_devices=8),
     )
     again = Experiment.from_json(experiment.to_json())
     assert again == experiment
-    assert again.precision.max_scale == float("inf")
+    assert again.precision.max_scale == 2.0**120
     assert again.sharding.tensor_dims == ()
 
 
@@ -124,6 +126,8 @@ def test_a_choice_by_mapping_is_a_name_an_object_or_a_dictionary():
     assert base.replaced({"optimizer": LARS(learning_rate=2)}) == by_name
     assert base.replaced({"optimizer": {"kind": "lars", "learning_rate": 2}}) == by_name
     assert base.replaced({"exchange": "dense"}) == base, "a choice of one kind is a choice"
+    assert base.replaced({"optimizer": "sgd"}) == base, "the kind that is there keeps its values"
+    assert base.replaced({"optimizer": "sgd", "optimizer.momentum": 0.8}) == base.replaced({"optimizer.momentum": 0.8})
 
 
 @pytest.mark.parametrize(
@@ -230,7 +234,13 @@ def test_compilations_are_seen_by_the_fixture(compilations):
         (["--optimizer", "larz"], ["--optimizer larz", "sgd, adamw, lars, lamb"]),
         (["--optimizer"], ["--optimizer", "sgd, adamw, lars, lamb"]),
         (["--optimizer", "--steps", "3"], ["--optimizer", "sgd, adamw, lars, lamb"]),
-        (["--steps", "10"], ["epochs = 30", "steps = 10", "None"]),
+        (["--steps", "10"], ["epochs = 30", "steps = 10", "--epochs None or --steps None"]),
+        (["--epochs", "inf"], ["epochs", "finite", "inf"]),
+        (["--epochs", "1e308"], ["--epochs 1e+308", "2,147,483,647"]),
+        (["--optimizer.learning-rate", "nan"], ["learning_rate", "finite", "nan"]),
+        (["--seed", "4294967296"], ["seed", "4294967296", "less than 4294967296"]),
+        (["--report.profile-start-step", "675"], ["--report.profile-start-step 675", "675 steps"]),
+        (["--sharding.tensor-dims", "chanel_out"], ["--sharding.tensor-dims chanel_out", "channel_out, classes"]),
         (["--epochs", "None"], ["--epochs or --steps"]),
         (["--batch-size", "60"], ["--batch-size 60", "8 devices", "56 or 64"]),
         (["--step.microbatches", "3"], ["--batch-size 64", "3 micro-batches", "48 or 72"]),
@@ -354,6 +364,48 @@ def test_a_wrong_override_is_one_line(overrides, message):
     assert "\n" not in str(error.value), "one mistake, one line: not one for every kind of the choice"
 
 
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--optimizer.lr", "2"], ["--optimizer.lr", "--help"]),
+        (["--batch-size", "many"], ["--batch-size", "many"]),
+        (["--batch-size", "0"], ["batch_size", "greater than or equal to 1"]),
+        (["--optimizer", "larz"], ["sgd, adamw, lars, lamb"]),
+    ],
+    ids=" ".join,
+)
+def test_wrong_arguments_from_python_are_a_config_error_too(args, words, capsys):
+    with pytest.raises(ConfigError) as error:
+        jaxdl.load(DIGITS, args)
+    assert not [word for word in words if word not in str(error.value)], error.value
+    assert not re.search(r"[│╭╮╰╯─\n]", str(error.value))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_ctrl_c_is_one_line_and_exit_code_130(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jaxdl.train.print_plan", interrupted)
+    monkeypatch.setattr("jaxdl.sample.restore", interrupted)
+    for end in (lambda: main(["--config", DIGITS, "--explain"]), lambda: sample.main(["--workdir", "anywhere"])):
+        with pytest.raises(SystemExit) as exit:
+            end()
+        assert exit.value.code == 130
+        assert capsys.readouterr().err == "interrupted\n"
+
+
+def test_a_measurement_takes_the_options_of_the_experiment():
+    args = ["--config", DIGITS, "--num-steps", "3", "--optimizer", "lars", "--mesh.replica", "4"]
+    command = step.parse_command(args)
+    assert (command.num_steps, command.num_repeats) == (3, 7)
+    assert command.experiment == jaxdl.load(DIGITS, {"optimizer": "lars", "mesh.replica": 4})
+    with pytest.raises(ConfigError, match=r"--epochs 3\.0: .* --num-steps"):
+        step.parse_command([*args, "--epochs", "3"])
+    with pytest.raises(ConfigError, match="--num-repeats 0: "):
+        step.parse_command([*args, "--num-repeats", "0"])
+
+
 def test_several_mistakes_are_a_line_each():
     with pytest.raises(ConfigError) as error:
         Experiment.from_json('{"batch_size": 0, "seed": -1, "optimizer": {"kind": "lars", "momentum": 2, "x": 1}}')
@@ -378,7 +430,7 @@ def test_json_that_is_no_config():
         (lambda: text(data=Digits()), ["digits", "transformer"]),
         (lambda: images(batch_size=72), ["--batch-size 72", "64 training examples"]),
         (lambda: images(batch_size=12), ["--batch-size 12", "8 or 16"]),
-        (lambda: images(batch_size=4), ["--batch-size 4", "such as 8 or 8"]),
+        (lambda: images(batch_size=4), ["--batch-size 4", "such as 8."]),
         (lambda: images(schedule=Cosine(warmup_steps=4)), ["4", "the run has 3"]),
         (lambda: images(mesh=MeshConfig(replica=3)), ["replica 3", "8 devices"]),
         (lambda: images(mesh=MeshConfig(cpu_devices=4)), ["4 virtual CPU devices", "8 cpu devices"]),

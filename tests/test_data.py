@@ -278,6 +278,8 @@ def test_the_standard_library():
         ({"length": 100_000}, "not one window"),
         ({"tokenizer": "nowhere.json"}, "no such file"),
         ({"glob": "empty.py"}, "empty"),
+        ({"glob": "/abs/*.py"}, "glob = '/abs/\\*.py': .* Give a pattern inside"),
+        ({"split_seed": 2**32}, "split_seed: .* less than 4294967296"),
     ],
 )
 def test_what_cannot_be_read_is_told(tmp_path, changes, message):

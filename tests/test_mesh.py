@@ -139,6 +139,21 @@ def test_several_processes_need_numbers(monkeypatch):
         start_devices(MeshConfig())
 
 
+@pytest.mark.parametrize("given", ["JAX_COORDINATOR_ADDRESS=localhost:1", "JAXDL_DISTRIBUTED=1"])
+def test_several_processes_that_are_not_described(given):
+    code = """
+from jaxdl.config import ConfigError
+from jaxdl.mesh import MeshConfig, start_devices
+try:
+    start_devices(MeshConfig())
+except ConfigError as error:
+    print(error)
+"""
+    environment = dict([given.split("=")]) | {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("environment", "several"),
     [

@@ -55,7 +55,7 @@ def test_resnet_imagenet_parameter_counts_are_the_published_ones(depth, expected
     assert num_params(ResNet(depth=depth).build(num_classes=1000, channels=3, dtype=jnp.float32)) == expected
 
 
-@pytest.mark.parametrize("depth", [8, 20, 56])
+@pytest.mark.parametrize("depth", [8, 20, 26, 56])
 def test_resnet_cifar_parameter_count_by_hand(depth):
     n, w = (depth - 2) // 6, 16
     stem = 27 * w + 2 * w
@@ -152,9 +152,15 @@ def test_batch_norm_span(span):
     )
     params, stats = random_weights(network)
     image = jax.random.normal(jax.random.key(1), (8, 8, 8, 1)) * jnp.arange(1.0, 9.0)[:, None, None, None]
+    mesh = make_mesh(MeshConfig(replica=4, fsdp=1), jax.devices()[:4])
+
+    def apply(x):
+        with use_layout(Layout(ShardingConfig(), mesh, manual=frozenset({"replica"}))):
+            return network.apply(params, stats, x, train=True)[0]
+
     sharded = jax.shard_map(
-        lambda x: network.apply(params, stats, x, train=True)[0],
-        mesh=make_mesh(MeshConfig(replica=4, fsdp=1), jax.devices()[:4]),
+        apply,
+        mesh=mesh,
         in_specs=PartitionSpec("replica"),
         out_specs=PartitionSpec("replica"),
     )
@@ -209,8 +215,9 @@ def test_group_norm_examples_do_not_meet():
 
 
 def test_resnet_errors():
-    with pytest.raises(ValueError, match="8, 14, 18, 20"):
-        ResNet.model_validate({"depth": 19})
+    for depth in (-4, 2, 19, 49):
+        with pytest.raises(ValueError, match=rf"depth = {depth}: .* 18, 34, 50, 101, 152 .* 8, 14, 20, 26"):
+            ResNet(depth=depth)
     with pytest.raises(ValueError, match="norm_span = mesh"):
         ResNet(norm="group", norm_span="mesh")
     with pytest.raises(ValueError, match="norm_momentum"):

@@ -29,6 +29,7 @@ from jaxdl.sharding import (
     named,
     param_specs,
     spec_axes,
+    statistics_axis,
     use_layout,
     without_axis,
 )
@@ -111,6 +112,14 @@ def test_activation_spec_and_what_is_manual():
     assert ours.activation_spec(("batch",), (6,)) == P(None)
     inside = Layout(ours.config, ours.mesh, manual=frozenset({"replica"}))
     assert inside.activation_spec(("batch", "mlp"), (6, 64)) == P(("fsdp",), ("tensor",))
+
+
+def test_statistics_are_averaged_over_replicas_that_see_a_part_of_the_batch_each():
+    assert statistics_axis() is None
+    for replica, manual, axis in [(2, {"replica"}, "replica"), (2, set(), None), (1, {"replica"}, None)]:
+        rules = layout(replica, -1, 1)
+        with use_layout(Layout(rules.config, rules.mesh, manual=frozenset(manual))):
+            assert statistics_axis() == axis
 
 
 def test_specs_without_an_axis():

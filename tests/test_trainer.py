@@ -1,10 +1,12 @@
 """Whole runs from Python: what they return, write, compile and refuse."""
 
+import errno
 import json
 import logging
 import os
 import signal
 import threading
+import time
 
 import jax
 import numpy as np
@@ -83,13 +85,65 @@ def test_what_a_run_leaves_in_its_workdir(finished):
     assert (workdir / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+def contents(workdir):
+    """Every file but TensorBoard's, of which each start makes one."""
+    return {
+        path: path.read_bytes() for path in workdir.rglob("*") if path.is_file() and "tensorboard" not in path.parts
+    }
+
+
 def test_a_finished_run_started_again_does_nothing(finished):
     run, workdir, _ = finished
-    before = {path: path.read_bytes() for path in (workdir / "checkpoints").rglob("*") if path.is_file()}
+    before = contents(workdir)
     again = jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
     assert again.metrics == run.metrics
-    assert again.summary["steps"] == 12
-    assert {path: path.read_bytes() for path in (workdir / "checkpoints").rglob("*") if path.is_file()} == before
+    assert again.summary == run.summary
+    assert contents(workdir) == before
+
+
+def test_a_signal_while_restoring_changes_nothing(finished, monkeypatch):
+    _, workdir, _ = finished
+    before = contents(workdir)
+
+    def restore(self, *_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
+
+    monkeypatch.setattr(jaxdl.trainer.Checkpoints, "restore", restore)
+    with pytest.raises(jaxdl.Interrupted, match="143") as stopped:
+        jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
+    assert "nothing changed" in stopped.value.message
+    assert contents(workdir) == before
+
+
+@pytest.mark.parametrize("error", [MemoryError("too little"), OSError(errno.EIO, "no answer")])
+def test_what_is_not_damage_moves_no_checkpoint(finished, monkeypatch, error):
+    _, workdir, _ = finished
+    before = contents(workdir)
+
+    def read(*_):
+        raise error
+
+    monkeypatch.setattr(jaxdl.checkpoint, "_read", read)
+    with pytest.raises(type(error)):
+        jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
+    assert contents(workdir) == before
+
+
+def test_a_checkpoint_of_another_network_is_refused_and_kept(tmp_path):
+    jaxdl.train(TINY.replaced({"steps": 2}), tmp_path, quiet=True, devices=FOUR)
+    other = TINY.replaced({"steps": 2, "model.norm": "group", "model.norm_span": "replica"})
+    (tmp_path / "config.json").write_text(other.to_json())
+    with pytest.raises(jaxdl.ConfigError, match="another network or another version"):
+        jaxdl.train(other, tmp_path, quiet=True, devices=FOUR)
+    assert (tmp_path / "checkpoints" / "step_2").is_dir()
+
+
+def test_float16_that_never_takes_a_step_is_no_finished_run():
+    # With the scale held so high that every gradient overflows.
+    scale = {"kind": "float16", "initial_scale": 2.0**40, "min_scale": 2.0**40, "max_scale": 2.0**40}
+    with pytest.raises(Diverged, match="its gradient"):
+        jaxdl.train(TINY.replaced({"precision": scale}), quiet=True, devices=FOUR)
 
 
 def test_without_a_workdir_nothing_is_left_on_disk(tmp_path, monkeypatch):
@@ -149,8 +203,11 @@ def test_a_signal_in_process_saves_and_the_same_call_goes_on(tmp_path, finished)
     assert stopped.value.code == 130
     assert "step 6" in stopped.value.message
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handlers are given back"
+    interrupted = json.loads((tmp_path / "summary.json").read_text())
+    assert interrupted["status"] == "interrupted"
     run = jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR)
     assert run.metrics == whole.metrics
+    assert run.summary["seconds"]["compile"] > interrupted["seconds"]["compile"], "the times of both add up"
 
 
 def test_a_second_signal_is_not_held_back():
@@ -172,7 +229,7 @@ def test_the_command_line_ends_with_1_when_training_diverges(tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--config", str(path)])
     assert ended.value.code == 1
-    assert "error: the training loss is not finite" in capsys.readouterr().err
+    assert "error: the training loss or its gradient is not finite" in capsys.readouterr().err
 
 
 def test_the_public_face():

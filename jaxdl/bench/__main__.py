@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from jaxdl.bench import step
-from jaxdl.config import ConfigError, fail
+from jaxdl.config import ConfigError, end_interrupted, fail
 
 BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "step": ("the training loop's time per step over that of the bare jitted step", step.main),
@@ -14,7 +14,7 @@ BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
 
 
 def main(args: list[str]) -> None:
-    """Runs one measurement; exits with 2 for the user's mistakes."""
+    """Runs one measurement; exits with 2 for the user's mistakes, 130 after Ctrl-C."""
     if not args or args[0] in ("-h", "--help"):
         print("usage: python -m jaxdl.bench NAME [OPTIONS]\n")
         for name, (what, _) in BENCHES.items():
@@ -26,6 +26,8 @@ def main(args: list[str]) -> None:
         BENCHES[args[0]][1](args[1:])
     except ConfigError as error:
         fail(str(error))
+    except KeyboardInterrupt:
+        end_interrupted()
 
 
 if __name__ == "__main__":

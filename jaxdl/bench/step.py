@@ -8,17 +8,18 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.config import CLI_STYLE
-from jaxdl.experiment import Experiment, load
+from jaxdl.config import CLI_STYLE, ConfigError, choices_help
+from jaxdl.experiment import Experiment, read_command_line
+from jaxdl.optim import Constant
 from jaxdl.plan import make_initial_state, make_plan
-from jaxdl.report import Stopwatch
+from jaxdl.report import ReportConfig, Stopwatch
 from jaxdl.signals import StopSignals
 from jaxdl.trainer import Session
 
@@ -29,16 +30,17 @@ class StepBench:
 
     config: Path
     """The experiment: a Python file with a function config()."""
-    steps: int = 100
-    """Steps in one repeat of either side."""
-    repeats: int = 7
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
+    num_steps: int = 100
+    """Steps in one repeat of either side (the experiment's own length and schedule play no part)."""
+    num_repeats: int = 7
     """How often each side is measured; medians count."""
 
 
 def main(args: list[str]) -> None:
     """Runs the measurement and prints both medians and their ratio."""
-    command = tyro.cli(StepBench, args=args, prog="python -m jaxdl.bench step", config=CLI_STYLE)
-    result = measure(load(command.config), steps=command.steps, repeats=command.repeats)
+    command = parse_command(args)
+    result = measure(command.experiment, num_steps=command.num_steps, num_repeats=command.num_repeats)
     table = Table(title=f"{command.config}, {result['devices']}")
     for column in ("", "ms a step (median)", "min", "max"):
         table.add_column(column, justify="left" if not column else "right")
@@ -47,18 +49,43 @@ def main(args: list[str]) -> None:
         table.add_row(side, *(f"{value:.2f}" for value in (statistics.median(times), min(times), max(times))))
     console = Console()
     console.print(table)
-    console.print(f"loop / bare step = {result['ratio']:.3f} (median of {command.repeats} interleaved pairs)")
+    console.print(f"loop / bare step = {result['ratio']:.3f} (median of {command.num_repeats} interleaved pairs)")
 
 
-def measure(experiment: Experiment, *, steps: int, repeats: int) -> dict[str, Any]:
-    """Seconds a step of both sides, a list each of `repeats`, and `ratio`, the median of the pairs' ratios.
+def parse_command(args: list[str]) -> StepBench:
+    """The command line as a StepBench. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
+    prog = "python -m jaxdl.bench step"
+    path, experiment, left = read_command_line(args, about=str(__doc__), prog=prog)
+    command = tyro.cli(
+        StepBench,
+        args=left,
+        default=StepBench(path, experiment),
+        prog=prog,
+        config=CLI_STYLE,
+        description=choices_help(experiment),
+    )
+    for name in ("epochs", "steps"):
+        value = getattr(command.experiment, name)
+        if value != getattr(experiment, name):
+            raise ConfigError(f"--{name} {value}: the measurement has a length of its own. Give --num-steps instead.")
+    for name in ("num_steps", "num_repeats"):
+        value = getattr(command, name)
+        if value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: nothing would be measured. Give 1 or more.")
+    return command
+
+
+def measure(experiment: Experiment, *, num_steps: int, num_repeats: int) -> dict[str, Any]:
+    """Seconds a step of both sides, a list each of `num_repeats`, and `ratio`, the median of the pairs' ratios.
 
     The loop is the trainer's own, with its data, metrics, reports and files in a temporary workdir; evaluations and
-    checkpoints do not fall into the measured steps. The bare step is the same compiled function on one resident batch.
+    checkpoints do not fall into the measured steps, nothing is profiled, and the learning rate is constant, so that a
+    measurement may be shorter than the warm-up. The bare step is the same compiled function on one resident batch.
     """
-    total = steps * (repeats + 1) + 2
+    total = num_steps * (num_repeats + 1) + 2
     far = {"epochs": None, "steps": total, "evaluation.every_steps": 2 * total, "checkpoint.every_steps": 2 * total}
-    far |= {"evaluation.every_epochs": None, "checkpoint.every_epochs": None}
+    far |= {"evaluation.every_epochs": None, "checkpoint.every_epochs": None, "schedule": Constant()}
+    far |= {"report.profile_start_step": None, "report.profile_steps": ReportConfig().profile_steps}
     plan = make_plan(experiment.replaced(far))
     times: dict[str, list[float]] = {"bare step": [], "loop": []}
     with tempfile.TemporaryDirectory() as folder, StopSignals() as stop, contextlib.ExitStack() as stack:
@@ -70,24 +97,24 @@ def measure(experiment: Experiment, *, steps: int, repeats: int) -> dict[str, An
 
         def bare() -> None:
             nonlocal state
-            for _ in range(steps):
+            for _ in range(num_steps):
                 state, metrics = session.train_step(state, batch)
                 if not session.run_ahead:
                     jax.block_until_ready(metrics)
             jax.block_until_ready(state)
 
         def loop() -> None:
-            for _ in range(steps):
+            for _ in range(num_steps):
                 session.advance()
             jax.block_until_ready(session.state)
 
         sides = [("bare step", bare), ("loop", loop)]
-        for repeat in range(repeats + 1):
+        for repeat in range(num_repeats + 1):
             for name, side in sides if repeat % 2 else sides[::-1]:
                 start = time.perf_counter()
                 side()
                 if repeat > 0:  # The first round warms up.
-                    times[name].append((time.perf_counter() - start) / steps)
+                    times[name].append((time.perf_counter() - start) / num_steps)
     ratios = [loop / bare for loop, bare in zip(times["loop"], times["bare step"], strict=True)]
     device = jax.devices()[0]
     where = f"{jax.device_count()} x {device.device_kind}"

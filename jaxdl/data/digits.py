@@ -17,7 +17,7 @@ class Digits(DataSet):
     kind: Annotated[Literal["digits"], Kind] = "digits"
     test_fraction: float = pydantic.Field(default=0.2, gt=0, lt=1)
     """Part of every class that is held out."""
-    split_seed: int = pydantic.Field(default=0, ge=0)
+    split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
     """Which examples are held out."""
 
     def build(self) -> Splits:

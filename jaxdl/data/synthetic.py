@@ -46,7 +46,7 @@ class SyntheticImages(DataSet):
     """Training examples."""
     num_test: int = pydantic.Field(default=1_000, ge=1)
     """Held-out examples."""
-    seed: int = pydantic.Field(default=0, ge=0)
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
     """Another seed gives other patterns, labels and noise."""
 
     def build(self) -> Splits:
@@ -102,7 +102,7 @@ class SyntheticText(DataSet):
     """Training sequences."""
     num_test: int = pydantic.Field(default=1_000, ge=1)
     """Held-out sequences."""
-    seed: int = pydantic.Field(default=0, ge=0)
+    seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
     """Another seed gives another chain."""
 
     def build(self) -> Splits:

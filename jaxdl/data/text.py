@@ -37,7 +37,7 @@ class TextFiles(DataSet):
     """Path of a JSON file of the `tokenizers` library; None means bytes, a vocabulary of 256."""
     test_fraction: float = pydantic.Field(default=0.05, gt=0, lt=1)
     """Part of the files (or of a single file's bytes) that is held out."""
-    split_seed: int = pydantic.Field(default=0, ge=0)
+    split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
     """Which files are held out, and which are taken when `max_bytes` is set."""
     max_bytes: int | None = pydantic.Field(default=None, ge=1)
     """At most this much text is used, a random choice of the files."""
@@ -88,7 +88,7 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
             named = [(Path(file), Path(file).relative_to(root).as_posix()) for file in standard_library_files()]
         elif path.is_dir():
             folders = True
-            named = [(file, file.relative_to(path).as_posix()) for file in path.glob(glob) if file.is_file()]
+            named = [(file, file.relative_to(path).as_posix()) for file in _matching(path, glob)]
         elif path.is_file():
             named = [(path, path.name)]
         else:
@@ -103,6 +103,16 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
     if not any(file.num_bytes for file in files):
         raise ConfigError(f"{', '.join(paths)}: empty; there is no text to train on.")
     return files
+
+
+def _matching(folder: Path, glob: str) -> list[Path]:
+    """The files in the folder that match. Raises ConfigError for what is no pattern, such as an absolute path."""
+    try:
+        return [file for file in folder.glob(glob) if file.is_file()]
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(
+            f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths, such as {_DEFAULT_GLOB!r}."
+        ) from None
 
 
 def standard_library_files() -> tuple[str, ...]:

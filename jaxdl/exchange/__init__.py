@@ -4,7 +4,7 @@ They work on local shards inside a fully manual `shard_map`, so a replica that i
 exchanges each shard with the same shard of the other replicas, and nothing else.
 """
 
-from jaxdl.exchange.base import Exchange, ExchangeMetrics
+from jaxdl.exchange.base import Exchange, ExchangeMetrics, init_on_mesh, state_specs
 from jaxdl.exchange.dense import Dense
 
-__all__ = ["Dense", "Exchange", "ExchangeMetrics"]
+__all__ = ["Dense", "Exchange", "ExchangeMetrics", "init_on_mesh", "state_specs"]

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
+from jaxdl import sharding
 from jaxdl.config import Config, Kind
-from jaxdl.mesh import Axis
 from jaxdl.precision import float32_matmul
 
 _IMAGENET_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -32,8 +32,8 @@ class ResNet(Config):
 
     modality: ClassVar[str] = "images"
     kind: Annotated[Literal["resnet"], Kind] = "resnet"
-    depth: Literal[8, 14, 18, 20, 32, 34, 44, 50, 56, 101, 110, 152] = 50
-    """Weighted layers: 18, 34, 50, 101, 152 (ImageNet family); 8, 14, 20, 32, 44, 56, 110 (CIFAR family)."""
+    depth: int = 50
+    """Weighted layers: 18, 34, 50, 101, 152 (ImageNet family); 6n + 2 otherwise: 8, 14, 20, 26... (CIFAR family)."""
     width: int | None = pydantic.Field(default=None, ge=1)
     """Channels of the first stage, doubled at each later one; None takes 64 (ImageNet family) or 16 (CIFAR family)."""
     stem: Literal["imagenet", "cifar", "patch2"] | None = None
@@ -51,8 +51,17 @@ class ResNet(Config):
     """Start the last norm's scale of each block at zero, so that a block starts as its shortcut (Goyal et al. 2017)."""
 
     @pydantic.model_validator(mode="after")
+    def _depth_is_known(self) -> ResNet:
+        if self.depth not in _IMAGENET_BLOCKS and (self.depth < 8 or self.depth % 6 != 2):
+            raise ValueError(
+                f"depth = {self.depth}: no family has it. Choose {', '.join(map(str, _IMAGENET_BLOCKS))} (ImageNet), "
+                "or 6n + 2 with n of 1 or more, such as 8, 14, 20, 26, 32 (CIFAR)."
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
     def _norm_fits(self) -> ResNet:
-        if self.norm == "group" and self.norm_span != "replica":
+        if self.norm == "group" and self.norm_span == "mesh":
             raise ValueError(
                 f"norm_span = {self.norm_span}: group norm has no statistics over the batch. "
                 "Remove it or set norm = batch."
@@ -108,10 +117,7 @@ class Norm(nnx.Module):
         """The normalized x; in training batch norm uses and updates the statistics of this batch."""
         if isinstance(self.norm, nnx.BatchNorm):
             if self.spans_mesh and train:
-                # Over one replica there is nothing to average, and XLA (jaxlib 0.10) fails to compile it where the
-                # channels are sharded.
-                replica = Axis.REPLICA.value
-                self.norm.axis_name = replica if jax.lax.axis_size(replica) > 1 else None
+                self.norm.axis_name = sharding.statistics_axis()
             return self.norm(x, use_running_average=not train).astype(self.dtype)
         return self.norm(x).astype(self.dtype)
 
@@ -168,8 +174,7 @@ class ResNetModule(nnx.Module):
     """The network of a `ResNet` config.
 
     Batch norm in training uses the batch of one replica (synchronized inside the replica), or with norm_span = mesh of
-    all replicas; then the call must run where the axis `replica` is bound (in a shard_map). Its running variance is the
-    biased one.
+    all replicas, which the call knows from `jaxdl.sharding.use_layout`. Its running variance is the biased one.
     """
 
     def __init__(self, config: ResNet, rngs: nnx.Rngs, *, num_classes: int, channels: int, dtype: Any):

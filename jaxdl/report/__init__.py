@@ -1,7 +1,7 @@
 """What a run tells about itself: history, progress, curves, wall time and the summary at the end."""
 
 from jaxdl.report.explanation import print_explanation
-from jaxdl.report.history import History, ReportConfig
+from jaxdl.report.history import History, ReportConfig, last_evaluated_step, replace_file
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress, format_row
 from jaxdl.report.reporter import Diverged, Reporter
@@ -16,8 +16,10 @@ __all__ = [
     "Reporter",
     "Stopwatch",
     "format_row",
+    "last_evaluated_step",
     "plot_history",
     "print_explanation",
     "print_summary",
+    "replace_file",
     "write_summary",
 ]

@@ -22,7 +22,7 @@ class ReportConfig(Config):
     """What a run reports, and how often."""
 
     every_steps: int = pydantic.Field(default=10, ge=1)
-    """Report the training metrics every this many steps."""
+    """Report the training metrics every this many steps, counted from the last evaluation or checkpoint."""
     tensorboard: bool = True
     """Write TensorBoard scalars next to metrics.jsonl."""
     profile_start_step: int | None = pydantic.Field(default=None, ge=1)
@@ -134,6 +134,13 @@ class History:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def last_evaluated_step(workdir: Path, step: int) -> int:
+    """The step of the last evaluation, up to `step`, in the workdir's metrics.jsonl; -1 when there is none."""
+    path = Path(workdir) / METRICS_FILE
+    rows = _load(path) if path.exists() else []
+    return max((row["step"] for row in rows if _is_evaluation(row) and row["step"] <= step), default=-1)
 
 
 def replace_file(path: Path, content: bytes) -> None:

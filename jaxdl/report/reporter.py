@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,11 +17,11 @@ from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress
 from jaxdl.report.stopwatch import Stopwatch
-from jaxdl.report.summary import print_summary, write_summary
+from jaxdl.report.summary import SUMMARY_FILE, print_summary, read_summary, write_summary
 
 
 class Diverged(ArithmeticError):
-    """The training loss is not a finite number any more."""
+    """The training loss, or its gradient, is not a finite number any more."""
 
 
 class Reporter:
@@ -58,6 +59,7 @@ class Reporter:
         self._window: list[Any] = []
         self._window_end, self._since_sec = 0, 0.0
         self._profiling = False
+        self._earlier: dict[str, Any] | None = None
         self.history = History(None)
         self._progress: Progress | None = None
 
@@ -77,6 +79,8 @@ class Reporter:
         )
         self._stack.enter_context(self._progress)
         self._window_end = step
+        if step > 0 and self._folder is not None:
+            self._earlier = read_summary(self._folder / SUMMARY_FILE)
 
     def close(self) -> None:
         """Ends a profile under way, closes the files and gives the terminal back."""
@@ -115,7 +119,7 @@ class Reporter:
         self._progress.advance(step)
 
     def flush(self) -> None:
-        """Fetches and reports the steps since the last report. Raises Diverged when their loss is not finite."""
+        """Fetches and reports the steps since the last report. Raises Diverged when they are not finite."""
         if not self._window:
             return
         fetched, self._window = jax.device_get(self._window), []
@@ -130,11 +134,11 @@ class Reporter:
         rate = len(fetched) * self._batch_size / max(now - self._since_sec, 1e-9)
         self._window_end, self._since_sec = self._window_end + len(fetched), now
         self._write(self._window_end, row | {"examples_per_sec": rate})
-        bad = sum(not math.isfinite(one["sums/loss"]) for one in fetched)
+        bad = sum(not (math.isfinite(one["sums/loss"]) and math.isfinite(one["grad_norm"])) for one in fetched)
         lowest = self._lowest_scale
         if bad and (lowest is None or (bad == len(fetched) and row["train/loss_scale"] <= lowest)):
             raise Diverged(
-                f"the training loss is not finite at step {self._window_end} "
+                f"the training loss or its gradient is not finite at step {self._window_end} "
                 f"(learning rate {row['train/learning_rate']:.3g}). A lower --optimizer.learning-rate, a longer "
                 "warm-up or --step.clip-norm 1 usually help."
             )
@@ -158,20 +162,28 @@ class Reporter:
             self.note(f"profile written to {self._folder / 'profile'}")
 
     def finish(
-        self, status: Literal["finished", "interrupted"], *, step: int, mesh: Mapping[str, int]
+        self, status: Literal["finished", "interrupted"], *, step: int, mesh: Mapping[str, int], anew: bool = True
     ) -> dict[str, Any]:
-        """Draws the curves, writes and prints the summary, and returns it."""
-        if self._folder is not None:
-            plot_history(self.history.columns(), self._folder / "curves.png")
-        summary = write_summary(
-            self._folder / "summary.json" if self._folder else None,
-            status=status,
-            steps=step,
-            total_steps=self._total_steps,
-            metrics=self.history.last("eval/"),
-            seconds=self._watch.seconds(),
-            mesh=mesh,
-        )
+        """Draws the curves, writes and prints the summary, and returns it.
+
+        Its seconds are those of this process and of the ones before it in this workdir that came to their own summary.
+        When nothing was done `anew` and there is a summary, that one stays.
+        """
+        summary = self._earlier
+        if anew or summary is None or summary["status"] != status:
+            if self._folder is not None:
+                plot_history(self.history.columns(), self._folder / "curves.png")
+            seconds = Counter(self._watch.seconds())
+            seconds.update(summary["seconds"] if summary else {})
+            summary = write_summary(
+                self._folder / SUMMARY_FILE if self._folder else None,
+                status=status,
+                steps=step,
+                total_steps=self._total_steps,
+                metrics=self.history.last("eval/"),
+                seconds=seconds,
+                mesh=mesh,
+            )
         if self._progress is not None:
             self._progress.stop()
         print_summary(summary, self._console)

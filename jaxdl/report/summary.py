@@ -18,6 +18,7 @@ from rich.text import Text
 from jaxdl.report.history import json_value, replace_file
 from jaxdl.report.progress import format_duration, format_number, is_live
 
+SUMMARY_FILE = "summary.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxdl")
 
 
@@ -58,6 +59,15 @@ def write_summary(
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     return summary
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """The summary that an earlier process wrote there; None when there is none that can be read."""
+    try:
+        summary = json.loads(path.read_text())
+        return summary if {"status", "seconds", "metrics"} <= summary.keys() else None
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def versions() -> dict[str, str]:
