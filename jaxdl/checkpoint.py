@@ -25,7 +25,7 @@ import pydantic
 from jax import lax
 from jax.experimental import multihost_utils
 
-from jaxdl.config import Config, ConfigError
+from jaxdl.config import Config, ConfigError, Periodic
 from jaxdl.report import replace_file
 from jaxdl.state import TrainState
 
@@ -37,27 +37,13 @@ ITEMS = {
 """The items of a checkpoint and the fields of the train state in each; prediction needs only `model`."""
 
 
-class CheckpointConfig(Config):
+class CheckpointConfig(Periodic):
     """When checkpoints are written to the workdir, and which are kept. One is always written at the end of a run."""
 
-    every_epochs: float | None = pydantic.Field(default=None, gt=0)
-    """Write one every this many epochs; every epoch when neither this nor `every_steps` is set."""
-    every_steps: int | None = pydantic.Field(default=None, ge=1)
-    """Write one every this many steps."""
     keep: int = pydantic.Field(default=2, ge=1)
     """Keep the newest this many."""
     keep_best: int = pydantic.Field(default=1, ge=0)
     """Keep also this many with the best evaluation."""
-
-    @pydantic.model_validator(mode="after")
-    def _one_period(self) -> CheckpointConfig:
-        if self.every_steps is not None and self.every_epochs is not None:
-            raise ValueError("set every_steps or every_epochs, not both.")
-        return self
-
-    def period_steps(self, steps_per_epoch: float) -> float:
-        """Steps between two checkpoints; a fraction where an epoch is not a whole number of steps."""
-        return self.every_steps or (self.every_epochs or 1.0) * steps_per_epoch
 
 
 @dataclass(frozen=True)

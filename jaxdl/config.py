@@ -261,3 +261,22 @@ def end_interrupted() -> typing.NoReturn:
     """Ends the program after Ctrl-C: one line on stderr, exit code 130 (128 + SIGINT) as in shells."""
     print("interrupted", file=sys.stderr)
     raise SystemExit(130)
+
+
+class Periodic(Config):
+    """Base of the configs of what happens again and again in a run."""
+
+    every_epochs: float | None = pydantic.Field(default=None, gt=0)
+    """Do it every this many epochs; every epoch when neither this nor `every_steps` is set."""
+    every_steps: int | None = pydantic.Field(default=None, ge=1)
+    """Do it every this many steps."""
+
+    @pydantic.model_validator(mode="after")
+    def _one_period(self) -> Periodic:
+        if self.every_steps is not None and self.every_epochs is not None:
+            raise ValueError("set every_steps or every_epochs, not both.")
+        return self
+
+    def period_steps(self, steps_per_epoch: float) -> float:
+        """Steps from one time to the next; a fraction where an epoch is not a whole number of steps."""
+        return self.every_steps or (self.every_epochs or 1.0) * steps_per_epoch

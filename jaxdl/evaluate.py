@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pydantic
 
-from jaxdl.config import Config
+from jaxdl.config import Periodic
 from jaxdl.mesh import batch_sharding
 from jaxdl.state import replicated
 from jaxdl.step import Batch, Parts, apply_network
@@ -26,25 +26,11 @@ def max_in_flight(most: int = _MAX_IN_FLIGHT) -> int:
     return 1 if jax.default_backend() == "cpu" else most
 
 
-class EvaluationConfig(Config):
+class EvaluationConfig(Periodic):
     """When the held-out data is evaluated, and how. It always is at the end of a run."""
 
-    every_epochs: float | None = pydantic.Field(default=None, gt=0)
-    """Evaluate every this many epochs; every epoch when neither this nor `every_steps` is set."""
-    every_steps: int | None = pydantic.Field(default=None, ge=1)
-    """Evaluate every this many steps."""
     batch_size: int | None = pydantic.Field(default=None, ge=1)
     """Global batch size of the evaluation; None takes that of the training."""
-
-    @pydantic.model_validator(mode="after")
-    def _one_period(self) -> EvaluationConfig:
-        if self.every_steps is not None and self.every_epochs is not None:
-            raise ValueError("set every_steps or every_epochs, not both.")
-        return self
-
-    def period_steps(self, steps_per_epoch: float) -> float:
-        """Steps between two evaluations; a fraction where an epoch is not a whole number of steps."""
-        return self.every_steps or (self.every_epochs or 1.0) * steps_per_epoch
 
 
 def make_eval_step(parts: Parts) -> Any:
