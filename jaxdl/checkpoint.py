@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import functools
 import json
 import logging
 import os
@@ -26,6 +27,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 from jaxdl.config import Config, ConfigError, Periodic
+from jaxdl.exchange import resplit
 from jaxdl.report import replace_file
 from jaxdl.state import TrainState
 
@@ -56,6 +58,8 @@ class Restored:
     """The last step that had been evaluated, -1 if none."""
     damaged: tuple[str, ...]
     """A line for each newer checkpoint that could not be used, and where it was moved."""
+    notes: tuple[str, ...] = ()
+    """A line for what had to be changed for this mesh."""
 
 
 class Checkpoints:
@@ -102,7 +106,12 @@ class Checkpoints:
         """
         items = _items(state)
         prints = jax.device_get(self._fingerprint(items))
-        meta = {"evaluated_step": evaluated_step, "fingerprints": jax.tree.map(int, prints)}
+        shapes = {name: list(x.shape) for name, x in items["exchange"].items()}
+        meta = {
+            "evaluated_step": evaluated_step,
+            "fingerprints": jax.tree.map(int, prints),
+            "exchange_shapes": shapes,
+        }
         arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
         arguments["meta"] = ocp.args.JsonSave(meta)
         with _quiet_orbax():
@@ -122,23 +131,33 @@ class Checkpoints:
         """The steps that have a whole checkpoint, in order."""
         return sorted(self._manager.all_steps())
 
-    def restore(self, abstract: TrainState, *, items: tuple[str, ...] = tuple(ITEMS)) -> Restored | None:
+    def restore(
+        self,
+        abstract: TrainState,
+        *,
+        items: tuple[str, ...] = tuple(ITEMS),
+        fresh_exchange_state: Callable[[], Any] = dict,
+    ) -> Restored | None:
         """The newest checkpoint that is undamaged, laid out by the shardings in `abstract`; None when there is none.
 
         One that cannot be read, or whose arrays do not have their fingerprints, is moved to `checkpoints/damaged`, not
         deleted (with `read_only` it stays), and the one before it is tried. Fields of items not asked for stay as they
-        are in `abstract`.
+        are in `abstract`. With another number of replicas the exchange's state is split anew (`exchange.resplit`);
+        `fresh_exchange_state` makes that of a new run, for what cannot be carried over.
         """
         damaged: list[str] = []
         for step in reversed(self.steps):
             try:
-                state, meta = self._restore_step(step, abstract, items)
+                state, meta = self._restore_step(step, abstract, items, fresh_exchange_state)
             except Exception as error:
                 if not _is_damage(error):
                     raise
                 damaged.append(self._put_aside(step, error))
                 continue
-            return Restored(state, step, meta["evaluated_step"], tuple(damaged))
+            note = (
+                resplit.changed(_items(abstract)["exchange"], _exchange_shapes(meta)) if "exchange" in items else None
+            )
+            return Restored(state, step, meta["evaluated_step"], tuple(damaged), (note,) if note else ())
         if damaged:
             raise ConfigError(
                 "\n".join(damaged) + f"\nNo whole checkpoint is left in {self.folder}. To start anew, use another "
@@ -146,7 +165,9 @@ class Checkpoints:
             )
         return None
 
-    def _restore_step(self, step: int, abstract: TrainState, items: tuple[str, ...]) -> tuple[TrainState, Any]:
+    def _restore_step(
+        self, step: int, abstract: TrainState, items: tuple[str, ...], fresh_exchange_state: Callable[[], Any]
+    ) -> tuple[TrainState, Any]:
         wanted = {name: item for name, item in _items(abstract).items() if name in items and item}
         error, found, meta = None, {}, {}
         try:
@@ -164,6 +185,9 @@ class Checkpoints:
         ]
         if bad:
             raise ValueError(f"the stored values of {', '.join(bad[:3])} have changed since they were written")
+        if "exchange" in wanted:
+            fresh = functools.partial(_fresh_exchange, abstract, fresh_exchange_state)
+            found["exchange"] = resplit.resplit(found.get("exchange", {}), wanted["exchange"], fresh)
         return _state(found, abstract), meta
 
     def _put_aside(self, step: int, error: Exception) -> str:
@@ -197,19 +221,31 @@ def _is_damage(error: Exception) -> bool:
 def _read(folder: Path, wanted: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """`(items, meta)` of a checkpoint; each process reads its own part and waits for no other."""
     meta = json.loads((folder / "meta" / "metadata").read_text())
+    stored = _exchange_shapes(meta)
     for name, item in wanted.items():
-        other = sorted(item.keys() ^ meta["fingerprints"][name].keys())
-        if other:
+        other = sorted(item.keys() ^ meta["fingerprints"].get(name, {}).keys())
+        if other and not (name == "exchange" and resplit.same_kind(item, stored)):
             raise ConfigError(
                 f"{folder}: this checkpoint is of another network or another version of jaxdl: {other[0]} is "
                 f"{'not in it' if other[0] in item else 'unknown here'}. Restore it with the version that wrote it."
             )
+    if "exchange" in wanted:
+        wanted = wanted | {"exchange": resplit.readable(wanted["exchange"], stored)}
+    wanted = {name: item for name, item in wanted.items() if item}
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
     handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
     with _quiet_orbax(), ocp.Checkpointer(handler, multiprocessing_options=alone) as reader:
         found = {name: reader.restore(folder / name, args=ocp.args.StandardRestore(x)) for name, x in wanted.items()}
     return found, meta
+
+
+def _exchange_shapes(meta: Any) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for name, shape in meta.get("exchange_shapes", {}).items()}
+
+
+def _fresh_exchange(abstract: TrainState, make: Callable[[], Any]) -> dict[str, Any]:
+    return _items(abstract.replace(exchange_state=make()))["exchange"]
 
 
 def _all_processes(fine: bool) -> bool:

@@ -17,7 +17,7 @@ from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.config import Config, ConfigError, load_file, parse, take_choices
 from jaxdl.data import DataConfig, Digits
 from jaxdl.evaluate import EvaluationConfig
-from jaxdl.exchange import Dense
+from jaxdl.exchange import Dense, ExchangeConfig
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import SGD, Cosine, OptimizerConfig, ScheduleConfig
@@ -41,7 +41,7 @@ class Experiment(Config):
     """The optimizer and its peak learning rate."""
     schedule: ScheduleConfig = Cosine()
     """How the learning rate goes over the run."""
-    exchange: Dense = Dense()
+    exchange: ExchangeConfig = Dense()
     """How gradients are averaged over the mesh axis `replica`."""
     precision: Precision = Float32()
     """The precision of the computation; parameters and optimizer are float32 always."""
@@ -72,6 +72,12 @@ class Experiment(Config):
             raise ValueError(
                 f"epochs = {self.epochs:g} and steps = {self.steps}: the length of the run is given twice. "
                 "Set one of them to None: --epochs None or --steps None."
+            )
+        correction, momentum = getattr(self.exchange, "momentum_correction", None), getattr(self.optimizer, "momentum", 0)
+        if correction is not None and momentum:
+            raise ValueError(
+                f"exchange.momentum_correction = {correction:g} and optimizer.momentum = {momentum:g}: momentum would be "
+                "added up twice. Set --optimizer.momentum 0 (the exchange's takes its place), or no correction."
             )
         if self.model.modality != self.task.modality:
             raise ValueError(

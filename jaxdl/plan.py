@@ -11,16 +11,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, Splits, TextSpec
 from jaxdl.evaluate import make_eval_step
+from jaxdl.exchange import Exchange, GradientLayout, alone, backward_order, by_name, init_on_mesh, leaf_names
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import Device, batch_ways, make_mesh, start_devices
+from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, start_devices
 from jaxdl.models import Network
-from jaxdl.sharding import STACKED, Layout, ShardingConfig
+from jaxdl.sharding import STACKED, Layout, ShardingConfig, grad_specs
 from jaxdl.state import TrainState, init_state, make_state_spec
 from jaxdl.step import Parts, make_train_step
 
@@ -92,8 +94,8 @@ def make_parts(
         peak=experiment.optimizer.learning_rate, total_steps=total_steps, steps_per_epoch=steps_per_epoch
     )
     optimizer = experiment.optimizer.build(learning_rate, network.axes)
-    exchange = experiment.exchange.build()
     layout = Layout(experiment.sharding, mesh)
+    exchange = _make_exchange(experiment, network, spec, layout)
     use_ema = experiment.step.ema_decay is not None
     return Parts(
         network=network,
@@ -106,6 +108,34 @@ def make_parts(
         layout=layout,
         state_spec=make_state_spec(layout, network, optimizer, exchange, experiment.precision, use_ema=use_ema),
         config=experiment.step,
+    )
+
+
+def _make_exchange(experiment: Experiment, network: Network, spec: Any, layout: Layout) -> Exchange:
+    """The exchange over the mesh's replicas; a single one has nobody to talk to."""
+    if layout.mesh.shape[Axis.REPLICA] == 1:
+        return alone()
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        _, model_state = jax.eval_shape(network.init, jax.random.key(0))
+        inputs = experiment.task.inputs(batch, spec)
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model_state)
+        return jnp.sum(network.apply(params, blank, *inputs, train=True)[0])
+
+    axes = dict(
+        zip(
+            leaf_names(network.param_shapes),
+            jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple)),
+            strict=True,
+        )
+    )
+    return experiment.exchange.build(
+        GradientLayout(
+            specs=by_name(grad_specs(layout, network.axes, network.param_shapes)),
+            inner={axis: size for axis, size in layout.mesh.shape.items() if axis != Axis.REPLICA and size > 1},
+            order=backward_order(loss, network.param_shapes, spec.blank()),
+            stacked=frozenset(name for name, names in axes.items() if STACKED in names),
+        )
     )
 
 
@@ -162,7 +192,7 @@ def make_initial_state(plan: Plan) -> TrainState:
             parts.optimizer,
             parts.exchange,
             parts.precision,
-            specs=parts.state_spec.params,
+            grad_specs=parts.state_spec.grads,
             mesh=parts.layout.mesh,
             use_ema=experiment.step.ema_decay is not None,
         )
@@ -170,6 +200,15 @@ def make_initial_state(plan: Plan) -> TrainState:
     # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
     options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
     return jax.jit(make, out_shardings=parts.state_spec.shardings, compiler_options=options)()
+
+
+def make_exchange_state(plan: Plan) -> Any:
+    """The fresh state of a plan's gradient exchange alone."""
+    parts = plan.parts
+    return jax.jit(
+        lambda: init_on_mesh(parts.exchange, parts.network.param_shapes, parts.state_spec.grads, parts.layout.mesh),
+        out_shardings=parts.state_spec.shardings.exchange_state,
+    )()
 
 
 def compile_steps(plan: Plan) -> tuple[Any, Any]:

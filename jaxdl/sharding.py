@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import math
 from collections.abc import Iterator
@@ -74,6 +75,17 @@ class Layout:
         while entries and entries[-1] is None:
             entries.pop()
         return PartitionSpec(*(entry[0] if entry and len(entry) == 1 else entry for entry in entries))
+
+    def grad_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The PartitionSpec of a parameter's gradient while it is exchanged over `replica`.
+
+        With several replicas it is split over `fsdp` even where the parameter is kept whole, so that each device
+        exchanges a part of it: reduce-scatter, exchange, all-gather.
+        """
+        if self.mesh.shape[Axis.REPLICA] == 1 or self.config.param_sharding == "sharded":
+            return self.param_spec(axes, shape)
+        split = self.config.replaced({"param_sharding": "sharded"})
+        return dataclasses.replace(self, config=split).param_spec(axes, shape)
 
     def gathered(self, spec: PartitionSpec) -> PartitionSpec:
         """The spec of a parameter while it is used: no longer split over `fsdp`."""
@@ -259,6 +271,11 @@ def param_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
             f"(their sizes are {', '.join(map(str, sizes)) or 'none'}). Choose a divisor of them, or --mesh.tensor 1."
         )
     return specs
+
+
+def grad_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
+    """The tree of PartitionSpecs of the gradients while they are exchanged; arguments as of `param_specs`."""
+    return jax.tree.map(lambda names, x: layout.grad_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
 
 
 def _named_sizes(axes: Any, shapes: Any) -> Iterator[tuple[str, int]]:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdl.exchange import Exchange, init_on_mesh, state_specs
 from jaxdl.models.network import Network
 from jaxdl.precision import LossScale, Precision
-from jaxdl.sharding import Layout, is_spec, named, param_specs
+from jaxdl.sharding import Layout, grad_specs, is_spec, named, param_specs
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +33,7 @@ class TrainState:
     opt_state: Any
     """The optimizer's state."""
     exchange_state: Any
-    """The gradient exchange's state, one for each replica: leaves `[replica, ...]`."""
+    """The gradient exchange's state; empty with one replica."""
     loss_scale: LossScale
     """The dynamic loss scale; empty without float16."""
     key: Any
@@ -55,6 +55,8 @@ class StateSpec:
 
     params: Any
     """PartitionSpecs of the parameters."""
+    grads: Any
+    """PartitionSpecs of the gradients while they are exchanged."""
     shapes: TrainState
     """The state's shapes."""
     specs: TrainState
@@ -76,11 +78,11 @@ def init_state(
     exchange: Exchange,
     precision: Precision,
     *,
-    specs: Any,
+    grad_specs: Any,
     mesh: Mesh,
     use_ema: bool,
 ) -> TrainState:
-    """A fresh train state; `specs` are the parameters' PartitionSpecs on the mesh.
+    """A fresh train state; `grad_specs` are the gradients' PartitionSpecs on the mesh.
 
     A pure function of the key: run it under `jit` with the shardings of `make_state_spec`.
     """
@@ -92,7 +94,7 @@ def init_state(
         model_state=model_state,
         ema_params=jax.tree.map(jnp.copy, params) if use_ema else {},
         opt_state=optimizer.init(params),
-        exchange_state=init_on_mesh(exchange, params, specs, mesh),
+        exchange_state=init_on_mesh(exchange, network.param_shapes, grad_specs, mesh),
         loss_scale=precision.init_loss_scale(),
         key=jax.random.key_data(run_key),
     )
@@ -112,9 +114,17 @@ def make_state_spec(
     The optimizer's state follows the parameters. Raises ConfigError when the mesh does not suit the model.
     """
     specs = param_specs(layout, network.axes, network.param_shapes)
+    gradient_specs = grad_specs(layout, network.axes, network.param_shapes)
     shapes = jax.eval_shape(
         lambda: init_state(
-            jax.random.key(0), network, optimizer, exchange, precision, specs=specs, mesh=layout.mesh, use_ema=use_ema
+            jax.random.key(0),
+            network,
+            optimizer,
+            exchange,
+            precision,
+            grad_specs=gradient_specs,
+            mesh=layout.mesh,
+            use_ema=use_ema,
         )
     )
     opt_specs = optax.tree_utils.tree_map_params(
@@ -131,11 +141,11 @@ def make_state_spec(
         model_state=_whole(shapes.model_state),
         ema_params=specs if use_ema else {},
         opt_state=opt_specs,
-        exchange_state=state_specs(exchange, network.param_shapes, specs),
+        exchange_state=state_specs(exchange, network.param_shapes, gradient_specs, layout.mesh),
         loss_scale=_whole(shapes.loss_scale),
         key=PartitionSpec(),
     )
-    return StateSpec(specs, shapes, whole_specs, named(layout.mesh, whole_specs))
+    return StateSpec(specs, gradient_specs, shapes, whole_specs, named(layout.mesh, whole_specs))
 
 
 def _whole(tree: Any) -> Any:

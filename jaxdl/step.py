@@ -22,11 +22,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxdl.config import Config
-from jaxdl.exchange import Exchange
+from jaxdl.exchange import Exchange, own_state, stacked_state
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.models.network import Network
 from jaxdl.precision import Precision, cast_weights
-from jaxdl.sharding import Layout, gather_params, is_spec, use_layout
+from jaxdl.sharding import Layout, gather_params, is_spec, named, use_layout
 from jaxdl.state import StateSpec, TrainState, replicated
 from jaxdl.tasks import Task
 
@@ -142,7 +142,7 @@ def _local_gradients(
 
         grads, (sums, new_model_state) = jax.grad(objective, has_aux=True)(params)
         grads = jax.tree.map(
-            lambda spec, g: lax.with_sharding_constraint(g, spec), parts.state_spec.params, grads, is_leaf=is_spec
+            lambda spec, g: lax.with_sharding_constraint(g, spec), parts.state_spec.grads, grads, is_leaf=is_spec
         )
         return grads, sums, new_model_state
 
@@ -189,21 +189,25 @@ def _split(x: jax.Array, num_parts: int) -> jax.Array:
 def _exchange(parts: Parts, grads: Any, exchange_state: Any, key: jax.Array) -> tuple[Any, Any, Metrics]:
     """Region 3: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard."""
     replica = Axis.REPLICA.value
-    specs = parts.state_spec.params
+    specs = parts.state_spec.grads
     state_specs = parts.state_spec.specs.exchange_state
 
     def one_device(grads: Any, exchange_state: Any, key: jax.Array) -> Any:
-        own, own_state = jax.tree.map(lambda x: x[0], (grads, exchange_state))
-        mean, new_state, metrics = parts.exchange.update(own, own_state, axis=replica, key=key)
-        return mean, jax.tree.map(lambda x: x[None], new_state), metrics
+        own = jax.tree.map(lambda x: x[0], grads)
+        state = own_state(exchange_state, state_specs)
+        mean, new_state, metrics = parts.exchange.update(own, state, axis=replica, key=key)
+        return mean, stacked_state(new_state, state_specs), metrics
 
     stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)
-    return jax.shard_map(
+    mean, exchange_state, metrics = jax.shard_map(
         one_device,
         mesh=parts.layout.mesh,
         in_specs=(stacked, state_specs, PartitionSpec()),
         out_specs=(specs, state_specs, PartitionSpec()),
     )(grads, exchange_state, key)
+    # Where parameters are kept whole, their gradients become so again here (all-gather over `fsdp`).
+    whole = named(parts.layout.mesh, parts.state_spec.params)
+    return lax.with_sharding_constraint(mean, whole), exchange_state, metrics
 
 
 def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Metrics]:

@@ -17,7 +17,7 @@ from jaxdl.data import TrainLoader, eval_batches, spec_to_json
 from jaxdl.evaluate import evaluate, max_in_flight
 from jaxdl.experiment import Experiment, identity
 from jaxdl.mesh import Axis, Device, batch_sharding
-from jaxdl.plan import Plan, compile_steps, make_initial_state, make_plan
+from jaxdl.plan import Plan, compile_steps, make_exchange_state, make_initial_state, make_plan
 from jaxdl.report import Reporter, Stopwatch, last_evaluated_step, plot_history, replace_file
 from jaxdl.signals import Stop, StopSignals
 from jaxdl.state import TrainState
@@ -158,7 +158,13 @@ class Session:
             )
             self.stack.callback(self.checkpoints.close)
             with self.watch("checkpoint"):
-                restored = self.stop.run(functools.partial(self.checkpoints.restore, self.parts.state_spec.abstract()))
+                restored = self.stop.run(
+                    functools.partial(
+                        self.checkpoints.restore,
+                        self.parts.state_spec.abstract(),
+                        fresh_exchange_state=functools.partial(make_exchange_state, self.plan),
+                    )
+                )
         if restored is not None:
             self.state, self.step, self.evaluated_step = restored.state, restored.step, restored.evaluated_step
             self.saved_step = self.step
@@ -169,7 +175,7 @@ class Session:
                 self.state = self.stop.run(lambda: make_initial_state(self.plan))
         self.reporter.open(self.step, self.evaluated_step)
         if restored is not None:
-            for note in (*restored.damaged, f"resumed from the checkpoint at step {self.step}"):
+            for note in (*restored.damaged, *restored.notes, f"resumed from the checkpoint at step {self.step}"):
                 self.reporter.note(note)
 
     def compile(self) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from jaxdl.bench import step
+from jaxdl.bench import select, step
 from jaxdl.config import ConfigError, end_interrupted, fail
 
 BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "step": ("the training loop's time per step over that of the bare jitted step", step.main),
+    "select": ("methods of select_top_k against lax.top_k and one read of the data", select.main),
 }
 
 

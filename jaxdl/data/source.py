@@ -33,6 +33,11 @@ class ImageSpec:
         """The sizes that a network is built with."""
         return {"num_classes": self.num_classes, "channels": self.channels}
 
+    def blank(self) -> dict[str, np.ndarray]:
+        """A training batch of one example, all zeros: its shapes and dtypes."""
+        image = np.zeros((1, self.height, self.width, self.channels), np.uint8)
+        return {"image": image, "label": np.zeros(1, np.int32)}
+
 
 @dataclasses.dataclass(frozen=True)
 class TextSpec:
@@ -46,6 +51,10 @@ class TextSpec:
     def sizes(self) -> dict[str, int]:
         """The sizes that a network is built with."""
         return {"vocab_size": self.vocab_size}
+
+    def blank(self) -> dict[str, np.ndarray]:
+        """A training batch of one example, all zeros: its shapes and dtypes."""
+        return {"tokens": np.zeros((1, self.length + 1), np.int32)}
 
 
 def spec_to_json(spec: ImageSpec | TextSpec) -> str:

@@ -4,7 +4,45 @@ They work on local shards inside a fully manual `shard_map`, so a replica that i
 exchanges each shard with the same shard of the other replicas, and nothing else.
 """
 
-from jaxdl.exchange.base import Exchange, ExchangeMetrics, init_on_mesh, state_specs
+from jaxdl.exchange.base import (
+    Exchange,
+    ExchangeMetrics,
+    ExchangeState,
+    GradientLayout,
+    alone,
+    by_name,
+    init_on_mesh,
+    leaf_names,
+    own_state,
+    stacked_state,
+    state_specs,
+)
 from jaxdl.exchange.dense import Dense
+from jaxdl.exchange.order import backward_order
+from jaxdl.exchange.powersgd import PowerSGD
+from jaxdl.exchange.quantized import Quantized, Sign
+from jaxdl.exchange.topk import TopK
 
-__all__ = ["Dense", "Exchange", "ExchangeMetrics", "init_on_mesh", "state_specs"]
+ExchangeConfig = Dense | TopK | Quantized | PowerSGD | Sign
+"""Every gradient exchange."""
+
+__all__ = [
+    "Dense",
+    "Exchange",
+    "ExchangeConfig",
+    "ExchangeMetrics",
+    "ExchangeState",
+    "GradientLayout",
+    "PowerSGD",
+    "Quantized",
+    "Sign",
+    "TopK",
+    "alone",
+    "backward_order",
+    "by_name",
+    "init_on_mesh",
+    "leaf_names",
+    "own_state",
+    "stacked_state",
+    "state_specs",
+]

@@ -1,23 +1,41 @@
-"""What every gradient exchange is: an `(init, update)` pair in optax's manner."""
+"""What every gradient exchange is: an `(init, update)` pair in optax's manner, and where its state lies on a mesh."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.mesh import Axis
-from jaxdl.sharding import is_spec
+from jaxdl.sharding import is_spec, spec_axes
 
 ExchangeMetrics = dict[str, jax.Array]
-"""Scalars of one exchange; always `bytes_sent` (by one device, over `replica`) and `residual_norm`."""
+"""Scalars of one exchange, float32, the same on all devices:
+
+- `bytes_sent/AXIS`: bytes that one device sends over each axis, by ring algorithms;
+- `compression`: bytes of a dense float32 exchange over those sent over the slow axis;
+- `density`: the share of the gradient's elements that one device hands to the collective;
+- `residual_norm`, `residual_ratio`: norm of what the replicas still owe to the mean, and over that of the gradients.
+"""
+
+ExchangeState = dict[str, dict[str, Any]]
+"""The state by where it lies; a part that is empty is left out:
+
+- `replica`: name -> {gradient's name: array of the gradient's local shape}, each replica its own;
+- `shard`: name -> {gradient's name: array of any shape}, one for each shard, the same in all replicas;
+- `common`: name -> array, the same everywhere.
+"""
 
 
 class InitExchange(Protocol):
-    """`init(grads) -> state`: the exchange's state for local gradient shards of these shapes."""
+    """`init(grads) -> state`: the exchange's state for local gradient shards, which may be shape structs."""
 
-    def __call__(self, grads: Any) -> Any:
+    def __call__(self, grads: Any) -> ExchangeState:
         """The state."""
         ...
 
@@ -25,44 +43,142 @@ class InitExchange(Protocol):
 class UpdateExchange(Protocol):
     """`update(grads, state, axis=, key=) -> (mean gradients, state, metrics)`, inside a manual `shard_map`.
 
-    `grads` are one device's shards of one replica's gradients; the mean is over `axis`.
+    `grads` are one device's shards of one replica's gradients; the mean is over `axis`, in the gradients' dtypes.
     """
 
-    def __call__(self, grads: Any, state: Any, *, axis: str, key: jax.Array) -> tuple[Any, Any, ExchangeMetrics]:
+    def __call__(
+        self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
+    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
         """The mean, the new state and the metrics."""
         ...
 
 
 class Exchange(NamedTuple):
-    """A gradient exchange over one mesh axis.
-
-    Its state is a dictionary. An entry with the structure of the gradients has their shapes and lies like them, with
-    the replica in front (`P("replica", *spec)`): so residuals are saved and restored like parameters. Any other entry
-    is the same on all devices of a replica (`P("replica")`).
-    """
+    """A gradient exchange over one mesh axis; built by `Dense().build()`, `TopK().build()` and their like."""
 
     init: InitExchange
     update: UpdateExchange
 
 
-def init_on_mesh(exchange: Exchange, params: Any, specs: Any, mesh: Mesh) -> Any:
-    """The exchange's state on a mesh, leaves `[replica, ...]`; `params` are global, `specs` their PartitionSpecs."""
+@dataclass(frozen=True)
+class GradientLayout:
+    """What an exchange may know of the gradients besides their local shapes.
 
-    def one_device(params: Any) -> Any:
-        return jax.tree.map(lambda x: x[None], exchange.init(params))
+    Without one, it takes every gradient for this device's own, as in plain data parallel training.
+    """
 
-    out_specs = state_specs(exchange, params, specs)
-    return jax.shard_map(one_device, mesh=mesh, in_specs=(specs,), out_specs=out_specs)(params)
+    specs: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    """A gradient's name (its path, `stem/kernel`) -> how it is sharded inside a replica."""
+    inner: Mapping[str, int] = field(default_factory=dict)
+    """The mesh axes inside a replica, with their sizes. What lies whole on an axis is shared out for the exchange."""
+    order: tuple[str, ...] = ()
+    """The names in the order in which the backward pass finishes them; without it, the last ones come first."""
+    stacked: frozenset[str] = frozenset()
+    """Names of gradients whose leading dimension counts layers."""
+
+    def used(self, name: str) -> tuple[str, ...]:
+        """The inner axes over which a gradient is split, outermost first."""
+        split = spec_axes(self.specs.get(name, PartitionSpec()))
+        return tuple(axis for axis in self.inner if axis in split)
+
+    def whole(self, name: str) -> tuple[str, ...]:
+        """The inner axes of several devices that all hold the same of a gradient."""
+        split = spec_axes(self.specs.get(name, PartitionSpec()))
+        return tuple(axis for axis, size in self.inner.items() if size > 1 and axis not in split)
+
+    def ways(self, axes: tuple[str, ...]) -> int:
+        """How many devices these inner axes have together."""
+        return math.prod(self.inner[axis] for axis in axes)
 
 
-def state_specs(exchange: Exchange, params: Any, specs: Any) -> Any:
-    """The PartitionSpecs of the state that `init_on_mesh` makes; see `Exchange` for what lies where."""
-    structure = jax.tree.structure(params)
-    stacked = jax.tree.map(lambda spec: PartitionSpec(Axis.REPLICA.value, *spec), specs, is_leaf=is_spec)
+def leaf_names(tree: Any) -> list[str]:
+    """The names of a tree's leaves in its order: their paths, `stem/kernel`."""
+    return [
+        jax.tree_util.keystr(path, simple=True, separator="/")
+        for path, _ in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_spec)[0]
+    ]
 
-    def lies(entry: Any) -> Any:
-        if jax.tree.structure(entry) == structure:
-            return stacked
-        return jax.tree.map(lambda _: PartitionSpec(Axis.REPLICA.value), entry)
 
-    return {name: lies(entry) for name, entry in jax.eval_shape(exchange.init, params).items()}
+def by_name(tree: Any) -> dict[str, Any]:
+    """A tree's leaves by their names."""
+    return dict(zip(leaf_names(tree), jax.tree.leaves(tree, is_leaf=is_spec), strict=True))
+
+
+def alone() -> Exchange:
+    """The exchange of a single replica: its gradients are the mean already; nothing is sent, nothing is kept."""
+
+    def update(
+        grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
+    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
+        del key
+        zero = jnp.float32(0)
+        metrics = {f"bytes_sent/{axis}": zero, "density": jnp.float32(1), "residual_norm": zero, "residual_ratio": zero}
+        # The sum over one device changes the type alone: from here on the gradients are those of all replicas.
+        return jax.lax.psum(grads, axis), state, metrics
+
+    return Exchange(init=lambda grads: {}, update=update)
+
+
+def init_on_mesh(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh) -> ExchangeState:
+    """The exchange's state on a mesh; `shapes` are those of the global gradients, `specs` their PartitionSpecs.
+
+    Leaves of `replica` are `[replica, *gradient's shape]`; those of `shard` have a dimension for each mesh axis over
+    which the gradient is split in front.
+    """
+    out_specs = state_specs(exchange, shapes, specs, mesh)
+
+    def one_device() -> Any:
+        return stacked_state(exchange.init(_local_shapes(shapes, specs, mesh)), out_specs)
+
+    # Zeros have no axis that they vary over, yet belong to each replica: the types could not say so.
+    return jax.shard_map(one_device, mesh=mesh, in_specs=(), out_specs=out_specs, check_vma=False)()
+
+
+def _local_shapes(shapes: Any, specs: Any, mesh: Mesh) -> Any:
+    return jax.tree.map(
+        lambda spec, x: jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype),
+        specs,
+        shapes,
+        is_leaf=is_spec,
+    )
+
+
+def state_specs(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh) -> Any:
+    """The PartitionSpecs of the state that `init_on_mesh` makes; see `ExchangeState` for what lies where."""
+    gradient_specs = by_name(specs)
+    place = {
+        "replica": lambda name: PartitionSpec(Axis.REPLICA.value, *gradient_specs[name]),
+        "shard": lambda name: PartitionSpec(*(a for a in mesh.axis_names if a in spec_axes(gradient_specs[name]))),
+    }
+    found: dict[str, Any] = {}
+    for where, entries in jax.eval_shape(lambda: exchange.init(_local_shapes(shapes, specs, mesh))).items():
+        if where == "common":
+            found[where] = jax.tree.map(lambda _: PartitionSpec(), entries)
+        else:
+            found[where] = {name: {leaf: place[where](leaf) for leaf in entry} for name, entry in entries.items()}
+    return found
+
+
+def stacked_state(state: ExchangeState, specs: Any) -> ExchangeState:
+    """One device's state with the leading dimensions that it has on a mesh; `own_state` takes them away."""
+    return {
+        where: jax.tree.map(
+            lambda spec, x, n=where: x.reshape((1,) * _leading(n, spec) + x.shape), specs[where], entry, is_leaf=is_spec
+        )
+        for where, entry in state.items()
+    }
+
+
+def own_state(state: ExchangeState, specs: Any) -> ExchangeState:
+    """One device's state inside a manual `shard_map`, without the leading dimensions."""
+    return {
+        where: jax.tree.map(
+            lambda spec, x, n=where: x.reshape(x.shape[_leading(n, spec) :]), specs[where], entry, is_leaf=is_spec
+        )
+        for where, entry in state.items()
+    }
+
+
+def _leading(where: str, spec: PartitionSpec) -> int:
+    """How many dimensions a leaf has in front of those that one device sees."""
+    return {"replica": 1, "shard": len(spec), "common": 0}[where]

@@ -236,5 +236,5 @@ def _samples() -> deque[tuple[float, int]]:
 
 
 def _label(name: str) -> str:
-    name = name.removeprefix("train/")
+    name = name.removeprefix("train/").removeprefix("exchange/")
     return "lr" if name == "learning_rate" else name

@@ -197,6 +197,12 @@ class Reporter:
         whole = {"step": step, "epoch": step / self._steps_per_epoch, **row}
         self.history.write(whole)
         if self._progress is not None:
-            # An exchange that sends nothing (one replica) or keeps no residual is not worth the room.
-            idle = {name for name, value in whole.items() if name.startswith("train/exchange/") and not value}
-            self._progress.report({name: value for name, value in whole.items() if name not in idle})
+            self._progress.report({name: value for name, value in whole.items() if _worth_a_look(name, value)})
+
+
+def _worth_a_look(name: str, value: Any) -> bool:
+    """Whether a metric is for the display too. Of an exchange only what it saves and what it owes are, if anything."""
+    if not name.startswith("train/exchange/"):
+        return True
+    neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0}
+    return name in neutral and value != neutral[name]

@@ -1,0 +1,214 @@
+"""How fast entries are selected, against `lax.top_k` and one read of the data, and how many of the largest are found."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import tyro
+from jax import lax
+from rich.console import Console
+from rich.table import Table
+
+from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
+from jaxdl.collectives.select import METHODS, select_top_k
+from jaxdl.config import CLI_STYLE, ConfigError
+from jaxdl.report.summary import replace_file
+
+ORACLE, READ = "lax.top_k", "one read"
+MAX_RECALL_ELEMENTS = 4_000_000
+DISTRIBUTIONS = ("normal", "Laplace", "Student-t(3)", "Student-t(3), one outlier")
+
+
+@dataclass(frozen=True)
+class SelectBench:
+    """Times every method of select_top_k, interleaved, and compares what it selects with lax.top_k."""
+
+    num_elements: int = 25_600_000
+    """Entries to choose from: a ResNet-50 has 25.6 million parameters."""
+    density: float = 0.001
+    """Which part of them is chosen."""
+    num_repeats: int = 7
+    """How often each method is measured; medians count."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the entries."""
+    hlo: Literal["h100"] | None = None
+    """Measure nothing; compile for this device, which need not be there, and look at the program instead."""
+    json: Path | None = None
+    """A file for the results."""
+
+    @property
+    def k(self) -> int:
+        """How many entries are chosen."""
+        return max(1, round(self.density * self.num_elements))
+
+
+def main(args: list[str]) -> None:
+    """Runs the measurement, or with --hlo the compilation, and prints tables. Exits with 1 when a sort is left."""
+    command = parse_command(args)
+    console = Console()
+    result = {"settings": {name: value for name, value in asdict(command).items() if name != "json"}}
+    if command.hlo:
+        programs = inspect(command)
+        result |= {"programs": programs}
+        console.print(programs_table(command, programs))
+    else:
+        times, recalls = measure(command), measure_recall(command)
+        device = jax.devices()[0].device_kind
+        result |= {"device": device, "seconds": times, "recall": recalls}
+        console.print(times_table(command, times, device))
+        console.print(recall_table(command, recalls))
+    if command.json:
+        replace_file(command.json, (json.dumps(result, indent=2) + "\n").encode())
+    if command.hlo:
+        limit = command.num_elements / 8
+        guilty = [name for name, program in result["programs"].items() if program["largest_sort"] > limit]
+        if set(guilty) - {ORACLE}:
+            console.print(f"{', '.join(guilty)}: a sort of more than n/8 elements is left.")
+            raise SystemExit(1)
+
+
+def parse_command(args: list[str]) -> SelectBench:
+    """The command line. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
+    prog = "python -m jaxdl.bench select"
+    command = tyro.cli(SelectBench, args=args, prog=prog, config=CLI_STYLE, description=str(__doc__))
+    for name in ("num_elements", "num_repeats"):
+        value = getattr(command, name)
+        if value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: nothing would be measured. Give 1 or more.")
+    if not 0 < command.density <= 1:
+        raise ConfigError(f"--density {command.density}: the chosen part of all entries. Give more than 0, at most 1.")
+    return command
+
+
+def sides(k: int) -> dict[str, Callable[[jax.Array], Any]]:
+    """What is measured, by name: functions of `x` [n]. The methods and `lax.top_k` give (values, indices)."""
+
+    def oracle(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        indices = lax.top_k(jnp.abs(x), k)[1]
+        return x[indices], indices
+
+    methods = {method: functools.partial(select_top_k, k=k, method=method) for method in METHODS}
+    return {READ: lambda x: jnp.max(jnp.abs(x)), ORACLE: oracle} | methods
+
+
+def measure(command: SelectBench) -> dict[str, list[float]]:
+    """Seconds of each side on normal values, a list of `num_repeats` each; the sides take turns."""
+    x = jax.random.normal(jax.random.key(0), (command.num_elements,), command.dtype)
+    compiled = {name: jax.jit(side).lower(x).compile() for name, side in sides(command.k).items()}
+    times: dict[str, list[float]] = {name: [] for name in compiled}
+    for repeat in range(command.num_repeats + 1):
+        for name, side in compiled.items():
+            jax.block_until_ready(x)
+            start = time.perf_counter()
+            jax.block_until_ready(side(x))
+            if repeat > 0:  # The first round warms up.
+                times[name].append(time.perf_counter() - start)
+    return times
+
+
+def sample(distribution: str, num_elements: int) -> np.ndarray:
+    """float32 `[num_elements]` of one of DISTRIBUTIONS; the outlier is 10,000 times the largest entry."""
+    rng = np.random.default_rng(0)
+    if distribution == "normal":
+        return rng.standard_normal(num_elements, np.float32)
+    if distribution == "Laplace":
+        return rng.laplace(size=num_elements).astype(np.float32)
+    x = rng.standard_t(3, num_elements).astype(np.float32)
+    if distribution.endswith("outlier"):
+        x[num_elements // 3] = 1e4 * np.abs(x).max()
+    return x
+
+
+def measure_recall(command: SelectBench) -> dict[str, dict[str, float]]:
+    """Distribution -> method -> the part of the k largest (by lax.top_k) that it selects."""
+    num_elements = min(command.num_elements, MAX_RECALL_ELEMENTS)
+    k = max(1, round(command.density * num_elements))
+    found = {name: jax.jit(side) for name, side in sides(k).items() if name != READ}
+    recalls: dict[str, dict[str, float]] = {}
+    for distribution in DISTRIBUTIONS:
+        x = jnp.asarray(sample(distribution, num_elements), command.dtype)
+        indices = {name: np.asarray(side(x)[1]) for name, side in found.items()}
+        largest = indices.pop(ORACLE)
+        recalls[distribution] = {name: len(np.intersect1d(largest, mine)) / k for name, mine in indices.items()}
+    return recalls
+
+
+def inspect(command: SelectBench) -> dict[str, dict[str, Any]]:
+    """Side -> what `program_facts` says of it, compiled for an H100. Raises ConfigError without JAX's compiler."""
+    mesh = h100_mesh({"device": NUM_DEVICES})
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x = jax.ShapeDtypeStruct((command.num_elements,), jnp.dtype(command.dtype), sharding=sharding)
+    programs = {}
+    for name, side in sides(command.k).items():
+        compiled = jax.jit(side).lower(x).compile()
+        memory = compiled.memory_analysis()
+        programs[name] = program_facts(compiled.as_text() or "") | {
+            "temp_bytes": int(memory.temp_size_in_bytes) if memory else None
+        }
+    return programs
+
+
+def program_facts(hlo: str) -> dict[str, int]:
+    """Of an optimized HLO text: how many kernels and loops it has, and the elements of its largest sort (0: none).
+
+    Sorts and selections of a library count as sorts, by their first operand's shape in what they return.
+    """
+    sorts = [0]
+    for line in hlo.splitlines():
+        is_library = re.search(r'custom_call_target="[^"]*(sort|topk)[^"]*"', line, re.IGNORECASE)
+        if re.search(r"[)}\]] sort\(", line) or is_library:
+            shapes = re.findall(r"\[([\d,]*)\]", line.split(" = ", 1)[-1])
+            sorts.append(max(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes))
+    return {
+        "kernels": len(re.findall(r"[)}\]] (?:fusion|sort|scatter|copy|custom-call)\(", hlo)),
+        "loops": len(re.findall(r"[)}\]] while\(", hlo)),
+        "largest_sort": max(sorts),
+    }
+
+
+def times_table(command: SelectBench, times: dict[str, list[float]], device: str) -> Table:
+    """Medians, and how they compare with lax.top_k and with one read of the data."""
+    table = Table(title=f"k = {command.k:,} of {command.num_elements:,} {command.dtype}, {device}")
+    for column in ("", "ms (median)", "min", "max", f"faster than {ORACLE}", "reads of the data"):
+        table.add_column(column, justify="left" if not column else "right")
+    median = {name: statistics.median(values) for name, values in times.items()}
+    for name, values in times.items():
+        row = (median[name], min(values), max(values))
+        ratios = (f"{median[ORACLE] / median[name]:.1f}x", f"{median[name] / median[READ]:.1f}")
+        table.add_row(name, *(f"{1e3 * value:.2f}" for value in row), *ratios)
+    return table
+
+
+def recall_table(command: SelectBench, recalls: dict[str, dict[str, float]]) -> Table:
+    """The part of the k largest that each method selects, by distribution."""
+    num_elements = min(command.num_elements, MAX_RECALL_ELEMENTS)
+    table = Table(title=f"recall at density {command.density} of {num_elements:,} {command.dtype}")
+    table.add_column("")
+    for method in METHODS:
+        table.add_column(method, justify="right")
+    for distribution, row in recalls.items():
+        table.add_row(distribution, *(f"{row[method]:.5f}" for method in METHODS))
+    return table
+
+
+def programs_table(command: SelectBench, programs: dict[str, dict[str, Any]]) -> Table:
+    """What `inspect` found."""
+    table = Table(title=f"k = {command.k:,} of {command.num_elements:,} {command.dtype}, compiled for {command.hlo}")
+    for column in ("", "kernels", "loops", "largest sort", "temporary MiB"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, facts in programs.items():
+        counts = (f"{facts[key]:,}" for key in ("kernels", "loops", "largest_sort"))
+        table.add_row(name, *counts, f"{facts['temp_bytes'] / 2**20:.1f}")
+    return table

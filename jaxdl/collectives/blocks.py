@@ -1,0 +1,113 @@
+"""Selections that look at each block of an array once: the k largest in two stages, and the largest of each block."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdl.collectives.compact import LARGEST, largest, magnitudes, reduce_minor
+
+BLOCK_WIDTHS = (16, 32, 64)
+
+
+def block_width(n: int, k: int) -> int | None:
+    """Entries in a block of the two stages, about sqrt(n / k); None where the stages would not save work.
+
+    The stages handle n / width maxima and k * width gathered entries, so this is where their sum is least.
+    """
+    width = min(BLOCK_WIDTHS, key=lambda width: abs(math.log(width**2 * k / n)))
+    return width if 2 * k * width <= n else None
+
+
+def block_maxima(x: jax.Array, width: int, *, compare: bool) -> jax.Array:
+    """int32 `[ceil(n / width)]`: the largest magnitude in each block of `width` entries; one read of `x` [n]."""
+    main = x.size // width * width
+    maxima = reduce_minor(jnp.max, magnitudes(x[:main]).reshape(-1, width), compare=compare)
+    return jnp.concatenate([maxima, jnp.max(magnitudes(x[main:]), keepdims=True)]) if main < x.size else maxima
+
+
+def gather_blocks(x: jax.Array, blocks: jax.Array, width: int) -> tuple[jax.Array, jax.Array]:
+    """Magnitudes `[k, width]` of some blocks, and the index of each one's first entry, `[k]`.
+
+    A last block that is not full begins earlier; what it shares with the block before has magnitude -1 in it.
+    """
+    wanted = blocks * width
+    starts = jnp.minimum(wanted, x.size - width)
+    dims = lax.GatherDimensionNumbers(offset_dims=(1,), collapsed_slice_dims=(), start_index_map=(0,))
+    rows = lax.gather(
+        x,
+        starts[:, None],
+        dims,
+        (width,),
+        indices_are_sorted=True,
+        unique_indices=True,
+        mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
+    )
+    keys = magnitudes(rows)
+    if x.size % width:
+        own = starts[:, None] + jnp.arange(width, dtype=jnp.int32) >= wanted[:, None]
+        keys = jnp.where(own, keys, -1)
+    return keys, starts
+
+
+def two_stages(x: jax.Array, k: int, bits: int, *, compare: bool) -> jax.Array:
+    """The k largest magnitudes of `x` [n] by their leading `bits` bits, ties lowest index first: int32 `[k]`, ascending.
+
+    Every one of them lies in one of the k blocks with the largest maxima: were its block not among them, each of the
+    k blocks would hold an entry that goes before it. One read of x, then about n / width + k * width entries.
+    """
+    width = block_width(x.size, k)
+    if width is None:
+        return largest(magnitudes(x), k, bits, compare=compare)
+    blocks = largest(block_maxima(x, width, compare=compare), k, bits, compare=compare)
+    keys, starts = gather_blocks(x, blocks, width)
+    chosen = largest(keys.reshape(-1), k, bits, compare=compare)
+    return starts[chosen // width] + chosen % width
+
+
+def largest_of_blocks(x: jax.Array, k: int, num_per_block: int, *, compare: bool) -> jax.Array:
+    """The `num_per_block` largest magnitudes of each of k / num_per_block blocks of `x` [n]: int32 `[k]`, ascending.
+
+    The first n % num_blocks blocks have one entry more than the others. Ties: lowest index first. Two reads of x for
+    each of a block's entries.
+    """
+    num_blocks = k // num_per_block
+    size, num_longer = divmod(x.size, num_blocks)
+    longer = num_longer * (size + 1)
+    parts = []
+    for first, count, width in ((0, num_longer, size + 1), (longer, num_blocks - num_longer, size)):
+        if count:
+            keys = magnitudes(x[first : first + count * width]).reshape(count, width)
+            places = largest_of_rows(keys, num_per_block, compare=compare)
+            starts = first + width * jnp.arange(count, dtype=jnp.int32)
+            parts.append((starts[:, None] + places).reshape(-1))
+    return jnp.concatenate(parts)
+
+
+def largest_of_rows(keys: jax.Array, count: int, *, compare: bool) -> jax.Array:
+    """int32 `[rows, count]`: where the `count` largest of each row of `keys` [rows, width] are, ascending."""
+    column = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+
+    def following(value: jax.Array | None, place: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+        """The next one in the order of value, then place; the first one after None."""
+        left = keys
+        if value is not None and place is not None:
+            later = (keys < value[:, None]) | ((keys == value[:, None]) & (column > place[:, None]))
+            left = jnp.where(later, keys, -1)
+        value = reduce_minor(jnp.max, left, compare=compare)
+        at = jnp.where(left == value[:, None], column, LARGEST)
+        return value, reduce_minor(jnp.min, at, compare=compare)
+
+    value, place = following(None, None)
+    places = jnp.zeros((count, len(keys)), jnp.int32).at[0].set(place)
+    if count == 1:
+        return places.T
+
+    def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        value, place = following(carry[0], carry[1])
+        return value, place, carry[2].at[i].set(place)
+
+    return jnp.sort(lax.fori_loop(1, count, body, (value, place, places))[2].T, axis=1)

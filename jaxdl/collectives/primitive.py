@@ -1,0 +1,164 @@
+"""What jaxdl's primitives have in common: registration, batching, and truthful types in `shard_map`.
+
+A primitive here is an implementation in plain JAX for operands without batch dimensions, and a rule for the shapes of
+its results. `define` registers the rest: eager evaluation, abstract evaluation, a lowering for each platform, and
+`vmap`, also over the very axis that a collective talks over.
+
+In `shard_map` a value is typed *varying* over the axes where its devices may hold different values, else *invariant*.
+JAX does not compare these types with what a primitive does; the tests do, shard by shard.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+Axis = str | tuple[str, ...]
+"""One mesh axis, or several that act as one."""
+
+Implementation = Callable[..., Sequence[jax.Array]]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Shape and dtype of one result without batch dimensions; `same` when all devices of the axes hold the same."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    same: bool = False
+
+
+def define(
+    name: str,
+    implementation: Implementation,
+    results: Callable[..., Sequence[Result]],
+    *,
+    core_ndims: tuple[int, ...],
+    platforms: Mapping[str, Implementation] | None = None,
+) -> Primitive:
+    """A primitive with several results, all rules registered.
+
+    `implementation(*operands, **params)` and the other ones for `platforms` work on operands of `core_ndims`
+    dimensions; `results(*shapes, **params)` gets shape structs of those, checks them, and says what comes out. A
+    parameter `axes` makes it a collective over these mesh axes.
+    """
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+
+    @functools.partial(jax.jit, static_argnames=("_params",))
+    def run(*operands: jax.Array, _params: tuple[tuple[str, Any], ...]) -> Sequence[jax.Array]:
+        return primitive.bind(*operands, **dict(_params))
+
+    primitive.def_impl(lambda *operands, **params: run(*operands, _params=tuple(params.items())))
+
+    def abstract(*avals: Any, **params: Any) -> list[Any]:
+        batch = avals[0].shape[: avals[0].ndim - core_ndims[0]]
+        shapes = []
+        for aval, ndim in zip(avals, core_ndims, strict=True):
+            core = aval.shape[aval.ndim - ndim :] if ndim else ()
+            if aval.ndim < ndim or aval.shape != (*batch, *core):
+                raise ValueError(f"{name}: operands of shapes {[a.shape for a in avals]} do not fit together.")
+            shapes.append(jax.ShapeDtypeStruct(core, aval.dtype))
+        axes = frozenset(params.get("axes", ()))
+        seen = frozenset().union(*(aval.mat.varying for aval in avals))
+        return [
+            avals[0].update(
+                shape=(*batch, *result.shape),
+                dtype=np.dtype(result.dtype),
+                weak_type=False,
+                manual_axis_type=avals[0].mat.update(varying=seen - axes if result.same else seen),
+            )
+            for result in results(*shapes, **params)
+        ]
+
+    primitive.def_abstract_eval(abstract)
+
+    def batched(one: Implementation) -> Implementation:
+        def run(*operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
+            mapped: Any = functools.partial(one, **params)
+            for _ in range(operands[0].ndim - core_ndims[0]):
+                mapped = jax.vmap(mapped)
+            return mapped(*operands)
+
+        return run
+
+    for platform, one in {None: implementation, **(platforms or {})}.items():
+        mlir.register_lowering(primitive, mlir.lower_fun(batched(one), multiple_results=True), platform=platform)
+
+    def batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
+        fronted = [batching.bdim_at_front(x, dim, axis_data.size) for x, dim in zip(operands, dims, strict=True)]
+        if axis_data.name in params.get("axes", ()):  # `vmap(axis_name=...)` stands in for the devices.
+            mapped = jax.vmap(functools.partial(batched(implementation), **params), axis_name=axis_data.name)
+            same = [result.same for result in results_of(fronted, params)]
+            outputs = [x[0] if once else x for x, once in zip(mapped(*fronted), same, strict=True)]
+            return outputs, [None if once else 0 for once in same]
+        outputs = primitive.bind(*fronted, **params)
+        return outputs, [0] * len(outputs)
+
+    def results_of(fronted: Sequence[jax.Array], params: dict[str, Any]) -> Sequence[Result]:
+        cores = [
+            jax.ShapeDtypeStruct(x.shape[x.ndim - ndim :], x.dtype) for x, ndim in zip(fronted, core_ndims, strict=True)
+        ]
+        return results(*cores, **params)
+
+    batching.fancy_primitive_batchers[primitive] = batch
+    return primitive
+
+
+def axis_names(axis: Axis) -> tuple[str, ...]:
+    """An axis or several as a tuple of names. Raises ValueError for none and NameError for one that is not bound."""
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    if not names:
+        raise ValueError("axis=(): a collective needs an axis to talk over. Name one of the mesh.")
+    for name in names:
+        try:
+            lax.axis_size(name)
+        except NameError:
+            raise NameError(
+                f"axis {name!r} is not bound here. Call this inside jax.shard_map over a mesh that has it."
+            ) from None
+    return names
+
+
+def alike(axes: Sequence[str], *operands: jax.Array) -> tuple[jax.Array, ...]:
+    """The operands, all typed varying over `axes` and over what any of them varies over; values stay.
+
+    JAX's own collectives do this to their operands; a primitive's `bind` does not.
+    """
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    wanted = set(axes).union(*(jax.typeof(x).mat.varying for x in operands)) & manual
+
+    def one(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(wanted - jax.typeof(x).mat.varying))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return tuple(one(x) for x in operands)
+
+
+def all_gather_same(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """`[device, ...]`: what every device of the axes has, typed as the same on all of them."""
+    manual = set(jax.sharding.get_abstract_mesh().manual_axes)
+    return lax.all_gather(x, axes, to="invarying" if set(axes) <= manual else "varying")
+
+
+def num_devices(axes: Sequence[str]) -> int:
+    """How many devices the axes have together."""
+    return math.prod(lax.axis_size(name) for name in axes)
+
+
+def key_bits(key: jax.Array | None) -> jax.Array:
+    """A random key, typed or raw, as uint32 `[2]`; that of seed 0 for None."""
+    if key is None:
+        return jnp.zeros(2, jnp.uint32)
+    data = jax.random.key_data(key) if jnp.issubdtype(key.dtype, jax.dtypes.prng_key) else key
+    return data.reshape(-1)[-2:].astype(jnp.uint32)

@@ -1,0 +1,106 @@
+"""`select_top_k`: exactly k entries of an array, the largest by magnitude, exactly or nearly so.
+
+A sort of everything is what `lax.top_k` does, and what makes compressed gradients slower than the network they save.
+None of these methods sorts: they count, and read the data once (`exact`, `threshold`), twice (`block`) or a few times.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad
+
+from jaxdl.collectives.blocks import largest_of_blocks, two_stages
+from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS
+from jaxdl.collectives.mstopk import mstopk
+from jaxdl.collectives.primitive import Result, alike, define, key_bits
+
+Method = Literal["exact", "threshold", "mstopk", "block"]
+METHODS: tuple[Method, ...] = get_args(Method)
+DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+def select_top_k(
+    x: jax.Array,
+    k: int,
+    method: Method = "exact",
+    *,
+    key: jax.Array | None = None,
+    num_passes: int = 30,
+    num_per_block: int = 1,
+) -> tuple[jax.Array, jax.Array]:
+    """The k largest entries of `x` [n] by magnitude: values `[k]` with their signs, indices int32 `[k]`, ascending.
+
+    Always exactly k different indices. NaN counts as larger than infinity, and infinity as larger than any number, so
+    both are chosen first and stay visible. x is float32, bfloat16 or float16. Methods:
+
+    - `exact`: the set that `lax.top_k(|x|, k)` gives, ties lowest index first. One read of the data for the maxima of
+      blocks, then O(sqrt(n k)) work: all of the k largest lie in the k blocks with the largest maxima.
+    - `threshold`: the same by the 24 leading bits of |x| (exponent and 16 bits of the mantissa): those that differ by
+      less than 2**-16 of their size count as ties. Fewer counting passes.
+    - `mstopk`: Shi et al., MLSys 2021, Algorithm MSTopK: `num_passes` steps of bisection over the data, then a random
+      window (`key`; seed 0 for None) of those that lie between the last two thresholds. O(num_passes n).
+    - `block`: the `num_per_block` largest of each of k / num_per_block blocks of (nearly) equal size, which is another
+      set, but spread evenly. O(num_per_block n).
+
+    Differentiation holds the selection fixed: values are linear in x, indices have no derivative. Raises ValueError
+    for arguments that do not fit.
+    """
+    _check(x, k, method, num_passes, num_per_block)
+    operands = alike((), x, key_bits(key if method == "mstopk" else None))
+    (indices,) = select_p.bind(*operands, k=k, method=method, num_passes=num_passes, num_per_block=num_per_block)
+    values = x.at[indices].get(indices_are_sorted=True, unique_indices=True, mode="promise_in_bounds")
+    return values, indices
+
+
+def _check(x: jax.Array, k: int, method: str, num_passes: int, num_per_block: int) -> None:
+    if x.ndim != 1:
+        raise ValueError(f"x has shape {x.shape}: a selection is from one dimension. Use x.reshape(-1) or jax.vmap.")
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x is {x.dtype}: magnitudes are compared in float32. Give float32, bfloat16 or float16.")
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: there is none of this name. Choose one of {', '.join(METHODS)}.")
+    if not 1 <= k <= x.size:
+        raise ValueError(f"k={k}: there are {x.size} entries to choose from. Give 1 to {x.size}.")
+    if num_passes < 1:
+        raise ValueError(f"num_passes={num_passes}: nothing would be searched. Give 1 or more; the paper has 30.")
+    if num_passes != 30 and method != "mstopk":
+        raise ValueError(f"num_passes={num_passes}: method {method!r} has no passes to number. Use it with 'mstopk'.")
+    if num_per_block != 1 and method != "block":
+        raise ValueError(f"num_per_block={num_per_block}: method {method!r} has no blocks. Use it with 'block'.")
+    if num_per_block < 1 or k % num_per_block:
+        raise ValueError(f"num_per_block={num_per_block}: k={k} is no multiple of it. Give a divisor of k.")
+
+
+def select_indices(
+    x: jax.Array, bits: jax.Array, *, k: int, method: Method, num_passes: int, num_per_block: int, compare: bool
+) -> tuple[jax.Array]:
+    """The implementation of all methods: indices int32 `[k]`; `compare` is the way of counting that suits GPUs."""
+    if method == "block":
+        return (largest_of_blocks(x, k, num_per_block, compare=compare),)
+    if method == "mstopk":
+        return (mstopk(x, k, num_passes, bits, compare=compare),)
+    return (two_stages(x, k, KEY_BITS if method == "exact" else COARSE_BITS, compare=compare),)
+
+
+on_cpu: Callable[..., tuple[jax.Array]] = functools.partial(select_indices, compare=False)
+on_gpu: Callable[..., tuple[jax.Array]] = functools.partial(select_indices, compare=True)
+
+
+def _results(x: Any, bits: Any, *, k: int, **_: Any) -> list[Result]:
+    return [Result((k,), jnp.int32)]
+
+
+select_p = define("select_top_k", on_cpu, _results, core_ndims=(1, 1), platforms={"cuda": on_gpu, "rocm": on_gpu})
+
+
+def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
+    outputs = select_p.bind(*primals, **params)
+    return outputs, [ad.Zero.from_primal_value(output) for output in outputs]
+
+
+ad.primitive_jvps[select_p] = _jvp

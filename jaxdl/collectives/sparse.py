@@ -1,0 +1,378 @@
+"""The sum of sparse vectors over a mesh axis, as one custom primitive with two algorithms.
+
+* `all_gather`: every device sends its k entries to all others, which add them up: one message, exact but for the
+  rounding of the wire format. What a device sends grows with the number of devices.
+* `all_to_all`: positions are dealt out to owners. A device sends each owner its entries (one all-to-all), the owner
+  adds them up, selects the largest sums once more, and sends these to all (one all-gather). What a device sends hardly
+  grows with the number of devices, but what the second selection leaves out is lost, or goes into the error.
+
+Sources are added one after the other, in the same order on every device and with one write to a position at a time, so
+that the totals of all devices are equal bit by bit, and equal in every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from jaxdl.collectives import packing
+from jaxdl.collectives.packing import Wire
+from jaxdl.collectives.primitive import (
+    Axis,
+    Result,
+    alike,
+    all_gather_same,
+    axis_names,
+    define,
+    key_bits,
+    num_devices,
+)
+from jaxdl.collectives.select import METHODS, Method, select_top_k
+
+Algorithm = Literal["all_gather", "all_to_all"]
+"""The name of an algorithm of `sparse_all_reduce`."""
+
+_CHUNK_SIZE = 64
+"""Neighbouring positions that one owner gets: large enough for whole lines of memory, small enough to deal out evenly
+the layers where the large gradients are."""
+
+
+def sparse_all_reduce(
+    values: jax.Array,
+    indices: jax.Array,
+    n: int,
+    axis: Axis,
+    *,
+    algorithm: Algorithm = "all_gather",
+    wire: Wire = "packed",
+    num_kept: int | None = None,
+    method: Method = "exact",
+    key: jax.Array | None = None,
+    capacity_factor: float = 1.25,
+    indices_sorted: bool = False,
+    return_error: bool = False,
+) -> Any:
+    """float32 `[n]`: the sum over the devices of `axis` of dense vectors, each zero but for `values [k]` at `indices`.
+
+    With `return_error` it is `(total, error)`: `error`, float32 `[n]`, is what this device's entries and its share of
+    the work lost, so that the sum over devices of the handed in equals `total` plus the sum over devices of `error`.
+    `total` is the same on all devices of the axis, `error` is not.
+
+    `values` are float32, bfloat16 or float16. `indices`, int32 `[k]`, are distinct; those outside of 0..n-1 are
+    ignored. `indices_sorted` promises that they ascend (as those of `select_top_k` do; none is negative), which saves
+    `all_gather` a sort. `wire` is the format of an entry, see `jaxdl.collectives.packing`. One device sends nothing and
+    loses nothing, whatever the algorithm.
+
+    For `all_to_all` alone: each owner keeps `num_kept` / devices sums, rounded up (`num_kept` defaults to k), chosen by
+    `select_top_k` with `method` and `key`; there is room for `capacity_factor` times the entries that an owner gets on
+    average from a device, and a little more, and entries beyond it stay in the error.
+
+    `all_gather` is linear in `values`, and so is its derivative (of a total whose values are not rounded; that of the
+    error is zero); the sum in the derivative travels in the plain format. `all_to_all` has none.
+    After NaN or infinity total and error hold such values too.
+    Raises ValueError for arguments that do not fit, and NameError when the axis is not bound.
+    """
+    axes = axis_names(axis)
+    if values.ndim != 1 or indices.shape != values.shape:
+        raise ValueError(
+            f"sparse_all_reduce: values {values.shape} and indices {indices.shape} must both be [k]. "
+            "Flatten them, or use jax.vmap for a batch."
+        )
+    if algorithm == "all_gather" and num_kept is not None:
+        raise ValueError(f"num_kept={num_kept}: all_gather keeps all. Leave it out, or take algorithm='all_to_all'.")
+    if method not in METHODS:
+        raise ValueError(f"method={method!r}: there is none of this name. Choose one of {', '.join(METHODS)}.")
+    operands = alike(axes, values, indices, key_bits(key))
+    plan = _Plan(len(values), n, num_devices(axes), algorithm, wire, num_kept, capacity_factor)
+    results = sparse_all_reduce_p.bind(
+        *operands, plan=plan, axes=axes, method=method, indices_sorted=indices_sorted, return_error=return_error
+    )
+    return tuple(results) if return_error else results[0]
+
+
+def sparse_sent_bytes(
+    k: int,
+    n: int,
+    num_devices: int,
+    *,
+    algorithm: Algorithm = "all_gather",
+    wire: Wire = "packed",
+    num_kept: int | None = None,
+    capacity_factor: float = 1.25,
+) -> int:
+    """Bytes that one device sends in `sparse_all_reduce` over `num_devices`, by ring algorithms."""
+    return _Plan(k, n, num_devices, algorithm, wire, num_kept, capacity_factor).sent_bytes
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The sizes of one sum, all known when it is traced. Raises ValueError for those that do not fit."""
+
+    k: int
+    n: int
+    num_devices: int
+    algorithm: Algorithm
+    wire: Wire
+    num_kept: int | None
+    capacity_factor: float
+
+    def __post_init__(self) -> None:
+        packing.check_wire(self.wire)
+        if self.algorithm not in get_args(Algorithm):
+            known = ", ".join(map(repr, get_args(Algorithm)))
+            raise ValueError(f"algorithm={self.algorithm!r}: there is no such one. Take one of {known}.")
+        if self.k < 1:
+            raise ValueError(f"k={self.k}: there is nothing to sum. Hand in at least 1 entry.")
+        limit = packing.MAX_POSITIONS - _CHUNK_SIZE * self.num_devices
+        if not 1 <= self.n <= limit:
+            raise ValueError(f"n={self.n}: indices are int32, so n is 1 to {limit}. Split the vector.")
+        if self.num_kept is not None and self.num_kept < 1:
+            raise ValueError(f"num_kept={self.num_kept}: keep at least 1 sum.")
+        if not (math.isfinite(self.capacity_factor) and self.capacity_factor > 0):
+            raise ValueError(f"capacity_factor={self.capacity_factor}: must be above 0; 1.25 is a good start.")
+
+    @functools.cached_property
+    def chunk(self) -> int:
+        """Neighbouring positions that one owner gets; fewer for a short vector, so that every owner gets some."""
+        return min(_CHUNK_SIZE, -(-self.n // self.num_devices))
+
+    @functools.cached_property
+    def range_size(self) -> int:
+        """Positions of one owner, also those beyond n."""
+        return -(-self.n // (self.chunk * self.num_devices)) * self.chunk
+
+    @functools.cached_property
+    def capacity(self) -> int:
+        """Entries that one device may send to one owner: the mean, a factor, and four standard deviations."""
+        mean = self.k / self.num_devices
+        wanted = math.ceil(self.capacity_factor * mean + 4 * math.sqrt(mean))
+        return min(self.k, self.range_size, wanted)
+
+    @functools.cached_property
+    def kept(self) -> int:
+        """Sums that one owner keeps."""
+        num_kept = self.k if self.num_kept is None else self.num_kept
+        return min(self.range_size, -(-num_kept // self.num_devices))
+
+    @functools.cached_property
+    def sent_bytes(self) -> int:
+        others, size = self.num_devices - 1, functools.partial(packing.num_words, wire=self.wire)
+        if self.algorithm == "all_gather":
+            return 4 * others * size(self.k, self.n)
+        return 4 * others * (size(self.capacity, self.range_size) + size(self.kept, self.range_size))
+
+    def or_nowhere(self, indices: jax.Array) -> jax.Array:
+        """The indices; n for those that are outside."""
+        return jnp.where((indices >= 0) & (indices < self.n), indices, self.n)
+
+    def owner_and_place(self, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The owner of each position, and the position's place in the owner's range."""
+        chunk, m = self.chunk, self.num_devices
+        return indices // chunk % m, indices // (chunk * m) * chunk + indices % chunk
+
+    def positions(self, owner: jax.Array, place: jax.Array) -> jax.Array:
+        """The reverse of `owner_and_place`; n for places at the end of the range and beyond n."""
+        found = (place // self.chunk * self.num_devices + owner) * self.chunk + place % self.chunk
+        return jnp.where(place < self.range_size, jnp.minimum(found, self.n), self.n)
+
+    def spread(self, mine: jax.Array, owner: jax.Array) -> jax.Array:
+        """`[n]`: the owner's range at its positions, zero elsewhere."""
+        rows = mine.reshape(-1, 1, self.chunk)
+        is_mine = jnp.arange(self.num_devices)[:, None] == owner
+        return jnp.where(is_mine, rows, 0).reshape(-1)[: self.n]
+
+
+def _results(
+    values: jax.ShapeDtypeStruct,
+    indices: jax.ShapeDtypeStruct,
+    key: jax.ShapeDtypeStruct,
+    *,
+    plan: _Plan,
+    **params: Any,
+) -> list[Result]:
+    del key
+    if values.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        raise ValueError(f"values of dtype {values.dtype}: entries are float32, bfloat16 or float16. Convert them.")
+    if indices.dtype != jnp.int32:
+        raise ValueError(f"indices of dtype {indices.dtype}: must be int32. Convert them by .astype(jnp.int32).")
+    dense = functools.partial(Result, (plan.n,), jnp.float32)
+    return [dense(same=True), dense()] if params["return_error"] else [dense(same=True)]
+
+
+def _implementation(
+    values: jax.Array,
+    indices: jax.Array,
+    key: jax.Array,
+    *,
+    plan: _Plan,
+    axes: tuple[str, ...],
+    method: Method,
+    indices_sorted: bool,
+    return_error: bool,
+) -> list[jax.Array]:
+    algorithm = {"all_gather": _by_all_gather, "all_to_all": _by_all_to_all}[plan.algorithm]
+    if plan.num_devices == 1:
+        algorithm = _alone
+
+    # The primitive has rules of its own. This one is for `vmap(axis_name=...)`, whose batching rule leaves a
+    # derivative around it nothing but this function, and the bits of a message have none.
+    @jax.custom_jvp
+    def run(values: jax.Array, indices: jax.Array, key: jax.Array) -> tuple[jax.Array, ...]:
+        indices = plan.or_nowhere(indices)
+        return algorithm(values.astype(jnp.float32), indices, key, plan, axes, method, indices_sorted)
+
+    @run.defjvp
+    def _(primals: Any, tangents: Any) -> Any:
+        _refuse_derivative(plan)
+        moved = lax.psum(_scatter(tangents[0].astype(jnp.float32), plan.or_nowhere(primals[1]), plan.n), axes)
+        return run(*primals), (moved, jnp.zeros(plan.n))
+
+    return list(run(values, indices, key))[: 1 + return_error]
+
+
+def _scatter(values: jax.Array, indices: jax.Array, n: int, sorted_too: bool = False) -> jax.Array:
+    """The dense vector of some entries; the indices are distinct, but for those that are n and get dropped."""
+    return (
+        jnp.zeros(n, values.dtype)
+        .at[indices]
+        .set(values, mode="drop", unique_indices=True, indices_are_sorted=sorted_too)
+    )
+
+
+def _sum_in_order(words: jax.Array, k: int, n: int, wire: Wire) -> jax.Array:
+    """float32 `[n]`: the sum of the messages `words [device, word]`, one device after the other."""
+
+    def add(total: jax.Array, message: jax.Array) -> tuple[jax.Array, None]:
+        values, indices = packing.unpack(message, k, n, wire=wire)
+        return total.at[indices].add(values, mode="drop", unique_indices=True), None
+
+    first = _scatter(*packing.unpack(words[0], k, n, wire=wire), n)
+    return lax.scan(add, first, words[1:])[0]
+
+
+def _alone(values: jax.Array, indices: jax.Array, key: jax.Array, plan: _Plan, *_: Any) -> tuple[jax.Array, jax.Array]:
+    total = _scatter(values, indices, plan.n)
+    return total, jnp.zeros_like(total)
+
+
+def _by_all_gather(
+    values: jax.Array,
+    indices: jax.Array,
+    key: jax.Array,
+    plan: _Plan,
+    axes: tuple[str, ...],
+    method: Method,
+    indices_sorted: bool,
+) -> tuple[jax.Array, jax.Array]:
+    del key, method
+    if not indices_sorted:
+        indices, values = lax.sort((indices, values), num_keys=1, is_stable=False)
+    words = all_gather_same(packing.pack(values, indices, plan.n, wire=plan.wire), axes)
+    total = _sum_in_order(words, plan.k, plan.n, plan.wire)
+    return total, _scatter(values - packing.rounded(values, plan.wire), indices, plan.n, sorted_too=True)
+
+
+def _by_all_to_all(
+    values: jax.Array,
+    indices: jax.Array,
+    key: jax.Array,
+    plan: _Plan,
+    axes: tuple[str, ...],
+    method: Method,
+    indices_sorted: bool,
+) -> tuple[jax.Array, jax.Array]:
+    del indices_sorted  # The owners' ranges interleave, so the order is another one.
+    m, size, wire = plan.num_devices, plan.range_size, plan.wire
+    rows, unsent, unsent_at = _rows_by_owner(values, indices, plan)
+    pack = functools.partial(packing.pack, n=size, wire=wire)
+    received = lax.all_to_all(jax.vmap(pack)(*rows), axes, split_axis=0, concat_axis=0, tiled=True)
+    mine = _sum_in_order(received, plan.capacity, size, wire)
+
+    kept, places = select_top_k(mine, plan.kept, method, key=key)
+    words = all_gather_same(pack(kept, places), axes)
+    kept_of, places_of = jax.vmap(lambda message: packing.unpack(message, plan.kept, size, wire=wire))(words)
+    positions = plan.positions(jnp.arange(m, dtype=jnp.int32)[:, None], places_of)
+    total = _scatter(kept_of.reshape(-1), positions.reshape(-1), plan.n)
+
+    lost = mine.at[places].add(-packing.rounded(kept, wire), unique_indices=True, indices_are_sorted=True)
+    error = plan.spread(lost, lax.axis_index(axes))
+    return total, error.at[unsent_at].add(unsent, mode="drop", unique_indices=True)
+
+
+def _rows_by_owner(
+    values: jax.Array, indices: jax.Array, plan: _Plan
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """`(values, places)` `[owner, capacity]` to send; and what of each entry is not sent `[k]`, at which positions.
+
+    The places of a row ascend; those of unused slots are the size of the range.
+    """
+    m, size, capacity = plan.num_devices, plan.range_size, plan.capacity
+    owner, place = plan.owner_and_place(indices)
+    nowhere = np.uint32(m * size)
+    order = jnp.where(indices < plan.n, (owner * size + place).astype(jnp.uint32), nowhere)
+    order, values = lax.sort((order, values), num_keys=1, is_stable=False)
+    owner, place = jnp.divmod(order, np.uint32(size))
+    indices = plan.positions(owner.astype(jnp.int32), jnp.where(order < nowhere, place, size).astype(jnp.int32))
+
+    first_keys = np.arange(m + 1, dtype=np.uint32) * np.uint32(size)
+    starts = jnp.searchsorted(order, jnp.asarray(first_keys), method="scan_unrolled").astype(jnp.int32)
+    slots = starts[:-1, None] + jnp.arange(capacity, dtype=jnp.int32)
+    used = slots < starts[1:, None]
+    slots = jnp.minimum(slots, plan.k - 1)
+    row_values = jnp.where(used, values[slots], 0)
+    row_places = jnp.where(used, (order[slots] - first_keys[:-1, None]).astype(jnp.int32), size)
+
+    rank = jnp.arange(plan.k, dtype=jnp.int32) - starts[owner]
+    sent = jnp.where(rank < capacity, packing.rounded(values, plan.wire), 0)
+    return (row_values, row_places), values - sent, indices
+
+
+sparse_all_reduce_p = define("sparse_all_reduce", _implementation, _results, core_ndims=(1, 1, 1))
+
+
+def _refuse_derivative(plan: _Plan) -> None:
+    if plan.algorithm == "all_to_all":
+        raise ValueError(
+            "sparse_all_reduce: algorithm='all_to_all' has no derivative, for its second selection is not linear. "
+            "Take algorithm='all_gather', or put jax.lax.stop_gradient around the values."
+        )
+
+
+def _jvp(primals: Any, tangents: Any, *, plan: _Plan, **params: Any) -> Any:
+    results = sparse_all_reduce_p.bind(*primals, plan=plan, **params)
+    _refuse_derivative(plan)
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
+    if isinstance(tangents[0], ad.Zero):
+        return results, zeros
+    exact = _Plan(plan.k, plan.n, plan.num_devices, "all_gather", "plain", None, plan.capacity_factor)
+    [moved] = sparse_all_reduce_p.bind(
+        *alike(params["axes"], tangents[0], *primals[1:]), plan=exact, **params | {"return_error": False}
+    )
+    return results, [moved, *zeros[1:]]
+
+
+def _transpose(cotangents: Any, values: Any, indices: Any, key: Any, *, plan: _Plan, axes: Any, **params: Any) -> Any:
+    del key, params
+    aval = values.aval
+    [cotangent] = cotangents
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(aval.to_ct_aval()), None, None]
+    # Where types tell that the total is the same everywhere, so is its cotangent. Elsewhere each device holds a part.
+    untyped = tuple(name for name in axes if name not in aval.mat.varying)
+    if untyped:
+        cotangent = lax.psum(cotangent, untyped)
+    cotangent, indices = alike(axes, cotangent, indices)
+    picked = jnp.take_along_axis(cotangent, plan.or_nowhere(indices), axis=-1, mode="fill", fill_value=0)
+    return [picked.astype(aval.dtype), None, None]
+
+
+ad.primitive_jvps[sparse_all_reduce_p] = _jvp
+ad.primitive_transposes[sparse_all_reduce_p] = _transpose

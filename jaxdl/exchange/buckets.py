@@ -1,0 +1,96 @@
+"""Buckets: many gradients as few flat buffers, so that messages are large and selections see many elements at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdl.collectives.primitive import all_gather_same
+from jaxdl.exchange.base import GradientLayout
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Gradients that travel as one flat buffer; all are split, and lie whole, over the same inner axes."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Local shapes, one for each name."""
+    used: tuple[str, ...]
+    """The inner axes over which they are split."""
+    whole: tuple[str, ...]
+    """The inner axes on whose devices they are the same: each of these devices exchanges its share of the buffer."""
+    ways: int
+    """How many devices `whole` has together."""
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the buffer."""
+        return sum(math.prod(shape) for shape in self.shapes)
+
+    @property
+    def num_own(self) -> int:
+        """Elements that one device exchanges."""
+        return -(-self.num_elements // self.ways)
+
+    def join(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
+        """The part `[num_own]` of the flat buffer that this device exchanges."""
+        flat = jnp.concatenate([leaves[name].reshape(-1) for name in self.names])
+        if not self.whole:
+            return flat
+        flat = jnp.pad(flat, (0, self.num_own * self.ways - self.num_elements))
+        return lax.dynamic_slice_in_dim(flat, lax.axis_index(self.whole) * self.num_own, self.num_own)
+
+    def split(self, own: jax.Array) -> dict[str, jax.Array]:
+        """The inverse of `join`: the parts of all devices in `whole`, gathered, as named arrays."""
+        for axis in reversed(self.whole):
+            own = all_gather_same(own, (axis,)).reshape(-1)
+        leaves, start = {}, 0
+        for name, shape in zip(self.names, self.shapes, strict=True):
+            size = math.prod(shape)
+            leaves[name] = lax.slice_in_dim(own, start, start + size).reshape(shape)
+            start += size
+        return leaves
+
+    def split_bytes(self, layout: GradientLayout, itemsize: int = 4) -> dict[str, float]:
+        """Bytes that one device sends over each inner axis in one `split`."""
+        sent, size = {}, self.num_own * itemsize
+        for axis in reversed(self.whole):
+            sent[axis] = float((layout.inner[axis] - 1) * size)
+            size *= layout.inner[axis]
+        return sent
+
+
+def make_buckets(
+    names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, *, max_elements: float
+) -> list[Bucket]:
+    """Buckets of gradients that lie alike, in the order of `names`, each of at most `max_elements` or a single one."""
+    filling: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    buckets: list[Bucket] = []
+
+    def close(where: tuple[tuple[str, ...], tuple[str, ...]]) -> None:
+        inside = filling.pop(where)
+        used, whole = where
+        buckets.append(Bucket(tuple(inside), tuple(shapes[name] for name in inside), used, whole, layout.ways(whole)))
+
+    for name in names:
+        where = layout.used(name), layout.whole(name)
+        inside = filling.get(where, [])
+        if inside and sum(math.prod(shapes[one]) for one in (*inside, name)) > max_elements:
+            close(where)
+        filling.setdefault(where, []).append(name)
+    for where in list(filling):
+        close(where)
+    return buckets
+
+
+def exchange_order(names: Sequence[str], layout: GradientLayout) -> list[str]:
+    """The names in the order in which their gradients are ready: the backward pass ends with the first layers."""
+    place = {name: number for number, name in enumerate(layout.order)}
+    unknown = {name: len(place) - number for number, name in enumerate(names)}
+    return sorted(names, key=lambda name: place.get(name, len(place) + unknown[name]))

@@ -1,0 +1,301 @@
+"""What all compressed exchanges share: options, what stays dense, warm-up, residuals, metrics.
+
+Every replica owes a *share* to the mean gradient, its own gradient over the number of replicas; the mean is the sum of
+shares. A compressed exchange sends part of what is owed and keeps the rest, the residual, for later (error feedback,
+Seide et al. 2014; Karimireddy et al. 2019): sum of shares + residuals before = mean + residuals after.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from jax import lax
+
+from jaxdl.collectives.primitive import alike
+from jaxdl.config import Config
+from jaxdl.exchange.base import Exchange, ExchangeMetrics, ExchangeState, GradientLayout, by_name, leaf_names
+from jaxdl.exchange.buckets import Bucket, exchange_order, make_buckets
+
+Leaves = dict[str, jax.Array]
+"""Gradients by name, float32."""
+
+
+class Bucketed(Config):
+    """How gradients are put together into messages."""
+
+    bucket_mib: float = pydantic.Field(default=32.0, gt=0)
+    """Fuse gradients into flat buffers of at most this many MiB (float32, on one device); larger ones stay alone."""
+    bucket_order: Literal["backward", "forward"] = "backward"
+    """Which gradients are fused first: those that the backward pass finishes first (the last layers), or last."""
+
+    @property
+    def bucket_elements(self) -> float:
+        """The most elements of a bucket."""
+        return self.bucket_mib * 2**20 / 4
+
+    def ordered(self, names: Sequence[str], layout: GradientLayout) -> list[str]:
+        """The names in the order of the buckets."""
+        order = exchange_order(names, layout)
+        return order if self.bucket_order == "backward" else order[::-1]
+
+
+class Compressed(Bucketed):
+    """Options of every compressed exchange."""
+
+    error_feedback: bool = True
+    """Keep what was not sent, also by a second compression on the way, and add it to the next gradient."""
+    dense_warmup_steps: int = pydantic.Field(default=0, ge=0)
+    """Exchange whole gradients in float32 for this many steps at first."""
+    min_elements: int = pydantic.Field(default=2048, ge=0)
+    """Gradients with fewer elements (whole, over all devices) stay dense."""
+    dense_names: tuple[str, ...] = ()
+    """Patterns, such as `*/embedding/*`, of the names of gradients that stay dense (names as --explain prints them)."""
+
+    def stays_dense(self, name: str, num_elements: int) -> bool:
+        """Whether a gradient is exchanged whole; `num_elements` counts those of all its shards."""
+        return num_elements < self.min_elements or any(fnmatch.fnmatchcase(name, p) for p in self.dense_names)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What one message did: the sum, what is still owed, and its cost."""
+
+    total: Leaves
+    error: Leaves | None
+    """What remains of what was owed; None when nobody asked."""
+    sent_bytes: Mapping[str, float]
+    """Axis -> bytes that one device sent."""
+    num_entries: float
+    """Elements that one device handed to the collective, of `num_elements`."""
+    num_elements: float
+    momentum: Leaves | None = None
+    """The momentum, zero where entries were sent; None without momentum correction."""
+    shard: dict[str, Leaves] = field(default_factory=dict)
+    """New state of the shards."""
+
+
+class Send(Protocol):
+    """One message: sums over `axis` what the replicas owe for the gradients of a bucket, as well as it can."""
+
+    def __call__(
+        self,
+        bucket: Bucket,
+        owed: Leaves,
+        momentum: Leaves | None,
+        shard: dict[str, Leaves],
+        *,
+        axis: str,
+        key: jax.Array,
+    ) -> Sent:
+        """What was sent."""
+        ...
+
+
+class Stage(NamedTuple):
+    """A part of the run with one way of sending; `send` None is dense."""
+
+    until_step: float
+    send: Send | None
+
+
+def make_exchange(
+    options: Compressed,
+    layout: GradientLayout,
+    stages: Sequence[Stage],
+    *,
+    suits: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: len(shape) > 0,
+    init_shard: Callable[[Leaves], dict[str, Leaves]] = lambda leaves: {},
+    momentum_correction: float | None = None,
+    one_message: bool = False,
+) -> Exchange:
+    """An exchange that sends buckets by the stage of the run, with everything that `options` say.
+
+    `suits(name, local shape)` says which gradients can be compressed at all, `init_shard` makes the state of
+    their shards. With `one_message` all of them travel together, however large.
+    """
+    dense_first = [Stage(options.dense_warmup_steps, None)] if options.dense_warmup_steps else []
+    offset = options.dense_warmup_steps
+    plan = [*dense_first, *(Stage(stage.until_step + offset, stage.send) for stage in stages)]
+
+    def chosen(leaves: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        names = options.ordered(list(leaves), layout)
+        dense = [
+            name
+            for name in names
+            if options.stays_dense(name, math.prod(leaves[name].shape) * layout.ways(layout.used(name)))
+            or not suits(name, leaves[name].shape)
+        ]
+        return dense, [name for name in names if name not in set(dense)]
+
+    def init(grads: Any) -> ExchangeState:
+        leaves = by_name(grads)
+        compressed = chosen(leaves)[1]
+        zeros = {name: jnp.zeros(leaves[name].shape, jnp.float32) for name in compressed}
+        state: ExchangeState = {}
+        if options.error_feedback:
+            state["replica"] = {"residual": zeros}
+        if momentum_correction is not None:
+            state.setdefault("replica", {})["momentum"] = dict(zeros)
+        shard = init_shard({name: leaves[name] for name in compressed})
+        if shard:
+            state["shard"] = shard
+        if len(plan) > 1:
+            state["common"] = {"num_updates": jnp.int32(0)}
+        return state
+
+    def update(
+        grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
+    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
+        leaves = by_name(grads)
+        shapes = {name: leaf.shape for name, leaf in leaves.items()}
+        num_replicas = lax.axis_size(axis)
+        shares = {name: leaf.astype(jnp.float32) / num_replicas for name, leaf in leaves.items()}
+        dense, compressed = chosen(leaves)
+        limit = options.bucket_elements
+        kept = dict(state.get("replica", {}))
+        owed = {name: shares[name] for name in compressed}
+        momentum = None
+        if momentum_correction is not None:
+            # Deep Gradient Compression (Lin et al. 2018), section 3.2: what is added up and sent is the momentum.
+            momentum = {name: momentum_correction * kept["momentum"][name] + owed[name] for name in compressed}
+            owed = dict(momentum)
+        if "residual" in kept:
+            owed = {name: owed[name] + kept["residual"][name] for name in compressed}
+
+        dense_messages = [
+            send_dense(bucket, shares, layout=layout, axis=axis)
+            for bucket in make_buckets(dense, shapes, layout, max_elements=limit)
+        ]
+        buckets = make_buckets(compressed, shapes, layout, max_elements=math.inf if one_message else limit)
+
+        def by_stage(stage: Stage) -> Callable[[Any], Any]:
+            def run(carried: Any) -> Any:
+                owed, momentum, shard = carried
+                messages = []
+                for number, bucket in enumerate(buckets):
+                    if stage.send is None:
+                        message = send_dense(bucket, owed, layout=layout, axis=axis, momentum=momentum)
+                    else:
+                        bucket_key = device_key(jax.random.fold_in(key, number), (*bucket.used, *bucket.whole))
+                        message = stage.send(bucket, owed, momentum, shard, axis=axis, key=bucket_key)
+                    messages.append(message)
+                return _joined(messages, carried, axis, layout)
+
+            return run
+
+        carried = (owed, momentum, state.get("shard", {}))
+        if len(plan) == 1:
+            results = by_stage(plan[0])(carried)
+        else:
+            step = state["common"]["num_updates"]
+            number = sum((step >= stage.until_step).astype(jnp.int32) for stage in plan[:-1])
+            results = lax.switch(number, [by_stage(stage) for stage in plan], carried)
+        total, error, momentum, shard, costs = results
+        for message in dense_messages:
+            total |= message.total
+        new_state: ExchangeState = {}
+        if kept:
+            rest = {"residual": error, "momentum": momentum}
+            new_state["replica"] = {name: rest[name] for name in kept}
+        if shard:
+            new_state["shard"] = shard
+        if "common" in state:
+            new_state["common"] = {"num_updates": state["common"]["num_updates"] + 1}
+        costs = costs + message_costs(dense_messages, axis, layout)
+        metrics = measured(costs, shares, error if "residual" in kept else {}, layout=layout, axis=axis)
+        mean = jax.tree.unflatten(
+            jax.tree.structure(grads), [total[name].astype(leaves[name].dtype) for name in leaf_names(grads)]
+        )
+        return mean, new_state, metrics
+
+    return Exchange(init, update)
+
+
+def _joined(messages: Sequence[Sent], carried: Any, axis: str, layout: GradientLayout) -> Any:
+    """`(total, error, momentum, shard, costs)` of several messages; the same structure at every stage."""
+    owed, momentum, shard = carried
+    total: Leaves = {}
+    error: Leaves = {}
+    new_momentum: Leaves = {}
+    for message in messages:
+        total |= message.total
+        error |= message.error or {}
+        new_momentum |= message.momentum or {}
+        shard = {name: entry | message.shard.get(name, {}) for name, entry in shard.items()}
+    # Without error feedback nobody reads what is left; a stage that leaves nothing still has to have its shape.
+    error = {name: error.get(name, jnp.zeros_like(x)) for name, x in owed.items()}
+    error = {name: alike((axis,), x, owed[name])[0] for name, x in error.items()}
+    return total, error, None if momentum is None else new_momentum, shard, message_costs(messages, axis, layout)
+
+
+def device_key(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """A key of this device's own among those of the inner axes `axes`; of all replicas the same."""
+    return jax.random.fold_in(key, lax.axis_index(axes)) if axes else key
+
+
+def send_dense(
+    bucket: Bucket,
+    owed: Leaves,
+    *,
+    layout: GradientLayout,
+    axis: str,
+    momentum: Leaves | None = None,
+    dtype: Any = jnp.float32,
+) -> Sent:
+    """Sums a bucket by one all-reduce in `dtype`; nothing remains."""
+    own = bucket.join(owed)
+    total = bucket.split(lax.psum(own.astype(dtype), axis).astype(jnp.float32))
+    num_replicas = lax.axis_size(axis)
+    # A ring all-reduce sends each element 2 (n-1)/n times: once reduced, once gathered.
+    sent = 2 * (num_replicas - 1) / num_replicas * bucket.num_own * jnp.dtype(dtype).itemsize
+    return Sent(
+        total=total,
+        error=None,
+        sent_bytes={axis: sent} | bucket.split_bytes(layout),
+        num_entries=bucket.num_own,
+        num_elements=bucket.num_own,
+        momentum=None if momentum is None else {name: momentum[name] for name in bucket.names},
+    )
+
+
+def message_costs(messages: Sequence[Sent], axis: str, layout: GradientLayout) -> jax.Array:
+    """`[bytes over axis, entries, elements, bytes over each inner axis...]`, float32."""
+    inner = [sum(message.sent_bytes.get(name, 0.0) for message in messages) for name in layout.inner]
+    slow = sum(message.sent_bytes.get(axis, 0.0) for message in messages)
+    entries = sum(message.num_entries for message in messages)
+    return jnp.asarray([slow, entries, sum(message.num_elements for message in messages), *inner], jnp.float32)
+
+
+def measured(
+    costs: jax.Array, shares: Leaves, residual: Leaves, *, layout: GradientLayout, axis: str
+) -> ExchangeMetrics:
+    """The metrics of an exchange; see `ExchangeMetrics`."""
+    slow, entries, elements, *inner = costs
+    num_replicas = lax.axis_size(axis)
+    dense = 2 * (num_replicas - 1) / num_replicas * 4 * elements
+
+    def squared(leaves: Leaves) -> jax.Array:
+        # What lies whole on several devices is counted by each of them.
+        sums = [jnp.sum(x**2) / layout.ways(layout.whole(name)) for name, x in leaves.items()]
+        return sum(alike((axis, *layout.inner), *sums), jnp.float32(0)) if sums else jnp.float32(0)
+
+    axes = (axis, *layout.inner)
+    own = jnp.stack(alike(axes, squared(shares), squared(residual)))
+    gradient_norm, residual_norm = jnp.sqrt(lax.psum(own, axes))
+    tiny = jnp.finfo(jnp.float32).tiny
+    sent = {f"bytes_sent/{name}": value for name, value in zip(layout.inner, inner, strict=True)}
+    return {
+        f"bytes_sent/{axis}": slow,
+        **sent,
+        "compression": dense / jnp.maximum(slow, 1),
+        "density": entries / jnp.maximum(elements, 1),
+        "residual_norm": residual_norm,
+        "residual_ratio": residual_norm / jnp.maximum(gradient_norm, tiny),
+    }

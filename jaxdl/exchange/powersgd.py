@@ -1,0 +1,126 @@
+"""PowerSGD: gradients of matrices as products of two thin ones, found by one power iteration a step."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from jax import lax
+
+from jaxdl.config import Kind
+from jaxdl.exchange.base import Exchange, GradientLayout
+from jaxdl.exchange.buckets import Bucket
+from jaxdl.exchange.compressed import Compressed, Leaves, Sent, Stage, make_exchange
+
+_EPSILON = 1e-6
+"""Columns that shrink to this share of their length when made orthogonal are numerical noise."""
+
+
+class PowerSGD(Compressed):
+    """Sends a rank-`rank` approximation of each matrix of gradients (Vogels et al., NeurIPS 2019, algorithms 1 and 2).
+
+    Convolution kernels are matrices of all their dimensions but the last by the last; stacked layers one matrix each.
+    Gradients for which two thin matrices are not smaller, such as biases and norm scales, stay dense. Each device
+    approximates its own shard, so a sharded matrix gets `rank` for every shard.
+    """
+
+    kind: Annotated[Literal["powersgd"], Kind] = "powersgd"
+    rank: int = pydantic.Field(default=4, ge=1, le=64)
+    """Columns of the thin matrices."""
+
+    def build(self, layout: GradientLayout | None = None) -> Exchange:
+        """The exchange; its state is the residual and, for each shard, the right factor of the last step."""
+        layout = layout or GradientLayout()
+
+        def suits(name: str, shape: tuple[int, ...]) -> bool:
+            _, rows, columns = matrix_shape(shape, stacked=name in layout.stacked)
+            return min(rows, columns) > 0 and self.rank * (rows + columns) < rows * columns
+
+        def init_shard(leaves: Leaves) -> dict[str, Leaves]:
+            factors = {}
+            for name, leaf in leaves.items():
+                count, _, columns = matrix_shape(leaf.shape, stacked=name in layout.stacked)
+                # The same in all replicas; which random values these are does not matter.
+                key = jax.random.key(zlib.crc32(name.encode()))
+                factors[name] = jax.random.normal(key, (count, columns, self.rank), jnp.float32)
+            return {"factor": factors} if factors else {}
+
+        def send(
+            bucket: Bucket,
+            owed: Leaves,
+            momentum: Leaves | None,
+            shard: dict[str, Leaves],
+            *,
+            axis: str,
+            key: jax.Array,
+        ) -> Sent:
+            del key  # Nothing here is random.
+            assert momentum is None
+            shapes = {name: matrix_shape(owed[name].shape, stacked=name in layout.stacked) for name in bucket.names}
+            matrices = {name: owed[name].reshape(shape) for name, shape in shapes.items()}
+            right = {name: shard["factor"][name] for name in bucket.names}
+            left = _summed({name: _matmul(m, right[name]) for name, m in matrices.items()}, axis)
+            left = {name: orthonormal(x) for name, x in left.items()}
+            new = _summed({name: _matmul(jnp.swapaxes(m, 1, 2), left[name]) for name, m in matrices.items()}, axis)
+            total = {
+                name: _matmul(left[name], jnp.swapaxes(new[name], 1, 2)).reshape(owed[name].shape) for name in left
+            }
+            num_replicas = lax.axis_size(axis)
+            error = {name: owed[name] - total[name] / num_replicas for name in total}
+            # A column of zeros, of a gradient that was zero or of lower rank, would stay zero for ever.
+            factor = {
+                name: jnp.where(jnp.any(x != 0, axis=1, keepdims=True), x, right[name]) for name, x in new.items()
+            }
+            entries = sum(count * (rows + columns) * self.rank for count, rows, columns in shapes.values())
+            sent = 2 * (num_replicas - 1) / num_replicas * 4 * entries
+            return Sent(
+                total=total,
+                error=error if self.error_feedback else None,
+                sent_bytes={axis: sent},
+                num_entries=entries,
+                num_elements=bucket.num_elements,
+                shard={"factor": factor},
+            )
+
+        return make_exchange(
+            self, layout, [Stage(math.inf, send)], suits=suits, init_shard=init_shard, one_message=True
+        )
+
+
+def matrix_shape(shape: tuple[int, ...], *, stacked: bool) -> tuple[int, int, int]:
+    """(how many matrices, rows, columns) of a gradient; rows are 0 where it is no matrix."""
+    count, rest = (shape[0], shape[1:]) if stacked else (1, shape)
+    return (count, math.prod(rest[:-1]), rest[-1]) if len(rest) >= 2 else (count, 0, 0)
+
+
+def orthonormal(x: jax.Array) -> jax.Array:
+    """`[matrix, row, column]` with orthonormal columns, by modified Gram-Schmidt; dependent columns become zero."""
+    columns: list[jax.Array] = []
+    for number in range(x.shape[2]):
+        column = x[:, :, number]
+        length = jnp.linalg.norm(column, axis=1, keepdims=True)
+        for _ in range(2):  # Once more, for what float32 leaves of the earlier columns.
+            for other in columns:
+                column = column - jnp.sum(other * column, axis=1, keepdims=True) * other
+        rest = jnp.linalg.norm(column, axis=1, keepdims=True)
+        real = rest > _EPSILON * length
+        columns.append(jnp.where(real, column / jnp.where(real, rest, 1), 0))
+    return jnp.stack(columns, axis=2)
+
+
+def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
+
+
+def _summed(parts: Leaves, axis: str) -> Leaves:
+    """The sums over the axis of all arrays, as one message."""
+    flat = lax.psum(jnp.concatenate([x.reshape(-1) for x in parts.values()]), axis)
+    sums, start = {}, 0
+    for name, x in parts.items():
+        sums[name] = lax.slice_in_dim(flat, start, start + x.size).reshape(x.shape)
+        start += x.size
+    return sums

@@ -1,0 +1,96 @@
+"""Exchanges of few bits an entry: quantized gradients, and signs alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+import jax
+import pydantic
+from jax import lax
+
+from jaxdl.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
+from jaxdl.config import Kind
+from jaxdl.exchange.base import Exchange, GradientLayout
+from jaxdl.exchange.buckets import Bucket
+from jaxdl.exchange.compressed import Compressed, Leaves, Send, Sent, Stage, make_exchange
+
+
+class Quantized(Compressed):
+    """Sends every entry in a few bits, rounded at random so that the mean is right on average (QSGD, Alistarh et al.
+    2017), once on the way to the owner of its range and once, summed, on the way back."""
+
+    kind: Annotated[Literal["quantized"], Kind] = "quantized"
+    bits: Literal[8, 4, 2] = 8
+    """Bits an entry."""
+    block_size: int = pydantic.Field(default=256, ge=8, le=2**16)
+    """Entries that share one scale."""
+    error_feedback: bool = False
+    """Keep the rounding errors and add them to the next gradient. The mean is right on average without."""
+
+    @pydantic.model_validator(mode="after")
+    def _contracts(self) -> Quantized:
+        if self.error_feedback and self.bits == 2:
+            raise ValueError(
+                "error_feedback with bits = 2: rounding at random to three levels leaves more than there was, so the "
+                "residual would grow without end. Use 4 or 8 bits, the exchange sign, or no error feedback."
+            )
+        return self
+
+    def build(self, layout: GradientLayout | None = None) -> Exchange:
+        """The exchange; it keeps a residual only with error feedback."""
+        layout = layout or GradientLayout()
+        return make_exchange(self, layout, [Stage(math.inf, _send(self, self.bits, layout))])
+
+    def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
+        """Bytes that one device sends over the slow axis for a bucket."""
+        return quantized_sent_bytes(num_elements, num_replicas, bits=self.bits, block_size=self.block_size)
+
+
+class Sign(Compressed):
+    """Sends the sign of every entry and one mean magnitude a block, both ways, and keeps what that leaves out.
+
+    1-bit SGD (Seide et al. 2014) with the compression on both ways of 1-bit Adam (Tang et al. 2021).
+    """
+
+    kind: Annotated[Literal["sign"], Kind] = "sign"
+    block_size: int = pydantic.Field(default=1024, ge=8, le=2**16)
+    """Entries that share one magnitude."""
+
+    @pydantic.model_validator(mode="after")
+    def _needs_feedback(self) -> Sign:
+        if not self.error_feedback:
+            raise ValueError("error_feedback = False: signs alone are biased and do not converge. Leave it on.")
+        return self
+
+    def build(self, layout: GradientLayout | None = None) -> Exchange:
+        """The exchange; its state is the residual."""
+        layout = layout or GradientLayout()
+        return make_exchange(self, layout, [Stage(math.inf, _send(self, 1, layout))])
+
+    def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
+        """Bytes that one device sends over the slow axis for a bucket."""
+        return quantized_sent_bytes(num_elements, num_replicas, bits=1, block_size=self.block_size)
+
+
+def _send(config: Quantized | Sign, bits: int, layout: GradientLayout) -> Send:
+    def send(
+        bucket: Bucket,
+        owed: Leaves,
+        momentum: Leaves | None,
+        shard: dict[str, Leaves],
+        *,
+        axis: str,
+        key: jax.Array,
+    ) -> Sent:
+        assert momentum is None
+        assert not shard
+        own = bucket.join(owed)
+        total, error = quantized_all_reduce(own, axis, key, bits=bits, block_size=config.block_size, return_error=True)
+        sent = {axis: config.sent_bytes(own.size, lax.axis_size(axis))}
+        num_splits = 2 if config.error_feedback else 1
+        sent |= {name: num_splits * value for name, value in bucket.split_bytes(layout).items()}
+        left = bucket.split(error) if config.error_feedback else None
+        return Sent(bucket.split(total), left, sent, own.size, own.size)
+
+    return send

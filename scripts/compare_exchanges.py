@@ -1,0 +1,161 @@
+"""What a gradient exchange costs in accuracy: trains one config with several exchanges and seeds, and compares.
+
+TFDS_DATA_DIR=... python scripts/compare_exchanges.py --config configs/fashion_mnist.py --workdir runs/compare
+
+Each run has a folder of its own in the workdir; a run that is finished is not run again, one that was stopped goes on.
+Prints a table and writes `comparison.json` and `comparison.png`. An exchange is written as its kind and options,
+`topk,density=0.01,method=mstopk`. Everything after `--` changes the config of all runs: `-- --epochs 3`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+import jaxdl
+from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.mesh import MeshConfig
+
+EXCHANGES = (
+    "dense",
+    "topk,density=0.01,method=mstopk",
+    "topk,density=0.01,method=threshold",
+    "topk,density=0.01,method=threshold,error_feedback=False",
+    "quantized,bits=8",
+    "powersgd,rank=4",
+)
+"""The exchanges that are compared unless others are named; the first is what the others are measured against."""
+
+
+def main() -> None:
+    """Runs everything that is not finished yet, and reports."""
+    own, changes = _split(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--workdir", type=Path, required=True)
+    parser.add_argument("--replica", type=int, default=8, help="replicas, on so many virtual CPU devices")
+    parser.add_argument("--exchanges", nargs="+", default=EXCHANGES, metavar="KIND,OPTION=VALUE")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args = parser.parse_args(own)
+    try:
+        found = _compare(args, changes)
+    except ConfigError as error:
+        fail(str(error))
+    except jaxdl.Interrupted as interrupted:
+        print(interrupted.message, file=sys.stderr)
+        raise
+    except KeyboardInterrupt:
+        end_interrupted()
+    _report(found, args.workdir)
+
+
+def _split(args: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in args:
+        return args, []
+    return args[: args.index("--")], args[args.index("--") + 1 :]
+
+
+def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
+    base = jaxdl.load(args.config, changes)
+    mesh = MeshConfig(replica=args.replica, fsdp=1, cpu_devices=args.replica)
+    experiments = {
+        exchange: base.replaced(_overrides(exchange)).replaced({"mesh": mesh}) for exchange in args.exchanges
+    }
+    metric, curves = base.task.best_metric, {}
+    runs: dict[str, Any] = {exchange: [] for exchange in experiments}
+    for seed in args.seeds:
+        for exchange, experiment in experiments.items():
+            folder = args.workdir / f"{exchange.replace(',', '_').replace('=', '')}_seed{seed}"
+            print(f"--- {exchange}, seed {seed}: {folder}", flush=True)
+            run = jaxdl.train(experiment.replaced({"seed": seed}), folder, quiet=True)
+            ratio = _numbers(run.history, "train/exchange/compression")
+            runs[exchange].append(
+                {"seed": seed, "metrics": run.metrics, "compression": ratio[-1][1], "seconds": run.summary["seconds"]}
+            )
+            curves.setdefault(exchange, _numbers(run.history, "train/loss"))
+    return {"config": str(args.config), "changes": changes, "metric": metric, "runs": runs, "curves": curves}
+
+
+def _overrides(exchange: str) -> dict[str, Any]:
+    kind, *options = exchange.split(",")
+    overrides: dict[str, Any] = {"exchange": kind}
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise ConfigError(f"--exchanges {exchange}: {option!r} is not OPTION=VALUE.")
+        try:
+            overrides[f"exchange.{name}"] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            overrides[f"exchange.{name}"] = value
+    return overrides
+
+
+def _numbers(history: dict[str, list[Any]], name: str) -> list[tuple[int, float]]:
+    """(step, value) of a column where it has one."""
+    return [
+        (step, value)
+        for step, value in zip(history["step"], history[name], strict=True)
+        if value is not None and not math.isnan(value)
+    ]
+
+
+def _report(found: dict[str, Any], workdir: Path) -> None:
+    metric, runs = found["metric"], found["runs"]
+    (workdir / "comparison.json").write_text(json.dumps(found, indent=2) + "\n")
+    table = Table(title=f"{found['config']} {' '.join(found['changes'])}")
+    for heading in ("exchange", f"{metric}: mean", "lowest", "highest", "difference", "bytes: 1 /"):
+        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    first = None
+    for exchange, results in runs.items():
+        values = [result["metrics"][metric] for result in results]
+        mean = statistics.fmean(values)
+        first = mean if first is None else first
+        table.add_row(
+            exchange,
+            f"{mean:.4f}",
+            f"{min(values):.4f}",
+            f"{max(values):.4f}",
+            f"{mean - first:+.4f}",
+            f"{results[0]['compression']:.1f}",
+        )
+    Console(width=140).print(table)
+    _plot(found, workdir / "comparison.png")
+    print(f"written: {workdir / 'comparison.json'}, {workdir / 'comparison.png'}")
+
+
+def _plot(found: dict[str, Any], path: Path) -> None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    for exchange, curve in found["curves"].items():
+        window = max(1, len(curve) // 100)
+        steps = [step for step, _ in curve][window - 1 :]
+        losses = [loss for _, loss in curve]
+        smooth = [statistics.fmean(losses[end - window : end]) for end in range(window, len(losses) + 1)]
+        left.plot(steps, smooth, label=exchange, linewidth=1.2)
+    left.set(xlabel="step", ylabel="training loss", yscale="log")
+    left.legend(fontsize=8)
+    for place, results in enumerate(found["runs"].values()):
+        values = [result["metrics"][found["metric"]] for result in results]
+        right.plot(values, [place] * len(values), "o", alpha=0.7)
+        right.plot(statistics.fmean(values), place, "k|", markersize=16)
+    right.set_yticks(range(len(found["runs"])), list(found["runs"]), fontsize=8)
+    right.invert_yaxis()
+    right.set(xlabel=f"final {found['metric']} (each seed, and their mean)")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
