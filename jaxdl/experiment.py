@@ -73,7 +73,10 @@ class Experiment(Config):
                 f"epochs = {self.epochs:g} and steps = {self.steps}: the length of the run is given twice. "
                 "Set one of them to None: --epochs None or --steps None."
             )
-        correction, momentum = getattr(self.exchange, "momentum_correction", None), getattr(self.optimizer, "momentum", 0)
+        correction, momentum = (
+            getattr(self.exchange, "momentum_correction", None),
+            getattr(self.optimizer, "momentum", 0),
+        )
         if correction is not None and momentum:
             raise ValueError(
                 f"exchange.momentum_correction = {correction:g} and optimizer.momentum = {momentum:g}: momentum would be "

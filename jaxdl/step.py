@@ -22,11 +22,11 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxdl.config import Config
-from jaxdl.exchange import Exchange, own_state, stacked_state
+from jaxdl.exchange import Exchange, gathered_like, own_state, stacked_state
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.models.network import Network
 from jaxdl.precision import Precision, cast_weights
-from jaxdl.sharding import Layout, gather_params, is_spec, named, use_layout
+from jaxdl.sharding import Layout, gather_params, is_spec, use_layout
 from jaxdl.state import StateSpec, TrainState, replicated
 from jaxdl.tasks import Task
 
@@ -196,18 +196,18 @@ def _exchange(parts: Parts, grads: Any, exchange_state: Any, key: jax.Array) -> 
         own = jax.tree.map(lambda x: x[0], grads)
         state = own_state(exchange_state, state_specs)
         mean, new_state, metrics = parts.exchange.update(own, state, axis=replica, key=key)
+        mean, sent = gathered_like(mean, specs, parts.state_spec.params)
+        for axis, num_bytes in sent.items():
+            metrics[f"bytes_sent/{axis}"] = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32(num_bytes)
         return mean, stacked_state(new_state, state_specs), metrics
 
     stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)
-    mean, exchange_state, metrics = jax.shard_map(
+    return jax.shard_map(
         one_device,
         mesh=parts.layout.mesh,
         in_specs=(stacked, state_specs, PartitionSpec()),
-        out_specs=(specs, state_specs, PartitionSpec()),
+        out_specs=(parts.state_spec.params, state_specs, PartitionSpec()),
     )(grads, exchange_state, key)
-    # Where parameters are kept whole, their gradients become so again here (all-gather over `fsdp`).
-    whole = named(parts.layout.mesh, parts.state_spec.params)
-    return lax.with_sharding_constraint(mean, whole), exchange_state, metrics
 
 
 def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Metrics]:

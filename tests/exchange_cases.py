@@ -44,6 +44,9 @@ SPECS = {
 }
 """How they lie where the mesh has all axes: split over both, one or no axis inside a replica."""
 
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+"""Each program runs a few times on little data: compiling it is what takes time."""
+
 ORDER = ("out/bias", "out/kernel", "layers/mix", "layers/kernel", "temperature", "odd/kernel", "embed/table")
 STACKED = frozenset({"layers/kernel"})
 
@@ -58,6 +61,11 @@ def is_spec(node):
 
 NAMED_SHAPES = dict(zip(by_name(SPECS), jax.tree.leaves(SHAPES, is_leaf=is_shape), strict=True))
 """A gradient's name -> its whole shape."""
+
+
+def tree_of(named):
+    """The tree of what `by_name` gives the names of."""
+    return jax.tree.unflatten(jax.tree.structure(SPECS, is_leaf=is_spec), [named[name] for name in NAMED_SHAPES])
 
 
 @dataclass(frozen=True)
@@ -107,26 +115,27 @@ PLACES = {
     "replica 4 x fsdp 2, whole": Place(4, 2, whole=True),
 }
 
-COMMON = {"min_elements": 100, "bucket_mib": 0.004}
-"""Buckets of about a thousand elements, so that there are several."""
+COMMON = {"min_elements": 100}
+SMALL = {"min_elements": 100, "bucket_mib": 0.004}
+"""With buckets of about a thousand elements, so that there are more of them."""
 
 EXCHANGES = {
     "dense": Dense(bucket_mib=0.004),
-    "dense bfloat16": Dense(wire_dtype="bfloat16", bucket_mib=0.004),
+    "dense bfloat16": Dense(wire_dtype="bfloat16"),
     "dense float16": Dense(wire_dtype="float16"),
     "topk exact": TopK(density=0.1, method="exact", wire="plain", **COMMON),
-    "topk exact a2a": TopK(density=0.1, method="exact", algorithm="all_to_all", wire="plain", **COMMON),
-    "topk threshold": TopK(density=0.05, method="threshold", **COMMON),
-    "topk threshold a2a": TopK(density=0.1, method="threshold", algorithm="all_to_all", **COMMON),
-    "topk mstopk": TopK(density=0.1, method="mstopk", wire="plain", **COMMON),
-    "topk mstopk a2a": TopK(density=0.1, method="mstopk", algorithm="all_to_all", **COMMON),
-    "topk block": TopK(density=0.1, method="block", **COMMON),
-    "topk block a2a": TopK(density=0.1, method="block", algorithm="all_to_all", wire="plain", **COMMON),
+    "topk exact, all to all": TopK(density=0.1, method="exact", algorithm="all_to_all", wire="plain", **COMMON),
+    "topk threshold": TopK(density=0.05, method="threshold", **SMALL),
+    "topk threshold, all to all": TopK(density=0.1, method="threshold", algorithm="all_to_all", **COMMON),
+    "topk mstopk": TopK(density=0.1, method="mstopk", **COMMON),
+    "topk mstopk, all to all": TopK(density=0.1, method="mstopk", algorithm="all_to_all", **COMMON),
+    "topk block": TopK(density=0.1, method="block", **SMALL),
+    "topk block, all to all": TopK(density=0.1, method="block", algorithm="all_to_all", wire="plain", **COMMON),
     "quantized 8": Quantized(bits=8, error_feedback=True, block_size=64, **COMMON),
-    "quantized 4": Quantized(bits=4, error_feedback=True, block_size=32, **COMMON),
+    "quantized 4": Quantized(bits=4, error_feedback=True, block_size=32, **SMALL),
     "quantized 2": Quantized(bits=2, block_size=32, **COMMON),
     "sign": Sign(block_size=64, **COMMON),
-    "powersgd": PowerSGD(rank=3, **COMMON),
+    "powersgd": PowerSGD(rank=2, **COMMON),
 }
 
 
@@ -134,10 +143,12 @@ class Run:
     """One exchange in one place: its update as a compiled function of arrays on the mesh."""
 
     def __init__(self, config, place, dtype="float32"):
-        self.config, self.place, self.dtype = config, place, jnp.dtype(dtype)
+        self.config, self.place = config, place
+        both = [jnp.dtype("float32"), jnp.dtype("bfloat16")] if dtype == "mixed" else [jnp.dtype(dtype)]
+        self.dtypes = {name: both[number % len(both)] for number, name in enumerate(NAMED_SHAPES)}
         self.mesh, self.specs = place.mesh, place.specs
         self.exchange = config.build(place.layout)
-        shapes = jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, self.dtype), SHAPES, is_leaf=is_shape)
+        shapes = tree_of({name: jax.ShapeDtypeStruct(NAMED_SHAPES[name], x) for name, x in self.dtypes.items()})
         self.state_specs = state_specs(self.exchange, shapes, self.specs, self.mesh)
         self.stacked = jax.tree.map(lambda spec: P("replica", *spec), self.specs, is_leaf=is_spec)
         self._init = jax.jit(lambda: init_on_mesh(self.exchange, shapes, self.specs, self.mesh))
@@ -155,24 +166,27 @@ class Run:
         )
         gradients = self.on_mesh(self.gradients(0))
         self.lowered = jax.jit(self.update).lower(gradients, self.init(), jax.random.key(0))
-        self.compiled = self.lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+        self.compiled = self.lowered.compile(compiler_options=FAST_COMPILE)
 
     def init(self):
         """A fresh state, on the mesh."""
         return self._init()
 
     def gradients(self, seed):
-        """Whole gradients of all replicas, name -> `[replica, *shape]`, of very different sizes, in the run's dtype."""
+        """Whole gradients of all replicas, name -> `[replica, *shape]`, of very different sizes, in the run's dtypes."""
         generator = np.random.default_rng(seed)
         return {
-            name: (generator.standard_normal((self.place.replica, *shape)) * 10.0 ** (number % 3 - 1)).astype(self.dtype)
+            name: (generator.standard_normal((self.place.replica, *shape)) * 10.0 ** (number % 3 - 1)).astype(
+                self.dtypes[name]
+            )
             for number, (name, shape) in enumerate(NAMED_SHAPES.items())
         }
 
     def on_mesh(self, gradients):
         """The tree of gradients, laid out."""
-        tree = jax.tree.unflatten(jax.tree.structure(self.specs, is_leaf=is_spec), list(gradients.values()))
-        return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec)), tree, self.stacked)
+        return jax.tree.map(
+            lambda x, spec: jax.device_put(x, NamedSharding(self.mesh, spec)), tree_of(gradients), self.stacked
+        )
 
     def __call__(self, gradients, state, seed):
         """`(mean, state, metrics)` of one update, all on the mesh."""

@@ -119,15 +119,13 @@ def test_oracle_and_contract(bits, n):
     np.testing.assert_allclose(total + error.sum(0), x.sum(0), atol=1e-5)
     expected_total, expected_error = oracle(x, key, bits)
     # The last bit of a scale may differ, and with it, where a sum lies just between two levels, a level.
-    close = np.isclose(total, expected_total, rtol=1e-5, atol=1e-6)
-    assert close.mean() >= (0.999 if bits > 1 else 1)
+    assert np.isclose(total, expected_total, rtol=1e-5, atol=1e-6).mean() >= (0.999 if bits > 1 else 1)
     assert np.isclose(error, expected_error, rtol=1e-5, atol=3e-5).mean() >= (0.999 if bits > 1 else 1)
 
 
 @pytest.mark.parametrize(("bits", "check_vma"), [(8, True), (8, False), (4, True), (2, False), (1, True)])
 def test_total_has_the_same_bits_on_all_devices(bits, check_vma):
-    mesh = make_mesh(replica=8)
-    x = normal(1, 8, 3001)
+    mesh, x = make_mesh(replica=8), normal(1, 8, 3001)
 
     def one(x):
         return quantized_all_reduce(x[0], "replica", jax.random.key(1), bits=bits)
@@ -161,8 +159,8 @@ def test_tuple_axes_and_other_axes(axis):
     x = normal(2, 4, 2, 600)
 
     def one(x):
-        total, error = quantized_all_reduce(x[0, 0], axis, jax.random.key(3), bits=8, return_error=True)
-        return total[None, None], error[None, None]
+        both = quantized_all_reduce(x[0, 0], axis, jax.random.key(3), bits=8, return_error=True)
+        return jax.tree.map(lambda y: y[None, None], both)
 
     spec = P("replica", "fsdp")
     kept = P(*(None if name in axes else name for name in ("replica", "fsdp")))
@@ -177,8 +175,7 @@ def test_tuple_axes_and_other_axes(axis):
 
 @pytest.mark.parametrize("bits", [4, 1])
 def test_vmap(bits):
-    mesh = make_mesh(replica=4)
-    x = normal(4, 4, 3, 500)
+    mesh, x = make_mesh(replica=4), normal(4, 4, 3, 500)
     keys = jax.random.split(jax.random.key(5), 3)
     call = functools.partial(quantized_all_reduce, bits=bits, return_error=True)
 
@@ -238,8 +235,7 @@ def test_not_a_number_makes_its_block_one(bits, bad):
     x = normal(8, 8, 8 * 64)
     x[3, 70] = bad  # The second range is that of elements 64 to 127; its first block ends before 96.
     total, error = map(np.asarray, summed(bits=bits, block_size=32)(x, jax.random.key(0)))
-    hit = np.zeros(512, bool)
-    hit[64:96] = True
+    hit = (np.arange(512) >= 64) & (np.arange(512) < 96)
     np.testing.assert_array_equal(np.isnan(total), hit)
     np.testing.assert_array_equal(np.isnan(error).any(0), hit)
     assert set(np.flatnonzero(np.isnan(error).any(1))) == {1, 3}  # The owner and the device that had it.
@@ -250,8 +246,7 @@ def test_what_lies_on_a_level_is_kept(bits):
     top = max(1, 2 ** (bits - 1) - 1)
     values = np.arange(-top, top + 1) if bits > 1 else np.array([-1, 1])
     one = np.resize(values, 8 * 256).astype(F32) * F32(0.25)
-    x = np.zeros((8, one.size), F32)
-    x[2] = one
+    x = np.outer(np.arange(8) == 2, one).astype(F32)
     total, error = map(np.asarray, summed(bits=bits)(x, jax.random.key(0)))
     np.testing.assert_allclose(total, one, rtol=1e-6)
     np.testing.assert_allclose(error, 0, atol=1e-6)
@@ -262,12 +257,8 @@ def test_unbiased_with_the_expected_variance(bits, num_keys):
     """By element over many keys: mean within 5 sigma; neighbours, devices and keys are not correlated."""
     m, n = 4, 64
     x = normal(9, m, n)
-    one_key = jax.vmap(
-        lambda x, key: quantized_all_reduce(x, "i", key, bits=bits, return_error=True),
-        in_axes=(0, None),
-        out_axes=(None, 0),
-        axis_name="i",
-    )
+    call = functools.partial(quantized_all_reduce, bits=bits, return_error=True)
+    one_key = jax.vmap(lambda x, key: call(x, "i", key), in_axes=(0, None), out_axes=(None, 0), axis_name="i")
     keys = jax.random.split(jax.random.key(bits), num_keys)
     totals, errors = jax.jit(lambda keys: lax.map(lambda key: one_key(x, key), keys))(keys)
     totals, errors = np.asarray(totals, float), np.asarray(errors, float)
@@ -331,18 +322,13 @@ def test_one_bit_with_error_feedback_telescopes():
     assert np.linalg.norm(fed - wanted) < 0.15 * np.linalg.norm(plain - wanted)
 
 
-# The wire.
-
-
 def text_of(n, bits, mesh, block_size=None):
     spec = P(tuple(mesh.shape))
     x = jax.ShapeDtypeStruct((n * mesh.size,), jnp.float32, sharding=NamedSharding(mesh, spec))
 
     def one(x):
-        total, error = quantized_all_reduce(
-            x, "replica", jax.random.key(0), bits=bits, block_size=block_size, return_error=True
-        )
-        return total[None], error[None]
+        options = {"bits": bits, "block_size": block_size, "return_error": True}
+        return jax.tree.map(lambda y: y[None], quantized_all_reduce(x, "replica", jax.random.key(0), **options))
 
     return lowered_text(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec), x)
 
@@ -357,8 +343,7 @@ def test_sent_bytes_are_those_of_the_collectives(sizes, bits, n):
         found = collectives(text)
         sent = quantized_sent_bytes(n, sizes[0], bits=bits, block_size=block_size)
         assert sent_bytes(text, mesh) == pytest.approx({"replica": sent, "fsdp": 0})
-        kinds = ["all_to_all", "all_gather"] if sizes[0] > 1 else []
-        assert [one.kind for one in found] == kinds
+        assert [one.kind for one in found] == (["all_to_all", "all_gather"] if sizes[0] > 1 else [])
         assert {one.dtype for one in found} <= {"uint8"}
 
 
@@ -367,9 +352,6 @@ def test_share_of_a_dense_float32_all_reduce(bits, ratio):
     n, mesh = 25_600_000 // 2, AbstractMesh((8, 2), ("replica", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     dense = 2 * 7 / 8 * 4 * n
     assert sent_bytes(text_of(n, bits, mesh), mesh)["replica"] / dense == pytest.approx(ratio, abs=0.0001)
-
-
-# Mistakes.
 
 
 def test_mistakes_are_explained():

@@ -54,7 +54,7 @@ def gather_blocks(x: jax.Array, blocks: jax.Array, width: int) -> tuple[jax.Arra
 
 
 def two_stages(x: jax.Array, k: int, bits: int, *, compare: bool) -> jax.Array:
-    """The k largest magnitudes of `x` [n] by their leading `bits` bits, ties lowest index first: int32 `[k]`, ascending.
+    """The k largest magnitudes of `x` [n] by `bits` leading bits, ties lowest index first: int32 `[k]`, ascending.
 
     Every one of them lies in one of the k blocks with the largest maxima: were its block not among them, each of the
     k blocks would hold an entry that goes before it. One read of x, then about n / width + k * width entries.

@@ -19,6 +19,7 @@ INFINITY = 0x7F800000
 """The bits of the float32 infinity: below are the numbers, above are the NaNs."""
 
 TILE, TILE_ROWS = 128, 8
+"""Entries that are reduced together on a CPU, by rows: few enough rows that XLA writes them out."""
 
 KEY_BITS = 31
 COARSE_BITS = 24
@@ -100,13 +101,11 @@ def count_packed(keys: jax.Array, thresholds: jax.Array) -> jax.Array:
 def reduce_all(reduce: Callable[..., jax.Array], x: jax.Array, *, compare: bool) -> jax.Array:
     """`reduce` over all of `x` [n]; on CPUs by rows of a tile first."""
     main = 0 if compare else x.size // (2 * TILE) * (2 * TILE)
-    parts = (
-        [reduce(lax.optimization_barrier(reduce(x[:main].reshape(-1, TILE_ROWS, 2 * TILE // TILE_ROWS), axis=1)))]
-        if main
-        else []
-    )
-    parts += [reduce(x[main:])] if main < x.size else []
-    return reduce(jnp.stack(parts))
+    parts = [x[main:]] if main < x.size else []
+    if main:
+        tiles = x[:main].reshape(-1, TILE_ROWS, 2 * TILE // TILE_ROWS)
+        parts.append(lax.optimization_barrier(reduce(tiles, axis=1)).reshape(-1))
+    return reduce(jnp.stack([reduce(part) for part in parts]))
 
 
 def interval_of_kth(keys: jax.Array, k: int, bits: int, *, compare: bool) -> tuple[jax.Array, jax.Array]:

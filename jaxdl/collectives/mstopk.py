@@ -26,12 +26,13 @@ from jaxdl.collectives.compact import (
     positions,
     reduce_all,
 )
+from jaxdl.collectives.primitive import alike
 
 DEPTH_COMPARED, DEPTH_PACKED = 5, 3
 """Steps of the bisection that share one read of the data: it counts for all thresholds that they may come to."""
 
-
 UNROLLED = 10
+"""Reads of the data that are written out: inside a loop XLA gives the CPU's work to one core, and GPUs wait for it."""
 
 
 class Search(NamedTuple):
@@ -55,17 +56,16 @@ def mstopk(x: jax.Array, k: int, num_passes: int, bits: jax.Array, *, compare: b
     num_unbounded = jnp.sum(num_set(words_between(x, INFINITY, LARGEST, compare=compare)))
     mean, top = mean_and_max(x, x.size - num_unbounded, compare=compare)
     zero, one = jnp.float32(0), jnp.float32(1)
-    search = Search(zero, one, num_unbounded, jnp.int32(INFINITY), jnp.int32(x.size), jnp.int32(0))
+    start = (zero, one, num_unbounded, jnp.int32(INFINITY), jnp.int32(x.size), jnp.int32(0))
+    search = Search(*alike((), *start))  # In shard_map a loop wants what it carries to be typed the same throughout.
 
     def steps(depth: int, search: Search) -> Search:
         return bisect(search, depth, x, k, mean, top, compare=compare)
 
     depth = DEPTH_COMPARED if compare else DEPTH_PACKED
     whole = num_passes // depth
-    # Inside a loop XLA runs the CPU's passes on one core.
-    search = lax.fori_loop(
-        0, whole, lambda _, search: steps(depth, search), search, unroll=max(1, min(whole, UNROLLED))
-    )
+    unroll = max(1, min(whole, UNROLLED))
+    search = lax.fori_loop(0, whole, lambda _, search: steps(depth, search), search, unroll=unroll)
     if num_passes % depth:
         search = steps(num_passes % depth, search)
     # With more infinities than k the window lies among them, and nothing is sure.

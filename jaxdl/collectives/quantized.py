@@ -12,8 +12,9 @@ mean is wrong, so it is of use with error feedback only.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -162,7 +163,7 @@ def _layout(n: int, num_ranges: int, bits: int, block_size: int) -> _Layout:
     return _Layout(n, num_ranges, num_blocks, block, bits)
 
 
-def _implementation(
+def _rounded_sum(
     x: jax.Array, words: jax.Array, *, axes: tuple[str, ...], bits: int, block_size: int, return_error: bool
 ) -> list[jax.Array]:
     (n,), m = x.shape, num_devices(axes)
@@ -303,14 +304,20 @@ def _results(
     return [Result(x.shape, jnp.float32, same=True), Result(x.shape, jnp.float32)][: 1 + return_error]
 
 
-quantized_all_reduce_p = define("quantized_all_reduce", _implementation, _results, core_ndims=(1, 1))
-
-
-def _no_derivative(primals: object, tangents: object, **params: object) -> None:
+def _no_derivative(*operands: object, **params: object) -> Any:
     raise ValueError(
         "quantized_all_reduce has no derivative: it rounds. Pass jax.lax.stop_gradient(x), or take the gradients first "
         "and sum them afterwards."
     )
 
 
+def _implementation(x: jax.Array, words: jax.Array, **params: Any) -> list[jax.Array]:
+    # With `vmap(axis_name=...)` a derivative around it meets not the primitive but this function, whose bits would
+    # silently have a derivative of zero.
+    run = jax.custom_jvp(functools.partial(_rounded_sum, **params))
+    run.defjvp(_no_derivative)
+    return run(x, words)
+
+
+quantized_all_reduce_p = define("quantized_all_reduce", _implementation, _results, core_ndims=(1, 1))
 ad.primitive_jvps[quantized_all_reduce_p] = _no_derivative

@@ -100,7 +100,7 @@ select_p = define("select_top_k", on_cpu, _results, core_ndims=(1, 1), platforms
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     outputs = select_p.bind(*primals, **params)
-    return outputs, [ad.Zero.from_primal_value(output) for output in outputs]
+    return outputs, [ad.Zero(jax.typeof(output).to_tangent_aval()) for output in outputs]
 
 
 ad.primitive_jvps[select_p] = _jvp

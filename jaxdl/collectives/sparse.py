@@ -77,7 +77,7 @@ def sparse_all_reduce(
 
     `all_gather` is linear in `values`, and so is its derivative (of a total whose values are not rounded; that of the
     error is zero); the sum in the derivative travels in the plain format. `all_to_all` has none.
-    After NaN or infinity total and error hold such values too.
+    NaN and infinity among the values reach the total, and make the error NaN at their positions.
     Raises ValueError for arguments that do not fit, and NameError when the axis is not bound.
     """
     axes = axis_names(axis)

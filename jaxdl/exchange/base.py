@@ -179,6 +179,25 @@ def own_state(state: ExchangeState, specs: Any) -> ExchangeState:
     }
 
 
+def gathered_like(grads: Any, specs: Any, wanted: Any) -> tuple[Any, dict[str, float]]:
+    """One device's gradients, split as `specs`, gathered over the axes that `wanted` does not split them by.
+
+    So the exchange of gradients whose parameters are kept whole ends: reduce-scatter, exchange, all-gather. Also
+    returns the bytes that one device sends over each axis.
+    """
+    sent: dict[str, float] = {}
+
+    def one(x: jax.Array, spec: PartitionSpec, wanted: PartitionSpec) -> jax.Array:
+        for dim, entry in enumerate(spec):
+            for axis in reversed(spec_axes(PartitionSpec(entry))):
+                if axis not in spec_axes(wanted):
+                    sent[axis] = sent.get(axis, 0.0) + (jax.lax.axis_size(axis) - 1) * x.size * x.dtype.itemsize
+                    x = jax.lax.all_gather(x, axis, axis=dim, tiled=True, to="invarying")
+        return x
+
+    return jax.tree.map(one, grads, specs, wanted), sent
+
+
 def _leading(where: str, spec: PartitionSpec) -> int:
     """How many dimensions a leaf has in front of those that one device sees."""
     return {"replica": 1, "shard": len(spec), "common": 0}[where]

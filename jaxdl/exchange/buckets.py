@@ -38,16 +38,19 @@ class Bucket:
         """Elements that one device exchanges."""
         return -(-self.num_elements // self.ways)
 
-    def join(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
-        """The part `[num_own]` of the flat buffer that this device exchanges."""
-        flat = jnp.concatenate([leaves[name].reshape(-1) for name in self.names])
-        if not self.whole:
-            return flat
-        flat = jnp.pad(flat, (0, self.num_own * self.ways - self.num_elements))
-        return lax.dynamic_slice_in_dim(flat, lax.axis_index(self.whole) * self.num_own, self.num_own)
+    def join(self, leaves: Mapping[str, jax.Array], *, multiple: int = 1) -> jax.Array:
+        """The part of the flat buffer that this device exchanges: `[num_own]`, and zeros up to a `multiple`."""
+        pad = -self.num_own % multiple
+        parts = [leaves[name].reshape(-1) for name in self.names]
+        if not self.whole:  # Zeros in the one copy that is made anyway.
+            return jnp.concatenate([*parts, jnp.zeros(pad, parts[0].dtype)])
+        flat = jnp.concatenate([*parts, jnp.zeros(self.num_own * self.ways - self.num_elements, parts[0].dtype)])
+        own = lax.dynamic_slice_in_dim(flat, lax.axis_index(self.whole) * self.num_own, self.num_own)
+        return jnp.pad(own, (0, pad))
 
     def split(self, own: jax.Array) -> dict[str, jax.Array]:
         """The inverse of `join`: the parts of all devices in `whole`, gathered, as named arrays."""
+        own = own[: self.num_own]
         for axis in reversed(self.whole):
             own = all_gather_same(own, (axis,)).reshape(-1)
         leaves, start = {}, 0

@@ -85,12 +85,14 @@ def _send(config: Quantized | Sign, bits: int, layout: GradientLayout) -> Send:
     ) -> Sent:
         assert momentum is None
         assert not shard
-        own = bucket.join(owed)
+        # Ranges of whole blocks: padding by the collective would cost copies of everything.
+        whole = lax.axis_size(axis) * config.block_size
+        own = bucket.join(owed, multiple=whole if bucket.num_own >= 16 * whole else 1)
         total, error = quantized_all_reduce(own, axis, key, bits=bits, block_size=config.block_size, return_error=True)
         sent = {axis: config.sent_bytes(own.size, lax.axis_size(axis))}
         num_splits = 2 if config.error_feedback else 1
         sent |= {name: num_splits * value for name, value in bucket.split_bytes(layout).items()}
         left = bucket.split(error) if config.error_feedback else None
-        return Sent(bucket.split(total), left, sent, own.size, own.size)
+        return Sent(bucket.split(total), left, sent, bucket.num_own, bucket.num_own)
 
     return send

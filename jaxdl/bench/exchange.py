@@ -1,0 +1,350 @@
+"""What every gradient exchange takes on these devices: predicted by the cost model, and measured."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tyro
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from jaxdl.collectives.select import METHODS, Method
+from jaxdl.config import CLI_STYLE, ConfigError
+from jaxdl.exchange import Dense, GradientLayout, PowerSGD, Quantized, Sign, TopK, init_on_mesh
+from jaxdl.exchange.cost import Cost, ExchangeChoice, Gradients, Machine, break_even_density, inner_step_sec, predict
+from jaxdl.exchange.probe import make_update, probe
+from jaxdl.exchange.recommend import MIN_SPEEDUP, Recommendation, label, recommend
+from jaxdl.mesh import Axis, MeshConfig, make_mesh, start_devices
+from jaxdl.report import replace_file
+
+_NUM_LAYERS = 8
+
+
+@dataclass(frozen=True)
+class ExchangeBench:
+    """Measures the network and the devices, then times every exchange on random gradients beside its prediction."""
+
+    mesh: MeshConfig = field(default_factory=lambda: MeshConfig(replica=-1, fsdp=1))
+    """The devices."""
+    devices: int | None = None
+    """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
+    num_elements: int = 2_000_000
+    """Parameters of the model: eight square matrices, with biases. A ResNet-50 has 25.6 million."""
+    density: tuple[float, ...] = (0.01,)
+    """Densities of top-k; the first one is tried with every method and algorithm."""
+    methods: tuple[Method, ...] = METHODS
+    """How the largest entries are selected."""
+    num_repeats: int = 5
+    """How often each exchange is measured; medians count."""
+    min_speedup: float = MIN_SPEEDUP
+    """Recommend compression if it is predicted this many times faster than the fastest dense exchange."""
+    json: Path | None = None
+    """A file for the results."""
+    plot: Path | None = None
+    """A PNG file for a figure: times by exchange and by density."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One exchange: predicted and measured."""
+
+    config: ExchangeChoice
+    cost: Cost
+    seconds: tuple[float, ...]
+    sent_bytes: float
+    """Over the slow axis, as the exchange itself counts them."""
+    compression: float
+
+    @property
+    def measured_sec(self) -> float:
+        """The median."""
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Random gradients on a mesh."""
+
+    mesh: Mesh
+    shapes: dict[str, Any]
+    """Name -> global shape struct."""
+    specs: dict[str, PartitionSpec]
+    grads: dict[str, jax.Array]
+    gradients: Gradients
+
+
+def main(args: list[str]) -> None:
+    """Runs the measurement and prints the machine, the table and the recommendation."""
+    command = parse_command(args)
+    start_devices(command.mesh)
+    mesh = make_mesh(command.mesh)
+    num_replicas = mesh.shape[Axis.REPLICA]
+    if num_replicas == 1:
+        raise ConfigError("--mesh.replica 1: a single replica exchanges nothing. Give 2 or more, or --devices 8.")
+    trial = make_trial(command.num_elements, mesh)
+    machine = probe_for(command, trial)
+    console = Console()
+    console.print(links_table(machine, mesh))
+    console.print(speeds_text(machine))
+    rows = measure(exchanges(command), trial, machine, num_repeats=command.num_repeats)
+    found = recommend([row.config for row in rows], trial.gradients, machine, min_speedup=command.min_speedup)
+    device = jax.devices()[0].device_kind
+    where = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
+    console.print(rows_table(rows, trial.gradients, machine, f"{where} ({device}), {command.num_elements:,} elements"))
+    inner = inner_step_sec(trial.gradients, machine)
+    if inner:
+        console.print(f"besides, inside a replica, for every exchange alike: {1e3 * inner:.2f} ms (not measured here)")
+    console.print(f"recommended: {label(found.best)}")
+    for line in found.reasons:
+        console.print(f"  - {line}")
+    if jax.process_index() != 0:
+        return
+    if command.json:
+        replace_file(command.json, (json.dumps(as_json(command, machine, rows, found), indent=2) + "\n").encode())
+    if command.plot:
+        replace_file(command.plot, figure(rows, trial.gradients, machine, where))
+
+
+def parse_command(args: list[str]) -> ExchangeBench:
+    """The command line. Raises ConfigError for values that do not fit, or exits as tyro does."""
+    command = tyro.cli(
+        ExchangeBench, args=args, prog="python -m jaxdl.bench exchange", config=CLI_STYLE, description=str(__doc__)
+    )
+    if command.num_elements < 1000:
+        raise ConfigError(f"--num-elements {command.num_elements}: too few to measure. Give 1000 or more.")
+    if command.num_repeats < 1:
+        raise ConfigError(f"--num-repeats {command.num_repeats}: nothing would be measured. Give 1 or more.")
+    if not command.density or any(not 0 < one <= 1 for one in command.density):
+        raise ConfigError(f"--density {command.density}: give one or more numbers above 0 and up to 1.")
+    if not command.methods:
+        raise ConfigError(f"--methods: none is given. Choose from {', '.join(METHODS)}.")
+    if command.min_speedup < 1:
+        raise ConfigError(
+            f"--min-speedup {command.min_speedup:g}: slower exchanges would be recommended. Give 1 or more."
+        )
+    for name in ("json", "plot"):
+        path = getattr(command, name)
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"--{name} {path}: there is no folder {path.parent}. Make it first.")
+    if command.devices is None:
+        return command
+    if command.mesh.cpu_devices not in (None, command.devices):
+        raise ConfigError(
+            f"--devices {command.devices} and --mesh.cpu-devices {command.mesh.cpu_devices} mean the same: give one."
+        )
+    return replace(command, mesh=command.mesh.replaced({"cpu_devices": command.devices}))
+
+
+def exchanges(command: ExchangeBench) -> list[ExchangeChoice]:
+    """Every exchange that is compared."""
+    first, *more = command.density
+    method = TopK().method if TopK().method in command.methods else command.methods[0]
+    top_k = [TopK(density=first, method=name) for name in command.methods]
+    top_k += [TopK(density=first, method=method, wire="plain")]
+    top_k += [TopK(density=first, method=method, algorithm="all_to_all")]
+    top_k += [TopK(density=one, method=method) for one in more]
+    dense = [Dense(), Dense(wire_dtype="bfloat16"), Dense(wire_dtype="float16")]
+    return [*dense, Quantized(), Quantized(bits=4), Quantized(bits=2), Sign(), PowerSGD(), *top_k]
+
+
+def make_trial(num_elements: int, mesh: Mesh) -> Trial:
+    """Random normal gradients of about `num_elements` in all, each replica its own."""
+    inner = {axis: size for axis, size in mesh.shape.items() if axis != Axis.REPLICA and size > 1}
+    unit = math.prod(inner.values())
+    side = unit * max(1, round(math.sqrt(num_elements / _NUM_LAYERS) / unit))
+    fsdp, tensor = (axis.value if axis in inner else None for axis in (Axis.FSDP, Axis.TENSOR))
+    specs, shapes = {}, {}
+    for number in range(_NUM_LAYERS):
+        for name, shape, spec in (
+            ("kernel", (side, side), PartitionSpec(fsdp, tensor)),
+            ("bias", (side,), PartitionSpec()),
+        ):
+            shapes[f"layer{number}_{name}"] = jax.ShapeDtypeStruct(shape, np.float32)
+            specs[f"layer{number}_{name}"] = spec
+    num_replicas = mesh.shape[Axis.REPLICA]
+    grads = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        sharding = NamedSharding(mesh, PartitionSpec(Axis.REPLICA.value, *specs[name]))
+        key = jax.random.fold_in(jax.random.key(0), number)
+        draw = jax.jit(jax.random.normal, static_argnums=(1, 2), out_shardings=sharding)
+        grads[name] = draw(key, (num_replicas, *shape.shape), np.float32)
+        jax.block_until_ready(grads[name])
+    local = {name: NamedSharding(mesh, specs[name]).shard_shape(shape.shape) for name, shape in shapes.items()}
+    layout = GradientLayout(specs=specs, inner=inner)
+    return Trial(mesh, shapes, specs, grads, Gradients(local, num_replicas, layout))
+
+
+def probe_for(command: ExchangeBench, trial: Trial) -> Machine:
+    """The machine, measured with arrays like those of the trial."""
+    return probe(
+        trial.mesh,
+        num_elements=min(trial.gradients.num_elements, int(Dense().bucket_elements)),
+        density=command.density[0],
+        methods=command.methods,
+        bits=(8, 4, 2, 1),
+        num_repeats=command.num_repeats,
+    )
+
+
+def measure(configs: Sequence[ExchangeChoice], trial: Trial, machine: Machine, *, num_repeats: int) -> list[Row]:
+    """Every exchange's `update`, timed in turns: seconds of each repeat, after one that warms up."""
+    runs = [_run(config, trial) for config in configs]
+    times: list[list[float]] = [[] for _ in configs]
+    metrics: list[Mapping[str, jax.Array]] = [{} for _ in configs]
+    for repeat in range(num_repeats + 1):
+        for number, run in enumerate(runs):
+            start = time.perf_counter()
+            metrics[number] = run()
+            if repeat > 0:
+                times[number].append(time.perf_counter() - start)
+    return [
+        Row(
+            config,
+            predict(config, trial.gradients, machine),
+            tuple(seconds),
+            float(metric[f"bytes_sent/{Axis.REPLICA.value}"]),
+            float(metric["compression"]),
+        )
+        for config, seconds, metric in zip(configs, times, metrics, strict=True)
+    ]
+
+
+def _run(config: ExchangeChoice, trial: Trial) -> Callable[[], Mapping[str, jax.Array]]:
+    """One `update` on the mesh, compiled, with its state carried on; waits for its end."""
+    exchange = config.build(trial.gradients.layout)
+    state = jax.jit(lambda: init_on_mesh(exchange, trial.shapes, trial.specs, trial.mesh))()
+    jax.block_until_ready(state)
+    key = jax.device_put(jax.random.key(0), NamedSharding(trial.mesh, PartitionSpec()))
+    update = make_update(exchange, trial.shapes, trial.specs, trial.mesh).lower(trial.grads, state, key).compile()
+
+    def run() -> Mapping[str, jax.Array]:
+        nonlocal state
+        # One at a time: two programs with collectives in flight could wait for each other.
+        mean, state, metrics = jax.block_until_ready(update(trial.grads, state, key))
+        del mean
+        return metrics
+
+    return run
+
+
+def links_table(machine: Machine, mesh: Mesh) -> Table:
+    """Latency and bandwidth of every axis, by collective."""
+    table = Table(title="what a device sends over each axis")
+    for column in ("axis", "devices", "collective", "us a message", "GB/s"):
+        table.add_column(column, justify="left" if column in ("axis", "collective") else "right")
+    for axis, link in machine.links.items():
+        for kind, one in link.collectives.items():
+            figures = (f"{1e6 * one.latency_sec:.1f}", f"{one.bytes_per_sec / 1e9:.3g}")
+            table.add_row(axis, str(mesh.shape[axis]), kind, *figures)
+    return table
+
+
+def speeds_text(machine: Machine) -> str:
+    """What a device does in a second, in lines."""
+    speeds = machine.speeds
+    selection = ", ".join(f"{name} {rate / 1e6:.3g}" for name, rate in speeds.selection_elements_per_sec.items())
+    quantized = ", ".join(f"{bits} bits {rate / 1e6:.3g}" for bits, rate in speeds.quantized_elements_per_sec.items())
+    return (
+        f"selection, million elements a second: {selection}\n"
+        f"quantized sum, million elements a second: {quantized}\n"
+        f"memory {speeds.memory_bytes_per_sec / 1e9:.3g} GB/s; sparse entries, million a second: "
+        f"{speeds.entries_per_sec / 1e6:.3g} added, {speeds.sorted_entries_per_sec / 1e6:.3g} sorted; "
+        f"thin products {speeds.flops_per_sec / 1e9:.3g} Gflop/s"
+    )
+
+
+def rows_table(rows: Sequence[Row], gradients: Gradients, machine: Machine, title: str) -> Table:
+    """Prediction beside measurement."""
+    table = Table(title=title)
+    columns = ("exchange", "predicted ms", "measured ms", "ratio", "MB sent", "compression", "break-even density")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "exchange" else "right")
+    for row in rows:
+        density = ""
+        if isinstance(row.config, TopK):
+            found = break_even_density(row.config, gradients, machine)
+            density = "none" if found is None else f"{found:.3g}"
+        predicted, measured = 1e3 * row.cost.total_sec, 1e3 * row.measured_sec
+        table.add_row(
+            label(row.config),
+            f"{predicted:.1f}",
+            f"{measured:.1f}",
+            f"{predicted / measured:.2f}",
+            f"{row.sent_bytes / 1e6:.3f}",
+            f"{row.compression:.1f}x",
+            density,
+        )
+    return table
+
+
+def as_json(command: ExchangeBench, machine: Machine, rows: Sequence[Row], found: Recommendation) -> dict[str, Any]:
+    """All results as plain values."""
+    return {
+        "num_elements": command.num_elements,
+        "mesh": command.mesh.model_dump(),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "machine": asdict(machine),
+        "exchanges": [
+            {
+                "exchange": label(row.config),
+                "config": row.config.model_dump(),
+                "predicted": asdict(row.cost) | {"total_sec": row.cost.total_sec},
+                "measured_sec": row.seconds,
+                "sent_bytes": row.sent_bytes,
+                "compression": row.compression,
+            }
+            for row in rows
+        ],
+        "recommended": label(found.best),
+        "reasons": found.reasons,
+    }
+
+
+def figure(rows: Sequence[Row], gradients: Gradients, machine: Machine, title: str) -> bytes:
+    """A PNG: predicted and measured times of every exchange; times of top-k by density, and of dense."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    drawn = Figure(figsize=(12, 0.32 * len(rows) + 2.2), dpi=140, facecolor="white", layout="constrained")
+    canvas = FigureCanvasAgg(drawn)
+    bars, curve = drawn.subplots(1, 2, width_ratios=(3, 2))
+    places, height = np.arange(len(rows)), 0.38
+    bars.barh(
+        places - height / 2, [1e3 * row.cost.total_sec for row in rows], height, color="#b9c4d6", label="predicted"
+    )
+    bars.barh(places + height / 2, [1e3 * row.measured_sec for row in rows], height, color="#2f6fde", label="measured")
+    bars.set_yticks(places, [label(row.config) for row in rows], fontsize=8)
+    bars.invert_yaxis()
+    bars.set_xlabel("ms an exchange")
+    bars.legend(frameon=False, fontsize=8)
+    dense = next(row for row in rows if row.config == Dense())
+    top_k = [(row.config, row) for row in rows if isinstance(row.config, TopK)]
+    shown = next(config for config, _ in top_k if config.wire == "packed" and config.algorithm == "all_gather")
+    densities = np.logspace(-4, 0, 60)
+    for algorithm, color in (("all_gather", "#e4572e"), ("all_to_all", "#1b998b")):
+        configs = [shown.model_copy(update={"algorithm": algorithm, "density": float(one)}) for one in densities]
+        times = [1e3 * predict(config, gradients, machine).total_sec for config in configs]
+        curve.plot(densities, times, color=color, label=f"topk {shown.method}, {algorithm}, predicted")
+        same = {"algorithm": algorithm, "method": shown.method, "wire": "packed"}
+        points = [one for one in top_k if {name: getattr(one[0], name) for name in same} == same]
+        at = [config.density for config, _ in points]
+        curve.plot(at, [1e3 * row.measured_sec for _, row in points], "o", color=color)
+    curve.axhline(1e3 * dense.cost.total_sec, color="#2b2d33", lw=1, ls="--", label="dense float32, predicted")
+    curve.axhline(1e3 * dense.measured_sec, color="#2b2d33", lw=1, label="dense float32, measured")
+    curve.set(xscale="log", yscale="log", xlabel="density", ylabel="ms an exchange")
+    curve.legend(frameon=False, fontsize=8)
+    drawn.suptitle(title, fontsize=11)
+    image = io.BytesIO()
+    canvas.print_png(image)
+    return image.getvalue()

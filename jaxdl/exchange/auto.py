@@ -1,0 +1,121 @@
+"""The choice of an exchange by the cost model: measured links, or given ones, in; a config and its reasons out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import pydantic
+from jax.sharding import Mesh
+
+from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.exchange.base import Exchange, GradientLayout
+from jaxdl.exchange.cost import NOMINAL_SPEEDS, ExchangeChoice, Gradients, Link, Machine
+from jaxdl.exchange.dense import Dense
+from jaxdl.exchange.powersgd import PowerSGD
+from jaxdl.exchange.probe import COLLECTIVES, probe
+from jaxdl.exchange.quantized import Quantized, Sign
+from jaxdl.exchange.recommend import MIN_SPEEDUP, label, recommend
+from jaxdl.exchange.topk import TopK
+from jaxdl.mesh import Axis
+
+Candidate = Literal["bfloat16", "float16", "quantized", "topk", "powersgd", "sign"]
+
+_FEW_REPLICAS = 4
+"""Up to here all-to-all cannot beat all-gather by much, and a second selection only loses entries."""
+_MOST_PROBED = {"cpu": 2**20}
+_INNER_LINKS = {"cpu": Link(2e-5, 2e9), "gpu": Link(5e-6, 1.5e11)}
+"""Inside a replica, when only the figures of the slow network are given: orders of magnitude (of NVLink)."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why."""
+
+    config: ExchangeChoice
+    lines: tuple[str, ...]
+    """Reasons for the user."""
+
+
+class Auto(Config):
+    """Measures the network when a run begins and takes the exchange that is fastest on it; dense where nothing is
+    gained. The choice is stored with the run."""
+
+    kind: Annotated[Literal["auto"], Kind] = "auto"
+    candidates: tuple[Candidate, ...] = ("bfloat16", "quantized", "topk")
+    """What may be chosen besides dense float32: dense bfloat16 or float16, quantized (8 bits), topk, powersgd, sign."""
+    densities: tuple[float, ...] = pydantic.Field(default=(0.01,), min_length=1)
+    """Densities of topk that may be chosen."""
+    min_speedup: float = pydantic.Field(default=MIN_SPEEDUP, ge=1)
+    """Compress only if the exchange is predicted this many times faster than the fastest dense one."""
+    bandwidth_gbps: float | None = pydantic.Field(default=None, gt=0)
+    """Gb/s that one device sends to another replica (a node's network over the devices that share it). With it and
+    `latency_us` nothing is measured, and the speeds of the devices are taken from a table."""
+    latency_us: float | None = pydantic.Field(default=None, ge=0)
+    """Microseconds that the shortest message to another replica takes."""
+
+    @pydantic.model_validator(mode="after")
+    def _takes_effect(self) -> Auto:
+        if (self.bandwidth_gbps is None) != (self.latency_us is None):
+            given, other = (
+                ("bandwidth_gbps", "latency_us") if self.latency_us is None else ("latency_us", "bandwidth_gbps")
+            )
+            raise ValueError(
+                f"{given} = {getattr(self, given):g} without {other}: a network is measured or given. Set both or none."
+            )
+        if len(set(self.candidates)) < len(self.candidates):
+            raise ValueError(f"candidates = {self.candidates}: one is named twice. Name it once.")
+        if not self.candidates:
+            raise ValueError("candidates = (): there is nothing to choose from. Take the exchange dense.")
+        if any(not 0 < density <= 1 for density in self.densities):
+            raise ValueError(f"densities = {self.densities}: a density is above 0 and at most 1.")
+        if "topk" not in self.candidates and self.densities != type(self).model_fields["densities"].default:
+            raise ValueError(f"densities = {self.densities}: topk is no candidate. Add it to candidates.")
+        return self
+
+    def build(self, layout: GradientLayout | None = None) -> Exchange:
+        """Raises ConfigError: an exchange has to be chosen first, by `choose`."""
+        raise ConfigError("exchange auto: it is no exchange itself. Build the config that its choose(...) returns.")
+
+    def choose(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, mesh: Mesh) -> Choice:
+        """The exchange for gradients of these local shapes, by name; measures the mesh's devices for some seconds.
+
+        Every process of a run has to call it, and gets the same.
+        """
+        gradients = Gradients(shapes, mesh.shape[Axis.REPLICA], layout)
+        if gradients.num_replicas == 1:
+            return Choice(Dense(), ("dense float32: there is one replica, which exchanges nothing",))
+        configs = self._configs(gradients.num_replicas)
+        found = recommend(configs, gradients, self._machine(gradients, mesh), min_speedup=self.min_speedup)
+        return Choice(found.best, (f"chose {label(found.best)}", *found.reasons))
+
+    def _configs(self, num_replicas: int) -> list[ExchangeChoice]:
+        """All exchanges that may be chosen."""
+        found: list[ExchangeChoice] = [Dense()]
+        found += [Dense(wire_dtype=name) for name in ("bfloat16", "float16") if name in self.candidates]
+        if "topk" in self.candidates:
+            algorithms = ("all_gather", "all_to_all") if num_replicas > _FEW_REPLICAS else ("all_gather",)
+            found += [TopK(density=density, algorithm=one) for density in self.densities for one in algorithms]
+        others = {"quantized": Quantized, "powersgd": PowerSGD, "sign": Sign}
+        return found + [cls() for name, cls in others.items() if name in self.candidates]
+
+    def _machine(self, gradients: Gradients, mesh: Mesh) -> Machine:
+        platform = "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
+        if self.bandwidth_gbps is not None and self.latency_us is not None:
+            links = dict.fromkeys(gradients.layout.inner, _INNER_LINKS[platform])
+            links[Axis.REPLICA.value] = Link(self.latency_us * 1e-6, self.bandwidth_gbps * 1e9 / 8)
+            return Machine(links, NOMINAL_SPEEDS[platform], source="given; speeds of the devices from a table")
+        bits = [number for name, number in (("quantized", 8), ("sign", 1)) if name in self.candidates]
+        dtypes = [name for name in ("bfloat16", "float16") if name in self.candidates]
+        unused = {f"all_reduce/{name}" for name in ("bfloat16", "float16") if name not in dtypes}
+        bucket = min(gradients.num_elements, int(TopK().bucket_elements))
+        return probe(
+            mesh,
+            num_elements=max(2**12, min(bucket, _MOST_PROBED.get(platform, 2**23))),
+            density=min(max(self.densities), 0.25),
+            methods=(TopK().method,) if "topk" in self.candidates else (),
+            bits=bits,
+            collectives=[name for name in COLLECTIVES if name not in unused],
+            num_repeats=3,
+        )
