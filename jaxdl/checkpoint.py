@@ -13,10 +13,10 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jax import lax
 from jax.experimental import multihost_utils
 
 from jaxdl.config import Config, ConfigError, Periodic
-from jaxdl.exchange import resplit
+from jaxdl.exchange import ExchangeConfig, resplit
 from jaxdl.report import replace_file
 from jaxdl.state import TrainState
 
@@ -331,6 +331,26 @@ def claim_workdir(workdir: Path, config: Config, identity: Callable[[dict[str, A
             )
         if jax.process_index() == 0:
             replace_file(path, (config.to_json() + "\n").encode())
+
+
+def write_choice(workdir: Path, config: Config, reasons: Sequence[str]) -> None:
+    """Keeps the exchange that was chosen for a run, and why, in `exchange.json`."""
+    text = json.dumps({"exchange": config.model_dump(), "reasons": list(reasons)}, indent=2)
+    replace_file(workdir / "exchange.json", (text + "\n").encode())
+
+
+def read_choice(workdir: Path) -> Any:
+    """The exchange that was chosen for the run in a workdir, or None. Raises ConfigError when it cannot be read."""
+    path = workdir / "exchange.json"
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())["exchange"]
+        return pydantic.TypeAdapter(Annotated[ExchangeConfig, pydantic.Discriminator("kind")]).validate_python(values)
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{path}: not a choice of exchange any more. Restore it, or choose another --workdir."
+        ) from None
 
 
 def _lines(config: Any, prefix: str = "") -> list[str]:

@@ -79,8 +79,8 @@ class Experiment(Config):
         )
         if correction is not None and momentum:
             raise ValueError(
-                f"exchange.momentum_correction = {correction:g} and optimizer.momentum = {momentum:g}: momentum would be "
-                "added up twice. Set --optimizer.momentum 0 (the exchange's takes its place), or no correction."
+                f"exchange.momentum_correction = {correction:g} and optimizer.momentum = {momentum:g}: momentum would "
+                "be added up twice. Set --optimizer.momentum 0 (the exchange's takes its place), or no correction."
             )
         if self.model.modality != self.task.modality:
             raise ValueError(

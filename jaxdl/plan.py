@@ -18,11 +18,22 @@ from jax.sharding import Mesh
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, Splits, TextSpec
 from jaxdl.evaluate import make_eval_step
-from jaxdl.exchange import Exchange, GradientLayout, alone, backward_order, by_name, init_on_mesh, leaf_names
+from jaxdl.exchange import (
+    Auto,
+    Dense,
+    Exchange,
+    ExchangeConfig,
+    GradientLayout,
+    alone,
+    backward_order,
+    by_name,
+    init_on_mesh,
+    leaf_names,
+)
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, start_devices
 from jaxdl.models import Network
-from jaxdl.sharding import STACKED, Layout, ShardingConfig, grad_specs
+from jaxdl.sharding import STACKED, Layout, ShardingConfig, grad_specs, named
 from jaxdl.state import TrainState, init_state, make_state_spec
 from jaxdl.step import Parts, make_train_step
 
@@ -40,12 +51,16 @@ class Plan:
     total_steps: int
     steps_per_epoch: float
     eval_batch_size: int
+    reasons: tuple[str, ...] = ()
+    """Why the exchange was chosen, where the experiment left it to be: its `exchange` is the one chosen."""
 
 
-def make_plan(experiment: Experiment, devices: Sequence[Device] | None = None) -> Plan:
+def make_plan(
+    experiment: Experiment, devices: Sequence[Device] | None = None, *, chosen: ExchangeConfig | None = None
+) -> Plan:
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
-    `devices` (default: all) are those of the mesh.
+    `devices` (default: all) are those of the mesh; `chosen` is what an exchange that is to be chosen was before.
     """
     if experiment.epochs is None and experiment.steps is None:
         raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
@@ -67,8 +82,9 @@ def make_plan(experiment: Experiment, devices: Sequence[Device] | None = None) -
             f"--report.profile-start-step {profile_start}: the run has {total_steps} steps, so nothing would be "
             "recorded. Choose a smaller one, or None."
         )
+    experiment, reasons = settled(experiment, splits.train.spec, mesh, chosen)
     parts = make_parts(experiment, splits.train.spec, mesh, total_steps, steps_per_epoch)
-    return Plan(experiment, parts, splits, total_steps, steps_per_epoch, eval_batch_size)
+    return Plan(experiment, parts, splits, total_steps, steps_per_epoch, eval_batch_size, reasons)
 
 
 def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
@@ -88,7 +104,7 @@ def make_parts(
             f"data {experiment.data.kind} is {spec.modality}, but model {experiment.model.kind} reads "
             f"{experiment.model.modality}. Choose a --model and --task for {spec.modality}, or other --data."
         )
-    network = Network(experiment.model.build(**spec.sizes(), dtype=experiment.precision.dtype))
+    network = _network(experiment, spec)
     _check_tensor_dims(experiment.sharding, network)
     learning_rate = experiment.schedule.build(
         peak=experiment.optimizer.learning_rate, total_steps=total_steps, steps_per_epoch=steps_per_epoch
@@ -111,31 +127,53 @@ def make_parts(
     )
 
 
+def settled(
+    experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, chosen: Any = None
+) -> tuple[Experiment, tuple[str, ...]]:
+    """The experiment with its exchange chosen, if it left that open, and the reasons; all processes call it alike.
+
+    With one replica there is nothing to choose. `chosen` is what was chosen before, and then again.
+    """
+    auto = experiment.exchange
+    if not isinstance(auto, Auto):
+        return experiment, ()
+    if chosen is not None:
+        return experiment.replaced({"exchange": chosen}), ()
+    network = _network(experiment, spec)
+    layout = Layout(experiment.sharding, mesh)
+    if mesh.shape[Axis.REPLICA] == 1:
+        return experiment.replaced({"exchange": Dense()}), ("exchange: dense, since one replica exchanges nothing",)
+    shardings = by_name(named(mesh, grad_specs(layout, network.axes, network.param_shapes)))
+    shapes = {name: shardings[name].shard_shape(x.shape) for name, x in by_name(network.param_shapes).items()}
+    choice = auto.choose(shapes, _gradient_layout(experiment, network, spec, layout), mesh)
+    return experiment.replaced({"exchange": choice.config}), choice.lines
+
+
+def _network(experiment: Experiment, spec: ImageSpec | TextSpec) -> Network:
+    return Network(experiment.model.build(**spec.sizes(), dtype=experiment.precision.dtype))
+
+
 def _make_exchange(experiment: Experiment, network: Network, spec: Any, layout: Layout) -> Exchange:
     """The exchange over the mesh's replicas; a single one has nobody to talk to."""
     if layout.mesh.shape[Axis.REPLICA] == 1:
         return alone()
+    return experiment.exchange.build(_gradient_layout(experiment, network, spec, layout))
 
+
+def _gradient_layout(experiment: Experiment, network: Network, spec: Any, layout: Layout) -> GradientLayout:
     def loss(params: Any, batch: Any) -> jax.Array:
         _, model_state = jax.eval_shape(network.init, jax.random.key(0))
         inputs = experiment.task.inputs(batch, spec)
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model_state)
         return jnp.sum(network.apply(params, blank, *inputs, train=True)[0])
 
-    axes = dict(
-        zip(
-            leaf_names(network.param_shapes),
-            jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple)),
-            strict=True,
-        )
-    )
-    return experiment.exchange.build(
-        GradientLayout(
-            specs=by_name(grad_specs(layout, network.axes, network.param_shapes)),
-            inner={axis: size for axis, size in layout.mesh.shape.items() if axis != Axis.REPLICA and size > 1},
-            order=backward_order(loss, network.param_shapes, spec.blank()),
-            stacked=frozenset(name for name, names in axes.items() if STACKED in names),
-        )
+    names = leaf_names(network.param_shapes)
+    axes = jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple))
+    return GradientLayout(
+        specs=by_name(grad_specs(layout, network.axes, network.param_shapes)),
+        inner={axis: size for axis, size in layout.mesh.shape.items() if axis != Axis.REPLICA and size > 1},
+        order=backward_order(loss, network.param_shapes, spec.blank()),
+        stacked=frozenset(name for name, one in zip(names, axes, strict=True) if STACKED in one),
     )
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 from rich.console import Console
 
-from jaxdl.checkpoint import Checkpoints, claim_workdir
+from jaxdl.checkpoint import Checkpoints, claim_workdir, read_choice, write_choice
 from jaxdl.data import TrainLoader, eval_batches, spec_to_json
 from jaxdl.evaluate import evaluate, max_in_flight
 from jaxdl.experiment import Experiment, identity
@@ -80,7 +80,8 @@ def train(
     workdir = None if workdir is None else Path(workdir)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         try:
-            plan = stop.run(lambda: make_plan(experiment, devices))
+            chosen = None if workdir is None else read_choice(workdir)
+            plan = stop.run(lambda: make_plan(experiment, devices, chosen=chosen))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:
@@ -152,6 +153,8 @@ class Session:
             claim_workdir(self.workdir, self.experiment, identity)
             if self.first:
                 replace_file(self.workdir / "data.json", spec_to_json(self.parts.data_spec).encode())
+                if self.plan.reasons:
+                    write_choice(self.workdir, self.experiment.exchange, self.plan.reasons)
             task = self.parts.task
             self.checkpoints = Checkpoints(
                 self.workdir, self.experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode
@@ -174,6 +177,8 @@ class Session:
             with self.watch("compile"):
                 self.state = self.stop.run(lambda: make_initial_state(self.plan))
         self.reporter.open(self.step, self.evaluated_step)
+        for reason in self.plan.reasons:
+            self.reporter.note(reason)
         if restored is not None:
             for note in (*restored.damaged, *restored.notes, f"resumed from the checkpoint at step {self.step}"):
                 self.reporter.note(note)

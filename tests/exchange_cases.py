@@ -132,7 +132,7 @@ EXCHANGES = {
     "topk block": TopK(density=0.1, method="block", **SMALL),
     "topk block, all to all": TopK(density=0.1, method="block", algorithm="all_to_all", wire="plain", **COMMON),
     "quantized 8": Quantized(bits=8, error_feedback=True, block_size=64, **COMMON),
-    "quantized 4": Quantized(bits=4, error_feedback=True, block_size=32, **SMALL),
+    "quantized 4": Quantized(bits=4, error_feedback=True, block_size=16, **COMMON),
     "quantized 2": Quantized(bits=2, block_size=32, **COMMON),
     "sign": Sign(block_size=64, **COMMON),
     "powersgd": PowerSGD(rank=2, **COMMON),
@@ -173,7 +173,7 @@ class Run:
         return self._init()
 
     def gradients(self, seed):
-        """Whole gradients of all replicas, name -> `[replica, *shape]`, of very different sizes, in the run's dtypes."""
+        """Whole gradients of all replicas, name -> `[replica, *shape]`, of very different sizes."""
         generator = np.random.default_rng(seed)
         return {
             name: (generator.standard_normal((self.place.replica, *shape)) * 10.0 ** (number % 3 - 1)).astype(
@@ -191,6 +191,14 @@ class Run:
     def __call__(self, gradients, state, seed):
         """`(mean, state, metrics)` of one update, all on the mesh."""
         return self.compiled(self.on_mesh(gradients), state, jax.random.key(seed))
+
+
+def assert_same_everywhere(x):
+    """Devices that should hold the same part of a result do, bit by bit."""
+    parts = {}
+    for shard in x.addressable_shards:
+        parts.setdefault(str(shard.index), set()).add(np.asarray(shard.data).tobytes())
+    assert all(len(contents) == 1 for contents in parts.values())
 
 
 @functools.cache

@@ -12,6 +12,7 @@ import numpy as np
 
 F32 = np.float32
 WIRE_BLOCK = 65536
+ZERO = np.uint32(0)
 
 
 def spec_axes(spec):
@@ -134,7 +135,7 @@ class Oracle:
 
     def dense_bucket(self, names, owed):
         own = self.count(names, 1)
-        wire = np.dtype(getattr(ml_dtypes, "bfloat16")) if self.wire == "bfloat16" else np.dtype(self.wire)
+        wire = np.dtype(ml_dtypes.bfloat16) if self.wire == "bfloat16" else np.dtype(self.wire)
         self.sent["replica"] += 2 * (self.m - 1) / self.m * own * wire.itemsize
         self.entries, self.elements = self.entries + own, self.elements + own
         return {name: owed[name].astype(wire).astype(np.float64).sum(axis=0).astype(F32) for name in names}
@@ -175,7 +176,7 @@ class Oracle:
             self.sent["replica"] += sparse_bytes(self.config, k, own, self.m)
         else:
             bits = 1 if self.kind == "sign" else self.config.bits
-            num_blocks, block = quantized_blocks(own, self.m, self.config.block_size)
+            num_blocks, block = quantized_blocks(own + self.padding(own), self.m, self.config.block_size)
             self.entries += own
             self.sent["replica"] += 2 * (self.m - 1) * num_blocks * (block * bits // 8 + 4)
         return mean
@@ -184,9 +185,15 @@ class Oracle:
         """`(total [n], errors [m, n], which entries were chosen [m, n])` of what each of m replicas owes."""
         if self.kind == "topk":
             return sparse_sum(rows, self.config, key)
-        bits = 1 if self.kind == "sign" else self.config.bits
+        bits, n = 1 if self.kind == "sign" else self.config.bits, rows.shape[1]
+        rows = np.pad(rows, ((0, 0), (0, self.padding(n))))
         total, errors = quantized_sum(rows, bits, self.config.block_size, key)
-        return total, errors, np.ones(rows.shape, bool)
+        return total[:n], errors[:, :n], np.ones((self.m, n), bool)
+
+    def padding(self, n):
+        """Zeros at the end of a large bucket, so that every range has whole blocks."""
+        unit = self.m * self.config.block_size
+        return -n % unit if n >= 16 * unit else 0
 
     def factored_bucket(self, names, owed, key):
         used, _ = self.split_axes(names)
@@ -343,7 +350,7 @@ def random_numbers(shape, words, stream):
         return (mixed(index ^ first, second) >> np.uint32(8)).astype(F32) * F32(2.0**-24)
 
 
-def mixed(x, second=np.uint32(0)):
+def mixed(x, second=ZERO):
     x = (x ^ (x >> np.uint32(17))) * np.uint32(0xED5AD4BB)
     x = x ^ (x >> np.uint32(11))
     x = (x + second) * np.uint32(0xAC4C1B51)

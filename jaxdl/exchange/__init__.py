@@ -4,6 +4,7 @@ They work on local shards inside a fully manual `shard_map`, so a replica that i
 exchanges each shard with the same shard of the other replicas, and nothing else.
 """
 
+from jaxdl.exchange.auto import Auto
 from jaxdl.exchange.base import (
     Exchange,
     ExchangeMetrics,
@@ -24,10 +25,11 @@ from jaxdl.exchange.powersgd import PowerSGD
 from jaxdl.exchange.quantized import Quantized, Sign
 from jaxdl.exchange.topk import TopK
 
-ExchangeConfig = Dense | TopK | Quantized | PowerSGD | Sign
+ExchangeConfig = Dense | TopK | Quantized | PowerSGD | Sign | Auto
 """Every gradient exchange."""
 
 __all__ = [
+    "Auto",
     "Dense",
     "Exchange",
     "ExchangeConfig",

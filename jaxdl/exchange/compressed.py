@@ -142,7 +142,9 @@ def make_exchange(
         if options.error_feedback:
             state["replica"] = {"residual": zeros}
         if momentum_correction is not None:
-            state.setdefault("replica", {})["momentum"] = dict(zeros)
+            state.setdefault("replica", {})["momentum"] = {
+                name: jnp.zeros(leaf.shape, jnp.float32) for name, leaf in leaves.items()
+            }
         shard = init_shard({name: leaves[name] for name in compressed})
         if shard:
             state["shard"] = shard
@@ -160,17 +162,18 @@ def make_exchange(
         dense, compressed = chosen(leaves)
         limit = options.bucket_elements
         kept = dict(state.get("replica", {}))
-        owed = {name: shares[name] for name in compressed}
-        momentum = None
+        wanted, momentum = shares, None
         if momentum_correction is not None:
-            # Deep Gradient Compression (Lin et al. 2018), section 3.2: what is added up and sent is the momentum.
-            momentum = {name: momentum_correction * kept["momentum"][name] + owed[name] for name in compressed}
-            owed = dict(momentum)
+            # Deep Gradient Compression (Lin et al. 2018), section 3.2: what is added up and sent is the momentum. Also
+            # that of gradients that stay dense, for the optimizer has none.
+            wanted = {name: momentum_correction * kept["momentum"][name] + share for name, share in shares.items()}
+            momentum = {name: wanted[name] for name in compressed}
+        owed = {name: wanted[name] for name in compressed}
         if "residual" in kept:
             owed = {name: owed[name] + kept["residual"][name] for name in compressed}
 
         dense_messages = [
-            send_dense(bucket, shares, layout=layout, axis=axis)
+            send_dense(bucket, wanted, layout=layout, axis=axis)
             for bucket in make_buckets(dense, shapes, layout, max_elements=limit)
         ]
         buckets = make_buckets(compressed, shapes, layout, max_elements=math.inf if one_message else limit)
@@ -202,7 +205,7 @@ def make_exchange(
             total |= message.total
         new_state: ExchangeState = {}
         if kept:
-            rest = {"residual": error, "momentum": momentum}
+            rest = {"residual": error, "momentum": {name: wanted[name] for name in dense} | (momentum or {})}
             new_state["replica"] = {name: rest[name] for name in kept}
         if shard:
             new_state["shard"] = shard

@@ -59,7 +59,7 @@ def label(config: ExchangeChoice) -> str:
         return f"dense {config.wire_dtype}"
     if isinstance(config, TopK):
         feedback = "" if config.error_feedback else ", no feedback"
-        return f"topk {config.density:g} {config.method}, {config.algorithm}, {config.wire}{feedback}"
+        return f"topk {config.density:g} {config.method} {config.algorithm} {config.wire}{feedback}"
     if isinstance(config, Quantized):
         return f"quantized {config.bits} bits" + (", feedback" if config.error_feedback else "")
     return f"powersgd rank {config.rank}" if isinstance(config, PowerSGD) else "sign"
