@@ -4,7 +4,8 @@ TFDS_DATA_DIR=... python scripts/compare_exchanges.py --config configs/fashion_m
 
 Each run has a folder of its own in the workdir; a run that is finished is not run again, one that was stopped goes on.
 Prints a table and writes `comparison.json` and `comparison.png`. An exchange is written as its kind and options,
-`topk,density=0.01,method=mstopk`. Everything after `--` changes the config of all runs: `-- --epochs 3`.
+`topk,density=0.01,method=mstopk`; an option with a dot is of another part, `optimizer.momentum=0`. Everything after
+`--` changes the config of all runs: `-- --epochs 3`.
 """
 
 from __future__ import annotations
@@ -92,10 +93,11 @@ def _overrides(exchange: str) -> dict[str, Any]:
         name, equals, value = option.partition("=")
         if not equals:
             raise ConfigError(f"--exchanges {exchange}: {option!r} is not OPTION=VALUE.")
+        field = name if "." in name else f"exchange.{name}"
         try:
-            overrides[f"exchange.{name}"] = ast.literal_eval(value)
+            overrides[field] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            overrides[f"exchange.{name}"] = value
+            overrides[field] = value
     return overrides
 
 

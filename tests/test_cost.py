@@ -1,5 +1,6 @@
 """The cost model: closed forms, limits, the bytes of real exchanges, and recommendations that follow the machine."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from jaxdl.bench import exchange as bench
+from jaxdl.config import ConfigError
 from jaxdl.exchange import Dense, GradientLayout, PowerSGD, Quantized, Sign, TopK, init_on_mesh
 from jaxdl.exchange.cost import (
     NOMINAL_SPEEDS,
@@ -194,17 +197,15 @@ def test_a_little_faster_is_not_worth_it():
         recommend(near, gradients, machine)
 
 
-MESHES = {
-    "replica 8": MeshConfig(replica=8, fsdp=1),
-    "replica 2 x fsdp 2 x tensor 2": MeshConfig(replica=2, fsdp=2, tensor=2),
-}
+FLAT, DEEP = MeshConfig(replica=8, fsdp=1), MeshConfig(replica=2, fsdp=2, tensor=2)
 EXCHANGES = [
-    Dense(wire_dtype="bfloat16", bucket_mib=0.05),
-    TopK(bucket_mib=0.05),
-    TopK(algorithm="all_to_all", wire="plain", method="block"),
-    Quantized(bits=4, dense_names=("layer0/*",)),
-    Sign(),
-    PowerSGD(rank=2),
+    (FLAT, Dense(wire_dtype="bfloat16", bucket_mib=0.05)),
+    (DEEP, Dense(bucket_mib=0.05)),
+    (FLAT, TopK(method="block", bucket_mib=0.05)),
+    (DEEP, TopK(method="block", algorithm="all_to_all", wire="plain", momentum_correction=0.9)),
+    (DEEP, Quantized(bits=4, dense_names=("layer0/*",))),
+    (FLAT, Sign()),
+    (DEEP, PowerSGD(rank=2)),
 ]
 
 
@@ -220,8 +221,9 @@ def trial_gradients(mesh):
     return structs, specs, Gradients(local, mesh.shape[REPLICA], layout)
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-@pytest.mark.parametrize("config", EXCHANGES, ids=label)
+@pytest.mark.parametrize(
+    ("mesh", "config"), EXCHANGES, ids=[f"{label(config)}-{mesh.replica}" for mesh, config in EXCHANGES]
+)
 def test_predicted_bytes_are_those_that_the_exchange_counts(mesh, config):
     mesh = make_mesh(mesh)
     shapes, specs, gradients = trial_gradients(mesh)
@@ -276,3 +278,38 @@ def test_the_probe_measures_what_there_is():
     assert set(speeds.quantized_elements_per_sec) == {8}
     figures = [speeds.memory_bytes_per_sec, speeds.entries_per_sec, speeds.sorted_entries_per_sec, speeds.flops_per_sec]
     assert all(1 < figure < math.inf for figure in figures)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--num-elements", "10"], "--num-elements 10: too few"),
+        (["--num-repeats", "0"], "--num-repeats 0: nothing"),
+        (["--density", "0.1", "1.5"], "up to 1"),
+        (["--min-speedup", "0.5"], "--min-speedup 0.5"),
+        (["--plot", "no/such/folder/plot.png"], "there is no folder no/such/folder"),
+        (["--devices", "8", "--mesh.cpu-devices", "4"], "mean the same"),
+        (["--mesh.replica", "1"], "a single replica exchanges nothing"),
+        (["--mesh.replica", "3"], "3 devices, of 8"),
+    ],
+)
+def test_mistakes_on_the_command_line(args, message):
+    with pytest.raises(ConfigError, match=message):
+        bench.main(args)
+
+
+def test_what_the_command_prints_and_writes():
+    command = bench.parse_command(["--density", "0.01", "0.1", "--methods", "threshold", "exact"])
+    gradients, machine = Gradients.flat(3_200_000, 16), network(25)
+    configs = bench.exchanges(command)
+    assert len(set(configs)) == len(configs) == 8 + 2 + 2 + 1
+    rows = [bench.Row(one, predict(one, gradients, machine), (0.3, 0.1, 0.2), 5e6, 12.0) for one in configs]
+    assert rows[0].measured_sec == 0.2
+    found = recommend(configs, gradients, machine)
+    values = json.loads(json.dumps(bench.as_json(command, machine, rows, found)))
+    assert values["exchanges"][0]["exchange"] == "dense float32"
+    assert values["recommended"] == label(found.best)
+    table = bench.rows_table(rows, gradients, machine, "title")
+    assert table.row_count == len(rows)
+    assert list(table.columns[-1].cells)[0] == ""
+    assert bench.figure(rows, gradients, machine, "title").startswith(b"\x89PNG")

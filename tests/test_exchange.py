@@ -1,18 +1,22 @@
 """The slot of the gradient exchange: state that lies like the gradients, per replica, against a NumPy oracle."""
 
 import dataclasses
+import math
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchange_cases import FAST_COMPILE
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import assert_bit_equal, tiny_experiment
 
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticText
-from jaxdl.exchange import Exchange
+from jaxdl.exchange import Dense, Exchange, PowerSGD, Quantized, Sign, TopK, by_name
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
@@ -46,15 +50,18 @@ def error_feedback() -> Exchange:
     """Sends rounded gradients and keeps what it did not send; and counts its steps."""
 
     def init(grads):
-        return {"residual": jax.tree.map(jnp.zeros_like, grads), "count": jnp.int32(0)}
+        zeros = {name: jnp.zeros(x.shape, x.dtype) for name, x in by_name(grads).items()}
+        return {"replica": {"residual": zeros}, "common": {"count": jnp.int32(0)}}
 
     def update(grads, state, *, axis, key):
         del key
-        wanted = jax.tree.map(jnp.add, grads, state["residual"])
-        sent = jax.tree.map(rounded, wanted)
-        state = {"residual": jax.tree.map(jnp.subtract, wanted, sent), "count": state["count"] + 1}
-        metrics = {"bytes_sent": jnp.float32(0), "residual_norm": jnp.float32(0)}
-        return lax.pmean(sent, axis), state, metrics
+        kept = by_name(grads)
+        wanted = {name: x + state["replica"]["residual"][name] for name, x in kept.items()}
+        sent = {name: rounded(x) for name, x in wanted.items()}
+        residual = {name: x - sent[name] for name, x in wanted.items()}
+        state = {"replica": {"residual": residual}, "common": {"count": state["common"]["count"] + 1}}
+        mean = jax.tree.unflatten(jax.tree.structure(grads), list(lax.pmean(sent, axis).values()))
+        return mean, state, {"residual_norm": jnp.float32(0)}
 
     return Exchange(init, update)
 
@@ -100,24 +107,20 @@ def test_a_stateful_exchange_in_the_slot(mesh):
     plan, state, batches = with_exchange(MESHES[mesh])
     num_replicas = MESHES[mesh].replica
     params = jax.device_get(state.params)
-    for spec, residual in zip(
-        jax.tree.leaves(plan.parts.state_spec.params, is_leaf=lambda x: isinstance(x, P)),
-        jax.tree.leaves(state.exchange_state["residual"]),
-        strict=True,
-    ):
-        assert residual.sharding.spec == P("replica", *spec)
+    specs = by_name(plan.parts.state_spec.grads)
+    for name, residual in state.exchange_state["replica"]["residual"].items():
+        assert residual.sharding.spec == P("replica", *specs[name])
     step = make_train_step(plan.parts)
     for batch in batches:
         state, _ = step(state, jax.device_put(batch, batch_sharding(plan.parts.layout.mesh)))
     expected_params, expected_residuals = oracle(plan, params, batches, num_replicas)
-    assert state.exchange_state["count"].tolist() == [3] * num_replicas
+    assert state.exchange_state["common"]["count"] == 3
     for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(expected_params), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=3e-6)
     # A value at the edge between two roundings may fall to either side: then the residual differs by one whole step.
-    for ours, theirs in zip(
-        jax.tree.leaves(state.exchange_state["residual"]), jax.tree.leaves(expected_residuals), strict=True
-    ):
-        difference = np.abs(np.asarray(ours) - theirs)
+    residuals = state.exchange_state["replica"]["residual"]
+    for name, theirs in by_name(expected_residuals).items():
+        difference = np.abs(np.asarray(residuals[name]) - theirs)
         assert np.abs(theirs).max() > 1e-4
         assert np.mean(difference > 1e-6) < 0.01
 
@@ -132,5 +135,118 @@ def test_the_state_of_an_exchange_is_saved_and_restored(tmp_path):
     restored = checkpoints.restore(plan.parts.state_spec.abstract())
     checkpoints.close()
     assert restored is not None
-    assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(restored.state.exchange_state["residual"]))
+    assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(restored.state.exchange_state["replica"]))
     assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (restored.state, state)))
+
+
+def compiled_step(experiment):
+    """A plan and its compiled step; it runs a few times on little data, so compiling it is what takes time."""
+    plan = make_plan(experiment, jax.devices()[:8])
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.splits.train.batch(np.arange(16)))
+    lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
+    return plan, lowered.compile(compiler_options=FAST_COMPILE)
+
+
+def trained(plan, step, num_steps=3):
+    """The state and metrics after so many steps."""
+    state, sharding = make_initial_state(plan), batch_sharding(plan.parts.layout.mesh)
+    for number in range(num_steps):
+        batch = plan.splits.train.batch(np.arange(16 * number, 16 * (number + 1)))
+        state, metrics = step(state, jax.device_put(batch, sharding))
+    return state, jax.device_get(metrics)
+
+
+TINY = EXPERIMENT.replaced({"model.num_layers": 1, "mesh": MeshConfig(replica=2, fsdp=2, tensor=2)})
+KINDS = [
+    TopK(density=0.05, method="block", min_elements=64),
+    Quantized(min_elements=64),
+    Sign(min_elements=64),
+    PowerSGD(rank=1, min_elements=64),
+]
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_dense_in_whole_steps_is_the_gradient_of_the_global_batch(precision):
+    changes = {"precision": precision, "sharding.param_sharding": "replicated", "mesh": MeshConfig(replica=4, fsdp=2)}
+    plan, step = compiled_step(TINY.replaced(changes | {"exchange": Dense()}))
+    before = jax.device_get(make_initial_state(plan).params)
+    state, metrics = trained(plan, step)
+    parts = plan.parts
+
+    @jax.jit
+    def gradient(params, batch):
+        def loss(params):
+            outputs, _ = parts.network.apply(params, {}, *parts.task.inputs(batch, parts.data_spec), train=True)
+            return parts.task.sums(outputs, batch, train=True)["loss"] / (16 * 8)
+
+        return jax.grad(loss)(params)
+
+    params = before
+    for number in range(3):
+        grads = gradient(params, plan.splits.train.batch(np.arange(16 * number, 16 * (number + 1))))
+        params = jax.tree.map(lambda p, g: p - np.float32(1e-3) * g, params, grads)
+    for ours, theirs, first in zip(*(jax.tree.leaves(x) for x in (state.params, params, before)), strict=True):
+        moved = np.abs(np.asarray(theirs) - first).max()
+        assert np.abs(np.asarray(ours) - theirs).max() <= moved * (1e-2 if precision == "float32" else 0.1)
+    # Parameters that are kept whole: what is exchanged split comes back by an all-gather over fsdp.
+    assert metrics["exchange/bytes_sent/fsdp"] > 0
+    assert metrics["exchange/density"] == 1
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("exchange", KINDS, ids=lambda config: config.kind)
+def test_compressed_in_whole_steps(exchange, precision):
+    plan, step = compiled_step(TINY.replaced({"exchange": exchange, "precision": precision}))
+    state, metrics = trained(plan, step)
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["sums/loss"] / (16 * 8) < 1.1 * np.log(16)
+    assert metrics["exchange/compression"] > 1.3
+    if exchange.error_feedback:
+        assert metrics["exchange/residual_norm"] > 0
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(jax.device_get(state.exchange_state)))
+
+
+def replica_groups(text, sizes):
+    """`(kind, elements, whether it talks over replica)` of each collective in compiled HLO."""
+    count = math.prod(sizes)
+    for line in text.splitlines():
+        match = re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(", line)
+        if match is None:
+            continue
+        elements = max(
+            math.prod(int(n) for n in shape.split(",") if n) for shape in re.findall(r"\w\[([\d,]*)\]", match[1])
+        )
+        listed = re.search(r"replica_groups=\{(\{.*?\})\}", line)
+        iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+        if listed:
+            groups = [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
+        elif iota:
+            shape, reshaped = ([int(n) for n in iota[i].split(",")] for i in (1, 2))
+            order = [int(n) for n in iota[3].split(",")] if iota[3] else range(len(reshaped))
+            groups = np.arange(count).reshape(reshaped).transpose(order).reshape(shape)
+        else:
+            raise AssertionError(line)
+        over_replica = any(len({int(n) // (count // sizes[0]) for n in group}) > 1 for group in groups)
+        yield match[2], elements, over_replica
+
+
+@pytest.mark.parametrize("sizes", [(4, 2, 1), (2, 2, 2)])
+def test_what_travels_over_replica_is_k_sized(sizes):
+    """No gradient is made whole for its exchange, and but for small ones nothing dense crosses the slow network."""
+    mesh = dict(zip(("replica", "fsdp", "tensor"), sizes, strict=True))
+    exchange = TopK(density=0.01, method="block", min_elements=256)
+    plan, step = compiled_step(
+        TINY.replaced({"exchange": exchange, "mesh": MeshConfig(**mesh), "model.embed_dim": 32, "model.mlp_dim": 128})
+    )
+    specs, shapes = by_name(plan.parts.state_spec.grads), by_name(plan.parts.network.param_shapes)
+    residuals = plan.parts.state_spec.shapes.exchange_state["replica"]["residual"]
+    layout = plan.parts.layout.mesh
+    local = sum(math.prod(NamedSharding(layout, specs[name]).shard_shape(shapes[name].shape)) for name in residuals)
+    dense = sum(math.prod(shapes[name].shape) for name in shapes if name not in residuals)
+    found = list(replica_groups(step.as_text(), sizes))
+    gathered = [n for kind, n, over_replica in found if kind == "all-gather" and over_replica]
+    assert gathered
+    # An entry a word, and one for the block of indices.
+    assert sum(gathered) <= sizes[0] * (0.01 * local + 2 * len(residuals))
+    assert max(n for kind, n, over_replica in found if over_replica and kind != "all-gather") <= dense
+    assert dense < 0.3 * local

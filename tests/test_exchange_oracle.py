@@ -20,9 +20,17 @@ EVERYWHERE = (
     "sign",
     "powersgd",
 )
+ONCE = {
+    "dense float16": ("replica 4 x fsdp 2", "float32"),
+    "topk exact, all to all": ("replica 8", "float32"),
+    "topk threshold": ("replica 4 x fsdp 2, whole", "bfloat16"),
+    "topk mstopk, all to all": ("replica 8", "bfloat16"),
+    "topk block, all to all": ("replica 4 x fsdp 2", "bfloat16"),
+    "quantized 4": ("replica 4 x fsdp 2", "float32"),
+    "quantized 2": ("replica 4 x fsdp 2, whole", "bfloat16"),
+}
 CASES = [(exchange, place, "mixed") for exchange in EVERYWHERE for place in PLACES]
-CASES += [(exchange, "replica 4 x fsdp 2", "float32") for exchange in EXCHANGES if exchange not in EVERYWHERE]
-CASES += [("topk threshold", "replica 8", "bfloat16"), ("topk mstopk, all to all", "replica 8", "bfloat16")]
+CASES += [(exchange, *where) for exchange, where in ONCE.items()]
 FEEDBACK = [(e, p, d) for e, p, d in CASES if getattr(EXCHANGES[e], "error_feedback", False)]
 
 
@@ -96,10 +104,11 @@ def test_error_feedback_telescopes(exchange, place, dtype):
     for name, left in residual.items():
         assert left.shape == (num_replicas, *NAMED_SHAPES[name])
         assert left.dtype == np.float32
-        largest = np.abs(sent[name]).max()
+        largest = max(np.abs(gradients[name].astype(np.float32)).max(), np.abs(sent[name]).max())
         # A mean in bfloat16 is rounded once more on its way out.
         allowed = largest * (5e-6 if run.dtypes[name] == np.float32 else 5 / 256)
-        np.testing.assert_allclose(sent[name] + np.asarray(left, np.float64).sum(axis=0), there[name], atol=allowed)
+        owed = np.asarray(left, np.float64).sum(axis=0)
+        np.testing.assert_allclose(sent[name] + owed, there[name], rtol=0, atol=allowed)
 
 
 @pytest.mark.parametrize(("exchange", "place", "dtype"), CASES)
@@ -119,7 +128,7 @@ def test_zeros_stay_zeros(exchange, place, dtype):
 )
 def test_constant_gradients(exchange):
     """Ties everywhere: as many entries as always are sent; what can say a constant exactly does."""
-    run = run_of(exchange, "replica 4 x fsdp 2, whole", "mixed")
+    run = run_of(exchange, "replica 8", "mixed")
     value = np.float32(0.75)
     gradients = {name: np.full_like(x, value) for name, x in run.gradients(0).items()}
     mean, state, metrics = run(gradients, run.init(), 0)
@@ -129,14 +138,15 @@ def test_constant_gradients(exchange):
         left = np.asarray(residual[name]).sum(axis=0) if name in residual else 0
         np.testing.assert_allclose(x + left, np.full(x.shape, value), atol=1e-6)
         if run.config.kind == "topk" and name in residual:
-            assert set(np.unique(x)) <= {0, value}
+            # Each replica sends its share or not, and all but mstopk break ties alike.
+            assert set(np.unique(x)) <= ({0, value} if exchange != "topk mstopk" else set(value / 8 * np.arange(9)))
         else:
             np.testing.assert_allclose(x, value, atol=1e-6)
     if run.config.kind == "topk":
         chosen = sum(np.count_nonzero(sent[name]) for name in residual)
         total = sum(sent[name].size for name in residual)
         # Block picks the first of each block everywhere; the window of mstopk is another one in each replica.
-        assert 0.05 <= chosen / total <= (0.45 if exchange == "topk mstopk" else 0.12)
+        assert 0.05 <= chosen / total <= (0.6 if exchange == "topk mstopk" else 0.12)
         assert 0.05 < float(metrics["density"]) < 0.13
 
 

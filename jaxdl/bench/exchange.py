@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import tyro
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -97,7 +98,7 @@ def main(args: list[str]) -> None:
     machine = probe_for(command, trial)
     console = Console()
     console.print(links_table(machine, mesh))
-    console.print(speeds_text(machine))
+    console.print(speeds_text(machine), soft_wrap=True)
     rows = measure(exchanges(command), trial, machine, num_repeats=command.num_repeats)
     found = recommend([row.config for row in rows], trial.gradients, machine, min_speedup=command.min_speedup)
     device = jax.devices()[0].device_kind
@@ -105,10 +106,13 @@ def main(args: list[str]) -> None:
     console.print(rows_table(rows, trial.gradients, machine, f"{where} ({device}), {command.num_elements:,} elements"))
     inner = inner_step_sec(trial.gradients, machine)
     if inner:
-        console.print(f"besides, inside a replica, for every exchange alike: {1e3 * inner:.2f} ms (not measured here)")
+        console.print(
+            f"besides, inside a replica, for every exchange alike: {1e3 * inner:.2f} ms (not measured here)",
+            soft_wrap=True,
+        )
     console.print(f"recommended: {label(found.best)}")
     for line in found.reasons:
-        console.print(f"  - {line}")
+        console.print(f"  - {line}", soft_wrap=True)
     if jax.process_index() != 0:
         return
     if command.json:
@@ -241,7 +245,7 @@ def _run(config: ExchangeChoice, trial: Trial) -> Callable[[], Mapping[str, jax.
 
 def links_table(machine: Machine, mesh: Mesh) -> Table:
     """Latency and bandwidth of every axis, by collective."""
-    table = Table(title="what a device sends over each axis")
+    table = Table(title="what a device sends over each axis", box=SIMPLE_HEAD)
     for column in ("axis", "devices", "collective", "us a message", "GB/s"):
         table.add_column(column, justify="left" if column in ("axis", "collective") else "right")
     for axis, link in machine.links.items():
@@ -267,22 +271,29 @@ def speeds_text(machine: Machine) -> str:
 
 def rows_table(rows: Sequence[Row], gradients: Gradients, machine: Machine, title: str) -> Table:
     """Prediction beside measurement."""
-    table = Table(title=title)
-    columns = ("exchange", "predicted ms", "measured ms", "ratio", "MB sent", "saved", "break-even")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "exchange" else "right", no_wrap=column == "exchange")
+    table = Table(title=title, box=SIMPLE_HEAD)
+    for column in (
+        "exchange",
+        "predicted\nms",
+        "measured\nms",
+        "\nratio",
+        "MB\nsent",
+        "com-\npression",
+        "break-\neven",
+    ):
+        table.add_column(column, justify="left" if column == "exchange" else "right", no_wrap=column != "exchange")
     for row in rows:
         density = ""
         if isinstance(row.config, TopK):
             found = break_even_density(row.config, gradients, machine)
-            density = "none" if found is None else f"{found:.3g}"
+            density = "none" if found is None else f"{found:.2g}"
         predicted, measured = 1e3 * row.cost.total_sec, 1e3 * row.measured_sec
         table.add_row(
             label(row.config),
             f"{predicted:.1f}",
             f"{measured:.1f}",
             f"{predicted / measured:.2f}",
-            f"{row.sent_bytes / 1e6:.3f}",
+            f"{row.sent_bytes / 1e6:.3g}",
             f"{row.compression:.1f}x",
             density,
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -196,6 +196,33 @@ def gathered_like(grads: Any, specs: Any, wanted: Any) -> tuple[Any, dict[str, f
         return x
 
     return jax.tree.map(one, grads, specs, wanted), sent
+
+
+def exchanged_on_mesh(exchange: Exchange, shapes: Any, specs: Any, mesh: Any) -> tuple[Callable[..., Any], Any]:
+    """`(function, (state's shapes, state's specs))` of an exchange alone, on a mesh that may be abstract.
+
+    `function(grads, state, key data) -> (mean, state, metrics)` takes gradients `[replica, *shape]`; `shapes` are those
+    of the global gradients, `specs` their PartitionSpecs.
+    """
+    places = state_specs(exchange, shapes, specs, mesh)
+    stacked = jax.tree.map(lambda spec: PartitionSpec(Axis.REPLICA.value, *spec), specs, is_leaf=is_spec)
+
+    def one_device(grads: Any, state: ExchangeState, key: jax.Array) -> Any:
+        mean, new, metrics = exchange.update(
+            jax.tree.map(lambda x: x[0], grads),
+            own_state(state, places),
+            axis=Axis.REPLICA.value,
+            key=jax.random.wrap_key_data(key),
+        )
+        return mean, stacked_state(new, places), metrics
+
+    function = jax.shard_map(
+        one_device,
+        mesh=mesh,
+        in_specs=(stacked, places, PartitionSpec()),
+        out_specs=(specs, places, PartitionSpec()),
+    )
+    return function, (jax.eval_shape(lambda: init_on_mesh(exchange, shapes, specs, mesh)), places)
 
 
 def _leading(where: str, spec: PartitionSpec) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
 from jaxdl.exchange.base import leaf_names
 
@@ -16,8 +17,13 @@ def backward_order(loss: Callable[..., jax.Array], params: Any, *args: Any) -> t
     Read off the traced program: the place of the operation that yields each gradient. Arguments may be shape structs.
     """
     traced = jax.make_jaxpr(jax.grad(loss))(params, *args).jaxpr
-    place = {id(variable): number for number, step in enumerate(traced.eqns) for variable in step.outvars}
-    # A gradient that no operation yields, of a parameter that is not used, is ready from the start.
+    place = {
+        id(variable): number
+        for number, step in enumerate(traced.eqns)
+        if not all(isinstance(x, Literal) for x in step.invars)
+        for variable in step.outvars
+    }
+    # A gradient that depends on nothing, of a parameter that is not used, is ready from the start.
     ready = [place.get(id(variable), -1) for variable in traced.outvars]
     names = leaf_names(params)
     # Of those that one operation yields (all layers of a scanned stack) the later parameters come first.

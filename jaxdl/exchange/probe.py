@@ -29,7 +29,7 @@ from jaxdl.sharding import is_spec
 COLLECTIVES = ("all_reduce/float32", "all_reduce/bfloat16", "all_reduce/float16", "all_gather", "all_to_all")
 """What is measured on each axis, by the names of `Link.collectives`."""
 
-_RANK = 4
+_RANK, _NUM_MESSAGES = 4, 16
 _SMALLEST_BYTES, _LONG_SEC = 2**14, 0.02
 
 Work = Callable[..., Any]
@@ -143,6 +143,7 @@ def _probe_speeds(
     k = max(1, int(density * size))
     spread = np.arange(k) * (size // k)
     indices, rows = jnp.asarray(spread, jnp.int32), max(8, int(size**0.5))
+    sorted_size = min(size, _NUM_MESSAGES * k)
 
     def select(method: Method) -> Work:
         return lambda x: select_top_k(x, k, method)
@@ -160,12 +161,17 @@ def _probe_speeds(
         return work
 
     def receive(x: jax.Array) -> Any:
-        values, at = packing.unpack(packing.pack(x[:k], indices, size), k, size)
-        return x.at[at].add(values, mode="drop", unique_indices=True)
+        words = packing.pack(x[:k], indices, size)
+
+        def add(total: jax.Array, _: None) -> tuple[jax.Array, None]:
+            values, at = packing.unpack(words, k, size)
+            return total.at[at].add(values, mode="drop", unique_indices=True), None
+
+        return lax.scan(add, x, length=_NUM_MESSAGES)[0]
 
     def sort(x: jax.Array) -> Any:
-        order = lax.bitcast_convert_type(x[:k], jnp.uint32)
-        return lax.sort((order, x[:k]), num_keys=1, is_stable=False)
+        order = lax.bitcast_convert_type(x[:sorted_size], jnp.uint32)
+        return lax.sort((order, x[:sorted_size]), num_keys=1, is_stable=False)
 
     def product(x: jax.Array) -> Any:
         matrix = x[: rows * rows].reshape(rows, rows)
@@ -182,8 +188,8 @@ def _probe_speeds(
         selection_elements_per_sec={name: size / value for name, value in zip(methods, selected, strict=True)},
         quantized_elements_per_sec={name: size / value for name, value in zip(bits, quantized, strict=True)},
         # What the dense vector itself costs is counted as memory.
-        entries_per_sec=k / max(received - copied, 0.02 * received),
-        sorted_entries_per_sec=k / sorted_,
+        entries_per_sec=_NUM_MESSAGES * k / max(received - copied, 0.1 * received),
+        sorted_entries_per_sec=sorted_size / sorted_,
         flops_per_sec=3 * 2 * rows * rows * _RANK / multiplied,
     )
 

@@ -23,7 +23,7 @@ class Quantized(Compressed):
     kind: Annotated[Literal["quantized"], Kind] = "quantized"
     bits: Literal[8, 4, 2] = 8
     """Bits an entry."""
-    block_size: int = pydantic.Field(default=256, ge=8, le=2**16)
+    block_size: int = pydantic.Field(default=256, ge=8, le=2**16, multiple_of=8)
     """Entries that share one scale."""
     error_feedback: bool = False
     """Keep the rounding errors and add them to the next gradient. The mean is right on average without."""
@@ -54,7 +54,7 @@ class Sign(Compressed):
     """
 
     kind: Annotated[Literal["sign"], Kind] = "sign"
-    block_size: int = pydantic.Field(default=1024, ge=8, le=2**16)
+    block_size: int = pydantic.Field(default=1024, ge=8, le=2**16, multiple_of=8)
     """Entries that share one magnitude."""
 
     @pydantic.model_validator(mode="after")

@@ -58,10 +58,10 @@ def label(config: ExchangeChoice) -> str:
     if isinstance(config, Dense):
         return f"dense {config.wire_dtype}"
     if isinstance(config, TopK):
-        feedback = "" if config.error_feedback else ", no feedback"
-        return f"topk {config.density:g} {config.method} {config.algorithm} {config.wire}{feedback}"
+        rest = ["plain"] * (config.wire == "plain") + ["no feedback"] * (not config.error_feedback)
+        return " ".join(["topk", f"{config.density:g}", config.method, config.algorithm, *rest])
     if isinstance(config, Quantized):
-        return f"quantized {config.bits} bits" + (", feedback" if config.error_feedback else "")
+        return f"quantized {config.bits} bits" + (" feedback" if config.error_feedback else "")
     return f"powersgd rank {config.rank}" if isinstance(config, PowerSGD) else "sign"
 
 

@@ -1,0 +1,124 @@
+"""What every exchange puts on the wire: bytes that one device sends, read off the collectives in the StableHLO.
+
+Nothing runs: the exchange of as many gradients as asked for is lowered for a mesh that need not exist.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pydantic
+import tyro
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from rich.console import Console
+from rich.table import Table
+
+from jaxdl.bench.wire import lowered_text, sent_bytes
+from jaxdl.config import CLI_STYLE, Config, ConfigError
+from jaxdl.exchange import Dense, Exchange, GradientLayout, PowerSGD, Quantized, Sign, TopK, exchanged_on_mesh
+from jaxdl.mesh import Axis
+
+EXCHANGES: dict[str, Any] = {
+    "dense float32": Dense(),
+    "dense bfloat16": Dense(wire_dtype="bfloat16"),
+    "topk 0.01, all-gather, 8 bytes": TopK(density=0.01, wire="plain"),
+    "topk 0.01, all-gather, packed": TopK(density=0.01),
+    "topk 0.01, all-to-all, packed": TopK(density=0.01, algorithm="all_to_all"),
+    "topk 0.001, all-gather, packed": TopK(density=0.001),
+    "quantized 8 bits": Quantized(),
+    "quantized 4 bits": Quantized(bits=4),
+    "quantized 2 bits": Quantized(bits=2),
+    "sign": Sign(),
+    "powersgd rank 4": PowerSGD(),
+}
+
+_ROWS, _COLUMNS = 1024, 1000
+
+
+class TrafficBench(Config):
+    """Counts the bytes that one device sends over `replica` for every exchange."""
+
+    num_elements: int = pydantic.Field(default=25_600_000, ge=_ROWS * _COLUMNS)
+    """Parameters of the model, taken to be matrices of 1,024 x 1,000."""
+    replica: int = pydantic.Field(default=8, ge=2)
+    """Replicas."""
+    fsdp: int = pydantic.Field(default=2, ge=1)
+    """Devices over which each replica is sharded."""
+    json_path: Path | None = None
+    """Write the table to this file as JSON, too."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One exchange's bytes."""
+
+    exchange: str
+    bytes_sent: dict[str, float]
+    """Mesh axis -> bytes."""
+    of_float32: float
+    """Bytes over `replica`, over those of dense float32."""
+    of_bfloat16: float
+
+
+def main(args: list[str]) -> None:
+    """Prints the table."""
+    command = tyro.cli(
+        TrafficBench, args=args, prog="python -m jaxdl.bench traffic", config=CLI_STYLE, description=__doc__
+    )
+    rows = measure(command)
+    table = Table(title=f"{command.num_elements:,} parameters on replica {command.replica} x fsdp {command.fsdp}")
+    for heading in ("exchange", "MB a device sends over replica", "of dense float32", "of dense bfloat16"):
+        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    for row in rows:
+        sent = row.bytes_sent[Axis.REPLICA.value] / 1e6
+        table.add_row(row.exchange, f"{sent:.3f}", f"{row.of_float32:.4f}", f"1/{1 / row.of_bfloat16:.1f}")
+    Console(width=120).print(table)
+    if command.json_path is not None:
+        text = json.dumps([row.__dict__ for row in rows], indent=2)
+        try:
+            command.json_path.write_text(text + "\n")
+        except OSError as error:
+            raise ConfigError(f"--json-path {command.json_path}: {error.strerror}. Choose another file.") from None
+
+
+def measure(command: TrafficBench) -> list[Row]:
+    """The bytes of every exchange in `EXCHANGES`."""
+    sent = {name: exchange_bytes(config, command) for name, config in EXCHANGES.items()}
+    slow = {name: found[Axis.REPLICA.value] for name, found in sent.items()}
+    return [
+        Row(name, found, slow[name] / slow["dense float32"], slow[name] / slow["dense bfloat16"])
+        for name, found in sent.items()
+    ]
+
+
+def exchange_bytes(config: Any, command: TrafficBench) -> dict[str, float]:
+    """Mesh axis -> bytes that one device sends in one exchange, counted in its StableHLO."""
+    sizes = {Axis.REPLICA.value: command.replica, Axis.FSDP.value: command.fsdp}
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    count = command.num_elements // (_ROWS * _COLUMNS)
+    if command.num_elements % (_ROWS * _COLUMNS) or _COLUMNS % command.fsdp:
+        raise ConfigError(
+            f"--num-elements {command.num_elements} on fsdp {command.fsdp}: the parameters are matrices of {_ROWS} x "
+            f"{_COLUMNS}. Choose a multiple of {_ROWS * _COLUMNS:,}, and an fsdp that divides {_COLUMNS}."
+        )
+    spec = PartitionSpec(None, Axis.FSDP.value)
+    specs = {f"layer{number:02d}": spec for number in range(count)}
+    shapes = {name: jax.ShapeDtypeStruct((_ROWS, _COLUMNS), jnp.float32) for name in specs}
+    exchange: Exchange = config.build(GradientLayout(specs=specs, inner={Axis.FSDP.value: command.fsdp}))
+    function, state = exchanged_on_mesh(exchange, shapes, specs, mesh)
+
+    def struct(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    stacked = PartitionSpec(Axis.REPLICA.value, *spec)
+    grads = {
+        name: struct(jax.ShapeDtypeStruct((command.replica, *x.shape), x.dtype), stacked) for name, x in shapes.items()
+    }
+    text = lowered_text(function, grads, jax.tree.map(struct, *state), jax.ShapeDtypeStruct((2,), jnp.uint32))
+    # The norms of the metrics, two numbers over all axes at once, are the same for every exchange.
+    return {axis: value for axis, value in sent_bytes(text, mesh).items() if "+" not in axis}

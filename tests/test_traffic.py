@@ -1,0 +1,57 @@
+"""What the exchanges put on the wire, counted in the StableHLO at full size; nothing of it runs."""
+
+import json
+
+import pytest
+
+from jaxdl.bench import __main__ as command_line
+from jaxdl.bench import traffic
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("traffic") / "rows.json"
+    command_line.main(["traffic", "--json-path", str(path)])
+    return {row["exchange"]: row for row in json.loads(path.read_text())}
+
+
+def test_dense_is_a_ring_of_shards(rows):
+    """25.6 M parameters on fsdp 2: 12.8 M float32 a device, each sent 2 (8-1)/8 times."""
+    assert rows["dense float32"]["bytes_sent"] == {"replica": 2 * 7 / 8 * 12_800_000 * 4, "fsdp": 0}
+    assert rows["dense bfloat16"]["of_float32"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("exchange", "dense", "most"),
+    [
+        ("topk 0.01, all-gather, packed", "of_bfloat16", 1 / 12),
+        ("topk 0.01, all-to-all, packed", "of_bfloat16", 1 / 24),
+        ("quantized 8 bits", "of_float32", 0.27),
+        ("sign", "of_float32", 1 / 30),
+        ("powersgd rank 4", "of_float32", 1 / 60),
+    ],
+)
+def test_compression(rows, exchange, dense, most):
+    assert 0 < rows[exchange][dense] <= most
+    assert rows[exchange]["bytes_sent"]["fsdp"] == 0
+
+
+@pytest.mark.parametrize("name", ["topk 0.01, all-to-all, packed", "quantized 8 bits", "powersgd rank 4"])
+def test_the_metric_says_what_the_program_sends(name):
+    """The closed forms that the metrics and the cost model use are those of the program."""
+    command = traffic.TrafficBench(num_elements=4 * 1_024_000, replica=4, fsdp=2)
+    sent = traffic.exchange_bytes(traffic.EXCHANGES[name], command)["replica"]
+    config = traffic.EXCHANGES[name]
+    if name.startswith("powersgd"):
+        expected = 2 * 3 / 4 * 4 * 4 * (1024 + 500) * config.rank
+    else:
+        expected = config.sent_bytes(4 * 512_000, 4)
+    assert sent == expected
+
+
+@pytest.mark.parametrize("args", [["--num-elements", "5000000"], ["--fsdp", "3"], ["--replica", "1"]])
+def test_bad_input(args, capsys):
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["traffic", *args])
+    assert end.value.code == 2
+    assert capsys.readouterr().err
