@@ -113,6 +113,15 @@ def test_the_parts_of_top_k_add_up():
         predict(TopK(method="mstopk"), gradients, Machine({REPLICA: link}, speeds))
 
 
+def test_powersgd_pays_for_its_many_small_operations():
+    gradients = Gradients({"a": (400, 300), "b": (300, 200), "bias": (300,)}, 4)
+    slow, fast = (Machine({REPLICA: Link(0, math.inf)}, Speeds(operation_sec=one)) for one in (1e-3, 0.0))
+    assert predict(PowerSGD(), gradients, fast).total_sec == 0
+    # Of two matrices: 12 projections of 2 operations, and 3 operations for each of the 4 columns.
+    assert predict(PowerSGD(), gradients, slow).total_sec == pytest.approx(2 * (12 * 2 + 4 * 3) * 1e-3)
+    assert predict(TopK(), gradients, slow).total_sec == 0
+
+
 @pytest.mark.parametrize("num_replicas", [2, 4, 16, 64])
 @pytest.mark.parametrize(("wire_dtype", "value_bytes"), [("float32", 4), ("float16", 2)])
 def test_break_even_is_the_closed_form_where_only_bytes_cost(num_replicas, wire_dtype, value_bytes):
@@ -278,6 +287,7 @@ def test_the_probe_measures_what_there_is():
     assert set(speeds.quantized_elements_per_sec) == {8}
     figures = [speeds.memory_bytes_per_sec, speeds.entries_per_sec, speeds.sorted_entries_per_sec, speeds.flops_per_sec]
     assert all(1 < figure < math.inf for figure in figures)
+    assert 0 < speeds.operation_sec < 1
 
 
 @pytest.mark.parametrize(
@@ -289,7 +299,7 @@ def test_the_probe_measures_what_there_is():
         (["--min-speedup", "0.5"], "--min-speedup 0.5"),
         (["--plot", "no/such/folder/plot.png"], "there is no folder no/such/folder"),
         (["--devices", "8", "--mesh.cpu-devices", "4"], "mean the same"),
-        (["--mesh.replica", "1"], "a single replica exchanges nothing"),
+        (["--mesh.replica", "1", "--mesh.fsdp", "8"], "a single replica exchanges nothing"),
         (["--mesh.replica", "3"], "3 devices, of 8"),
     ],
 )
@@ -311,5 +321,5 @@ def test_what_the_command_prints_and_writes():
     assert values["recommended"] == label(found.best)
     table = bench.rows_table(rows, gradients, machine, "title")
     assert table.row_count == len(rows)
-    assert list(table.columns[-1].cells)[0] == ""
+    assert next(iter(table.columns[-1].cells)) == ""
     assert bench.figure(rows, gradients, machine, "title").startswith(b"\x89PNG")

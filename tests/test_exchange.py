@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import assert_bit_equal, tiny_experiment
 
+from jaxdl.bench.scheme import operations
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticText
 from jaxdl.exchange import Dense, Exchange, PowerSGD, Quantized, Sign, TopK, by_name
@@ -27,7 +27,7 @@ from jaxdl.tasks import LanguageModelling
 
 EXPERIMENT = tiny_experiment(
     data=SyntheticText(vocab_size=16, length=8, num_train=64, num_test=16),
-    model=Transformer(num_layers=2, embed_dim=16, num_heads=2, mlp_dim=32),
+    model=Transformer(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=32),
     task=LanguageModelling(),
     optimizer=SGD(learning_rate=1e-3, momentum=0.0),
     schedule=Constant(),
@@ -77,6 +77,18 @@ def with_exchange(mesh):
     return plan, make_initial_state(plan), batches
 
 
+def compiled(plan):
+    """The compiled step of a plan; it runs a few times on little data, so compiling it is what takes time."""
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.splits.train.batch(np.arange(16)))
+    return make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch).compile(FAST_COMPILE)
+
+
+def compiled_step(experiment):
+    """A plan and its compiled step."""
+    plan = make_plan(experiment, jax.devices()[:8])
+    return plan, compiled(plan)
+
+
 def oracle(plan, params, batches, num_replicas):
     """The same algorithm on whole gradients: each replica's own, one after the other, on one device."""
     parts = plan.parts
@@ -110,7 +122,7 @@ def test_a_stateful_exchange_in_the_slot(mesh):
     specs = by_name(plan.parts.state_spec.grads)
     for name, residual in state.exchange_state["replica"]["residual"].items():
         assert residual.sharding.spec == P("replica", *specs[name])
-    step = make_train_step(plan.parts)
+    step = compiled(plan)
     for batch in batches:
         state, _ = step(state, jax.device_put(batch, batch_sharding(plan.parts.layout.mesh)))
     expected_params, expected_residuals = oracle(plan, params, batches, num_replicas)
@@ -128,7 +140,7 @@ def test_a_stateful_exchange_in_the_slot(mesh):
 def test_the_state_of_an_exchange_is_saved_and_restored(tmp_path):
     plan, state, batches = with_exchange(MESHES["replica 2 x fsdp 2 x tensor 2"])
     sharding = batch_sharding(plan.parts.layout.mesh)
-    state, _ = make_train_step(plan.parts)(state, jax.device_put(batches[0], sharding))
+    state, _ = compiled(plan)(state, jax.device_put(batches[0], sharding))
     checkpoints = Checkpoints(tmp_path, EXPERIMENT.checkpoint, best_metric="loss", best_mode="min")
     checkpoints.save(state, 1, evaluated_step=-1, metrics=None)
     checkpoints.wait()
@@ -137,14 +149,6 @@ def test_the_state_of_an_exchange_is_saved_and_restored(tmp_path):
     assert restored is not None
     assert any(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(restored.state.exchange_state["replica"]))
     assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (restored.state, state)))
-
-
-def compiled_step(experiment):
-    """A plan and its compiled step; it runs a few times on little data, so compiling it is what takes time."""
-    plan = make_plan(experiment, jax.devices()[:8])
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), plan.splits.train.batch(np.arange(16)))
-    lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
-    return plan, lowered.compile(compiler_options=FAST_COMPILE)
 
 
 def trained(plan, step, num_steps=3):
@@ -156,7 +160,7 @@ def trained(plan, step, num_steps=3):
     return state, jax.device_get(metrics)
 
 
-TINY = EXPERIMENT.replaced({"model.num_layers": 1, "mesh": MeshConfig(replica=2, fsdp=2, tensor=2)})
+TINY = EXPERIMENT.replaced({"mesh": MeshConfig(replica=2, fsdp=2, tensor=2)})
 KINDS = [
     TopK(density=0.05, method="block", min_elements=64),
     Quantized(min_elements=64),
@@ -206,30 +210,6 @@ def test_compressed_in_whole_steps(exchange, precision):
     assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(jax.device_get(state.exchange_state)))
 
 
-def replica_groups(text, sizes):
-    """`(kind, elements, whether it talks over replica)` of each collective in compiled HLO."""
-    count = math.prod(sizes)
-    for line in text.splitlines():
-        match = re.search(r"= (.*?) (all-gather|all-reduce|all-to-all|reduce-scatter)(?:-start)?\(", line)
-        if match is None:
-            continue
-        elements = max(
-            math.prod(int(n) for n in shape.split(",") if n) for shape in re.findall(r"\w\[([\d,]*)\]", match[1])
-        )
-        listed = re.search(r"replica_groups=\{(\{.*?\})\}", line)
-        iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
-        if listed:
-            groups = [[int(n) for n in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", listed[1])]
-        elif iota:
-            shape, reshaped = ([int(n) for n in iota[i].split(",")] for i in (1, 2))
-            order = [int(n) for n in iota[3].split(",")] if iota[3] else range(len(reshaped))
-            groups = np.arange(count).reshape(reshaped).transpose(order).reshape(shape)
-        else:
-            raise AssertionError(line)
-        over_replica = any(len({int(n) // (count // sizes[0]) for n in group}) > 1 for group in groups)
-        yield match[2], elements, over_replica
-
-
 @pytest.mark.parametrize("sizes", [(4, 2, 1), (2, 2, 2)])
 def test_what_travels_over_replica_is_k_sized(sizes):
     """No gradient is made whole for its exchange, and but for small ones nothing dense crosses the slow network."""
@@ -243,10 +223,10 @@ def test_what_travels_over_replica_is_k_sized(sizes):
     layout = plan.parts.layout.mesh
     local = sum(math.prod(NamedSharding(layout, specs[name]).shard_shape(shapes[name].shape)) for name in residuals)
     dense = sum(math.prod(shapes[name].shape) for name in shapes if name not in residuals)
-    found = list(replica_groups(step.as_text(), sizes))
-    gathered = [n for kind, n, over_replica in found if kind == "all-gather" and over_replica]
+    found = [one for one in operations(step.as_text(), mesh) if "replica" in one.axes]
+    gathered = [one for one in found if one.kind == "all-gather"]
     assert gathered
     # An entry a word, and one for the block of indices.
-    assert sum(gathered) <= sizes[0] * (0.01 * local + 2 * len(residuals))
-    assert max(n for kind, n, over_replica in found if over_replica and kind != "all-gather") <= dense
+    assert sum(one.num_elements for one in gathered) <= sizes[0] * (0.01 * local + 2 * len(residuals))
+    assert max(one.num_elements for one in found if one.kind != "all-gather") <= dense
     assert dense < 0.3 * local

@@ -150,10 +150,9 @@ def test_momentum_in_a_dense_warm_up_is_that_of_sgd():
     ids=lambda config: config.kind,
 )
 def test_without_error_feedback_nothing_is_kept(config):
-    for gradients, mean, state, metrics in steps(config, 2):
-        assert "replica" not in state
-        assert set(state) == ({"shard"} if config.kind == "powersgd" else set())
-        assert metrics["residual_norm"] == 0
+    gradients, mean, state, metrics = list(steps(config, 2))[-1]
+    assert set(state) == ({"shard"} if config.kind == "powersgd" else set())
+    assert metrics["residual_norm"] == 0
     if config.kind == "topk":
         # Of the second step nothing but its own gradients is sent: by both replicas, by one or by none.
         kernel, share = mean["layers/kernel"], gradients["layers/kernel"] / 2

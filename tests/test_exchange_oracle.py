@@ -29,6 +29,7 @@ ONCE = {
     "quantized 4": ("replica 4 x fsdp 2", "float32"),
     "quantized 2": ("replica 4 x fsdp 2, whole", "bfloat16"),
 }
+"""A sensible part of all combinations: each way of selecting, sending and rounding at least once."""
 CASES = [(exchange, place, "mixed") for exchange in EVERYWHERE for place in PLACES]
 CASES += [(exchange, *where) for exchange, where in ONCE.items()]
 FEEDBACK = [(e, p, d) for e, p, d in CASES if getattr(EXCHANGES[e], "error_feedback", False)]
@@ -100,7 +101,7 @@ def test_error_feedback_telescopes(exchange, place, dtype):
             there[name] += gradients[name].astype(np.float64).mean(axis=0)
             sent[name] += np.asarray(x).astype(np.float64)
     residual = state["replica"]["residual"]
-    assert len(residual) == 4 if exchange == "powersgd" else 5
+    assert len(residual) == 5
     for name, left in residual.items():
         assert left.shape == (num_replicas, *NAMED_SHAPES[name])
         assert left.dtype == np.float32
@@ -146,7 +147,7 @@ def test_constant_gradients(exchange):
         chosen = sum(np.count_nonzero(sent[name]) for name in residual)
         total = sum(sent[name].size for name in residual)
         # Block picks the first of each block everywhere; the window of mstopk is another one in each replica.
-        assert 0.05 <= chosen / total <= (0.6 if exchange == "topk mstopk" else 0.12)
+        assert 0.05 <= chosen / total <= (0.7 if exchange == "topk mstopk" else 0.12)
         assert 0.05 < float(metrics["density"]) < 0.13
 
 

@@ -11,7 +11,7 @@ from jaxdl.bench import traffic
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     path = tmp_path_factory.mktemp("traffic") / "rows.json"
-    command_line.main(["traffic", "--json-path", str(path)])
+    command_line.main(["traffic", "--json", str(path)])
     return {row["exchange"]: row for row in json.loads(path.read_text())}
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import tyro
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,7 +23,7 @@ from rich.table import Table
 
 from jaxdl.collectives.select import METHODS, Method
 from jaxdl.config import CLI_STYLE, ConfigError
-from jaxdl.exchange import Dense, GradientLayout, PowerSGD, Quantized, Sign, TopK, init_on_mesh
+from jaxdl.exchange import Dense, Exchange, GradientLayout, PowerSGD, Quantized, Sign, TopK, init_on_mesh
 from jaxdl.exchange.cost import Cost, ExchangeChoice, Gradients, Machine, break_even_density, inner_step_sec, predict
 from jaxdl.exchange.probe import make_update, probe
 from jaxdl.exchange.recommend import MIN_SPEEDUP, Recommendation, label, recommend
@@ -99,11 +100,12 @@ def main(args: list[str]) -> None:
     console = Console()
     console.print(links_table(machine, mesh))
     console.print(speeds_text(machine), soft_wrap=True)
-    rows = measure(exchanges(command), trial, machine, num_repeats=command.num_repeats)
+    rows, launch_sec = measure(exchanges(command), trial, machine, num_repeats=command.num_repeats)
     found = recommend([row.config for row in rows], trial.gradients, machine, min_speedup=command.min_speedup)
     device = jax.devices()[0].device_kind
     where = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     console.print(rows_table(rows, trial.gradients, machine, f"{where} ({device}), {command.num_elements:,} elements"))
+    console.print(f"measured times hold {1e3 * launch_sec:.1f} ms for launching a program of its own", soft_wrap=True)
     inner = inner_step_sec(trial.gradients, machine)
     if inner:
         console.print(
@@ -202,18 +204,23 @@ def probe_for(command: ExchangeBench, trial: Trial) -> Machine:
     )
 
 
-def measure(configs: Sequence[ExchangeChoice], trial: Trial, machine: Machine, *, num_repeats: int) -> list[Row]:
-    """Every exchange's `update`, timed in turns: seconds of each repeat, after one that warms up."""
-    runs = [_run(config, trial) for config in configs]
-    times: list[list[float]] = [[] for _ in configs]
-    metrics: list[Mapping[str, jax.Array]] = [{} for _ in configs]
+def measure(
+    configs: Sequence[ExchangeChoice], trial: Trial, machine: Machine, *, num_repeats: int
+) -> tuple[list[Row], float]:
+    """Every exchange's `update`, timed in turns, after one that warms up; and the seconds of one that does nothing."""
+    runs = [
+        _run(_launch(tuple(trial.gradients.layout.inner)), trial),
+        *(_run(config.build(trial.gradients.layout), trial) for config in configs),
+    ]
+    times: list[list[float]] = [[] for _ in runs]
+    metrics: list[Mapping[str, jax.Array]] = [{} for _ in runs]
     for repeat in range(num_repeats + 1):
         for number, run in enumerate(runs):
             start = time.perf_counter()
             metrics[number] = run()
             if repeat > 0:
                 times[number].append(time.perf_counter() - start)
-    return [
+    rows = [
         Row(
             config,
             predict(config, trial.gradients, machine),
@@ -221,13 +228,28 @@ def measure(configs: Sequence[ExchangeChoice], trial: Trial, machine: Machine, *
             float(metric[f"bytes_sent/{Axis.REPLICA.value}"]),
             float(metric["compression"]),
         )
-        for config, seconds, metric in zip(configs, times, metrics, strict=True)
+        for config, seconds, metric in zip(configs, times[1:], metrics[1:], strict=True)
     ]
+    return rows, statistics.median(times[0])
 
 
-def _run(config: ExchangeChoice, trial: Trial) -> Callable[[], Mapping[str, jax.Array]]:
+def _launch(axes: Sequence[str]) -> Exchange:
+    """Takes and gives as many arrays as an exchange: what a program of its own costs, which a step does not pay."""
+
+    def update(grads: Any, state: Any, *, axis: str, key: jax.Array) -> tuple[Any, Any, Any]:
+        del key
+        corners = sum(x.reshape(-1)[0] for x in jax.tree.leaves(grads))
+        return (
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads),
+            state,
+            {"sum": jax.lax.psum(corners, (axis, *axes))},
+        )
+
+    return Exchange(lambda grads: {}, update)
+
+
+def _run(exchange: Exchange, trial: Trial) -> Callable[[], Mapping[str, jax.Array]]:
     """One `update` on the mesh, compiled, with its state carried on; waits for its end."""
-    exchange = config.build(trial.gradients.layout)
     state = jax.jit(lambda: init_on_mesh(exchange, trial.shapes, trial.specs, trial.mesh))()
     jax.block_until_ready(state)
     key = jax.device_put(jax.random.key(0), NamedSharding(trial.mesh, PartitionSpec()))
@@ -265,7 +287,7 @@ def speeds_text(machine: Machine) -> str:
         f"quantized sum, million elements a second: {quantized}\n"
         f"memory {speeds.memory_bytes_per_sec / 1e9:.3g} GB/s; sparse entries, million a second: "
         f"{speeds.entries_per_sec / 1e6:.3g} added, {speeds.sorted_entries_per_sec / 1e6:.3g} sorted; "
-        f"thin products {speeds.flops_per_sec / 1e9:.3g} Gflop/s"
+        f"thin products {speeds.flops_per_sec / 1e9:.3g} Gflop/s; a small operation {1e6 * speeds.operation_sec:.3g} us"
     )
 
 

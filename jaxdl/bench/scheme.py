@@ -162,7 +162,27 @@ def _groups(line: str) -> np.ndarray | None:
         return numbers.reshape(_dims(match[1]))
     if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
         return np.array([_dims(group) for group in re.findall(r"\{([\d,]*)\}", match[1])])
+    if match := re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", line
+    ):
+        return _mesh_groups(*match.groups())
+    if "replica_groups=" in line and "replica_groups={}" not in line:
+        raise ValueError(f"its groups of devices are not understood: {line.strip()}")
     return None
+
+
+def _mesh_groups(mesh: str, devices: str | None, order: str | None, names: str) -> np.ndarray:
+    """Groups along some axes of a mesh of XLA's own: `'a'=2,'b'=4`, its devices in order or transposed, and `'b'`."""
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    along = [name.strip().strip("'") for name in names.split(",")]
+    if unknown := [name for name in along if name not in sizes]:
+        raise ValueError(f"groups along {unknown[0]} of mesh[{mesh}] are not understood.")
+    numbers = np.arange(math.prod(sizes.values()))
+    if devices is not None:
+        numbers = numbers.reshape(_dims(devices)).transpose(_dims(order) if order else None)
+    numbers = numbers.reshape(tuple(sizes.values()))
+    last = [list(sizes).index(name) for name in along]
+    return np.moveaxis(numbers, last, range(-len(last), 0)).reshape(-1, math.prod(sizes[name] for name in along))
 
 
 def only(found: list[Operation], kind: str, *axes: Any) -> list[Operation]:

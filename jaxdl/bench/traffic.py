@@ -6,7 +6,7 @@ Nothing runs: the exchange of as many gradients as asked for is lowered for a me
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxdl.bench.wire import lowered_text, sent_bytes
 from jaxdl.config import CLI_STYLE, Config, ConfigError
 from jaxdl.exchange import Dense, Exchange, GradientLayout, PowerSGD, Quantized, Sign, TopK, exchanged_on_mesh
 from jaxdl.mesh import Axis
+from jaxdl.report import replace_file
 
 EXCHANGES: dict[str, Any] = {
     "dense float32": Dense(),
@@ -49,7 +50,7 @@ class TrafficBench(Config):
     """Replicas."""
     fsdp: int = pydantic.Field(default=2, ge=1)
     """Devices over which each replica is sharded."""
-    json_path: Path | None = None
+    json: Path | None = None
     """Write the table to this file as JSON, too."""
 
 
@@ -78,12 +79,8 @@ def main(args: list[str]) -> None:
         sent = row.bytes_sent[Axis.REPLICA.value] / 1e6
         table.add_row(row.exchange, f"{sent:.3f}", f"{row.of_float32:.4f}", f"1/{1 / row.of_bfloat16:.1f}")
     Console(width=120).print(table)
-    if command.json_path is not None:
-        text = json.dumps([row.__dict__ for row in rows], indent=2)
-        try:
-            command.json_path.write_text(text + "\n")
-        except OSError as error:
-            raise ConfigError(f"--json-path {command.json_path}: {error.strerror}. Choose another file.") from None
+    if command.json is not None:
+        replace_file(command.json, (json.dumps([asdict(row) for row in rows], indent=2) + "\n").encode())
 
 
 def measure(command: TrafficBench) -> list[Row]:

@@ -60,59 +60,66 @@ def define(
         return primitive.bind(*operands, **dict(_params))
 
     primitive.def_impl(lambda *operands, **params: run(*operands, _params=tuple(params.items())))
-
-    def abstract(*avals: Any, **params: Any) -> list[Any]:
-        batch = avals[0].shape[: avals[0].ndim - core_ndims[0]]
-        shapes = []
-        for aval, ndim in zip(avals, core_ndims, strict=True):
-            core = aval.shape[aval.ndim - ndim :] if ndim else ()
-            if aval.ndim < ndim or aval.shape != (*batch, *core):
-                raise ValueError(f"{name}: operands of shapes {[a.shape for a in avals]} do not fit together.")
-            shapes.append(jax.ShapeDtypeStruct(core, aval.dtype))
-        axes = frozenset(params.get("axes", ()))
-        seen = frozenset().union(*(aval.mat.varying for aval in avals))
-        return [
-            avals[0].update(
-                shape=(*batch, *result.shape),
-                dtype=np.dtype(result.dtype),
-                weak_type=False,
-                manual_axis_type=avals[0].mat.update(varying=seen - axes if result.same else seen),
-            )
-            for result in results(*shapes, **params)
-        ]
-
-    primitive.def_abstract_eval(abstract)
-
-    def batched(one: Implementation) -> Implementation:
-        def run(*operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
-            mapped: Any = functools.partial(one, **params)
-            for _ in range(operands[0].ndim - core_ndims[0]):
-                mapped = jax.vmap(mapped)
-            return mapped(*operands)
-
-        return run
-
+    primitive.def_abstract_eval(functools.partial(_abstract, name, results, core_ndims))
     for platform, one in {None: implementation, **(platforms or {})}.items():
-        mlir.register_lowering(primitive, mlir.lower_fun(batched(one), multiple_results=True), platform=platform)
+        lowered = mlir.lower_fun(_batched(one, core_ndims), multiple_results=True)
+        mlir.register_lowering(primitive, lowered, platform=platform)
 
     def batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
         fronted = [batching.bdim_at_front(x, dim, axis_data.size) for x, dim in zip(operands, dims, strict=True)]
-        if axis_data.name in params.get("axes", ()):  # `vmap(axis_name=...)` stands in for the devices.
-            mapped = jax.vmap(functools.partial(batched(implementation), **params), axis_name=axis_data.name)
-            same = [result.same for result in results_of(fronted, params)]
-            outputs = [x[0] if once else x for x, once in zip(mapped(*fronted), same, strict=True)]
-            return outputs, [None if once else 0 for once in same]
-        outputs = primitive.bind(*fronted, **params)
-        return outputs, [0] * len(outputs)
-
-    def results_of(fronted: Sequence[jax.Array], params: dict[str, Any]) -> Sequence[Result]:
-        cores = [
-            jax.ShapeDtypeStruct(x.shape[x.ndim - ndim :], x.dtype) for x, ndim in zip(fronted, core_ndims, strict=True)
-        ]
-        return results(*cores, **params)
+        if axis_data.name not in params.get("axes", ()):
+            outputs = primitive.bind(*fronted, **params)
+            return outputs, [0] * len(outputs)
+        # `vmap(axis_name=...)` stands in for the devices.
+        one = functools.partial(_batched(implementation, core_ndims), **params)
+        outputs = jax.vmap(one, axis_name=axis_data.name)(*fronted)
+        cores = [jax.ShapeDtypeStruct(_core(x, ndim), x.dtype) for x, ndim in zip(fronted, core_ndims, strict=True)]
+        same = [result.same for result in results(*cores, **params)]
+        outputs = [x[0] if once else x for x, once in zip(outputs, same, strict=True)]
+        return outputs, [None if once else 0 for once in same]
 
     batching.fancy_primitive_batchers[primitive] = batch
     return primitive
+
+
+def _core(x: Any, ndim: int) -> tuple[int, ...]:
+    """The shape of an operand without batch dimensions."""
+    return tuple(x.shape[x.ndim - ndim :]) if ndim else ()
+
+
+def _abstract(
+    name: str, results: Callable[..., Sequence[Result]], core_ndims: tuple[int, ...], *avals: Any, **params: Any
+) -> list[Any]:
+    """The abstract values of the results: shapes, dtypes, and over which axes they vary."""
+    first = avals[0]
+    batch = first.shape[: first.ndim - core_ndims[0]]
+    for aval, ndim in zip(avals, core_ndims, strict=True):
+        if aval.ndim < ndim or aval.shape != (*batch, *_core(aval, ndim)):
+            raise ValueError(f"{name}: operands of shapes {[a.shape for a in avals]} do not fit together.")
+    cores = [jax.ShapeDtypeStruct(_core(aval, ndim), aval.dtype) for aval, ndim in zip(avals, core_ndims, strict=True)]
+    axes = frozenset(params.get("axes", ()))
+    seen = frozenset().union(*(aval.mat.varying for aval in avals))
+    return [
+        first.update(
+            shape=(*batch, *result.shape),
+            dtype=np.dtype(result.dtype),
+            weak_type=False,
+            manual_axis_type=first.mat.update(varying=seen - axes if result.same else seen),
+        )
+        for result in results(*cores, **params)
+    ]
+
+
+def _batched(one: Implementation, core_ndims: tuple[int, ...]) -> Implementation:
+    """An implementation for operands that have batch dimensions in front, the same for all."""
+
+    def run(*operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
+        mapped: Any = functools.partial(one, **params)
+        for _ in range(operands[0].ndim - core_ndims[0]):
+            mapped = jax.vmap(mapped)
+        return mapped(*operands)
+
+    return run
 
 
 def axis_names(axis: Axis) -> tuple[str, ...]:

@@ -32,6 +32,10 @@ ExchangeState = dict[str, dict[str, Any]]
 """
 
 
+PER_REPLICA = Axis.REPLICA.value
+"""The part of an exchange's state that each replica has its own of."""
+
+
 class InitExchange(Protocol):
     """`init(grads) -> state`: the exchange's state for local gradient shards, which may be shape structs."""
 
@@ -147,7 +151,7 @@ def state_specs(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh) -> Any:
     """The PartitionSpecs of the state that `init_on_mesh` makes; see `ExchangeState` for what lies where."""
     gradient_specs = by_name(specs)
     place = {
-        "replica": lambda name: PartitionSpec(Axis.REPLICA.value, *gradient_specs[name]),
+        PER_REPLICA: lambda name: PartitionSpec(Axis.REPLICA.value, *gradient_specs[name]),
         "shard": lambda name: PartitionSpec(*(a for a in mesh.axis_names if a in spec_axes(gradient_specs[name]))),
     }
     found: dict[str, Any] = {}
@@ -227,4 +231,4 @@ def exchanged_on_mesh(exchange: Exchange, shapes: Any, specs: Any, mesh: Any) ->
 
 def _leading(where: str, spec: PartitionSpec) -> int:
     """How many dimensions a leaf has in front of those that one device sees."""
-    return {"replica": 1, "shard": len(spec), "common": 0}[where]
+    return {PER_REPLICA: 1, "shard": len(spec), "common": 0}[where]

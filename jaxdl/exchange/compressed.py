@@ -20,7 +20,15 @@ from jax import lax
 
 from jaxdl.collectives.primitive import alike
 from jaxdl.config import Config
-from jaxdl.exchange.base import Exchange, ExchangeMetrics, ExchangeState, GradientLayout, by_name, leaf_names
+from jaxdl.exchange.base import (
+    PER_REPLICA,
+    Exchange,
+    ExchangeMetrics,
+    ExchangeState,
+    GradientLayout,
+    by_name,
+    leaf_names,
+)
 from jaxdl.exchange.buckets import Bucket, exchange_order, make_buckets
 
 Leaves = dict[str, jax.Array]
@@ -105,78 +113,102 @@ class Stage(NamedTuple):
     send: Send | None
 
 
-def make_exchange(
-    options: Compressed,
-    layout: GradientLayout,
-    stages: Sequence[Stage],
-    *,
-    suits: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: len(shape) > 0,
-    init_shard: Callable[[Leaves], dict[str, Leaves]] = lambda leaves: {},
-    momentum_correction: float | None = None,
-    one_message: bool = False,
-) -> Exchange:
-    """An exchange that sends buckets by the stage of the run, with everything that `options` say.
+@dataclass(frozen=True)
+class CompressedExchange:
+    """An exchange that sends buckets by the stage of the run, with everything that its options say."""
 
-    `suits(name, local shape)` says which gradients can be compressed at all, `init_shard` makes the state of
-    their shards. With `one_message` all of them travel together, however large.
-    """
-    dense_first = [Stage(options.dense_warmup_steps, None)] if options.dense_warmup_steps else []
-    offset = options.dense_warmup_steps
-    plan = [*dense_first, *(Stage(stage.until_step + offset, stage.send) for stage in stages)]
+    options: Compressed
+    layout: GradientLayout
+    stages: Sequence[Stage]
+    suits: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: len(shape) > 0
+    """Says of a gradient's name and local shape whether it can be compressed at all."""
+    init_shard: Callable[[Leaves], dict[str, Leaves]] = lambda leaves: {}
+    """Makes the state of the shards of the gradients that are compressed."""
+    momentum_correction: float | None = None
+    one_message: bool = False
+    """Let all that is compressed travel together, however large."""
 
-    def chosen(leaves: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        names = options.ordered(list(leaves), layout)
-        dense = [
-            name
-            for name in names
-            if options.stays_dense(name, math.prod(leaves[name].shape) * layout.ways(layout.used(name)))
-            or not suits(name, leaves[name].shape)
-        ]
-        return dense, [name for name in names if name not in set(dense)]
+    def build(self) -> Exchange:
+        """The exchange."""
+        return Exchange(self.init, self.update)
 
-    def init(grads: Any) -> ExchangeState:
+    def plan(self) -> list[Stage]:
+        """All stages, with the dense warm-up in front."""
+        warmup = self.options.dense_warmup_steps
+        later = [Stage(stage.until_step + warmup, stage.send) for stage in self.stages]
+        return [Stage(warmup, None), *later] if warmup else later
+
+    def chosen(self, leaves: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+        """The names of those that stay dense and of those that are compressed, in the order of the buckets."""
+        layout, dense, compressed = self.layout, [], []
+        for name in self.options.ordered(list(leaves), layout):
+            num_elements = math.prod(leaves[name].shape) * layout.ways(layout.used(name))
+            stays = self.options.stays_dense(name, num_elements) or not self.suits(name, leaves[name].shape)
+            (dense if stays else compressed).append(name)
+        return dense, compressed
+
+    def init(self, grads: Any) -> ExchangeState:
+        """The state: what is owed and the momentum, zero; the shards' own; the number of updates for the stages."""
         leaves = by_name(grads)
-        compressed = chosen(leaves)[1]
-        zeros = {name: jnp.zeros(leaves[name].shape, jnp.float32) for name in compressed}
+        compressed = self.chosen(leaves)[1]
+        kept = ["residual"] if self.options.error_feedback else []
+        kept += ["momentum"] if self.momentum_correction is not None else []
         state: ExchangeState = {}
-        if options.error_feedback:
-            state["replica"] = {"residual": zeros}
-        if momentum_correction is not None:
-            state.setdefault("replica", {})["momentum"] = {
-                name: jnp.zeros(leaf.shape, jnp.float32) for name, leaf in leaves.items()
+        if kept:
+            state[PER_REPLICA] = {
+                entry: {name: jnp.zeros(leaves[name].shape, jnp.float32) for name in compressed} for entry in kept
             }
-        shard = init_shard({name: leaves[name] for name in compressed})
+        shard = self.init_shard({name: leaves[name] for name in compressed})
         if shard:
             state["shard"] = shard
-        if len(plan) > 1:
+        if len(self.plan()) > 1:
             state["common"] = {"num_updates": jnp.int32(0)}
         return state
 
     def update(
-        grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
+        self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
+        """See `UpdateExchange`."""
         leaves = by_name(grads)
+        shares = {name: leaf.astype(jnp.float32) / lax.axis_size(axis) for name, leaf in leaves.items()}
+        dense, compressed = self.chosen(leaves)
         shapes = {name: leaf.shape for name, leaf in leaves.items()}
-        num_replicas = lax.axis_size(axis)
-        shares = {name: leaf.astype(jnp.float32) / num_replicas for name, leaf in leaves.items()}
-        dense, compressed = chosen(leaves)
-        limit = options.bucket_elements
-        kept = dict(state.get("replica", {}))
-        wanted, momentum = shares, None
-        if momentum_correction is not None:
-            # Deep Gradient Compression (Lin et al. 2018), section 3.2: what is added up and sent is the momentum. Also
-            # that of gradients that stay dense, for the optimizer has none.
-            wanted = {name: momentum_correction * kept["momentum"][name] + share for name, share in shares.items()}
-            momentum = {name: wanted[name] for name in compressed}
-        owed = {name: wanted[name] for name in compressed}
-        if "residual" in kept:
-            owed = {name: owed[name] + kept["residual"][name] for name in compressed}
-
+        limit = self.options.bucket_elements
         dense_messages = [
-            send_dense(bucket, wanted, layout=layout, axis=axis)
-            for bucket in make_buckets(dense, shapes, layout, max_elements=limit)
+            send_dense(bucket, shares, layout=self.layout, axis=axis)
+            for bucket in make_buckets(dense, shapes, self.layout, max_elements=limit)
         ]
-        buckets = make_buckets(compressed, shapes, layout, max_elements=math.inf if one_message else limit)
+        buckets = make_buckets(compressed, shapes, self.layout, max_elements=math.inf if self.one_message else limit)
+        carried = (*self._owed(shares, state, compressed), state.get("shard", {}))
+        total, error, momentum, shard, costs = self._sent(buckets, carried, state, axis, key)
+        for message in dense_messages:
+            total |= message.total
+        kept = state.get(PER_REPLICA, {})
+        new_state = {
+            PER_REPLICA: {name: {"residual": error, "momentum": momentum}[name] for name in kept},
+            "shard": shard,
+            "common": {name: count + 1 for name, count in state.get("common", {}).items()},
+        }
+        costs = costs + message_costs(dense_messages, axis, self.layout)
+        metrics = measured(costs, shares, error if "residual" in kept else {}, layout=self.layout, axis=axis)
+        mean = [total[name].astype(leaves[name].dtype) for name in leaf_names(grads)]
+        mean = jax.tree.unflatten(jax.tree.structure(grads), mean)
+        return mean, {where: new_state[where] for where in state}, metrics
+
+    def _owed(self, shares: Leaves, state: ExchangeState, names: Sequence[str]) -> tuple[Leaves, Leaves | None]:
+        """What this replica owes to the mean now, and its momentum."""
+        kept = state.get(PER_REPLICA, {})
+        owed, momentum = {name: shares[name] for name in names}, None
+        if self.momentum_correction is not None:
+            # Deep Gradient Compression (Lin et al. 2018), section 3.2: what is added up and sent is the momentum.
+            momentum = {name: self.momentum_correction * kept["momentum"][name] + owed[name] for name in names}
+            owed = dict(momentum)
+        if "residual" in kept:
+            owed = {name: owed[name] + kept["residual"][name] for name in names}
+        return owed, momentum
+
+    def _sent(self, buckets: Sequence[Bucket], carried: Any, state: ExchangeState, axis: str, key: jax.Array) -> Any:
+        """`(total, error, momentum, shard, costs)` of all buckets, sent as the stage says."""
 
         def by_stage(stage: Stage) -> Callable[[Any], Any]:
             def run(carried: Any) -> Any:
@@ -184,41 +216,21 @@ def make_exchange(
                 messages = []
                 for number, bucket in enumerate(buckets):
                     if stage.send is None:
-                        message = send_dense(bucket, owed, layout=layout, axis=axis, momentum=momentum)
+                        message = send_dense(bucket, owed, layout=self.layout, axis=axis, momentum=momentum)
                     else:
-                        bucket_key = device_key(jax.random.fold_in(key, number), (*bucket.used, *bucket.whole))
-                        message = stage.send(bucket, owed, momentum, shard, axis=axis, key=bucket_key)
+                        own_key = device_key(jax.random.fold_in(key, number), (*bucket.used, *bucket.whole))
+                        message = stage.send(bucket, owed, momentum, shard, axis=axis, key=own_key)
                     messages.append(message)
-                return _joined(messages, carried, axis, layout)
+                return _joined(messages, carried, axis, self.layout)
 
             return run
 
-        carried = (owed, momentum, state.get("shard", {}))
+        plan = self.plan()
         if len(plan) == 1:
-            results = by_stage(plan[0])(carried)
-        else:
-            step = state["common"]["num_updates"]
-            number = sum((step >= stage.until_step).astype(jnp.int32) for stage in plan[:-1])
-            results = lax.switch(number, [by_stage(stage) for stage in plan], carried)
-        total, error, momentum, shard, costs = results
-        for message in dense_messages:
-            total |= message.total
-        new_state: ExchangeState = {}
-        if kept:
-            rest = {"residual": error, "momentum": {name: wanted[name] for name in dense} | (momentum or {})}
-            new_state["replica"] = {name: rest[name] for name in kept}
-        if shard:
-            new_state["shard"] = shard
-        if "common" in state:
-            new_state["common"] = {"num_updates": state["common"]["num_updates"] + 1}
-        costs = costs + message_costs(dense_messages, axis, layout)
-        metrics = measured(costs, shares, error if "residual" in kept else {}, layout=layout, axis=axis)
-        mean = jax.tree.unflatten(
-            jax.tree.structure(grads), [total[name].astype(leaves[name].dtype) for name in leaf_names(grads)]
-        )
-        return mean, new_state, metrics
-
-    return Exchange(init, update)
+            return by_stage(plan[0])(carried)
+        step = state["common"]["num_updates"]
+        number = sum((step >= stage.until_step).astype(jnp.int32) for stage in plan[:-1])
+        return lax.switch(number, [by_stage(stage) for stage in plan], carried)
 
 
 def _joined(messages: Sequence[Sent], carried: Any, axis: str, layout: GradientLayout) -> Any:

@@ -79,6 +79,8 @@ class Speeds:
     """Sparse entries that are sorted."""
     flops_per_sec: float = math.inf
     """Of products of a matrix and a thin one."""
+    operation_sec: float = 0.0
+    """The time of one operation on a small array, of which PowerSGD has hundreds."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,7 @@ NOMINAL_SPEEDS: Mapping[str, Speeds] = {
         entries_per_sec=1e8,
         sorted_entries_per_sec=1e7,
         flops_per_sec=1e10,
+        operation_sec=5e-6,
     ),
     "gpu": Speeds(
         memory_bytes_per_sec=2e12,
@@ -108,6 +111,7 @@ NOMINAL_SPEEDS: Mapping[str, Speeds] = {
         entries_per_sec=1e10,
         sorted_entries_per_sec=3e9,
         flops_per_sec=2e13,
+        operation_sec=4e-6,
     ),
 }
 """Orders of magnitude by platform, for when nothing is measured; those of a GPU follow from its memory's speed."""
@@ -352,13 +356,16 @@ def _powersgd(config: PowerSGD, bucket: Bucket, gradients: Gradients, machine: M
     sent = 2 * (m - 1) / m * _FLOAT_BYTES * entries
     link = _slow(machine).of("all_reduce/float32")
     products = 3 * 2 * config.rank * bucket.num_elements
-    # Gram-Schmidt, twice: each column against all columns before it.
-    orthogonal = 2 * 4 * sum(count * rows for count, rows, _ in shapes) * config.rank * (config.rank - 1) / 2
+    # Gram-Schmidt, twice: each column against all columns before it, a product and a difference.
+    projections = config.rank * (config.rank - 1)
+    orthogonal = 4 * sum(count * rows for count, rows, _ in shapes) * projections
+    operations = len(shapes) * (2 * projections + 3 * config.rank)
     accesses = _POWERSGD + _NORM + (_ADD_RESIDUAL + _NORM if config.error_feedback else 0)
     return Cost(
         latency_sec=link.message_sec(2 * 2 * (m - 1)),
         wire_sec=link.wire_sec(sent),
-        compute_sec=(products + orthogonal) / speeds.flops_per_sec
+        compute_sec=operations * speeds.operation_sec
+        + (products + orthogonal) / speeds.flops_per_sec
         + _passes_sec(bucket.num_elements, accesses, machine),
         sent_bytes=sent,
     )

@@ -14,7 +14,7 @@ from jax import lax
 from jaxdl.config import Kind
 from jaxdl.exchange.base import Exchange, GradientLayout
 from jaxdl.exchange.buckets import Bucket
-from jaxdl.exchange.compressed import Compressed, Leaves, Sent, Stage, make_exchange
+from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Sent, Stage
 
 _EPSILON = 1e-6
 """Columns that shrink to this share of their length when made orthogonal are numerical noise."""
@@ -86,9 +86,9 @@ class PowerSGD(Compressed):
                 shard={"factor": factor},
             )
 
-        return make_exchange(
+        return CompressedExchange(
             self, layout, [Stage(math.inf, send)], suits=suits, init_shard=init_shard, one_message=True
-        )
+        ).build()
 
 
 def matrix_shape(shape: tuple[int, ...], *, stacked: bool) -> tuple[int, int, int]:

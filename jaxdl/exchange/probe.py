@@ -29,7 +29,7 @@ from jaxdl.sharding import is_spec
 COLLECTIVES = ("all_reduce/float32", "all_reduce/bfloat16", "all_reduce/float16", "all_gather", "all_to_all")
 """What is measured on each axis, by the names of `Link.collectives`."""
 
-_RANK, _NUM_MESSAGES = 4, 16
+_RANK, _NUM_MESSAGES, _NUM_OPERATIONS = 4, 16, 64
 _SMALLEST_BYTES, _LONG_SEC = 2**14, 0.02
 
 Work = Callable[..., Any]
@@ -179,10 +179,18 @@ def _probe_speeds(
         right = jnp.matmul(matrix.T, left, precision=lax.Precision.HIGHEST)
         return jnp.matmul(left, right.T, precision=lax.Precision.HIGHEST)
 
-    works = [lambda x: x * 2, *map(select, methods), *map(quantize, bits), receive, sort, product]
+    def project(x: jax.Array) -> Any:
+        columns = x[: _RANK * rows].reshape(_RANK, rows)
+        column = columns[0]
+        for number in range(_NUM_OPERATIONS // 2):
+            other = columns[1 + number % (_RANK - 1)]
+            column = column - jnp.sum(other * column) * other
+        return column
+
+    works = [lambda x: x * 2, *map(select, methods), *map(quantize, bits), receive, sort, product, project]
     copied, *times = _timed(mesh, [(work, size) for work in works], num_repeats)
     selected, times = times[: len(methods)], times[len(methods) :]
-    quantized, (received, sorted_, multiplied) = times[: len(bits)], times[len(bits) :]
+    quantized, (received, sorted_, multiplied, projected) = times[: len(bits)], times[len(bits) :]
     return Speeds(
         memory_bytes_per_sec=8 * size / copied,
         selection_elements_per_sec={name: size / value for name, value in zip(methods, selected, strict=True)},
@@ -191,6 +199,7 @@ def _probe_speeds(
         entries_per_sec=_NUM_MESSAGES * k / max(received - copied, 0.1 * received),
         sorted_entries_per_sec=sorted_size / sorted_,
         flops_per_sec=3 * 2 * rows * rows * _RANK / multiplied,
+        operation_sec=projected / _NUM_OPERATIONS,
     )
 
 

@@ -13,7 +13,7 @@ from jaxdl.collectives.quantized import quantized_all_reduce, quantized_sent_byt
 from jaxdl.config import Kind
 from jaxdl.exchange.base import Exchange, GradientLayout
 from jaxdl.exchange.buckets import Bucket
-from jaxdl.exchange.compressed import Compressed, Leaves, Send, Sent, Stage, make_exchange
+from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
 
 
 class Quantized(Compressed):
@@ -40,7 +40,7 @@ class Quantized(Compressed):
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange; it keeps a residual only with error feedback."""
         layout = layout or GradientLayout()
-        return make_exchange(self, layout, [Stage(math.inf, _send(self, self.bits, layout))])
+        return CompressedExchange(self, layout, [Stage(math.inf, _send(self, self.bits, layout))]).build()
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
         """Bytes that one device sends over the slow axis for a bucket."""
@@ -66,7 +66,7 @@ class Sign(Compressed):
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange; its state is the residual."""
         layout = layout or GradientLayout()
-        return make_exchange(self, layout, [Stage(math.inf, _send(self, 1, layout))])
+        return CompressedExchange(self, layout, [Stage(math.inf, _send(self, 1, layout))]).build()
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
         """Bytes that one device sends over the slow axis for a bucket."""

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdl.exchange.base import PER_REPLICA
+
 Flat = dict[str, Any]
 """Arrays, or shape structs with shardings, by their path in the train state: `exchange_state.replica.residual...`."""
 
@@ -73,4 +75,4 @@ def same_kind(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) 
 
 
 def _of_replicas(name: str) -> bool:
-    return name.split(".")[1:2] == ["replica"]
+    return name.split(".")[1:2] == [PER_REPLICA]

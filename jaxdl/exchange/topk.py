@@ -14,7 +14,7 @@ from jaxdl.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
 from jaxdl.config import Kind
 from jaxdl.exchange.base import Exchange, GradientLayout
 from jaxdl.exchange.buckets import Bucket
-from jaxdl.exchange.compressed import Compressed, Leaves, Send, Sent, Stage, make_exchange
+from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
 
 WARMUP_DENSITY = 0.25
 """The density at the beginning of a density warm-up (Lin et al. 2018, section 3.3)."""
@@ -58,12 +58,12 @@ class TopK(Compressed):
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange; its state is the residual, and the momentum when that is corrected."""
         layout = layout or GradientLayout()
-        return make_exchange(
+        return CompressedExchange(
             self,
             layout,
             [Stage(until_step, self._send(density, layout)) for until_step, density in self.densities()],
             momentum_correction=self.momentum_correction,
-        )
+        ).build()
 
     def densities(self) -> list[tuple[float, float]]:
         """(until this step, density) of the warm-up, and what follows for ever."""
