@@ -12,16 +12,19 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.interpreters import ad
 
 from jaxdl.collectives.blocks import largest_of_blocks, two_stages
-from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS
+from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS, magnitudes
 from jaxdl.collectives.mstopk import mstopk
 from jaxdl.collectives.primitive import Result, alike, define, key_bits
 
 Method = Literal["exact", "threshold", "mstopk", "block"]
 METHODS: tuple[Method, ...] = get_args(Method)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+SMALL = 2048
+"""On a CPU, so few entries are sorted: the time is in compiling."""
 
 
 def select_top_k(
@@ -84,7 +87,11 @@ def select_indices(
         return (largest_of_blocks(x, k, num_per_block, compare=compare),)
     if method == "mstopk":
         return (mstopk(x, k, num_passes, bits, compare=compare),)
-    return (two_stages(x, k, KEY_BITS if method == "exact" else COARSE_BITS, compare=compare),)
+    leading = KEY_BITS if method == "exact" else COARSE_BITS
+    if x.size <= SMALL and not compare:
+        # The same set, compiled in no time; `lax.top_k` too takes the lowest index first.
+        return (jnp.sort(lax.top_k(magnitudes(x) >> (KEY_BITS - leading), k)[1]),)
+    return (two_stages(x, k, leading, compare=compare),)
 
 
 on_cpu: Callable[..., tuple[jax.Array]] = functools.partial(select_indices, compare=False)
