@@ -105,9 +105,7 @@ def crossing(axes: Axes) -> None:
     axes.text(middle, center + 1.22, "exchange", fontsize=18, fontweight="bold", color=SLOW, **text)
     axes.text(middle, center + 0.42, "mean of the\ngradients over\nreplica", fontsize=12, color=INK, **text)
     axes.plot((middle - 0.45, middle + 0.45), (center - 0.28,) * 2, color=SLOW, lw=1, alpha=0.6)
-    axes.text(
-        middle, center - 0.93, "one all-reduce today;\nthe slot for\ncompressed ones", fontsize=11, color=GREY, **text
-    )
+    axes.text(middle, center - 0.93, "dense, top-k,\nquantized, sign\nor PowerSGD", fontsize=11, color=GREY, **text)
     top = NODE_BOTTOM + NODE_HEIGHT
     axes.text(middle, top - 0.27, "slow network", fontsize=15, fontweight="bold", color=SLOW, **text)
     axes.text(middle, top - 0.64, "the mesh axis replica", fontsize=11, color=SLOW, **text)

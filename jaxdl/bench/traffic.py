@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,7 @@ class TrafficBench(Config):
     """Replicas."""
     fsdp: int = pydantic.Field(default=2, ge=1)
     """Devices over which each replica is sharded."""
-    json: Path | None = None
+    json_path: Annotated[Path | None, tyro.conf.arg(name="json")] = None
     """Write the table to this file as JSON, too."""
 
 
@@ -79,8 +79,8 @@ def main(args: list[str]) -> None:
         sent = row.bytes_sent[Axis.REPLICA.value] / 1e6
         table.add_row(row.exchange, f"{sent:.3f}", f"{row.of_float32:.4f}", f"1/{1 / row.of_bfloat16:.1f}")
     Console(width=120).print(table)
-    if command.json is not None:
-        replace_file(command.json, (json.dumps([asdict(row) for row in rows], indent=2) + "\n").encode())
+    if command.json_path is not None:
+        replace_file(command.json_path, (json.dumps([asdict(row) for row in rows], indent=2) + "\n").encode())
 
 
 def measure(command: TrafficBench) -> list[Row]:

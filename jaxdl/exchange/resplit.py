@@ -21,32 +21,44 @@ Flat = dict[str, Any]
 def readable(wanted: Flat, stored: Mapping[str, tuple[int, ...]]) -> Flat:
     """What to read of a stored state, of which `stored` has the shapes: shape structs, laid out for the new mesh.
 
-    Left out is what cannot be carried over: what is not there, and the state of shards that are cut otherwise.
+    All of it has to be read; what cannot be carried over (see `resplit`) comes whole, and is left.
     """
     found: Flat = {}
-    for name, x in wanted.items():
-        shape = tuple(stored.get(name, ()))
-        if shape == x.shape and name in stored:
+    mesh = next((x.sharding.mesh for x in wanted.values()), None)
+    for name, shape in stored.items() if mesh else ():
+        x = wanted.get(name)
+        if x is not None and shape == x.shape:
             found[name] = x
-        elif _of_replicas(name) and shape[1:] == x.shape[1:] and len(shape) == len(x.shape):
+        elif x is not None and _carries(name, shape, x.shape):
             # So many replicas need not divide the new mesh's: every replica reads all of them.
-            sharding = NamedSharding(x.sharding.mesh, PartitionSpec(None, *x.sharding.spec[1:]))
+            sharding = NamedSharding(mesh, PartitionSpec(None, *x.sharding.spec[1:]))
             found[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
+        else:
+            dtype = jnp.float32 if x is None else x.dtype
+            found[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
     return found
 
 
 def resplit(found: Flat, wanted: Flat, fresh: Callable[[], Flat]) -> Flat:
     """The state for the new mesh from what was read: each replica takes an equal part of the sum over replicas.
 
-    What was not read comes from `fresh`, the state of a new run.
+    What is not there, and the state of shards that are cut otherwise, comes from `fresh`, the state of a new run.
     """
-    initial = fresh() if wanted.keys() - found.keys() else {}
+    kept = {name for name, x in wanted.items() if name in found and _carries(name, found[name].shape, x.shape)}
+    initial = fresh() if wanted.keys() - kept else {}
     return {
-        name: _equal_parts(found[name], x)
-        if name in found and found[name].shape != x.shape
-        else found.get(name, initial.get(name))
+        name: initial[name]
+        if name not in kept
+        else found[name]
+        if found[name].shape == x.shape
+        else _equal_parts(found[name], x)
         for name, x in wanted.items()
     }
+
+
+def _carries(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Whether a stored array can go on as one of the wanted shape: as it is, or with another number of replicas."""
+    return stored == wanted or (_of_replicas(name) and len(stored) == len(wanted) and stored[1:] == wanted[1:])
 
 
 def _equal_parts(stored: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
@@ -70,8 +82,16 @@ def changed(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) ->
 
 
 def same_kind(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the names are those of the same exchange of the same network; none at all are those of one replica."""
-    return not wanted or not stored or wanted.keys() == stored.keys()
+    """Whether the state is that of the same exchange; none at all is that of one replica.
+
+    Its gradients may be others: which are worth compressing may depend on the size of their shards.
+    """
+    return not wanted or not stored or _entries(wanted) == _entries(stored)
+
+
+def _entries(names: Mapping[str, Any]) -> set[str]:
+    """`replica.residual`, `shard.factor`, `common.num_updates`..."""
+    return {".".join(name.split(".")[1:3]) for name in names}
 
 
 def _of_replicas(name: str) -> bool:
