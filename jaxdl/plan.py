@@ -20,6 +20,7 @@ from jaxdl.data import ImageSpec, Splits, TextSpec
 from jaxdl.evaluate import make_eval_step
 from jaxdl.exchange import (
     Auto,
+    Compressed,
     Dense,
     Exchange,
     ExchangeConfig,
@@ -157,6 +158,8 @@ def _make_exchange(experiment: Experiment, network: Network, spec: Any, layout: 
     """The exchange over the mesh's replicas; a single one has nobody to talk to."""
     if layout.mesh.shape[Axis.REPLICA] == 1:
         return alone()
+    if isinstance(experiment.exchange, Compressed):
+        experiment.exchange.check({name: math.prod(x.shape) for name, x in by_name(network.param_shapes).items()})
     return experiment.exchange.build(_gradient_layout(experiment, network, spec, layout))
 
 

@@ -155,7 +155,7 @@ def test_without_error_feedback_nothing_is_kept(config):
     assert metrics["residual_norm"] == 0
     if config.kind == "topk":
         # Of the second step nothing but its own gradients is sent: by both replicas, by one or by none.
-        kernel, share = mean["layers/kernel"], gradients["layers/kernel"] / 2
+        kernel, share = mean["out/kernel"], gradients["out/kernel"] / 2
         assert 0.02 < np.mean(kernel != 0) < 0.5
         sent = [kernel == 0, kernel == share[0] + share[1], kernel == share[0], kernel == share[1]]
         assert np.all(np.any(sent, axis=0))

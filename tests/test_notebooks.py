@@ -75,3 +75,37 @@ def test_quickstart(tmp_path, monkeypatch):
     assert all(float(number) > 0.9 for number in reached)
     warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
     assert not warnings
+
+
+def test_exchange(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    outputs = execute(ROOT / "notebooks" / "exchange.ipynb", tmp_path, monkeypatch)
+    for name, min_bytes in (("select-plot", 30_000), ("step-plot", 50_000), ("cost-plot", 30_000)):
+        assert_picture(outputs[name], min_bytes)
+
+    [num_parameters] = re.findall(r"^(\d+) parameters", text_of(outputs["network-code"]))
+    dense_bytes = 2 * 7 / 8 * 4 * int(num_parameters)
+    table = outputs["collectives-code"][-1].data["text/plain"]
+    assert re.search(rf"lax.psum\s+{dense_bytes:,.0f}\s+1.0\s", table)
+    assert 20 < float(re.findall(r"1 % by all_gather\s+\S+\s+(\S+)", table)[0]) < 25
+    [gap] = re.findall(r"contract: off by (\S+) at most", text_of(outputs["collectives-code"]))
+    assert float(gap) < 1e-6
+
+    trap = re.findall(r"pcast (\S+) +(\S+) bytes sent   norms on the 8 devices: (.*)", text_of(outputs["trap-code"]))
+    assert [(cast, sent) for cast, sent, _ in trap] == [("False", f"{dense_bytes:,.0f}"), ("True", "0")]
+    assert [len(set(norms.split(", "))) > 1 for *_, norms in trap] == [False, True]
+
+    losses = re.findall(r"(top-k 1 %, no feedback|[^:,]+): ([\d.]+)", text_of(outputs["step-table"]).split(":", 1)[1])
+    loss = {name.strip(): float(value) for name, value in losses}
+    assert loss["top-k 1 %"] < 1.2 * loss["dense"]
+    assert loss["top-k 1 %, no feedback"] > 1.5 * loss["top-k 1 %"]
+    assert loss["8 bits"] == pytest.approx(loss["dense"], rel=0.05)
+
+    advice = text_of(outputs["cost-code"])
+    assert "25 Gb/s, 8 replicas: topk 0.01" in advice
+    assert "1600 Gb/s, 8 replicas: dense" in advice
+    assert "do not compress" in advice
+    warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
+    assert not warnings

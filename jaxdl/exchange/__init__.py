@@ -20,6 +20,7 @@ from jaxdl.exchange.base import (
     stacked_state,
     state_specs,
 )
+from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.order import backward_order
 from jaxdl.exchange.powersgd import PowerSGD
@@ -31,6 +32,7 @@ ExchangeConfig = Dense | TopK | Quantized | PowerSGD | Sign | Auto
 
 __all__ = [
     "Auto",
+    "Compressed",
     "Dense",
     "Exchange",
     "ExchangeConfig",

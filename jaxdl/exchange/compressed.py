@@ -19,7 +19,7 @@ import pydantic
 from jax import lax
 
 from jaxdl.collectives.primitive import alike
-from jaxdl.config import Config
+from jaxdl.config import Config, ConfigError
 from jaxdl.exchange.base import (
     PER_REPLICA,
     Exchange,
@@ -65,6 +65,21 @@ class Compressed(Bucketed):
     """Gradients with fewer elements (whole, over all devices) stay dense."""
     dense_names: tuple[str, ...] = ()
     """Patterns, such as `*/embedding/*`, of the names of gradients that stay dense (names as --explain prints them)."""
+
+    def check(self, num_elements: Mapping[str, int]) -> None:
+        """Raises ConfigError when an option has no effect on gradients of these names and numbers of elements."""
+        for pattern in self.dense_names:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in num_elements):
+                raise ConfigError(
+                    f"--exchange.dense-names {pattern}: no gradient has such a name. Some are "
+                    f"{', '.join(list(num_elements)[:3])}; --explain prints all."
+                )
+        if all(self.stays_dense(name, number) for name, number in num_elements.items()):
+            raise ConfigError(
+                f"--exchange.min-elements {self.min_elements}: no gradient would be compressed, the largest has "
+                f"{max(num_elements.values(), default=0):,} elements or a name that stays dense. Choose a smaller "
+                "number, other --exchange.dense-names, or --exchange dense."
+            )
 
     def stays_dense(self, name: str, num_elements: int) -> bool:
         """Whether a gradient is exchanged whole; `num_elements` counts those of all its shards."""
@@ -151,12 +166,13 @@ class CompressedExchange:
         """The state: what is owed and the momentum, zero; the shards' own; the number of updates for the stages."""
         leaves = by_name(grads)
         compressed = self.chosen(leaves)[1]
-        kept = ["residual"] if self.options.error_feedback else []
-        kept += ["momentum"] if self.momentum_correction is not None else []
+        kept = {"residual": compressed} if self.options.error_feedback else {}
+        kept |= {"momentum": list(leaves)} if self.momentum_correction is not None else {}
         state: ExchangeState = {}
         if kept:
             state[PER_REPLICA] = {
-                entry: {name: jnp.zeros(leaves[name].shape, jnp.float32) for name in compressed} for entry in kept
+                entry: {name: jnp.zeros(leaves[name].shape, jnp.float32) for name in names}
+                for entry, names in kept.items()
             }
         shard = self.init_shard({name: leaves[name] for name in compressed})
         if shard:
@@ -174,18 +190,24 @@ class CompressedExchange:
         dense, compressed = self.chosen(leaves)
         shapes = {name: leaf.shape for name, leaf in leaves.items()}
         limit = self.options.bucket_elements
+        kept = state.get(PER_REPLICA, {})
+        due = self._due(shares, kept)
         dense_messages = [
-            send_dense(bucket, shares, layout=self.layout, axis=axis)
+            send_dense(bucket, due, layout=self.layout, axis=axis)
             for bucket in make_buckets(dense, shapes, self.layout, max_elements=limit)
         ]
         buckets = make_buckets(compressed, shapes, self.layout, max_elements=math.inf if self.one_message else limit)
-        carried = (*self._owed(shares, state, compressed), state.get("shard", {}))
+        owed = {name: due[name] for name in compressed}
+        momentum = owed if self.momentum_correction is not None else None
+        if "residual" in kept:
+            owed = {name: owed[name] + kept["residual"][name] for name in compressed}
+        carried = (owed, momentum, state.get("shard", {}))
         total, error, momentum, shard, costs = self._sent(buckets, carried, state, axis, key)
         for message in dense_messages:
             total |= message.total
-        kept = state.get(PER_REPLICA, {})
+        rest = {"residual": error, "momentum": {name: due[name] for name in dense} | (momentum or {})}
         new_state = {
-            PER_REPLICA: {name: {"residual": error, "momentum": momentum}[name] for name in kept},
+            PER_REPLICA: {entry: rest[entry] for entry in kept},
             "shard": shard,
             "common": {name: count + 1 for name, count in state.get("common", {}).items()},
         }
@@ -195,17 +217,15 @@ class CompressedExchange:
         mean = jax.tree.unflatten(jax.tree.structure(grads), mean)
         return mean, {where: new_state[where] for where in state}, metrics
 
-    def _owed(self, shares: Leaves, state: ExchangeState, names: Sequence[str]) -> tuple[Leaves, Leaves | None]:
-        """What this replica owes to the mean now, and its momentum."""
-        kept = state.get(PER_REPLICA, {})
-        owed, momentum = {name: shares[name] for name in names}, None
-        if self.momentum_correction is not None:
-            # Deep Gradient Compression (Lin et al. 2018), section 3.2: what is added up and sent is the momentum.
-            momentum = {name: self.momentum_correction * kept["momentum"][name] + owed[name] for name in names}
-            owed = dict(momentum)
-        if "residual" in kept:
-            owed = {name: owed[name] + kept["residual"][name] for name in names}
-        return owed, momentum
+    def _due(self, shares: Leaves, kept: dict[str, Leaves]) -> Leaves:
+        """What this replica owes to the mean of this step: its shares, or with momentum correction their momentum.
+
+        Deep Gradient Compression (Lin et al. 2018), section 3.2: what is added up and sent is the momentum. So it is
+        of gradients that stay dense, for the optimizer has none.
+        """
+        if self.momentum_correction is None:
+            return shares
+        return {name: self.momentum_correction * kept["momentum"][name] + share for name, share in shares.items()}
 
     def _sent(self, buckets: Sequence[Bucket], carried: Any, state: ExchangeState, axis: str, key: jax.Array) -> Any:
         """`(total, error, momentum, shard, costs)` of all buckets, sent as the stage says."""

@@ -24,7 +24,7 @@ def readable(wanted: Flat, stored: Mapping[str, tuple[int, ...]]) -> Flat:
     All of it has to be read; what cannot be carried over (see `resplit`) comes whole, and is left.
     """
     found: Flat = {}
-    mesh = next((x.sharding.mesh for x in wanted.values()), None)
+    mesh: Any = next((x.sharding.mesh for x in wanted.values()), None)
     for name, shape in stored.items() if mesh else ():
         x = wanted.get(name)
         if x is not None and shape == x.shape:
