@@ -44,7 +44,9 @@ SPECS = {
 }
 """How they lie where the mesh has all axes: split over both, one or no axis inside a replica."""
 
-FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_cpu_use_fusion_emitters": False}
+FAST_COMPILE = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):  # Later ones do not know the option.
+    FAST_COMPILE["xla_cpu_use_fusion_emitters"] = False
 """Each program runs a few times on little data: compiling it is what takes time."""
 
 ORDER = ("out/bias", "out/kernel", "layers/mix", "layers/kernel", "temperature", "odd/kernel", "embed/table")

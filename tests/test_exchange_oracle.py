@@ -20,6 +20,8 @@ EVERYWHERE = (
     "sign",
     "powersgd",
 )
+MSTOPK_PLACES = ("replica 8", "replica 2 x fsdp 2 x tensor 2")
+"""It takes long to compile, and differs from the other selections in which entries it takes alone."""
 ONCE = {
     "dense float16": ("replica 4 x fsdp 2", "float32"),
     "topk exact, all to all": ("replica 8", "float32"),
@@ -31,6 +33,7 @@ ONCE = {
 }
 """A sensible part of all combinations: each way of selecting, sending and rounding at least once."""
 CASES = [(exchange, place, "mixed") for exchange in EVERYWHERE for place in PLACES]
+CASES = [case for case in CASES if case[0] != "topk mstopk" or case[1] in MSTOPK_PLACES]
 CASES += [(exchange, *where) for exchange, where in ONCE.items()]
 FEEDBACK = [(e, p, d) for e, p, d in CASES if getattr(EXCHANGES[e], "error_feedback", False)]
 
@@ -151,7 +154,7 @@ def test_constant_gradients(exchange):
         assert 0.05 < float(metrics["density"]) < 0.13
 
 
-@pytest.mark.parametrize("exchange", EVERYWHERE)
+@pytest.mark.parametrize("exchange", [exchange for exchange in EVERYWHERE if exchange != "topk mstopk"])
 @pytest.mark.parametrize("place", ["replica 2 x fsdp 2 x tensor 2", "replica 4 x fsdp 2, whole"])
 def test_reported_bytes_are_those_of_the_collectives(exchange, place):
     run = run_of(exchange, place, "mixed")

@@ -21,10 +21,12 @@ from jaxdl.exchange.base import (
     state_specs,
 )
 from jaxdl.exchange.compressed import Compressed
+from jaxdl.exchange.cost import Gradients, Link, Machine, break_even_density, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.order import backward_order
 from jaxdl.exchange.powersgd import PowerSGD
 from jaxdl.exchange.quantized import Quantized, Sign
+from jaxdl.exchange.recommend import Recommendation, recommend
 from jaxdl.exchange.topk import TopK
 
 ExchangeConfig = Dense | TopK | Quantized | PowerSGD | Sign | Auto
@@ -39,18 +41,25 @@ __all__ = [
     "ExchangeMetrics",
     "ExchangeState",
     "GradientLayout",
+    "Gradients",
+    "Link",
+    "Machine",
     "PowerSGD",
     "Quantized",
+    "Recommendation",
     "Sign",
     "TopK",
     "alone",
     "backward_order",
+    "break_even_density",
     "by_name",
     "exchanged_on_mesh",
     "gathered_like",
     "init_on_mesh",
     "leaf_names",
     "own_state",
+    "predict",
+    "recommend",
     "stacked_state",
     "state_specs",
 ]

@@ -108,6 +108,19 @@ def by_name(tree: Any) -> dict[str, Any]:
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree, is_leaf=is_spec), strict=True))
 
 
+def check_local(grads: Mapping[str, jax.Array], axis: str) -> None:
+    """Raises ValueError for gradients that are the sum over `axis` already, where types tell (`check_vma=True`)."""
+    if axis not in jax.typeof(jax.lax.axis_index(axis)).mat.varying:
+        return
+    for name, x in grads.items():
+        if axis not in jax.typeof(x).mat.varying:
+            raise ValueError(
+                f"gradient {name}: it is the same on all devices of {axis!r}, so there is nothing to exchange. "
+                "jax.grad sums over the axis by itself for parameters that do not vary over it; let them: "
+                f'params = jax.lax.pcast(params, {axis!r}, to="varying") before jax.grad.'
+            )
+
+
 def alone() -> Exchange:
     """The exchange of a single replica: its gradients are the mean already; nothing is sent, nothing is kept."""
 
@@ -123,13 +136,16 @@ def alone() -> Exchange:
     return Exchange(init=lambda grads: {}, update=update)
 
 
-def init_on_mesh(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh) -> ExchangeState:
-    """The exchange's state on a mesh; `shapes` are those of the global gradients, `specs` their PartitionSpecs.
+def init_on_mesh(
+    exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh, *, axis: str = Axis.REPLICA.value
+) -> ExchangeState:
+    """The exchange's state on a mesh; `shapes` are those of the global gradients, `specs` their PartitionSpecs inside
+    a replica, `axis` the mesh axis of the exchange.
 
     Leaves of `replica` are `[replica, *gradient's shape]`; those of `shard` have a dimension for each mesh axis over
     which the gradient is split in front.
     """
-    out_specs = state_specs(exchange, shapes, specs, mesh)
+    out_specs = state_specs(exchange, shapes, specs, mesh, axis=axis)
 
     def one_device() -> Any:
         return stacked_state(exchange.init(_local_shapes(shapes, specs, mesh)), out_specs)
@@ -147,11 +163,11 @@ def _local_shapes(shapes: Any, specs: Any, mesh: Mesh) -> Any:
     )
 
 
-def state_specs(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh) -> Any:
+def state_specs(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh, *, axis: str = Axis.REPLICA.value) -> Any:
     """The PartitionSpecs of the state that `init_on_mesh` makes; see `ExchangeState` for what lies where."""
     gradient_specs = by_name(specs)
     place = {
-        PER_REPLICA: lambda name: PartitionSpec(Axis.REPLICA.value, *gradient_specs[name]),
+        PER_REPLICA: lambda name: PartitionSpec(axis, *gradient_specs[name]),
         "shard": lambda name: PartitionSpec(*(a for a in mesh.axis_names if a in spec_axes(gradient_specs[name]))),
     }
     found: dict[str, Any] = {}

@@ -27,6 +27,7 @@ from jaxdl.exchange.base import (
     ExchangeState,
     GradientLayout,
     by_name,
+    check_local,
     leaf_names,
 )
 from jaxdl.exchange.buckets import Bucket, exchange_order, make_buckets
@@ -186,6 +187,7 @@ class CompressedExchange:
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
         """See `UpdateExchange`."""
         leaves = by_name(grads)
+        check_local(leaves, axis)
         shares = {name: leaf.astype(jnp.float32) / lax.axis_size(axis) for name, leaf in leaves.items()}
         dense, compressed = self.chosen(leaves)
         shapes = {name: leaf.shape for name, leaf in leaves.items()}

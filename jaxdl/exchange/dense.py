@@ -9,7 +9,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdl.config import Kind
-from jaxdl.exchange.base import Exchange, ExchangeMetrics, ExchangeState, GradientLayout, by_name, leaf_names
+from jaxdl.exchange.base import (
+    Exchange,
+    ExchangeMetrics,
+    ExchangeState,
+    GradientLayout,
+    by_name,
+    check_local,
+    leaf_names,
+)
 from jaxdl.exchange.buckets import make_buckets
 from jaxdl.exchange.compressed import Bucketed, measured, message_costs, send_dense
 
@@ -30,6 +38,7 @@ class Dense(Bucketed):
         ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
             del key  # Nothing here is random.
             leaves = by_name(grads)
+            check_local(leaves, axis)
             shapes = {name: leaf.shape for name, leaf in leaves.items()}
             shares = {name: leaf.astype(jnp.float32) / lax.axis_size(axis) for name, leaf in leaves.items()}
             names = self.ordered(list(leaves), layout)

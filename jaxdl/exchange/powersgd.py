@@ -21,7 +21,7 @@ _EPSILON = 1e-6
 
 
 class PowerSGD(Compressed):
-    """Sends a rank-`rank` approximation of each matrix of gradients (Vogels et al., NeurIPS 2019, algorithms 1 and 2).
+    """Sends a rank-`rank` approximation of each matrix of gradients (Vogels et al., NeurIPS 2019, algorithm 1).
 
     Convolution kernels are matrices of all their dimensions but the last by the last; stacked layers one matrix each.
     Gradients for which two thin matrices are not smaller, such as biases and norm scales, stay dense. Each device
@@ -65,12 +65,18 @@ class PowerSGD(Compressed):
             right = {name: shard["factor"][name] for name in bucket.names}
             left = _summed({name: _matmul(m, right[name]) for name, m in matrices.items()}, axis)
             left = {name: orthonormal(x) for name, x in left.items()}
-            new = _summed({name: _matmul(jnp.swapaxes(m, 1, 2), left[name]) for name, m in matrices.items()}, axis)
-            total = {
-                name: _matmul(left[name], jnp.swapaxes(new[name], 1, 2)).reshape(owed[name].shape) for name in left
-            }
+            own = {name: _matmul(jnp.swapaxes(m, 1, 2), left[name]) for name, m in matrices.items()}
+            new = _summed(own, axis)
+
+            def product(factors: Leaves) -> Leaves:
+                wide = {name: _matmul(left[name], jnp.swapaxes(x, 1, 2)) for name, x in factors.items()}
+                return {name: x.reshape(owed[name].shape) for name, x in wide.items()}
+
+            total = product(new)
+            # The paper's replicas all keep what they owed less the mean. The sum is the same, but what the replicas
+            # differ by would never be sent and add up for ever.
+            error = {name: owed[name] - x for name, x in product(own).items()}
             num_replicas = lax.axis_size(axis)
-            error = {name: owed[name] - total[name] / num_replicas for name in total}
             # A column of zeros, of a gradient that was zero or of lower rank, would stay zero for ever.
             factor = {
                 name: jnp.where(jnp.any(x != 0, axis=1, keepdims=True), x, right[name]) for name, x in new.items()
