@@ -81,8 +81,10 @@ def make_train_step(parts: Parts) -> Any:
         metrics = {f"sums/{name}": value for name, value in sums.items()}
 
         def update(_: None) -> tuple[TrainState, Metrics]:
-            mean, exchange_state, exchange_metrics = _exchange(parts, grads, state.exchange_state, exchange_key)
-            changed, update_metrics = _update(parts, state, jax.tree.map(lambda g: g / scale, mean))
+            # Without the loss scale: what the exchange keeps for later must not depend on the scale of the step.
+            unscaled = jax.tree.map(lambda g: g / scale, grads) if state.loss_scale else grads
+            mean, exchange_state, exchange_metrics = _exchange(parts, unscaled, state.exchange_state, exchange_key)
+            changed, update_metrics = _update(parts, state, mean)
             changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
             return changed, update_metrics | {f"exchange/{name}": value for name, value in exchange_metrics.items()}
 

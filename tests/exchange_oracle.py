@@ -216,7 +216,9 @@ class Oracle:
                 mean[name][where] = approximated
                 for r in range(self.m):
                     if self.residual is not None:
-                        self.residual[name][r][where] = own[r] - approximated / self.m
+                        # What the common left factor cannot say of this replica's own matrix.
+                        rest = matrices[r] - left @ (np.swapaxes(left, 1, 2) @ matrices[r])
+                        self.residual[name][r][where] = rest.reshape(own.shape[1:])
         return mean
 
 

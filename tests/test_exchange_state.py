@@ -202,11 +202,9 @@ def test_a_resumed_run_ends_bit_equal(tmp_path, capsys, exchange):
     resumed = train(tmp_path / "resumed", experiment, (2, 2, 1))
     assert "resumed from the checkpoint at step 3" in capsys.readouterr().out
     assert_bit_equal(host(resumed.state), host(whole.state))
-    losses = [
-        [row["train/loss"] for row in rows(tmp_path / name) if "train/loss" in row] for name in ("whole", "resumed")
-    ]
-    assert losses[0] == losses[1]
-    assert len(losses[0]) == 6
+    losses = train_losses(tmp_path / "whole")
+    assert train_losses(tmp_path / "resumed") == losses
+    assert len(losses) == 6
 
     if exchange == TOPK:
         other = train(tmp_path / "elsewhere", experiment, (4, 1, 1))

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import tyro
@@ -183,8 +183,3 @@ def _mesh_groups(mesh: str, devices: str | None, order: str | None, names: str) 
     numbers = numbers.reshape(tuple(sizes.values()))
     last = [list(sizes).index(name) for name in along]
     return np.moveaxis(numbers, last, range(-len(last), 0)).reshape(-1, math.prod(sizes[name] for name in along))
-
-
-def only(found: list[Operation], kind: str, *axes: Any) -> list[Operation]:
-    """Those of one kind over exactly these axes."""
-    return [one for one in found if one.kind == kind and one.axes == tuple(str(axis) for axis in axes)]

@@ -77,7 +77,7 @@ def main(args: list[str]) -> None:
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
     for row in rows:
         sent = row.bytes_sent[Axis.REPLICA.value] / 1e6
-        table.add_row(row.exchange, f"{sent:.3f}", f"{row.of_float32:.4f}", f"1/{1 / row.of_bfloat16:.1f}")
+        table.add_row(row.exchange, f"{sent:.3f}", f"{row.of_float32:.4f}", f"{row.of_bfloat16:.4f}")
     Console(width=120).print(table)
     if command.json_path is not None:
         replace_file(command.json_path, (json.dumps([asdict(row) for row in rows], indent=2) + "\n").encode())

@@ -56,6 +56,7 @@ def sparse_all_reduce(
     num_kept: int | None = None,
     method: Method = "exact",
     key: jax.Array | None = None,
+    num_passes: int = 30,
     capacity_factor: float = 1.25,
     indices_sorted: bool = False,
     return_error: bool = False,
@@ -72,7 +73,7 @@ def sparse_all_reduce(
     loses nothing, whatever the algorithm.
 
     For `all_to_all` alone: each owner keeps `num_kept` / devices sums, rounded up (`num_kept` defaults to k), chosen by
-    `select_top_k` with `method` and `key`; there is room for `capacity_factor` times the entries that an owner gets on
+    `select_top_k` with `method`, `key` and `num_passes`; there is room for `capacity_factor` times the entries that an owner gets on
     average from a device, and a little more, and entries beyond it stay in the error.
 
     `all_gather` is linear in `values`, and so is its derivative (of a total whose values are not rounded; that of the
@@ -93,7 +94,12 @@ def sparse_all_reduce(
     operands = alike(axes, values, indices, key_bits(key))
     plan = _Plan(len(values), n, num_devices(axes), algorithm, wire, num_kept, capacity_factor)
     results = sparse_all_reduce_p.bind(
-        *operands, plan=plan, axes=axes, method=method, indices_sorted=indices_sorted, return_error=return_error
+        *operands,
+        plan=plan,
+        axes=axes,
+        method=(method, num_passes),
+        indices_sorted=indices_sorted,
+        return_error=return_error,
     )
     return tuple(results) if return_error else results[0]
 
@@ -214,7 +220,7 @@ def _implementation(
     *,
     plan: _Plan,
     axes: tuple[str, ...],
-    method: Method,
+    method: tuple[Method, int],
     indices_sorted: bool,
     return_error: bool,
 ) -> list[jax.Array]:
@@ -269,7 +275,7 @@ def _by_all_gather(
     key: jax.Array,
     plan: _Plan,
     axes: tuple[str, ...],
-    method: Method,
+    method: tuple[Method, int],
     indices_sorted: bool,
 ) -> tuple[jax.Array, jax.Array]:
     del key, method
@@ -286,7 +292,7 @@ def _by_all_to_all(
     key: jax.Array,
     plan: _Plan,
     axes: tuple[str, ...],
-    method: Method,
+    method: tuple[Method, int],
     indices_sorted: bool,
 ) -> tuple[jax.Array, jax.Array]:
     del indices_sorted  # The owners' ranges interleave, so the order is another one.
@@ -296,7 +302,7 @@ def _by_all_to_all(
     received = lax.all_to_all(jax.vmap(pack)(*rows), axes, split_axis=0, concat_axis=0, tiled=True)
     mine = _sum_in_order(received, plan.capacity, size, wire)
 
-    kept, places = select_top_k(mine, plan.kept, method, key=key)
+    kept, places = select_top_k(mine, plan.kept, method[0], key=key, num_passes=method[1])
     words = all_gather_same(pack(kept, places), axes)
     kept_of, places_of = jax.vmap(lambda message: packing.unpack(message, plan.kept, size, wire=wire))(words)
     positions = plan.positions(jnp.arange(m, dtype=jnp.int32)[:, None], places_of)

@@ -10,7 +10,6 @@ from jaxdl.exchange.base import (
     ExchangeMetrics,
     ExchangeState,
     GradientLayout,
-    alone,
     by_name,
     exchanged_on_mesh,
     gathered_like,
@@ -20,7 +19,7 @@ from jaxdl.exchange.base import (
     stacked_state,
     state_specs,
 )
-from jaxdl.exchange.compressed import Compressed
+from jaxdl.exchange.compressed import Compressed, alone
 from jaxdl.exchange.cost import Gradients, Link, Machine, break_even_density, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.order import backward_order

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.mesh import Axis
@@ -17,7 +16,8 @@ from jaxdl.sharding import is_spec, spec_axes
 ExchangeMetrics = dict[str, jax.Array]
 """Scalars of one exchange, float32, the same on all devices:
 
-- `bytes_sent/AXIS`: bytes that one device sends over each axis, by ring algorithms;
+- `bytes_sent/AXIS`: bytes that one device sends over each axis in the exchange's own collectives, by ring algorithms
+  (what XLA adds inside a replica, such as the reduce-scatter of the gradients, is not in them);
 - `compression`: bytes of a dense float32 exchange over those sent over the slow axis;
 - `density`: the share of the gradient's elements that one device hands to the collective;
 - `residual_norm`, `residual_ratio`: norm of what the replicas still owe to the mean, and over that of the gradients.
@@ -119,21 +119,6 @@ def check_local(grads: Mapping[str, jax.Array], axis: str) -> None:
                 "jax.grad sums over the axis by itself for parameters that do not vary over it; let them: "
                 f'params = jax.lax.pcast(params, {axis!r}, to="varying") before jax.grad.'
             )
-
-
-def alone() -> Exchange:
-    """The exchange of a single replica: its gradients are the mean already; nothing is sent, nothing is kept."""
-
-    def update(
-        grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
-    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
-        del key
-        zero = jnp.float32(0)
-        metrics = {f"bytes_sent/{axis}": zero, "density": jnp.float32(1), "residual_norm": zero, "residual_ratio": zero}
-        # The sum over one device changes the type alone: from here on the gradients are those of all replicas.
-        return jax.lax.psum(grads, axis), state, metrics
-
-    return Exchange(init=lambda grads: {}, update=update)
 
 
 def init_on_mesh(

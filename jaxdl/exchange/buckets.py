@@ -95,5 +95,5 @@ def make_buckets(
 def exchange_order(names: Sequence[str], layout: GradientLayout) -> list[str]:
     """The names in the order in which their gradients are ready: the backward pass ends with the first layers."""
     place = {name: number for number, name in enumerate(layout.order)}
-    unknown = {name: len(place) - number for number, name in enumerate(names)}
+    unknown = {name: len(names) - number for number, name in enumerate(names)}
     return sorted(names, key=lambda name: place.get(name, len(place) + unknown[name]))

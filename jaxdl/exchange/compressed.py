@@ -75,12 +75,22 @@ class Compressed(Bucketed):
                     f"--exchange.dense-names {pattern}: no gradient has such a name. Some are "
                     f"{', '.join(list(num_elements)[:3])}; --explain prints all."
                 )
+        most = max(num_elements.values(), default=0)
+        if most < self.min_elements:
+            raise ConfigError(
+                f"--exchange.min-elements {self.min_elements}: no gradient would be compressed, for the largest has "
+                f"{most:,} elements. Choose a smaller number, or --exchange dense."
+            )
         if all(self.stays_dense(name, number) for name, number in num_elements.items()):
             raise ConfigError(
-                f"--exchange.min-elements {self.min_elements}: no gradient would be compressed, the largest has "
-                f"{max(num_elements.values(), default=0):,} elements or a name that stays dense. Choose a smaller "
-                "number, other --exchange.dense-names, or --exchange dense."
+                f"--exchange.dense-names {' '.join(self.dense_names)}: no gradient would be compressed. Name fewer, or "
+                "choose --exchange dense."
             )
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps before the exchange is what it is for the rest of the run."""
+        return self.dense_warmup_steps
 
     def stays_dense(self, name: str, num_elements: int) -> bool:
         """Whether a gradient is exchanged whole; `num_elements` counts those of all its shards."""
@@ -136,7 +146,7 @@ class CompressedExchange:
     options: Compressed
     layout: GradientLayout
     stages: Sequence[Stage]
-    suits: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: len(shape) > 0
+    suits: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: math.prod(shape) > 0
     """Says of a gradient's name and local shape whether it can be compressed at all."""
     init_shard: Callable[[Leaves], dict[str, Leaves]] = lambda leaves: {}
     """Makes the state of the shards of the gradients that are compressed."""
@@ -227,7 +237,7 @@ class CompressedExchange:
         """
         if self.momentum_correction is None:
             return shares
-        return {name: self.momentum_correction * kept["momentum"][name] + share for name, share in shares.items()}
+        return grown(kept["momentum"], shares, self.momentum_correction)
 
     def _sent(self, buckets: Sequence[Bucket], carried: Any, state: ExchangeState, axis: str, key: jax.Array) -> Any:
         """`(total, error, momentum, shard, costs)` of all buckets, sent as the stage says."""
@@ -253,6 +263,41 @@ class CompressedExchange:
         step = state["common"]["num_updates"]
         number = sum((step >= stage.until_step).astype(jnp.int32) for stage in plan[:-1])
         return lax.switch(number, [by_stage(stage) for stage in plan], carried)
+
+
+def grown(momentum: Leaves, shares: Leaves, factor: float) -> Leaves:
+    """Momentum after a step with these shares."""
+    return {name: factor * momentum[name] + x for name, x in shares.items()}
+
+
+def alone(momentum_correction: float | None = None) -> Exchange:
+    """The exchange of a single replica: its gradients are the mean already; nothing is sent, nothing is owed.
+
+    With `momentum_correction` it keeps the momentum that the optimizer does not have, and returns that.
+    """
+
+    def init(grads: Any) -> ExchangeState:
+        if momentum_correction is None:
+            return {}
+        zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in by_name(grads).items()}
+        return {PER_REPLICA: {"momentum": zeros}}
+
+    def update(
+        grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
+    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
+        del key
+        if momentum_correction is not None:
+            leaves = {name: x.astype(jnp.float32) for name, x in by_name(grads).items()}
+            momentum = grown(state[PER_REPLICA]["momentum"], leaves, momentum_correction)
+            state = {PER_REPLICA: {"momentum": momentum}}
+            sums = [momentum[name].astype(x.dtype) for name, x in by_name(grads).items()]
+            grads = jax.tree.unflatten(jax.tree.structure(grads), sums)
+        zero, one = jnp.float32(0), jnp.float32(1)
+        metrics = {f"bytes_sent/{axis}": zero, "compression": one, "density": one}
+        # The sum over one device changes the type alone: from here on the gradients are those of all replicas.
+        return lax.psum(grads, axis), state, metrics | {"residual_norm": zero, "residual_ratio": zero}
+
+    return Exchange(init, update)
 
 
 def _joined(messages: Sequence[Sent], carried: Any, axis: str, layout: GradientLayout) -> Any:

@@ -27,7 +27,8 @@ class Dense(Bucketed):
 
     kind: Annotated[Literal["dense"], Kind] = "dense"
     wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What travels, and what the sum is made in. The 16-bit ones halve the bytes and round every partial sum."""
+    """What travels, and what the sum is made in. The 16-bit ones halve the bytes and round every partial sum; float16
+    becomes infinite above 65,504 and zero below 6e-8, bfloat16 has the range of float32."""
 
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange; it keeps no state."""

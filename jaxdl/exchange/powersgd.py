@@ -25,7 +25,8 @@ class PowerSGD(Compressed):
 
     Convolution kernels are matrices of all their dimensions but the last by the last; stacked layers one matrix each.
     Gradients for which two thin matrices are not smaller, such as biases and norm scales, stay dense. Each device
-    approximates its own shard, so a sharded matrix gets `rank` for every shard.
+    approximates its own shard, so a sharded matrix gets `rank` for every shard. All matrices travel together, so the
+    size and the order of buckets matter to what stays dense only.
     """
 
     kind: Annotated[Literal["powersgd"], Kind] = "powersgd"
@@ -37,6 +38,9 @@ class PowerSGD(Compressed):
         layout = layout or GradientLayout()
 
         def suits(name: str, shape: tuple[int, ...]) -> bool:
+            # What lies whole on several devices is shared out where it is dense; here each would send all of it.
+            if layout.whole(name):
+                return False
             _, rows, columns = matrix_shape(shape, stacked=name in layout.stacked)
             return min(rows, columns) > 0 and self.rank * (rows + columns) < rows * columns
 
@@ -104,18 +108,17 @@ def matrix_shape(shape: tuple[int, ...], *, stacked: bool) -> tuple[int, int, in
 
 
 def orthonormal(x: jax.Array) -> jax.Array:
-    """`[matrix, row, column]` with orthonormal columns, by modified Gram-Schmidt; dependent columns become zero."""
-    columns: list[jax.Array] = []
+    """`[matrix, row, column]` with orthonormal columns, by Gram-Schmidt done twice; dependent columns become zero."""
+    done = jnp.zeros_like(x)
     for number in range(x.shape[2]):
-        column = x[:, :, number]
+        column = x[:, :, number : number + 1]
         length = jnp.linalg.norm(column, axis=1, keepdims=True)
         for _ in range(2):  # Once more, for what float32 leaves of the earlier columns.
-            for other in columns:
-                column = column - jnp.sum(other * column, axis=1, keepdims=True) * other
+            column = column - _matmul(done, _matmul(jnp.swapaxes(done, 1, 2), column))
         rest = jnp.linalg.norm(column, axis=1, keepdims=True)
         real = rest > _EPSILON * length
-        columns.append(jnp.where(real, column / jnp.where(real, rest, 1), 0))
-    return jnp.stack(columns, axis=2)
+        done = done.at[:, :, number : number + 1].set(jnp.where(real, column / jnp.where(real, rest, 1), 0))
+    return done
 
 
 def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:

@@ -94,13 +94,13 @@ def _reasons(
     if isinstance(best[0], Dense):
         if compressed is not None:
             ratio = dense_cost.total_sec / compressed[1].total_sec
-            how = f"{ratio:.2f}x as fast" if ratio > 1 else f"{1 / ratio:.2f}x slower"
+            how = f"{ratio:.2f}x as fast" if ratio > 1 else f"{1 / ratio:.2f} times as long"
             lines.append(
                 f"do not compress: the fastest compressed exchange, {label(compressed[0])}, takes "
                 f"{_ms(compressed[1])}, {how}; less than {min_speedup:g}x is not worth a changed gradient"
             )
-        if best[0] != dense:
-            lines.append(f"{label(best[0])} takes {_ms(best[1])}: too little more to round every sum to 16 bits")
+        if best[0] == Dense() and dense != best[0]:
+            lines.append(f"dense float32 takes {_ms(best[1])}: too little more to round every sum to 16 bits")
     else:
         lines.append(
             f"{label(best[0])} sends {_mb(best[1])} and takes {_ms(best[1])}, "

@@ -39,8 +39,8 @@ class TopK(Compressed):
     sums and sends those to everyone (many replicas: the cost does not grow with their number)."""
     wire: Literal["packed", "plain"] = "packed"
     """4 bytes an entry (bfloat16 value, 16-bit index inside its block), or 8 (float32, int32)."""
-    momentum_correction: float | None = pydantic.Field(default=None, ge=0, lt=1)
-    """Add up momentum, not gradients, in what is owed (Deep Gradient Compression); then leave it to no optimizer."""
+    momentum_correction: float | None = pydantic.Field(default=None, gt=0, lt=1)
+    """Add up momentum, not gradients, in what is owed (Deep Gradient Compression); the optimizer must have none."""
     density_warmup_steps: int = pydantic.Field(default=0, ge=0)
     """Let the density fall from 0.25 to `density` over this many steps, in four equal ratios."""
 
@@ -64,6 +64,11 @@ class TopK(Compressed):
             [Stage(until_step, self._send(density, layout)) for until_step, density in self.densities()],
             momentum_correction=self.momentum_correction,
         ).build()
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps before the density is what it is for the rest of the run."""
+        return self.dense_warmup_steps + self.density_warmup_steps
 
     def densities(self) -> list[tuple[float, float]]:
         """(until this step, density) of the warm-up, and what follows for ever."""
@@ -109,6 +114,7 @@ class TopK(Compressed):
                 wire=self.wire,
                 method=self.method,
                 key=second_key,
+                num_passes=self.num_passes,
                 indices_sorted=True,
                 return_error=True,
             )

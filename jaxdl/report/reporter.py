@@ -205,4 +205,4 @@ def _worth_a_look(name: str, value: Any) -> bool:
     if not name.startswith("train/exchange/"):
         return True
     neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0}
-    return name in neutral and value != neutral[name]
+    return name in neutral and not math.isclose(value, neutral[name], rel_tol=1e-5)

@@ -1,0 +1,120 @@
+"""What users of the exchanges get wrong, and what they are told; and the choice of an exchange that a run keeps."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from runs import tiny_experiment
+
+import jaxdl
+from jaxdl.checkpoint import read_choice
+from jaxdl.config import ConfigError
+from jaxdl.exchange import Auto, Dense, PowerSGD, Quantized, TopK
+from jaxdl.mesh import MeshConfig
+from jaxdl.plan import make_plan
+
+REPLICAS = MeshConfig(replica=8, fsdp=1)
+GIVEN = Auto(bandwidth_gbps=1.0, latency_us=20.0)
+
+
+def gradients(config, *, varying, check_vma=True):
+    """One exchange of gradients of a quadratic, of parameters that vary over the axis or do not."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    exchange = config.build()
+
+    def step(params, x):
+        if varying:
+            params = jax.lax.pcast(params, "data", to="varying")
+        grads = jax.grad(lambda p: jnp.sum((x @ p["w"]) ** 2))(params)
+        return exchange.update(grads, exchange.init(grads), axis="data", key=jax.random.key(0))[0]
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma)
+    rng = np.random.default_rng(0)
+    params = {"w": jnp.asarray(rng.normal(size=(6, 5)), jnp.float32)}
+    x = jnp.asarray(rng.normal(size=(16, 6)), jnp.float32)
+    return jax.jit(mapped)(params, x), {"w": 2 * x.T @ x @ params["w"] / 8}
+
+
+@pytest.mark.parametrize("config", [Dense(), TopK(density=1, wire="plain", min_elements=0)])
+def test_gradients_that_are_summed_already_are_refused(config):
+    with pytest.raises(ValueError, match=r"gradient w: it is the same on all devices of 'data'.*pcast"):
+        gradients(config, varying=False)
+    mean, expected = gradients(config, varying=True)
+    np.testing.assert_allclose(mean["w"], expected["w"], rtol=1e-5)
+    untyped, _ = gradients(config, varying=False, check_vma=False)  # There jax.grad does not sum.
+    np.testing.assert_allclose(untyped["w"], mean["w"], rtol=1e-6)
+
+
+def test_what_the_replicas_differ_by_does_not_pile_up_in_powersgd():
+    """Each replica keeps what its own product left out: with gradients that cancel, this stays bounded."""
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    exchange = PowerSGD(rank=1, min_elements=0).build()
+    shape = {"w": jax.ShapeDtypeStruct((12, 10), jnp.float32)}
+    place = {"replica": {"residual": {"w": P("data")}}, "shard": {"factor": {"w": P()}}}
+
+    def step(grads, state):
+        own = {"w": grads["w"][0]}
+        inner = {"replica": jax.tree.map(lambda x: x[0], state["replica"]), "shard": state["shard"]}
+        _, new, _ = exchange.update(own, inner, axis="data", key=jax.random.key(0))
+        return {"replica": jax.tree.map(lambda x: x[None], new["replica"]), "shard": new["shard"]}
+
+    update = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=(P("data"), place), out_specs=place))
+    state = exchange.init(shape)
+    state["replica"] = jax.tree.map(lambda x: jnp.stack([x, x]), state["replica"])
+    rng, norms = np.random.default_rng(0), []
+    for _ in range(200):
+        common, apart = rng.normal(size=(2, 12, 10)).astype(np.float32)
+        state = update({"w": jnp.stack([common + 3 * apart, common - 3 * apart])}, state)
+        residual = np.asarray(state["replica"]["residual"]["w"])
+        norms.append(np.linalg.norm(residual - residual.mean(axis=0)))
+    assert np.mean(norms[150:]) < 1.5 * np.mean(norms[20:50])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TopK(dense_names=("nothing/*",), min_elements=0), r"--exchange.dense-names nothing/\*: no gradient has such"),
+        (Quantized(min_elements=10**9), "--exchange.min-elements 1000000000: no gradient would be compressed"),
+        (TopK(dense_names=("*",), min_elements=0), "a name that stays dense"),
+    ],
+)
+def test_options_without_effect(config, message):
+    with pytest.raises(ConfigError, match=message):
+        make_plan(tiny_experiment(exchange=config, mesh=REPLICAS))
+
+
+def test_the_choice_is_kept_with_the_run(tmp_path):
+    """Chosen by given figures; kept when the run goes on, though the network may be another one by then."""
+    experiment = tiny_experiment(exchange=GIVEN, mesh=REPLICAS, steps=2)
+    run = jaxdl.train(experiment, tmp_path, quiet=True)
+    kept = json.loads((tmp_path / "exchange.json").read_text())
+    assert kept["exchange"] == run.plan.experiment.exchange.model_dump()
+    assert kept["reasons"] == list(run.plan.reasons)
+    assert run.plan.reasons
+    assert json.loads((tmp_path / "config.json").read_text())["exchange"] == kept["exchange"]
+
+    kept["exchange"] = Dense(wire_dtype="bfloat16").model_dump()
+    (tmp_path / "exchange.json").write_text(json.dumps(kept))
+    assert read_choice(tmp_path) == Dense(wire_dtype="bfloat16")
+    plan = make_plan(experiment, chosen=read_choice(tmp_path))
+    assert plan.experiment.exchange == Dense(wire_dtype="bfloat16")
+    assert not plan.reasons
+
+    (tmp_path / "exchange.json").write_text("{")
+    with pytest.raises(ConfigError, match="not a choice of exchange any more"):
+        read_choice(tmp_path)
+
+
+def test_with_one_replica_nothing_is_measured():
+    plan = make_plan(tiny_experiment(exchange=Auto(), mesh=MeshConfig(replica=1, fsdp=8)))
+    assert plan.experiment.exchange == Dense()
+    assert "one replica exchanges nothing" in plan.reasons[0]
+
+
+def test_momentum_is_added_up_once():
+    with pytest.raises(ConfigError, match=r"exchange.momentum_correction = 0.9 and optimizer.momentum = 0.9"):
+        tiny_experiment(exchange=TopK(momentum_correction=0.9)).replaced({"optimizer": "sgd"})
