@@ -136,14 +136,14 @@ class Checkpoints:
         abstract: TrainState,
         *,
         items: tuple[str, ...] = tuple(ITEMS),
-        fresh_exchange_state: Callable[[], Any] = dict,
+        fresh_exchange_state: Callable[[], Any] | None = None,
     ) -> Restored | None:
         """The newest checkpoint that is undamaged, laid out by the shardings in `abstract`; None when there is none.
 
         One that cannot be read, or whose arrays do not have their fingerprints, is moved to `checkpoints/damaged`, not
         deleted (with `read_only` it stays), and the one before it is tried. Fields of items not asked for stay as they
         are in `abstract`. With another number of replicas the exchange's state is split anew (`exchange.resplit`);
-        `fresh_exchange_state` makes that of a new run, for what cannot be carried over.
+        `fresh_exchange_state` makes that of a new run, for what cannot be carried over; without it that is an error.
         """
         damaged: list[str] = []
         for step in reversed(self.steps):
@@ -166,7 +166,7 @@ class Checkpoints:
         return None
 
     def _restore_step(
-        self, step: int, abstract: TrainState, items: tuple[str, ...], fresh_exchange_state: Callable[[], Any]
+        self, step: int, abstract: TrainState, items: tuple[str, ...], fresh_exchange_state: Callable[[], Any] | None
     ) -> tuple[TrainState, Any]:
         wanted = {name: item for name, item in _items(abstract).items() if name in items and item}
         error, found, meta = None, {}, {}
@@ -244,7 +244,11 @@ def _exchange_shapes(meta: Any) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for name, shape in meta.get("exchange_shapes", {}).items()}
 
 
-def _fresh_exchange(abstract: TrainState, make: Callable[[], Any]) -> dict[str, Any]:
+def _fresh_exchange(abstract: TrainState, make: Callable[[], Any] | None) -> dict[str, Any]:
+    if make is None:
+        raise ConfigError(
+            "the checkpoint has no state of the exchange for this mesh. Restore it with fresh_exchange_state."
+        )
     return _items(abstract.replace(exchange_state=make()))["exchange"]
 
 

@@ -17,7 +17,7 @@ from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.config import Config, ConfigError, load_file, parse, take_choices
 from jaxdl.data import DataConfig, Digits
 from jaxdl.evaluate import EvaluationConfig
-from jaxdl.exchange import Dense, ExchangeConfig
+from jaxdl.exchange import Dense, ExchangeConfig, TopK
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import SGD, Cosine, OptimizerConfig, ScheduleConfig
@@ -73,15 +73,15 @@ class Experiment(Config):
                 f"epochs = {self.epochs:g} and steps = {self.steps}: the length of the run is given twice. "
                 "Set one of them to None: --epochs None or --steps None."
             )
-        correction, momentum = (
-            getattr(self.exchange, "momentum_correction", None),
-            getattr(self.optimizer, "momentum", 0),
-        )
-        if correction is not None and momentum:
-            raise ValueError(
-                f"exchange.momentum_correction = {correction:g} and optimizer.momentum = {momentum:g}: momentum would "
-                "be added up twice. Set --optimizer.momentum 0 (the exchange's takes its place), or no correction."
-            )
+        if isinstance(self.exchange, TopK) and self.exchange.momentum_correction is not None:
+            for name in ("momentum", "b1"):
+                value = getattr(self.optimizer, name, 0)
+                if value:
+                    raise ValueError(
+                        f"exchange.momentum_correction = {self.exchange.momentum_correction:g} and optimizer.{name} = "
+                        f"{value:g}: momentum would be added up twice. Set --optimizer.{name} 0, or no correction. "
+                        "(Weight decay is then no part of the momentum: raise it by 1 / (1 - momentum) for the same.)"
+                    )
         if self.model.modality != self.task.modality:
             raise ValueError(
                 f"model {self.model.kind} reads {self.model.modality}, but task {self.task.kind} is about "

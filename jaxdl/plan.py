@@ -25,12 +25,16 @@ from jaxdl.exchange import (
     Exchange,
     ExchangeConfig,
     GradientLayout,
+    PowerSGD,
+    TopK,
     alone,
     backward_order,
     by_name,
     init_on_mesh,
     leaf_names,
+    state_specs,
 )
+from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, start_devices
 from jaxdl.models import Network
@@ -52,8 +56,10 @@ class Plan:
     total_steps: int
     steps_per_epoch: float
     eval_batch_size: int
+    asked: Experiment
+    """The experiment as it was given; in `experiment` the exchange has been chosen, where that was left open."""
     reasons: tuple[str, ...] = ()
-    """Why the exchange was chosen, where the experiment left it to be: its `exchange` is the one chosen."""
+    """Why this exchange was chosen."""
 
 
 def make_plan(
@@ -83,9 +89,11 @@ def make_plan(
             f"--report.profile-start-step {profile_start}: the run has {total_steps} steps, so nothing would be "
             "recorded. Choose a smaller one, or None."
         )
-    experiment, reasons = settled(experiment, splits.train.spec, mesh, chosen)
+    _check_warmup(experiment, total_steps)
+    asked = experiment
+    experiment, reasons = settled(asked, splits.train.spec, mesh, chosen)
     parts = make_parts(experiment, splits.train.spec, mesh, total_steps, steps_per_epoch)
-    return Plan(experiment, parts, splits, total_steps, steps_per_epoch, eval_batch_size, reasons)
+    return Plan(experiment, parts, splits, total_steps, steps_per_epoch, eval_batch_size, asked, reasons)
 
 
 def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
@@ -138,12 +146,13 @@ def settled(
     auto = experiment.exchange
     if not isinstance(auto, Auto):
         return experiment, ()
+    if mesh.shape[Axis.REPLICA] == 1:
+        return experiment.replaced({"exchange": Dense()}), ("exchange: one replica exchanges nothing",)
     if chosen is not None:
-        return experiment.replaced({"exchange": chosen}), ()
+        note = f"exchange: {label(chosen)}, as chosen when the run began"
+        return experiment.replaced({"exchange": chosen}), (note,)
     network = _network(experiment, spec)
     layout = Layout(experiment.sharding, mesh)
-    if mesh.shape[Axis.REPLICA] == 1:
-        return experiment.replaced({"exchange": Dense()}), ("exchange: dense, since one replica exchanges nothing",)
     shardings = by_name(named(mesh, grad_specs(layout, network.axes, network.param_shapes)))
     shapes = {name: shardings[name].shard_shape(x.shape) for name, x in by_name(network.param_shapes).items()}
     choice = auto.choose(shapes, _gradient_layout(experiment, network, spec, layout), mesh)
@@ -156,11 +165,20 @@ def _network(experiment: Experiment, spec: ImageSpec | TextSpec) -> Network:
 
 def _make_exchange(experiment: Experiment, network: Network, spec: Any, layout: Layout) -> Exchange:
     """The exchange over the mesh's replicas; a single one has nobody to talk to."""
+    config = experiment.exchange
+    if isinstance(config, Compressed):
+        config.check({name: math.prod(x.shape) for name, x in by_name(network.param_shapes).items()})
     if layout.mesh.shape[Axis.REPLICA] == 1:
-        return alone()
-    if isinstance(experiment.exchange, Compressed):
-        experiment.exchange.check({name: math.prod(x.shape) for name, x in by_name(network.param_shapes).items()})
-    return experiment.exchange.build(_gradient_layout(experiment, network, spec, layout))
+        return alone(config.momentum_correction if isinstance(config, TopK) else None)
+    exchange = config.build(_gradient_layout(experiment, network, spec, layout))
+    if isinstance(config, PowerSGD):
+        specs = grad_specs(layout, network.axes, network.param_shapes)
+        if "shard" not in state_specs(exchange, network.param_shapes, specs, layout.mesh):
+            raise ConfigError(
+                f"--exchange.rank {config.rank}: no gradient would be compressed, since two thin matrices of so many "
+                "columns are not smaller than any of them. Choose a smaller rank, or --exchange dense."
+            )
+    return exchange
 
 
 def _gradient_layout(experiment: Experiment, network: Network, spec: Any, layout: Layout) -> GradientLayout:
@@ -178,6 +196,16 @@ def _gradient_layout(experiment: Experiment, network: Network, spec: Any, layout
         order=backward_order(loss, network.param_shapes, spec.blank()),
         stacked=frozenset(name for name, one in zip(names, axes, strict=True) if STACKED in one),
     )
+
+
+def _check_warmup(experiment: Experiment, total_steps: int) -> None:
+    config = experiment.exchange
+    if isinstance(config, Compressed) and config.warmup_steps >= total_steps:
+        raise ConfigError(
+            f"the warm-up of exchange {config.kind} takes {config.warmup_steps} steps, and the run has {total_steps}: "
+            "it would not become what it is to be. Set --exchange.dense-warmup-steps (and of topk "
+            "--exchange.density-warmup-steps) lower."
+        )
 
 
 def _check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, spec_from_json
+from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways, make_mesh, start_devices
 from jaxdl.plan import make_parts
@@ -110,7 +111,8 @@ def restore(workdir: str | Path, *, mesh: MeshConfig | None = None) -> Predictor
     for name in ("config.json", "data.json"):
         if not (Path(workdir) / name).is_file():
             raise ConfigError(f"{workdir}: there is no run in this folder (no {name}). Give the --workdir of a run.")
-    experiment = Experiment.from_json((Path(workdir) / "config.json").read_text())
+    # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
+    experiment = Experiment.from_json((Path(workdir) / "config.json").read_text()).replaced({"exchange": Dense()})
     spec = spec_from_json((Path(workdir) / "data.json").read_text())
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)

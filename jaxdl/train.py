@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import jax
 import tyro
 
+from jaxdl.checkpoint import read_choice
 from jaxdl.config import CLI_STYLE, ConfigError, choices_help, end_interrupted, fail
 from jaxdl.experiment import Experiment, read_command_line
 from jaxdl.plan import compile_train_step, make_plan
@@ -40,7 +41,7 @@ def main(args: list[str] | None = None) -> None:
     try:
         command = parse_command(sys.argv[1:] if args is None else args)
         if command.explain:
-            print_plan(command.experiment)
+            print_plan(command.experiment, command.workdir)
         else:
             train(command.experiment, command.workdir)
     except ConfigError as error:
@@ -82,9 +83,14 @@ def parse_command(args: list[str]) -> Command:
     return Command(command.config, changed, command.workdir, command.devices, command.explain)
 
 
-def print_plan(experiment: Experiment) -> None:
-    """Prints the table of `--explain`: parameters, shapes, specs, bytes, and the memory of the compiled step."""
-    plan = make_plan(experiment)
+def print_plan(experiment: Experiment, workdir: Path | None = None) -> None:
+    """Prints the table of `--explain`: parameters, shapes, specs, bytes, and the memory of the compiled step.
+
+    Where the exchange is to be chosen it is measured, unless it was chosen for the run in `workdir`.
+    """
+    plan = make_plan(experiment, chosen=None if workdir is None else read_choice(workdir))
+    for reason in plan.reasons:
+        print(reason)
     spec = plan.parts.state_spec
     rows = explain(spec.shapes.params, spec.params, plan.parts.layout.mesh)
     memory = compile_train_step(plan).memory_analysis()

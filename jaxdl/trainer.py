@@ -150,10 +150,10 @@ class Session:
         """Makes or restores the state, and opens the reports."""
         restored = None
         if self.workdir is not None:
-            claim_workdir(self.workdir, self.experiment, identity)
+            claim_workdir(self.workdir, self.plan.asked, identity)
             if self.first:
                 replace_file(self.workdir / "data.json", spec_to_json(self.parts.data_spec).encode())
-                if self.plan.reasons:
+                if self.plan.asked != self.experiment and self.parts.layout.mesh.shape[Axis.REPLICA] > 1:
                     write_choice(self.workdir, self.experiment.exchange, self.plan.reasons)
             task = self.parts.task
             self.checkpoints = Checkpoints(

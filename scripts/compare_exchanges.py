@@ -66,6 +66,8 @@ def _split(args: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
+    if args.replica < 2:
+        raise ConfigError(f"--replica {args.replica}: one replica exchanges nothing. Give 2 or more.")
     base = jaxdl.load(args.config, changes)
     mesh = MeshConfig(replica=args.replica, fsdp=1, cpu_devices=args.replica)
     experiments = {

@@ -104,8 +104,8 @@ def test_restored_bit_equal_on_the_same_mesh(tmp_path, exchange):
 @pytest.mark.parametrize(
     ("before", "after", "note"),
     [
-        ((8, 1, 1), (4, 2, 1), "the exchange's residuals of 8 replicas are split over 4, their sum preserved"),
-        ((4, 1, 1), (8, 1, 1), "the exchange's residuals of 4 replicas are split over 8, their sum preserved"),
+        ((8, 1, 1), (4, 2, 1), "exchange: the residual of 8 replicas is split over 4, the sum preserved"),
+        ((4, 1, 1), (8, 1, 1), "exchange: the residual of 4 replicas is split over 8, the sum preserved"),
     ],
 )
 def test_another_number_of_replicas_owes_the_same(tmp_path, exchange, before, after, note):
@@ -128,7 +128,7 @@ def test_one_replica_owes_nothing(tmp_path):
     state = filled(plan_of(TOPK, 2, 1, 1))
     restored = through_a_checkpoint(tmp_path, state, plan_of(TOPK, 1, 1, 1))
     assert restored.state.exchange_state == {}
-    assert restored.notes == ("the exchange's residuals of 2 replicas are dropped: one replica owes nothing",)
+    assert restored.notes == ("exchange: the checkpoint's residual is dropped, for this mesh has no use for it",)
     assert_bit_equal(host(restored.state.params), host(state.params))
 
 
@@ -136,7 +136,7 @@ def test_one_replica_owes_nothing(tmp_path):
 def test_one_replica_becomes_four(tmp_path, exchange):
     plan = plan_of(exchange, 4, 1, 1)
     restored = through_a_checkpoint(tmp_path, filled(plan_of(exchange, 1, 1, 1)), plan)
-    assert restored.notes == ("the exchange's state starts anew: the checkpoint has none for 4 replicas",)
+    assert restored.notes == ("exchange: the residual starts anew",)
     assert_bit_equal(host(restored.state.exchange_state), host(make_exchange_state(plan)))
 
 
@@ -208,6 +208,6 @@ def test_a_resumed_run_ends_bit_equal(tmp_path, capsys, exchange):
 
     if exchange == TOPK:
         other = train(tmp_path / "elsewhere", experiment, (4, 1, 1))
-        assert "residuals of 2 replicas are split over 4, their sum preserved" in capsys.readouterr().out
+        assert "of 2 replicas is split over 4, the sum preserved" in capsys.readouterr().out
         assert int(other.state.exchange_state["common"]["num_updates"]) == 6
         np.testing.assert_allclose(train_losses(tmp_path / "elsewhere"), losses, rtol=0.05)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import statistics
 import time
@@ -21,6 +20,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from jaxdl.bench.output import check_folder, write_json
 from jaxdl.collectives.select import METHODS, Method
 from jaxdl.config import CLI_STYLE, ConfigError
 from jaxdl.exchange import Dense, Exchange, GradientLayout, PowerSGD, Quantized, Sign, TopK, init_on_mesh
@@ -116,8 +116,7 @@ def main(args: list[str]) -> None:
         console.print(f"  - {line}", soft_wrap=True)
     if jax.process_index() != 0:
         return
-    if command.json:
-        replace_file(command.json, (json.dumps(as_json(command, machine, rows, found), indent=2) + "\n").encode())
+    write_json(command.json, as_json(command, machine, rows, found))
     if command.plot:
         replace_file(command.plot, figure(rows, trial.gradients, machine, where))
 
@@ -139,10 +138,8 @@ def parse_command(args: list[str]) -> ExchangeBench:
         raise ConfigError(
             f"--min-speedup {command.min_speedup:g}: slower exchanges would be recommended. Give 1 or more."
         )
-    for name in ("json", "plot"):
-        path = getattr(command, name)
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no folder {path.parent}. Make it first.")
+    check_folder("--json", command.json)
+    check_folder("--plot", command.plot)
     if command.devices is None:
         return command
     if command.mesh.cpu_devices not in (None, command.devices):

@@ -20,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.h100 import h100_mesh
-from jaxdl.config import CLI_STYLE, choices_help
+from jaxdl.config import CLI_STYLE, ConfigError, choices_help
+from jaxdl.exchange import Auto
 from jaxdl.experiment import Experiment, read_command_line
 from jaxdl.plan import compile_train_step, make_plan
 
@@ -67,6 +68,12 @@ def main(args: list[str]) -> None:
     command = parse_command(args)
     devices = None
     if command.h100:
+        auto = command.experiment.exchange
+        if isinstance(auto, Auto) and auto.bandwidth_gbps is None:
+            raise ConfigError(
+                "--h100 with --exchange auto: there is no network here to measure. Give --exchange.bandwidth-gbps and "
+                "--exchange.latency-us."
+            )
         shape = command.experiment.mesh.sizes(8)
         devices = list(h100_mesh(shape).devices.flat)
     plan = make_plan(command.experiment, devices)

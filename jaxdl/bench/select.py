@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import math
 import re
 import statistics
@@ -22,9 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
+from jaxdl.bench.output import check_folder, write_json
 from jaxdl.collectives.select import METHODS, select_top_k
 from jaxdl.config import CLI_STYLE, ConfigError
-from jaxdl.report.summary import replace_file
 
 ORACLE, READ = "lax.top_k", "one read"
 MAX_RECALL_ELEMENTS = 4_000_000
@@ -57,6 +56,7 @@ class SelectBench:
 def main(args: list[str]) -> None:
     """Runs the measurement, or with --hlo the compilation, and prints tables. Exits with 1 when a sort is left."""
     command = parse_command(args)
+    check_folder("--json", command.json)
     console = Console()
     result = {"settings": {name: value for name, value in asdict(command).items() if name != "json"}}
     if command.hlo:
@@ -69,8 +69,7 @@ def main(args: list[str]) -> None:
         result |= {"device": device, "seconds": times, "recall": recalls}
         console.print(times_table(command, times, device))
         console.print(recall_table(command, recalls))
-    if command.json:
-        replace_file(command.json, (json.dumps(result, indent=2) + "\n").encode())
+    write_json(command.json, result)
     if command.hlo:
         limit = command.num_elements / 8
         guilty = [name for name, program in result["programs"].items() if program["largest_sort"] > limit]

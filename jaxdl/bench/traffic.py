@@ -5,7 +5,6 @@ Nothing runs: the exchange of as many gradients as asked for is lowered for a me
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,11 +17,11 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 from rich.table import Table
 
+from jaxdl.bench.output import check_folder, write_json
 from jaxdl.bench.wire import lowered_text, sent_bytes
 from jaxdl.config import CLI_STYLE, Config, ConfigError
 from jaxdl.exchange import Dense, Exchange, GradientLayout, PowerSGD, Quantized, Sign, TopK, exchanged_on_mesh
 from jaxdl.mesh import Axis
-from jaxdl.report import replace_file
 
 EXCHANGES: dict[str, Any] = {
     "dense float32": Dense(),
@@ -71,6 +70,7 @@ def main(args: list[str]) -> None:
     command = tyro.cli(
         TrafficBench, args=args, prog="python -m jaxdl.bench traffic", config=CLI_STYLE, description=__doc__
     )
+    check_folder("--json", command.json_path)
     rows = measure(command)
     table = Table(title=f"{command.num_elements:,} parameters on replica {command.replica} x fsdp {command.fsdp}")
     for heading in ("exchange", "MB a device sends over replica", "of dense float32", "of dense bfloat16"):
@@ -79,8 +79,7 @@ def main(args: list[str]) -> None:
         sent = row.bytes_sent[Axis.REPLICA.value] / 1e6
         table.add_row(row.exchange, f"{sent:.3f}", f"{row.of_float32:.4f}", f"{row.of_bfloat16:.4f}")
     Console(width=120).print(table)
-    if command.json_path is not None:
-        replace_file(command.json_path, (json.dumps([asdict(row) for row in rows], indent=2) + "\n").encode())
+    write_json(command.json_path, [asdict(row) for row in rows])
 
 
 def measure(command: TrafficBench) -> list[Row]:

@@ -73,8 +73,8 @@ def sparse_all_reduce(
     loses nothing, whatever the algorithm.
 
     For `all_to_all` alone: each owner keeps `num_kept` / devices sums, rounded up (`num_kept` defaults to k), chosen by
-    `select_top_k` with `method`, `key` and `num_passes`; there is room for `capacity_factor` times the entries that an owner gets on
-    average from a device, and a little more, and entries beyond it stay in the error.
+    `select_top_k` with `method`, `key` and `num_passes`; there is room for `capacity_factor` times the entries that an
+    owner gets on average from a device, and a little more, and entries beyond it stay in the error.
 
     `all_gather` is linear in `values`, and so is its derivative (of a total whose values are not rounded; that of the
     error is zero); the sum in the derivative travels in the plain format. `all_to_all` has none.

@@ -5,7 +5,7 @@ Residuals are shares of what is owed to the mean gradient, so what counts is the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -70,26 +70,43 @@ def _equal_parts(stored: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
 
 def changed(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> str | None:
     """What becomes of a stored state on the new mesh, in words; None when it goes on as it is."""
-    now = {x.shape[0] for name, x in wanted.items() if _of_replicas(name)}
-    before = {shape[0] for name, shape in stored.items() if _of_replicas(name)}
-    if now == before:
-        return None
-    if not now:
-        return f"the exchange's residuals of {before.pop()} replicas are dropped: one replica owes nothing"
-    if not before:
-        return f"the exchange's state starts anew: the checkpoint has none for {now.pop()} replicas"
-    return f"the exchange's residuals of {before.pop()} replicas are split over {now.pop()}, their sum preserved"
+    kept = {name for name, x in wanted.items() if name in stored and _carries(name, stored[name], x.shape)}
+    split = {name for name in kept if stored[name] != wanted[name].shape}
+    says = []
+    if split:
+        before, now = (_num_replicas({name: shapes[name] for name in split}) for shapes in (stored, _shapes(wanted)))
+        says.append(f"the {_words(split)} of {before} replicas is split over {now}, the sum preserved")
+    if stored.keys() - kept:
+        says.append(f"the checkpoint's {_words(stored.keys() - kept)} is dropped, for this mesh has no use for it")
+    if wanted.keys() - kept:
+        says.append(f"the {_words(wanted.keys() - kept)} starts anew")
+    return f"exchange: {'; '.join(says)}" if says else None
 
 
 def same_kind(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the state is that of the same exchange; none at all is that of one replica.
+    """Whether the state is that of the same exchange, which keeps less of it, or nothing, with one replica.
 
     Its gradients may be others: which are worth compressing may depend on the size of their shards.
     """
-    return not wanted or not stored or _entries(wanted) == _entries(stored)
+    one = 1 in (_num_replicas(stored), _num_replicas(_shapes(wanted)))
+    return not wanted or not stored or one or _entries(wanted) == _entries(stored)
 
 
-def _entries(names: Mapping[str, Any]) -> set[str]:
+def _shapes(wanted: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: x.shape for name, x in wanted.items()}
+
+
+def _num_replicas(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Of a state with these shapes; 0 where it does not show."""
+    return next((shape[0] for name, shape in shapes.items() if _of_replicas(name)), 0)
+
+
+def _words(names: Iterable[str]) -> str:
+    """`momentum, residual`: what the arrays of these names are."""
+    return ", ".join(sorted({entry.split(".")[1] for entry in _entries(names)}))
+
+
+def _entries(names: Iterable[str]) -> set[str]:
     """`replica.residual`, `shard.factor`, `common.num_updates`..."""
     return {".".join(name.split(".")[1:3]) for name in names}
 
