@@ -196,14 +196,20 @@ class Oracle:
         return -n % unit if n >= 16 * unit else 0
 
     def factored_bucket(self, names, owed, key):
-        used, _ = self.split_axes(names)
-        rank = self.config.rank
+        used, whole = self.split_axes(names)
+        rank, ways = self.config.rank, math.prod(self.inner[axis] for axis in whole)
+        matrices = [self.matrix(name) for name in names]
+        self.elements += -(-sum(count * rows * columns for count, rows, columns in matrices) // ways)
+        for size in ([c * rows * rank for c, rows, _ in matrices], [c * columns * rank for c, _, columns in matrices]):
+            own = -(-sum(size) // ways)
+            self.entries += own
+            self.sent["replica"] += 2 * (self.m - 1) / self.m * 4 * own
+            for axis in reversed(whole):
+                self.sent[axis] += (self.inner[axis] - 1) * 4 * own
+                own *= self.inner[axis]
         mean = {name: np.zeros(self.shapes[name], F32) for name in names}
         for name in names:
             count, rows, columns = self.matrix(name)
-            entries = count * (rows + columns) * rank
-            self.entries, self.elements = self.entries + entries, self.elements + count * rows * columns
-            self.sent["replica"] += 2 * (self.m - 1) / self.m * 4 * entries
             for coords in self.places(used):
                 where, place = self.cut(name, coords), tuple(coords.values())
                 own = np.stack([owed[name][r][where] for r in range(self.m)])

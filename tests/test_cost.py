@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdl.bench import exchange as bench
 from jaxdl.config import ConfigError
-from jaxdl.exchange import Dense, GradientLayout, PowerSGD, Quantized, Sign, TopK, init_on_mesh
+from jaxdl.exchange import Dense, GradientLayout, PowerSGD, Quantized, Sign, TopK, exchanged_on_mesh, init_on_mesh
 from jaxdl.exchange.cost import (
     NOMINAL_SPEEDS,
     Cost,
@@ -23,7 +23,7 @@ from jaxdl.exchange.cost import (
     inner_step_sec,
     predict,
 )
-from jaxdl.exchange.probe import fit_link, make_update, probe
+from jaxdl.exchange.probe import fit_link, probe
 from jaxdl.exchange.recommend import label, recommend
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
 
@@ -239,7 +239,7 @@ def test_predicted_bytes_are_those_that_the_exchange_counts(mesh, config):
     links = {name: Link(0.0, 1.0) for name in mesh.shape}
     cost = predict(config, gradients, Machine(links))
     exchange = config.build(gradients.layout)
-    update = make_update(exchange, shapes, specs, mesh)
+    update = jax.jit(exchanged_on_mesh(exchange, shapes, specs, mesh)[0], donate_argnums=1)
     grads = {name: np.ones((gradients.num_replicas, *x.shape), np.float32) for name, x in shapes.items()}
     state = init_on_mesh(exchange, shapes, specs, mesh)
     _, _, metrics = update(grads, state, jax.random.key(0))

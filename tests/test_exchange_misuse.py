@@ -13,8 +13,9 @@ from runs import tiny_experiment
 import jaxdl
 from jaxdl.checkpoint import read_choice
 from jaxdl.config import ConfigError
-from jaxdl.exchange import Auto, Dense, PowerSGD, Quantized, TopK
-from jaxdl.mesh import MeshConfig
+from jaxdl.exchange import Auto, Dense, GradientLayout, PowerSGD, Quantized, TopK
+from jaxdl.mesh import MeshConfig, make_mesh
+from jaxdl.optim import SGD
 from jaxdl.plan import make_plan
 
 REPLICAS = MeshConfig(replica=8, fsdp=1)
@@ -79,7 +80,7 @@ def test_what_the_replicas_differ_by_does_not_pile_up_in_powersgd():
     [
         (TopK(dense_names=("nothing/*",), min_elements=0), r"--exchange.dense-names nothing/\*: no gradient has such"),
         (Quantized(min_elements=10**9), "--exchange.min-elements 1000000000: no gradient would be compressed"),
-        (TopK(dense_names=("*",), min_elements=0), "a name that stays dense"),
+        (TopK(dense_names=("*",), min_elements=0), r"--exchange.dense-names \*: no gradient would be compressed"),
     ],
 )
 def test_options_without_effect(config, message):
@@ -95,14 +96,14 @@ def test_the_choice_is_kept_with_the_run(tmp_path):
     assert kept["exchange"] == run.plan.experiment.exchange.model_dump()
     assert kept["reasons"] == list(run.plan.reasons)
     assert run.plan.reasons
-    assert json.loads((tmp_path / "config.json").read_text())["exchange"] == kept["exchange"]
+    assert json.loads((tmp_path / "config.json").read_text())["exchange"] == GIVEN.model_dump(mode="json")
 
     kept["exchange"] = Dense(wire_dtype="bfloat16").model_dump()
     (tmp_path / "exchange.json").write_text(json.dumps(kept))
     assert read_choice(tmp_path) == Dense(wire_dtype="bfloat16")
     plan = make_plan(experiment, chosen=read_choice(tmp_path))
     assert plan.experiment.exchange == Dense(wire_dtype="bfloat16")
-    assert not plan.reasons
+    assert plan.reasons == ("exchange: dense bfloat16, as chosen when the run began",)
 
     (tmp_path / "exchange.json").write_text("{")
     with pytest.raises(ConfigError, match="not a choice of exchange any more"):
@@ -113,6 +114,47 @@ def test_with_one_replica_nothing_is_measured():
     plan = make_plan(tiny_experiment(exchange=Auto(), mesh=MeshConfig(replica=1, fsdp=8)))
     assert plan.experiment.exchange == Dense()
     assert "one replica exchanges nothing" in plan.reasons[0]
+
+
+def test_a_choice_on_one_replica_is_not_kept(tmp_path):
+    """Begun on one replica and resumed on several, the run chooses then."""
+    experiment = tiny_experiment(exchange=GIVEN, mesh=MeshConfig(replica=1, fsdp=8), steps=2)
+    jaxdl.train(experiment, tmp_path, quiet=True)
+    assert read_choice(tmp_path) is None
+    assert json.loads((tmp_path / "config.json").read_text())["exchange"]["kind"] == "auto"
+
+
+def test_auto_takes_no_exchange_that_would_compress_nothing():
+    layout = GradientLayout()
+    choice = Auto(bandwidth_gbps=0.001, latency_us=1.0, candidates=("quantized",)).choose(
+        {"w": (10, 10)}, layout, make_mesh(REPLICAS, jax.devices()[:8])
+    )
+    assert choice.config == Dense()
+
+
+def test_a_warm_up_longer_than_the_run():
+    with pytest.raises(ConfigError, match="the warm-up of exchange topk takes 12 steps, and the run has 12"):
+        make_plan(tiny_experiment(exchange=TopK(dense_warmup_steps=12, min_elements=0), mesh=REPLICAS, steps=12))
+
+
+def test_powersgd_of_too_high_a_rank():
+    with pytest.raises(ConfigError, match=r"--exchange.rank 64: no gradient would be compressed"):
+        make_plan(tiny_experiment(exchange=PowerSGD(rank=64, min_elements=0), mesh=REPLICAS))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_momentum_of_the_exchange_is_that_of_sgd(num_replicas):
+    """Until entries are sent, and start anew, corrected momentum is plain momentum: of all gradients, on one replica
+    too."""
+    changes = {"steps": 4, "mesh": MeshConfig(replica=num_replicas, fsdp=1)}
+    sgd = {"learning_rate": 0.05, "weight_decay": 0.0, "nesterov": False}
+    devices = jax.devices()[:num_replicas]
+    base = tiny_experiment(**changes, optimizer=SGD(momentum=0.9, **sgd))
+    corrected = TopK(density=1, wire="plain", momentum_correction=0.9, dense_warmup_steps=3, min_elements=64)
+    other = tiny_experiment(**changes, optimizer=SGD(momentum=0.0, **sgd), exchange=corrected)
+    runs = [jaxdl.train(experiment, quiet=True, devices=devices) for experiment in (base, other)]
+    for ours, theirs in zip(*(jax.tree.leaves(run.state.params) for run in runs), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
 def test_momentum_is_added_up_once():

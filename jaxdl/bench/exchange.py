@@ -23,9 +23,19 @@ from rich.table import Table
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.collectives.select import METHODS, Method
 from jaxdl.config import CLI_STYLE, ConfigError
-from jaxdl.exchange import Dense, Exchange, GradientLayout, PowerSGD, Quantized, Sign, TopK, init_on_mesh
+from jaxdl.exchange import (
+    Dense,
+    Exchange,
+    GradientLayout,
+    PowerSGD,
+    Quantized,
+    Sign,
+    TopK,
+    exchanged_on_mesh,
+    init_on_mesh,
+)
 from jaxdl.exchange.cost import Cost, ExchangeChoice, Gradients, Machine, break_even_density, inner_step_sec, predict
-from jaxdl.exchange.probe import make_update, probe
+from jaxdl.exchange.probe import probe
 from jaxdl.exchange.recommend import MIN_SPEEDUP, Recommendation, label, recommend
 from jaxdl.mesh import Axis, MeshConfig, make_mesh, start_devices
 from jaxdl.report import replace_file
@@ -249,7 +259,8 @@ def _run(exchange: Exchange, trial: Trial) -> Callable[[], Mapping[str, jax.Arra
     state = jax.jit(lambda: init_on_mesh(exchange, trial.shapes, trial.specs, trial.mesh))()
     jax.block_until_ready(state)
     key = jax.device_put(jax.random.key(0), NamedSharding(trial.mesh, PartitionSpec()))
-    update = make_update(exchange, trial.shapes, trial.specs, trial.mesh).lower(trial.grads, state, key).compile()
+    function, _ = exchanged_on_mesh(exchange, trial.shapes, trial.specs, trial.mesh)
+    update = jax.jit(function, donate_argnums=1).lower(trial.grads, state, key).compile()
 
     def run() -> Mapping[str, jax.Array]:
         nonlocal state

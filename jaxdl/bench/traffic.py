@@ -115,6 +115,6 @@ def exchange_bytes(config: Any, command: TrafficBench) -> dict[str, float]:
     grads = {
         name: struct(jax.ShapeDtypeStruct((command.replica, *x.shape), x.dtype), stacked) for name, x in shapes.items()
     }
-    text = lowered_text(function, grads, jax.tree.map(struct, *state), jax.ShapeDtypeStruct((2,), jnp.uint32))
+    text = lowered_text(function, grads, jax.tree.map(struct, *state), jax.eval_shape(lambda: jax.random.key(0)))
     # The norms of the metrics, two numbers over all axes at once, are the same for every exchange.
     return {axis: value for axis, value in sent_bytes(text, mesh).items() if "+" not in axis}

@@ -4,6 +4,7 @@ They work on local shards inside a fully manual `shard_map`, so a replica that i
 exchanges each shard with the same shard of the other replicas, and nothing else.
 """
 
+from jaxdl.exchange.alone import alone
 from jaxdl.exchange.auto import Auto
 from jaxdl.exchange.base import (
     Exchange,
@@ -19,7 +20,7 @@ from jaxdl.exchange.base import (
     stacked_state,
     state_specs,
 )
-from jaxdl.exchange.compressed import Compressed, alone
+from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.cost import Gradients, Link, Machine, break_even_density, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.order import backward_order

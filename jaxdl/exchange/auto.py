@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxdl.config import Config, ConfigError, Kind
 from jaxdl.exchange.base import Exchange, GradientLayout
-from jaxdl.exchange.cost import NOMINAL_SPEEDS, ExchangeChoice, Gradients, Link, Machine
+from jaxdl.exchange.cost import NOMINAL_SPEEDS, ExchangeChoice, Gradients, Link, Machine, buckets
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.powersgd import PowerSGD
 from jaxdl.exchange.probe import COLLECTIVES, probe
@@ -24,7 +24,7 @@ Candidate = Literal["bfloat16", "float16", "quantized", "topk", "powersgd", "sig
 
 _FEW_REPLICAS = 4
 """Up to here all-to-all cannot beat all-gather by much, and a second selection only loses entries."""
-_MOST_PROBED = {"cpu": 2**20}
+_MOST_PROBED = {"cpu": 2**20, "gpu": 2**23}
 _INNER_LINKS = {"cpu": Link(2e-5, 2e9), "gpu": Link(5e-6, 1.5e11)}
 """Inside a replica, when only the figures of the slow network are given: orders of magnitude (of NVLink)."""
 
@@ -39,8 +39,8 @@ class Choice:
 
 
 class Auto(Config):
-    """Measures the network when a run begins and takes the exchange that is fastest on it; dense where nothing is
-    gained. The choice is stored with the run."""
+    """Measures the network when a run begins and takes, of the candidates that are fastest on it, the one that changes
+    the gradients least; dense where little is gained. The run keeps the choice."""
 
     kind: Annotated[Literal["auto"], Kind] = "auto"
     candidates: tuple[Candidate, ...] = ("bfloat16", "quantized", "topk")
@@ -86,7 +86,12 @@ class Auto(Config):
         gradients = Gradients(shapes, mesh.shape[Axis.REPLICA], layout)
         if gradients.num_replicas == 1:
             return Choice(Dense(), ("dense float32: there is one replica, which exchanges nothing",))
-        configs = self._configs(gradients.num_replicas)
+        # One that would compress nothing is dense by another name.
+        configs = [
+            config
+            for config in self._configs(gradients.num_replicas)
+            if isinstance(config, Dense) or buckets(config, gradients)[1]
+        ]
         found = recommend(configs, gradients, self._machine(gradients, mesh), min_speedup=self.min_speedup)
         return Choice(found.best, (f"chose {label(found.best)}", *found.reasons))
 
@@ -112,7 +117,7 @@ class Auto(Config):
         bucket = min(gradients.num_elements, int(TopK().bucket_elements))
         return probe(
             mesh,
-            num_elements=max(2**12, min(bucket, _MOST_PROBED.get(platform, 2**23))),
+            num_elements=max(2**12, min(bucket, _MOST_PROBED[platform])),
             density=min(max(self.densities), 0.25),
             methods=(TopK().method,) if "topk" in self.candidates else (),
             bits=bits,

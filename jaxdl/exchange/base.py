@@ -206,7 +206,7 @@ def gathered_like(grads: Any, specs: Any, wanted: Any) -> tuple[Any, dict[str, f
 def exchanged_on_mesh(exchange: Exchange, shapes: Any, specs: Any, mesh: Any) -> tuple[Callable[..., Any], Any]:
     """`(function, (state's shapes, state's specs))` of an exchange alone, on a mesh that may be abstract.
 
-    `function(grads, state, key data) -> (mean, state, metrics)` takes gradients `[replica, *shape]`; `shapes` are those
+    `function(grads, state, key) -> (mean, state, metrics)` takes gradients `[replica, *shape]`; `shapes` are those
     of the global gradients, `specs` their PartitionSpecs.
     """
     places = state_specs(exchange, shapes, specs, mesh)
@@ -217,7 +217,7 @@ def exchanged_on_mesh(exchange: Exchange, shapes: Any, specs: Any, mesh: Any) ->
             jax.tree.map(lambda x: x[0], grads),
             own_state(state, places),
             axis=Axis.REPLICA.value,
-            key=jax.random.wrap_key_data(key),
+            key=key,
         )
         return mean, stacked_state(new, places), metrics
 

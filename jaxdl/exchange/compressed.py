@@ -7,6 +7,7 @@ Seide et al. 2014; Karimireddy et al. 2019): sum of shares + residuals before = 
 
 from __future__ import annotations
 
+import abc
 import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from jax import lax
 
 from jaxdl.collectives.primitive import alike
 from jaxdl.config import Config, ConfigError
+from jaxdl.exchange.alone import grown
 from jaxdl.exchange.base import (
     PER_REPLICA,
     Exchange,
@@ -55,7 +57,7 @@ class Bucketed(Config):
         return order if self.bucket_order == "backward" else order[::-1]
 
 
-class Compressed(Bucketed):
+class Compressed(Bucketed, abc.ABC):
     """Options of every compressed exchange."""
 
     error_feedback: bool = True
@@ -91,6 +93,14 @@ class Compressed(Bucketed):
     def warmup_steps(self) -> int:
         """Steps before the exchange is what it is for the rest of the run."""
         return self.dense_warmup_steps
+
+    @abc.abstractmethod
+    def engine(self, layout: GradientLayout) -> CompressedExchange:
+        """The exchange with all its parts; `build` gives what of it the step needs."""
+
+    def build(self, layout: GradientLayout | None = None) -> Exchange:
+        """The exchange, for gradients that lie as `layout` says, or else are all this device's own."""
+        return self.engine(layout or GradientLayout()).build()
 
     def stays_dense(self, name: str, num_elements: int) -> bool:
         """Whether a gradient is exchanged whole; `num_elements` counts those of all its shards."""
@@ -173,6 +183,16 @@ class CompressedExchange:
             (dense if stays else compressed).append(name)
         return dense, compressed
 
+    def buckets(self, leaves: Mapping[str, Any]) -> tuple[list[Bucket], list[Bucket]]:
+        """The messages for gradients of these shapes: dense ones and compressed ones."""
+        shapes, limit = {name: leaf.shape for name, leaf in leaves.items()}, self.options.bucket_elements
+        dense, compressed = self.chosen(leaves)
+        most = math.inf if self.one_message else limit
+        return (
+            make_buckets(dense, shapes, self.layout, max_elements=limit),
+            make_buckets(compressed, shapes, self.layout, max_elements=most),
+        )
+
     def init(self, grads: Any) -> ExchangeState:
         """The state: what is owed and the momentum, zero; the shards' own; the number of updates for the stages."""
         leaves = by_name(grads)
@@ -199,16 +219,11 @@ class CompressedExchange:
         leaves = by_name(grads)
         check_local(leaves, axis)
         shares = {name: leaf.astype(jnp.float32) / lax.axis_size(axis) for name, leaf in leaves.items()}
-        dense, compressed = self.chosen(leaves)
-        shapes = {name: leaf.shape for name, leaf in leaves.items()}
-        limit = self.options.bucket_elements
+        dense, buckets = self.buckets(leaves)
+        compressed = [name for bucket in buckets for name in bucket.names]
         kept = state.get(PER_REPLICA, {})
         due = self._due(shares, kept)
-        dense_messages = [
-            send_dense(bucket, due, layout=self.layout, axis=axis)
-            for bucket in make_buckets(dense, shapes, self.layout, max_elements=limit)
-        ]
-        buckets = make_buckets(compressed, shapes, self.layout, max_elements=math.inf if self.one_message else limit)
+        dense_messages = [send_dense(bucket, due, layout=self.layout, axis=axis) for bucket in dense]
         owed = {name: due[name] for name in compressed}
         momentum = owed if self.momentum_correction is not None else None
         if "residual" in kept:
@@ -217,7 +232,10 @@ class CompressedExchange:
         total, error, momentum, shard, costs = self._sent(buckets, carried, state, axis, key)
         for message in dense_messages:
             total |= message.total
-        rest = {"residual": error, "momentum": {name: due[name] for name in dense} | (momentum or {})}
+        rest = {
+            "residual": error,
+            "momentum": {name: due[name] for bucket in dense for name in bucket.names} | (momentum or {}),
+        }
         new_state = {
             PER_REPLICA: {entry: rest[entry] for entry in kept},
             "shard": shard,
@@ -263,41 +281,6 @@ class CompressedExchange:
         step = state["common"]["num_updates"]
         number = sum((step >= stage.until_step).astype(jnp.int32) for stage in plan[:-1])
         return lax.switch(number, [by_stage(stage) for stage in plan], carried)
-
-
-def grown(momentum: Leaves, shares: Leaves, factor: float) -> Leaves:
-    """Momentum after a step with these shares."""
-    return {name: factor * momentum[name] + x for name, x in shares.items()}
-
-
-def alone(momentum_correction: float | None = None) -> Exchange:
-    """The exchange of a single replica: its gradients are the mean already; nothing is sent, nothing is owed.
-
-    With `momentum_correction` it keeps the momentum that the optimizer does not have, and returns that.
-    """
-
-    def init(grads: Any) -> ExchangeState:
-        if momentum_correction is None:
-            return {}
-        zeros = {name: jnp.zeros(x.shape, jnp.float32) for name, x in by_name(grads).items()}
-        return {PER_REPLICA: {"momentum": zeros}}
-
-    def update(
-        grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
-    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
-        del key
-        if momentum_correction is not None:
-            leaves = {name: x.astype(jnp.float32) for name, x in by_name(grads).items()}
-            momentum = grown(state[PER_REPLICA]["momentum"], leaves, momentum_correction)
-            state = {PER_REPLICA: {"momentum": momentum}}
-            sums = [momentum[name].astype(x.dtype) for name, x in by_name(grads).items()]
-            grads = jax.tree.unflatten(jax.tree.structure(grads), sums)
-        zero, one = jnp.float32(0), jnp.float32(1)
-        metrics = {f"bytes_sent/{axis}": zero, "compression": one, "density": one}
-        # The sum over one device changes the type alone: from here on the gradients are those of all replicas.
-        return lax.psum(grads, axis), state, metrics | {"residual_norm": zero, "residual_ratio": zero}
-
-    return Exchange(init, update)
 
 
 def _joined(messages: Sequence[Sent], carried: Any, axis: str, layout: GradientLayout) -> Any:

@@ -14,6 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket, make_buckets
 from jaxdl.exchange.compressed import Compressed
@@ -167,7 +170,7 @@ def predict(config: ExchangeChoice, gradients: Gradients, machine: Machine) -> C
     """The cost of one `update` of an exchange, after all warm-ups. Raises ValueError for a speed that is not known."""
     if gradients.num_replicas == 1:
         return Cost()
-    dense, compressed = _buckets(config, gradients)
+    dense, compressed = buckets(config, gradients)
     dtype = config.wire_dtype if isinstance(config, Dense) else "float32"
     costs = [_dense(bucket, dtype, gradients, machine) for bucket in dense]
     for bucket in compressed:
@@ -223,31 +226,14 @@ def break_even_density(
     return math.sqrt(low * high)
 
 
-def _buckets(config: ExchangeChoice, gradients: Gradients) -> tuple[list[Bucket], list[Bucket]]:
+def buckets(config: ExchangeChoice, gradients: Gradients) -> tuple[list[Bucket], list[Bucket]]:
     """The messages of an exchange as `update` makes them: dense ones, and compressed ones."""
-    shapes, layout = gradients.shapes, gradients.layout
-    names = config.ordered(list(shapes), layout)
-    whole = set(names)
+    layout = gradients.layout
     if isinstance(config, Compressed):
-        whole = {
-            name
-            for name in names
-            if config.stays_dense(name, math.prod(shapes[name]) * layout.ways(layout.used(name)))
-            or not _suits(config, name, gradients)
-        }
-    limit = config.bucket_elements
-    dense = make_buckets([name for name in names if name in whole], shapes, layout, max_elements=limit)
-    rest = [name for name in names if name not in whole]
-    limit = math.inf if isinstance(config, PowerSGD) else limit
-    return dense, make_buckets(rest, shapes, layout, max_elements=limit)
-
-
-def _suits(config: ExchangeChoice, name: str, gradients: Gradients) -> bool:
-    shape = gradients.shapes[name]
-    if not isinstance(config, PowerSGD):
-        return len(shape) > 0
-    _, rows, columns = matrix_shape(shape, stacked=name in gradients.layout.stacked)
-    return min(rows, columns) > 0 and config.rank * (rows + columns) < rows * columns
+        leaves = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in gradients.shapes.items()}
+        return config.engine(layout).buckets(leaves)
+    names = config.ordered(list(gradients.shapes), layout)
+    return make_buckets(names, gradients.shapes, layout, max_elements=config.bucket_elements), []
 
 
 def _link(machine: Machine, axis: str) -> Link:
@@ -352,7 +338,9 @@ def _powersgd(config: PowerSGD, bucket: Bucket, gradients: Gradients, machine: M
         matrix_shape(shape, stacked=name in gradients.layout.stacked)
         for name, shape in zip(bucket.names, bucket.shapes, strict=True)
     ]
-    entries = sum(count * (rows + columns) * config.rank for count, rows, columns in shapes)
+    factors = [config.rank * sum(count * size[side] for count, *size in shapes) for side in (0, 1)]
+    # Each of the devices that hold the same sends its share of a factor, and gathers the others'.
+    entries = sum(-(-size // bucket.ways) for size in factors)
     sent = 2 * (m - 1) / m * _FLOAT_BYTES * entries
     link = _slow(machine).of("all_reduce/float32")
     products = 3 * 2 * config.rank * bucket.num_elements

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import zlib
 from typing import Annotated, Literal
@@ -12,9 +13,9 @@ import pydantic
 from jax import lax
 
 from jaxdl.config import Kind
-from jaxdl.exchange.base import Exchange, GradientLayout
+from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket
-from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Sent, Stage
+from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
 
 _EPSILON = 1e-6
 """Columns that shrink to this share of their length when made orthogonal are numerical noise."""
@@ -33,14 +34,10 @@ class PowerSGD(Compressed):
     rank: int = pydantic.Field(default=4, ge=1, le=64)
     """Columns of the thin matrices."""
 
-    def build(self, layout: GradientLayout | None = None) -> Exchange:
+    def engine(self, layout: GradientLayout) -> CompressedExchange:
         """The exchange; its state is the residual and, for each shard, the right factor of the last step."""
-        layout = layout or GradientLayout()
 
         def suits(name: str, shape: tuple[int, ...]) -> bool:
-            # What lies whole on several devices is shared out where it is dense; here each would send all of it.
-            if layout.whole(name):
-                return False
             _, rows, columns = matrix_shape(shape, stacked=name in layout.stacked)
             return min(rows, columns) > 0 and self.rank * (rows + columns) < rows * columns
 
@@ -53,6 +50,11 @@ class PowerSGD(Compressed):
                 factors[name] = jax.random.normal(key, (count, columns, self.rank), jnp.float32)
             return {"factor": factors} if factors else {}
 
+        return CompressedExchange(
+            self, layout, [Stage(math.inf, self._send(layout))], suits=suits, init_shard=init_shard, one_message=True
+        )
+
+    def _send(self, layout: GradientLayout) -> Send:
         def send(
             bucket: Bucket,
             owed: Leaves,
@@ -67,38 +69,35 @@ class PowerSGD(Compressed):
             shapes = {name: matrix_shape(owed[name].shape, stacked=name in layout.stacked) for name in bucket.names}
             matrices = {name: owed[name].reshape(shape) for name, shape in shapes.items()}
             right = {name: shard["factor"][name] for name in bucket.names}
-            left = _summed({name: _matmul(m, right[name]) for name, m in matrices.items()}, axis)
+            left, left_size = _summed({name: _matmul(m, right[name]) for name, m in matrices.items()}, bucket, axis)
             left = {name: orthonormal(x) for name, x in left.items()}
             own = {name: _matmul(jnp.swapaxes(m, 1, 2), left[name]) for name, m in matrices.items()}
-            new = _summed(own, axis)
+            new, right_size = _summed(own, bucket, axis)
 
             def product(factors: Leaves) -> Leaves:
                 wide = {name: _matmul(left[name], jnp.swapaxes(x, 1, 2)) for name, x in factors.items()}
                 return {name: x.reshape(owed[name].shape) for name, x in wide.items()}
 
-            total = product(new)
             # The paper's replicas all keep what they owed less the mean. The sum is the same, but what the replicas
             # differ by would never be sent and add up for ever.
-            error = {name: owed[name] - x for name, x in product(own).items()}
-            num_replicas = lax.axis_size(axis)
+            error = {name: owed[name] - x for name, x in product(own).items()} if self.error_feedback else None
             # A column of zeros, of a gradient that was zero or of lower rank, would stay zero for ever.
             factor = {
                 name: jnp.where(jnp.any(x != 0, axis=1, keepdims=True), x, right[name]) for name, x in new.items()
             }
-            entries = sum(count * (rows + columns) * self.rank for count, rows, columns in shapes.values())
-            sent = 2 * (num_replicas - 1) / num_replicas * 4 * entries
+            num_replicas, entries = lax.axis_size(axis), left_size.num_own + right_size.num_own
+            inner = [size.split_bytes(layout) for size in (left_size, right_size)]
             return Sent(
-                total=total,
-                error=error if self.error_feedback else None,
-                sent_bytes={axis: sent},
+                total=product(new),
+                error=error,
+                sent_bytes={axis: 2 * (num_replicas - 1) / num_replicas * 4 * entries}
+                | {name: inner[0][name] + inner[1][name] for name in inner[0]},
                 num_entries=entries,
-                num_elements=bucket.num_elements,
+                num_elements=bucket.num_own,
                 shard={"factor": factor},
             )
 
-        return CompressedExchange(
-            self, layout, [Stage(math.inf, send)], suits=suits, init_shard=init_shard, one_message=True
-        ).build()
+        return send
 
 
 def matrix_shape(shape: tuple[int, ...], *, stacked: bool) -> tuple[int, int, int]:
@@ -125,11 +124,11 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-def _summed(parts: Leaves, axis: str) -> Leaves:
-    """The sums over the axis of all arrays, as one message."""
-    flat = lax.psum(jnp.concatenate([x.reshape(-1) for x in parts.values()]), axis)
-    sums, start = {}, 0
-    for name, x in parts.items():
-        sums[name] = lax.slice_in_dim(flat, start, start + x.size).reshape(x.shape)
-        start += x.size
-    return sums
+def _summed(parts: Leaves, bucket: Bucket, axis: str) -> tuple[Leaves, Bucket]:
+    """The sums over the axis of all arrays, as one message, which devices that hold the same share out; and its form.
+
+    So one device decides each number, and what is the same on several devices stays so bit by bit.
+    """
+    shapes = tuple(parts[name].shape for name in bucket.names)
+    message = dataclasses.replace(bucket, shapes=shapes)
+    return message.split(lax.psum(message.join(parts), axis)), message

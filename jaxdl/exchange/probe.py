@@ -6,6 +6,7 @@ this alike, and gets the numbers of process 0.
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdl.collectives import packing
 from jaxdl.collectives.quantized import quantized_all_reduce
 from jaxdl.collectives.select import Method, select_top_k
-from jaxdl.exchange.base import Exchange, own_state, stacked_state, state_specs
 from jaxdl.exchange.cost import Link, Machine, Speeds
-from jaxdl.mesh import Axis
-from jaxdl.sharding import is_spec
 
 COLLECTIVES = ("all_reduce/float32", "all_reduce/bfloat16", "all_reduce/float16", "all_gather", "all_to_all")
 """What is measured on each axis, by the names of `Link.collectives`."""
@@ -61,24 +59,6 @@ def probe(
         if num_devices > 1
     }
     return Machine(links, _probe_speeds(mesh, size, density, methods, bits, num_repeats), source="measured")
-
-
-def make_update(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh) -> Any:
-    """The jitted `update` of an exchange on a mesh, `(grads, state, key) -> (mean, state, metrics)`; takes the state.
-
-    `shapes` are those of one replica's whole gradients and `specs` their PartitionSpecs; `grads` are
-    `[replica, *shape]`, and the state is that of `init_on_mesh`.
-    """
-    replica, lies = Axis.REPLICA.value, state_specs(exchange, shapes, specs, mesh)
-
-    def one_device(grads: Any, state: Any, key: jax.Array) -> Any:
-        own = jax.tree.map(lambda x: x[0], grads)
-        mean, state, metrics = exchange.update(own, own_state(state, lies), axis=replica, key=key)
-        return mean, stacked_state(state, lies), metrics
-
-    stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)
-    in_specs, out_specs = (stacked, lies, PartitionSpec()), (specs, lies, PartitionSpec())
-    return jax.jit(jax.shard_map(one_device, mesh=mesh, in_specs=in_specs, out_specs=out_specs), donate_argnums=1)
 
 
 def fit_link(num_messages: float, num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
@@ -173,21 +153,15 @@ def _probe_speeds(
         order = lax.bitcast_convert_type(x[:sorted_size], jnp.uint32)
         return lax.sort((order, x[:sorted_size]), num_keys=1, is_stable=False)
 
-    def product(x: jax.Array) -> Any:
-        matrix = x[: rows * rows].reshape(rows, rows)
-        left = jnp.matmul(matrix, matrix[:, :_RANK], precision=lax.Precision.HIGHEST)
-        right = jnp.matmul(matrix.T, left, precision=lax.Precision.HIGHEST)
-        return jnp.matmul(left, right.T, precision=lax.Precision.HIGHEST)
-
-    def project(x: jax.Array) -> Any:
-        columns = x[: _RANK * rows].reshape(_RANK, rows)
-        column = columns[0]
-        for number in range(_NUM_OPERATIONS // 2):
-            other = columns[1 + number % (_RANK - 1)]
-            column = column - jnp.sum(other * column) * other
-        return column
-
-    works = [lambda x: x * 2, *map(select, methods), *map(quantize, bits), receive, sort, product, project]
+    works = [
+        lambda x: x * 2,
+        *map(select, methods),
+        *map(quantize, bits),
+        receive,
+        sort,
+        functools.partial(_product, rows),
+        functools.partial(_project, rows),
+    ]
     copied, *times = _timed(mesh, [(work, size) for work in works], num_repeats)
     selected, times = times[: len(methods)], times[len(methods) :]
     quantized, (received, sorted_, multiplied, projected) = times[: len(bits)], times[len(bits) :]
@@ -203,10 +177,28 @@ def _probe_speeds(
     )
 
 
+def _product(rows: int, x: jax.Array) -> Any:
+    """The three thin products of one step of PowerSGD."""
+    matrix = x[: rows * rows].reshape(rows, rows)
+    left = jnp.matmul(matrix, matrix[:, :_RANK], precision=lax.Precision.HIGHEST)
+    right = jnp.matmul(matrix.T, left, precision=lax.Precision.HIGHEST)
+    return jnp.matmul(left, right.T, precision=lax.Precision.HIGHEST)
+
+
+def _project(rows: int, x: jax.Array) -> Any:
+    """A chain of small operations, as in Gram-Schmidt."""
+    columns = x[: _RANK * rows].reshape(_RANK, rows)
+    column = columns[0]
+    for number in range(_NUM_OPERATIONS // 2):
+        other = columns[1 + number % (_RANK - 1)]
+        column = column - jnp.sum(other * column) * other
+    return column
+
+
 def _timed(mesh: Mesh, works: Sequence[tuple[Work, int]], num_repeats: int) -> list[float]:
     """Seconds of functions of float32 `[size]` on every device at once, less those of one that does nothing."""
     everywhere = PartitionSpec(tuple(mesh.axis_names))
-    keys = {size: _normal(mesh, size, everywhere) for size in {size for _, size in works}}
+    inputs = {size: _normal(mesh, size, everywhere) for size in {size for _, size in works}}
 
     def compiled(work: Work, size: int) -> Callable[[], Any]:
         def one_device(x: jax.Array) -> Any:
@@ -214,11 +206,11 @@ def _timed(mesh: Mesh, works: Sequence[tuple[Work, int]], num_repeats: int) -> l
 
         # Nobody reads the results, so their types need not be right.
         mapped = jax.shard_map(one_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-        x = keys[size]
+        x = inputs[size]
         function = jax.jit(mapped).lower(x).compile()
         return lambda: function(x)
 
-    smallest = min(keys)
+    smallest = min(inputs)
     runs = [compiled(lambda x: x[:1], smallest), *(compiled(work, size) for work, size in works)]
     times: list[list[float]] = [[] for _ in runs]
     for repeat in range(num_repeats + 1):

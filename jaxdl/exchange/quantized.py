@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxdl.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
 from jaxdl.config import Kind
-from jaxdl.exchange.base import Exchange, GradientLayout
+from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket
 from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
 
@@ -37,10 +37,9 @@ class Quantized(Compressed):
             )
         return self
 
-    def build(self, layout: GradientLayout | None = None) -> Exchange:
+    def engine(self, layout: GradientLayout) -> CompressedExchange:
         """The exchange; it keeps a residual only with error feedback."""
-        layout = layout or GradientLayout()
-        return CompressedExchange(self, layout, [Stage(math.inf, _send(self, self.bits, layout))]).build()
+        return CompressedExchange(self, layout, [Stage(math.inf, _send(self, self.bits, layout))])
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
         """Bytes that one device sends over the slow axis for a bucket."""
@@ -63,10 +62,9 @@ class Sign(Compressed):
             raise ValueError("error_feedback = False: signs alone are biased and do not converge. Leave it on.")
         return self
 
-    def build(self, layout: GradientLayout | None = None) -> Exchange:
+    def engine(self, layout: GradientLayout) -> CompressedExchange:
         """The exchange; its state is the residual."""
-        layout = layout or GradientLayout()
-        return CompressedExchange(self, layout, [Stage(math.inf, _send(self, 1, layout))]).build()
+        return CompressedExchange(self, layout, [Stage(math.inf, _send(self, 1, layout))])
 
     def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
         """Bytes that one device sends over the slow axis for a bucket."""

@@ -12,7 +12,7 @@ from jax import lax
 from jaxdl.collectives.select import select_top_k
 from jaxdl.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
 from jaxdl.config import Kind
-from jaxdl.exchange.base import Exchange, GradientLayout
+from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket
 from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
 
@@ -55,15 +55,14 @@ class TopK(Compressed):
             raise ValueError(f"num_passes = {self.num_passes}: method {self.method} has none. Choose method mstopk.")
         return self
 
-    def build(self, layout: GradientLayout | None = None) -> Exchange:
+    def engine(self, layout: GradientLayout) -> CompressedExchange:
         """The exchange; its state is the residual, and the momentum when that is corrected."""
-        layout = layout or GradientLayout()
         return CompressedExchange(
             self,
             layout,
             [Stage(until_step, self._send(density, layout)) for until_step, density in self.densities()],
             momentum_correction=self.momentum_correction,
-        ).build()
+        )
 
     @property
     def warmup_steps(self) -> int:
