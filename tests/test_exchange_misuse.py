@@ -14,9 +14,10 @@ import jaxdl
 from jaxdl.checkpoint import read_choice
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto, Dense, GradientLayout, PowerSGD, Quantized, TopK
-from jaxdl.mesh import MeshConfig, make_mesh
+from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.optim import SGD
-from jaxdl.plan import make_plan
+from jaxdl.plan import compile_train_step, make_initial_state, make_plan
+from jaxdl.precision import Float16
 
 REPLICAS = MeshConfig(replica=8, fsdp=1)
 GIVEN = Auto(bandwidth_gbps=1.0, latency_us=20.0)
@@ -155,6 +156,32 @@ def test_momentum_of_the_exchange_is_that_of_sgd(num_replicas):
     runs = [jaxdl.train(experiment, quiet=True, devices=devices) for experiment in (base, other)]
     for ours, theirs in zip(*(jax.tree.leaves(run.state.params) for run in runs), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
+
+
+def test_what_is_owed_does_not_depend_on_the_loss_scale():
+    """With float16: residual and momentum are those of the gradients, and a skipped step leaves them bit-equal."""
+    exchange = TopK(density=0.05, momentum_correction=0.9, min_elements=64)
+    changes = {"precision": Float16(), "exchange": exchange, "optimizer": SGD(momentum=0.0, nesterov=False)}
+    plan = make_plan(tiny_experiment(**changes, mesh=MeshConfig(replica=2, fsdp=2)), jax.devices()[:4])
+    batch = jax.device_put(plan.splits.train.batch(np.arange(16)), batch_sharding(plan.parts.layout.mesh))
+    step = compile_train_step(plan)
+
+    def after(scale):
+        state = make_initial_state(plan)
+        state = state.replace(loss_scale=state.loss_scale | {"scale": jnp.full_like(state.loss_scale["scale"], scale)})
+        before = jax.device_get(state.exchange_state)
+        state, metrics = step(state, batch)
+        return before, jax.device_get(state.exchange_state), float(metrics["skipped_steps"])
+
+    (_, one, skipped), (_, other, _) = after(2.0**8), after(2.0**13)
+    assert not skipped
+    for kind in ("residual", "momentum"):
+        for ours, theirs in zip(*(jax.tree.leaves(x["replica"][kind]) for x in (one, other)), strict=True):
+            # Rounding of float16 chooses other entries here and there, and those are 0 in one and not in the other.
+            np.testing.assert_allclose(np.linalg.norm(ours), np.linalg.norm(theirs), rtol=0.05, atol=1e-5)
+    before, unchanged, skipped = after(2.0**40)
+    assert skipped == 1
+    jax.tree.map(np.testing.assert_array_equal, before, unchanged)
 
 
 def test_momentum_is_added_up_once():
