@@ -32,7 +32,6 @@ from jaxdl.exchange import (
     by_name,
     init_on_mesh,
     leaf_names,
-    state_specs,
 )
 from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment
@@ -170,15 +169,16 @@ def _make_exchange(experiment: Experiment, network: Network, spec: Any, layout: 
         config.check({name: math.prod(x.shape) for name, x in by_name(network.param_shapes).items()})
     if layout.mesh.shape[Axis.REPLICA] == 1:
         return alone(config.momentum_correction if isinstance(config, TopK) else None)
-    exchange = config.build(_gradient_layout(experiment, network, spec, layout))
-    if isinstance(config, PowerSGD):
-        specs = grad_specs(layout, network.axes, network.param_shapes)
-        if "shard" not in state_specs(exchange, network.param_shapes, specs, layout.mesh):
-            raise ConfigError(
-                f"--exchange.rank {config.rank}: no gradient would be compressed, since two thin matrices of so many "
-                "columns are not smaller than any of them. Choose a smaller rank, or --exchange dense."
-            )
-    return exchange
+    gradients = _gradient_layout(experiment, network, spec, layout)
+    shapes = {name: x.shape for name, x in by_name(network.param_shapes).items()}
+    if isinstance(config, PowerSGD) and not any(
+        config.is_smaller(shape, stacked=name in gradients.stacked) for name, shape in shapes.items()
+    ):
+        raise ConfigError(
+            f"--exchange.rank {config.rank}: no gradient would be compressed, since two thin matrices of so many "
+            "columns are not smaller than any of them. Choose a smaller rank, or --exchange dense."
+        )
+    return config.build(gradients)
 
 
 def _gradient_layout(experiment: Experiment, network: Network, spec: Any, layout: Layout) -> GradientLayout:

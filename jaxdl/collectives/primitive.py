@@ -66,7 +66,9 @@ def define(
         mlir.register_lowering(primitive, lowered, platform=platform)
 
     def batch(axis_data: Any, operands: Sequence[Any], dims: Sequence[Any], **params: Any) -> Any:
-        fronted = [batching.bdim_at_front(x, dim, axis_data.size) for x, dim in zip(operands, dims, strict=True)]
+        fronted = [
+            jnp.asarray(batching.bdim_at_front(x, dim, axis_data.size)) for x, dim in zip(operands, dims, strict=True)
+        ]
         if axis_data.name not in params.get("axes", ()):
             outputs = primitive.bind(*fronted, **params)
             return outputs, [0] * len(outputs)

@@ -38,8 +38,7 @@ class PowerSGD(Compressed):
         """The exchange; its state is the residual and, for each shard, the right factor of the last step."""
 
         def suits(name: str, shape: tuple[int, ...]) -> bool:
-            _, rows, columns = matrix_shape(shape, stacked=name in layout.stacked)
-            return min(rows, columns) > 0 and self.rank * (rows + columns) < rows * columns
+            return self.is_smaller(shape, stacked=name in layout.stacked)
 
         def init_shard(leaves: Leaves) -> dict[str, Leaves]:
             factors = {}
@@ -53,6 +52,11 @@ class PowerSGD(Compressed):
         return CompressedExchange(
             self, layout, [Stage(math.inf, self._send(layout))], suits=suits, init_shard=init_shard, one_message=True
         )
+
+    def is_smaller(self, shape: tuple[int, ...], *, stacked: bool) -> bool:
+        """Whether two thin matrices have fewer elements than a gradient of this shape."""
+        _, rows, columns = matrix_shape(shape, stacked=stacked)
+        return min(rows, columns) > 0 and self.rank * (rows + columns) < rows * columns
 
     def _send(self, layout: GradientLayout) -> Send:
         def send(

@@ -34,7 +34,9 @@ def readable(wanted: Flat, stored: Mapping[str, tuple[int, ...]]) -> Flat:
             sharding = NamedSharding(mesh, PartitionSpec(None, *x.sharding.spec[1:]))
             found[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
         else:
-            dtype = jnp.float32 if x is None else x.dtype
+            # Of what is not wanted the dtype is known by its kind: counters, and parts of gradients.
+            unwanted = jnp.int32 if name.split(".")[1:2] == ["common"] else jnp.float32
+            dtype = unwanted if x is None else x.dtype
             found[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
     return found
 
