@@ -105,7 +105,7 @@ def test_a_signal_while_restoring_changes_nothing(finished, monkeypatch):
     _, workdir, _ = finished
     before = contents(workdir)
 
-    def restore(self, *_):
+    def restore(self, *_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 

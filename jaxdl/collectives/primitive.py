@@ -73,10 +73,10 @@ def define(
             outputs = primitive.bind(*fronted, **params)
             return outputs, [0] * len(outputs)
         # `vmap(axis_name=...)` stands in for the devices.
-        one = functools.partial(_batched(implementation, core_ndims), **params)
-        outputs = jax.vmap(one, axis_name=axis_data.name)(*fronted)
         cores = [jax.ShapeDtypeStruct(_core(x, ndim), x.dtype) for x, ndim in zip(fronted, core_ndims, strict=True)]
         same = [result.same for result in results(*cores, **params)]
+        one = functools.partial(_batched(implementation, core_ndims), **params)
+        outputs = jax.vmap(one, axis_name=axis_data.name)(*fronted)
         outputs = [x[0] if once else x for x, once in zip(outputs, same, strict=True)]
         return outputs, [None if once else 0 for once in same]
 
