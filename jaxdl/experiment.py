@@ -7,14 +7,15 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
+import tyro
 
 from jaxdl.checkpoint import CheckpointConfig
-from jaxdl.config import Config, ConfigError, load_file, parse, take_choices
+from jaxdl.config import CLI_STYLE, Config, ConfigError, choices_help, load_file, parse, take_choices
 from jaxdl.data import DataConfig, Digits
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeConfig, TopK
@@ -26,6 +27,8 @@ from jaxdl.report import ReportConfig
 from jaxdl.sharding import ShardingConfig
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification, LanguageModelling
+
+CommandT = TypeVar("CommandT")
 
 
 class Experiment(Config):
@@ -127,6 +130,22 @@ def load_experiment(path: str | Path) -> Experiment:
     if not isinstance(experiment, Experiment):
         raise ConfigError(f"--config {path}: config() returned {type(experiment).__name__}, not an Experiment.")
     return experiment
+
+
+def parse_command_line(
+    command: Callable[[Path, Experiment], CommandT], args: Sequence[str], *, about: str, prog: str, intro: str = ""
+) -> tuple[CommandT, Experiment]:
+    """The command line of a program about one experiment, and the experiment of its file with the choices switched.
+
+    `command` is a dataclass whose first fields are the config's path and the experiment; the others are the program's
+    own options; `intro` stands above them in the help. Raises ConfigError, or exits as tyro does (0 after --help, 2 for
+    a mistake).
+    """
+    path, experiment, left = read_command_line(args, about=about, prog=prog)
+    default = command(path, experiment)
+    description = intro + choices_help(experiment)
+    parsed = tyro.cli(type(default), args=left, default=default, prog=prog, config=CLI_STYLE, description=description)
+    return parsed, experiment
 
 
 def read_command_line(args: Sequence[str], *, about: str, prog: str) -> tuple[Path, Experiment, list[str]]:

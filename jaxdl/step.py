@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxdl.config import Config
-from jaxdl.exchange import Exchange, gathered_like, own_state, stacked_state
+from jaxdl.exchange import Exchange, exchanged_on_mesh
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.models.network import Network
 from jaxdl.precision import Precision, cast_weights
@@ -190,26 +190,11 @@ def _split(x: jax.Array, num_parts: int) -> jax.Array:
 
 def _exchange(parts: Parts, grads: Any, exchange_state: Any, key: jax.Array) -> tuple[Any, Any, Metrics]:
     """Region 3: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard."""
-    replica = Axis.REPLICA.value
-    specs = parts.state_spec.grads
-    state_specs = parts.state_spec.specs.exchange_state
-
-    def one_device(grads: Any, exchange_state: Any, key: jax.Array) -> Any:
-        own = jax.tree.map(lambda x: x[0], grads)
-        state = own_state(exchange_state, state_specs)
-        mean, new_state, metrics = parts.exchange.update(own, state, axis=replica, key=key)
-        mean, sent = gathered_like(mean, specs, parts.state_spec.params)
-        for axis, num_bytes in sent.items():
-            metrics[f"bytes_sent/{axis}"] = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32(num_bytes)
-        return mean, stacked_state(new_state, state_specs), metrics
-
-    stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)
-    return jax.shard_map(
-        one_device,
-        mesh=parts.layout.mesh,
-        in_specs=(stacked, state_specs, PartitionSpec()),
-        out_specs=(parts.state_spec.params, state_specs, PartitionSpec()),
-    )(grads, exchange_state, key)
+    spec = parts.state_spec
+    exchanged = exchanged_on_mesh(
+        parts.exchange, spec.grads, spec.specs.exchange_state, parts.layout.mesh, wanted=spec.params
+    )
+    return exchanged(grads, exchange_state, key)
 
 
 def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Metrics]:

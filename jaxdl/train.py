@@ -13,8 +13,8 @@ import jax
 import tyro
 
 from jaxdl.checkpoint import read_choice
-from jaxdl.config import CLI_STYLE, ConfigError, choices_help, end_interrupted, fail
-from jaxdl.experiment import Experiment, read_command_line
+from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.plan import compile_train_step, make_plan
 from jaxdl.report import Diverged, print_explanation
 from jaxdl.sharding import explain
@@ -63,15 +63,7 @@ def main(args: list[str] | None = None) -> None:
 def parse_command(args: list[str]) -> Command:
     """The command line as a Command. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
     prog = "python -m jaxdl.train"
-    path, experiment, left = read_command_line(args, about=str(__doc__), prog=prog)
-    command = tyro.cli(
-        Command,
-        args=left,
-        default=Command(path, experiment),
-        prog=prog,
-        config=CLI_STYLE,
-        description=choices_help(experiment),
-    )
+    command, experiment = parse_command_line(Command, args, about=str(__doc__), prog=prog)
     if command.devices is None:
         return command
     given = command.experiment.mesh.cpu_devices

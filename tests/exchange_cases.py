@@ -18,9 +18,8 @@ from jaxdl.exchange import (
     Sign,
     TopK,
     by_name,
+    exchanged_on_mesh,
     init_on_mesh,
-    own_state,
-    stacked_state,
     state_specs,
 )
 
@@ -154,18 +153,7 @@ class Run:
         self.state_specs = state_specs(self.exchange, shapes, self.specs, self.mesh)
         self.stacked = jax.tree.map(lambda spec: P("replica", *spec), self.specs, is_leaf=is_spec)
         self._init = jax.jit(lambda: init_on_mesh(self.exchange, shapes, self.specs, self.mesh))
-
-        def one_device(grads, state, key):
-            own = jax.tree.map(lambda x: x[0], grads)
-            mean, new, metrics = self.exchange.update(own, own_state(state, self.state_specs), axis="replica", key=key)
-            return mean, stacked_state(new, self.state_specs), metrics
-
-        self.update = jax.shard_map(
-            one_device,
-            mesh=self.mesh,
-            in_specs=(self.stacked, self.state_specs, P()),
-            out_specs=(self.specs, self.state_specs, P()),
-        )
+        self.update = exchanged_on_mesh(self.exchange, self.specs, self.state_specs, self.mesh)
         gradients = self.on_mesh(self.gradients(0))
         self.lowered = jax.jit(self.update).lower(gradients, self.init(), jax.random.key(0))
         self.compiled = self.lowered.compile(compiler_options=FAST_COMPILE)

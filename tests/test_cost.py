@@ -11,7 +11,17 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdl.bench import exchange as bench
 from jaxdl.config import ConfigError
-from jaxdl.exchange import Dense, GradientLayout, PowerSGD, Quantized, Sign, TopK, exchanged_on_mesh, init_on_mesh
+from jaxdl.exchange import (
+    Dense,
+    GradientLayout,
+    PowerSGD,
+    Quantized,
+    Sign,
+    TopK,
+    exchanged_on_mesh,
+    init_on_mesh,
+    state_specs,
+)
 from jaxdl.exchange.cost import (
     NOMINAL_SPEEDS,
     Cost,
@@ -239,7 +249,8 @@ def test_predicted_bytes_are_those_that_the_exchange_counts(mesh, config):
     links = {name: Link(0.0, 1.0) for name in mesh.shape}
     cost = predict(config, gradients, Machine(links))
     exchange = config.build(gradients.layout)
-    update = jax.jit(exchanged_on_mesh(exchange, shapes, specs, mesh)[0], donate_argnums=1)
+    places = state_specs(exchange, shapes, specs, mesh)
+    update = jax.jit(exchanged_on_mesh(exchange, specs, places, mesh), donate_argnums=1)
     grads = {name: np.ones((gradients.num_replicas, *x.shape), np.float32) for name, x in shapes.items()}
     state = init_on_mesh(exchange, shapes, specs, mesh)
     _, _, metrics = update(grads, state, jax.random.key(0))

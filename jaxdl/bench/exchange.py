@@ -33,6 +33,7 @@ from jaxdl.exchange import (
     TopK,
     exchanged_on_mesh,
     init_on_mesh,
+    state_specs,
 )
 from jaxdl.exchange.cost import Cost, ExchangeChoice, Gradients, Machine, break_even_density, inner_step_sec, predict
 from jaxdl.exchange.probe import probe
@@ -259,7 +260,8 @@ def _run(exchange: Exchange, trial: Trial) -> Callable[[], Mapping[str, jax.Arra
     state = jax.jit(lambda: init_on_mesh(exchange, trial.shapes, trial.specs, trial.mesh))()
     jax.block_until_ready(state)
     key = jax.device_put(jax.random.key(0), NamedSharding(trial.mesh, PartitionSpec()))
-    function, _ = exchanged_on_mesh(exchange, trial.shapes, trial.specs, trial.mesh)
+    places = state_specs(exchange, trial.shapes, trial.specs, trial.mesh)
+    function = exchanged_on_mesh(exchange, trial.specs, places, trial.mesh)
     update = jax.jit(function, donate_argnums=1).lower(trial.grads, state, key).compile()
 
     def run() -> Mapping[str, jax.Array]:

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.h100 import h100_mesh
-from jaxdl.config import CLI_STYLE, ConfigError, choices_help
+from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto
-from jaxdl.experiment import Experiment, read_command_line
+from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.plan import compile_train_step, make_plan
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
@@ -95,15 +95,7 @@ def main(args: list[str]) -> None:
 def parse_command(args: list[str]) -> SchemeBench:
     """The command line as a SchemeBench. Raises ConfigError, or exits as tyro does."""
     prog = "python -m jaxdl.bench scheme"
-    path, experiment, left = read_command_line(args, about=str(__doc__), prog=prog)
-    return tyro.cli(
-        SchemeBench,
-        args=left,
-        default=SchemeBench(path, experiment),
-        prog=prog,
-        config=CLI_STYLE,
-        description=f"{__doc__}\n\n{choices_help(experiment)}",
-    )
+    return parse_command_line(SchemeBench, args, about=str(__doc__), prog=prog, intro=f"{__doc__}\n\n")[0]
 
 
 def table_of(found: list[Operation], title: str) -> Table:

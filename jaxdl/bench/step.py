@@ -15,8 +15,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.config import CLI_STYLE, ConfigError, choices_help
-from jaxdl.experiment import Experiment, read_command_line
+from jaxdl.config import ConfigError
+from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.optim import Constant
 from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.report import ReportConfig, Stopwatch
@@ -55,15 +55,7 @@ def main(args: list[str]) -> None:
 def parse_command(args: list[str]) -> StepBench:
     """The command line as a StepBench. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
     prog = "python -m jaxdl.bench step"
-    path, experiment, left = read_command_line(args, about=str(__doc__), prog=prog)
-    command = tyro.cli(
-        StepBench,
-        args=left,
-        default=StepBench(path, experiment),
-        prog=prog,
-        config=CLI_STYLE,
-        description=choices_help(experiment),
-    )
+    command, experiment = parse_command_line(StepBench, args, about=str(__doc__), prog=prog)
     for name in ("epochs", "steps"):
         value = getattr(command.experiment, name)
         if value != getattr(experiment, name):

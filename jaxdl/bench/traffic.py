@@ -20,7 +20,18 @@ from rich.table import Table
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.bench.wire import lowered_text, sent_bytes
 from jaxdl.config import CLI_STYLE, Config, ConfigError
-from jaxdl.exchange import Dense, Exchange, GradientLayout, PowerSGD, Quantized, Sign, TopK, exchanged_on_mesh
+from jaxdl.exchange import (
+    Dense,
+    Exchange,
+    GradientLayout,
+    PowerSGD,
+    Quantized,
+    Sign,
+    TopK,
+    exchanged_on_mesh,
+    init_on_mesh,
+    state_specs,
+)
 from jaxdl.mesh import Axis
 
 EXCHANGES: dict[str, Any] = {
@@ -106,7 +117,9 @@ def exchange_bytes(config: Any, command: TrafficBench) -> dict[str, float]:
     specs = {f"layer{number:02d}": spec for number in range(count)}
     shapes = {name: jax.ShapeDtypeStruct((_ROWS, _COLUMNS), jnp.float32) for name in specs}
     exchange: Exchange = config.build(GradientLayout(specs=specs, inner={Axis.FSDP.value: command.fsdp}))
-    function, state = exchanged_on_mesh(exchange, shapes, specs, mesh)
+    places = state_specs(exchange, shapes, specs, mesh)
+    state = jax.eval_shape(lambda: init_on_mesh(exchange, shapes, specs, mesh))
+    function = exchanged_on_mesh(exchange, specs, places, mesh)
 
     def struct(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
@@ -115,6 +128,6 @@ def exchange_bytes(config: Any, command: TrafficBench) -> dict[str, float]:
     grads = {
         name: struct(jax.ShapeDtypeStruct((command.replica, *x.shape), x.dtype), stacked) for name, x in shapes.items()
     }
-    text = lowered_text(function, grads, jax.tree.map(struct, *state), jax.eval_shape(lambda: jax.random.key(0)))
+    text = lowered_text(function, grads, jax.tree.map(struct, state, places), jax.eval_shape(lambda: jax.random.key(0)))
     # The norms of the metrics, two numbers over all axes at once, are the same for every exchange.
     return {axis: value for axis, value in sent_bytes(text, mesh).items() if "+" not in axis}

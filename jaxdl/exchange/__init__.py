@@ -13,15 +13,12 @@ from jaxdl.exchange.base import (
     GradientLayout,
     by_name,
     exchanged_on_mesh,
-    gathered_like,
     init_on_mesh,
     leaf_names,
-    own_state,
-    stacked_state,
     state_specs,
 )
 from jaxdl.exchange.compressed import Compressed
-from jaxdl.exchange.cost import Gradients, Link, Machine, break_even_density, predict
+from jaxdl.exchange.cost import ExchangeChoice, Gradients, Link, Machine, break_even_density, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.order import backward_order
 from jaxdl.exchange.powersgd import PowerSGD
@@ -29,7 +26,7 @@ from jaxdl.exchange.quantized import Quantized, Sign
 from jaxdl.exchange.recommend import Recommendation, recommend
 from jaxdl.exchange.topk import TopK
 
-ExchangeConfig = Dense | TopK | Quantized | PowerSGD | Sign | Auto
+ExchangeConfig = ExchangeChoice | Auto
 """Every gradient exchange."""
 
 __all__ = [
@@ -54,12 +51,9 @@ __all__ = [
     "break_even_density",
     "by_name",
     "exchanged_on_mesh",
-    "gathered_like",
     "init_on_mesh",
     "leaf_names",
-    "own_state",
     "predict",
     "recommend",
-    "stacked_state",
     "state_specs",
 ]

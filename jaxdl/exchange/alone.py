@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdl.exchange.base import PER_REPLICA, Exchange, ExchangeMetrics, ExchangeState, by_name
+from jaxdl.exchange.base import PER_REPLICA, Exchange, ExchangeMetrics, ExchangeState, by_name, like, shares_of
 
 
 def grown(momentum: dict[str, jax.Array], shares: dict[str, jax.Array], factor: float) -> dict[str, jax.Array]:
@@ -33,11 +33,10 @@ def alone(momentum_correction: float | None = None) -> Exchange:
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
         del key
         if momentum_correction is not None:
-            leaves = {name: x.astype(jnp.float32) for name, x in by_name(grads).items()}
-            momentum = grown(state[PER_REPLICA]["momentum"], leaves, momentum_correction)
+            shares = shares_of(by_name(grads), axis)
+            momentum = grown(state[PER_REPLICA]["momentum"], shares, momentum_correction)
             state = {PER_REPLICA: {"momentum": momentum}}
-            sums = [momentum[name].astype(x.dtype) for name, x in by_name(grads).items()]
-            grads = jax.tree.unflatten(jax.tree.structure(grads), sums)
+            grads = like(grads, momentum)
         zero, one = jnp.float32(0), jnp.float32(1)
         metrics = {f"bytes_sent/{axis}": zero, "compression": one, "density": one}
         # The sum over one device changes the type alone: from here on the gradients are those of all replicas.

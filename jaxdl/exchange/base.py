@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.mesh import Axis
 from jaxdl.sharding import is_spec, spec_axes
@@ -108,6 +109,18 @@ def by_name(tree: Any) -> dict[str, Any]:
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree, is_leaf=is_spec), strict=True))
 
 
+def shares_of(leaves: Mapping[str, jax.Array], axis: str) -> dict[str, jax.Array]:
+    """What this replica owes to the mean, float32: its gradients over the number of replicas."""
+    return {name: x.astype(jnp.float32) / jax.lax.axis_size(axis) for name, x in leaves.items()}
+
+
+def like(grads: Any, values: Mapping[str, jax.Array]) -> Any:
+    """The named values as a tree like the gradients, in their dtypes."""
+    return jax.tree.unflatten(
+        jax.tree.structure(grads), [values[name].astype(x.dtype) for name, x in by_name(grads).items()]
+    )
+
+
 def check_local(grads: Mapping[str, jax.Array], axis: str) -> None:
     """Raises ValueError for gradients that are the sum over `axis` already, where types tell (`check_vma=True`)."""
     if axis not in jax.typeof(jax.lax.axis_index(axis)).mat.varying:
@@ -122,7 +135,7 @@ def check_local(grads: Mapping[str, jax.Array], axis: str) -> None:
 
 
 def init_on_mesh(
-    exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh, *, axis: str = Axis.REPLICA.value
+    exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh, *, axis: str = Axis.REPLICA.value
 ) -> ExchangeState:
     """The exchange's state on a mesh; `shapes` are those of the global gradients, `specs` their PartitionSpecs inside
     a replica, `axis` the mesh axis of the exchange.
@@ -139,7 +152,7 @@ def init_on_mesh(
     return jax.shard_map(one_device, mesh=mesh, in_specs=(), out_specs=out_specs, check_vma=False)()
 
 
-def _local_shapes(shapes: Any, specs: Any, mesh: Mesh) -> Any:
+def _local_shapes(shapes: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree.map(
         lambda spec, x: jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype),
         specs,
@@ -148,7 +161,9 @@ def _local_shapes(shapes: Any, specs: Any, mesh: Mesh) -> Any:
     )
 
 
-def state_specs(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh, *, axis: str = Axis.REPLICA.value) -> Any:
+def state_specs(
+    exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh, *, axis: str = Axis.REPLICA.value
+) -> Any:
     """The PartitionSpecs of the state that `init_on_mesh` makes; see `ExchangeState` for what lies where."""
     gradient_specs = by_name(specs)
     place = {
@@ -203,31 +218,32 @@ def gathered_like(grads: Any, specs: Any, wanted: Any) -> tuple[Any, dict[str, f
     return jax.tree.map(one, grads, specs, wanted), sent
 
 
-def exchanged_on_mesh(exchange: Exchange, shapes: Any, specs: Any, mesh: Any) -> tuple[Callable[..., Any], Any]:
-    """`(function, (state's shapes, state's specs))` of an exchange alone, on a mesh that may be abstract.
+def exchanged_on_mesh(
+    exchange: Exchange, specs: Any, places: Any, mesh: Mesh | AbstractMesh, *, wanted: Any = None
+) -> Callable[..., tuple[Any, ExchangeState, ExchangeMetrics]]:
+    """`function(grads, state, key) -> (mean, state, metrics)` on a mesh, which may be abstract: region 3 of the step.
 
-    `function(grads, state, key) -> (mean, state, metrics)` takes gradients `[replica, *shape]`; `shapes` are those
-    of the global gradients, `specs` their PartitionSpecs.
+    Gradients are `[replica, *shape]`, each replica's own, and are split as `specs`; the state lies as `places`
+    (`state_specs`). The mean is split as the gradients are, or as `wanted`, which splits it over fewer axes.
     """
-    places = state_specs(exchange, shapes, specs, mesh)
-    stacked = jax.tree.map(lambda spec: PartitionSpec(Axis.REPLICA.value, *spec), specs, is_leaf=is_spec)
+    replica = Axis.REPLICA.value
+    wanted = specs if wanted is None else wanted
 
     def one_device(grads: Any, state: ExchangeState, key: jax.Array) -> Any:
-        mean, new, metrics = exchange.update(
-            jax.tree.map(lambda x: x[0], grads),
-            own_state(state, places),
-            axis=Axis.REPLICA.value,
-            key=key,
-        )
-        return mean, stacked_state(new, places), metrics
+        own = jax.tree.map(lambda x: x[0], grads)
+        mean, new_state, metrics = exchange.update(own, own_state(state, places), axis=replica, key=key)
+        mean, sent = gathered_like(mean, specs, wanted)
+        for axis, num_bytes in sent.items():
+            metrics[f"bytes_sent/{axis}"] = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32(num_bytes)
+        return mean, stacked_state(new_state, places), metrics
 
-    function = jax.shard_map(
+    stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)
+    return jax.shard_map(
         one_device,
         mesh=mesh,
         in_specs=(stacked, places, PartitionSpec()),
-        out_specs=(specs, places, PartitionSpec()),
+        out_specs=(wanted, places, PartitionSpec()),
     )
-    return function, (jax.eval_shape(lambda: init_on_mesh(exchange, shapes, specs, mesh)), places)
 
 
 def _leading(where: str, spec: PartitionSpec) -> int:

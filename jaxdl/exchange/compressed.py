@@ -30,7 +30,8 @@ from jaxdl.exchange.base import (
     GradientLayout,
     by_name,
     check_local,
-    leaf_names,
+    like,
+    shares_of,
 )
 from jaxdl.exchange.buckets import Bucket, exchange_order, make_buckets
 
@@ -218,7 +219,7 @@ class CompressedExchange:
         """See `UpdateExchange`."""
         leaves = by_name(grads)
         check_local(leaves, axis)
-        shares = {name: leaf.astype(jnp.float32) / lax.axis_size(axis) for name, leaf in leaves.items()}
+        shares = shares_of(leaves, axis)
         dense, buckets = self.buckets(leaves)
         compressed = [name for bucket in buckets for name in bucket.names]
         kept = state.get(PER_REPLICA, {})
@@ -243,9 +244,7 @@ class CompressedExchange:
         }
         costs = costs + message_costs(dense_messages, axis, self.layout)
         metrics = measured(costs, shares, error if "residual" in kept else {}, layout=self.layout, axis=axis)
-        mean = [total[name].astype(leaves[name].dtype) for name in leaf_names(grads)]
-        mean = jax.tree.unflatten(jax.tree.structure(grads), mean)
-        return mean, {where: new_state[where] for where in state}, metrics
+        return like(grads, total), {where: new_state[where] for where in state}, metrics
 
     def _due(self, shares: Leaves, kept: dict[str, Leaves]) -> Leaves:
         """What this replica owes to the mean of this step: its shares, or with momentum correction their momentum.

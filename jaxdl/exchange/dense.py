@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxdl.config import Kind
 from jaxdl.exchange.base import (
@@ -16,7 +15,8 @@ from jaxdl.exchange.base import (
     GradientLayout,
     by_name,
     check_local,
-    leaf_names,
+    like,
+    shares_of,
 )
 from jaxdl.exchange.buckets import make_buckets
 from jaxdl.exchange.compressed import Bucketed, measured, message_costs, send_dense
@@ -41,7 +41,7 @@ class Dense(Bucketed):
             leaves = by_name(grads)
             check_local(leaves, axis)
             shapes = {name: leaf.shape for name, leaf in leaves.items()}
-            shares = {name: leaf.astype(jnp.float32) / lax.axis_size(axis) for name, leaf in leaves.items()}
+            shares = shares_of(leaves, axis)
             names = self.ordered(list(leaves), layout)
             messages = [
                 send_dense(bucket, shares, layout=layout, axis=axis, dtype=jnp.dtype(self.wire_dtype))
@@ -49,9 +49,6 @@ class Dense(Bucketed):
             ]
             total = {name: x for message in messages for name, x in message.total.items()}
             metrics = measured(message_costs(messages, axis, layout), shares, {}, layout=layout, axis=axis)
-            mean = jax.tree.unflatten(
-                jax.tree.structure(grads), [total[name].astype(leaves[name].dtype) for name in leaf_names(grads)]
-            )
-            return mean, state, metrics
+            return like(grads, total), state, metrics
 
         return Exchange(init=lambda grads: {}, update=update)
