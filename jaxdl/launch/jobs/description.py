@@ -1,0 +1,261 @@
+"""What all job files have in common: the options, the command, and what is checked before the job waits in line."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import re
+import shlex
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Annotated, TypeVar
+
+import pydantic
+import tyro
+
+import jaxdl.mesh
+from jaxdl.config import CLI_STYLE, Config, ConfigError
+from jaxdl.experiment import Experiment, load
+from jaxdl.mesh import Axis
+
+JobT = TypeVar("JobT", bound="Job")
+
+COORDINATOR_PORT = 8476
+"""Where process 0 listens in clusters that give each job addresses of its own; below the ports of outgoing calls."""
+
+NEVER_RESTARTED = (2, 3)
+"""Exit codes that another start would only repeat: a mistake in the command or config, and training that diverged."""
+
+STOPPED = (130, 143)
+"""The exit codes after SIGINT and SIGTERM: somebody wanted it to stop, and all processes have saved the same step."""
+
+
+def formed(pattern: str, form: str) -> pydantic.AfterValidator:
+    """For an annotation: the value fits the pattern; otherwise the message says which `form` it should have."""
+
+    def check(value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(pattern, value):
+            raise ValueError(f"{value!r} does not have the form of {form}.")
+        return value
+
+    return pydantic.AfterValidator(check)
+
+
+WORD = formed(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]*", "a name: letters, digits and . _ / : @ + -")
+"""Somebody's name in a cluster: nothing that a shell or a comment would read otherwise."""
+
+IMAGE = formed(r"[^\s'\"]+", "an image's name, for example registry/team/jaxdl:1")
+VOLUME = formed(r"[A-Za-z0-9][-._A-Za-z0-9]*:/[^\s:'\"]*", "NAME:/PATH, for example shared:/data")
+
+
+class Job(Config):
+    """What every cluster needs to know."""
+
+    nodes: int = pydantic.Field(ge=1)
+    """Number of nodes; one process runs on each."""
+    gpus_per_node: int = pydantic.Field(ge=0)
+    """GPUs on each node, all used by its one process; 0 for a run on CPUs."""
+    name: Annotated[
+        str, formed(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?", "a job's name: up to 40 small letters, digits and hyphens")
+    ] = "jaxdl"
+    """Name of the job: small letters, digits, hyphens."""
+    cpus_per_node: int | None = pydantic.Field(default=None, ge=1)
+    """CPU cores for the process of each node, which also reads the data."""
+    restarts: int = pydantic.Field(default=0, ge=0)
+    """Start all processes again this many times after a failure; the run goes on from its newest checkpoint."""
+    save_sec: int = pydantic.Field(default=120, ge=1)
+    """Seconds between SIGTERM and the end, in which the run is saved."""
+    venv: str | None = None
+    """A Python environment to activate on each node: the folder that has bin/activate."""
+    setup: str | None = None
+    """Shell commands that each node needs first, such as "module load cuda"."""
+    interface: Annotated[
+        str | None, formed(r"\^?=?[A-Za-z0-9][A-Za-z0-9._,-]*", "network interfaces, for example eth0 or =eth0,eth1")
+    ] = None
+    """The network interface for NCCL between nodes (NCCL_SOCKET_IFNAME), for example eth0."""
+
+    def preparation(self) -> list[str]:
+        """The shell lines of `setup` and `venv`."""
+        lines = self.setup.strip().splitlines() if self.setup else []
+        if self.venv is None:
+            return lines
+        # In quotes a shell would not take ~ for the home folder.
+        home, rest = ('"$HOME"/', self.venv[2:]) if self.venv.startswith("~/") else ("", self.venv)
+        return [*lines, f"source {home}{shlex.quote(rest.rstrip('/') + '/bin/activate')}"]
+
+    def environment(self) -> dict[str, str]:
+        """The environment variables that are the same in every process and on every cluster."""
+        values = {"PYTHONUNBUFFERED": "1"}
+        if self.gpus_per_node:
+            values["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(number) for number in range(self.gpus_per_node))
+        else:
+            # Without GPUs there are none to choose from; any value keeps JAX from asking the cluster for the rest.
+            values |= {"JAX_PLATFORMS": "cpu", "JAX_LOCAL_DEVICE_IDS": "0"}
+        if self.interface is not None:
+            values["NCCL_SOCKET_IFNAME"] = self.interface
+        return values
+
+    def network_hints(self) -> dict[str, str]:
+        """Settings of NCCL and XLA to try on Ethernet, for comments: each helps on some clusters, not on others."""
+        if self.nodes == 1 or not self.gpus_per_node:
+            return {}
+        named = {} if self.interface else {"NCCL_SOCKET_IFNAME": "eth0"}
+        return named | {
+            "NCCL_IB_DISABLE": "1",
+            "NCCL_SOCKET_NTHREADS": "4",
+            "NCCL_NSOCKS_PERTHREAD": "4",
+            "NCCL_DEBUG": "INFO",
+            "XLA_FLAGS": "--xla_gpu_all_gather_combine_threshold_bytes=1048576",
+        }
+
+
+NETWORK_ADVICE = (
+    "Try these one at a time and measure (docs/clusters.md says what each does):",
+    "never copy all of them.",
+)
+
+
+@dataclass(frozen=True)
+class Command:
+    """What the job runs."""
+
+    words: tuple[str, ...]
+    """The command and its arguments."""
+    workdir: PurePosixPath | None
+    """The folder of the run, where it is known."""
+    notes: tuple[str, ...]
+    """What the reader of the file should know: the mesh, and what looks wrong."""
+
+
+def read_job(cls: type[JobT], args: Sequence[str], *, program: str, about: str) -> tuple[JobT, Command]:
+    """The options in front of `--` and the checked command behind it. Warnings go to stderr.
+
+    Raises ConfigError for values and commands that cannot be run, or exits as tyro does.
+    """
+    prog = f"python -m jaxdl.launch {program}"
+    where = args.index("--") if "--" in args else len(args)
+    job = tyro.cli(cls, args=list(args[:where]), prog=prog, description=about, config=CLI_STYLE)
+    words = tuple(args[where + 1 :])
+    if not words:
+        raise ConfigError(
+            f"nothing to run: end with the command, {prog} ... -- python -m jaxdl.train --config configs/digits.py."
+        )
+    command, warnings = check_command(job, words)
+    for warning in warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    return job, command
+
+
+def check_command(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
+    """The command with notes on it, and warnings. A `jaxdl.train` is read as the nodes will read it.
+
+    Raises ConfigError when it could not start there: no such config, an option that does not exist, another mesh.
+    """
+    broken = [word for word in words if not word.isprintable()]
+    if broken:
+        raise ConfigError(f"{broken[0]!r}: the command has a character that cannot be written into a job file.")
+    pairs = list(itertools.pairwise(words))
+    if ("-m", "jaxdl.train") not in pairs:
+        note = "the command is not jaxdl.train, so its config and mesh are not checked."
+        return Command(words, None, (note,)), [note]
+    own, rest = _own_options(words[pairs.index(("-m", "jaxdl.train")) + 2 :])
+    if own.config is None:
+        raise ConfigError("which experiment? Give the command --config FILE, for example --config configs/digits.py.")
+    with gpus_assumed(job.gpus_per_node > 0):
+        experiment = load(own.config, rest)
+    if own.devices is not None:
+        experiment = experiment.replaced({"mesh.cpu_devices": own.devices})
+    notes, warnings = _mesh_notes(job, experiment)
+    workdir = None if own.workdir is None else PurePosixPath(own.workdir)
+    if workdir is None and job.restarts:
+        raise ConfigError(
+            f"--restarts {job.restarts} without a --workdir in the command: nothing is kept, so each restart would "
+            "begin at step 0. Give the command a --workdir that all nodes see."
+        )
+    if workdir is None:
+        warnings.append("the command has no --workdir: nothing is kept, and a run that is stopped cannot go on.")
+    return Command(words, workdir, (*notes, *warnings)), warnings
+
+
+def _own_options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of `jaxdl.train` that are no part of the experiment, and the arguments that are left."""
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    finder.add_argument("--config")
+    finder.add_argument("--workdir")
+    finder.add_argument("--devices", type=int)
+    finder.add_argument("--explain", action="store_true")
+    try:
+        return finder.parse_known_args(args)
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"the command's {error}.") from None
+
+
+@contextlib.contextmanager
+def gpus_assumed(there: bool) -> Iterator[None]:
+    """Context: a config that asks `gpus_visible` is told what the nodes will have, not what this machine has."""
+    asked = jaxdl.mesh.gpus_visible
+    jaxdl.mesh.gpus_visible = lambda: there
+    try:
+        yield
+    finally:
+        jaxdl.mesh.gpus_visible = asked
+
+
+def _mesh_notes(job: Job, experiment: Experiment) -> tuple[list[str], list[str]]:
+    """(what the mesh will be, what looks wrong with it). Raises ConfigError when it does not fit the devices."""
+    given = experiment.mesh.cpu_devices
+    if given is not None and job.gpus_per_node:
+        raise ConfigError(
+            f"{given} virtual CPU devices and --gpus-per-node {job.gpus_per_node}: the GPUs would be idle. Leave out "
+            "--devices (or mesh.cpu_devices), or ask for --gpus-per-node 0."
+        )
+    per_node = job.gpus_per_node or given or 1
+    devices = f"{per_node} {'GPUs' if job.gpus_per_node else 'CPU devices'}"
+    try:
+        sizes = experiment.mesh.sizes(job.nodes * per_node)
+    except ConfigError as error:
+        raise ConfigError(f"{job.nodes} nodes with {devices} each: {error}") from None
+    shape = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    notes = [f"The mesh: {shape}, on {job.nodes} nodes with {devices} each."]
+    inside = sizes[Axis.FSDP] * sizes[Axis.TENSOR]
+    if job.nodes == 1 or (inside <= per_node and per_node % inside == 0):
+        return notes, []
+    if sizes[Axis.REPLICA] == 1:
+        advice = f"gradients are not exchanged over `replica` at all. Give the command --mesh.replica {job.nodes}"
+    else:
+        advice = f"so more than the exchange is sent between nodes. Give the command --mesh.replica {job.nodes}"
+    return notes, [
+        f"a replica of {inside} devices is larger than a node with {per_node}, {advice} (and leave --mesh.fsdp at -1)."
+        if inside > per_node
+        else f"replicas of {inside} devices do not fit into nodes with {per_node}, {advice}."
+    ]
+
+
+def wrapped(words: Sequence[str], *, indent: str, width: int = 110) -> str:
+    """The words quoted for a shell, an option and its value together, on several lines joined by backslashes."""
+    groups: list[str] = []
+    for word in words:
+        option_before = bool(groups) and groups[-1].startswith("--") and " " not in groups[-1]
+        if option_before and not word.startswith("--"):
+            groups[-1] += " " + shlex.quote(word)
+        else:
+            groups.append(shlex.quote(word))
+    lines = [""]
+    for group in groups:
+        if lines[-1] and len(indent) + len(lines[-1]) + len(group) > width:
+            lines.append("")
+        lines[-1] += (" " if lines[-1] else "") + group
+    return (" \\\n" + indent).join(lines)
+
+
+def comment(lines: Sequence[str], *, indent: str = "") -> str:
+    """The lines as comments of a shell, YAML or Python file; "" when there are none."""
+    return "".join(f"{indent}# {line}".rstrip() + "\n" for line in lines)
+
+
+def exports(values: Mapping[str, str]) -> str:
+    """The variables as `export` lines of a shell script."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())

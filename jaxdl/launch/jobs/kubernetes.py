@@ -1,0 +1,192 @@
+"""`python -m jaxdl.launch kubernetes`: a JobSet with one pod per node, optionally in a queue of Kueue."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from typing import Annotated
+
+from jaxdl.config import ConfigError
+from jaxdl.launch.jobs.description import (
+    COORDINATOR_PORT,
+    IMAGE,
+    NETWORK_ADVICE,
+    NEVER_RESTARTED,
+    VOLUME,
+    WORD,
+    Command,
+    Job,
+    comment,
+    formed,
+    read_job,
+)
+
+CONTAINER = "train"
+WORKERS = "workers"
+"""Name of the one replicated job; it is a part of the pods' names."""
+
+
+class KubernetesJob(Job):
+    """What a Kubernetes cluster needs to know."""
+
+    image: Annotated[str, IMAGE]
+    """The container image; it holds jaxdl, the config file and what they need."""
+    namespace: Annotated[str | None, WORD] = None
+    """The namespace; the one of the current context otherwise."""
+    queue: Annotated[str | None, WORD] = None
+    """The LocalQueue of Kueue in which the job waits."""
+    volume: Annotated[str | None, VOLUME] = None
+    """CLAIM:/PATH, a persistent volume claim (ReadWriteMany) that all pods mount there, for workdir and data."""
+    directory: Annotated[str | None, formed(r"/.*", "an absolute path")] = None
+    """The folder of the image that the command runs in."""
+
+
+def main(args: list[str]) -> None:
+    """Prints the JobSet. Raises ConfigError for what cannot be run."""
+    about = "Prints a Kubernetes JobSet for kubectl create."
+    job, command = read_job(KubernetesJob, args, program="kubernetes", about=about)
+    print(job_set(job, command), end="")
+
+
+def job_set(job: KubernetesJob, command: Command) -> str:
+    """The text of the YAML file.
+
+    A pod that fails makes its Job fail, and the JobSet starts all pods anew, `restarts` times; not after the exit codes
+    that another start would repeat. Raises ConfigError when the workdir would be lost with the pods.
+    """
+    mount = None if job.volume is None else job.volume.split(":", 1)[1]
+    if job.restarts and command.workdir is not None and (mount is None or not command.workdir.is_relative_to(mount)):
+        raise ConfigError(
+            f"--restarts {job.restarts} with --workdir {command.workdir}: that folder is in the pod, and lost with it. "
+            "Give --volume CLAIM:/PATH and a workdir below /PATH."
+        )
+    about = [
+        "Start it:  kubectl create -f FILE    (the JobSet controller must be installed)",
+        f"Follow it:  kubectl logs -f -l batch.kubernetes.io/job-completion-index=0,"
+        f"jobset.sigs.k8s.io/jobset-name={job.name}",
+        f"Stop it (it saves first):  kubectl delete jobset {job.name}",
+        *command.notes,
+    ]
+    return comment(about) + _metadata(job) + _policies(job) + _pod(job, command, mount)
+
+
+def _metadata(job: KubernetesJob) -> str:
+    text = f"apiVersion: jobset.x-k8s.io/v1alpha2\nkind: JobSet\nmetadata:\n  name: {job.name}\n"
+    if job.namespace is not None:
+        text += f"  namespace: {json.dumps(job.namespace)}\n"
+    if job.queue is not None:
+        text += "  labels:\n"
+        text += comment(["Kueue suspends the JobSet, and starts it when all its pods fit."], indent=" " * 4)
+        text += f"    kueue.x-k8s.io/queue-name: {json.dumps(job.queue)}\n"
+    return text
+
+
+def _policies(job: KubernetesJob) -> str:
+    codes = ", ".join(str(code) for code in NEVER_RESTARTED)
+    return f"""\
+spec:
+  network:
+    enableDNSHostnames: true  # A headless service, so that pods find each other by name,
+    publishNotReadyAddresses: true  # also before they are ready.
+  failurePolicy:
+    maxRestarts: {job.restarts}
+    restartStrategy: BlockingRecreate  # All old pods are gone before new ones write to the workdir.
+    rules:
+      - name: mistake
+        action: FailJobSet
+        onJobFailureReasons: [PodFailurePolicy]
+  replicatedJobs:
+    - name: {WORKERS}
+      replicas: 1
+      template:
+        spec:
+          completionMode: Indexed
+          completions: {job.nodes}
+          parallelism: {job.nodes}
+          backoffLimit: 0  # One pod cannot go on alone: the first that fails ends the Job.
+          podFailurePolicy:
+            rules:
+              - action: FailJob  # A mistake, or training that diverged: another start would repeat it.
+                onExitCodes:
+                  containerName: {CONTAINER}
+                  operator: In
+                  values: [{codes}]
+"""
+
+
+def _pod(job: KubernetesJob, command: Command, mount: str | None) -> str:
+    # The indent of a pod's spec in the file.
+    lines = [
+        "template:",
+        "  spec:",
+        "    restartPolicy: Never",
+        f"    terminationGracePeriodSeconds: {job.save_sec}  # Time to save in after SIGTERM.",
+    ]
+    if job.nodes > 1:
+        lines += _one_per_node(job)
+    lines += [
+        "    containers:",
+        f"      - name: {CONTAINER}",
+        f"        image: {json.dumps(job.image)}",
+        *([f"        workingDir: {json.dumps(job.directory)}"] if job.directory else []),
+        f"        command: {json.dumps(_container_command(job, command))}",
+        "        ports:",
+        f"          - containerPort: {COORDINATOR_PORT}",
+        "        env:",
+        *("          " + line for line in _environment(job)),
+        *("        " + line for line in _resources(job)),
+        "        volumeMounts:",
+        "          - {name: shared-memory, mountPath: /dev/shm}",
+        *([f"          - {{name: files, mountPath: {json.dumps(mount)}}}"] if mount else []),
+        "    volumes:",
+        "      - name: shared-memory  # NCCL needs more than a container's 64 MB.",
+        "        emptyDir: {medium: Memory}",
+    ]
+    if job.volume is not None:
+        claim = json.dumps(job.volume.split(":", 1)[0])
+        lines += ["      - name: files", f"        persistentVolumeClaim: {{claimName: {claim}}}"]
+    return "".join(f"{' ' * 10}{line}\n" for line in lines)
+
+
+def _one_per_node(job: KubernetesJob) -> list[str]:
+    return [
+        "    affinity:",
+        "      podAntiAffinity:  # One pod per node.",
+        "        requiredDuringSchedulingIgnoredDuringExecution:",
+        "          - topologyKey: kubernetes.io/hostname",
+        "            labelSelector:",
+        f"              matchLabels: {{jobset.sigs.k8s.io/jobset-name: {job.name}}}",
+    ]
+
+
+def _container_command(job: KubernetesJob, command: Command) -> list[str]:
+    words = list(command.words)
+    if job.preparation():
+        # `exec`, so that the pod's SIGTERM reaches Python itself.
+        words = ["bash", "-c", "\n".join([*job.preparation(), f"exec {shlex.join(words)}"])]
+    return [word.replace("$(", "$$(") for word in words]  # Kubernetes would fill in variables there.
+
+
+def _environment(job: KubernetesJob) -> list[str]:
+    coordinator = f"{job.name}-{WORKERS}-0-0.{job.name}:{COORDINATOR_PORT}"
+    values = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(job.nodes), **job.environment()}
+    fields = {
+        "JAX_PROCESS_ID": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
+        "JAXDL_RESTART": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']",
+        "JAXDL_HOST": "spec.nodeName",
+    }
+    lines = [f"- {{name: {name}, value: {json.dumps(value)}}}" for name, value in values.items()]
+    lines += [f'- {{name: {name}, valueFrom: {{fieldRef: {{fieldPath: "{path}"}}}}}}' for name, path in fields.items()]
+    if job.network_hints():
+        hints = [f"- {{name: {name}, value: {json.dumps(value)}}}" for name, value in job.network_hints().items()]
+        lines += [f"# {line}" for line in (*NETWORK_ADVICE, *hints)]
+    return lines
+
+
+def _resources(job: KubernetesJob) -> list[str]:
+    lines = []
+    if job.cpus_per_node is not None:
+        lines += ["  requests:", f'    cpu: "{job.cpus_per_node}"']
+    if job.gpus_per_node:
+        lines += ["  limits:", f"    nvidia.com/gpu: {job.gpus_per_node}"]
+    return ["resources:", *lines] if lines else []

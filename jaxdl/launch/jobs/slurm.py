@@ -1,0 +1,165 @@
+"""`python -m jaxdl.launch slurm`: a batch script with one task per node."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated
+
+from jaxdl.launch.jobs.description import (
+    IMAGE,
+    NETWORK_ADVICE,
+    NEVER_RESTARTED,
+    STOPPED,
+    WORD,
+    Command,
+    Job,
+    comment,
+    exports,
+    formed,
+    read_job,
+    wrapped,
+)
+
+
+class SlurmJob(Job):
+    """What a Slurm cluster needs to know."""
+
+    time: Annotated[str, formed(r"(\d+-)?\d+(:\d+){0,2}", "a time limit, HH:MM:SS or D-HH:MM:SS")] = "24:00:00"
+    """The time limit as Slurm writes it: HH:MM:SS or D-HH:MM:SS."""
+    partition: Annotated[str | None, WORD] = None
+    """The partition (queue)."""
+    account: Annotated[str | None, WORD] = None
+    """The account that is charged."""
+    qos: Annotated[str | None, WORD] = None
+    """The quality of service."""
+    constraint: Annotated[str | None, formed(r"[A-Za-z0-9._&|!*\[\]-]+", "features, for example a100&ib")] = None
+    """Features that the nodes must have."""
+    image: Annotated[str | None, IMAGE] = None
+    """A container image; needs the Slurm plugin pyxis."""
+    requeue: bool = False
+    """When the time is up, queue the job again; the run goes on where it was saved."""
+
+
+def main(args: list[str]) -> None:
+    """Prints the batch script. Raises ConfigError for what cannot be run."""
+    job, command = read_job(SlurmJob, args, program="slurm", about="Prints a Slurm batch script for sbatch.")
+    print(batch_script(job, command), end="")
+
+
+def batch_script(job: SlurmJob, command: Command) -> str:
+    """The text of the script. Submitted again, or queued again by Slurm, it resumes the run of the same workdir."""
+    parts = [_header(job, command), "set -euo pipefail\n"]
+    if job.preparation():
+        # Not under `set -eu`: the scripts of modules and environments are not written for it.
+        lines = "\n".join(job.preparation())
+        parts.append(f"set +eu\n{lines}\nset -eu\n")
+    parts += [_environment(job), _loop(job, command)]
+    return "\n".join(parts)
+
+
+def _header(job: SlurmJob, command: Command) -> str:
+    chosen = {"partition": job.partition, "account": job.account, "qos": job.qos, "constraint": job.constraint}
+    # One task per node for all its GPUs. With --gpus-per-task each task would see its own GPUs as number 0 only, and
+    # Slurm would bind them, which neither JAX nor NCCL inside a node wants.
+    options = {
+        "job-name": job.name,
+        "nodes": str(job.nodes),
+        "ntasks-per-node": "1",
+        "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
+        "cpus-per-task": str(job.cpus_per_node) if job.cpus_per_node else None,
+        "time": job.time,
+        "signal": f"TERM@{job.save_sec}",
+        "output": f"{job.name}-%j.out",
+        "open-mode": "append",
+        **chosen,
+    }
+    flags = ["requeue" if command.workdir else "no-requeue"]
+    if job.cpus_per_node is None:
+        flags += ["exclusive", "mem=0"]
+    lines = [f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None]
+    lines += [f"#SBATCH --{flag}\n" for flag in flags]
+    about = [
+        "Submit it from the folder that the command is to run in:  sbatch FILE",
+        "Follow it:  tail -f " + f"{job.name}-JOBID.out" + "   Stop it (it saves first):  scancel --signal=TERM JOBID",
+        *command.notes,
+        "",
+        f"TERM@{job.save_sec}: so many seconds before the time is up every process gets SIGTERM, saves and ends.",
+    ]
+    if job.image is not None:
+        about.append("Only this folder is seen in the container: add the workdir and the data to --container-mounts.")
+    if job.cpus_per_node is None:
+        about.append("Whole nodes with all their memory: give --cpus-per-node to share nodes with other jobs.")
+    return "#!/bin/bash\n" + "".join(lines) + comment(about)
+
+
+def _environment(job: SlurmJob) -> str:
+    hints = job.network_hints()
+    text = comment(
+        [
+            "Where the processes find each other. The port is the one that JAX would choose by itself: outside the",
+            "range of outgoing calls, and another one for each job. The nodes must reach each other on it.",
+        ]
+    )
+    text += 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
+    text += 'export JAX_COORDINATOR_ADDRESS="${hosts[0]}:$((61440 + SLURM_JOB_ID % 4096))"\n'
+    text += 'export JAX_NUM_PROCESSES="$SLURM_JOB_NUM_NODES"\n'
+    text += exports(job.environment())
+    if hints:
+        text += comment([*NETWORK_ADVICE, *(exports({name: value}).strip() for name, value in hints.items())])
+    return text
+
+
+def _loop(job: SlurmJob, command: Command) -> str:
+    # Each task tells the process its number. `exec`, so that Slurm's signals reach Python itself.
+    task = 'export JAX_PROCESS_ID="$SLURM_PROCID" JAXDL_HOST="$SLURMD_NODENAME"; exec "$@"'
+    again = "The time is up; the job is queued again." if job.requeue else "Saved; the same sbatch goes on from there."
+    requeue = '            scontrol requeue "$SLURM_JOB_ID"\n' if job.requeue else ""
+    never = " | ".join(str(code) for code in NEVER_RESTARTED)
+    return f"""\
+# SIGTERM is for the processes. The shell stays, to see how they end.
+trap : TERM
+
+num_restarts=0
+export JAXDL_RESTART="${{SLURM_RESTART_COUNT:-0}}" JAXDL_RESTART_REASON=""
+if ((JAXDL_RESTART > 0)); then
+    JAXDL_RESTART_REASON="queued again by Slurm"
+fi
+while true; do
+    code=0
+    srun {_srun_options(job)} \\
+        bash -c {shlex.quote(task)} task \\
+        {wrapped(command.words, indent=" " * 8)} || code=$?
+    case $code in
+    0) exit 0 ;;
+    {never})
+        echo "Ended with $code: another start would end the same." >&2
+        exit "$code"
+        ;;
+    {" | ".join(str(code) for code in STOPPED)})
+        if ((${{SLURM_JOB_END_TIME:-0}} > 0 && SLURM_JOB_END_TIME - $(date +%s) <= {job.save_sec + 60})); then
+            echo "{again}" >&2
+{requeue}        fi
+        exit "$code"
+        ;;
+    esac
+    if ((num_restarts >= {job.restarts})); then
+        exit "$code"
+    fi
+    num_restarts=$((num_restarts + 1))
+    JAXDL_RESTART=$((JAXDL_RESTART + 1))
+    JAXDL_RESTART_REASON="srun ended with $code"
+    echo "$JAXDL_RESTART_REASON: restart $num_restarts of {job.restarts}." >&2
+done
+"""
+
+
+def _srun_options(job: SlurmJob) -> str:
+    # No kill-on-bad-exit: a process that ends has a reason, and the others find out by themselves and say which.
+    # After the first has ended the others get the time to do so, and are killed then.
+    options = f"--ntasks-per-node=1 --kill-on-bad-exit=0 --wait={job.save_sec} --cpu-bind=none --label"
+    if job.cpus_per_node is not None:
+        options += f" --cpus-per-task={job.cpus_per_node}"  # srun does not take it over from sbatch.
+    if job.image is not None:
+        options += f" \\\n        --container-image={shlex.quote(job.image)}"
+        options += ' --container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
+    return options

@@ -1,0 +1,34 @@
+"""Ties a command to the life of its launcher: `python leash.py PID COMMAND...`.
+
+On Linux the kernel kills the command when the process PID, its parent, ends in whatever way; that holds through every
+exec that follows, as those of `ip netns exec`. Elsewhere it only runs the command. A file to run, with nothing but the
+standard library, so that it starts fast; in front of the command rather than between fork and exec, because Python code
+there can deadlock in a program with threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def main(args: list[str]) -> None:
+    """Becomes the command. Exits with 127 when there is no such command, as shells do."""
+    launcher, command = int(args[0]), args[1:]
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
+    if os.getppid() != launcher:  # It ended before the kernel was told.
+        raise SystemExit(1)
+    try:
+        os.execvp(command[0], command)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}", file=sys.stderr)
+        raise SystemExit(127) from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,158 @@
+"""One host's process: started in a session of its own, read line by line, waited for, and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from jaxdl.launch.output import LineReader, Printer
+from jaxdl.launch.reaper import Reaper, kill_session, session_members
+
+BROKEN_OFF = 75
+"""Exit code of a process that ended because of another one, the network or a hang (EX_TEMPFAIL of sysexits.h)."""
+_LEASH = Path(__file__).parent / "leash.py"
+_POLL_SEC = 0.05
+_READ_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Host:
+    """A place where one process of the run is started."""
+
+    name: str
+    """What its lines begin with."""
+    address: str
+    """Where the other hosts reach it."""
+    prefix: tuple[str, ...] = ()
+    """Words in front of the command; they enter the host (its network namespace) and become the command."""
+
+
+class Worker:
+    """The process of one host. `ended` gets the worker when its process has ended, however it did.
+
+    Start it from a thread that lives until then: on Linux the process is killed when that thread ends.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        printer: Printer,
+        reaper: Reaper,
+        ended: queue.SimpleQueue[Worker | int],
+    ) -> None:
+        self.host = host
+        self.code: int | None = None
+        """As `subprocess` has it: -N after signal N; None while the process runs."""
+        self.killed = False
+        """Whether the launcher ended it."""
+        self.ended_sec = float("inf")
+        """When it ended, by `time.monotonic`."""
+        self._gone = False
+        self._reaper = reaper
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), *host.prefix, *command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=dict(environment),
+            start_new_session=True,
+        )
+        self.pid = self._process.pid
+        reaper.watch(self.pid)
+        assert self._process.stdout is not None
+        assert self._process.stderr is not None
+        streams = ((self._process.stdout, False), (self._process.stderr, True))
+        self._readers = [
+            threading.Thread(target=_read, args=(host.name, stream, printer, error), daemon=True)
+            for stream, error in streams
+        ]
+        self._waiter = threading.Thread(target=self._wait, args=(ended,), daemon=True)
+        for thread in (*self._readers, self._waiter):
+            thread.start()
+
+    def _wait(self, ended: queue.SimpleQueue[Worker | int]) -> None:
+        code = self._process.wait()
+        self.ended_sec = time.monotonic()
+        self.code = code
+        ended.put(self)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended with a failure of its own, rather than being ended by the launcher."""
+        return self.code not in (None, 0) and not self.killed
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal to the process and what it started, as a terminal does."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signum)
+
+    def kill(self) -> None:
+        """Ends the process, if it still runs, and all of its session at once."""
+        self.killed = self.killed or self.code is None
+        if not self._gone:  # Else the number may be another's by now.
+            kill_session(self.pid)
+
+    def clean_up(self, deadline_sec: float) -> bool:
+        """Waits until nothing is left of the session, and kills what is at `deadline_sec` (of `time.monotonic`).
+
+        To be called after the process has ended. Returns whether something had to be killed.
+        """
+        killed = False
+        while session_members(self.pid):
+            if time.monotonic() >= deadline_sec:
+                kill_session(self.pid)
+                killed = True
+            time.sleep(_POLL_SEC)
+        self._gone = True
+        self._reaper.forget(self.pid)
+        for reader in self._readers:
+            reader.join(timeout=1.0)  # A process that left the session may hold the other end for ever.
+        return killed
+
+
+def _read(name: str, stream: IO[bytes], printer: Printer, error: bool) -> None:
+    """Prints what comes from a stream until its end."""
+    lines = LineReader()
+    while data := os.read(stream.fileno(), _READ_BYTES):
+        for line in lines.feed(data):
+            printer.print(name, line, error=error)
+    for line in lines.end():
+        printer.print(name, line, error=error)
+    stream.close()
+
+
+def first_failure(ended: Sequence[Worker]) -> Worker | None:
+    """The worker that broke the run off, of those in the order of their end; None when none failed by itself.
+
+    A process that says it ended because of another one (exit code 75) may well be faster than that other.
+    """
+    failed = [worker for worker in ended if worker.failed]
+    return next((worker for worker in failed if worker.code != BROKEN_OFF), failed[0] if failed else None)
+
+
+def exit_code(code: int) -> int:
+    """The exit code as shells have it: 128 + N after signal N."""
+    return 128 - code if code < 0 else code
+
+
+def describe_code(code: int) -> str:
+    """`exit code 3`, or `SIGKILL`; 143 is written `exit code 143 (SIGTERM)`."""
+    signum = -code if code < 0 else code - 128
+    try:
+        name = signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}" if code < 0 else f"exit code {code}"
+    return name if code < 0 else f"exit code {code} ({name})"

@@ -1,0 +1,259 @@
+"""Job files for clusters: what all have in common, and Slurm's, read by bash and by JAX's detection of clusters."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from jax._src.clusters.slurm_cluster import SlurmCluster
+from job_files import (
+    CLUSTER_VARIABLES,
+    NEEDED,
+    PYTHON,
+    ROOT,
+    SIZE,
+    TRAIN,
+    detected,
+    job_file,
+    no_cluster,
+    printed,
+    words,
+)
+
+from jaxdl.config import ConfigError
+from jaxdl.launch.jobs import COMMANDS
+from jaxdl.train import Command
+
+__all__ = ["no_cluster"]
+
+# ---- What all have in common
+
+
+@pytest.mark.parametrize("cluster", COMMANDS)
+def test_the_file_says_what_the_mesh_will_be(cluster):
+    text, said = printed(cluster)
+    assert "# The mesh: replica 4 x fsdp 8 x tensor 1, on 4 nodes with 8 GPUs each." in text
+    assert said == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "command", "message"),
+    [
+        ([], [], "nothing to run: end with the command"),
+        ([], TRAIN[:3], "which experiment"),
+        ([], [*TRAIN[:4], "no/such.py"], "no/such.py: no such file"),
+        ([], [*TRAIN, "--mesh.fsdp", "4"], "4 nodes with 8 GPUs each: mesh replica 4 x fsdp 4 x tensor 1 = 16 devices"),
+        ([], [*TRAIN, "--batchsize", "4"], "--batchsize"),
+        ([], [*TRAIN, "--optimizer", "none"], "there is no such kind"),
+        ([], [*TRAIN, "--devices", "8"], "8 virtual CPU devices and --gpus-per-node 8: the GPUs would be idle"),
+        ([], [*TRAIN, "--devices", "many"], "argument --devices: invalid int value: 'many'"),
+        ([], [*TRAIN, "--seed", "1\n2"], "a character that cannot be written"),
+        (["--restarts", "2"], [*TRAIN[:5], "--mesh.replica", "4"], "--restarts 2 without a --workdir"),
+        (["--name", "My Job"], TRAIN, "name: 'My Job' does not have the form of a job's name"),
+        (["--restarts", "-1"], TRAIN, "restarts"),
+        (["--interface", "eth0; rm"], TRAIN, "'eth0; rm' does not have the form of network interfaces"),
+    ],
+)
+@pytest.mark.parametrize("cluster", COMMANDS)
+def test_mistakes(cluster, options, command, message, capsys):
+    with pytest.raises((ConfigError, SystemExit)) as error:
+        COMMANDS[cluster]([*SIZE, *NEEDED[cluster], *options, "--", *command])
+    if isinstance(error.value, SystemExit):
+        assert error.value.code == 2
+    assert message in words(str(error.value) + capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [(["--nodes", "0", "--gpus-per-node", "8"], "nodes"), (["--nodes", "4"], "--gpus-per-node"), ([], "--nodes")],
+)
+def test_sizes_are_needed(options, message, capsys):
+    with pytest.raises((ConfigError, SystemExit)) as error:
+        COMMANDS["slurm"]([*options, "--", *TRAIN])
+    assert message in str(error.value) + capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("mesh", "warning"),
+    [
+        ([], "a replica of 32 devices is larger than a node with 8, gradients are not exchanged"),
+        (["--mesh.replica", "2"], "a replica of 16 devices is larger than a node with 8, so more than the exchange"),
+        (["--mesh.replica", "8"], None),
+        (["--mesh.replica", "4", "--mesh.tensor", "2"], None),
+    ],
+)
+def test_a_mesh_that_crosses_nodes_with_more_than_the_exchange_is_warned_of(mesh, warning):
+    text, said = printed("slurm", command=[*TRAIN[:7], *mesh])
+    assert (warning is None) == (said == "")
+    if warning is not None:
+        assert f"warning: {warning}" in said
+        assert f"# {warning}" in text
+
+
+def test_a_run_that_keeps_nothing_is_warned_of():
+    _, said = printed("slurm", command=[*TRAIN[:5], "--mesh.replica", "4"])
+    assert said.startswith("warning: the command has no --workdir")
+
+
+def test_another_command_is_taken_as_it_is():
+    text, said = printed("slurm", command=["./mine.sh", "a b"])
+    assert "./mine.sh 'a b'" in text
+    assert "not jaxdl.train" in said
+
+
+def test_the_config_is_read_as_the_nodes_will_read_it():
+    """On this machine, without GPUs, configs/digits.py would take 8 virtual CPU devices."""
+    text = job_file("slurm", size=["--nodes", "2", "--gpus-per-node", "0"], command=TRAIN[:7])
+    assert "# The mesh: replica 2 x fsdp 8 x tensor 1, on 2 nodes with 8 CPU devices each." in text
+    assert "export JAX_PLATFORMS=cpu" in text
+    assert "gpus-per-node" not in text
+
+
+def test_the_options_of_a_run_are_known():
+    """The others belong to the experiment; a new one of jaxdl.train must be added to `_own_options`."""
+    from jaxdl.launch.jobs.description import _own_options
+
+    found, left = _own_options(["--config", "c", "--workdir=w", "--devices", "2", "--explain", "--mesh.fsdp", "2"])
+    assert set(vars(found)) == set(Command.__dataclass_fields__) - {"experiment"}
+    assert left == ["--mesh.fsdp", "2"]
+
+
+def settings_in(text):
+    return set(re.findall(r"\b(NCCL_[A-Z_]+)\b", text)), set(re.findall(r"--(xla_\w+)=?([\w.]*)", text))
+
+
+def test_every_setting_is_explained_and_every_xla_flag_exists():
+    """Flags that XLA does not know end the process at its start."""
+    page = (ROOT / "docs" / "clusters.md").read_text()
+    explained, flags = settings_in(page)
+    for cluster in COMMANDS:
+        named, in_file = settings_in(job_file(cluster))
+        assert named
+        assert named <= explained
+        assert {name for name, _ in in_file} <= {name for name, _ in flags}
+        flags |= in_file
+    assert len(flags) > 3
+    written = " ".join(f"--{name}={value or 'true'}" for name, value in sorted(flags))
+    environment = {**os.environ, "XLA_FLAGS": written, "JAX_PLATFORMS": "cpu"}
+    code = "import jax; print(len(jax.devices()))"
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+
+
+# ---- Slurm
+
+SRUN = """#!/bin/bash
+# Stands for srun: runs the command once for each node, as Slurm would, and ends with the highest exit code.
+echo "$@" >> "$RECORD/srun"
+while [[ $1 == --* ]]; do shift; done
+echo start >> "$RECORD/starts"
+start=$(wc -l < "$RECORD/starts")
+highest=0
+for index in $(seq 0 $((SLURM_JOB_NUM_NODES - 1))); do
+    SLURM_STEP_NODELIST="$SLURM_JOB_NODELIST" SLURM_NTASKS=$SLURM_JOB_NUM_NODES SLURM_PROCID=$index SLURM_LOCALID=0 \
+    SLURMD_NODENAME="gpu$((7 + index))" START=$start INDEX=$index "$@"
+    code=$?
+    ((code > highest)) && highest=$code
+done
+exit $highest
+"""
+SCONTROL = """#!/bin/bash
+if [[ "$1 $2" == "show hostnames" ]]; then
+    [[ $3 == "gpu[7-10]" ]] && printf 'gpu%s\\n' 7 8 9 10
+else
+    echo "$@" >> "$RECORD/scontrol"
+fi
+"""
+
+
+def run_slurm(text, folder, codes="0", **environment):
+    """Runs the script with stubs in place of Slurm; returns (exit code, stderr, environments of the last start)."""
+    for name, program in {"srun": SRUN, "scontrol": SCONTROL, "python": PYTHON}.items():
+        stub = folder / "bin" / name
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(program)
+        stub.chmod(0o755)
+    script = folder / "job.sh"
+    script.write_text(text)
+    slurm = {"SLURM_JOB_ID": "5000", "SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[7-10]"}
+    clean = {name: value for name, value in os.environ.items() if not CLUSTER_VARIABLES.match(name)}
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    given = {**clean, **slurm, "PATH": path, "RECORD": str(folder), "CODES": codes, **environment}
+    ended = subprocess.run(["bash", script], env=given, capture_output=True, text=True, timeout=60)
+    starts = len((folder / "starts").read_text().splitlines())
+    read = [(folder / f"env.{starts}.{index}").read_text().rstrip("\0").split("\0") for index in range(4)]
+    return ended.returncode, ended.stderr, [dict(line.split("=", 1) for line in lines) for lines in read]
+
+
+def test_the_slurm_script_is_bash():
+    text = job_file("slurm", "--setup", "module load cuda", "--venv", "~/my venv", "--image", "r/x:1", "--requeue")
+    checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
+    assert checked.returncode == 0, checked.stderr
+    assert 'source "$HOME"/' in text
+
+
+def test_the_slurm_header():
+    text = job_file("slurm", "--partition", "gpu", "--account", "lab", "--time", "1-00:00:00", "--save-sec", "90")
+    lines = text.splitlines()
+    assert lines[0] == "#!/bin/bash"
+    header = dict(re.match(r"#SBATCH --([\w-]+)=?(.*)", line).groups() for line in lines if line.startswith("#SBATCH"))
+    assert header == {
+        "job-name": "jaxdl", "nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "8", "time": "1-00:00:00",
+        "signal": "TERM@90", "output": "jaxdl-%j.out", "open-mode": "append", "partition": "gpu", "account": "lab",
+        "requeue": "", "exclusive": "", "mem": "0",
+    }  # fmt: skip
+    first_command = next(index for index, line in enumerate(lines) if line and not line.startswith("#"))
+    assert not any(line.startswith("#SBATCH") for line in lines[first_command:]), "Slurm would not read them"
+    with_cpus = job_file("slurm", "--cpus-per-node", "32")
+    assert "#SBATCH --cpus-per-task=32" in with_cpus
+    assert "--exclusive" not in with_cpus
+    assert "--cpus-per-task=32" in with_cpus.split("srun ", 1)[1]
+
+
+def test_slurm_gives_each_process_its_place(tmp_path, no_cluster):
+    code, _, environments = run_slurm(job_file("slurm"), tmp_path)
+    assert code == 0
+    assert (tmp_path / "args").read_text().splitlines() == TRAIN[1:], "also the space in the workdir"
+    assert "--ntasks-per-node=1" in (tmp_path / "srun").read_text()
+    for index, environment in enumerate(environments):
+        for name, value in environment.items():
+            if CLUSTER_VARIABLES.match(name):
+                no_cluster.setenv(name, value)
+        assert detected() == ("gpu7:62344", 4, index, list(range(8)))
+        assert environment["JAXDL_HOST"] == f"gpu{7 + index}"
+        assert (environment["JAXDL_RESTART"], environment["JAXDL_RESTART_REASON"]) == ("0", "")
+        # JAX's own reading of Slurm agrees, but for the devices: it would take one GPU of each node.
+        for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+            no_cluster.delenv(name)
+        assert SlurmCluster.is_env_present()
+        assert detected() == ("gpu7:62344", 4, index, list(range(8)))
+        no_cluster.delenv("JAX_LOCAL_DEVICE_IDS")
+        assert detected() == ("gpu7:62344", 4, index, [0])
+
+
+@pytest.mark.parametrize(
+    ("codes", "starts", "end"),
+    [("75 137 0", 3, 0), ("75 1 75 0", 3, 75), ("2", 1, 2), ("75 3", 2, 3), ("143", 1, 143), ("130", 1, 130)],
+)
+def test_slurm_restarts(tmp_path, codes, starts, end):
+    code, said, environments = run_slurm(job_file("slurm", "--restarts", "2"), tmp_path, codes)
+    assert code == end
+    assert len((tmp_path / "starts").read_text().splitlines()) == starts
+    assert environments[0]["JAXDL_RESTART"] == str(starts - 1)
+    if starts > 1:
+        assert environments[3]["JAXDL_RESTART_REASON"] == f"srun ended with {codes.split()[starts - 2]}"
+        assert f"restart {starts - 1} of 2" in said
+    assert not (tmp_path / "scontrol").exists()
+
+
+@pytest.mark.parametrize(("left_sec", "requeued"), [(60, True), (7200, False)])
+def test_slurm_queues_the_job_again_when_its_time_is_up(tmp_path, left_sec, requeued):
+    """SIGTERM with hours left is from somebody who wants it to stop."""
+    given = {"SLURM_JOB_END_TIME": str(int(time.time()) + left_sec), "SLURM_RESTART_COUNT": "2"}
+    code, _, environments = run_slurm(job_file("slurm", "--requeue"), tmp_path, "143", **given)
+    assert code == 143
+    assert (tmp_path / "scontrol").exists() == requeued
+    assert environments[0]["JAXDL_RESTART"] == "2"
+    assert environments[0]["JAXDL_RESTART_REASON"] == "queued again by Slurm"

@@ -1,0 +1,77 @@
+"""What the hosts print: whole lines behind the name of the host, progress bars and colours included."""
+
+import io
+import threading
+
+from jaxdl.launch.output import DRAFT_SEC, MAX_LINE_BYTES, LineReader, Printer
+
+
+def test_lines_are_made_of_any_pieces():
+    """Every way to cut the bytes gives the same lines; a character may be cut too."""
+    data = "one\ntwö\r\nthrée\n\nlast".encode()
+    for cut in range(len(data)):
+        reader = LineReader()
+        assert [*reader.feed(data[:cut]), *reader.feed(data[cut:]), *reader.end()] == [
+            "one",
+            "twö",
+            "thrée",
+            "",
+            "last",
+        ]
+
+
+def test_progress_bars_become_a_line_now_and_then():
+    clock = [0.0]
+    reader = LineReader(lambda: clock[0])
+    shown = []
+    for percent in range(101):
+        clock[0] += DRAFT_SEC / 20
+        shown += reader.feed(b"\r\x1b[K%d%%|###" % percent)
+    shown += reader.feed(b"\n")
+    assert shown == ["18%|###", "38%|###", "58%|###", "78%|###", "98%|###", "100%|###"]
+
+
+def test_colours_are_kept_and_cursor_moves_are_not():
+    reader = LineReader()
+    assert reader.feed(b"\x1b[2A\x1b[32mgreen\x1b[0m\x1b[?25l\n") == ["\x1b[32mgreen\x1b[0m"]
+
+
+def test_a_line_without_end_is_broken():
+    reader = LineReader()
+    lines = reader.feed(b"x" * (MAX_LINE_BYTES + 1))
+    assert [len(line) for line in lines] == [MAX_LINE_BYTES + 1]
+    assert reader.end() == []
+
+
+def test_lines_of_many_threads_stay_whole():
+    stdout = io.StringIO()
+    printer = Printer(["host0", "host1"], stdout, io.StringIO())
+
+    def work(name):
+        for number in range(200):
+            printer.print(name, f"{name} {number}")
+
+    threads = [threading.Thread(target=work, args=(f"host{index}",)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for index in range(2):
+        own = [line for line in stdout.getvalue().splitlines() if line.startswith(f"host{index} ")]
+        assert own == [f"host{index}    | host{index} {number}" for number in range(200)]
+
+
+def test_a_terminal_gets_colours_and_a_file_does_not(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    terminal, file = Terminal(), io.StringIO()
+    printer = Printer(["host0"], terminal, file)
+    printer.print("host0", "text")
+    printer.print("host0", "text", error=True)
+    assert "\x1b[" in terminal.getvalue()
+    assert file.getvalue() == "host0    | text\n"
