@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxdl.config import ConfigError
     from jaxdl.experiment import Experiment, load
+    from jaxdl.outcome import Interrupted, Run
     from jaxdl.predictor import Predictor, restore
-    from jaxdl.trainer import Interrupted, Run, train
+    from jaxdl.trainer import train
 
 __version__ = "0.1.0"
 
@@ -24,8 +25,8 @@ _HOMES = {
     "ConfigError": "jaxdl.config",
     "Experiment": "jaxdl.experiment",
     "load": "jaxdl.experiment",
-    "Interrupted": "jaxdl.trainer",
-    "Run": "jaxdl.trainer",
+    "Interrupted": "jaxdl.outcome",
+    "Run": "jaxdl.outcome",
     "train": "jaxdl.trainer",
     "Predictor": "jaxdl.predictor",
     "restore": "jaxdl.predictor",

@@ -1,39 +1,40 @@
 """Checkpoints: written asynchronously, restored onto the current mesh, checked by fingerprints.
 
 A checkpoint is flat: one array a leaf of the train state, by its path, in three items (`model`, `optimizer`,
-`exchange`), and a JSON with the fingerprint of each array. `workdir/config.json` is the run's resolved config.
+`exchange`), and a JSON with the fingerprint of each array.
+
+A checkpoint that cannot be written (a full disk) ends no run: it is a note, the half of it is removed, and nothing that
+is whole is touched; a new one is deleted for only when it is whole itself.
 """
 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import errno
 import functools
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
 import pydantic
 from jax import lax
-from jax.experimental import multihost_utils
 
-from jaxdl.config import Config, ConfigError, Periodic
-from jaxdl.exchange import ExchangeConfig, resplit
-from jaxdl.report import replace_file
+from jaxdl.config import ConfigError, Periodic
+from jaxdl.exchange import resplit
 from jaxdl.state import TrainState
+from jaxdl.workdir import all_processes, disk_reason
 
 ITEMS = {
     "model": ("step", "params", "model_state", "ema_params"),
-    "optimizer": ("opt_state", "loss_scale", "key"),
+    "optimizer": ("opt_state", "loss_scale", "guard", "key"),
     "exchange": ("exchange_state",),
 }
 """The items of a checkpoint and the fields of the train state in each; prediction needs only `model`."""
@@ -95,15 +96,23 @@ class Checkpoints:
             save_interval_steps=0 if read_only else 1,
             step_prefix="step",
         )
-        with _quiet_orbax():
-            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_handlers())
+        try:
+            with _quiet_orbax():
+                self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=_handlers())
+        except OSError as error:
+            raise ConfigError(f"{self.folder}: {error.strerror}. Choose a folder that can be written.") from None
         self._fingerprint = jax.jit(fingerprints)
+        self._under_way: int | None = None
+        self._notes: list[str] = []
 
     def save(self, state: TrainState, step: int, *, evaluated_step: int, metrics: dict[str, float] | None) -> None:
         """Starts writing `state`; returns when it has been copied, so that training may go on.
 
-        `metrics` are those of the evaluation at this step, if there was one. Raises what an earlier write failed with.
+        `metrics` are those of the evaluation at this step, if there was one. A disk that refuses it makes a note.
         """
+        self.wait()
+        if step in self.steps:
+            return
         items = _items(state)
         prints = jax.device_get(self._fingerprint(items))
         shapes = {name: list(x.shape) for name, x in items["exchange"].items()}
@@ -114,17 +123,75 @@ class Checkpoints:
         }
         arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
         arguments["meta"] = ocp.args.JsonSave(meta)
-        with _quiet_orbax():
-            self._manager.save(step, args=ocp.args.Composite(**arguments), metrics=metrics, force=True)
+
+        def start() -> None:
+            with _quiet_orbax():
+                self._manager.save(step, args=ocp.args.Composite(**arguments), metrics=metrics, force=True)
+
+        # Asked before anything is written: processes that wait for one that cannot write its part wait long.
+        if self._settled(step, self._probe) and self._settled(step, start):
+            self._under_way = step
 
     def wait(self) -> None:
-        """Returns when everything is written; raises what failed."""
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
+        """Returns when everything is written, or has failed; raises only what is not the disk's doing."""
+        step, self._under_way = self._under_way, None
+        if step is not None:
+
+            def finish() -> None:
+                with _quiet_orbax(logging.CRITICAL):
+                    self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+
+            self._settled(step, finish)
+
+    def _settled(self, step: int, act: Callable[[], None]) -> bool:
+        """Whether `act` was possible on all processes; if not, removes what there is of the checkpoint and notes it."""
+        reason = None
+        try:
+            act()
+        except Exception as error:
+            reason = disk_reason(error)
+            if reason is None:
+                raise
+        if all_processes(reason is None):
+            return True
+        if jax.process_index() == 0:
+            for half in self.folder.glob(f"step_{step}.*"):
+                shutil.rmtree(half, ignore_errors=True)
+        all_processes(True)
+        self._manager.reload()
+        if step not in self.steps:  # What failed may have come after it was whole: making room by deleting an old one.
+            newest = f"the newest whole one is of step {self.steps[-1]}" if self.steps else "there is no whole one yet"
+            self._notes.append(
+                f"the checkpoint of step {step} could not be written: {reason or 'another process could not'}; "
+                f"training goes on; {newest}"
+            )
+        return False
+
+    def _probe(self) -> None:
+        """Raises OSError when nothing can be written at all. One process' disk may be another than the others'."""
+        path = self.folder / f".probe.{jax.process_index()}.tmp"
+        try:
+            with path.open("wb") as file:
+                file.write(b"0" * 65536)
+                os.fsync(file.fileno())
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def take_notes(self) -> list[str]:
+        """What has been noted since this was last called."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def close(self) -> None:
         """Waits for what is being written and ends the writer's threads."""
-        self._manager.close()
+        try:
+            with _quiet_orbax(logging.CRITICAL):
+                self._manager.close()
+        except Exception as error:
+            if disk_reason(error) is None:
+                raise
 
     @property
     def steps(self) -> list[int]:
@@ -174,7 +241,7 @@ class Checkpoints:
             found, meta = _read(self.folder / f"step_{step}", wanted)
         except Exception as raised:  # Kept until the other processes know: this one must not go another way than they.
             error = raised
-        if not _all_processes(error is None):
+        if not all_processes(error is None):
             raise error or ValueError("another process could not read its part")
         prints = jax.tree.map(int, jax.device_get(self._fingerprint(found)))
         bad = [
@@ -190,12 +257,22 @@ class Checkpoints:
             found["exchange"] = resplit.resplit(found.get("exchange", {}), wanted["exchange"], fresh)
         return _state(found, abstract), meta
 
+    def put_aside_after(self, step: int) -> None:
+        """Moves the checkpoints after this step to `checkpoints/left`: the run went back, and takes another course."""
+        self.wait()
+        for later in [one for one in self.steps if one > step]:
+            self._move(later, "left")
+
     def _put_aside(self, step: int, error: Exception) -> str:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
         if self.read_only:
             return f"checkpoint step_{step} is damaged ({reason})"
+        return f"checkpoint step_{step} is damaged ({reason}); moved to {self._move(step, 'damaged')}"
+
+    def _move(self, step: int, folder: str) -> Path:
+        """Moves a checkpoint to a folder beside it; the new path."""
         source = self.folder / f"step_{step}"
-        target = self.folder / "damaged" / f"step_{step}"
+        target = self.folder / folder / f"step_{step}"
         number = 0
         while target.exists():
             number += 1
@@ -203,9 +280,9 @@ class Checkpoints:
         if jax.process_index() == 0:
             target.parent.mkdir(exist_ok=True)
             os.replace(source, target)
-        _all_processes(True)  # Before it is moved, no process may look for the next one.
+        all_processes(True)  # Before it is moved, no process may look for the next one.
         self._manager.reload()
-        return f"checkpoint step_{step} is damaged ({reason}); moved to {target}"
+        return target
 
 
 def _is_damage(error: Exception) -> bool:
@@ -250,11 +327,6 @@ def _fresh_exchange(abstract: TrainState, make: Callable[[], Any] | None) -> dic
             "the checkpoint has no state of the exchange for this mesh. Restore it with fresh_exchange_state."
         )
     return _items(abstract.replace(exchange_state=make()))["exchange"]
-
-
-def _all_processes(fine: bool) -> bool:
-    """Whether all processes are fine; each waits here for the others."""
-    return bool(np.all(multihost_utils.process_allgather(np.bool_(fine)))) if jax.process_count() > 1 else fine
 
 
 def _handlers() -> dict[str, Any]:
@@ -303,73 +375,12 @@ def fingerprints(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def claim_workdir(workdir: Path, config: Config, identity: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """Makes the workdir this run's own, or goes on with an earlier run of the same config in it.
-
-    `identity` takes away the fields that may change between runs (the mesh, reports...). Writes `config.json`.
-    Raises ConfigError with the difference when the workdir belongs to another config.
-    """
-    path = workdir / "config.json"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        earlier = path.read_text() if path.exists() else None
-        if earlier is None and jax.process_index() == 0:
-            replace_file(path, (config.to_json() + "\n").encode())
-    except UnicodeDecodeError:
-        earlier = ""
-    except OSError as error:
-        raise ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a folder that can be written.") from None
-    if earlier is not None:
-        try:
-            there, here = identity(json.loads(earlier)), identity(json.loads(config.to_json()))
-        except (ValueError, AttributeError):
-            raise ConfigError(f"{path}: not a config any more. Restore it, or choose another --workdir.") from None
-        if there != here:
-            lines = difflib.unified_diff(
-                _lines(there), _lines(here), "in the workdir", "asked for now", n=0, lineterm=""
-            )
-            changes = "\n".join("  " + line for line in lines if not line.startswith("@@"))
-            raise ConfigError(
-                f"--workdir {workdir} belongs to a run of a different config:\n{changes}\n"
-                "Choose another --workdir, or the settings of the run that is there."
-            )
-        if jax.process_index() == 0:
-            replace_file(path, (config.to_json() + "\n").encode())
-
-
-def write_choice(workdir: Path, config: Config, reasons: Sequence[str]) -> None:
-    """Keeps the exchange that was chosen for a run, and why, in `exchange.json`."""
-    text = json.dumps({"exchange": config.model_dump(), "reasons": list(reasons)}, indent=2)
-    replace_file(workdir / "exchange.json", (text + "\n").encode())
-
-
-def read_choice(workdir: Path) -> Any:
-    """The exchange that was chosen for the run in a workdir, or None. Raises ConfigError when it cannot be read."""
-    path = workdir / "exchange.json"
-    if not path.is_file():
-        return None
-    try:
-        values = json.loads(path.read_text())["exchange"]
-        return pydantic.TypeAdapter(Annotated[ExchangeConfig, pydantic.Discriminator("kind")]).validate_python(values)
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(
-            f"{path}: not a choice of exchange any more. Restore it, or choose another --workdir."
-        ) from None
-
-
-def _lines(config: Any, prefix: str = "") -> list[str]:
-    """A config as sorted lines `dotted.field = value`."""
-    if not isinstance(config, dict):
-        return [f"{prefix} = {json.dumps(config)}"]
-    return [line for name in sorted(config) for line in _lines(config[name], f"{prefix}.{name}" if prefix else name)]
-
-
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[None]:
-    """Keeps Orbax's advice about its own arguments off the user's screen; errors still show."""
+def _quiet_orbax(lowest: int = logging.ERROR) -> Iterator[None]:
+    """Keeps Orbax's advice about its own arguments off the user's screen; errors still show, if they are `lowest`."""
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(lowest)
     try:
         yield
     finally:

@@ -15,10 +15,13 @@ import pydantic
 import tyro
 
 from jaxdl.checkpoint import CheckpointConfig
+from jaxdl.cluster import ClusterConfig
+from jaxdl.compiler import CompilerConfig
 from jaxdl.config import CLI_STYLE, Config, ConfigError, choices_help, load_file, parse, take_choices
 from jaxdl.data import DataConfig, Digits
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeConfig, TopK
+from jaxdl.guard import GuardConfig
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import SGD, Cosine, OptimizerConfig, ScheduleConfig
@@ -62,12 +65,18 @@ class Experiment(Config):
     """How parameters are spread over the mesh."""
     step: StepConfig = StepConfig()
     """Gradient accumulation, clipping, moving average."""
+    guard: GuardConfig = GuardConfig()
+    """What happens at steps whose numbers are bad."""
+    compiler: CompilerConfig = CompilerConfig()
+    """How the step is compiled."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """When the held-out data is evaluated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """When checkpoints are written."""
     report: ReportConfig = ReportConfig()
     """What is reported."""
+    cluster: ClusterConfig = ClusterConfig()
+    """What is done about processes that are missing, lost or stuck."""
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Experiment:
@@ -95,7 +104,8 @@ class Experiment(Config):
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a dumped Experiment that make it the run it is: all but the mesh and what only watches the run."""
-    return {name: value for name, value in config.items() if name not in ("mesh", "sharding", "checkpoint", "report")}
+    others = ("mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
+    return {name: value for name, value in config.items() if name not in others}
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Experiment:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxdl.cluster import start_devices
+from jaxdl.compiler import Options, compiled
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, Splits, TextSpec
 from jaxdl.evaluate import make_eval_step
@@ -30,12 +32,14 @@ from jaxdl.exchange import (
     alone,
     backward_order,
     by_name,
+    delayed,
     init_on_mesh,
     leaf_names,
 )
+from jaxdl.exchange.cost import Gradients
 from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, start_devices
+from jaxdl.mesh import Axis, Device, batch_ways, make_mesh
 from jaxdl.models import Network
 from jaxdl.sharding import STACKED, Layout, ShardingConfig, grad_specs, named
 from jaxdl.state import TrainState, init_state, make_state_spec
@@ -97,9 +101,10 @@ def make_plan(
 
 def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
     """Starts JAX as the experiment asks and returns its mesh. Raises ConfigError when the devices do not suit it."""
-    start_devices(experiment.mesh)
+    start_devices(experiment.mesh, experiment.cluster, experiment=experiment.model_dump(mode="json"))
     mesh = make_mesh(experiment.mesh, devices)
     experiment.precision.check(mesh.devices.flat[0].platform)
+    experiment.compiler.check(_platform(mesh), mesh.shape[Axis.REPLICA])
     return mesh
 
 
@@ -130,7 +135,10 @@ def make_parts(
         exchange=exchange,
         precision=experiment.precision,
         layout=layout,
-        state_spec=make_state_spec(layout, network, optimizer, exchange, experiment.precision, use_ema=use_ema),
+        state_spec=make_state_spec(
+            layout, network, optimizer, exchange, experiment.precision, experiment.guard, use_ema=use_ema
+        ),
+        guard=experiment.guard,
         config=experiment.step,
     )
 
@@ -146,16 +154,23 @@ def settled(
     if not isinstance(auto, Auto):
         return experiment, ()
     if mesh.shape[Axis.REPLICA] == 1:
-        return experiment.replaced({"exchange": Dense()}), ("exchange: one replica exchanges nothing",)
+        dense = Dense(delay_steps=auto.delay_steps)
+        return experiment.replaced({"exchange": dense}), ("exchange: one replica exchanges nothing",)
     if chosen is not None:
         note = f"exchange: {label(chosen)}, as chosen when the run began"
         return experiment.replaced({"exchange": chosen}), (note,)
+    gradients = exchanged_gradients(experiment, spec, mesh)
+    choice = auto.choose(gradients.shapes, gradients.layout, mesh)
+    return experiment.replaced({"exchange": choice.config}), choice.lines
+
+
+def exchanged_gradients(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh) -> Gradients:
+    """What the exchange of an experiment on a mesh is about, as the cost model takes it."""
     network = _network(experiment, spec)
     layout = Layout(experiment.sharding, mesh)
     shardings = by_name(named(mesh, grad_specs(layout, network.axes, network.param_shapes)))
     shapes = {name: shardings[name].shard_shape(x.shape) for name, x in by_name(network.param_shapes).items()}
-    choice = auto.choose(shapes, _gradient_layout(experiment, network, spec, layout), mesh)
-    return experiment.replaced({"exchange": choice.config}), choice.lines
+    return Gradients(shapes, mesh.shape[Axis.REPLICA], _gradient_layout(experiment, network, spec, layout))
 
 
 def _network(experiment: Experiment, spec: ImageSpec | TextSpec) -> Network:
@@ -168,7 +183,7 @@ def _make_exchange(experiment: Experiment, network: Network, spec: Any, layout: 
     if isinstance(config, Compressed):
         config.check({name: math.prod(x.shape) for name, x in by_name(network.param_shapes).items()})
     if layout.mesh.shape[Axis.REPLICA] == 1:
-        return alone(config.momentum_correction if isinstance(config, TopK) else None)
+        return delayed(alone(config.momentum_correction if isinstance(config, TopK) else None), config.delay_steps)
     gradients = _gradient_layout(experiment, network, spec, layout)
     shapes = {name: x.shape for name, x in by_name(network.param_shapes).items()}
     if isinstance(config, PowerSGD) and not any(
@@ -200,6 +215,11 @@ def _gradient_layout(experiment: Experiment, network: Network, spec: Any, layout
 
 def _check_warmup(experiment: Experiment, total_steps: int) -> None:
     config = experiment.exchange
+    if config.delay_steps >= total_steps:
+        raise ConfigError(
+            f"--exchange.delay-steps {config.delay_steps}: the run has {total_steps} steps, so no gradient would be "
+            "applied. Set it to 0, or make the run longer."
+        )
     if isinstance(config, Compressed) and config.warmup_steps >= total_steps:
         raise ConfigError(
             f"the warm-up of exchange {config.kind} takes {config.warmup_steps} steps, and the run has {total_steps}: "
@@ -261,6 +281,7 @@ def make_initial_state(plan: Plan) -> TrainState:
             parts.optimizer,
             parts.exchange,
             parts.precision,
+            parts.guard,
             grad_specs=parts.state_spec.grads,
             mesh=parts.layout.mesh,
             use_ema=experiment.step.ema_decay is not None,
@@ -289,9 +310,28 @@ def compile_steps(plan: Plan) -> tuple[Any, Any]:
 
 
 def compile_train_step(plan: Plan) -> Any:
-    """The compiled train step of a plan."""
+    """The compiled train step of a plan. Raises ConfigError for a compiler option that XLA does not know."""
     batch = _batch_shapes(plan.splits.train.batch, plan.experiment.batch_size)
-    return make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch).compile()
+    lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
+    mesh = plan.parts.layout.mesh
+    return compiled(lowered, compiler_options(plan), mesh.shape, plan.experiment.compiler.links)
+
+
+def compiler_options(plan: Plan) -> Options:
+    """XLA's options for the train step of a plan."""
+    experiment, mesh = plan.experiment, plan.parts.layout.mesh
+    assert not isinstance(experiment.exchange, Auto)
+    return experiment.compiler.resolved(
+        _platform(mesh),
+        num_replicas=mesh.shape[Axis.REPLICA],
+        num_inner=mesh.shape[Axis.FSDP],
+        bucket_elements=experiment.exchange.bucket_elements,
+    )
+
+
+def _platform(mesh: Mesh) -> str:
+    platform = mesh.devices.flat[0].platform
+    return "gpu" if platform in ("cuda", "rocm") else platform
 
 
 def _batch_shapes(

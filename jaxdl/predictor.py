@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.checkpoint import Checkpoints
+from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, spec_from_json
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways, make_mesh, start_devices
+from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways, make_mesh
 from jaxdl.plan import make_parts
 from jaxdl.state import TrainState
 from jaxdl.step import Parts, apply_network

@@ -1,4 +1,8 @@
-"""SIGTERM and SIGINT at any moment: noticed while training, evaluating and compiling, and turned into an exception."""
+"""SIGTERM and SIGINT at any moment: noticed while training, evaluating and compiling, and turned into an exception.
+
+In a run of several processes a signal to one stops all of them at the same poll: at once through the membership
+(`jaxdl.cluster`), or else at the next poll at which they ask each other through a collective.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
-from jax.experimental import multihost_utils
+
+from jaxdl.cluster import Membership, current, pulse
 
 Result = TypeVar("Result")
 
@@ -34,6 +39,7 @@ class StopSignals:
         self.signum: int | None = None
         self._num_polls = 0
         self._shared_every: int | None = None
+        self._member: Membership | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
@@ -58,17 +64,26 @@ class StopSignals:
     def share(self, every_polls: int) -> None:
         """For a run of several processes: from here on they all stop at the same poll when a signal has come to any.
 
-        They ask each other at every `every_polls`-th poll, so each must poll equally often.
+        Each must poll equally often. Without a membership they ask each other at every `every_polls`-th poll.
         """
-        self._shared_every = every_polls
+        self._shared_every, self._member = every_polls, current()
+        self._num_polls = 0  # Those before depend on how long each process took to set up.
 
-    def poll(self) -> None:
-        """Raises Stop if a signal has come."""
+    def poll(self, step: int | None = None) -> None:
+        """Raises Stop if a signal has come. A sign of life for the watchdog; `step` is the last one completed."""
+        pulse.beat(step)
+        self._check()
+
+    def _check(self) -> None:
         self._num_polls += 1
         signum = self.signum or 0
-        if self._shared_every is not None:
+        if self._member is not None:
+            signum = self._member.poll(signum)
+        elif self._shared_every is not None:
             if self._num_polls % self._shared_every:
                 return
+            from jax.experimental import multihost_utils
+
             signum = int(np.max(multihost_utils.process_allgather(np.int32(signum))))
         if signum:
             raise Stop(signum)
@@ -77,8 +92,11 @@ class StopSignals:
         """`function()` in a thread of its own, so that a signal is noticed while it compiles; returns its result.
 
         On a signal the thread is left behind; one of several processes cannot leave the others alone, and goes on to
-        the next `poll`. What the function raises is raised here.
+        the next `poll`, after all have come through: what follows may be a collective that waits only so long. What the
+        function raises is raised here.
         """
+        if self._member is not None:
+            self._member.wait_for_all()
         outcome: list[Any] = []
 
         def work() -> None:
@@ -91,9 +109,11 @@ class StopSignals:
         thread.start()
         while thread.is_alive():
             if self._shared_every is None:
-                self.poll()
+                self._check()
             thread.join(_POLL_SEC)
         result, error = outcome[0]
         if error is not None:
             raise error
+        if self._member is not None:
+            self._member.wait_for_all()
         return result

@@ -12,6 +12,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.exchange import Exchange, init_on_mesh, state_specs
+from jaxdl.guard import Guard, GuardConfig
 from jaxdl.models.network import Network
 from jaxdl.precision import LossScale, Precision
 from jaxdl.sharding import Layout, grad_specs, is_spec, named, param_specs
@@ -36,6 +37,8 @@ class TrainState:
     """The gradient exchange's state; empty with one replica."""
     loss_scale: LossScale
     """The dynamic loss scale; empty without float16."""
+    guard: Guard
+    """Counters and statistics of the guard against bad numbers; empty when it is off."""
     key: Any
     """Data of the run's random key; a step's key is this folded with the step."""
 
@@ -77,6 +80,7 @@ def init_state(
     optimizer: optax.GradientTransformation,
     exchange: Exchange,
     precision: Precision,
+    guard: GuardConfig,
     *,
     grad_specs: Any,
     mesh: Mesh,
@@ -96,6 +100,7 @@ def init_state(
         opt_state=optimizer.init(params),
         exchange_state=init_on_mesh(exchange, network.param_shapes, grad_specs, mesh),
         loss_scale=precision.init_loss_scale(),
+        guard=guard.init_guard(),
         key=jax.random.key_data(run_key),
     )
 
@@ -106,6 +111,7 @@ def make_state_spec(
     optimizer: optax.GradientTransformation,
     exchange: Exchange,
     precision: Precision,
+    guard: GuardConfig,
     *,
     use_ema: bool,
 ) -> StateSpec:
@@ -122,6 +128,7 @@ def make_state_spec(
             optimizer,
             exchange,
             precision,
+            guard,
             grad_specs=gradient_specs,
             mesh=layout.mesh,
             use_ema=use_ema,
@@ -143,6 +150,7 @@ def make_state_spec(
         opt_state=opt_specs,
         exchange_state=state_specs(exchange, network.param_shapes, gradient_specs, layout.mesh),
         loss_scale=_whole(shapes.loss_scale),
+        guard=_whole(shapes.guard),
         key=PartitionSpec(),
     )
     return StateSpec(specs, gradient_specs, shapes, whole_specs, named(layout.mesh, whole_specs))

@@ -3,9 +3,11 @@
 Its parts, in order:
 
 1. local gradients: `shard_map`, manual over `replica` alone; XLA shards the rest over `fsdp` and `tensor`;
-2. the finite check (with a loss scale);
+2. the finite check of what every replica has, and the sums of metrics, in one small reduction;
 3. the exchange: a second `shard_map`, manual over every axis, where each device hands over its own shard;
-4. the update: plain `jit` on sharded gradients, so that norms are global and its work is split over the devices.
+4. the update: plain `jit` on sharded gradients, so that norms are global and its work is split over the devices;
+5. the choice between the new state and the old, for a step whose numbers are bad. It comes last: a condition in front
+   of the exchange would wait for all gradients, and the exchange could not overlap the backward pass.
 """
 
 from __future__ import annotations
@@ -19,14 +21,16 @@ import jax.numpy as jnp
 import optax
 import pydantic
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
 from jaxdl.config import Config
 from jaxdl.exchange import Exchange, exchanged_on_mesh
+from jaxdl.guard import GuardConfig, choose
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.models.network import Network
 from jaxdl.precision import Precision, cast_weights
-from jaxdl.sharding import Layout, gather_params, is_spec, use_layout
+from jaxdl.sharding import Layout, gather_params, is_spec, spec_axes, use_layout
 from jaxdl.state import StateSpec, TrainState, replicated
 from jaxdl.tasks import Task
 
@@ -60,6 +64,7 @@ class Parts:
     layout: Layout
     state_spec: StateSpec
     config: StepConfig
+    guard: GuardConfig
 
 
 def make_train_step(parts: Parts) -> Any:
@@ -67,8 +72,8 @@ def make_train_step(parts: Parts) -> Any:
 
     The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded over
     `(replica, fsdp)`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
-    `exchange/...`, and with float16 `loss_scale` and `skipped_steps`; of a skipped step `grad_norm` and `exchange/...`
-    are NaN.
+    `exchange/...`, with float16 `loss_scale` and `skipped_steps`, and with the guard `bad_steps` (so far) and
+    `bad_in_row`; of a step that is skipped `grad_norm` and `exchange/...` are NaN.
     """
     shardings = parts.state_spec.shardings
 
@@ -78,29 +83,17 @@ def make_train_step(parts: Parts) -> Any:
         batch = parts.task.augmented(batch, augment_key)
         scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
         grads, sums, model_state = _local_gradients(parts, state, batch, scale / parts.task.weight(batch))
+        sums, finite = _reduced(parts, grads, sums, checked=bool(state.loss_scale or state.guard))
         metrics = {f"sums/{name}": value for name, value in sums.items()}
-
-        def update(_: None) -> tuple[TrainState, Metrics]:
-            # Without the loss scale: what the exchange keeps for later must not depend on the scale of the step.
-            unscaled = jax.tree.map(lambda g: g / scale, grads) if state.loss_scale else grads
-            mean, exchange_state, exchange_metrics = _exchange(parts, unscaled, state.exchange_state, exchange_key)
-            changed, update_metrics = _update(parts, state, mean)
-            changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
-            return changed, update_metrics | {f"exchange/{name}": value for name, value in exchange_metrics.items()}
-
-        if not state.loss_scale:
-            new_state, more = update(None)
-            return new_state.replace(step=state.step + 1), metrics | more
-
-        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
-        unknown = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), jax.eval_shape(update, None)[1])
-        new_state, more = lax.cond(finite, update, lambda _: (state, unknown), None)
-        # The step counts batches consumed, so it goes on; all else is as it was but for the scale.
-        loss_scale = parts.precision.next_loss_scale(state.loss_scale, finite)
-        more |= {"loss_scale": loss_scale["scale"], "skipped_steps": loss_scale["skipped_steps"]}
-        more["learning_rate"] = _learning_rate(parts, state)
-        new_state = new_state.replace(step=state.step + 1, loss_scale=loss_scale)
-        return new_state, metrics | jax.tree.map(lambda x: x.astype(jnp.float32), more)
+        # Without the loss scale: what the exchange keeps for later must not depend on the scale of the step.
+        unscaled = jax.tree.map(lambda g: g / scale, grads) if state.loss_scale else grads
+        mean, exchange_state, exchange_metrics = _exchange(parts, unscaled, state.exchange_state, exchange_key)
+        changed, more = _update(parts, state, mean)
+        changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
+        more |= {f"exchange/{name}": value for name, value in exchange_metrics.items()}
+        if state.loss_scale or state.guard:
+            changed, more = _guarded(parts, state, changed, more, sums, finite)
+        return changed.replace(step=state.step + 1), metrics | more
 
     return jax.jit(
         train_step,
@@ -127,7 +120,7 @@ def apply_network(
 def _local_gradients(
     parts: Parts, state: TrainState, batch: Batch, loss_factor: jax.Array
 ) -> tuple[Any, dict[str, jax.Array], Any]:
-    """Region 1: `(grads, sums, model_state)`; grads are each replica's own, leaves `[replica, ...]`.
+    """Region 1: `(grads, sums, model_state)`; grads and sums are each replica's own, leaves `[replica, ...]`.
 
     `loss_factor` times the number of replicas multiplies the sum of losses, so that the mean of the gradients over
     `replica` is the gradient of the mean loss over the global batch, however the examples are spread.
@@ -168,16 +161,24 @@ def _local_gradients(
             sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
         # Running statistics are averaged over `replica`: each replica normalized with those of its own batch. Laid out
         # whole first: XLA cannot reduce over a manual axis of size 1 what it has split over an automatic one.
-        model_state = lax.pmean(lax.with_sharding_constraint(model_state, PartitionSpec()), replica)
-        return jax.tree.map(lambda g: g[None], grads), lax.psum(sums, replica), model_state
+        model_state = _pmean_at_once(lax.with_sharding_constraint(model_state, PartitionSpec()), replica)
+        return jax.tree.map(lambda x: x[None], grads), jax.tree.map(lambda x: x[None], sums), model_state
 
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(replica), PartitionSpec()),
-        out_specs=(PartitionSpec(replica), PartitionSpec(), PartitionSpec()),
+        out_specs=(PartitionSpec(replica), PartitionSpec(replica), PartitionSpec()),
         axis_names={replica},
     )(state.params, state.model_state, dict(batch), factor)
+
+
+def _pmean_at_once(tree: Any, axis: str) -> Any:
+    """The mean of each leaf over the axis, in one message: a network has dozens of small statistics."""
+    if not jax.tree.leaves(tree):
+        return tree
+    flat, as_tree = ravel_pytree(tree)
+    return as_tree(lax.pmean(flat, axis))
 
 
 def _split(x: jax.Array, num_parts: int) -> jax.Array:
@@ -186,6 +187,57 @@ def _split(x: jax.Array, num_parts: int) -> jax.Array:
     So the parts hold the same examples on every mesh, and no row has to move between devices.
     """
     return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
+
+
+def _reduced(
+    parts: Parts, grads: Any, sums: dict[str, jax.Array], *, checked: bool
+) -> tuple[dict[str, jax.Array], jax.Array]:
+    """Region 2: the sums over all replicas, and whether every gradient of every replica is finite (if `checked`).
+
+    Local gradients, because a compressor can hide what is not finite. Over `replica` it is a single reduction.
+    """
+    replica, names = Axis.REPLICA.value, list(sums)
+    specs = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), parts.state_spec.grads, is_leaf=is_spec)
+    split = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)} - {replica}
+
+    def one_device(grads: Any, sums: dict[str, jax.Array]) -> jax.Array:
+        values = [sums[name][0].astype(jnp.float32) for name in names]
+        if checked:
+            finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+            values.append(lax.psum(jnp.where(finite, 0.0, 1.0), tuple(sorted(split))))
+        return lax.psum(jnp.stack(values), replica)
+
+    total = jax.shard_map(
+        one_device, mesh=parts.layout.mesh, in_specs=(specs, PartitionSpec(replica)), out_specs=PartitionSpec()
+    )(grads, sums)
+    return dict(zip(names, total, strict=False)), total[-1] == 0 if checked else jnp.bool_(True)
+
+
+def _guarded(
+    parts: Parts, state: TrainState, changed: TrainState, more: Metrics, sums: Metrics, finite: jax.Array
+) -> tuple[TrainState, Metrics]:
+    """Region 5: the changed state, or for a step that is skipped the old one, with counters and loss scale after it."""
+    loss = sums["loss"] / sums["weight"]
+    loss_fine = jnp.isfinite(loss) & ~parts.guard.is_spike(state.guard, loss)
+    # A gradient may also leave the range of float32 on its way to the update; then its norm does.
+    kept = loss_fine & finite & jnp.isfinite(more["grad_norm"])
+    overflow = jnp.bool_(False)
+    if state.loss_scale:
+        overflow = loss_fine & ~finite & (state.loss_scale["scale"] > (parts.precision.lowest_scale or 0))
+        if not state.guard:
+            overflow = ~kept
+    bad = ~kept & ~overflow
+    rate, more = more["learning_rate"], jax.tree.map(lambda x: jnp.where(kept, x.astype(jnp.float32), jnp.nan), more)
+    more["learning_rate"] = rate
+    changed = choose(kept, changed, state)
+    guard = parts.guard.next_guard(state.guard, loss, kept=kept, bad=bad)
+    more |= {name: guard[name].astype(jnp.float32) for name in ("bad_steps", "bad_in_row") if guard}
+    scale = state.loss_scale
+    if scale:
+        # Of what is bad the scale is not to blame.
+        scale = choose(bad, scale, parts.precision.next_loss_scale(scale, kept))
+        more |= {name: scale[name].astype(jnp.float32) for name in ("skipped_steps",)} | {"loss_scale": scale["scale"]}
+    return changed.replace(guard=guard, loss_scale=scale), more
 
 
 def _exchange(parts: Parts, grads: Any, exchange_state: Any, key: jax.Array) -> tuple[Any, Any, Metrics]:
@@ -217,8 +269,9 @@ def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Me
 
 
 def _num_updates(state: TrainState) -> jax.Array:
-    """Updates made so far: skipped steps (float16) leave the schedule where it was."""
-    return state.step - (state.loss_scale["skipped_steps"] if state.loss_scale else 0)
+    """Updates made so far: steps that were skipped leave the schedule where it was."""
+    overflows = state.loss_scale["skipped_steps"] if state.loss_scale else 0
+    return state.step - overflows - (state.guard["bad_steps"] if state.guard else 0)
 
 
 def _learning_rate(parts: Parts, state: TrainState) -> jax.Array:

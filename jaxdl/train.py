@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
 import tyro
 
-from jaxdl.checkpoint import read_choice
+from jaxdl.cluster import BROKEN, ClusterError, depart, end_together, launched_cpu_devices
 from jaxdl.config import ConfigError, end_interrupted, fail
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.plan import compile_train_step, make_plan
 from jaxdl.report import Diverged, print_explanation
 from jaxdl.sharding import explain
 from jaxdl.trainer import Interrupted, train
+from jaxdl.workdir import read_choice
+
+DIVERGED = 3
+"""The exit code of a run that cannot go on from where it is, however often it is started."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,17 @@ class Command:
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line. Exits with 2 for the user's mistakes, 128 + N after signal N, 1 if training diverges."""
+    """Runs the command line.
+
+    Exit codes: 2 for the user's mistakes, 3 if training diverges, 128 + N after signal N, 75 if it broke off because of
+    another process, the network or a hang.
+    """
+    with end_together():
+        run(args)
+
+
+def run(args: list[str] | None) -> None:
+    """`main`, without what other processes of the run must know of the end of this one."""
     try:
         command = parse_command(sys.argv[1:] if args is None else args)
         if command.explain:
@@ -46,27 +58,29 @@ def main(args: list[str] | None = None) -> None:
             train(command.experiment, command.workdir)
     except ConfigError as error:
         fail(str(error))
-    except Diverged as error:
+    except (Diverged, ClusterError) as error:
         print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        raise SystemExit(DIVERGED if isinstance(error, Diverged) else BROKEN) from None
     except KeyboardInterrupt:
         end_interrupted()
     except Interrupted as stopped:
         print(stopped.message, file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        if jax.distributed.is_initialized():
-            jax.distributed.shutdown()  # Otherwise the other processes would take this one for lost, and abort.
-        # A compilation may still run in its thread; the interpreter's orderly end would wait for it, or crash it.
-        os._exit(int(stopped.code or 0))
+        depart(int(stopped.code or 0))
 
 
 def parse_command(args: list[str]) -> Command:
     """The command line as a Command. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
     prog = "python -m jaxdl.train"
     command, experiment = parse_command_line(Command, args, about=str(__doc__), prog=prog)
+    given, launched = command.experiment.mesh.cpu_devices, launched_cpu_devices()
+    asked = command.devices or (given if given != experiment.mesh.cpu_devices else None)
+    if launched is not None and asked not in (None, launched):
+        raise ConfigError(
+            f"--devices {asked}: the launcher gives each process {launched}. Leave it out, or start the launcher with "
+            f"--devices-per-host {asked}."
+        )
     if command.devices is None:
         return command
-    given = command.experiment.mesh.cpu_devices
     if given not in (experiment.mesh.cpu_devices, command.devices):
         raise ConfigError(
             f"--devices {command.devices} and --mesh.cpu-devices {given} mean the same: give one of them."

@@ -5,55 +5,26 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 import jax
 from rich.console import Console
 
-from jaxdl.checkpoint import Checkpoints, claim_workdir, read_choice, write_choice
-from jaxdl.data import TrainLoader, eval_batches, spec_to_json
+from jaxdl.checkpoint import Restored
+from jaxdl.cluster import Watchdog, pulse
+from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import evaluate, max_in_flight
-from jaxdl.experiment import Experiment, identity
+from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, Device, batch_sharding
-from jaxdl.plan import Plan, compile_steps, make_exchange_state, make_initial_state, make_plan
-from jaxdl.report import Reporter, Stopwatch, last_evaluated_step, plot_history, replace_file
+from jaxdl.outcome import Interrupted, Run
+from jaxdl.plan import Plan, compile_steps, make_initial_state, make_plan
+from jaxdl.recovery import BadRow, Recovery, pass_over, restarted
+from jaxdl.report import Reporter, Stopwatch
+from jaxdl.saving import Saver
 from jaxdl.signals import Stop, StopSignals
 from jaxdl.state import TrainState
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that has ended: its state, what it measured, and its summary (the content of summary.json)."""
-
-    state: TrainState | None
-    """The last state."""
-    history: dict[str, list[Any]]
-    """Columns, `pandas.DataFrame(run.history)`: step, epoch, train/loss, eval/accuracy, examples_per_sec..."""
-    summary: dict[str, Any]
-    plan: Plan = field(repr=False)
-    workdir: Path | None = None
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The last evaluation."""
-        return self.summary["metrics"]
-
-    def plot(self) -> Figure:
-        """The run's curves as a matplotlib figure."""
-        return plot_history(self.history)
-
-
-class Interrupted(SystemExit):
-    """A signal ended the run after its state was saved; `code` is 128 + the signal's number, as a shell has it."""
-
-    def __init__(self, signum: int, message: str) -> None:
-        super().__init__(128 + signum)
-        self.message = message
+from jaxdl.workdir import read_choice
 
 
 def train(
@@ -73,10 +44,10 @@ def train(
 
     Raises:
       ConfigError: for a config that cannot be run here, before anything is compiled.
-      Interrupted: after SIGTERM or SIGINT, when the state has been saved.
-      Diverged: when the loss is not finite (with float16, when the scale cannot fall any more).
+      Interrupted: after SIGTERM or SIGINT, when the state has been saved; or when its end could not be saved.
+      Diverged: when too many steps in a row are bad and there is no way back any more, see `GuardConfig`.
     """
-    watch = Stopwatch()
+    watch = Stopwatch(on_change=pulse.enter)
     workdir = None if workdir is None else Path(workdir)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         try:
@@ -86,6 +57,8 @@ def train(
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:
             stop.share(every_polls=experiment.report.every_steps)
+        log = functools.partial(open, workdir / f"hang-{jax.process_index()}.txt", "a") if workdir else None
+        stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         console = Console(quiet=jax.process_index() > 0)
         return Session(plan, workdir, stop, watch, stack, console, quiet).run()
 
@@ -108,9 +81,11 @@ class Session:
         self.first = jax.process_index() == 0
         self.run_ahead = max_in_flight() > 1
         self.state: TrainState | None = None
-        self.step, self.saved_step, self.evaluated_step = 0, -1, -1
+        self.step, self.evaluated_step = 0, -1
         self.metrics: dict[str, float] | None = None
-        self.checkpoints: Checkpoints | None = None
+        self.saver: Saver | None = None
+        lowest_scale = self.experiment.precision.lowest_scale
+        self.recovery = Recovery(self.experiment.guard, workdir, lowest_scale, lambda text: self.reporter.note(text))
         self.reporter = Reporter(
             self.experiment.report,
             workdir if self.first else None,
@@ -121,7 +96,7 @@ class Session:
             steps_per_epoch=plan.steps_per_epoch,
             batch_size=self.experiment.batch_size,
             task_metrics=lambda sums: self.parts.task.metrics(sums, self.parts.data_spec),
-            lowest_scale=self.experiment.precision.lowest_scale,
+            observe=self.recovery.observe,
         )
         stack.callback(self.reporter.close)
 
@@ -131,57 +106,76 @@ class Session:
             self.prepare()
             if self.step == self.plan.total_steps and self.evaluated_step == self.step:
                 return self.finish("finished", anew=False)
+            self.tell_of_the_start()
             self.compile()
             self.start_loop()
             while self.step < self.plan.total_steps:
-                self.advance()
+                try:
+                    self.advance()
+                except BadRow as row:
+                    self.go_back(row)
         except Stop as signal:
             if self.state is None:
                 raise Interrupted(signal.signum, f"{signal}: stopped before the run began; nothing changed.") from None
-            saved = self.save_for_resume()
+            saved, lost = self.save_for_resume()
             self.finish("interrupted")
-            raise Interrupted(signal.signum, f"{signal}: stopped at step {self.step}; {saved}") from None
-        if self.checkpoints is not None:
-            with self.watch("checkpoint"):
-                self.checkpoints.wait()
+            signum = None if lost else signal.signum
+            raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}") from None
+        with self.watch("checkpoint"):
+            lost = self.saver.lost(self.step) if self.saver else None
+        if lost:
+            self.finish("interrupted")
+            raise Interrupted(None, f"error: {lost}")
         return self.finish("finished")
 
     def prepare(self) -> None:
         """Makes or restores the state, and opens the reports."""
-        restored = None
+        self.restored: Restored | None = None
         if self.workdir is not None:
-            claim_workdir(self.workdir, self.plan.asked, identity)
-            if self.first:
-                replace_file(self.workdir / "data.json", spec_to_json(self.parts.data_spec).encode())
-                if self.plan.asked != self.experiment and self.parts.layout.mesh.shape[Axis.REPLICA] > 1:
-                    write_choice(self.workdir, self.experiment.exchange, self.plan.reasons)
-            task = self.parts.task
-            self.checkpoints = Checkpoints(
-                self.workdir, self.experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode
-            )
-            self.stack.callback(self.checkpoints.close)
+            self.saver = Saver(self.plan, self.workdir, self.reporter)
+            self.stack.callback(self.saver.checkpoints.close)
+            self.recovery.load(self.saver.checkpoints)
             with self.watch("checkpoint"):
-                restored = self.stop.run(
-                    functools.partial(
-                        self.checkpoints.restore,
-                        self.parts.state_spec.abstract(),
-                        fresh_exchange_state=functools.partial(make_exchange_state, self.plan),
-                    )
-                )
-        if restored is not None:
-            self.state, self.step, self.evaluated_step = restored.state, restored.step, restored.evaluated_step
-            self.saved_step = self.step
-            if self.workdir is not None:  # An evaluation that was made up for came after its checkpoint.
-                self.evaluated_step = max(self.evaluated_step, last_evaluated_step(self.workdir, self.step))
+                self.restored = self.stop.run(self.saver.restore)
+        if self.restored is not None:
+            self.take(self.restored)
         else:
             with self.watch("compile"):
                 self.state = self.stop.run(lambda: make_initial_state(self.plan))
         self.reporter.open(self.step, self.evaluated_step)
         for reason in self.plan.reasons:
             self.reporter.note(reason)
-        if restored is not None:
-            for note in (*restored.damaged, *restored.notes, f"resumed from the checkpoint at step {self.step}"):
-                self.reporter.note(note)
+
+    def take(self, restored: Restored) -> None:
+        """Goes on from a checkpoint."""
+        assert self.saver is not None
+        self.state, self.step = restored.state, restored.step
+        self.evaluated_step = self.saver.evaluated_step(restored)
+
+    def tell_of_the_start(self) -> None:
+        """What the history has of how this process came to go on with the run."""
+        for rollback in self.recovery.rollbacks:
+            self.reporter.history.event(rollback.to_step, rollback.text)
+        if again := restarted():
+            self.reporter.event(self.step, again)
+        if self.restored is not None:
+            resumed = f"resumed from the checkpoint at step {self.step}"
+            for text in (*self.restored.damaged, *self.restored.notes, resumed):
+                self.reporter.event(self.step, text)
+
+    def go_back(self, row: BadRow) -> None:
+        """Restores a checkpoint from before a row of bad steps, and goes on from there."""
+        with self.watch("checkpoint"):
+            rollback = self.recovery.go_back(row, self.saver.checkpoints if self.saver else None)
+            assert self.saver is not None
+            self.state = None  # Its memory is needed for what is restored.
+            restored = self.saver.restore()
+        assert restored is not None
+        self.take(restored)
+        self.loader.close()
+        self.reporter.go_back(self.step, self.evaluated_step)
+        self.reporter.event(rollback.to_step, rollback.text)
+        self.read_data()
 
     def compile(self) -> None:
         """Compiles the train step and the evaluation, once, for these shapes; a signal is noticed meanwhile."""
@@ -196,30 +190,40 @@ class Session:
         self.save_period = experiment.checkpoint.period_steps(plan.steps_per_epoch)
         if self.step > self.evaluated_step and self.due(self.eval_period):
             self.evaluate()
+        self.read_data()
+
+    def read_data(self) -> None:
+        """Starts to read the batches of the steps to come."""
         self.loader = TrainLoader(
-            plan.splits.train,
-            batch_size=experiment.batch_size,
-            seed=experiment.seed,
+            self.plan.splits.train,
+            batch_size=self.experiment.batch_size,
+            seed=self.experiment.seed,
             sharding=batch_sharding(self.parts.layout.mesh),
             start_step=self.step,
-            num_steps=plan.total_steps - self.step,
+            num_steps=self.plan.total_steps - self.step,
         )
-        self.stack.enter_context(self.loader)
+        self.stack.callback(self.loader.close)
         self.reporter.status("training")
 
     def advance(self) -> None:
         """One step, and the evaluation and the checkpoint when they are due after it."""
+        assert self.state is not None
         with self.watch("data"):
             batch = next(self.loader)
         with self.watch("train"):
             if not self.run_ahead:
                 self.reporter.wait()
-        self.stop.poll()
+        self.stop.poll(self.step)
         self.reporter.profile(self.step, self.state)
         with self.watch("train"):
-            self.state, metrics = self.train_step(self.state, batch)
-            self.step += 1
-            self.reporter.add(self.step, metrics)
+            if self.recovery.passes_over(self.step + 1):
+                self.reporter.pass_over(self.step + 1)
+                self.state = pass_over(self.state)
+                self.step += 1
+            else:
+                self.state, metrics = self.train_step(self.state, batch)
+                self.step += 1
+                self.reporter.add(self.step, metrics)
         evaluate_now, save_now = self.due(self.eval_period), self.due(self.save_period)
         if evaluate_now or save_now:
             with self.watch("train"):
@@ -248,24 +252,25 @@ class Session:
         self.reporter.evaluated(self.step, self.metrics)
 
     def save(self) -> None:
-        """Starts writing a checkpoint of this step, unless there is one."""
-        if self.checkpoints is None or self.saved_step == self.step:
+        """Starts writing a checkpoint of this step, unless there is one, or the last steps were bad."""
+        if self.saver is None:
             return
+        if self.recovery.in_row and self.step < self.plan.total_steps:
+            return self.reporter.event(self.step, f"no checkpoint of step {self.step}: the last steps are bad")
         assert self.state is not None
-        self.reporter.status("saving")
-        metrics = self.metrics if self.evaluated_step == self.step else None
         with self.watch("checkpoint"):
-            self.checkpoints.save(self.state, self.step, evaluated_step=self.evaluated_step, metrics=metrics)
-        self.saved_step = self.step
+            self.saver.save(self.state, self.step, self.evaluated_step, self.metrics)
 
-    def save_for_resume(self) -> str:
-        """Saves the step that a signal stopped at, whatever the run was doing; says what was done."""
-        if self.checkpoints is None:
-            return "nothing was saved: the run has no --workdir."
-        self.reporter.flush()  # What was measured up to here would not be measured again.
+    def save_for_resume(self) -> tuple[str, bool]:
+        """Saves the step that a signal stopped at, whatever the run was doing: `(what was done, whether it failed)`."""
+        if self.saver is None:
+            return "nothing was saved: the run has no --workdir.", False
+        with contextlib.suppress(BadRow):  # It will be met again.
+            self.reporter.flush()  # What was measured up to here would not be measured again.
+        if self.recovery.in_row:
+            return self.saver.not_saved_for_resume(self.step), False
         self.save()
-        self.checkpoints.wait()
-        return f"saved in {self.workdir}. The same command goes on from there."
+        return self.saver.saved_for_resume(self.step)
 
     def finish(self, status: Literal["finished", "interrupted"], *, anew: bool = True) -> Run:
         """Writes the curves and the summary (unless nothing was done `anew`); returns the run."""

@@ -5,7 +5,8 @@ TFDS_DATA_DIR=... python scripts/compare_exchanges.py --config configs/fashion_m
 Each run has a folder of its own in the workdir; a run that is finished is not run again, one that was stopped goes on.
 Prints a table and writes `comparison.json` and `comparison.png`. An exchange is written as its kind and options,
 `topk,density=0.01,method=mstopk`; an option with a dot is of another part, `optimizer.momentum=0`. Everything after
-`--` changes the config of all runs: `-- --epochs 3`.
+`--` changes the config of all runs: `-- --epochs 3`. With `--delay` every exchange is run once more with its gradients
+applied one step late.
 """
 
 from __future__ import annotations
@@ -45,8 +46,11 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--replica", type=int, default=8, help="replicas, on so many virtual CPU devices")
     parser.add_argument("--exchanges", nargs="+", default=EXCHANGES, metavar="KIND,OPTION=VALUE")
+    parser.add_argument("--delay", action="store_true", help="each exchange also with delay_steps=1")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args(own)
+    if args.delay:
+        args.exchanges = [name for one in args.exchanges for name in (one, f"{one},delay_steps=1")]
     try:
         found = _compare(args, changes)
     except ConfigError as error:

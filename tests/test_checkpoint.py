@@ -6,7 +6,7 @@ import pytest
 from runs import assert_bit_equal, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl.checkpoint import Checkpoints, claim_workdir, fingerprints
+from jaxdl.checkpoint import Checkpoints, fingerprints
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticText, eval_batches
 from jaxdl.evaluate import evaluate, make_eval_step
@@ -16,6 +16,7 @@ from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
 from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.tasks import LanguageModelling
+from jaxdl.workdir import claim_workdir
 
 IMAGES = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), steps=4)
 TEXT = tiny_experiment(

@@ -284,6 +284,51 @@ def test_a_link_is_fitted():
         assert found.bytes_per_sec > 0
 
 
+def test_one_stalled_message_does_not_decide_the_fit():
+    sizes = np.array([1e3, 4e3, 16e3, 64e3, 256e3, 1e6])
+    times = 6 * 1e-3 + sizes / 1e7
+    times[2] *= 8
+    found = fit_link(6, sizes, times)
+    assert found.latency_sec == pytest.approx(1e-3, rel=0.2)
+    assert found.bytes_per_sec == pytest.approx(1e7, rel=0.2)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_fit_of_noisy_times_predicts_those_of_other_sizes(seed):
+    rng = np.random.default_rng(seed)
+    sizes = 4.0 ** np.arange(6, 12)
+    found = fit_link(3, sizes, (3 * 2e-3 + sizes / 2e6) * rng.uniform(0.95, 1.05, 6))
+    for num_bytes in (1e4, 1e5, 3e6, 3e7):
+        assert sum(found.seconds(3, num_bytes)) == pytest.approx(3 * 2e-3 + num_bytes / 2e6, rel=0.15)
+
+
+def test_times_follow_the_curve_that_was_measured():
+    """A link that lets 32 kB pass at once: latency and bandwidth alone cannot say that."""
+
+    def truth(num_bytes):
+        return 1e-3 + max(0, num_bytes - 32e3) / 1e6
+
+    sizes = [4096.0, 16384.0, 65536.0, 262144.0, 1048576.0]
+    link = fit_link(3, sizes, [truth(size) for size in sizes])
+    for size in sizes:
+        assert sum(link.seconds(3, size)) == pytest.approx(truth(size))
+    for num_bytes in (1000, 8000, 150e3, 600e3, 6e6):
+        assert sum(link.seconds(3, num_bytes)) == pytest.approx(truth(num_bytes), rel=0.05)
+    gradients = Gradients.flat(1_000_000, 4)
+    assert predict(Dense(), gradients, Machine({REPLICA: link})).total_sec == pytest.approx(truth(6e6), rel=0.02)
+    assert link.bytes_per_sec == pytest.approx(1e6, rel=0.2)
+    # Beyond points that do not rise, times still do.
+    flat = Link(0.0, 1e6, curve=((1e3, 0.5), (1e6, 0.5)))
+    assert sum(flat.seconds(1, 2e6)) == pytest.approx(0.5 + 0.25)
+
+
+def test_times_never_fall_with_the_bytes():
+    link = fit_link(1, [1e3, 2e3, 4e3, 8e3], [2e-3, 5e-3, 4e-3, 9e-3])
+    times = [sum(link.seconds(1, num_bytes)) for num_bytes in np.linspace(0, 2e4, 50)]
+    assert times == sorted(times)
+    assert all(part >= 0 for num_bytes in (0, 1, 3e3, 1e6) for part in link.seconds(1, num_bytes))
+
+
 def test_the_probe_measures_what_there_is():
     mesh = make_mesh(MeshConfig(replica=4, fsdp=2))
     machine = probe(mesh, num_elements=2**14, methods=("block",), collectives=("all_gather",), num_repeats=2)
@@ -293,6 +338,9 @@ def test_the_probe_measures_what_there_is():
         assert set(link.collectives) == {"all_gather"}
         assert 0 <= link.latency_sec < 1
         assert 1e4 < link.bytes_per_sec < 1e15
+        sizes = [num_bytes for num_bytes, _ in link.collectives["all_gather"].curve]
+        assert len(sizes) >= 2
+        assert sizes == sorted(sizes)
     speeds = machine.speeds
     assert set(speeds.selection_elements_per_sec) == {"block"}
     assert set(speeds.quantized_elements_per_sec) == {8}

@@ -11,13 +11,13 @@ from jax.sharding import PartitionSpec as P
 from runs import tiny_experiment
 
 import jaxdl
-from jaxdl.checkpoint import read_choice
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto, Dense, GradientLayout, PowerSGD, Quantized, TopK
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.optim import SGD
 from jaxdl.plan import compile_train_step, make_initial_state, make_plan
 from jaxdl.precision import Float16
+from jaxdl.workdir import read_choice
 
 REPLICAS = MeshConfig(replica=8, fsdp=1)
 GIVEN = Auto(bandwidth_gbps=1.0, latency_us=20.0)

@@ -17,24 +17,28 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 FLOORS = [
     {"config"},
     {"mesh"},
-    {"sharding", "precision", "collectives", "signals"},
+    {"cluster"},
+    {"sharding", "precision", "collectives", "signals", "guard", "compiler"},
     {"models", "optim", "exchange", "data", "report"},
     {"state", "tasks"},
-    {"step", "checkpoint"},
+    {"step", "workdir"},
+    {"checkpoint"},
     {"evaluate"},
     {"experiment"},
     {"plan"},
-    {"trainer", "predictor"},
-    {"sample", "launch", "bench"},
+    {"recovery", "saving", "outcome"},
+    {"trainer", "predictor", "launch"},
+    {"sample", "bench"},
     {"train"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
-TOUCH_THE_DISK = {"trainer", "report", "checkpoint", "launch", "data"}
+TOUCH_THE_DISK = {"trainer", "report", "checkpoint", "recovery", "saving", "workdir", "launch", "data"}
 READ_FILES = {
     "config": "load_file runs a config file",
     "predictor": "restore reads a finished run",
+    "cluster": "the hosts compare the hashes of jaxdl's own source files",
 }
 HEAVY = {"tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "tensorboardX", "PIL"}
 WRITING_CALLS = {

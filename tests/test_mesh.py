@@ -3,8 +3,6 @@
 import dataclasses
 import glob
 import importlib.util
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -12,7 +10,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from jaxdl.config import ConfigError
-from jaxdl.mesh import Axis, MeshConfig, batch_sharding, batch_ways, gpus_visible, make_mesh, start_devices
+from jaxdl.mesh import Axis, MeshConfig, batch_sharding, batch_ways, gpus_visible, make_mesh
 
 
 @pytest.mark.parametrize(
@@ -102,82 +100,6 @@ def test_a_batch_is_split_over_replica_and_fsdp():
     rows = {shard.device.id: shard.data.tolist() for shard in batch.addressable_shards}
     # Neighbours on `tensor` hold the same rows; each replica holds one half.
     assert rows == {number: [number // 2 * 2, number // 2 * 2 + 1] for number in range(8)}
-
-
-def test_start_devices_takes_the_devices_that_are_there():
-    start_devices(MeshConfig())
-    start_devices(MeshConfig(cpu_devices=8))
-    assert jax.device_count() == 8
-
-
-def test_start_devices_after_jax_has_started_on_others():
-    with pytest.raises(ConfigError) as error:
-        start_devices(MeshConfig(cpu_devices=4))
-    message = str(error.value)
-    assert "4 virtual CPU devices" in message
-    assert "8 cpu devices" in message
-    assert "JAX_NUM_CPU_DEVICES=4" in message
-
-
-def test_start_devices_in_a_fresh_process():
-    """Also with an environment that asks for others."""
-    code = """
-from jaxdl.mesh import MeshConfig, start_devices
-start_devices(MeshConfig(cpu_devices=3))
-import jax
-print(jax.default_backend(), jax.device_count())
-"""
-    environment = {"JAX_NUM_CPU_DEVICES": "5", "PYTHONPATH": ":".join(path for path in sys.path if path)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["cpu", "3"]
-
-
-def test_several_processes_need_numbers(monkeypatch):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
-    with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES=two: not a number"):
-        start_devices(MeshConfig())
-
-
-@pytest.mark.parametrize("given", ["JAX_COORDINATOR_ADDRESS=localhost:1", "JAXDL_DISTRIBUTED=1"])
-def test_several_processes_that_are_not_described(given):
-    code = """
-from jaxdl.config import ConfigError
-from jaxdl.mesh import MeshConfig, start_devices
-try:
-    start_devices(MeshConfig())
-except ConfigError as error:
-    print(error)
-"""
-    environment = dict([given.split("=")]) | {"PYTHONPATH": ":".join(path for path in sys.path if path)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert "Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID" in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("environment", "several"),
-    [
-        ({}, False),
-        ({"JAX_COORDINATOR_ADDRESS": "localhost:1"}, True),
-        ({"JAXDL_DISTRIBUTED": "1"}, True),
-        ({"JAXDL_DISTRIBUTED": "0"}, False),
-        ({"SLURM_NTASKS": "4"}, False),  # Inside sbatch, before srun: one process.
-        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}, True),
-        ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}, False),
-        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
-    ],
-)
-def test_how_several_processes_are_recognised(environment, several, monkeypatch):
-    calls = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
-    for name in ("JAX_COORDINATOR_ADDRESS", "JAXDL_DISTRIBUTED", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
-    monkeypatch.setenv("JAX_PROCESS_ID", "1")
-    start_devices(MeshConfig())
-    assert calls == ([{"num_processes": 2, "process_id": 1}] if several else [])
 
 
 @pytest.mark.parametrize(

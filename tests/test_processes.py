@@ -34,8 +34,8 @@ ACROSS = ("--mesh.replica", "1", "--mesh.fsdp", "4")
 """A mesh on which each process has a part of every parameter; on the other one `replica` lies across the processes."""
 
 
-def start_pair(config, workdir, *args):
-    """Both processes of a run, as a launcher starts them; the first is process 0."""
+def start_pair(config, workdir, *args, each=((), ())):
+    """Both processes of a run, as a launcher starts them; the first is process 0. `each` has options of their own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -44,7 +44,7 @@ def start_pair(config, workdir, *args):
     environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
     return [
         subprocess.Popen(
-            command,
+            [*command, *each[process]],
             cwd=ROOT,
             env=environment | {"JAX_PROCESS_ID": str(process)},
             stdout=subprocess.PIPE,
@@ -83,7 +83,7 @@ def test_a_signal_to_one_stops_both_at_the_same_step(story):
 
 
 def test_they_measure_and_learn_what_one_process_does(story):
-    measured, alone = rows(story.workdir), story.alone
+    measured, alone = [row for row in rows(story.workdir) if "event" not in row], story.alone
     assert [row["step"] for row in measured] == alone.history["step"], "each row once: process 1 writes none"
     for name in ("train/loss", "train/grad_norm", "eval/loss", "eval/bits_per_byte", "eval/accuracy"):
         values = [row.get(name, np.nan) for row in measured]

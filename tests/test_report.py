@@ -20,6 +20,7 @@ from jaxdl.report import (
     ReportConfig,
     Stopwatch,
     format_row,
+    make_summary,
     plot_history,
     print_summary,
     write_summary,
@@ -479,8 +480,7 @@ def test_smoothing_keeps_a_constant_drops_a_spike_and_does_not_lag():
 
 
 def summary_of(path):
-    return write_summary(
-        path,
+    summary = make_summary(
         status="interrupted",
         steps=300,
         total_steps=840,
@@ -489,6 +489,9 @@ def summary_of(path):
         mesh={"replica": 2, "fsdp": 4, "tensor": 1},
         extra={"seed": 7},
     )
+    if path is not None:
+        write_summary(path, summary)
+    return summary
 
 
 def test_summary_is_whole_and_valid(tmp_path):

@@ -109,7 +109,7 @@ def test_a_signal_while_restoring_changes_nothing(finished, monkeypatch):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    monkeypatch.setattr(jaxdl.trainer.Checkpoints, "restore", restore)
+    monkeypatch.setattr(jaxdl.checkpoint.Checkpoints, "restore", restore)
     with pytest.raises(jaxdl.Interrupted, match="143") as stopped:
         jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
     assert "nothing changed" in stopped.value.message
@@ -223,12 +223,12 @@ def test_a_profile_on_request(tmp_path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
-def test_the_command_line_ends_with_1_when_training_diverges(tmp_path, capsys):
-    bad = TINY.replaced({"optimizer": SGD(learning_rate=1e30), "mesh": MeshConfig(fsdp=8), "steps": 6})
+def test_the_command_line_ends_with_3_when_training_diverges(tmp_path, capsys):
+    bad = TINY.replaced({"optimizer": SGD(learning_rate=1e30), "mesh": MeshConfig(fsdp=8), "guard.rollback_after": 3})
     path = write_config(tmp_path, bad)
     with pytest.raises(SystemExit) as ended:
         main(["--config", str(path)])
-    assert ended.value.code == 1
+    assert ended.value.code == 3
     assert "error: the training loss or its gradient is not finite" in capsys.readouterr().err
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from jaxdl.bench import exchange, scheme, select, step, traffic
+from jaxdl.bench import cluster, exchange, schedule, scheme, select, step, traffic
 from jaxdl.config import ConfigError, end_interrupted, fail
 
 BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "step": ("the training loop's time per step over that of the bare jitted step", step.main),
     "traffic": ("the bytes that every exchange sends, read off its program", traffic.main),
     "scheme": ("the collectives of the compiled training step, also compiled for 8 x H100", scheme.main),
+    "cluster": ("every gradient exchange in the train step, on an emulated cluster with a slow network", cluster.main),
+    "schedule": ("what of every exchange the compiled training step hides behind compute", schedule.main),
     "exchange": ("every gradient exchange: predicted by the cost model, and measured", exchange.main),
     "select": ("methods of select_top_k against lax.top_k and one read of the data", select.main),
 }

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.output import check_folder, write_json
+from jaxdl.cluster import start_devices
 from jaxdl.collectives.select import METHODS, Method
 from jaxdl.config import CLI_STYLE, ConfigError
 from jaxdl.exchange import (
@@ -38,7 +39,7 @@ from jaxdl.exchange import (
 from jaxdl.exchange.cost import Cost, ExchangeChoice, Gradients, Machine, break_even_density, inner_step_sec, predict
 from jaxdl.exchange.probe import probe
 from jaxdl.exchange.recommend import MIN_SPEEDUP, Recommendation, label, recommend
-from jaxdl.mesh import Axis, MeshConfig, make_mesh, start_devices
+from jaxdl.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.report import replace_file
 
 _NUM_LAYERS = 8

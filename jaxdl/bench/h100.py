@@ -16,6 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh
 
 from jaxdl.config import ConfigError
+from jaxdl.mesh import Axis
 
 NUM_DEVICES = 8
 
@@ -56,13 +57,15 @@ def target_config() -> str:
 def h100_mesh(shape: Mapping[str, int]) -> Mesh:
     """A mesh over 8 x H100 that exist as a description only: axis -> size; programs can be compiled for it, not run.
 
+    Each replica is a host of its own to XLA, so that it reckons with the network between them.
+
     Raises ConfigError when the sizes do not multiply to 8, or when JAX's CUDA compiler is not installed.
     """
     if math.prod(shape.values()) != NUM_DEVICES:
         raise ConfigError(
             f"mesh {dict(shape)}: the description has {NUM_DEVICES} devices. Let the sizes multiply to 8."
         )
-    version = jax.__version__
+    hosts, version = shape.get(Axis.REPLICA.value, 1), jax.__version__
     advice = (
         f"Put JAX's compiler for CUDA where Python finds it, without changing the environment: pip install --no-deps "
         f"--target DIR jax-cuda12-pjrt=={version} jax-cuda12-plugin=={version}, then set PYTHONPATH=DIR "
@@ -72,7 +75,7 @@ def h100_mesh(shape: Mapping[str, int]) -> Mesh:
         raise ConfigError(f"compiling for H100: the package jax_cuda12_plugin is not installed. {advice}")
     try:
         found = topologies.get_topology_desc(
-            platform="cuda", target_config=target_config(), topology=f"1x1x{NUM_DEVICES}"
+            platform="cuda", target_config=target_config(), topology=f"1x{hosts}x{NUM_DEVICES // hosts}"
         )
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise ConfigError(f"compiling for H100: JAX does not start its CUDA compiler: {error}. {advice}") from None

@@ -14,18 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.h100 import h100_mesh
+from jaxdl.compiler.groups import KINDS, axes_of, dims_of
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.plan import compile_train_step, make_plan
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 _INSTRUCTION = re.compile(r"= (.+?) ((?:" + "|".join(KINDS) + r")(?:-start)?|sort)\(")
 _SHAPE = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\]")
@@ -128,57 +127,10 @@ def operations(text: str, axes: Mapping[str, int]) -> list[Operation]:
         if match is None or "-done(" in line:
             continue
         kind = match[2].removesuffix("-start")
-        shapes = [(dtype, _dims(dims)) for dtype, dims in _SHAPE.findall(re.sub(r"\{[^}]*\}", "", match[1]))]
+        shapes = [(dtype, dims_of(dims)) for dtype, dims in _SHAPE.findall(re.sub(r"\{[^}]*\}", "", match[1]))]
         if match[2].endswith("-start") and kind != "all-reduce":
             shapes = shapes[len(shapes) // 2 :]  # (operands, results)
-        over = () if kind == "sort" else _axes(line, axes)
+        over = () if kind == "sort" else axes_of(line, axes)
         if kind == "sort" or over:
             found.append(Operation(kind, over, tuple(shapes)))
     return found
-
-
-def _dims(text: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in text.split(",") if size)
-
-
-def _axes(line: str, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ; devices are numbered in the order of the mesh."""
-    groups = _groups(line)
-    sizes = tuple(axes.values())
-    if groups is None:
-        return tuple(name for name, size in axes.items() if size > 1)
-    places = np.stack(np.unravel_index(groups, sizes), axis=-1)
-    differ = (places != places[:, :1]).any(axis=(0, 1))
-    return tuple(name for name, one in zip(axes, differ, strict=True) if one)
-
-
-def _groups(line: str) -> np.ndarray | None:
-    """Groups of device numbers, `[group, device]`; None for all devices together."""
-    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
-        numbers = np.arange(math.prod(_dims(match[2]))).reshape(_dims(match[2]))
-        if match[3]:
-            numbers = numbers.transpose(_dims(match[3]))
-        return numbers.reshape(_dims(match[1]))
-    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
-        return np.array([_dims(group) for group in re.findall(r"\{([\d,]*)\}", match[1])])
-    if match := re.search(
-        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", line
-    ):
-        return _mesh_groups(*match.groups())
-    if "replica_groups=" in line and "replica_groups={}" not in line:
-        raise ValueError(f"its groups of devices are not understood: {line.strip()}")
-    return None
-
-
-def _mesh_groups(mesh: str, devices: str | None, order: str | None, names: str) -> np.ndarray:
-    """Groups along some axes of a mesh of XLA's own: `'a'=2,'b'=4`, its devices in order or transposed, and `'b'`."""
-    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
-    along = [name.strip().strip("'") for name in names.split(",")]
-    if unknown := [name for name in along if name not in sizes]:
-        raise ValueError(f"groups along {unknown[0]} of mesh[{mesh}] are not understood.")
-    numbers = np.arange(math.prod(sizes.values()))
-    if devices is not None:
-        numbers = numbers.reshape(_dims(devices)).transpose(_dims(order) if order else None)
-    numbers = numbers.reshape(tuple(sizes.values()))
-    last = [list(sizes).index(name) for name in along]
-    return np.moveaxis(numbers, last, range(-len(last), 0)).reshape(-1, math.prod(sizes[name] for name in along))

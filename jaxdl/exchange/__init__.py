@@ -19,6 +19,7 @@ from jaxdl.exchange.base import (
 )
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.cost import ExchangeChoice, Gradients, Link, Machine, break_even_density, predict
+from jaxdl.exchange.delayed import delayed
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.order import backward_order
 from jaxdl.exchange.powersgd import PowerSGD
@@ -50,6 +51,7 @@ __all__ = [
     "backward_order",
     "break_even_density",
     "by_name",
+    "delayed",
     "exchanged_on_mesh",
     "init_on_mesh",
     "leaf_names",

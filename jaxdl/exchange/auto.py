@@ -54,6 +54,8 @@ class Auto(Config):
     `latency_us` nothing is measured, and the speeds of the devices are taken from a table."""
     latency_us: float | None = pydantic.Field(default=None, ge=0)
     """Microseconds that the shortest message to another replica takes."""
+    delay_steps: Literal[0, 1] = 0
+    """Apply gradients this many steps late, whatever is chosen: see the exchange dense."""
 
     @pydantic.model_validator(mode="after")
     def _takes_effect(self) -> Auto:
@@ -85,7 +87,9 @@ class Auto(Config):
         """
         gradients = Gradients(shapes, mesh.shape[Axis.REPLICA], layout)
         if gradients.num_replicas == 1:
-            return Choice(Dense(), ("dense float32: there is one replica, which exchanges nothing",))
+            return Choice(
+                Dense(delay_steps=self.delay_steps), ("dense float32: there is one replica, which exchanges nothing",)
+            )
         # One that would compress nothing is dense by another name.
         configs = [
             config
@@ -93,7 +97,8 @@ class Auto(Config):
             if isinstance(config, Dense) or buckets(config, gradients)[1]
         ]
         found = recommend(configs, gradients, self._machine(gradients, mesh), min_speedup=self.min_speedup)
-        return Choice(found.best, (f"chose {label(found.best)}", *found.reasons))
+        best = found.best.model_copy(update={"delay_steps": self.delay_steps})
+        return Choice(best, (f"chose {label(best)}", *found.reasons))
 
     def _configs(self, num_replicas: int) -> list[ExchangeChoice]:
         """All exchanges that may be chosen."""

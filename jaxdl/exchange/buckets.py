@@ -8,10 +8,14 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdl.collectives.primitive import all_gather_same
 from jaxdl.exchange.base import GradientLayout
+
+_NO_NUMBER = 0x7FDEAD01
+"""The bits of a NaN that no computation yields."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,25 @@ def make_buckets(
     for where in list(filling):
         close(where)
     return buckets
+
+
+def in_turn(buckets: Sequence[Bucket], names: Sequence[str]) -> list[int]:
+    """The numbers of buckets in the order in which they can be sent, when gradients are ready in the order `names`."""
+    place = {name: number for number, name in enumerate(names)}
+    return sorted(range(len(buckets)), key=lambda number: max(place[name] for name in buckets[number].names))
+
+
+def held_back(x: jax.Array, last: jax.Array | None) -> jax.Array:
+    """`x`, what a message sends, once `last` is there, which the message before brought; unchanged for the first one.
+
+    XLA would merge small messages of one kind into one, which has to wait for the whole backward pass. Those of which
+    one depends on the other it leaves apart; and the link carries one after the other anyway. An optimization barrier
+    would say so too, but XLA drops what of it nobody reads.
+    """
+    if last is None:
+        return x
+    bits = lax.bitcast_convert_type(last.astype(jnp.float32), jnp.uint32)
+    return jnp.where(bits == np.uint32(_NO_NUMBER), jnp.zeros_like(x), x)
 
 
 def exchange_order(names: Sequence[str], layout: GradientLayout) -> list[str]:

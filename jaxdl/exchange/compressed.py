@@ -33,17 +33,22 @@ from jaxdl.exchange.base import (
     like,
     shares_of,
 )
-from jaxdl.exchange.buckets import Bucket, exchange_order, make_buckets
+from jaxdl.exchange.buckets import Bucket, exchange_order, held_back, in_turn, make_buckets
+from jaxdl.exchange.delayed import delayed
 
 Leaves = dict[str, jax.Array]
 """Gradients by name, float32."""
 
 
 class Bucketed(Config):
-    """How gradients are put together into messages."""
+    """How gradients are put together into messages, and when they are applied."""
 
-    bucket_mib: float = pydantic.Field(default=32.0, gt=0)
-    """Fuse gradients into flat buffers of at most this many MiB (float32, on one device); larger ones stay alone."""
+    delay_steps: Literal[0, 1] = 0
+    """Apply gradients this many steps late. With 1 the exchange is of the last step's gradients, and runs beside this
+    step's forward and backward pass."""
+    bucket_mib: float = pydantic.Field(default=8.0, gt=0)
+    """Fuse gradients into flat buffers of at most this many MiB (float32, on one device); larger ones stay alone. Each
+    is sent when the backward pass has finished its gradients, so several of them hide behind the rest of it."""
     bucket_order: Literal["backward", "forward"] = "backward"
     """Which gradients are fused first: those that the backward pass finishes first (the last layers), or last."""
 
@@ -101,7 +106,7 @@ class Compressed(Bucketed, abc.ABC):
 
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange, for gradients that lie as `layout` says, or else are all this device's own."""
-        return self.engine(layout or GradientLayout()).build()
+        return delayed(self.engine(layout or GradientLayout()).build(), self.delay_steps)
 
     def stays_dense(self, name: str, num_elements: int) -> bool:
         """Whether a gradient is exchanged whole; `num_elements` counts those of all its shards."""
@@ -124,6 +129,8 @@ class Sent:
     """The momentum, zero where entries were sent; None without momentum correction."""
     shard: dict[str, Leaves] = field(default_factory=dict)
     """New state of the shards."""
+    last: jax.Array | None = None
+    """A number of the sum, for the next message to wait for."""
 
 
 class Send(Protocol):
@@ -138,8 +145,9 @@ class Send(Protocol):
         *,
         axis: str,
         key: jax.Array,
+        last: jax.Array | None,
     ) -> Sent:
-        """What was sent."""
+        """What was sent, after the message that `last` came with."""
         ...
 
 
@@ -162,8 +170,6 @@ class CompressedExchange:
     init_shard: Callable[[Leaves], dict[str, Leaves]] = lambda leaves: {}
     """Makes the state of the shards of the gradients that are compressed."""
     momentum_correction: float | None = None
-    one_message: bool = False
-    """Let all that is compressed travel together, however large."""
 
     def build(self) -> Exchange:
         """The exchange."""
@@ -188,10 +194,9 @@ class CompressedExchange:
         """The messages for gradients of these shapes: dense ones and compressed ones."""
         shapes, limit = {name: leaf.shape for name, leaf in leaves.items()}, self.options.bucket_elements
         dense, compressed = self.chosen(leaves)
-        most = math.inf if self.one_message else limit
         return (
             make_buckets(dense, shapes, self.layout, max_elements=limit),
-            make_buckets(compressed, shapes, self.layout, max_elements=most),
+            make_buckets(compressed, shapes, self.layout, max_elements=limit),
         )
 
     def init(self, grads: Any) -> ExchangeState:
@@ -221,7 +226,7 @@ class CompressedExchange:
         check_local(leaves, axis)
         shares = shares_of(leaves, axis)
         dense, buckets = self.buckets(leaves)
-        compressed = [name for bucket in buckets for name in bucket.names]
+        compressed = self.chosen(leaves)[1]
         kept = state.get(PER_REPLICA, {})
         due = self._due(shares, kept)
         dense_messages = [send_dense(bucket, due, layout=self.layout, axis=axis) for bucket in dense]
@@ -258,17 +263,19 @@ class CompressedExchange:
 
     def _sent(self, buckets: Sequence[Bucket], carried: Any, state: ExchangeState, axis: str, key: jax.Array) -> Any:
         """`(total, error, momentum, shard, costs)` of all buckets, sent as the stage says."""
+        turn = in_turn(buckets, list(carried[0]))
 
         def by_stage(stage: Stage) -> Callable[[Any], Any]:
             def run(carried: Any) -> Any:
                 owed, momentum, shard = carried
-                messages = []
-                for number, bucket in enumerate(buckets):
+                messages: list[Sent] = []
+                for number in turn:
+                    bucket, last = buckets[number], messages[-1].last if messages else None
                     if stage.send is None:
-                        message = send_dense(bucket, owed, layout=self.layout, axis=axis, momentum=momentum)
+                        message = send_dense(bucket, owed, layout=self.layout, axis=axis, momentum=momentum, last=last)
                     else:
                         own_key = device_key(jax.random.fold_in(key, number), (*bucket.used, *bucket.whole))
-                        message = stage.send(bucket, owed, momentum, shard, axis=axis, key=own_key)
+                        message = stage.send(bucket, owed, momentum, shard, axis=axis, key=own_key, last=last)
                     messages.append(message)
                 return _joined(messages, carried, axis, self.layout)
 
@@ -312,20 +319,22 @@ def send_dense(
     axis: str,
     momentum: Leaves | None = None,
     dtype: Any = jnp.float32,
+    last: jax.Array | None = None,
 ) -> Sent:
-    """Sums a bucket by one all-reduce in `dtype`; nothing remains."""
-    own = bucket.join(owed)
-    total = bucket.split(lax.psum(own.astype(dtype), axis).astype(jnp.float32))
+    """Sums a bucket by one all-reduce in `dtype`, after the message that `last` came with; nothing remains."""
+    own = held_back(bucket.join(owed).astype(dtype), last)
+    total = lax.psum(own, axis)
     num_replicas = lax.axis_size(axis)
     # A ring all-reduce sends each element 2 (n-1)/n times: once reduced, once gathered.
     sent = 2 * (num_replicas - 1) / num_replicas * bucket.num_own * jnp.dtype(dtype).itemsize
     return Sent(
-        total=total,
+        total=bucket.split(total.astype(jnp.float32)),
         error=None,
         sent_bytes={axis: sent} | bucket.split_bytes(layout),
         num_entries=bucket.num_own,
         num_elements=bucket.num_own,
         momentum=None if momentum is None else {name: momentum[name] for name in bucket.names},
+        last=total[0],
     )
 
 

@@ -52,18 +52,29 @@ class Link:
     """Bytes that one device sends in a second. Devices that share a network card have a part of it each."""
     collectives: Mapping[str, Link] = field(default_factory=dict)
     """Those collectives that differ: `all_reduce/bfloat16`, `all_gather`, `all_to_all`..."""
+    curve: tuple[tuple[float, float], ...] = ()
+    """Bytes and seconds of one collective as measured, from short to long. Between these points, and beyond the last
+    one, times follow straight lines; without them latency and bandwidth alone."""
 
     def of(self, collective: str) -> Link:
         """The link as a collective sees it."""
         return self.collectives.get(collective, self)
 
-    def message_sec(self, num_messages: float) -> float:
-        """The latency of several messages, one after the other."""
-        return num_messages * self.latency_sec
-
-    def wire_sec(self, num_bytes: float) -> float:
-        """The time that so many bytes take."""
-        return num_bytes / self.bytes_per_sec
+    def seconds(self, num_messages: float, num_bytes: float) -> tuple[float, float]:
+        """What a collective of so many messages takes, one after the other, and what their bytes take."""
+        latency = num_messages * self.latency_sec
+        if not self.curve:
+            return latency, num_bytes / self.bytes_per_sec
+        points = list(self.curve)
+        if len(points) == 1:
+            points.insert(0, (0.0, min(latency, points[0][1])))
+        number = next((i for i, point in enumerate(points[1:-1]) if num_bytes <= point[0]), len(points) - 2)
+        (left, before), (right, after) = points[number], points[number + 1]
+        slope = (after - before) / (right - left)
+        if num_bytes > right:  # Far away a little noise of the last point would be much.
+            left, before, slope = right, after, min(max(slope, 0.5 * after / right), 1.5 * after / right)
+        total = max(0.0, before + (num_bytes - left) * slope)
+        return min(latency, total), max(0.0, total - latency)
 
 
 @dataclass(frozen=True)
@@ -194,7 +205,7 @@ def inner_step_sec(gradients: Gradients, machine: Machine, axis: str = Axis.FSDP
     split = [name for name in gradients.shapes if axis in gradients.layout.used(name)]
     num_bytes = (ways - 1) * _FLOAT_BYTES * sum(math.prod(gradients.shapes[name]) for name in split)
     links = [machine.links[axis].of(kind) for kind in ("reduce_scatter", "all_gather")]
-    return sum(link.message_sec(ways - 1) + link.wire_sec(num_bytes) for link in links)
+    return sum(sum(link.seconds(ways - 1, num_bytes)) for link in links)
 
 
 def break_even_density(
@@ -216,7 +227,7 @@ def break_even_density(
     if excess(1.0) <= 0:
         return 1.0
     low, high = lowest, 1.0
-    if config.algorithm == "all_gather":
+    if config.algorithm == "all_gather" and not _slow(machine).of("all_gather").curve:
         # Entries are sent and added one by one: the time is a straight line, but for rounding to whole entries.
         slope = (excess(1.0) - excess(0.5)) / 0.5
         return min(1.0, max(lowest, 1.0 - excess(1.0) / slope))
@@ -251,7 +262,7 @@ def _gathers(bucket: Bucket, count: int, gradients: Gradients, machine: Machine)
     found = 0.0
     for axis, num_bytes in bucket.split_bytes(gradients.layout).items():
         link = _link(machine, axis).of("all_gather")
-        found += link.message_sec(gradients.layout.inner[axis] - 1) + link.wire_sec(num_bytes)
+        found += sum(link.seconds(gradients.layout.inner[axis] - 1, num_bytes))
     return count * found
 
 
@@ -264,9 +275,10 @@ def _dense(bucket: Bucket, dtype: str, gradients: Gradients, machine: Machine) -
     sent = 2 * (m - 1) / m * n * _ITEMSIZE[dtype]
     link = _slow(machine).of(f"all_reduce/{dtype}")
     accesses = _JOIN + _SPLIT + _NORM + (_TO_WIRE_DTYPE if dtype != "float32" else 0)
+    latency, wire = link.seconds(2 * (m - 1), sent)
     return Cost(
-        latency_sec=link.message_sec(2 * (m - 1)),
-        wire_sec=link.wire_sec(sent),
+        latency_sec=latency,
+        wire_sec=wire,
         compute_sec=_passes_sec(n, accesses, machine),
         inner_sec=_gathers(bucket, 1, gradients, machine),
         sent_bytes=sent,
@@ -276,8 +288,8 @@ def _dense(bucket: Bucket, dtype: str, gradients: Gradients, machine: Machine) -
 def _two_shots(num_bytes: float, num_replicas: int, machine: Machine) -> tuple[float, float]:
     """(latency, wire) seconds of an all-to-all and an all-gather that send about half of the bytes each."""
     links = [_slow(machine).of(kind) for kind in ("all_to_all", "all_gather")]
-    latency = sum(link.message_sec(num_replicas - 1) for link in links)
-    return latency, sum(link.wire_sec(num_bytes / 2) for link in links)
+    shots = [link.seconds(num_replicas - 1, num_bytes / 2) for link in links]
+    return sum(latency for latency, _ in shots), sum(wire for _, wire in shots)
 
 
 def _top_k(config: TopK, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
@@ -287,7 +299,7 @@ def _top_k(config: TopK, bucket: Bucket, gradients: Gradients, machine: Machine)
     selected, accesses = float(n), _JOIN + _SPLIT + _NORM + _EMPTY_TOTAL
     if config.algorithm == "all_gather":
         link = _slow(machine).of("all_gather")
-        latency, wire = link.message_sec(m - 1), link.wire_sec(sent)
+        latency, wire = link.seconds(m - 1, sent)
         entries, sorted_entries = float((m + _OWN_ENTRIES) * k), 0
     else:
         latency, wire = _two_shots(sent, m, machine)
@@ -343,6 +355,7 @@ def _powersgd(config: PowerSGD, bucket: Bucket, gradients: Gradients, machine: M
     entries = sum(-(-size // bucket.ways) for size in factors)
     sent = 2 * (m - 1) / m * _FLOAT_BYTES * entries
     link = _slow(machine).of("all_reduce/float32")
+    shots = [link.seconds(2 * (m - 1), sent / 2) for _ in factors]
     products = 3 * 2 * config.rank * bucket.num_elements
     # Gram-Schmidt, twice: each column against all columns before it, a product and a difference.
     projections = config.rank * (config.rank - 1)
@@ -350,8 +363,8 @@ def _powersgd(config: PowerSGD, bucket: Bucket, gradients: Gradients, machine: M
     operations = len(shapes) * (2 * projections + 3 * config.rank)
     accesses = _POWERSGD + _NORM + (_ADD_RESIDUAL + _NORM if config.error_feedback else 0)
     return Cost(
-        latency_sec=link.message_sec(2 * 2 * (m - 1)),
-        wire_sec=link.wire_sec(sent),
+        latency_sec=sum(latency for latency, _ in shots),
+        wire_sec=sum(wire for _, wire in shots),
         compute_sec=operations * speeds.operation_sec
         + (products + orthogonal) / speeds.flops_per_sec
         + _passes_sec(bucket.num_elements, accesses, machine),

@@ -18,8 +18,9 @@ from jaxdl.exchange.base import (
     like,
     shares_of,
 )
-from jaxdl.exchange.buckets import make_buckets
-from jaxdl.exchange.compressed import Bucketed, measured, message_costs, send_dense
+from jaxdl.exchange.buckets import in_turn, make_buckets
+from jaxdl.exchange.compressed import Bucketed, Sent, measured, message_costs, send_dense
+from jaxdl.exchange.delayed import delayed
 
 
 class Dense(Bucketed):
@@ -31,7 +32,7 @@ class Dense(Bucketed):
     becomes infinite above 65,504 and zero below 6e-8, bfloat16 has the range of float32."""
 
     def build(self, layout: GradientLayout | None = None) -> Exchange:
-        """The exchange; it keeps no state."""
+        """The exchange; it keeps no state, but what is delayed."""
         layout = layout or GradientLayout()
 
         def update(
@@ -43,12 +44,13 @@ class Dense(Bucketed):
             shapes = {name: leaf.shape for name, leaf in leaves.items()}
             shares = shares_of(leaves, axis)
             names = self.ordered(list(leaves), layout)
-            messages = [
-                send_dense(bucket, shares, layout=layout, axis=axis, dtype=jnp.dtype(self.wire_dtype))
-                for bucket in make_buckets(names, shapes, layout, max_elements=self.bucket_elements)
-            ]
+            buckets = make_buckets(names, shapes, layout, max_elements=self.bucket_elements)
+            messages: list[Sent] = []
+            for number in in_turn(buckets, names):
+                last, dtype = messages[-1].last if messages else None, jnp.dtype(self.wire_dtype)
+                messages.append(send_dense(buckets[number], shares, layout=layout, axis=axis, dtype=dtype, last=last))
             total = {name: x for message in messages for name, x in message.total.items()}
             metrics = measured(message_costs(messages, axis, layout), shares, {}, layout=layout, axis=axis)
             return like(grads, total), state, metrics
 
-        return Exchange(init=lambda grads: {}, update=update)
+        return delayed(Exchange(init=lambda grads: {}, update=update), self.delay_steps)

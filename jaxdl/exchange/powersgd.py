@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxdl.config import Kind
 from jaxdl.exchange.base import GradientLayout
-from jaxdl.exchange.buckets import Bucket
+from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
 
 _EPSILON = 1e-6
@@ -26,8 +26,8 @@ class PowerSGD(Compressed):
 
     Convolution kernels are matrices of all their dimensions but the last by the last; stacked layers one matrix each.
     Gradients for which two thin matrices are not smaller, such as biases and norm scales, stay dense. Each device
-    approximates its own shard, so a sharded matrix gets `rank` for every shard. All matrices travel together, so the
-    size and the order of buckets matter to what stays dense only.
+    approximates its own shard, so a sharded matrix gets `rank` for every shard. All matrices of a bucket travel
+    together.
     """
 
     kind: Annotated[Literal["powersgd"], Kind] = "powersgd"
@@ -50,7 +50,7 @@ class PowerSGD(Compressed):
             return {"factor": factors} if factors else {}
 
         return CompressedExchange(
-            self, layout, [Stage(math.inf, self._send(layout))], suits=suits, init_shard=init_shard, one_message=True
+            self, layout, [Stage(math.inf, self._send(layout))], suits=suits, init_shard=init_shard
         )
 
     def is_smaller(self, shape: tuple[int, ...], *, stacked: bool) -> bool:
@@ -67,16 +67,18 @@ class PowerSGD(Compressed):
             *,
             axis: str,
             key: jax.Array,
+            last: jax.Array | None,
         ) -> Sent:
             del key  # Nothing here is random.
             assert momentum is None
             shapes = {name: matrix_shape(owed[name].shape, stacked=name in layout.stacked) for name in bucket.names}
             matrices = {name: owed[name].reshape(shape) for name, shape in shapes.items()}
             right = {name: shard["factor"][name] for name in bucket.names}
-            left, left_size = _summed({name: _matmul(m, right[name]) for name, m in matrices.items()}, bucket, axis)
+            own = {name: _matmul(m, right[name]) for name, m in matrices.items()}
+            left, left_size, _ = _summed(own, bucket, axis, last)
             left = {name: orthonormal(x) for name, x in left.items()}
             own = {name: _matmul(jnp.swapaxes(m, 1, 2), left[name]) for name, m in matrices.items()}
-            new, right_size = _summed(own, bucket, axis)
+            new, right_size, last = _summed(own, bucket, axis)
 
             def product(factors: Leaves) -> Leaves:
                 wide = {name: _matmul(left[name], jnp.swapaxes(x, 1, 2)) for name, x in factors.items()}
@@ -99,6 +101,7 @@ class PowerSGD(Compressed):
                 num_entries=entries,
                 num_elements=bucket.num_own,
                 shard={"factor": factor},
+                last=last,
             )
 
         return send
@@ -128,11 +131,15 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.matmul(a, b, precision=lax.Precision.HIGHEST)
 
 
-def _summed(parts: Leaves, bucket: Bucket, axis: str) -> tuple[Leaves, Bucket]:
-    """The sums over the axis of all arrays, as one message, which devices that hold the same share out; and its form.
+def _summed(
+    parts: Leaves, bucket: Bucket, axis: str, last: jax.Array | None = None
+) -> tuple[Leaves, Bucket, jax.Array]:
+    """The sums over the axis of all arrays, as one message, which devices that hold the same share out; its form, and
+    a number of it. It is sent after the message that `last` came with.
 
     So one device decides each number, and what is the same on several devices stays so bit by bit.
     """
     shapes = tuple(parts[name].shape for name in bucket.names)
     message = dataclasses.replace(bucket, shapes=shapes)
-    return message.split(lax.psum(message.join(parts), axis)), message
+    total = lax.psum(held_back(message.join(parts), last), axis)
+    return message.split(total), message, total[0]

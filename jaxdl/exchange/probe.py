@@ -1,13 +1,12 @@
 """Measures a machine: latency and bandwidth of each mesh axis, and what one device does in a second.
 
 All devices work at the same time, as in a step, so that what they share is shared. Every process of a run has to call
-this alike, and gets the numbers of process 0.
+this alike, and gets the numbers of the slowest one.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,9 +27,13 @@ COLLECTIVES = ("all_reduce/float32", "all_reduce/bfloat16", "all_reduce/float16"
 """What is measured on each axis, by the names of `Link.collectives`."""
 
 _RANK, _NUM_MESSAGES, _NUM_OPERATIONS = 4, 16, 64
-_SMALLEST_BYTES, _LONG_SEC = 2**14, 0.02
+_SMALLEST_BYTES, _GROWTH, _LONG_SEC = 2**12, 4, 0.25
+_NEAR = 0.3
+_WARM_UPS = 2
+"""The first messages of a size on a connection take much longer than those that follow."""
 
 Work = Callable[..., Any]
+Run = Callable[[], Any]
 
 
 def probe(
@@ -48,56 +51,90 @@ def probe(
     `num_elements` (default 2**20 on a CPU, 2**24 elsewhere) float32 numbers are what one device works on, and of them
     the share `density` is selected by each of `methods`; give those of the largest bucket for the best predictions.
     Only these `methods`, `bits` and `collectives` can be predicted later. Times are medians of `num_repeats`
-    interleaved runs of compiled functions, less the time of one that does nothing.
+    interleaved runs of compiled functions on the slowest process, less the time of one that does nothing.
     """
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    size = num_elements or (2**20 if on_cpu else 2**24)
-    largest = 2**22 if on_cpu else 2**26
     links = {
-        axis: _probe_link(mesh, axis, collectives, largest, num_repeats)
+        axis: probe_link(mesh, axis, collectives, num_repeats=num_repeats)
         for axis, num_devices in mesh.shape.items()
         if num_devices > 1
     }
-    return Machine(links, _probe_speeds(mesh, size, density, methods, bits, num_repeats), source="measured")
+    speeds = probe_speeds(mesh, num_elements, density, methods, bits, num_repeats=num_repeats)
+    return Machine(links, speeds, source="measured")
+
+
+def probe_link(
+    mesh: Mesh,
+    axis: str,
+    collectives: Sequence[str] = COLLECTIVES,
+    *,
+    num_repeats: int = 5,
+    compiled: dict[Any, Run] | None = None,
+) -> Link:
+    """How a device of the mesh sends over an axis, by these collectives, while all devices do.
+
+    Each is timed for longer and longer messages, until one takes a quarter of a second or is as long as any bucket.
+    `compiled` keeps the functions for another call, after the network has changed.
+    """
+    compiled = {} if compiled is None else compiled
+    if "idle" not in compiled:
+        compiled["idle"] = _compiled(mesh, lambda x: x[:1], _normal(mesh, _SMALLEST_BYTES // 4))
+    num_devices = mesh.shape[axis]
+    largest = 2**22 if _on_cpu(mesh) else 2**26
+    found = {}
+    for kind in collectives:
+        size, sent, times = _SMALLEST_BYTES, [], []
+        while True:
+            work, num_bytes = _collective(kind, axis, num_devices, size)
+            if (kind, axis, size) not in compiled:
+                compiled[kind, axis, size] = _compiled(mesh, work, _normal(mesh, size // 4))
+            sent.append(num_bytes)
+            times += _timed(mesh, [compiled[kind, axis, size]], compiled["idle"], num_repeats)
+            if size >= largest or times[-1] > _LONG_SEC:
+                break
+            size *= _GROWTH
+        found[kind] = fit_link(num_messages(kind, num_devices), sent, times)
+    base = found.get("all_reduce/float32", next(iter(found.values())))
+    return Link(base.latency_sec, base.bytes_per_sec, found, base.curve)
+
+
+def num_messages(kind: str, num_devices: int) -> int:
+    """How many messages a collective by this name is, one after the other, in a ring of so many devices."""
+    return (2 if kind.startswith("all_reduce") else 1) * (num_devices - 1)
 
 
 def fit_link(num_messages: float, num_bytes: Sequence[float], seconds: Sequence[float]) -> Link:
-    """The link for which a collective of so many messages and bytes takes these times, by weighted least squares.
+    """The link for which a collective of so many messages and bytes takes these times.
 
-    Errors count relative to the time, so that short messages decide the latency and long ones the bandwidth.
+    Of the lines through the longest message and another one (or of latency or bandwidth alone) the one is taken that
+    the points are nearest to, by the sum of absolute logarithms of ratios: what is far off does not decide. The points
+    near to it then give latency and bandwidth by least squares of relative errors, neither below zero. The median times
+    by size, made to grow with it, are the link's curve.
     """
-    sizes, times = np.asarray(num_bytes, np.float64), np.asarray(seconds, np.float64)
-    columns = np.stack([np.full_like(sizes, num_messages), sizes], axis=1) / times[:, None]
-    # Columns of one size, or the smaller one is taken for rounding.
-    scale = np.linalg.norm(columns, axis=0)
-    latency, inverse = np.linalg.lstsq(columns / scale, np.ones_like(times))[0] / scale
-    if latency < 0:  # Noise: then bytes explain all of it.
-        latency, inverse = 0.0, np.sum(columns[:, 1]) / np.sum(columns[:, 1] ** 2)
-    if inverse <= 0:  # Or none of it.
-        latency, inverse = float(np.median(times)) / num_messages, 1e-15
-    return Link(float(latency), float(1 / inverse))
+    given, times = np.asarray(num_bytes, np.float64), np.asarray(seconds, np.float64)
+    sizes = np.unique(given)
+    times = np.array([np.median(times[given == size]) for size in sizes])
+    columns = np.stack([np.full_like(sizes, num_messages), sizes], axis=1)
+    lines = [np.array([times[-1] / num_messages, 0.0]), np.array([0.0, times[-1] / sizes[-1]])]
+    lines += [np.linalg.solve(columns[[number, -1]], times[[number, -1]]) for number in range(len(sizes) - 1)]
+
+    def errors(line: np.ndarray) -> np.ndarray:
+        return np.abs(np.log(columns @ line / times))
+
+    nearest = min((line for line in lines if (line >= 0).all()), key=lambda line: float(errors(line).sum()))
+    near = errors(nearest) < _NEAR
+    latency, inverse = _positive_least_squares(columns[near] / times[near, None], np.ones(int(near.sum())))
+    curve = tuple(zip(sizes.tolist(), np.maximum.accumulate(times).tolist(), strict=True))
+    return Link(float(latency), float(1 / max(inverse, 1e-15)), curve=curve)
 
 
-def _probe_link(mesh: Mesh, axis: str, collectives: Sequence[str], largest: int, num_repeats: int) -> Link:
-    num_devices = mesh.shape[axis]
-    found = {}
-    for kind in collectives:
-        works, sent = [], []
-        sizes = [_SMALLEST_BYTES, 16 * _SMALLEST_BYTES]
-        for size in sizes:
-            work, num_bytes = _collective(kind, axis, num_devices, size)
-            works.append((work, size // 4))
-            sent.append(num_bytes)
-        times = _timed(mesh, works, num_repeats)
-        # The largest size that takes not too long: a slow network needs no long messages to be seen.
-        growth = _LONG_SEC / max(times[1], 1e-6)
-        size = sizes[1] * 2 ** int(np.clip(np.floor(np.log2(max(growth, 1))), 1, np.log2(largest / sizes[1])))
-        work, num_bytes = _collective(kind, axis, num_devices, size)
-        times += _timed(mesh, [(work, size // 4)], num_repeats)
-        num_messages = (2 if kind.startswith("all_reduce") else 1) * (num_devices - 1)
-        found[kind] = fit_link(num_messages, [*sent, num_bytes], times)
-    base = found.get("all_reduce/float32", next(iter(found.values())))
-    return Link(base.latency_sec, base.bytes_per_sec, found)
+def _positive_least_squares(columns: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """The two numbers, neither negative, whose combination of the two columns comes closest to what is wanted."""
+    scale = np.linalg.norm(columns, axis=0)  # Columns of one size, or the smaller one is taken for rounding.
+    both = np.linalg.lstsq(columns / scale, wanted)[0] / scale
+    if (both >= 0).all():
+        return both
+    alone = [np.where(np.arange(2) == one, columns[:, one] @ wanted / scale[one] ** 2, 0.0) for one in (0, 1)]
+    return min(alone, key=lambda solution: float(np.linalg.norm(columns @ solution - wanted)))
 
 
 def _collective(kind: str, axis: str, num_devices: int, size: int) -> tuple[Work, float]:
@@ -117,52 +154,31 @@ def _collective(kind: str, axis: str, num_devices: int, size: int) -> tuple[Work
     return lambda x: lax.psum(x.astype(dtype), axis).astype(jnp.float32), 2 * share * size / 4 * dtype.itemsize
 
 
-def _probe_speeds(
-    mesh: Mesh, size: int, density: float, methods: Sequence[Method], bits: Sequence[int], num_repeats: int
+def probe_speeds(
+    mesh: Mesh,
+    num_elements: int | None = None,
+    density: float = 0.01,
+    methods: Sequence[Method] = ("exact", "threshold"),
+    bits: Sequence[int] = (8,),
+    *,
+    num_repeats: int = 5,
 ) -> Speeds:
-    k = max(1, int(density * size))
-    spread = np.arange(k) * (size // k)
-    indices, rows = jnp.asarray(spread, jnp.int32), max(8, int(size**0.5))
+    """What one device does in a second while all devices of the mesh work; see `probe`."""
+    size = num_elements or (2**20 if _on_cpu(mesh) else 2**24)
+    k, rows = max(1, int(density * size)), max(8, int(size**0.5))
     sorted_size = min(size, _NUM_MESSAGES * k)
-
-    def select(method: Method) -> Work:
-        return lambda x: select_top_k(x, k, method)
-
-    def quantize(num_bits: int) -> Work:
-        # Two devices in one: all of the work, and nothing sent.
-        halves, key = (2, size // 2), jax.random.key(0)
-
-        def work(x: jax.Array) -> Any:
-            one = x[: size // 2 * 2].reshape(halves)
-            return jax.vmap(
-                lambda half: quantized_all_reduce(half, "i", key, bits=num_bits, return_error=True), axis_name="i"
-            )(one)
-
-        return work
-
-    def receive(x: jax.Array) -> Any:
-        words = packing.pack(x[:k], indices, size)
-
-        def add(total: jax.Array, _: None) -> tuple[jax.Array, None]:
-            values, at = packing.unpack(words, k, size)
-            return total.at[at].add(values, mode="drop", unique_indices=True), None
-
-        return lax.scan(add, x, length=_NUM_MESSAGES)[0]
-
-    def sort(x: jax.Array) -> Any:
-        order = lax.bitcast_convert_type(x[:sorted_size], jnp.uint32)
-        return lax.sort((order, x[:sorted_size]), num_keys=1, is_stable=False)
-
-    works = [
+    works: list[Work] = [
         lambda x: x * 2,
-        *map(select, methods),
-        *map(quantize, bits),
-        receive,
-        sort,
+        *(functools.partial(_select, k, method) for method in methods),
+        *(functools.partial(_quantize, number) for number in bits),
+        functools.partial(_receive, k),
+        functools.partial(_sort, sorted_size),
         functools.partial(_product, rows),
         functools.partial(_project, rows),
     ]
-    copied, *times = _timed(mesh, [(work, size) for work in works], num_repeats)
+    x = _normal(mesh, size)
+    idle = _compiled(mesh, lambda x: x[:1], _normal(mesh, 1024))
+    copied, *times = _timed(mesh, [_compiled(mesh, work, x) for work in works], idle, num_repeats)
     selected, times = times[: len(methods)], times[len(methods) :]
     quantized, (received, sorted_, multiplied, projected) = times[: len(bits)], times[len(bits) :]
     return Speeds(
@@ -175,6 +191,35 @@ def _probe_speeds(
         flops_per_sec=3 * 2 * rows * rows * _RANK / multiplied,
         operation_sec=projected / _NUM_OPERATIONS,
     )
+
+
+def _select(k: int, method: Method, x: jax.Array) -> Any:
+    return select_top_k(x, k, method)
+
+
+def _quantize(num_bits: int, x: jax.Array) -> Any:
+    """A quantized sum over two devices in one: all of the work, and nothing sent."""
+    halves, key = x[: x.size // 2 * 2].reshape(2, x.size // 2), jax.random.key(0)
+    return jax.vmap(lambda half: quantized_all_reduce(half, "i", key, bits=num_bits, return_error=True), axis_name="i")(
+        halves
+    )
+
+
+def _receive(k: int, x: jax.Array) -> Any:
+    """Several messages of k entries, spread evenly, added to x."""
+    indices = jnp.asarray(np.arange(k) * (x.size // k), jnp.int32)
+    words = packing.pack(x[:k], indices, x.size)
+
+    def add(total: jax.Array, _: None) -> tuple[jax.Array, None]:
+        values, at = packing.unpack(words, k, x.size)
+        return total.at[at].add(values, mode="drop", unique_indices=True), None
+
+    return lax.scan(add, x, length=_NUM_MESSAGES)[0]
+
+
+def _sort(size: int, x: jax.Array) -> Any:
+    order = lax.bitcast_convert_type(x[:size], jnp.uint32)
+    return lax.sort((order, x[:size]), num_keys=1, is_stable=False)
 
 
 def _product(rows: int, x: jax.Array) -> Any:
@@ -195,46 +240,59 @@ def _project(rows: int, x: jax.Array) -> Any:
     return column
 
 
-def _timed(mesh: Mesh, works: Sequence[tuple[Work, int]], num_repeats: int) -> list[float]:
-    """Seconds of functions of float32 `[size]` on every device at once, less those of one that does nothing."""
+def _compiled(mesh: Mesh, work: Work, x: jax.Array) -> Run:
+    """Runs a function of float32 `[size]` on every device at once, each with its row of x."""
     everywhere = PartitionSpec(tuple(mesh.axis_names))
-    inputs = {size: _normal(mesh, size, everywhere) for size in {size for _, size in works}}
 
-    def compiled(work: Work, size: int) -> Callable[[], Any]:
-        def one_device(x: jax.Array) -> Any:
-            return jax.tree.map(lambda leaf: leaf.reshape(1, -1), work(x.reshape(-1)))
+    def one_device(x: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: leaf.reshape(1, -1), work(x.reshape(-1)))
 
-        # Nobody reads the results, so their types need not be right.
-        mapped = jax.shard_map(one_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
-        x = inputs[size]
-        function = jax.jit(mapped).lower(x).compile()
-        return lambda: function(x)
+    # Nobody reads the results, so their types need not be right.
+    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    function = jax.jit(mapped).lower(x).compile()
+    return lambda: function(x)
 
-    smallest = min(inputs)
-    runs = [compiled(lambda x: x[:1], smallest), *(compiled(work, size) for work, size in works)]
-    times: list[list[float]] = [[] for _ in runs]
-    for repeat in range(num_repeats + 1):
-        for number, run in enumerate(runs):
-            start = time.perf_counter()
-            jax.block_until_ready(run())  # One at a time: two collectives in flight could wait for each other.
-            if repeat > 0:  # The first round warms up.
-                times[number].append(time.perf_counter() - start)
-    idle = times[0]
-    rest = [statistics.median(a - b for a, b in zip(one, idle, strict=True)) for one in times[1:]]
+
+def _timed(mesh: Mesh, runs: Sequence[Run], idle: Run, num_repeats: int) -> list[float]:
+    """Seconds that the runs take, less those of one that does nothing; the same numbers in every process."""
+    times = np.zeros((num_repeats + _WARM_UPS, 1 + len(runs)))
+    for repeat, number in np.ndindex(*times.shape):
+        start_together(mesh)
+        start = time.perf_counter()
+        jax.block_until_ready(
+            [idle, *runs][number]()
+        )  # One at a time: two collectives in flight could wait for each other.
+        times[repeat, number] = time.perf_counter() - start
+    times = _slowest(times[_WARM_UPS:])
+    rest = np.median(times[:, 1:] - times[:, :1], axis=0)
     # Where the difference is lost in the noise, the time itself is at least of the right order.
-    least = [0.1 * statistics.median(one) for one in times[1:]]
-    return _agreed([max(pair) for pair in zip(rest, least, strict=True)])
+    return np.maximum(rest, 0.1 * np.median(times[:, 1:], axis=0)).tolist()
 
 
-def _normal(mesh: Mesh, size: int, spec: PartitionSpec) -> jax.Array:
+def start_together(mesh: Mesh) -> None:
+    """Returns in every process of the mesh at about the same time."""
+    if jax.process_count() > 1:
+        jax.block_until_ready(_meeting(mesh)())
+
+
+@functools.lru_cache(maxsize=8)
+def _meeting(mesh: Mesh) -> Run:
+    return _compiled(mesh, lambda x: lax.psum(x, tuple(mesh.axis_names)), _normal(mesh, 1))
+
+
+def _normal(mesh: Mesh, size: int) -> jax.Array:
     """float32 `[devices, size]`, normal numbers, a row on each device."""
-    sharding = NamedSharding(mesh, spec)
+    sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
     row = np.random.default_rng(0).standard_normal((1, size), np.float32)
     return jax.make_array_from_callback((mesh.size, size), sharding, lambda _: row)
 
 
-def _agreed(values: list[float]) -> list[float]:
-    """The numbers of process 0, in every process: all have to decide alike."""
+def _slowest(seconds: np.ndarray) -> np.ndarray:
+    """The times of the slowest process, in every process: all have to decide alike."""
     if jax.process_count() == 1:
-        return values
-    return [float(value) for value in multihost_utils.broadcast_one_to_all(np.asarray(values, np.float64))]
+        return seconds
+    return np.asarray(multihost_utils.process_allgather(seconds.astype(np.float32)), np.float64).max(axis=0)
+
+
+def _on_cpu(mesh: Mesh) -> bool:
+    return mesh.devices.flat[0].platform == "cpu"

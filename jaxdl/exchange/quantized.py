@@ -12,7 +12,7 @@ from jax import lax
 from jaxdl.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
 from jaxdl.config import Kind
 from jaxdl.exchange.base import GradientLayout
-from jaxdl.exchange.buckets import Bucket
+from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
 
 
@@ -80,17 +80,18 @@ def _send(config: Quantized | Sign, bits: int, layout: GradientLayout) -> Send:
         *,
         axis: str,
         key: jax.Array,
+        last: jax.Array | None,
     ) -> Sent:
         assert momentum is None
         assert not shard
         # Ranges of whole blocks: padding by the collective would cost copies of everything.
         whole = lax.axis_size(axis) * config.block_size
-        own = bucket.join(owed, multiple=whole if bucket.num_own >= 16 * whole else 1)
+        own = held_back(bucket.join(owed, multiple=whole if bucket.num_own >= 16 * whole else 1), last)
         total, error = quantized_all_reduce(own, axis, key, bits=bits, block_size=config.block_size, return_error=True)
         sent = {axis: config.sent_bytes(own.size, lax.axis_size(axis))}
         num_splits = 2 if config.error_feedback else 1
         sent |= {name: num_splits * value for name, value in bucket.split_bytes(layout).items()}
         left = bucket.split(error) if config.error_feedback else None
-        return Sent(bucket.split(total), left, sent, bucket.num_own, bucket.num_own)
+        return Sent(bucket.split(total), left, sent, bucket.num_own, bucket.num_own, last=total[0])
 
     return send

@@ -13,7 +13,7 @@ from jaxdl.collectives.select import select_top_k
 from jaxdl.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
 from jaxdl.config import Kind
 from jaxdl.exchange.base import GradientLayout
-from jaxdl.exchange.buckets import Bucket
+from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
 
 WARMUP_DENSITY = 0.25
@@ -99,11 +99,13 @@ class TopK(Compressed):
             *,
             axis: str,
             key: jax.Array,
+            last: jax.Array | None,
         ) -> Sent:
             own = bucket.join(owed)
             k = self.num_kept(own.size, density)
             window_key, second_key = jax.random.split(jax.random.fold_in(key, lax.axis_index(axis)))
             values, indices = select_top_k(own, k, self.method, key=window_key, num_passes=self.num_passes)
+            values = held_back(values, last)
             total, error = sparse_all_reduce(
                 values,
                 indices,
@@ -131,6 +133,6 @@ class TopK(Compressed):
             sent = {axis: self.sent_bytes(own.size, lax.axis_size(axis), density)}
             for one in inner:
                 sent |= {name: sent.get(name, 0.0) + value for name, value in one.items()}
-            return Sent(bucket.split(total), kept, sent, k, own.size, momentum=momentum)
+            return Sent(bucket.split(total), kept, sent, k, own.size, momentum, last=total[0])
 
         return send

@@ -4,11 +4,13 @@ from jaxdl.report.explanation import print_explanation
 from jaxdl.report.history import History, ReportConfig, last_evaluated_step, replace_file
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress, format_row
-from jaxdl.report.reporter import Diverged, Reporter
+from jaxdl.report.reporter import RESTARTED, WENT_BACK, Diverged, Reporter
 from jaxdl.report.stopwatch import Stopwatch
-from jaxdl.report.summary import print_summary, write_summary
+from jaxdl.report.summary import make_summary, print_summary, write_summary
 
 __all__ = [
+    "RESTARTED",
+    "WENT_BACK",
     "Diverged",
     "History",
     "Progress",
@@ -17,6 +19,7 @@ __all__ = [
     "Stopwatch",
     "format_row",
     "last_evaluated_step",
+    "make_summary",
     "plot_history",
     "print_explanation",
     "print_summary",

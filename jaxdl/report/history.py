@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import math
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import pydantic
 
 from jaxdl.config import Config
+from jaxdl.report.scalars import Scalars
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -48,8 +51,11 @@ class History:
     every process but the first. A number that is not finite is `null` in the file, because JSON has no NaN.
 
     `resume_step` is the step the run starts from. Rows of an earlier run after it are dropped (they will be measured
-    again), those up to it are loaded; at 0 the history starts empty. Evaluations after `evaluated_step` (None: after
-    `resume_step`) are dropped too, since they will be made again.
+    again), those up to it are loaded; at 0 none are. Evaluations after `evaluated_step` (None: after `resume_step`) are
+    dropped too, since they will be made again. Events (`{"step": 120, "event": "resumed ..."}`) are always kept.
+
+    A file that cannot be written ends no run: `warn` is told once, and what is missing is written when that is possible
+    again (TensorBoard's scalars end there).
     """
 
     def __init__(
@@ -59,33 +65,32 @@ class History:
         resume_step: int = 0,
         evaluated_step: int | None = None,
         tensorboard: bool = True,
+        warn: Callable[[str], None] = warnings.warn,
     ) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._file: IO[str] | None = None
-        self._board: Any = None
+        self._warn, self._warned = warn, False
+        self._path: Path | None = None
+        self._file: IO[bytes] | None = None
+        self._board: Scalars | None = None
         if workdir is None:
             return
-        workdir = Path(workdir)
-        workdir.mkdir(parents=True, exist_ok=True)
-        path = workdir / METRICS_FILE
-        if resume_step > 0 and path.exists():
-            evaluated_step = resume_step if evaluated_step is None else evaluated_step
-            limits = {False: resume_step, True: min(resume_step, evaluated_step)}
-            self.rows = [row for row in _load(path) if row["step"] <= limits[_is_evaluation(row)]]
-        if path.exists():
-            replace_file(path, "".join(_line(row) for row in self.rows).encode())
-        self._file = path.open("a", encoding="utf-8")
+        self._path = Path(workdir) / METRICS_FILE
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            if self._path.exists():
+                evaluated_step = resume_step if evaluated_step is None else evaluated_step
+                limits = {False: resume_step, True: min(resume_step, evaluated_step)}
+                loaded = _load(self._path)
+                self.rows = [
+                    row
+                    for row in loaded
+                    if "event" in row or (resume_step > 0 and row["step"] <= limits[_is_evaluation(row)])
+                ]
+            self._reopen(anew=self._path.exists())
+        except OSError as error:
+            self._lost(error)
         if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            # TensorBoard hides events of earlier files from purge_step on.
-            purge_step = resume_step + 1 if resume_step > 0 else 0
-            self._board = SummaryWriter(
-                str(workdir / TENSORBOARD_FOLDER),
-                purge_step=purge_step,
-                flush_secs=10,
-                filename_suffix=f".from{resume_step}",
-            )
+            self._board = Scalars(self._path.parent / TENSORBOARD_FOLDER, resume_step, self._warn)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row. "step" is an int; other values are numbers, 0-d arrays, strings, booleans or None.
@@ -95,13 +100,46 @@ class History:
         plain = {name: plain_value(value) for name, value in row.items()}
         assert type(plain.get("step")) is int, f"a row of the history needs an integer step: {plain}"
         self.rows.append(plain)
+        if self._path is not None:
+            try:
+                if self._file is None:
+                    self._reopen(anew=True)
+                else:
+                    line = _line(plain).encode()
+                    if self._file.write(line) != len(line):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                self._lost(error)
+        if self._board is not None and not self._board.write(plain):
+            self._board = None
+
+    def event(self, step: int, text: str) -> None:
+        """Appends an event, unless it is there already."""
+        row = {"step": step, "event": text}
+        if row not in self.rows:
+            self.write(row)
+
+    def num_events(self, beginning: str) -> int:
+        """How many events begin so."""
+        return sum(str(row.get("event", "")).startswith(beginning) for row in self.rows)
+
+    def _reopen(self, *, anew: bool) -> None:
+        """Opens the file for appending, after writing all rows `anew`."""
+        assert self._path is not None
+        if anew:
+            replace_file(self._path, "".join(_line(row) for row in self.rows).encode())
+        # Unbuffered: what a full disk refused must not come again with a later line.
+        self._file = self._path.open("ab", buffering=0)
+
+    def _lost(self, error: OSError) -> None:
+        """The file cannot be written now; the next row tries again, with all that is missing."""
         if self._file is not None:
-            self._file.write(_line(plain))
-            self._file.flush()
-        if self._board is not None:
-            for name, value in plain.items():
-                if name != "step" and isinstance(value, int | float) and math.isfinite(value):
-                    self._board.add_scalar(name, float(value), plain["step"])
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+        if not self._warned:
+            self._warn(f"{METRICS_FILE} could not be written: {error.strerror}; tried again with every report")
+            self._warned = True
 
     def columns(self) -> dict[str, list[Any]]:
         """Name -> one value per row, "step" first, ready for `pandas.DataFrame(history.columns())`.
@@ -122,8 +160,13 @@ class History:
 
     def close(self) -> None:
         """Writes out what is buffered and closes the files. May be called twice; the rows stay readable."""
+        if self._path is not None and self._file is None and self._warned:
+            with contextlib.suppress(OSError):
+                self._reopen(anew=True)
+        self._path = None
         if self._file is not None:
-            self._file.close()
+            with contextlib.suppress(OSError):
+                self._file.close()
             self._file = None
         if self._board is not None:
             self._board.close()

@@ -21,6 +21,7 @@ LOWER_IS_BETTER = ("loss", "bits", "perplexity", "error")
 SMOOTHING = 0.01
 """The width (standard deviation) of the average that smooths a curve, as a part of the curve's points."""
 FEW_POINTS = 30
+EVENT_COLOR, MOST_NAMED_EVENTS = "#8a8f99", 8
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -29,8 +30,8 @@ def plot_history(columns: Columns, path: Path | None = None, *, title: str | Non
     """Draws the columns of a History over steps, epochs on top; given a path, writes a PNG there, whole or not at all.
 
     Panels: loss (training raw and smoothed, evaluation); one for each other eval/ metric, with train/ of the same name;
-    learning rate; throughput. Only those that have data. Values that are not finite are left out. Uses no pyplot, so it
-    needs no display and may run in any thread.
+    learning rate; throughput. Only those that have data. Events are dotted lines. Values that are not finite are left
+    out. Uses no pyplot, so it needs no display and may run in any thread.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -49,6 +50,7 @@ def plot_history(columns: Columns, path: Path | None = None, *, title: str | Non
         alone = index == len(panels) - 1 and index % num_columns == 0
         axes = figure.add_subplot(grid[index // num_columns, slice(None) if alone else index % num_columns])
         draw(axes)
+        _events(axes, columns, named=index == 0)
         _dress(axes, max(columns["step"]))
         if index < num_columns:
             _epochs_on_top(axes, columns)
@@ -128,6 +130,31 @@ def _speed(axes: Axes, columns: Columns, name: str) -> None:
     axes.set_ylim(0, 1.2 * float(np.max(values)) or 1.0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.legend(frameon=False, fontsize=9, labelcolor=INK, loc="lower right")
+
+
+def _events(axes: Axes, columns: Columns, *, named: bool) -> None:
+    """A dotted line at the step of each event; in one panel the newest are `named`."""
+    found = [
+        (step, text)
+        for step, text in zip(columns["step"], columns.get("event", [None] * len(columns["step"])), strict=True)
+        if isinstance(text, str)
+    ]
+    for number, (step, text) in enumerate(found):
+        axes.axvline(step, color=EVENT_COLOR, lw=1, ls=(0, (1, 2)), zorder=0.5)
+        if named and number >= len(found) - MOST_NAMED_EVENTS:
+            short = text if len(text) <= 44 else text[:43] + "…"
+            axes.annotate(
+                short,
+                (step, 0.02),
+                xycoords=("data", "axes fraction"),
+                xytext=(2, 0),
+                textcoords="offset points",
+                rotation=90,
+                fontsize=6,
+                color=EVENT_COLOR,
+                va="bottom",
+                annotation_clip=True,
+            )
 
 
 def _points(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:

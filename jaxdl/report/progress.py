@@ -92,6 +92,11 @@ class Progress:
         if now >= self._next_sample and self._status == TRAINING:
             self._sample(now)
 
+    def back(self, step: int) -> None:
+        """The run went back to an earlier step."""
+        self._step = step
+        self._samples = _samples()
+
     def report(self, row: Mapping[str, Any]) -> None:
         """Shows the metrics of a row of the history; its "step" also advances the progress.
 

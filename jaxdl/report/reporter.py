@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -17,11 +18,18 @@ from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress
 from jaxdl.report.stopwatch import Stopwatch
-from jaxdl.report.summary import SUMMARY_FILE, print_summary, read_summary, write_summary
+from jaxdl.report.summary import SUMMARY_FILE, make_summary, print_summary, read_summary, write_summary
+
+RESTARTED, WENT_BACK = "restarted", "went back"
+"""How the events of a restart and of going back to a checkpoint begin."""
 
 
 class Diverged(ArithmeticError):
-    """The training loss, or its gradient, is not a finite number any more."""
+    """The numbers of the training are bad, and all that was to be done about it has been."""
+
+
+Observe = Callable[[int, Sequence[Mapping[str, Any]]], None]
+"""Is told the first of some steps that have been reported, and the metrics of each; may raise."""
 
 
 class Reporter:
@@ -35,7 +43,7 @@ class Reporter:
       quiet: see `Progress`.
       total_steps, steps_per_epoch, batch_size: the size of the run; a fractional epoch is fine.
       task_metrics: from sums over examples to metrics.
-      lowest_scale: the loss scale at which a loss that is not finite ends the run; None without loss scaling.
+      observe: is told the metrics of steps when they are reported; what it raises is raised by `add` and `flush`.
     """
 
     def __init__(
@@ -50,11 +58,11 @@ class Reporter:
         steps_per_epoch: float,
         batch_size: int,
         task_metrics: Callable[[Mapping[str, float]], dict[str, float]],
-        lowest_scale: float | None,
+        observe: Observe,
     ) -> None:
         self._config, self._folder, self._watch, self._console, self._quiet = config, folder, watch, console, quiet
         self._total_steps, self._steps_per_epoch, self._batch_size = total_steps, steps_per_epoch, batch_size
-        self._task_metrics, self._lowest_scale = task_metrics, lowest_scale
+        self._task_metrics, self._observe = task_metrics, observe
         self._stack = ExitStack()
         self._window: list[Any] = []
         self._window_end, self._since_sec = 0, 0.0
@@ -65,10 +73,8 @@ class Reporter:
 
     def open(self, step: int, evaluated_step: int) -> None:
         """Opens the history and the display of a run that starts from `step`, the last evaluation as given."""
-        self.history = History(
-            self._folder, resume_step=step, evaluated_step=evaluated_step, tensorboard=self._config.tensorboard
-        )
-        self._stack.callback(self.history.close)
+        self._open_history(step, evaluated_step)
+        self._stack.callback(lambda: self.history.close())
         self._progress = Progress(
             self._total_steps,
             step,
@@ -78,9 +84,33 @@ class Reporter:
             quiet=self._quiet,
         )
         self._stack.enter_context(self._progress)
-        self._window_end = step
         if step > 0 and self._folder is not None:
             self._earlier = read_summary(self._folder / SUMMARY_FILE)
+
+    def _open_history(self, step: int, evaluated_step: int) -> None:
+        self._window_end, self._window = step, []
+        self.history = History(
+            self._folder,
+            resume_step=step,
+            evaluated_step=evaluated_step,
+            tensorboard=self._config.tensorboard,
+            warn=self.note,
+        )
+
+    def go_back(self, step: int, evaluated_step: int) -> None:
+        """The run goes on from an earlier step: what was measured after it is dropped, as at the start of a run."""
+        rows = self.history.rows
+        self.history.close()
+        self._open_history(step, evaluated_step)
+        if self._folder is None:
+            self.history.rows = [row for row in rows if "event" in row or row["step"] <= step]
+        if self._progress is not None:
+            self._progress.back(step)
+
+    def event(self, step: int, text: str) -> None:
+        """A message that stays on the display and in the history, where the curves show it."""
+        self.note(text)
+        self.history.event(step, text)
 
     def close(self) -> None:
         """Ends a profile under way, closes the files and gives the terminal back."""
@@ -118,30 +148,34 @@ class Reporter:
         assert self._progress is not None
         self._progress.advance(step)
 
+    def pass_over(self, step: int) -> None:
+        """A step that was not computed: nothing is measured of it."""
+        self.flush()
+        self._window_end = step
+        assert self._progress is not None
+        self._progress.advance(step)
+
     def flush(self) -> None:
-        """Fetches and reports the steps since the last report. Raises Diverged when they are not finite."""
+        """Fetches and reports the steps since the last report. Raises what `observe` raises."""
         if not self._window:
             return
         fetched, self._window = jax.device_get(self._window), []
+        # A bad step has no part in the means, unless there is nothing else.
+        good = [one for one in fetched if not one.get("bad_in_row")] or fetched
         sums = {
-            name.removeprefix("sums/"): float(np.sum([one[name] for one in fetched], dtype=np.float64))
+            name.removeprefix("sums/"): float(np.sum([one[name] for one in good], dtype=np.float64))
             for name in fetched[0]
             if name.startswith("sums/")
         }
         row = {f"train/{name}": value for name, value in self._task_metrics(sums).items()}
-        row |= {f"train/{name}": float(value) for name, value in fetched[-1].items() if not name.startswith("sums/")}
+        others = {name: value for name, value in fetched[-1].items() if not name.startswith("sums/")}
+        others.pop("bad_in_row", None)
+        row |= {f"train/{name}": float(value) for name, value in others.items()}
         now = self._training_sec()
         rate = len(fetched) * self._batch_size / max(now - self._since_sec, 1e-9)
         self._window_end, self._since_sec = self._window_end + len(fetched), now
         self._write(self._window_end, row | {"examples_per_sec": rate})
-        bad = sum(not (math.isfinite(one["sums/loss"]) and math.isfinite(one["grad_norm"])) for one in fetched)
-        lowest = self._lowest_scale
-        if bad and (lowest is None or (bad == len(fetched) and row["train/loss_scale"] <= lowest)):
-            raise Diverged(
-                f"the training loss or its gradient is not finite at step {self._window_end} "
-                f"(learning rate {row['train/learning_rate']:.3g}). A lower --optimizer.learning-rate, a longer "
-                "warm-up or --step.clip-norm 1 usually help."
-            )
+        self._observe(self._window_end - len(fetched) + 1, fetched)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Reports an evaluation."""
@@ -171,23 +205,33 @@ class Reporter:
         """
         summary = self._earlier
         if anew or summary is None or summary["status"] != status:
-            if self._folder is not None:
-                plot_history(self.history.columns(), self._folder / "curves.png")
             seconds = Counter(self._watch.seconds())
             seconds.update(summary["seconds"] if summary else {})
-            summary = write_summary(
-                self._folder / SUMMARY_FILE if self._folder else None,
+            summary = make_summary(
                 status=status,
                 steps=step,
                 total_steps=self._total_steps,
                 metrics=self.history.last("eval/"),
                 seconds=seconds,
                 mesh=mesh,
+                num_restarts=self.history.num_events(RESTARTED),
+                num_rollbacks=self.history.num_events(WENT_BACK),
             )
+            if self._folder is not None:
+                folder, columns = self._folder, self.history.columns()
+                self._try("curves.png", lambda: plot_history(columns, folder / "curves.png"))
+                self._try(SUMMARY_FILE, functools.partial(write_summary, folder / SUMMARY_FILE, summary))
         if self._progress is not None:
             self._progress.stop()
         print_summary(summary, self._console)
         return summary
+
+    def _try(self, name: str, write: Callable[[], Any]) -> None:
+        """Writes a file; one that cannot be written ends no run."""
+        try:
+            write()
+        except OSError as error:
+            self.note(f"{name} could not be written: {error.strerror}")
 
     def _training_sec(self) -> float:
         seconds = self._watch.seconds()
@@ -202,7 +246,7 @@ class Reporter:
 
 def _worth_a_look(name: str, value: Any) -> bool:
     """Whether a metric is for the display too. Of an exchange only what it saves and what it owes are, if anything."""
-    if not name.startswith("train/exchange/"):
-        return True
-    neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0}
-    return name in neutral and not math.isclose(value, neutral[name], rel_tol=1e-5)
+    neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0, "train/bad_steps": 0.0}
+    if name in neutral:
+        return not math.isclose(value, neutral[name], rel_tol=1e-5)
+    return not name.startswith("train/exchange/")

@@ -10,11 +10,18 @@ class Stopwatch:
     """Splits the wall time since it was made into phases; a phase's time excludes the phases inside it.
 
     `with watch("eval"): ...` counts the block as "eval"; time outside of every block counts as "other". The phases
-    therefore add up to the whole wall time. About a microsecond per block. For one thread only.
+    therefore add up to the whole wall time. About a microsecond per block. For one thread only. `on_change` is called
+    with the phase that begins, or goes on after one inside it.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter, *, outside: str = "other") -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        outside: str = "other",
+        on_change: Callable[[str], None] = lambda phase: None,
+    ) -> None:
+        self._clock, self._on_change = clock, on_change
         self._seconds: dict[str, float] = {outside: 0.0}
         self._open = [outside]
         self._blocks: dict[str, _Block] = {}
@@ -41,10 +48,12 @@ class Stopwatch:
     def _enter(self, phase: str) -> None:
         self._settle()
         self._open.append(phase)
+        self._on_change(phase)
 
     def _leave(self) -> None:
         self._settle()
         self._open.pop()
+        self._on_change(self._open[-1])
 
 
 class _Block:

@@ -22,8 +22,7 @@ SUMMARY_FILE = "summary.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxdl")
 
 
-def write_summary(
-    path: Path | None,
+def make_summary(
     *,
     status: Literal["finished", "interrupted"],
     steps: int,
@@ -33,12 +32,15 @@ def write_summary(
     mesh: Mapping[str, int],
     devices: Mapping[str, Any] | None = None,
     extra: Mapping[str, Any] | None = None,
+    num_restarts: int = 0,
+    num_rollbacks: int = 0,
 ) -> dict[str, Any]:
-    """Writes summary.json, whole or not at all, and returns its content; with `path` None it is only returned.
+    """The content of summary.json.
 
     `steps` of `total_steps` were completed; `metrics` are the last ones; `seconds` is wall time per phase (see
     `Stopwatch.seconds`); `mesh` is axis -> size; `devices` is `describe_devices()` unless given; `extra` is any further
-    JSON, kept under "extra". A metric that is not finite is `null`.
+    JSON, kept under "extra"; `num_restarts` counts the launcher's, `num_rollbacks` returns to a checkpoint after bad
+    steps. A metric that is not finite is `null`.
     """
     summary: dict[str, Any] = {
         "status": status,
@@ -48,17 +50,22 @@ def write_summary(
         "metrics": {name: json_value(value) for name, value in metrics.items()},
         "seconds": {name: round(float(value), 3) for name, value in seconds.items()},
         "total_sec": round(float(sum(seconds.values())), 3),
+        "num_restarts": num_restarts,
+        "num_rollbacks": num_rollbacks,
         "mesh": {str(axis): int(size) for axis, size in mesh.items()},
         "devices": dict(describe_devices() if devices is None else devices),
         "versions": versions(),
     }
     if extra:
         summary["extra"] = dict(extra)
-    if path is not None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
     return summary
+
+
+def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+    """Writes summary.json, whole or not at all."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
@@ -87,7 +94,7 @@ def describe_devices() -> dict[str, Any]:
 
 
 def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints what `write_summary` returned: a small table on a terminal, plain `name  value` lines elsewhere."""
+    """Prints what `make_summary` returned: a small table on a terminal, plain `name  value` lines elsewhere."""
     console = console or Console()
     lines = summary_lines(summary)
     if not is_live(console):
@@ -115,6 +122,11 @@ def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         (summary["status"], f"step {summary['steps']:,} of {summary['total_steps']:,}"),
         *((name, "nan" if value is None else format_number(value)) for name, value in summary["metrics"].items()),
+        *(
+            (label, str(summary[name]))
+            for name, label in (("num_restarts", "restarts"), ("num_rollbacks", "rollbacks"))
+            if summary.get(name)
+        ),
         ("wall time", f"{format_duration(total)}: " + ", ".join(phases) if phases else format_duration(total)),
         ("mesh", " x ".join(f"{axis} {size}" for axis, size in summary["mesh"].items())),
         ("devices", where + ("es" if devices["num_processes"] > 1 else "")),

@@ -1,0 +1,269 @@
+"""What a slow network costs a training step, with every gradient exchange: measured on an emulated cluster.
+
+Every host is a network namespace with one JAX process; the links between them are limited (`jaxdl.launch.netns`). The
+real train step runs on resident data with every exchange in turn, beside the same step with no exchange at all, the
+floor. "dense" is the paper's baseline: reduce-scatter inside a host, all-reduce between hosts, all-gather inside.
+
+Rates are chosen so that the dense exchange takes 0.2 to 4 times as long as all else; a ResNet-50 at 96 pixels on 16 x 8
+V100 with 25 Gb/s has about 0.4 (Shi et al. 2021). What a rate means depends on the model: the default one, a ResNet-14
+of three times the usual width (1.6 M parameters) with 12 images a device, computes 20 thousand operations for each
+gradient that a device exchanges; on that cluster it is 45 thousand, and a GPU selects gradients faster, for the time it
+takes to convolve, than a CPU. So what an exchange computes costs relatively more here than there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+
+from jaxdl.bench.cluster_hosts import HostFailed, Workers
+from jaxdl.bench.cluster_report import (
+    Turn,
+    choose_rate,
+    figure,
+    host_bytes,
+    make_rows,
+    rate_table,
+    summary,
+)
+from jaxdl.bench.cluster_variants import BASELINE, FLOOR, VARIANTS, floor_of
+from jaxdl.bench.output import check_folder, write_json
+from jaxdl.cluster import ClusterConfig
+from jaxdl.config import CLI_STYLE, ConfigError, choices_help, take_choices
+from jaxdl.data import SyntheticImages
+from jaxdl.experiment import Experiment, load_experiment
+from jaxdl.launch.netns import Network, check_possible, parse_rate
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import ResNet
+from jaxdl.optim import SGD, Constant
+from jaxdl.report import replace_file
+
+PROG = "python -m jaxdl.bench cluster"
+_PATIENCE_SEC = 600.0
+RATIOS = (0.2, 0.4, 1.0, 2.0, 4.0)
+
+
+def default_experiment() -> Experiment:
+    """What is trained without `--config`."""
+    return Experiment(
+        model=ResNet(depth=14, width=48, stem="cifar"),
+        data=SyntheticImages(),
+        optimizer=SGD(learning_rate=0.1, momentum=0.9),
+        schedule=Constant(),
+        batch_size=96,
+        steps=1000,
+    )
+
+
+@dataclass(frozen=True)
+class ClusterBench:
+    """Times the train step with every exchange on an emulated cluster, at several rates of its links."""
+
+    config: Path | None = None
+    """The experiment, a Python file with a function config(); its mesh, exchange and length play no part. Without it,
+    a small ResNet on synthetic images."""
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")] = field(default_factory=default_experiment)
+    hosts: int = 4
+    """Hosts, each a replica."""
+    devices_per_host: int = 2
+    """Virtual CPU devices of a host, over which its replica is sharded."""
+    rates: tuple[str, ...] = ()
+    """Rates of the links, such as 100mbit; without them, those that --ratios asks for."""
+    ratios: tuple[float, ...] = RATIOS
+    """What the dense exchange is to take, over what all else takes."""
+    exchanges: tuple[str, ...] = tuple(name for name, variant in VARIANTS.items() if variant.config is not None)
+    """What is compared, by the names of the table; the floor and dense are there in any case."""
+    num_rounds: int = 5
+    """At each rate, every exchange has this many turns, in turns with the others; medians count."""
+    num_steps: int = 1
+    """Steps of a turn."""
+    num_repeats: int = 5
+    """How often each message of the probe is sent."""
+    json: Path | None = None
+    """A file for the results."""
+    plot: Path | None = None
+    """A PNG file for a figure."""
+
+
+def main(args: list[str]) -> None:
+    """Runs the measurement and prints a table for each rate."""
+    command = parse_command(args)
+    check_possible()
+    console = Console(width=120)
+    try:
+        found = measure(command, console)
+    except HostFailed as error:
+        console.print(f"{error}", markup=False, soft_wrap=True)
+        raise SystemExit(1) from None
+    for line in summary(found["rows"]):
+        console.print(f"  - {line}", soft_wrap=True)
+    title = f"{command.hosts} hosts x {command.devices_per_host} devices, {found['num_parameters']:,} parameters"
+    if command.plot:
+        replace_file(command.plot, figure(found["rows"], title))
+    found["rows"] = [asdict(row) | {"error": row.error} for rows in found["rows"] for row in rows]
+    write_json(command.json, found | {"hosts": command.hosts, "devices_per_host": command.devices_per_host})
+
+
+def parse_command(args: Sequence[str]) -> ClusterBench:
+    """The command line. Raises ConfigError for values that do not fit, or exits as tyro does."""
+    given, left = default_experiment(), list(args)
+    if "--config" in left[:-1]:
+        given = load_experiment(left[left.index("--config") + 1])
+    experiment, left = take_choices(given, left)
+    description = f"{__doc__}\n{choices_help(experiment)}"
+    command = tyro.cli(
+        ClusterBench,
+        args=left,
+        default=ClusterBench(experiment=experiment),
+        prog=PROG,
+        config=CLI_STYLE,
+        description=description,
+    )
+    _check(command, given)
+    return command
+
+
+def _check(command: ClusterBench, given: Experiment) -> None:
+    for name, least in (("hosts", 2), ("devices_per_host", 1), ("num_rounds", 1), ("num_steps", 1), ("num_repeats", 1)):
+        if getattr(command, name) < least:
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} {getattr(command, name)}: too few to measure. Give {least} or more.")
+    for name, advice in (
+        ("mesh", "Give --hosts and --devices-per-host instead."),
+        ("exchange", "Give --exchanges instead."),
+        ("steps", "Give --num-rounds instead."),
+        ("epochs", "Give --num-rounds instead."),
+        ("cluster", "Leave it out."),
+    ):
+        if getattr(command.experiment, name) != getattr(given, name):
+            raise ConfigError(f"--{name}: the measurement sets this itself. {advice}")
+    for name in command.exchanges:
+        if name not in VARIANTS or VARIANTS[name].config is None:
+            known = ", ".join(f'"{one}"' for one, variant in VARIANTS.items() if variant.config is not None)
+            raise ConfigError(f"--exchanges {name!r}: there is none of this name. Choose from {known}.")
+    if command.rates and command.ratios != RATIOS:
+        raise ConfigError("--rates and --ratios: the ratios follow from the rates. Give one of them.")
+    if not command.rates and (not command.ratios or min(command.ratios) <= 0):
+        raise ConfigError(f"--ratios {command.ratios}: give one or more numbers above 0.")
+    for rate in command.rates:
+        parse_rate(rate)
+    check_folder("--json", command.json)
+    check_folder("--plot", command.plot)
+
+
+def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
+    """All results: `rows`, a list for each rate, and plain values."""
+    chosen = [FLOOR, BASELINE, *command.exchanges]
+    names = [name for name in VARIANTS if name in chosen or name in map(floor_of, chosen)]
+    mesh = MeshConfig(replica=command.hosts, fsdp=command.devices_per_host)
+    # Hosts that wait while one compiles, on cores that they share, are not lost.
+    patient = ClusterConfig(start_timeout_sec=_PATIENCE_SEC, silence_timeout_sec=_PATIENCE_SEC)
+    experiment = command.experiment.replaced({"mesh": mesh, "cluster": patient, "epochs": None, "steps": 1_000_000})
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_ended_by_sigterm())
+        network = stack.enter_context(Network(command.hosts))
+        workers = stack.enter_context(Workers(network.hosts, devices_per_host=command.devices_per_host))
+        say = stack.enter_context(_progress(console))
+        about = _prepare(workers, experiment, names, say)
+        device_bytes = workers.ask("start")[0]
+        say("measuring the devices")
+        speeds = workers.ask("probe_devices", num_repeats=command.num_repeats)[0]
+        floor_sec = statistics.median(_turn(workers, network, FLOOR, 2).step_sec for _ in range(3))
+        sent = host_bytes(BASELINE, device_bytes[BASELINE], command.devices_per_host)
+        rates = command.rates or [
+            choose_rate(ratio, host_bytes=sent, floor_sec=floor_sec) for ratio in sorted(command.ratios)
+        ]
+        console.print(
+            f"{about['num_parameters']:,} parameters, batch {experiment.batch_size}; a step without exchange takes "
+            f"{floor_sec:.3f} s, a host sends {sent / 1e6:.3g} MB in a dense one",
+            soft_wrap=True,
+        )
+        rows, networks = [], {}
+        for rate in rates:
+            network.set_rate(rate)
+            say(f"{rate}: measuring the network")
+            probed = workers.ask("predict", num_repeats=command.num_repeats)[0]
+            turns = _rounds(command, workers, network, names, say, rate)
+            networks[rate] = probed
+            rows.append(make_rows(parse_rate(rate), turns, probed["costs"], devices_per_host=command.devices_per_host))
+            console.print(rate_table(rows[-1]))
+    return about | {"rows": rows, "floor_sec": floor_sec, "devices": speeds, "networks": networks}
+
+
+def _prepare(
+    workers: Workers, experiment: Experiment, names: Sequence[str], say: Callable[[str], None]
+) -> dict[str, Any]:
+    say("starting the hosts")
+    about = workers.ask("setup", experiment=experiment.to_json(), names=names)[0]
+    everybody_else = range(1, experiment.mesh.replica)
+    for number, name in enumerate(names):
+        say(f"compiling {number + 1} of {len(names)}: {name}")
+        # One host compiles for all: they share the same few cores.
+        [found] = workers.ask("compile", only=[0], name=name)
+        about.setdefault("compile_sec", {})[name] = found.pop("sec")
+        workers.ask("load", only=everybody_else, name=name, **found)
+    say("first steps")
+    return about
+
+
+def _rounds(
+    command: ClusterBench,
+    workers: Workers,
+    network: Network,
+    names: Sequence[str],
+    say: Callable[[str], None],
+    rate: str,
+) -> Mapping[str, list[Turn]]:
+    turns: dict[str, list[Turn]] = {name: [] for name in names}
+    for number in range(command.num_rounds):
+        for name in names[::-1] if number % 2 else names:
+            say(f"{rate}: round {number + 1} of {command.num_rounds}, {name}")
+            turns[name].append(_turn(workers, network, name, command.num_steps))
+    return turns
+
+
+def _turn(workers: Workers, network: Network, name: str, num_steps: int) -> Turn:
+    """Some steps of a variant. A step has ended when it has on every host."""
+    before = _sent_bytes(network)
+    seconds = [answer["seconds"] for answer in workers.ask("run", name=name, num_steps=num_steps)]
+    sent = _sent_bytes(network) - before
+    steps = [max(one) for one in zip(*seconds, strict=True)]
+    return Turn(statistics.mean(steps), sent / len(network.hosts) / num_steps)
+
+
+def _sent_bytes(network: Network) -> int:
+    return sum(network.sent_bytes(number) for number in range(len(network.hosts)))
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Lets SIGTERM end the program as Ctrl-C does: after the hosts and their network are gone."""
+
+    def end(signum: int, _: object) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _progress(console: Console) -> Iterator[Callable[[str], None]]:
+    """Gives a function that shows what is being done: in one line on a terminal, in lines elsewhere."""
+    if not console.is_terminal:
+        yield functools.partial(print, file=sys.stderr, flush=True)
+        return
+    with console.status("") as status:
+        yield status.update

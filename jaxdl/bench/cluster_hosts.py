@@ -1,0 +1,123 @@
+"""The processes of `python -m jaxdl.bench cluster`: started on every host, asked by name, ended together."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import itertools
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import IO, Any
+
+from jaxdl.config import ConfigError
+from jaxdl.launch.worker import Host
+
+_PORT = 29_400
+"""Of the coordinator: a namespace is new, so every port is free."""
+_NUM_LINES = 30
+
+
+class HostFailed(Exception):
+    """The process of a host has ended, or does not answer. The message has what it said at last."""
+
+
+class Workers:
+    """Context: a `cluster_worker` on every host, which answers requests (see there) until the context ends."""
+
+    def __init__(self, hosts: Sequence[Host], *, devices_per_host: int, answer_timeout_sec: float = 900.0) -> None:
+        self._hosts, self._timeout_sec = list(hosts), answer_timeout_sec
+        self._answers: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
+        self._said: list[collections.deque[str]] = [collections.deque(maxlen=_NUM_LINES) for _ in hosts]
+        self._readers: list[threading.Thread] = []
+        self._listeners: list[threading.Thread] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        self._shared = {
+            "JAX_COORDINATOR_ADDRESS": f"{hosts[0].address}:{_PORT}",
+            "JAX_NUM_PROCESSES": str(len(hosts)),
+            "JAX_NUM_CPU_DEVICES": str(devices_per_host),
+            "JAX_PLATFORMS": "cpu",
+            # A program that comes out of JAX's cache cannot be handed on to the other hosts.
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+            "PYTHONUNBUFFERED": "1",
+        }
+
+    def __enter__(self) -> Workers:
+        for number, host in enumerate(self._hosts):
+            process = subprocess.Popen(
+                [*host.prefix, sys.executable, "-m", "jaxdl.bench.cluster_worker"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                env=os.environ | self._shared | {"JAX_PROCESS_ID": str(number), "JAXDL_HOST": host.name},
+                start_new_session=True,  # Ctrl-C is for the parent, which ends them.
+            )
+            self._processes.append(process)
+            assert process.stdout is not None
+            assert process.stderr is not None
+            reader = threading.Thread(target=self._read, args=(number, process.stdout), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+            listener = threading.Thread(target=self._said[number].extend, args=(process.stderr,), daemon=True)
+            listener.start()
+            self._listeners.append(listener)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # With all that it may have started.
+        for process in self._processes:
+            process.wait()
+        for thread in (*self._readers, *self._listeners):
+            thread.join()  # Their pipes have ended.
+        for process in self._processes:
+            for stream in (process.stdin, process.stdout, process.stderr):
+                assert stream is not None
+                with contextlib.suppress(BrokenPipeError):  # A request that nobody has read.
+                    stream.close()
+
+    def ask(self, method: str, /, *, only: Sequence[int] | None = None, **arguments: Any) -> list[Any]:
+        """What every worker (or only some) answers to a request, in their order; all work on it at the same time.
+
+        Raises ConfigError for a mistake of the user's that one of them finds, HostFailed when one does not answer.
+        """
+        asked = list(range(len(self._processes)) if only is None else only)
+        for number in asked:
+            pipe = self._processes[number].stdin
+            assert pipe is not None
+            try:
+                pipe.write(json.dumps([method, arguments]) + "\n")
+                pipe.flush()
+            except BrokenPipeError:
+                raise self._failed(number, method) from None
+        found: dict[int, Any] = {}
+        while len(found) < len(asked):
+            try:
+                number, line = self._answers.get(timeout=self._timeout_sec)
+            except queue.Empty:
+                silent = next(number for number in asked if number not in found)
+                raise self._failed(silent, method, f"has not answered for {self._timeout_sec:g} s") from None
+            if line is None:
+                raise self._failed(number, method)
+            answer = json.loads(line)
+            if "mistake" in answer:
+                raise ConfigError(answer["mistake"])
+            found[number] = answer["value"]
+        return [found[number] for number in asked]
+
+    def _read(self, number: int, stream: IO[str]) -> None:
+        for line in itertools.chain(stream, [None]):
+            self._answers.put((number, line))
+
+    def _failed(self, number: int, method: str, what: str = "has ended") -> HostFailed:
+        self._listeners[number].join(timeout=1.0)  # Where it has ended, all of it.
+        said = "".join(self._said[number]).strip() or "nothing"
+        return HostFailed(f"{self._hosts[number].name} {what} during `{method}`. It said at last:\n{said}")

@@ -1,0 +1,206 @@
+"""The results of `python -m jaxdl.bench cluster`: rows, table, JSON and figure."""
+
+from __future__ import annotations
+
+import io
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from jaxdl.bench.cluster_variants import BASELINE, FLOOR, VARIANTS, floor_of
+
+_HEADER_SHARE = 0.06
+"""What Ethernet, IP and TCP headers and acknowledgements add to the bytes of an exchange, about."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Some steps of one variant in one round: all variants have their turns soon after each other."""
+
+    step_sec: float
+    wire_bytes: float
+    """What a host has sent in one step, by its interface; the mean over the hosts."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant at one rate, against the exchange-free step (`floor`) and the dense exchange between hosts."""
+
+    rate: int
+    """Bits per second."""
+    variant: str
+    step_sec: float
+    exchange_sec: float
+    """Step less floor."""
+    floor_sec: float
+    overhead: float
+    """Step over floor, less one."""
+    speedup: float
+    """Dense step over this one."""
+    wire_mb: float
+    """What a host sends for the exchange, by its interface: in the step, less what it sends in the floor. Of the floor
+    itself, what it sends in all (sums of metrics, running statistics)."""
+    predicted_mb: float
+    """Payload of the exchange by the cost model, without headers."""
+    predicted_step_sec: float
+    """Floor, as measured, and the exchange by the cost model."""
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured step time, less one."""
+        return self.predicted_step_sec / self.step_sec - 1
+
+
+def choose_rate(ratio: float, *, host_bytes: float, floor_sec: float) -> str:
+    """The rate at which so many bytes of payload take `ratio` times the floor, in words that `tc` knows."""
+    bits = 8 * host_bytes * (1 + _HEADER_SHARE) / (ratio * floor_sec)
+    return f"{max(8, round(bits / 1e3))}kbit"
+
+
+def host_bytes(variant: str, device_bytes: float, devices_per_host: int) -> float:
+    """What a host sends when each device sends so much over `replica`.
+
+    In the flat ring of all devices only the last device of a host sends to another host.
+    """
+    return device_bytes * (1 if VARIANTS[variant].is_flat else devices_per_host)
+
+
+def make_rows(
+    rate: int,
+    turns: Mapping[str, Sequence[Turn]],
+    costs: Mapping[str, Mapping[str, float]],
+    *,
+    devices_per_host: int,
+) -> list[Row]:
+    """The rows of one rate; turns by variant, one for each round, costs as the workers predict them.
+
+    Turns are compared within their round, so that what slows down the whole machine for a while slows down both sides.
+    """
+    rows = []
+    for variant, own in turns.items():
+        if variant != FLOOR and VARIANTS[variant].config is None:
+            continue
+        floor = [turn.step_sec for turn in turns[floor_of(variant)]]
+        dense = [turn.step_sec for turn in turns[BASELINE]]
+        steps = [turn.step_sec for turn in own]
+        sent = statistics.median(turn.wire_bytes for turn in own)
+        floor_sent = statistics.median(turn.wire_bytes for turn in turns[floor_of(variant)])
+        cost = costs.get(variant, {"total_sec": 0.0, "sent_bytes": 0.0})
+        rows.append(
+            Row(
+                rate=rate,
+                variant=variant,
+                step_sec=statistics.median(steps),
+                exchange_sec=statistics.median(a - b for a, b in zip(steps, floor, strict=True)),
+                floor_sec=statistics.median(floor),
+                overhead=statistics.median(a / b for a, b in zip(steps, floor, strict=True)) - 1,
+                speedup=statistics.median(a / b for a, b in zip(dense, steps, strict=True)),
+                wire_mb=(sent if variant == FLOOR else sent - floor_sent) / 1e6,
+                predicted_mb=host_bytes(variant, cost["sent_bytes"], devices_per_host) / 1e6,
+                predicted_step_sec=statistics.median(floor) + cost["total_sec"],
+            )
+        )
+    return rows
+
+
+def dense_ratio(rows: Sequence[Row]) -> float:
+    """Exchange over computation of the dense exchange between hosts, at one rate."""
+    [dense] = [row for row in rows if row.variant == BASELINE]
+    return dense.exchange_sec / dense.floor_sec
+
+
+def best(rows: Sequence[Row]) -> Row:
+    """The fastest compressed exchange at one rate."""
+    return min((row for row in rows if is_compressed(row.variant)), key=lambda row: row.step_sec)
+
+
+def is_compressed(variant: str) -> bool:
+    """Whether it sends less than the gradients."""
+    config = VARIANTS[variant].config
+    return config is not None and config.kind != "dense"
+
+
+def rate_table(rows: Sequence[Row]) -> Table:
+    """All variants at one rate."""
+    title = f"{rows[0].rate / 1e6:.4g} Mbit/s each way; dense exchange / computation = {dense_ratio(rows):.2f}"
+    table = Table(title=title, box=SIMPLE_HEAD)
+    headings = (
+        "exchange", "step\ns", "exchange\ns", "over\nfloor", "faster\nthan dense", "MB sent\nby a host",
+        "\npredicted", "predicted\nstep s", "error",
+    )  # fmt: skip
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    for row in rows:
+        is_floor = row.variant == FLOOR
+        table.add_row(
+            row.variant,
+            f"{row.step_sec:.3f}",
+            "" if is_floor else f"{row.exchange_sec:.3f}",
+            "" if is_floor else f"{100 * row.overhead:+.1f} %",
+            f"{row.speedup:.2f}x",
+            f"{row.wire_mb:.3f}",
+            "" if is_floor else f"{row.predicted_mb:.3f}",
+            "" if is_floor else f"{row.predicted_step_sec:.3f}",
+            "" if is_floor else f"{100 * row.error:+.1f} %",
+        )
+    return table
+
+
+def summary(rates: Sequence[Sequence[Row]]) -> list[str]:
+    """In words: the best compressed exchange at each rate, and how far predictions are off."""
+    lines = []
+    for rows in rates:
+        if not any(is_compressed(row.variant) for row in rows):
+            continue
+        one = best(rows)
+        lines.append(
+            f"dense exchange / computation {dense_ratio(rows):.2f}: {one.variant} is {one.speedup:.2f}x faster than "
+            f"dense, {100 * one.overhead:+.1f} % over the floor"
+        )
+    worst = max((row for rows in rates for row in rows if row.variant != FLOOR), key=lambda row: abs(row.error))
+    lines.append(
+        f"the prediction that is farthest off: {worst.variant} at {worst.rate / 1e6:.4g} Mbit/s, "
+        f"{100 * worst.error:+.1f} % of the step"
+    )
+    return lines
+
+
+def figure(rates: Sequence[Sequence[Row]], title: str) -> bytes:
+    """A PNG: step over floor and speed-up over dense, by what the dense exchange costs."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    ordered = sorted(rates, key=dense_ratio)
+    at = [dense_ratio(rows) for rows in ordered]
+    drawn = Figure(figsize=(12, 5), dpi=140, facecolor="white", layout="constrained")
+    canvas = FigureCanvasAgg(drawn)
+    left, right = drawn.subplots(1, 2)
+    for number, variant in enumerate(row.variant for row in ordered[0]):
+        own = [next(row for row in rows if row.variant == variant) for rows in ordered]
+        style: dict[str, Any] = {"color": f"C{number}", "marker": "o", "ms": 4, "lw": 1.5}
+        if variant in (FLOOR, BASELINE):
+            style |= {"color": "#2b2d33", "ls": "--" if variant == FLOOR else "-"}
+        left.plot(at, [1 + row.overhead for row in own], label=variant, **style)
+        right.plot(at, [row.speedup for row in own], **style)
+        if variant != FLOOR:
+            left.plot(at, [row.predicted_step_sec / row.floor_sec for row in own], "x", ms=5, color=style["color"])
+    left.set(ylabel="step / step without exchange (x: predicted)", yscale="log")
+    right.set(ylabel="times faster than the dense exchange between hosts")
+    highest = max(1 + row.overhead for rows in ordered for row in rows)
+    marks = [mark for mark in (1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64) if mark <= 1.1 * highest]
+    left.set_yticks(marks, [f"{mark:g}" for mark in marks])
+    left.set_yticks([], minor=True)
+    for one in (left, right):
+        one.set(xscale="log", xlabel="dense exchange / computation")
+        one.set_xticks(at, [f"{ratio:.2g}" for ratio in at])
+        one.set_xticks([], minor=True)
+        one.grid(alpha=0.25)
+    left.legend(frameon=False, fontsize=8)
+    drawn.suptitle(title, fontsize=11)
+    image = io.BytesIO()
+    canvas.print_png(image)
+    return image.getvalue()

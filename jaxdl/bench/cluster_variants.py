@@ -1,0 +1,75 @@
+"""What `python -m jaxdl.bench cluster` compares: every gradient exchange, and none at all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdl.collectives.primitive import Result, define
+from jaxdl.exchange import Dense, Exchange, PowerSGD, Quantized, TopK
+from jaxdl.exchange.base import ExchangeMetrics, ExchangeState
+from jaxdl.exchange.cost import ExchangeChoice
+
+_own_p = define(
+    "jaxdl_own",
+    lambda x, *, axes: (x,),
+    lambda x, *, axes: [Result(x.shape, x.dtype, same=True)],
+    core_ndims=(0,),
+)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of averaging gradients on the cluster."""
+
+    config: ExchangeChoice | None
+    """None: no exchange at all."""
+    is_flat: bool = False
+    """Whether every device is a replica of its own, rather than every host."""
+
+
+FLOOR, FLAT_FLOOR = "no exchange", "no exchange, flat"
+FLAT, BASELINE = "dense, flat", "dense"
+
+VARIANTS: Mapping[str, Variant] = {
+    FLOOR: Variant(None),
+    FLAT_FLOOR: Variant(None, is_flat=True),
+    FLAT: Variant(Dense(), is_flat=True),
+    BASELINE: Variant(Dense()),
+    "topk exact": Variant(TopK(method="exact")),
+    "topk mstopk": Variant(TopK(method="mstopk")),
+    "topk threshold": Variant(TopK(method="threshold")),
+    "topk block": Variant(TopK(method="block")),
+    "topk threshold, all-to-all": Variant(TopK(method="threshold", algorithm="all_to_all")),
+    "quantized 8 bits": Variant(Quantized()),
+    "powersgd rank 4": Variant(PowerSGD(rank=4)),
+}
+"""By the names of the table. Each is compared with the floor of its own mesh; the flat floor has no row."""
+
+
+def floor_of(name: str) -> str:
+    """The variant that does all that this one does but the exchange."""
+    return FLAT_FLOOR if VARIANTS[name].is_flat else FLOOR
+
+
+def no_exchange() -> Exchange:
+    """Every replica takes its own gradients for the mean and nothing is sent: what a free exchange would cost.
+
+    It is no way to train, the replicas drift apart, so no config builds it.
+    """
+
+    def update(
+        grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
+    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
+        del key
+        zero, one = jnp.float32(0), jnp.float32(1)
+        metrics = {f"bytes_sent/{axis}": zero, "compression": one, "density": one}
+        # Typed as the same on all replicas, which is not true: a true way would send something.
+        own = jax.tree.map(lambda g: _own_p.bind(g, axes=(axis,))[0], grads)
+        return own, state, metrics | {"residual_norm": zero, "residual_ratio": zero}
+
+    return Exchange(lambda grads: {}, update)

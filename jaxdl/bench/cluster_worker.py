@@ -1,0 +1,207 @@
+"""One host of `python -m jaxdl.bench cluster`: compiles, probes and runs what the parent process asks for.
+
+Requests come as lines of JSON on stdin, `[method, arguments]`; each is answered by one line on stdout, which carries
+nothing else: what libraries print goes to stderr.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from jaxdl.bench.cluster_variants import BASELINE, FLAT, VARIANTS, no_exchange
+from jaxdl.collectives.select import METHODS, Method
+from jaxdl.config import ConfigError
+from jaxdl.data.loader import TrainLoader
+from jaxdl.exchange import Dense, TopK
+from jaxdl.exchange.cost import Gradients, Link, Machine, Speeds, buckets, predict
+from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import Axis, batch_sharding
+from jaxdl.plan import (
+    Plan,
+    compile_train_step,
+    exchanged_gradients,
+    make_exchange_state,
+    make_initial_state,
+    make_parts,
+    make_plan,
+)
+from jaxdl.state import TrainState
+
+_REPLICA = Axis.REPLICA.value
+_INSIDE = (Axis.FSDP.value,)
+_COLLECTIVES = {False: ("all_reduce/float32", "all_gather", "all_to_all"), True: ("all_reduce/float32",)}
+"""What the variants send over `replica`, by whether every device is a replica."""
+
+
+@dataclass
+class Running:
+    """A variant that can be run."""
+
+    step: Any
+    state: TrainState
+    batch: dict[str, jax.Array]
+
+
+class Worker:
+    """What a host can be asked for: its public methods."""
+
+    def __init__(self) -> None:
+        self._plans: dict[bool, Plan] = {}
+        self._variants: dict[str, Plan] = {}
+        self._steps: dict[str, Any] = {}
+        self._running: dict[str, Running] = {}
+        self._links: dict[bool, dict[str, Link]] = {}
+        self._compiled: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
+        self._speeds = Speeds()
+
+    def setup(self, experiment: str, names: Sequence[str]) -> dict[str, Any]:
+        """Joins the other hosts and plans every variant; returns the number of parameters."""
+        base = Experiment.from_json(experiment)
+        for is_flat in sorted({VARIANTS[name].is_flat for name in names}):
+            mesh = base.mesh if not is_flat else base.mesh.replaced({_REPLICA: -1, Axis.FSDP.value: 1})
+            self._plans[is_flat] = make_plan(base.replaced({"mesh": mesh, "exchange": Dense()}))
+        for name in names:
+            self._variants[name] = self._planned(name)
+        shapes = jax.tree.leaves(self._plans[False].parts.network.param_shapes)
+        return {"num_parameters": sum(x.size for x in shapes), "devices": f"{jax.device_count()} virtual CPU devices"}
+
+    def _planned(self, name: str) -> Plan:
+        variant = VARIANTS[name]
+        plan = self._plans[variant.is_flat]
+        if variant.config is None:  # Its state is that of the dense exchange: none.
+            return replace(plan, parts=replace(plan.parts, exchange=no_exchange()))
+        experiment = plan.experiment.replaced({"exchange": variant.config})
+        mesh = plan.parts.layout.mesh
+        parts = make_parts(experiment, plan.splits.train.spec, mesh, plan.total_steps, plan.steps_per_epoch)
+        return replace(plan, experiment=experiment, parts=parts)
+
+    def compile(self, name: str) -> dict[str, Any]:
+        """Compiles the train step of a variant; returns the seconds, and what `load` needs."""
+        start = time.perf_counter()
+        self._steps[name] = compile_train_step(self._variants[name])
+        program, _, out_tree = serialize(self._steps[name])
+        _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+        return {
+            "sec": time.perf_counter() - start,
+            "program": base64.b64encode(program).decode(),
+            "metrics": list(metrics),
+        }
+
+    def load(self, name: str, program: str, metrics: Sequence[str]) -> None:
+        """Takes the train step that another host has compiled: it is the same on all."""
+        plan = self._variants[name]
+        state = jax.tree.map(lambda _: 0, plan.parts.state_spec.abstract())
+        batch = jax.tree.map(lambda _: 0, plan.splits.train.batch(np.zeros(1, np.int64)))
+        in_tree = jax.tree.structure(((state, batch), {}))
+        out_tree = jax.tree.structure((state, dict.fromkeys(metrics, 0)))
+        self._steps[name] = deserialize_and_load(base64.b64decode(program), in_tree, out_tree)
+
+    def start(self) -> dict[str, float]:
+        """Makes the states and runs each variant twice; returns the bytes that one device sends in a step, by name."""
+        starts = {is_flat: (make_initial_state(plan), _batch(plan)) for is_flat, plan in self._plans.items()}
+        for name, plan in self._variants.items():
+            state, batch = starts[VARIANTS[name].is_flat]
+            own = jax.tree.map(jnp.copy, state).replace(exchange_state=make_exchange_state(plan))
+            self._running[name] = Running(self._steps[name], own, batch)
+        del starts
+        return {name: self.run(name, 2)["bytes_sent"] for name in self._variants}
+
+    def run(self, name: str, num_steps: int) -> dict[str, Any]:
+        """Seconds of so many steps of a variant, each begun at the same time everywhere."""
+        running, seconds, metrics = self._running[name], [], {}
+        mesh = self._variants[name].parts.layout.mesh
+        for _ in range(num_steps):
+            start_together(mesh)
+            begin = time.perf_counter()
+            running.state, metrics = jax.block_until_ready(running.step(running.state, running.batch))
+            seconds.append(time.perf_counter() - begin)
+        return {"seconds": seconds, "bytes_sent": float(metrics[f"exchange/bytes_sent/{_REPLICA}"])}
+
+    def probe_devices(self, num_repeats: int) -> dict[str, Any]:
+        """Measures the speeds of the devices and what connects them inside a host."""
+        plan = self._plans[False]
+        mesh = plan.parts.layout.mesh
+        gradients = self._gradients(BASELINE)
+        largest = max(bucket.num_own for bucket in buckets(Dense(), gradients)[0])
+        configs = [VARIANTS[name].config for name in self._variants]
+        used = {config.method for config in configs if isinstance(config, TopK)}
+        methods: list[Method] = [method for method in METHODS if method in used]
+        self._speeds = probe_speeds(mesh, largest, methods=methods, num_repeats=num_repeats)
+        inner = {
+            axis: probe_link(mesh, axis, ("all_gather",), num_repeats=num_repeats)
+            for axis in _INSIDE
+            if mesh.shape[axis] > 1
+        }
+        self._links = {is_flat: dict(inner) for is_flat in self._plans}
+        return {"speeds": asdict(self._speeds), "links": {axis: asdict(link) for axis, link in inner.items()}}
+
+    def predict(self, num_repeats: int) -> dict[str, Any]:
+        """Measures the network between the hosts and returns it with the predicted cost of every exchange."""
+        for is_flat, plan in self._plans.items():
+            self._links[is_flat][_REPLICA] = probe_link(
+                plan.parts.layout.mesh,
+                _REPLICA,
+                _COLLECTIVES[is_flat],
+                num_repeats=num_repeats,
+                compiled=self._compiled[is_flat],
+            )
+        costs = {}
+        for name in self._variants:
+            variant = VARIANTS[name]
+            if variant.config is not None:
+                machine = Machine(self._links[variant.is_flat], self._speeds, source="measured")
+                cost = predict(variant.config, self._gradients(name), machine)
+                costs[name] = asdict(cost) | {"total_sec": cost.total_sec}
+        links = {BASELINE: self._links[False], FLAT: self._links.get(True)}
+        return {"costs": costs, "links": {name: asdict(link[_REPLICA]) for name, link in links.items() if link}}
+
+    def _gradients(self, name: str) -> Gradients:
+        plan = self._variants[name]
+        return exchanged_gradients(plan.experiment, plan.splits.train.spec, plan.parts.layout.mesh)
+
+
+def _batch(plan: Plan) -> dict[str, jax.Array]:
+    """The first batch of the run."""
+    sharding = batch_sharding(plan.parts.layout.mesh)
+    experiment = plan.experiment
+    with TrainLoader(
+        plan.splits.train,
+        batch_size=experiment.batch_size,
+        seed=experiment.seed,
+        sharding=sharding,
+        start_step=0,
+        num_steps=1,
+    ) as loader:
+        return dict(next(loader))
+
+
+def main() -> None:
+    """Answers requests until there are no more."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    worker = Worker()
+    for line in sys.stdin:
+        method, arguments = json.loads(line)
+        function: Callable[..., Any] = getattr(worker, method)
+        try:
+            answer = {"value": function(**arguments)}
+        except ConfigError as error:
+            answer = {"mistake": str(error)}
+        print(json.dumps(answer), file=answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""What of the gradient exchange is hidden behind compute: the scheduled program of the training step, played once.
+
+XLA fixes the order of a GPU program when it compiles. This reads that order, and when each collective starts and is
+waited for; gives kernels the least time that an H100 needs and messages the time of their bytes on a network of given
+speed; and says how long the step takes and what of the messages runs beside kernels. With `--h100` it compiles for 8 x
+H100, each replica a host, on a machine without a GPU. Nothing is run: real kernels take longer, which hides more.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
+from jaxdl.bench.output import check_folder, write_json
+from jaxdl.compiler import Links, hlo
+from jaxdl.compiler.timeline import Message, Timeline, play
+from jaxdl.config import ConfigError
+from jaxdl.exchange import Auto, Dense, PowerSGD, Quantized, Sign, TopK
+from jaxdl.exchange.recommend import label
+from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.plan import compile_train_step, compiler_options, make_plan
+from jaxdl.report import replace_file
+
+STREAMS = "xla_gpu_executable_num_communication_streams"
+
+
+@dataclass(frozen=True)
+class ScheduleBench:
+    """Shows what of the exchange is hidden behind compute."""
+
+    config: Path
+    """The experiment: a Python file with a function config()."""
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
+    h100: bool = False
+    """Compile for 8 x H100; no GPU is needed, but JAX's CUDA packages are."""
+    all_exchanges: bool = False
+    """Every kind of exchange, besides that of the experiment; each of them with its delay and bucket size."""
+    gbps: float | None = None
+    """Gb/s that one device sends to other replicas, to play the program with; None takes --compiler.network-gbps, for
+    which XLA orders it, or 25."""
+    json: Path | None = None
+    """A file for the results."""
+    plot: Path | None = None
+    """A PNG file for a figure: kernels and messages over time."""
+
+
+def main(args: list[str]) -> None:
+    """Compiles the step with each exchange, and prints, writes and draws what is hidden."""
+    about = str(__doc__)
+    command = parse_command_line(
+        ScheduleBench, args, about=about, prog="python -m jaxdl.bench schedule", intro=f"{about}\n\n"
+    )[0]
+    for option, path in (("--json", command.json), ("--plot", command.plot)):
+        check_folder(option, path)
+    devices = _devices(command)
+    gbps = command.gbps or command.experiment.compiler.network_gbps or 25.0
+    console = Console(width=150)
+    found: dict[str, Timeline] = {}
+    for exchange in exchanges(command):
+        plan = make_plan(command.experiment.replaced({"exchange": exchange}), devices)
+        options = compiler_options(plan)
+        text = compile_train_step(plan).as_text()
+        name = label(exchange) + (", 1 step late" if exchange.delay_steps else "")
+        links = Links(1e9 * gbps / 8, apart=bool(options.get(STREAMS)))
+        found[name] = play(hlo.parse(text), plan.parts.layout.mesh.shape, links)
+        console.print(messages_table(found[name], name))
+    console.print(summary_table(found, f"{command.config}, {gbps:g} Gb/s"))
+    write_json(command.json, {name: as_json(timeline) for name, timeline in found.items()})
+    if command.plot:
+        replace_file(command.plot, figure(found))
+
+
+def exchanges(command: ScheduleBench) -> list[Any]:
+    """The exchanges to show: that of the experiment, and with `all_exchanges` one of each other kind."""
+    own = command.experiment.exchange
+    if isinstance(own, Auto):
+        raise ConfigError("--exchange auto: a schedule is that of one exchange. Give one, such as --exchange topk.")
+    if not command.all_exchanges:
+        return [own]
+    same = {"delay_steps": own.delay_steps, "bucket_mib": own.bucket_mib}
+    others = [Dense, TopK, Quantized, PowerSGD, Sign]
+    return [own, *(kind(**same) for kind in others if kind is not type(own))]
+
+
+def _devices(command: ScheduleBench) -> list[Any] | None:
+    if command.h100:
+        return list(h100_mesh(command.experiment.mesh.sizes(NUM_DEVICES)).devices.flat)
+    import jax
+
+    if jax.default_backend() == "cpu":
+        raise ConfigError(
+            "the devices here are CPUs, whose programs have no order of messages and compute to show. Give --h100."
+        )
+    return None
+
+
+def messages_table(timeline: Timeline, title: str) -> Table:
+    """The messages over the slow network one by one; those inside a replica by kind."""
+    table = Table(title=title)
+    for heading in ("message", "over", "MB sent", "starts in backward", "ms", "kernels beside", "their ms", "hidden"):
+        table.add_column(heading, justify="left" if heading in ("message", "over", "kernels beside") else "right")
+    for one in timeline.exchange:
+        kernels = ", ".join(f"{number} {sort}" for sort, number in sorted(one.kernels.items()))
+        table.add_row(
+            one.kind + ("" if one.is_async else " (waits)") + (f" x {one.times}" if one.times > 1 else ""),
+            "+".join(one.axes),
+            f"{one.sent_bytes / 1e6:.3f}",
+            f"{100 * place_in_backward(timeline, one):.0f} %",
+            f"{1e3 * one.seconds:.3f}",
+            kernels or "-",
+            f"{1e3 * one.compute_sec:.3f}",
+            f"{100 * one.hidden:.0f} %",
+        )
+    for kind, (number, sent, seconds) in inner_messages(timeline).items():
+        table.add_row(f"{kind} x {number}", "inside", f"{sent / 1e6:.3f}", "", f"{1e3 * seconds:.3f}", "", "", "")
+    return table
+
+
+def place_in_backward(timeline: Timeline, message: Message) -> float:
+    """Where a message starts: 0 is the beginning of the backward pass, 1 its end."""
+    begin, end = timeline.backward
+    return (message.started_sec - begin) / (end - begin) if end > begin else 0.0
+
+
+def inner_messages(timeline: Timeline) -> dict[str, tuple[int, float, float]]:
+    """Of the messages inside a replica: kind -> (number, bytes, seconds)."""
+    found: dict[str, tuple[int, float, float]] = {}
+    for one in timeline.messages:
+        if not one.over_replica:
+            number, sent, seconds = found.get(one.kind, (0, 0.0, 0.0))
+            found[one.kind] = (
+                number + one.times,
+                sent + one.times * one.sent_bytes,
+                seconds + one.times * one.seconds,
+            )
+    return found
+
+
+def summary_table(found: dict[str, Timeline], title: str) -> Table:
+    """A row for each exchange."""
+    table = Table(title=title)
+    for heading in ("exchange", "messages", "MB sent", "network ms", "hidden", "kernels ms", "step ms", "waits ms"):
+        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    for name, one in found.items():
+        table.add_row(
+            name,
+            str(len(one.exchange)),
+            f"{one.sent_bytes / 1e6:.3f}",
+            f"{1e3 * one.network_sec:.3f}",
+            f"{100 * one.hidden_share:.0f} % of the bytes",
+            f"{1e3 * one.compute_sec:.2f}",
+            f"{1e3 * one.total_sec:.2f}",
+            f"{1e3 * one.waiting_sec:.2f}",
+        )
+    return table
+
+
+def as_json(timeline: Timeline) -> dict[str, Any]:
+    """Everything that is shown of one exchange."""
+    return {
+        "sent_bytes": timeline.sent_bytes,
+        "hidden_share": timeline.hidden_share,
+        "network_sec": timeline.network_sec,
+        "compute_sec": timeline.compute_sec,
+        "step_sec": timeline.total_sec,
+        "backward_sec": list(timeline.backward),
+        "messages": [
+            {
+                "kind": one.kind,
+                "axes": list(one.axes),
+                "sent_bytes": one.sent_bytes,
+                "times": one.times,
+                "async": one.is_async,
+                "started_sec": one.started_sec,
+                "begin_sec": one.begin_sec,
+                "end_sec": one.end_sec,
+                "needed_sec": one.needed_sec,
+                "kernels": one.kernels,
+                "compute_sec": one.compute_sec,
+                "hidden": one.hidden,
+            }
+            for one in timeline.messages
+        ],
+    }
+
+
+def figure(found: dict[str, Timeline]) -> bytes:
+    """A PNG: for each exchange kernels, messages inside a replica, and messages over the slow network, over time."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    colors = {"forward": "#7fa8d8", "backward": "#2f5f9e", "rest": "#b8b8b8"}
+    drawn = Figure(figsize=(13, 0.6 + 1.5 * len(found)), layout="constrained")
+    canvas = FigureCanvasAgg(drawn)
+    panels = drawn.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, (name, timeline) in zip(panels, found.items(), strict=True):
+        for what, color in colors.items():
+            _bars(panel, 2, [(begin, end) for begin, end, one in timeline.spans if one == what], color)
+        inner = [(one.begin_sec, one.end_sec) for one in timeline.messages if not one.over_replica]
+        _bars(panel, 1, inner, "#8f6fb0")
+        _bars(panel, 0, [(one.begin_sec, one.end_sec) for one in timeline.exchange], "#d9622b")
+        panel.set_yticks([0, 1, 2], ["over replicas", "inside", "kernels"], fontsize=8)
+        panel.set_ylim(-0.5, 2.5)
+        panel.set_title(
+            f"{name}: {1e3 * timeline.total_sec:.1f} ms, {100 * timeline.hidden_share:.0f} % of the bytes hidden",
+            loc="left",
+            fontsize=9,
+        )
+    panels[-1].set_xlabel("ms (kernels: forward light, backward dark, the rest grey)")
+    image = io.BytesIO()
+    canvas.print_png(image)
+    return image.getvalue()
+
+
+def _bars(panel: Any, row: int, spans: Sequence[tuple[float, float]], color: str) -> None:
+    panel.broken_barh([(1e3 * begin, 1e3 * (end - begin)) for begin, end in spans], (row - 0.4, 0.8), color=color)

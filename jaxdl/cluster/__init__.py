@@ -1,0 +1,23 @@
+"""Many processes as one run: they meet before JAX starts, watch over each other, and end together."""
+
+from jaxdl.cluster.ending import depart, end_together
+from jaxdl.cluster.exits import BROKEN
+from jaxdl.cluster.membership import Membership, current
+from jaxdl.cluster.pulse import pulse
+from jaxdl.cluster.rendezvous import ClusterError
+from jaxdl.cluster.start import ClusterConfig, launched_cpu_devices, start_devices
+from jaxdl.cluster.watchdog import Watchdog
+
+__all__ = [
+    "BROKEN",
+    "ClusterConfig",
+    "ClusterError",
+    "Membership",
+    "Watchdog",
+    "current",
+    "depart",
+    "end_together",
+    "launched_cpu_devices",
+    "pulse",
+    "start_devices",
+]

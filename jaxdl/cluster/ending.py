@@ -1,0 +1,93 @@
+"""How a process of several ends: the others get to know why, and nobody waits for one that is lost."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import traceback
+from types import TracebackType
+
+from jaxdl.cluster.exits import BROKEN, end_process
+from jaxdl.cluster.membership import current
+
+_NETWORK = re.compile(
+    r"gloo|nccl|connection (closed|reset|refused|timed out)|socket closed|broken pipe|heartbeat|coordination.?service"
+    r"|DEADLINE_EXCEEDED|UNAVAILABLE",
+    re.IGNORECASE,
+)
+
+
+def from_the_network(error: BaseException | None) -> bool:
+    """Whether JAX raised this because it could not reach another process any more."""
+    while error is not None:
+        kind = type(error)
+        ours = kind.__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError", "RuntimeError")
+        if ours and _NETWORK.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class end_together:
+    """Context around a whole program: what ends one process of several ends all, with the reason and its exit code.
+
+    Of a single process it changes nothing. It stands outside of what turns errors into messages and exit codes: a
+    SystemExit raised because of another error tells the others that error.
+    """
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None and current() is not None:
+            conclude(error)
+
+
+def conclude(error: BaseException) -> None:
+    """Ends a process of several because of the error: tells the others, without waiting for them as JAX would."""
+    member = current()
+    assert member is not None
+    exiting = isinstance(error, SystemExit)
+    cause = (error.__cause__ or error.__context__ or error) if exiting else error
+    if not exiting and from_the_network(error):
+        member.await_reason()  # If a process is lost, this one ends in here.
+        reason = f"the processes have lost their connection: {_one_line(error)}"
+        member.failed(reason, BROKEN)
+        end_process(reason, BROKEN)
+    code = _exit_code(error)
+    if exiting and code == 0:
+        return
+    if not exiting:
+        traceback.print_exception(error)
+    # What became a message and an exit code speaks for itself; a crash does with its kind.
+    member.failed(_one_line(cause) if exiting else f"{type(error).__name__}: {_one_line(error)}", code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def depart(code: int) -> None:
+    """Ends the process at once after a signal that all of them stopped for: threads may still be compiling."""
+    member = current()
+    if member is not None and not member.agreed:
+        member.failed("was stopped by a signal before the run began", code)
+    elif member is not None:
+        member.leave()
+        if "jax" in sys.modules:  # Otherwise JAX's part in the other processes would take this one for lost, and abort.
+            sys.modules["jax"].distributed.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _exit_code(error: BaseException) -> int:
+    if not isinstance(error, SystemExit):
+        return 1
+    return error.code if isinstance(error.code, int) else int(error.code is not None)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

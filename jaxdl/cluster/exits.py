@@ -1,0 +1,39 @@
+"""The end of a process that cannot end in good order, and the exit codes that tell a launcher what to do."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+BROKEN = 75
+"""The exit code of a run that broke off because of another process, the network or a hang: start it again."""
+DELIBERATE = (2, 3)
+"""Exit codes of an end that all processes come to alike: the user's mistake, a run that diverged."""
+FAREWELL_SEC = 2.0
+"""How long a process that ends waits until its reason has gone out, is printed, and has been read."""
+
+_ending = threading.Lock()
+
+
+def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: None) -> None:
+    """Ends this process at once, from any thread: the reason is the last line on stderr. Does not return.
+
+    Nothing orderly is done: threads that wait for a lost process would be waited for.
+    """
+    if not _ending.acquire(blocking=False):
+        time.sleep(60)  # Another thread is at it.
+
+    def speak() -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(2, f"error: {reason}\n".encode())
+
+    # Whoever holds the lock of a stream may be blocked by a reader that is gone: that must not keep this one here.
+    speaker = threading.Thread(target=speak, daemon=True)
+    speaker.start()
+    speaker.join(FAREWELL_SEC)
+    last()
+    os._exit(code)

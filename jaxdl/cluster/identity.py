@@ -1,0 +1,109 @@
+"""What must be equal in all processes of a run - software, code, config, devices - and what to say when it is not."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "jaxdl")
+_MOST_NAMED = 5
+_QUOTE = '"'
+
+
+def describe_process(config: Mapping[str, Any] | None, num_devices: int | None) -> dict[str, Any]:
+    """What one process tells the others of itself. `num_devices` is None where only JAX, once started, can know it."""
+    return {
+        "versions": {"Python": ".".join(platform.python_version_tuple()[:2])} | {p: _version(p) for p in PACKAGES},
+        "files": dict(_source_hashes()),
+        "config": flat(config or {}),
+        "devices": num_devices,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+@functools.cache
+def _source_hashes() -> dict[str, str]:
+    """The hash of each of jaxdl's own source files."""
+    root = Path(__file__).parent.parent
+    return {
+        path.relative_to(root.parent).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+        for path in sorted(root.rglob("*.py"))
+    }
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dictionaries as one, with dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return found
+
+
+def named(processes: Iterable[int], hosts: Mapping[int, str] | Sequence[str]) -> str:
+    """`host1 (process 1), host3 (process 3)`; of many the first few."""
+    every = list(processes)
+    shown = [f"{hosts[one]} (process {one})" for one in every[:8]]
+    return ", ".join(shown) + (f" and {len(every) - 8} more" if len(every) > 8 else "")
+
+
+def difference(told: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> str | None:
+    """What is not equal in all processes, as a message that names values, hosts and what to do; None if all is.
+
+    `told` holds what each process said of itself (`describe_process`), in the order of their numbers.
+    """
+    if parts := _unequal([one["versions"] for one in told], hosts):
+        return f"the processes do not run the same software: {parts}. Install the same versions on every host."
+    if parts := _unequal([one["files"] for one in told], hosts, with_values=False):
+        return f"the processes do not run the same code of jaxdl: {parts}. Install the same commit on every host."
+    if parts := _unequal([one["config"] for one in told], hosts):
+        return f"the processes were not given the same experiment: {parts}. Start all with one --config and options."
+    if parts := _unequal([{"devices": one["devices"]} for one in told], hosts):
+        return unequal_devices(parts)
+    return None
+
+
+def unequal_devices(parts: str) -> str:
+    """The message on different numbers of devices."""
+    return (
+        f"the processes have unequal numbers of devices: {parts}. The mesh needs as many in each: start all with the "
+        "same --devices (or JAX_NUM_CPU_DEVICES), and on GPUs with as many visible."
+    )
+
+
+def unequal_counts(counts: Sequence[int], hosts: Sequence[str]) -> str | None:
+    """The message on the devices that each process turned out to have; None if all have as many."""
+    parts = _unequal([{"devices": count} for count in counts], hosts)
+    return unequal_devices(parts) if parts else None
+
+
+def _unequal(told: Sequence[Mapping[str, Any]], hosts: Sequence[str], *, with_values: bool = True) -> str:
+    """`jax is 0.10.2 on a (process 0), but 0.11.2 on b (process 1)`, for the first names that differ; or nothing."""
+    names = dict.fromkeys(name for one in told for name in one)
+    different = [name for name in names if any(one.get(name) != told[0].get(name) for one in told)]
+    parts = []
+    for name in different[:_MOST_NAMED]:
+        groups: dict[str, list[int]] = {}
+        for process, one in enumerate(told):
+            groups.setdefault(json.dumps(one.get(name, "not there")), []).append(process)
+        first, *others = groups.items()
+        if with_values:
+            rest = ", but ".join(f"{value.strip(_QUOTE)} on {named(processes, hosts)}" for value, processes in others)
+            parts.append(f"{name} is {first[0].strip(_QUOTE)} on {named(first[1], hosts)}, but {rest}")
+        else:
+            rest = ", ".join(named(processes, hosts) for _, processes in others)
+            parts.append(f"{name} on {named(first[1], hosts)} is another than on {rest}")
+    more = len(different) - _MOST_NAMED
+    return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,136 @@
+"""Which process of how many this is, and where process 0 can be met: from the environment, or as JAX finds it out."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+from jaxdl.config import ConfigError
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process in its run."""
+
+    address: str
+    """`host:port` of process 0, where JAX's coordinator listens once all have met."""
+    num_processes: int
+    process: int
+
+    @property
+    def host(self) -> str:
+        """The host part of the address."""
+        return self.address.rsplit(":", 1)[0].strip("[]")
+
+    @property
+    def port(self) -> int:
+        """The port of the address."""
+        return int(self.address.rsplit(":", 1)[1])
+
+
+def several_processes() -> bool:
+    """Whether this process is one of several, as a launcher, Slurm or Open MPI started it, or the user says."""
+    if "JAX_COORDINATOR_ADDRESS" in os.environ or os.environ.get("JAXDL_DISTRIBUTED") == "1":
+        return True
+    tasks = os.environ.get("SLURM_NTASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or "1"
+    return int(tasks) > 1 and ("SLURM_STEP_NODELIST" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ)
+
+
+def find_place(timeout_sec: float) -> Place | None:
+    """This process's place; None where only `jax.distributed.initialize` itself can find it.
+
+    Raises ConfigError when it is not said which processes there are.
+    """
+    given = (
+        os.environ.get("JAX_COORDINATOR_ADDRESS"),
+        _process_number("JAX_NUM_PROCESSES"),
+        _process_number("JAX_PROCESS_ID"),
+    )
+    if None in given:
+        found = _detected(given, timeout_sec)
+        if found is None:
+            return None
+        given = found
+    address, num_processes, process = given
+    if address is None or num_processes is None or process is None:
+        names = ("the coordinator's address", "the number of processes", "the number of this process")
+        missing = " and ".join(name for name, value in zip(names, given, strict=True) if value is None)
+        raise ConfigError(
+            f"the processes of the run cannot find each other: {missing} is not known. Set JAX_COORDINATOR_ADDRESS, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them, or none (nor JAXDL_DISTRIBUTED) for one process."
+        )
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address}: not of the form host:port. Set it to process 0's.")
+    if not 0 <= process < num_processes:
+        raise ConfigError(
+            f"JAX_PROCESS_ID={process}: {num_processes} processes have the numbers 0 to {num_processes - 1}. Set it to "
+            "one of them, or JAX_NUM_PROCESSES to their number."
+        )
+    return Place(address, num_processes, process)
+
+
+def _detected(given: tuple[str | None, int | None, int | None], timeout_sec: float) -> Any:
+    """`given`, completed by what JAX knows of Slurm, Open MPI, Kubernetes, TPUs; None if it cannot be asked."""
+    try:
+        from jax._src.clusters import ClusterEnv  # No public name gives the address before JAX listens on it.
+
+        detect = ClusterEnv.auto_detect_unset_distributed_params
+        return detect(*given, None, None, int(timeout_sec))[:3]
+    except (ImportError, AttributeError, TypeError):
+        return None
+
+
+def _process_number(name: str) -> int | None:
+    """The number in an environment variable; None, where it is not set, lets JAX ask the cluster."""
+    value = os.environ.get(name)
+    if value is not None and not value.isdecimal():
+        raise ConfigError(f"{name}={value}: not a number. Set it to one, or unset it where JAX can ask the cluster.")
+    return None if value is None else int(value)
+
+
+def host_name() -> str:
+    """The name by which messages speak of this host."""
+    return os.environ.get("JAXDL_HOST") or socket.gethostname()
+
+
+def resolved(host: str) -> list[str]:
+    """The addresses of a host as this machine resolves them; none if it cannot."""
+    try:
+        return sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
+    except OSError:
+        return []
+
+
+def loopback(host: str) -> str | None:
+    """The loopback address that a name stands for on this machine, if it stands for no other."""
+    found = resolved(host)
+    inner = [one for one in found if ipaddress.ip_address(one.split("%")[0]).is_loopback]
+    return inner[0] if inner and len(inner) == len(found) else None
+
+
+def network_address() -> str | None:
+    """An address of this machine by which others may reach it; None without a network. Nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 9))
+            address = str(probe.getsockname()[0])
+        except OSError:
+            return None
+    return None if ipaddress.ip_address(address).is_loopback else address
+
+
+def is_own_address(host: str) -> bool:
+    """Whether a name stands for an address of this machine."""
+    for address in resolved(host):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            try:
+                probe.bind((address, 0))
+            except OSError:
+                continue
+            return True
+    return False

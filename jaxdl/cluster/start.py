@@ -1,0 +1,151 @@
+"""Starting JAX: on the devices that are wanted, and together with the other processes of the run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+
+from jaxdl.cluster.ending import conclude
+from jaxdl.cluster.identity import describe_process, difference, unequal_counts
+from jaxdl.cluster.membership import begin, current
+from jaxdl.cluster.place import Place, find_place, host_name, several_processes
+from jaxdl.cluster.pulse import pulse
+from jaxdl.cluster.rendezvous import ClusterError, meet
+from jaxdl.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    from jaxdl.mesh import MeshConfig
+
+_SHUTDOWN_SEC = 120
+"""How long JAX, in an orderly end, waits for the other processes, which may still be drawing curves."""
+
+
+class ClusterConfig(Config):
+    """What a run of several processes does about one that is missing, lost or stuck. No part of what it computes."""
+
+    start_timeout_sec: float = pydantic.Field(default=300, gt=0)
+    """Seconds in which all processes must have come together; then the start fails, with the missing ones named."""
+    silence_timeout_sec: float = pydantic.Field(default=30, gt=0)
+    """Seconds without a word from a process until all end (code 75): it is stopped, or its network is cut."""
+    hang_timeout_sec: float | None = pydantic.Field(default=600, gt=0)
+    """Seconds without a finished step, evaluated batch or new phase until the run writes its stacks and ends (code 75).
+
+    Compiling may take any time. Must be longer than a save and a restore take. None never ends a run.
+    """
+
+
+def launched_cpu_devices() -> int | None:
+    """The virtual CPU devices that jaxdl's launcher gives this process; None if it did not start it or gives none."""
+    count = os.environ.get("JAX_NUM_CPU_DEVICES", "")
+    return int(count) if "JAXDL_HOST" in os.environ and count.isdecimal() and int(count) > 0 else None
+
+
+def start_devices(
+    config: MeshConfig, cluster: ClusterConfig | None = None, *, experiment: Mapping[str, Any] | None = None
+) -> None:
+    """Starts JAX on the devices that the config asks for, once per process; joins the other processes if there are any.
+
+    Several processes are recognised by `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), by a
+    multi-task Slurm or Open MPI job, or, where JAX detects the cluster otherwise, by `JAXDL_DISTRIBUTED=1`. All must
+    have been given the same `experiment`. Under jaxdl's launcher its number of devices counts, not the config's.
+
+    Raises:
+      ConfigError: when JAX already runs on other devices, when it is not said which processes there are, or when they
+        differ in what must be the same; on all of them.
+      ClusterError: when not all have come within the time-out; on all that have.
+    """
+    import jax
+
+    launched = launched_cpu_devices()
+    count = config.cpu_devices if launched is None else launched
+    if count is not None:
+        try:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", count)
+        except RuntimeError:
+            pass  # JAX has started already, which is fine as long as it has these devices: seen below.
+    if not jax.distributed.is_initialized() and several_processes():
+        _join(cluster or ClusterConfig(), describe_process(experiment, count), on_cpu=count is not None)
+    if count is not None and (jax.default_backend(), jax.local_device_count()) != ("cpu", count):
+        raise ConfigError(
+            f"{count} virtual CPU devices: in this process JAX already runs on {jax.local_device_count()} "
+            f"{jax.default_backend()} devices. Set the environment variable JAX_NUM_CPU_DEVICES={count} before the "
+            "first use of JAX, or restart."
+        )
+
+
+def _join(cluster: ClusterConfig, told: Mapping[str, Any], *, on_cpu: bool) -> None:
+    import jax
+
+    # Its preemption service would take SIGTERM away from `jaxdl.signals`.
+    jax.config.update("jax_enable_preemption_service", False)
+    place = find_place(cluster.start_timeout_sec)
+    if place is not None and place.num_processes > 1:
+        on_cpu = on_cpu or getattr(jax.config, "jax_platforms", None) == "cpu"
+        meeting = meet(place, told, timeout_sec=cluster.start_timeout_sec, uses_gloo=on_cpu)
+        begin(place.process, meeting, silence_sec=cluster.silence_timeout_sec, pulse=pulse)
+        sys.excepthook = lambda kind, error, trace: conclude(error)  # For programs without `end_together`.
+    _initialize(cluster, place)
+    if place is None:
+        _compare(told)
+    _check_counts()
+
+
+def _initialize(cluster: ClusterConfig, place: Place | None) -> None:
+    import jax
+
+    known = {}
+    if place is not None:
+        known = {"coordinator_address": place.address, "num_processes": place.num_processes}
+        known |= {"process_id": place.process}
+    try:
+        jax.distributed.initialize(
+            **known,
+            initialization_timeout=max(1, round(cluster.start_timeout_sec)),
+            # Our own membership is to notice first, and to say what it noticed.
+            heartbeat_timeout_seconds=max(100, round(4 * cluster.silence_timeout_sec)),
+            shutdown_timeout_seconds=_SHUTDOWN_SEC,
+        )
+    except ValueError as error:  # Something is not given, and no cluster knows it.
+        raise ConfigError(
+            f"the processes of the run cannot find each other: {error} Set JAX_COORDINATOR_ADDRESS, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them, or none (nor JAXDL_DISTRIBUTED) for one process."
+        ) from None
+    except jax.errors.JaxRuntimeError as error:
+        raise ClusterError(f"JAX could not join the processes: {' '.join(str(error).split())}") from None
+
+
+def _compare(told: Mapping[str, Any]) -> None:
+    """The comparison of processes that could not meet before JAX started; nobody watches over them then."""
+    import json
+
+    import jax
+    import numpy as np
+    from jax.experimental import multihost_utils
+
+    if jax.process_index() == 0:
+        print("note: the processes met through JAX alone; a lost one is noticed late.", file=sys.stderr)
+    own = np.frombuffer(json.dumps({"host": host_name(), "told": told}).encode(), np.uint8)
+    lengths = np.ravel(multihost_utils.process_allgather(np.int32(len(own))))
+    texts = multihost_utils.process_allgather(np.pad(own, (0, int(lengths.max()) - len(own))))
+    every = [json.loads(bytes(text[:length])) for text, length in zip(np.atleast_2d(texts), lengths, strict=True)]
+    unequal = difference([one["told"] for one in every], [one["host"] for one in every])
+    if unequal is not None:
+        raise ConfigError(unequal)
+
+
+def _check_counts() -> None:
+    """Raises ConfigError, in all processes alike, when one of them turns out to have more devices than another."""
+    import jax
+
+    found = Counter(device.process_index for device in jax.devices())
+    member = current()
+    names = member.hosts if member is not None else ["host ?"] * len(found)
+    unequal = unequal_counts([found[process] for process in sorted(found)], names)
+    if unequal is not None:
+        raise ConfigError(unequal)

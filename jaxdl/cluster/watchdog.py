@@ -1,0 +1,87 @@
+"""The watchdog: a run in which nothing comes on any more writes the stacks of all its threads, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import IO
+
+from jaxdl.cluster.exits import BROKEN, end_process
+from jaxdl.cluster.membership import current
+from jaxdl.cluster.pulse import Pulse, pulse
+
+_LOG_SEC = 10.0
+"""Where a file system hangs, so does the writing of the log: it is not waited for longer."""
+
+
+class Watchdog:
+    """Context: while it is open, `timeout_sec` without a beat end the process (code 75). None turns it off.
+
+    The stacks go to stderr and, if given, to the file that `open_log` opens. In a run of several processes all are told
+    and write theirs, and the last line says which of them others wait for.
+    """
+
+    def __init__(
+        self, timeout_sec: float | None, open_log: Callable[[], IO[str]] | None = None, *, watched: Pulse = pulse
+    ) -> None:
+        self._timeout_sec, self._open_log, self._pulse = timeout_sec, open_log, watched
+        self._over = threading.Event()
+        self._once = threading.Lock()
+        self._writer: threading.Thread | None = None
+
+    def __enter__(self) -> Watchdog:
+        member = current()
+        if member is not None:
+            member.write_stacks = self.write_stacks  # Another process may be the first to notice.
+        if self._timeout_sec is not None:
+            threading.Thread(target=self._watch, args=(self._timeout_sec,), name="jaxdl-watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._pulse.rest()
+
+    def _watch(self, timeout_sec: float) -> None:
+        tick = min(1.0, timeout_sec / 5)
+        last = time.monotonic()
+        while not self._over.wait(tick):
+            now = time.monotonic()
+            if now - last > tick + 1:  # The whole process stood still (Ctrl-Z, a suspended machine): no hang.
+                self._pulse.forgive(now - last - tick)
+            last = now
+            idle_sec = self._pulse.idle_sec()
+            if idle_sec is not None and idle_sec > timeout_sec:
+                self._end(idle_sec)
+
+    def _end(self, idle_sec: float) -> None:
+        self.write_stacks()
+        member = current()
+        if member is not None:
+            member.hang(idle_sec)
+        step, phase = self._pulse.where()
+        end_process(
+            f"no step has been finished for {idle_sec:.0f} s, and the stacks were written; the last one was {step} "
+            f"(phase {phase}). If steps may take longer, raise --cluster.hang-timeout-sec.",
+            BROKEN,
+        )
+
+    def write_stacks(self) -> None:
+        """Writes the stacks of all threads, once."""
+        with self._once:  # Who comes second waits until they are written: then the process may end.
+            if self._writer is None:
+                self._writer = threading.Thread(target=self._write, daemon=True)
+                self._writer.start()
+        self._writer.join(_LOG_SEC)
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError, ValueError):  # Of a stream without a file there is nothing to write to.
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+        if self._open_log is not None:
+            with contextlib.suppress(OSError), self._open_log() as log:
+                log.write(time.strftime("%Y-%m-%d %H:%M:%S: nothing came on any more; the stacks of all threads\n"))
+                log.flush()
+                faulthandler.dump_traceback(log)

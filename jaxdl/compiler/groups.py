@@ -1,0 +1,59 @@
+"""Collectives in the text of compiled HLO: their kinds, and the mesh axes that they talk over."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import numpy as np
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+
+
+def dims_of(text: str) -> tuple[int, ...]:
+    """The numbers of `2,4`."""
+    return tuple(int(size) for size in text.split(",") if size)
+
+
+def axes_of(line: str, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ; devices are numbered in the order of the mesh."""
+    groups = _groups(line)
+    sizes = tuple(axes.values())
+    if groups is None:
+        return tuple(name for name, size in axes.items() if size > 1)
+    places = np.stack(np.unravel_index(groups, sizes), axis=-1)
+    differ = (places != places[:, :1]).any(axis=(0, 1))
+    return tuple(name for name, one in zip(axes, differ, strict=True) if one)
+
+
+def _groups(line: str) -> np.ndarray | None:
+    """Groups of device numbers, `[group, device]`; None for all devices together."""
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line):
+        numbers = np.arange(math.prod(dims_of(match[2]))).reshape(dims_of(match[2]))
+        if match[3]:
+            numbers = numbers.transpose(dims_of(match[3]))
+        return numbers.reshape(dims_of(match[1]))
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", line):
+        return np.array([dims_of(group) for group in re.findall(r"\{([\d,]*)\}", match[1])])
+    if match := re.search(
+        r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}", line
+    ):
+        return _mesh_groups(*match.groups())
+    if "replica_groups=" in line and "replica_groups={}" not in line:
+        raise ValueError(f"its groups of devices are not understood: {line.strip()}")
+    return None
+
+
+def _mesh_groups(mesh: str, devices: str | None, order: str | None, names: str) -> np.ndarray:
+    """Groups along some axes of a mesh of XLA's own: `'a'=2,'b'=4`, its devices in order or transposed, and `'b'`."""
+    sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
+    along = [name.strip().strip("'") for name in names.split(",")]
+    if unknown := [name for name in along if name not in sizes]:
+        raise ValueError(f"groups along {unknown[0]} of mesh[{mesh}] are not understood.")
+    numbers = np.arange(math.prod(sizes.values()))
+    if devices is not None:
+        numbers = numbers.reshape(dims_of(devices)).transpose(dims_of(order) if order else None)
+    numbers = numbers.reshape(tuple(sizes.values()))
+    last = [list(sizes).index(name) for name in along]
+    return np.moveaxis(numbers, last, range(-len(last), 0)).reshape(-1, math.prod(sizes[name] for name in along))

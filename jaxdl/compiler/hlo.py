@@ -1,0 +1,224 @@
+"""Compiled HLO as a list of timed kernels: what each instruction computes, reads and writes, from the program's text.
+
+Times are lower bounds from the peak figures of an H100: the larger of FLOPs over its peak and bytes over its memory's
+bandwidth. Real kernels take longer, so more of a message is hidden behind them than is counted here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
+MEMORY_BYTES_PER_SEC = 3.35e12
+FLOPS_PER_SEC = {"bf16": 989e12, "f16": 989e12, "f32": 494e12, "s8": 1979e12}
+"""Of an H100 SXM without sparsity, by the dtype of the operands; float32 products count as TF32."""
+
+_SHAPE = re.compile(r"\b(" + "|".join(BYTES) + r"|s64|u64)\[([\d,]*)\]")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\(")
+_COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) .*\{$")
+_FREE = {
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "iota",
+    "after-all", "opt-barrier",
+}  # fmt: skip
+_SLICES = {"slice", "dynamic-slice", "gather"}
+
+Shapes = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction of a computation."""
+
+    name: str
+    kind: str
+    result: str
+    """The text of its result's shape."""
+    operands: tuple[str, ...]
+    line: str
+
+    @cached_property
+    def shapes(self) -> Shapes:
+        """(dtype, shape) of each array of the result."""
+        return shapes_of(self.result)
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes of the result."""
+        return shapes_bytes(self.shapes)
+
+    def called(self, attribute: str) -> str | None:
+        """The computation that an attribute (`calls`, `body`, `condition`...) names."""
+        match = re.search(attribute + r"=%?([^\s,)}]+)", self.line)
+        return match[1] if match else None
+
+
+@dataclass
+class Module:
+    """The computations of a program by name; each is its instructions in order, for a scheduled one that of the run."""
+
+    computations: dict[str, dict[str, Instruction]]
+    entry: str
+    scheduled: bool
+    _seconds: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def seconds(self, computation: str, instruction: Instruction) -> float:
+        """The least time that an instruction takes on an H100; 0 for collectives and for what only renames."""
+        key = (computation, instruction.name)
+        if key not in self._seconds:
+            self._seconds[key] = self._timed(computation, instruction)
+        return self._seconds[key]
+
+    def total_sec(self, computation: str) -> float:
+        """The time of all instructions of a computation, one after the other."""
+        return sum(self.seconds(computation, one) for one in self.computations[computation].values())
+
+    def _timed(self, computation: str, one: Instruction) -> float:
+        if one.kind == "while":
+            body = one.called("body")
+            assert body is not None
+            return trip_count(one) * self.total_sec(body)
+        if one.kind == "conditional":
+            return max((self.total_sec(branch) for branch in branches(one)), default=0.0)
+        if one.kind == "call":
+            callee = one.called("to_apply")
+            return self.total_sec(callee) if callee else 0.0
+        if one.kind in _FREE or is_collective(one):
+            return 0.0
+        moved = self._moved_bytes(computation, one)
+        return max(moved / MEMORY_BYTES_PER_SEC, self._product_sec(computation, one))
+
+    def _operands(self, computation: str, one: Instruction) -> list[Instruction]:
+        there = self.computations[computation]
+        return [there[name] for name in one.operands if name in there]
+
+    def _moved_bytes(self, computation: str, one: Instruction) -> float:
+        operands = self._operands(computation, one)
+        inside = self.computations.get(one.called("calls") or "") if one.kind == "fusion" else None
+        if inside is None:
+            read = sum(x.num_bytes for x in operands) if one.kind not in _SLICES else one.num_bytes
+            return read + one.num_bytes
+        # Of a stack of layers a fusion in a loop reads, or writes, a slice.
+        parameters = [x for x in inside.values() if x.kind == "parameter"]
+        parameters.sort(key=lambda x: int(x.line.split(" parameter(")[1].split(")")[0]))
+        read = 0.0
+        for parameter in parameters:
+            users = [x for x in inside.values() if parameter.name in x.operands]
+            if users and all(x.kind in _SLICES for x in users):
+                read += sum(x.num_bytes for x in users)
+            elif not (
+                users and all(x.kind == "dynamic-update-slice" and x.operands[0] == parameter.name for x in users)
+            ):
+                read += parameter.num_bytes
+        updates = [x for x in inside.values() if x.kind == "dynamic-update-slice"]
+        written = one.num_bytes
+        for update in updates:
+            written += inside[update.operands[1]].num_bytes - update.num_bytes
+        return max(0.0, written) + read
+
+    def _product_sec(self, computation: str, one: Instruction) -> float:
+        if one.kind == "fusion":
+            callee = one.called("calls")
+            inside = self.computations.get(callee or "", {})
+            return sum(self._product_sec(callee or "", x) for x in inside.values())
+        operands = self._operands(computation, one)
+        if len(operands) < 2 or not operands[0].shapes or not operands[1].shapes:
+            return 0.0
+        return _flops(one, operands) / FLOPS_PER_SEC.get(operands[0].shapes[0][0], FLOPS_PER_SEC["f32"])
+
+    def kernels(self, computation: str, one: Instruction) -> dict[str, int]:
+        """How many kernels of each sort an instruction stands for: conv, matmul, fusion; those of a loop all times."""
+        if one.kind in ("while", "conditional", "call"):
+            inner = [one.called("body")] if one.kind == "while" else branches(one)
+            times, found = (trip_count(one) if one.kind == "while" else 1), {}
+            for name in [x for x in inner if x] or ([one.called("to_apply")] if one.kind == "call" else []):
+                for part in self.computations[name or ""].values():
+                    for sort, number in self.kernels(name or "", part).items():
+                        found[sort] = found.get(sort, 0) + times * number
+            return found
+        if one.kind in _FREE or is_collective(one):
+            return {}
+        sort = "fusion"
+        if "conv" in one.name and one.kind == "custom-call":
+            sort = "conv"
+        elif self._product_sec(computation, one) > 0:
+            sort = "matmul"
+        return {sort: 1}
+
+
+def parse(text: str) -> Module:
+    """The module that compiled HLO is the text of."""
+    computations: dict[str, dict[str, Instruction]] = {}
+    entry, current = "", None
+    for line in text.splitlines():
+        if (match := _COMPUTATION.match(line)) and not line.startswith(" "):
+            current = computations.setdefault(match[1], {})
+            entry = match[1] if line.startswith("ENTRY") else entry
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            operands = tuple(re.findall(r"%([^\s,()]+)", _inside(line, match.end() - 1)))
+            current[match[1]] = Instruction(match[1], match[3], match[2], operands, line)
+    return Module(computations, entry, "is_scheduled=true" in text[:10_000].split("\n", 1)[0])
+
+
+def shapes_of(text: str) -> Shapes:
+    """(dtype, shape) of the arrays in the text of a shape; layouts are left out."""
+    plain = re.sub(r"\{[^}]*\}", "", text)
+    return tuple((dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _SHAPE.findall(plain))
+
+
+def shapes_bytes(shapes: Shapes) -> float:
+    """Bytes of some arrays."""
+    return float(sum(BYTES.get(dtype, 8) * math.prod(shape) for dtype, shape in shapes))
+
+
+def is_collective(one: Instruction) -> bool:
+    """Whether an instruction sends, or starts or ends what does."""
+    kinds = ("all-", "reduce-scatter", "collective-", "async-", "send", "recv", "ragged-all-to-all")
+    return one.kind.startswith(kinds)
+
+
+def trip_count(one: Instruction) -> int:
+    """How often the body of a loop runs; once where the program does not say."""
+    match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.line)
+    return int(match[1]) if match else 1
+
+
+def branches(one: Instruction) -> Iterator[str]:
+    """The computations of a conditional."""
+    listed = re.search(r"branch_computations=\{([^}]*)\}", one.line)
+    names = re.findall(r"%([^\s,}]+)", listed[1]) if listed else []
+    names += [name for which in ("true_computation", "false_computation") if (name := one.called(which))]
+    yield from names
+
+
+def _flops(one: Instruction, operands: list[Instruction]) -> float:
+    """FLOPs of a product or a convolution: two for each multiplication."""
+    (_, first), (_, second) = operands[0].shapes[0], operands[1].shapes[0]
+    if not one.shapes:
+        return 0.0
+    result = one.shapes[0][1]
+    if match := re.search(r'(?:lhs_contracting_dims=\{|"lhs_contracting_dimensions":\[)([^}\]]*)', one.line):
+        dims = [int(n) for n in re.findall(r"\d+", match[1])]
+        return 2.0 * math.prod(result) * math.prod(first[dim] for dim in dims)
+    if match := re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.line):
+        # The kernel is the second operand, or what a backward pass finds; the outputs are what it is applied at.
+        kernel, outputs = second, result
+        if "convBackwardFilter" in one.line:
+            kernel, outputs = result, second
+        elif "convBackwardInput" in one.line:
+            kernel, outputs = second, first
+        return 2.0 * math.prod(outputs) * math.prod(kernel) / max(1, kernel[match[2].index("o")])
+    return 0.0
+
+
+def _inside(line: str, start: int) -> str:
+    """What stands between the parenthesis at `start` and the one that closes it."""
+    depth = 0
+    for place in range(start, len(line)):
+        depth += {"(": 1, ")": -1}.get(line[place], 0)
+        if depth == 0:
+            return line[start + 1 : place]
+    return line[start + 1 :]

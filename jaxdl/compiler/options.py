@@ -1,0 +1,135 @@
+"""XLA's options for the compiled train step: those that its messages need, and the user's own.
+
+They belong to one compiled function, so nothing else in the process is compiled otherwise, as with `XLA_FLAGS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import pydantic
+
+from jaxdl.compiler.profile import profile_of
+from jaxdl.compiler.timeline import Links
+from jaxdl.config import Config, ConfigError
+
+REDUCE_SCATTER_THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+
+Options = dict[str, bool | int | float | str]
+"""XLA options: name -> value."""
+
+_OF_ONE_PLATFORM = {"xla_cpu_": "cpu", "xla_gpu_": "gpu", "xla_tpu_": "tpu"}
+
+
+class CompilerConfig(Config):
+    """How XLA compiles the train step. Results are the same up to rounding."""
+
+    options: tuple[str, ...] = ()
+    """XLA options as NAME=VALUE, `xla_gpu_all_gather_combine_threshold_bytes=1000000`; they go before jaxdl's own."""
+
+    network_gbps: float | None = pydantic.Field(default=None, gt=0)
+    """Gb/s that one device sends to other replicas: a node's network over the devices that share it. With it XLA orders
+    the step for that network (GPUs only; it compiles twice)."""
+    network_latency_us: float = pydantic.Field(default=20.0, ge=0)
+    """Microseconds that a message to other replicas takes besides."""
+
+    @pydantic.model_validator(mode="after")
+    def _latency_of_a_network(self) -> CompilerConfig:
+        if (
+            self.network_gbps is None
+            and self.network_latency_us != type(self).model_fields["network_latency_us"].default
+        ):
+            raise ValueError(f"network_latency_us = {self.network_latency_us:g} without network_gbps: give both.")
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _named_once(self) -> CompilerConfig:
+        names = [option.partition("=")[0] for option in self.options]
+        for option, name in zip(self.options, names, strict=True):
+            if not re.fullmatch(r"xla_\w+=.+", option):
+                raise ValueError(f"options = {option!r}: not NAME=VALUE with a name that begins with xla_.")
+            if names.count(name) > 1:
+                raise ValueError(f"options = {self.options}: {name} is set twice. Set it once.")
+        return self
+
+    def check(self, platform: str, num_replicas: int) -> None:
+        """Raises ConfigError for what could not take effect on a platform ("cpu", "gpu", "tpu")."""
+        if self.network_gbps is not None and (platform != "gpu" or num_replicas == 1):
+            where = f"{platform} devices are not ordered for a network" if platform != "gpu" else "there is one replica"
+            raise ConfigError(f"--compiler.network-gbps {self.network_gbps:g}: {where}. Leave it out.")
+        for name in self.values():
+            belongs = next((other for prefix, other in _OF_ONE_PLATFORM.items() if name.startswith(prefix)), platform)
+            if belongs != platform:
+                raise ConfigError(
+                    f"--compiler.options {name}: it is an option of {belongs} devices, and these are {platform} "
+                    "devices. Leave it out."
+                )
+
+    @property
+    def links(self) -> Links | None:
+        """The network as it was given."""
+        if self.network_gbps is None:
+            return None
+        return Links(
+            replica_bytes_per_sec=self.network_gbps * 1e9 / 8, replica_latency_sec=self.network_latency_us * 1e-6
+        )
+
+    def values(self) -> Options:
+        """The user's options: name -> value."""
+        return {name: _value(text) for name, _, text in (option.partition("=") for option in self.options)}
+
+    def resolved(self, platform: str, *, num_replicas: int, num_inner: int, bucket_elements: float) -> Options:
+        """All options of the train step; `num_inner` devices of a replica reduce-scatter its gradients in buckets of so
+        many elements.
+
+        On GPUs XLA merges reduce-scatters until they have 30 MB, which for many models are all of them: then no
+        gradient is there before the backward pass has ended, and nothing of the exchange hides behind it. Here each has
+        about half of a bucket (in bfloat16). What crosses `replica` stays apart by itself: see
+        `jaxdl.exchange.buckets.held_back`.
+        """
+        own: Options = {}
+        if platform == "gpu" and num_replicas > 1 and num_inner > 1:
+            own[REDUCE_SCATTER_THRESHOLD] = max(1, int(bucket_elements))
+        return own | self.values()
+
+
+def compiled(lowered: Any, options: Options, axes: Mapping[str, int], links: Links | None = None) -> Any:
+    """The compiled function, for a mesh with these axes; with `links` in an order that suits that network.
+
+    Raises ConfigError for an option, or a value, that XLA does not know.
+    """
+    first = _compiled(lowered, options)
+    if links is None:
+        return first
+    profile = profile_of(first.as_text(), axes, links)
+    return lowered.compile(compiler_options={**options, "fdo_profile": profile})
+
+
+def _compiled(lowered: Any, options: Options) -> Any:
+    try:
+        return lowered.compile(compiler_options=options or None)
+    except jax.errors.JaxRuntimeError as error:
+        problem = re.search(r"No such compile option: '?(\w+)|While setting option (\w+), (.*)", str(error))
+        if problem is None:
+            raise
+        name = problem[1] or problem[2]
+        what = "XLA has no such option here" if problem[1] else f"XLA says {problem[3].rstrip('.')}"
+        raise ConfigError(
+            f"--compiler.options {name}={options.get(name)}: {what} (JAX {jax.__version__}). Leave it out, or "
+            "look its name and values up in XLA's debug options."
+        ) from None
+
+
+def _value(text: str) -> bool | int | float | str:
+    """The value that a text stands for; XLA wants true and false as booleans."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text

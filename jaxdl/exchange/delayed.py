@@ -1,0 +1,64 @@
+"""The delayed exchange: gradients are applied one step late, so that a whole step hides their exchange.
+
+What the exchange of step t sends are the gradients of step t-1. They are there when the step begins, so nothing of it
+has to wait for the step's own forward and backward pass. (The delayed update of Pipe-SGD, Li et al., NeurIPS 2018,
+with one step of staleness.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdl.exchange.base import (
+    PER_REPLICA,
+    Exchange,
+    ExchangeMetrics,
+    ExchangeState,
+    by_name,
+    check_local,
+    like,
+    shares_of,
+)
+
+PENDING = "pending"
+"""The entry of the state with what each replica hands to the next exchange: its gradients over the number of
+replicas, so that their sum over replicas, the mean, is what a new number of replicas takes over."""
+
+
+def delayed(exchange: Exchange, steps: int) -> Exchange:
+    """The exchange with its gradients `steps` (0 or 1) steps late; with 0 the exchange itself.
+
+    The first mean is zero, for nothing is pending yet, and the last gradients of a run are never applied. For an
+    optimizer a gradient of zero is a step of weight decay alone. (LAMB makes its steps as long as the weights,
+    whatever the gradient: give it a warm-up, whose first learning rate is small.) A step that is skipped keeps all of
+    the state: what was pending is exchanged and applied in the next one, what is skipped is never pending.
+    """
+    if steps == 0:
+        return exchange
+    assert steps == 1, steps
+
+    def init(grads: Any) -> ExchangeState:
+        state = exchange.init(grads)
+        pending = {name: jnp.zeros(x.shape, jnp.float32) for name, x in by_name(grads).items()}
+        return state | {PER_REPLICA: state.get(PER_REPLICA, {}) | {PENDING: pending}}
+
+    def update(
+        grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
+    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
+        leaves = by_name(grads)
+        check_local(leaves, axis)
+        of_replica = dict(state[PER_REPLICA])
+        pending = of_replica.pop(PENDING)
+        num_replicas = jax.lax.axis_size(axis)
+        before = like(grads, {name: x * num_replicas for name, x in pending.items()})
+        own = {where: entries for where, entries in state.items() if where != PER_REPLICA}
+        mean, new, metrics = exchange.update(
+            before, own | ({PER_REPLICA: of_replica} if of_replica else {}), axis=axis, key=key
+        )
+        kept = new.get(PER_REPLICA, {}) | {PENDING: shares_of(leaves, axis)}
+        return mean, new | {PER_REPLICA: kept}, metrics
+
+    return Exchange(init, update)

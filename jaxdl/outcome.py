@@ -1,0 +1,44 @@
+"""How a run ends: with what it returns, or early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxdl.plan import Plan
+from jaxdl.report import plot_history
+from jaxdl.state import TrainState
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended: its state, what it measured, and its summary (the content of summary.json)."""
+
+    state: TrainState | None
+    """The last state."""
+    history: dict[str, list[Any]]
+    """Columns, `pandas.DataFrame(run.history)`: step, epoch, train/loss, eval/accuracy, examples_per_sec..."""
+    summary: dict[str, Any]
+    plan: Plan = field(repr=False)
+    workdir: Path | None = None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The last evaluation."""
+        return self.summary["metrics"]
+
+    def plot(self) -> Figure:
+        """The run's curves as a matplotlib figure."""
+        return plot_history(self.history)
+
+
+class Interrupted(SystemExit):
+    """The run ended early; `code` is 128 + the signal's number, as a shell has it, or 1 when the state is not saved."""
+
+    def __init__(self, signum: int | None, message: str) -> None:
+        super().__init__(1 if signum is None else 128 + signum)
+        self.message = message

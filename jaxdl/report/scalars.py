@@ -1,0 +1,72 @@
+"""TensorBoard scalars, of which a full disk loses some, but which never stop a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+class Scalars:
+    """TensorBoard scalars in a folder, from `resume_step` on. When they cannot be written, `warn` is told once."""
+
+    def __init__(self, folder: Path, resume_step: int, warn: Callable[[str], None]) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._warn, self._board = warn, None
+        # TensorBoard hides events of earlier files from purge_step on.
+        purge_step = resume_step + 1 if resume_step > 0 else 0
+        suffix = f".from{resume_step}"
+        try:
+            board = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10, filename_suffix=suffix)
+        except OSError as error:
+            self._say(error)
+            return
+        events: Any = board._get_file_writer().event_writer  # pyright: ignore
+        # Its thread would die of an error, and the run would wait for the thread's queue for ever.
+        self._file = events._ev_writer = events._worker._record_writer = _Surviving(events._ev_writer)
+        self._board: Any = board
+
+    def write(self, row: Mapping[str, Any]) -> bool:
+        """Writes the finite numbers of a row; False once that is not possible any more."""
+        if self._board is None:
+            return False
+        for name, value in row.items():
+            if name != "step" and isinstance(value, int | float) and math.isfinite(value):
+                self._board.add_scalar(name, float(value), row["step"])
+        if self._file.error is not None:
+            self.close()
+        return self._board is not None
+
+    def close(self) -> None:
+        """Writes out what is buffered and closes the file."""
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+            if self._file.error is not None:
+                self._say(self._file.error)
+
+    def _say(self, error: OSError) -> None:
+        self._warn(f"TensorBoard's scalars could not be written: {error.strerror}; they end here")
+
+
+class _Surviving:
+    """A writer of events that keeps its first error instead of raising it, and writes nothing from then on."""
+
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+        self.error: OSError | None = None
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._writer, name)
+
+        def call(*args: Any) -> Any:
+            if self.error is None:
+                try:
+                    return method(*args)
+                except OSError as error:
+                    self.error = error
+            return None
+
+        return call

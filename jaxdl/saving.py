@@ -1,0 +1,87 @@
+"""What the loop does with checkpoints: claims the workdir, saves and restores, and says what could not be saved."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+from jaxdl.checkpoint import Checkpoints, Restored
+from jaxdl.data import spec_to_json
+from jaxdl.experiment import identity
+from jaxdl.mesh import Axis
+from jaxdl.plan import Plan, make_exchange_state
+from jaxdl.report import Reporter, last_evaluated_step
+from jaxdl.state import TrainState
+from jaxdl.workdir import choice_file, claim_workdir
+
+
+class Saver:
+    """The checkpoints of a run in its workdir; what could not be written is told to the reporter."""
+
+    def __init__(self, plan: Plan, workdir: Path, reporter: Reporter) -> None:
+        """Makes the workdir the run's own. Raises ConfigError when it belongs to another, or cannot be written."""
+        self._plan, self._workdir, self._reporter = plan, workdir, reporter
+        files = {"data.json": spec_to_json(plan.parts.data_spec).encode()}
+        if plan.asked != plan.experiment and plan.parts.layout.mesh.shape[Axis.REPLICA] > 1:
+            files |= choice_file(plan.experiment.exchange, plan.reasons)
+        claim_workdir(workdir, plan.asked, identity, files)
+        task = plan.parts.task
+        self.checkpoints = Checkpoints(
+            workdir, plan.experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode
+        )
+        self._saved_step = -1
+
+    def restore(self) -> Restored | None:
+        """Reads the newest checkpoint, if there is one."""
+        restored = self.checkpoints.restore(
+            self._plan.parts.state_spec.abstract(),
+            fresh_exchange_state=functools.partial(make_exchange_state, self._plan),
+        )
+        if restored is not None:
+            self._saved_step = restored.step
+        return restored
+
+    def evaluated_step(self, restored: Restored) -> int:
+        """The last evaluation up to a checkpoint; one that was made up for came after its checkpoint."""
+        return max(restored.evaluated_step, last_evaluated_step(self._workdir, restored.step))
+
+    def save(self, state: TrainState, step: int, evaluated_step: int, metrics: dict[str, float] | None) -> None:
+        """Starts writing a checkpoint of this step, unless that was done; `metrics` are those of the evaluation."""
+        if self._saved_step == step:
+            return
+        self._reporter.status("saving")
+        self.checkpoints.save(
+            state, step, evaluated_step=evaluated_step, metrics=metrics if evaluated_step == step else None
+        )
+        self._saved_step = step
+        self._tell(step)
+
+    def lost(self, step: int) -> str | None:
+        """Waits for what is being written; says what is lost if the state of this step is not in the workdir then."""
+        self.checkpoints.wait()
+        self._tell(step)
+        if step in self.checkpoints.steps:
+            return None
+        return (
+            f"the state of step {step} could not be saved in {self._workdir} and is lost; {self._newest()}. Make room "
+            "there (or make it writable); the same command goes on from what there is."
+        )
+
+    def saved_for_resume(self, step: int) -> tuple[str, bool]:
+        """What to say to a user whose signal ended the run at a step that was to be saved, and whether it is not."""
+        lost = self.lost(step)
+        return lost or f"saved in {self._workdir}. The same command goes on from there.", lost is not None
+
+    def not_saved_for_resume(self, step: int) -> str:
+        """The same for a step that was not to be saved, because the last steps are bad."""
+        self.checkpoints.wait()
+        self._tell(step)
+        return f"the last steps are bad and not saved; {self._newest()}. The same command goes on from there."
+
+    def _newest(self) -> str:
+        steps = self.checkpoints.steps
+        return f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint, but the start"
+
+    def _tell(self, step: int) -> None:
+        for text in self.checkpoints.take_notes():
+            self._reporter.event(step, text)

@@ -1,0 +1,129 @@
+"""The folder of a run: whose it is, what was chosen for it, what a disk refuses, and what its processes agree on."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+import pydantic
+from jax.experimental import multihost_utils
+
+from jaxdl.config import Config, ConfigError
+from jaxdl.exchange import ExchangeConfig
+from jaxdl.report import replace_file
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
+"""What a disk refuses to write with: full, over quota, read-only, not allowed, broken."""
+
+
+def disk_reason(error: BaseException | None) -> str | None:
+    """What the disk refused, in words, if that is what an error (or what caused it) is about; None otherwise.
+
+    Libraries that write from other languages raise errors of other types, with the system's words in them.
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return os.strerror(error.errno) if error.errno in DISK_ERRORS else None
+        for number in DISK_ERRORS:
+            if os.strerror(number) in str(error):
+                return os.strerror(number)
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def all_processes(fine: bool) -> bool:
+    """Whether all processes are fine; each waits here for the others."""
+    return bool(np.all(multihost_utils.process_allgather(np.bool_(fine)))) if jax.process_count() > 1 else fine
+
+
+def from_first_process(read: Callable[[], bytes]) -> bytes:
+    """What the first process reads, on all of them."""
+    first = jax.process_index() == 0
+    content = read() if first else b""
+    if jax.process_count() == 1:
+        return content
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
+    if not length:
+        return b""
+    local = np.frombuffer(content, np.uint8) if first else np.zeros(length, np.uint8)
+    return np.asarray(multihost_utils.broadcast_one_to_all(local), np.uint8).tobytes()
+
+
+def claim_workdir(
+    workdir: Path,
+    config: Config,
+    identity: Callable[[dict[str, Any]], dict[str, Any]],
+    files: Mapping[str, bytes] | None = None,
+) -> None:
+    """Makes the workdir this run's own, or goes on with an earlier run of the same config in it.
+
+    `identity` takes away the fields that may change between runs (the mesh, reports...). Writes `config.json`,
+    and `files` by their names. Raises ConfigError with the difference when the workdir belongs to another config, and
+    when it cannot be written.
+    """
+    path = workdir / "config.json"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        earlier = path.read_text() if path.exists() else None
+    except UnicodeDecodeError:
+        earlier = ""
+    except OSError as error:
+        raise _refused(workdir, error) from None
+    if earlier is not None:
+        try:
+            there, here = identity(json.loads(earlier)), identity(json.loads(config.to_json()))
+        except (ValueError, AttributeError):
+            raise ConfigError(f"{path}: not a config any more. Restore it, or choose another --workdir.") from None
+        if there != here:
+            lines = difflib.unified_diff(
+                _lines(there), _lines(here), "in the workdir", "asked for now", n=0, lineterm=""
+            )
+            changes = "\n".join("  " + line for line in lines if not line.startswith("@@"))
+            raise ConfigError(
+                f"--workdir {workdir} belongs to a run of a different config:\n{changes}\n"
+                "Choose another --workdir, or the settings of the run that is there."
+            )
+    if jax.process_index() == 0:
+        try:
+            for name, content in ({path.name: (config.to_json() + "\n").encode()} | dict(files or {})).items():
+                replace_file(workdir / name, content)
+        except OSError as error:
+            raise _refused(workdir, error) from None
+
+
+def _refused(workdir: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a folder that can be written.")
+
+
+def choice_file(config: Config, reasons: Sequence[str]) -> dict[str, bytes]:
+    """`exchange.json` and its content: the exchange that was chosen for a run, and why."""
+    text = json.dumps({"exchange": config.model_dump(), "reasons": list(reasons)}, indent=2)
+    return {"exchange.json": (text + "\n").encode()}
+
+
+def read_choice(workdir: Path) -> Any:
+    """The exchange that was chosen for the run in a workdir, or None. Raises ConfigError when it cannot be read."""
+    path = workdir / "exchange.json"
+    if not path.is_file():
+        return None
+    try:
+        values = json.loads(path.read_text())["exchange"]
+        return pydantic.TypeAdapter(Annotated[ExchangeConfig, pydantic.Discriminator("kind")]).validate_python(values)
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{path}: not a choice of exchange any more. Restore it, or choose another --workdir."
+        ) from None
+
+
+def _lines(config: Any, prefix: str = "") -> list[str]:
+    """A config as sorted lines `dotted.field = value`."""
+    if not isinstance(config, dict):
+        return [f"{prefix} = {json.dumps(config)}"]
+    return [line for name in sorted(config) for line in _lines(config[name], f"{prefix}.{name}" if prefix else name)]

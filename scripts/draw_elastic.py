@@ -1,0 +1,170 @@
+"""A run that goes on with fewer and with more hosts: does its loss stay among those of runs that kept all of theirs?
+
+TFDS_DATA_DIR=... python scripts/draw_elastic.py --config configs/fashion_mnist.py --steps 900 --workdir runs/elastic
+
+Trains with `--hosts 4 2 3`: a third of the steps on 4 hosts, then SIGTERM, the next third on 2, the last on 3; and the
+same with each of `--seeds` on the first number of hosts alone, to see how far apart seeds are. The global batch is the
+same throughout, so it must divide by every number of hosts. The exchange is top-k with error feedback. Writes
+`elastic.json` and `elastic.png` into the workdir. Everything after `--` changes the config of all runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+import jaxdl
+from jaxdl.config import ConfigError, end_interrupted, fail
+
+CHANGES = ("--exchange", "topk", "--exchange.density", "0.01", "--batch-size", "240", "--epochs", "None")
+WINDOW_STEPS = 50
+"""Losses are averaged over this many steps: single batches differ far more than runs do."""
+
+
+def main() -> None:
+    """Runs what is not finished yet, and reports."""
+    line = sys.argv[1:]
+    own, changes = (line[: line.index("--")], line[line.index("--") + 1 :]) if "--" in line else (line, [])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--workdir", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=900)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[4, 2, 3], help="one after the other")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
+    args = parser.parse_args(own)
+    changes = [*CHANGES, "--steps", str(args.steps), *changes]
+    try:
+        jaxdl.load(args.config, changes)  # A mistake is told before the first run.
+        elastic = run(args, changes, args.workdir / "elastic", args.hosts, args.seeds[0])
+        whole = [run(args, changes, args.workdir / f"seed{seed}", args.hosts[:1], seed) for seed in args.seeds]
+    except ConfigError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        end_interrupted()
+    report(args, elastic, whole)
+
+
+def run(args: argparse.Namespace, changes: list[str], workdir: Path, hosts: list[int], seed: int) -> dict[str, Any]:
+    """Trains on each number of hosts in turn, for an equal share of the steps; returns losses, evaluation and stops."""
+    stops: list[int] = []
+    for index, number in enumerate(hosts):
+        limit = args.steps * (index + 1) // len(hosts)
+        if (steps_done(workdir) or 0) >= limit:
+            continue
+        launch = ["-m", "jaxdl.launch", "local", "--hosts", str(number), "--devices-per-host", "1", "--"]
+        mesh = ["--mesh.replica", str(number), "--mesh.fsdp", "1", "--mesh.cpu-devices", "1"]
+        train = ["-m", "jaxdl.train", "--config", str(args.config), "--workdir", str(workdir), "--seed", str(seed)]
+        process = subprocess.Popen([sys.executable, *launch, sys.executable, *train, *mesh, *changes])
+        try:
+            while process.poll() is None and (limit == args.steps or (steps_done(workdir) or 0) < limit):
+                time.sleep(0.1)
+            if limit < args.steps:
+                process.send_signal(signal.SIGTERM)
+            code = process.wait()
+        except BaseException:
+            process.terminate()
+            process.wait()
+            raise
+        if code not in (0, 128 + signal.SIGTERM):
+            raise ConfigError(f"{workdir}: the run on {number} hosts ended with exit code {code}; see above.")
+        stops.append(steps_done(workdir) or 0)
+    rows = read_rows(workdir)
+    accuracy = [value for row in rows for name, value in row.items() if name == "eval/accuracy"]
+    losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    marks = workdir / "stops.json"
+    if stops:
+        marks.write_text(json.dumps(stops))
+    stops = json.loads(marks.read_text())
+    return {"losses": losses, "accuracy": accuracy[-1], "stops": stops, "hosts": hosts, "seed": seed}
+
+
+def read_rows(workdir: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl so far."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def steps_done(workdir: Path) -> int | None:
+    """The last step that a run has reported."""
+    steps = [row["step"] for row in read_rows(workdir)]
+    return max(steps, default=None)
+
+
+def smoothed(losses: dict[int, float], ends: np.ndarray) -> np.ndarray:
+    """The mean training loss of the WINDOW_STEPS steps before each of `ends`; each report is a mean since the last."""
+    steps = np.array([0, *losses])
+    totals = np.concatenate([[0], np.cumsum(np.diff(steps) * np.array(list(losses.values())))])
+    return (np.interp(ends, steps, totals) - np.interp(ends - WINDOW_STEPS, steps, totals)) / WINDOW_STEPS
+
+
+def report(args: argparse.Namespace, elastic: dict[str, Any], whole: list[dict[str, Any]]) -> None:
+    """Prints, writes and draws the comparison."""
+    ends = np.arange(WINDOW_STEPS, args.steps + 1, 10)
+    curves = np.stack([smoothed(one["losses"], ends) for one in whole])
+    mine = smoothed(elastic["losses"], ends)
+    away = np.abs(mine - curves.mean(0)) / curves.std(0, ddof=1)
+    inside = (mine >= curves.min(0)) & (mine <= curves.max(0))
+    accuracies = [one["accuracy"] for one in whole]
+    found = {
+        "hosts": elastic["hosts"],
+        "stops": elastic["stops"],
+        "seeds": args.seeds,
+        "accuracy": elastic["accuracy"],
+        "accuracies_of_seeds": accuracies,
+        "share_of_curve_between_the_seeds": float(inside.mean()),
+        "mean_deviations_from_mean": float(away.mean()),
+        "most_deviations_from_mean": float(away.max()),
+        "most_relative_distance_to_same_seed": float(np.max(np.abs(mine - curves[0]) / curves[0])),
+        "most_relative_spread_of_seeds": float(np.max((curves.max(0) - curves.min(0)) / curves.mean(0))),
+    }
+    (args.workdir / "elastic.json").write_text(json.dumps(found, indent=2) + "\n")
+    draw(args, ends, mine, curves, elastic)
+    console = Console()
+    console.print(found)
+    console.print(f"picture: {args.workdir / 'elastic.png'}")
+
+
+def draw(
+    args: argparse.Namespace, ends: np.ndarray, mine: np.ndarray, curves: np.ndarray, elastic: dict[str, Any]
+) -> None:
+    """The loss of the elastic run in the band of the seeds, and its distance from their mean in their deviations."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 6), dpi=140, layout="constrained")
+    FigureCanvasAgg(figure)
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
+    mean, deviation = curves.mean(0), curves.std(0, ddof=1)
+    upper.fill_between(
+        ends, curves.min(0), curves.max(0), color="#2f6fde", alpha=0.25, lw=0, label=f"{len(curves)} seeds, all"
+    )
+    upper.plot(ends, mean, color="#2f6fde", lw=1, label=f"their mean, {elastic['hosts'][0]} hosts throughout")
+    upper.plot(ends, mine, color="#e4572e", lw=1.6, label=f"hosts {' → '.join(map(str, elastic['hosts']))}")
+    lower.axhspan(-2, 2, color="#2f6fde", alpha=0.15, lw=0)
+    lower.plot(ends, (mine - mean) / deviation, color="#e4572e", lw=1.2)
+    for step, hosts in zip([0, *elastic["stops"]], elastic["hosts"], strict=False):
+        for axes in (upper, lower):
+            axes.axvline(step, color="#8a8f99", lw=0.8, ls=":")
+        upper.annotate(f"{hosts} hosts", (step, 1), (6, -14), xycoords=("data", "axes fraction"),
+                       textcoords="offset points", color="#2b2d33")  # fmt: skip
+    upper.set_ylabel(f"training loss, mean of {WINDOW_STEPS} steps")
+    upper.set_yscale("log")
+    lower.set_ylabel("from the mean,\nin deviations of seeds")
+    lower.set_xlabel("step")
+    upper.legend(loc="upper right")
+    upper.set_title("Top-k with error feedback: the run goes on with fewer and more hosts", loc="left")
+    figure.savefig(args.workdir / "elastic.png")
+
+
+if __name__ == "__main__":
+    main()

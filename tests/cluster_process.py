@@ -1,0 +1,88 @@
+"""One process of a run, for the tests of `jaxdl.cluster`: meets, beats, does as it is told. Without JAX.
+
+Its options: {"address": "127.0.0.1:1234", "num_processes": 3, "process": 1, "at": 5, "do": "die", ...}.
+"""
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+
+from jaxdl.cluster import ClusterError, Watchdog, depart, end_together, membership, pulse
+from jaxdl.cluster.membership import begin
+from jaxdl.cluster.place import Place
+from jaxdl.cluster.rendezvous import meet
+from jaxdl.config import ConfigError, fail
+from jaxdl.signals import Stop, StopSignals
+
+
+def stuck_for_good():
+    threading.Event().wait()
+
+
+def act(do):
+    if do == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif do == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    elif do == "crash":
+        raise OSError(28, "No space left on device")
+    elif do == "mistake":
+        raise ConfigError("the data is not there.")
+    elif do in ("stuck", "wait"):
+        pulse.enter("data" if do == "stuck" else "train")
+        stuck_for_good()
+    elif do == "compile":
+        pulse.enter("compile")
+        time.sleep(3)
+        pulse.enter("train")
+    elif do == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def loop(options):
+    """Steps that wait for nobody, each as long as the process likes: so the processes are apart, as they may be."""
+    with StopSignals() as stop, Watchdog(options.get("hang_sec", 60), None):
+        stop.share(every_polls=1)
+        stop.run(lambda: time.sleep(options.get("setup_sec", 0)))
+        print(f"{time.monotonic():.3f}", flush=True)
+        for step in range(options.get("steps", 10**9)):
+            try:
+                stop.poll(step)
+            except Stop as signal_:
+                print(f"{signal_}: stopped at step {step}", flush=True)
+                depart(128 + signal_.signum)
+            if step == options.get("at"):
+                act(options.get("do"))
+            time.sleep(options.get("step_sec", 0.02))
+
+
+def main(options):
+    place = Place(options["address"], options["num_processes"], options["process"])
+    told = {"versions": {}, "files": {}, "config": {}, "devices": 2} | options.get("told", {})
+    try:
+        meeting = meet(place, told, timeout_sec=options.get("timeout_sec", 30), uses_gloo=options.get("gloo", False))
+        begin(place.process, meeting, silence_sec=options.get("silence_sec", 30), pulse=pulse)
+        print("together", meeting.hosts, flush=True)
+        loop(options)
+    except ConfigError as error:
+        fail(str(error))
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(75) from None
+
+
+def enter(options, out, error):
+    """Is a process of its own, forked from one that has imported everything: that takes milliseconds."""
+    for name, number in ((out, 1), (error, 2)):
+        file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, number)
+    os.environ["JAXDL_HOST"] = options["host"]
+    membership._SAME_END_SEC = 1.0
+    try:
+        with end_together():
+            main(options)
+    finally:
+        atexit._run_exitfuncs()

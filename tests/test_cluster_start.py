@@ -1,0 +1,198 @@
+"""Starting JAX: on which devices, in how many processes; and whole runs of several that lose one or are told apart."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental import multihost_utils
+from runs import finish, has_step, tiny_experiment, wait_for, write_config
+from test_processes import start_pair
+
+from jaxdl.cluster import place, start, start_devices
+from jaxdl.config import ConfigError
+from jaxdl.mesh import MeshConfig
+from jaxdl.train import parse_command
+
+EXPERIMENT = tiny_experiment(
+    steps=100_000,
+    evaluation={"every_steps": 100_000},
+    checkpoint={"every_steps": 100_000},
+    mesh={"replica": 2, "fsdp": 1, "tensor": 1, "cpu_devices": 1},
+)
+
+
+def test_start_devices_takes_the_devices_that_are_there():
+    start_devices(MeshConfig())
+    start_devices(MeshConfig(cpu_devices=8))
+    assert jax.device_count() == 8
+
+
+def test_start_devices_after_jax_has_started_on_others():
+    with pytest.raises(ConfigError) as error:
+        start_devices(MeshConfig(cpu_devices=4))
+    message = str(error.value)
+    assert "4 virtual CPU devices" in message
+    assert "8 cpu devices" in message
+    assert "JAX_NUM_CPU_DEVICES=4" in message
+
+
+def test_start_devices_in_a_fresh_process():
+    """Also with an environment that asks for others."""
+    code = """
+from jaxdl.cluster import start_devices
+from jaxdl.mesh import MeshConfig
+start_devices(MeshConfig(cpu_devices=3))
+import jax
+print(jax.default_backend(), jax.device_count())
+"""
+    environment = {"JAX_NUM_CPU_DEVICES": "5", "PYTHONPATH": ":".join(path for path in sys.path if path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["cpu", "3"]
+
+
+def test_several_processes_need_numbers(monkeypatch):
+    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "localhost:1")
+    monkeypatch.setenv("JAX_NUM_PROCESSES", "two")
+    with pytest.raises(ConfigError, match="JAX_NUM_PROCESSES=two: not a number"):
+        start_devices(MeshConfig())
+
+
+@pytest.mark.parametrize("given", ["JAX_COORDINATOR_ADDRESS=localhost:1", "JAXDL_DISTRIBUTED=1"])
+def test_several_processes_that_are_not_described(given):
+    code = """
+from jaxdl.config import ConfigError
+from jaxdl.cluster import start_devices
+from jaxdl.mesh import MeshConfig
+try:
+    start_devices(MeshConfig())
+except ConfigError as error:
+    print(error)
+"""
+    environment = dict([given.split("=")]) | {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert "Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("environment", "several"),
+    [
+        ({}, False),
+        ({"JAX_COORDINATOR_ADDRESS": "localhost:1"}, True),
+        ({"JAXDL_DISTRIBUTED": "1"}, True),
+        ({"JAXDL_DISTRIBUTED": "0"}, False),
+        ({"SLURM_NTASKS": "4"}, False),  # Inside sbatch, before srun: one process.
+        ({"SLURM_NTASKS": "4", "SLURM_STEP_NODELIST": "n[1-4]"}, True),
+        ({"SLURM_NTASKS": "1", "SLURM_STEP_NODELIST": "n1"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+    ],
+)
+def test_how_several_processes_are_recognised(environment, several, monkeypatch):
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAXDL_DISTRIBUTED", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert place.several_processes() is several
+
+
+def test_a_process_meets_the_others_before_jax_does(monkeypatch):
+    calls = []
+    for name, value in {"COORDINATOR_ADDRESS": "localhost:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
+    monkeypatch.setattr(start, "meet", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(start, "begin", lambda *_, **__: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
+    start_devices(MeshConfig(), start.ClusterConfig(start_timeout_sec=7, silence_timeout_sec=60), experiment={"a": 1})
+    (where, told), arguments = calls
+    assert where == place.Place("localhost:1", 2, 1)
+    assert told["config"] == {"a": 1}
+    assert arguments["initialization_timeout"] == 7
+    assert arguments["heartbeat_timeout_seconds"] == 240, "the membership's silence comes first"
+    assert (arguments["coordinator_address"], arguments["num_processes"], arguments["process_id"]) == (
+        "localhost:1",
+        2,
+        1,
+    )
+
+
+def test_where_only_jax_knows_the_cluster_the_processes_are_compared_afterwards(monkeypatch):
+    monkeypatch.setenv("JAXDL_DISTRIBUTED", "1")
+    monkeypatch.setattr(start, "find_place", lambda _: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: None)
+    texts = [json.dumps({"host": f"h{n}", "told": start.describe_process({"seed": n}, None)}) for n in range(2)]
+
+    def gather(value):
+        if np.ndim(value) == 0:
+            return np.asarray([[len(text)] for text in texts], np.int32)
+        return np.stack([np.frombuffer(text.encode(), np.uint8) for text in texts])
+
+    monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+    with pytest.raises(ConfigError, match=r"seed is 0 on h0 \(process 0\), but 1 on h1 \(process 1\)"):
+        start_devices(MeshConfig())
+
+
+def test_the_launcher_says_how_many_devices(monkeypatch, tmp_path):
+    config = write_config(tmp_path, EXPERIMENT)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "8")
+    assert start.launched_cpu_devices() is None, "without the launcher the config counts"
+    monkeypatch.setenv("JAXDL_HOST", "host0")
+    start_devices(EXPERIMENT.mesh)
+    assert jax.local_device_count() == 8
+    assert parse_command(["--config", str(config), "--devices", "8"]).experiment.mesh.cpu_devices == 8
+    for args in (["--devices", "4"], ["--mesh.cpu-devices", "4"]):
+        with pytest.raises(ConfigError, match=r"--devices 4: the launcher gives each process 8\..*-per-host 4"):
+            parse_command(["--config", str(config), *args])
+
+
+def test_another_experiment_is_named_on_both(tmp_path):
+    config = write_config(tmp_path, EXPERIMENT)
+    pair = start_pair(config, tmp_path / "run", each=[["--seed", "1"], ["--seed", "2"]])
+    for code, output in map(finish, pair):
+        assert code == 2, output
+        assert re.search(r"the same experiment: seed is 1 on \S+ \(process 0\), but 2 on \S+ \(process 1\)", output)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_loss_of_one_ends_the_other(lost, tmp_path):
+    """At once, with the reason as the last line, while its main thread waits in a collective."""
+    config = write_config(tmp_path, EXPERIMENT)
+    pair = start_pair(config, tmp_path / "run")
+    wait_for(pair[0], has_step(tmp_path / "run", 1))
+    os.kill(pair[lost].pid, signal.SIGKILL)
+    before = time.monotonic()
+    code, output = finish(pair[1 - lost])
+    assert time.monotonic() - before < 20
+    assert code == 75, output
+    assert re.search(rf"\(process {lost}\) has gone without a word .*last heard of.*\n$", output), output
+    assert finish(pair[lost])[0] == -signal.SIGKILL
+
+
+def test_a_run_that_is_stuck_writes_its_stacks_and_ends(tmp_path):
+    """Alone in its run: here reading the data never comes back."""
+    config = write_config(tmp_path, EXPERIMENT.replaced({"mesh": MeshConfig(cpu_devices=2)}))
+    code = """
+import sys, threading
+from jaxdl.data import TrainLoader
+from jaxdl.train import main
+def read_for_ever(loader, read=TrainLoader.__next__, count=[0]):
+    count[0] += 1
+    return read(loader) if count[0] < 4 else threading.Event().wait()
+TrainLoader.__next__ = read_for_ever
+main(sys.argv[1:])
+"""
+    command = [sys.executable, "-c", code, "--config", str(config), "--workdir", str(tmp_path / "run")]
+    command += ["--cluster.hang-timeout-sec", "3"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 75, result
+    last = result.stderr.strip().split("\n")[-1]
+    assert re.match(r"error: no step has been finished for [3-9] s, .*the last one was 2 \(phase data\)", last), last
+    for text in (result.stderr, (tmp_path / "run" / "hang-0.txt").read_text()):
+        assert "in read_for_ever" in text

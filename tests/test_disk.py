@@ -1,0 +1,273 @@
+"""A disk that is full, read-only or broken: the run goes on where that is safe, and nothing whole is lost."""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from runs import assert_bit_equal, rows, saved_state, tiny_experiment
+
+import jaxdl
+from jaxdl import trainer
+from jaxdl.checkpoint import Checkpoints
+from jaxdl.mesh import MeshConfig
+from jaxdl.plan import make_initial_state, make_plan
+from jaxdl.report import History
+from jaxdl.report import history as history_module
+from jaxdl.workdir import disk_reason
+
+EXPERIMENT = tiny_experiment(mesh=MeshConfig(), checkpoint={"every_steps": 2, "keep": 1, "keep_best": 0}, steps=8)
+EXPERIMENT = EXPERIMENT.replaced({"evaluation.every_steps": 8, "report.every_steps": 2})
+ONE = jax.devices()[:1]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiled_once():
+    """All runs here are of one plan."""
+    original, found = trainer.compile_steps, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            trainer, "compile_steps", lambda plan: found[0] if found else found.append(original(plan)) or found[0]
+        )
+        yield
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The final state of a run with a disk that works."""
+    return jax.tree.map(np.asarray, train(tmp_path_factory.mktemp("plain")).state)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A folder on a disk of its own, of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(command, capture_output=True).returncode != 0:
+        pytest.skip("a small disk is a tmpfs, and to mount it takes root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def train(workdir):
+    return jaxdl.train(EXPERIMENT, workdir, quiet=True, devices=ONE)
+
+
+def events(workdir):
+    return [row["event"] for row in rows(workdir) if "event" in row]
+
+
+def steps(workdir):
+    """Of whole checkpoints; there must be nothing that is not whole."""
+    names = sorted(path.name for path in (workdir / "checkpoints").iterdir())
+    assert not [name for name in names if "tmp" in name], names
+    return [int(name.removeprefix("step_")) for name in names if name.startswith("step_")]
+
+
+def fill(folder, leave_bytes=0):
+    """Fills the disk."""
+    with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
+        while (free := shutil.disk_usage(folder).free) > leave_bytes:
+            file.write(b"0" * (free - leave_bytes))
+    assert shutil.disk_usage(folder).free <= leave_bytes
+
+
+def at_step(monkeypatch, actions):
+    """Does something just before the step after the given one, when nothing is being written."""
+    original = trainer.Session.advance
+
+    def advance(self):
+        if self.step in actions:
+            self.saver.checkpoints.wait()
+            actions[self.step]()
+        original(self)
+
+    monkeypatch.setattr(trainer.Session, "advance", advance)
+
+
+@pytest.mark.parametrize("leave_bytes", [0, 100_000], ids=["full", "full while it is written"])
+def test_a_full_disk_for_a_while(small_disk, monkeypatch, plain, leave_bytes):
+    seen = {}
+    workdir = small_disk / "run"
+
+    def look():
+        seen["steps"] = steps(workdir)
+
+    def free():
+        look()
+        (small_disk / "filler").unlink()
+
+    at_step(monkeypatch, {3: lambda: fill(small_disk, leave_bytes), 7: free})
+    run = train(workdir)
+    assert seen["steps"] == [2], "what is whole stays, although only one is to be kept"
+    assert steps(workdir) == [8]
+    assert_bit_equal(jax.tree.map(np.asarray, run.state), plain)
+    assert_bit_equal(saved_state(workdir, EXPERIMENT), plain)
+    assert events(workdir) == [
+        f"the checkpoint of step {step} could not be written: No space left on device; training goes on; the newest "
+        "whole one is of step 2"
+        for step in (4, 6)
+    ]
+    assert [row["step"] for row in rows(workdir) if "train/loss" in row] == [2, 4, 6, 8], "what was missing came later"
+
+
+def test_a_disk_that_stays_full_is_an_error_in_the_end(small_disk, monkeypatch, plain, capsys):
+    workdir = small_disk / "run"
+    at_step(monkeypatch, {3: lambda: fill(small_disk)})
+    with pytest.raises(jaxdl.Interrupted, match="1") as ended:
+        train(workdir)
+    assert ended.value.code == 1
+    assert "the state of step 8 could not be saved" in ended.value.message
+    assert "the newest checkpoint is of step 2" in ended.value.message
+    output = capsys.readouterr().out
+    assert output.count("metrics.jsonl could not be written") <= 1, "its last block may have room"
+    assert "summary.json could not be written" in output
+    assert "curves.png could not be written" in output
+    (small_disk / "filler").unlink()
+    assert_bit_equal(jax.tree.map(np.asarray, train(workdir).state), plain)
+
+
+def test_a_workdir_that_becomes_read_only_or_is(small_disk, monkeypatch):
+    workdir = small_disk / "run"
+
+    def remount(how):
+        subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True)
+
+    at_step(monkeypatch, {3: lambda: remount("ro"), 5: lambda: remount("rw")})
+    # A file that is open for writing forbids the change.
+    monkeypatch.setattr(History, "write", lambda self, row: self.rows.append(dict(row)))
+    monkeypatch.setattr(History, "_reopen", lambda self, anew: None)
+    run = train(workdir)
+    told = [text for text in run.history["event"] if text]
+    assert [text[:70] for text in told] == ["the checkpoint of step 4 could not be written: Read-only file system; "]
+    assert steps(workdir) == [8]
+    remount("ro")
+    with pytest.raises(jaxdl.ConfigError, match=r"Read-only file system.* Choose a folder that can be written"):
+        train(workdir)
+    with pytest.raises(jaxdl.ConfigError, match=r"Read-only file system.* Choose a folder that can be written"):
+        train(small_disk / "other")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO])
+def test_what_a_disk_refuses(tmp_path, monkeypatch, number):
+    def refuse(self):
+        raise OSError(number, os.strerror(number))
+
+    plan = make_plan(EXPERIMENT, ONE)
+    state = make_initial_state(plan)
+    checkpoints = Checkpoints(tmp_path, EXPERIMENT.checkpoint, best_metric="accuracy", best_mode="max")
+    checkpoints.save(state, 1, evaluated_step=-1, metrics=None)
+    checkpoints.wait()
+    assert checkpoints.take_notes() == []
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoints, "_probe", refuse)
+        checkpoints.save(state, 2, evaluated_step=-1, metrics=None)
+    checkpoints.wait()
+    (note,) = checkpoints.take_notes()
+    assert note.startswith(f"the checkpoint of step 2 could not be written: {os.strerror(number)}; training goes on")
+    assert checkpoints.steps == steps(tmp_path) == [1]
+    checkpoints.save(state, 3, evaluated_step=-1, metrics=None)
+    checkpoints.wait()
+    assert checkpoints.steps == steps(tmp_path) == [3]
+    checkpoints.close()
+
+
+@pytest.mark.parametrize("where", ["save", "_finalize_checkpoint"])
+def test_what_fails_at_once_and_what_fails_later(tmp_path, monkeypatch, where):
+    """An error of the writer's library, in its own words: when the write begins, and in its thread."""
+
+    def refuse(*_, **__):
+        raise ValueError("INTERNAL: Error writing file: [OS error 28: No space left on device]")
+
+    plan = make_plan(EXPERIMENT, ONE)
+    state = make_initial_state(plan)
+    checkpoints = Checkpoints(tmp_path, EXPERIMENT.checkpoint, best_metric="accuracy", best_mode="max")
+    checkpoints.save(state, 1, evaluated_step=-1, metrics=None)
+    checkpoints.wait()
+    with monkeypatch.context() as patch:
+        if where == "save":
+            patch.setattr(ocp.CheckpointManager, "save", refuse)
+        else:
+            patch.setattr(ocp.AsyncCheckpointer, "_save_step_metadata", refuse)
+        checkpoints.save(state, 2, evaluated_step=-1, metrics=None)
+        checkpoints.wait()
+    assert "step 2 could not be written: No space left on device" in checkpoints.take_notes()[0]
+    assert checkpoints.steps == steps(tmp_path) == [1]
+    checkpoints.save(state, 3, evaluated_step=-1, metrics=None)
+    checkpoints.wait()
+    assert checkpoints.steps == steps(tmp_path) == [3]
+    checkpoints.close()
+
+
+def test_other_errors_are_not_the_disks():
+    assert disk_reason(ValueError("no")) is None
+    assert disk_reason(OSError(errno.ENOENT, "not there")) is None
+    chained = RuntimeError("the write failed")
+    chained.__cause__ = OSError(errno.EDQUOT, "over")
+    assert disk_reason(chained) == os.strerror(errno.EDQUOT)
+
+
+def test_history_goes_on_after_an_outage(tmp_path, monkeypatch):
+    told = []
+    history = History(tmp_path, tensorboard=False, warn=told.append)
+    history.write({"step": 1, "loss": 1.0})
+
+    class Full:
+        def write(self, line):
+            return len(line) // 2
+
+        def close(self):
+            raise OSError(errno.EIO, "gone")
+
+    history._file.close()
+    history._file = Full()
+    history.write({"step": 2, "loss": 2.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(history_module, "replace_file", lambda *_: history._file.nothing())
+        patch.setattr(History, "_reopen", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        history.write({"step": 3, "loss": 3.0})
+    history.event(3, "again")
+    history.close()
+    assert [row["step"] for row in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())] == [
+        1,
+        2,
+        3,
+        3,
+    ]
+    assert told == ["metrics.jsonl could not be written: No space left on device; tried again with every report"]
+
+
+def test_tensorboard_on_a_full_disk_holds_nothing_up(small_disk):
+    told = []
+    history = History(small_disk / "run", warn=told.append)
+    history.write({"step": 0, "loss": 0.0})
+    fill(small_disk)
+    for step in range(1, 400):
+        history.write({"step": step, "loss": 1.0})
+    history.close()
+    assert len(history.rows) == 400
+    assert sum("TensorBoard" in text for text in told) <= 1
+    assert sum("metrics.jsonl" in text for text in told) == 1
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
+def test_a_half_written_checkpoint_is_none(tmp_path, plain, share):
+    """A run that is killed while it writes leaves a folder under another name, whatever is in it."""
+    train(tmp_path)
+    newest = tmp_path / "checkpoints" / "step_8"
+    half = tmp_path / "checkpoints" / "step_9.orbax-checkpoint-tmp"
+    shutil.copytree(newest, half)
+    for path in half.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes()
+            path.write_bytes(content[: int(share * len(content))])
+    before = train(tmp_path)
+    assert_bit_equal(jax.tree.map(np.asarray, before.state), plain)
+    assert steps(tmp_path) == [8]

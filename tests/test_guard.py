@@ -1,0 +1,391 @@
+"""Bad numbers: steps that are skipped, spikes, going back to a checkpoint, and stopping with a report."""
+
+import itertools
+import json
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import assert_bit_equal, rows, saved_state, tiny_experiment
+
+import jaxdl
+from jaxdl import trainer
+from jaxdl.checkpoint import Checkpoints
+from jaxdl.config import ConfigError
+from jaxdl.data import TrainLoader
+from jaxdl.exchange import TopK
+from jaxdl.guard import GuardConfig
+from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.plan import compile_train_step, make_initial_state, make_plan
+from jaxdl.precision import Float16
+from jaxdl.recovery import Recovery, pass_over
+from jaxdl.report import Diverged, Reporter, plot_history
+from jaxdl.saving import Saver
+from jaxdl.step import make_train_step
+from jaxdl.tasks import Classification
+
+LOSS, GRADIENT = 1000, 2000
+"""A label of at least this much makes its example's loss NaN, or only the gradient of that."""
+FOUR = jax.devices()[:4]
+
+
+@pytest.fixture(autouse=True)
+def poisonous_labels(monkeypatch):
+    original = Classification.sums
+
+    def sums(self, outputs, batch, *, train):
+        found = original(self, outputs, batch, train=train)
+        if train:
+            label, square = batch["label"], jnp.sum(outputs.astype(jnp.float32) ** 2)
+            bad_loss = jnp.any((label >= LOSS) & (label < GRADIENT))
+            # The root's slope at 0 is infinite.
+            root = jnp.sqrt(jnp.where(jnp.any(label >= GRADIENT), 0 * square, 1.0))
+            bad_gradient = jnp.where(jnp.any(label >= GRADIENT), root, 0)
+            found["loss"] = found["loss"] + jnp.where(bad_loss, jnp.nan, 0) + bad_gradient
+        return found
+
+    monkeypatch.setattr(Classification, "sums", sums)
+
+
+def poisoned(batch, value):
+    """The batch with a label that makes the numbers of one example, on one replica, bad."""
+    label = np.array(batch["label"])
+    label[0] = value
+    return batch | {"label": jax.device_put(label, batch["label"].sharding)}
+
+
+# One step
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+@pytest.mark.parametrize(("mesh", "num_devices"), [(MeshConfig(), 1), (MeshConfig(replica=2, fsdp=2, tensor=2), 8)])
+def test_a_bad_step_changes_nothing_but_counters(mesh, num_devices, precision):
+    exchange = TopK(density=0.05, min_elements=64)
+    experiment = tiny_experiment(mesh=mesh, precision={"kind": precision}, exchange=exchange)
+    plan = make_plan(experiment, jax.devices()[:num_devices])
+    step, state = compile_train_step(plan), make_initial_state(plan)
+    kinds = [None, LOSS, GRADIENT, None, LOSS, None]
+    bad_steps, in_row, overflows, rates = 0, 0, 0, []
+    with TrainLoader(
+        plan.splits.train, batch_size=16, seed=0, sharding=batch_sharding(plan.parts.layout.mesh),
+        start_step=0, num_steps=len(kinds),
+    ) as loader:  # fmt: skip
+        for number, (kind, batch) in enumerate(zip(kinds, loader, strict=True), start=1):
+            before = jax.device_get(state)
+            state, metrics = step(state, batch if kind is None else poisoned(batch, kind))
+            after, metrics = jax.device_get((state, metrics))
+            # A finite loss with a gradient that is not is what a loss scale that is too high looks like.
+            overflow = kind == GRADIENT and precision == "float16"
+            bad = kind is not None and not overflow
+            bad_steps, in_row, overflows = bad_steps + bad, in_row + 1 if bad else 0, overflows + overflow
+            assert (after.step, after.guard["bad_steps"], after.guard["bad_in_row"]) == (number, bad_steps, in_row)
+            assert (metrics["bad_steps"], metrics["bad_in_row"]) == (bad_steps, in_row)
+            kept = {name: getattr(after, name) for name in ("params", "model_state", "opt_state", "ema_params", "key")}
+            kept["exchange_state"] = after.exchange_state
+            if kind is not None:
+                assert_bit_equal(kept, {name: getattr(before, name) for name in kept})
+                assert np.isnan(metrics["grad_norm"])
+                assert np.isnan(metrics["exchange/residual_norm"])
+            else:
+                assert np.isfinite(metrics["grad_norm"])
+                assert any(
+                    (a != b).any() for a, b in zip(*map(jax.tree.leaves, (before.params, after.params)), strict=True)
+                )
+                rates.append(float(metrics["learning_rate"]))
+            if overflow:
+                assert after.loss_scale["scale"] == before.loss_scale["scale"] / 2
+            if bad and precision == "float16":
+                assert_bit_equal(after.loss_scale, before.loss_scale)
+            assert all(np.isfinite(x).all() for x in jax.tree.leaves(kept))
+    assert num_devices == 1 or any(x.any() for x in jax.tree.leaves(kept["exchange_state"])), "something is owed"
+    assert rates == [float(np.float32(plan.parts.learning_rate(number))) for number in range(3)]
+    if precision == "float16":
+        assert after.loss_scale["skipped_steps"] == overflows == 1
+
+
+def test_an_overflow_at_the_lowest_loss_scale_is_bad():
+    scale = Float16(initial_scale=2.0**40, min_scale=2.0**40, max_scale=2.0**40)
+    plan = make_plan(tiny_experiment(mesh=MeshConfig(), precision=scale), jax.devices()[:1])
+    batch = plan.splits.train.batch(np.arange(16))
+    state, metrics = make_train_step(plan.parts)(make_initial_state(plan), batch)
+    assert (metrics["bad_steps"], metrics["skipped_steps"]) == (1, 0)
+    assert state.loss_scale["scale"] == 2.0**40
+
+
+def test_the_guard_costs_no_copy_of_the_state_and_keeps_the_donation():
+    experiment = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), exchange=TopK(density=0.05, min_elements=64))
+    on, off = (
+        compile_train_step(make_plan(one, FOUR)).memory_analysis()
+        for one in (experiment, experiment.replaced({"guard.skip_nonfinite": False}))
+    )
+    assert on.alias_size_in_bytes == off.alias_size_in_bytes + 8, "the guard's two counters are donated too"
+    assert on.temp_size_in_bytes - off.temp_size_in_bytes < 0.25 * off.alias_size_in_bytes
+
+
+# Spikes
+
+
+def test_spikes_against_numpy():
+    window, deviations = 16, 3.0
+    config = GuardConfig(spike_deviations=deviations, spike_window_steps=window)
+    random = np.random.default_rng(0)
+    losses = (2 + 0.1 * random.normal(size=200)).astype(np.float32)
+    losses[[5, 40, 41, 150]] = [9, 5, np.nan, 2.9]
+    losses[100:] -= 0.5
+    guard, weights, good, spikes = config.init_guard(), np.zeros(0), np.zeros(0), []
+
+    @jax.jit
+    def step(guard, loss):
+        kept = jnp.isfinite(loss) & ~config.is_spike(guard, loss)
+        return kept, config.next_guard(guard, loss, kept=kept, bad=~kept)
+
+    for number, loss in enumerate(losses):
+        # From the weights of all losses, not from the mean before.
+        mean = np.sum(weights * good)
+        deviation = np.sqrt(np.sum(weights * (good - mean) ** 2))
+        spike = len(good) >= window and loss > mean + deviations * deviation
+        kept, guard = step(guard, loss)
+        assert bool(kept) == (np.isfinite(loss) and not spike), number
+        if not kept:
+            spikes.append(number)
+            continue
+        share = 1 / min(len(good) + 1, window)
+        weights, good = np.append(weights * (1 - share), share), np.append(good, np.float64(loss))
+        mean = np.sum(weights * good)
+        np.testing.assert_allclose(guard["mean"], mean, rtol=1e-5)
+        np.testing.assert_allclose(guard["variance"], np.sum(weights * (good - mean) ** 2), rtol=1e-3, atol=1e-7)
+    assert {40, 41, 150} <= set(spikes)
+    assert 5 not in spikes, "the statistics were not warm yet"
+    assert len(spikes) < 10
+    assert guard["bad_steps"] == len(spikes)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"skip_nonfinite": False, "rollback_after": 3}, "guard.rollback_after = 3: without skip_nonfinite"),
+        ({"skip_nonfinite": False, "spike_deviations": 3.0}, "guard.spike_deviations = 3.0: without"),
+        ({"spike_window_steps": 64}, "guard.spike_window_steps = 64: no spike is looked for"),
+    ],
+)
+def test_settings_that_cannot_take_effect(values, message):
+    with pytest.raises(ConfigError, match=message):
+        GuardConfig(**values)
+
+
+# Whole runs
+
+
+RUN = tiny_experiment(
+    mesh=MeshConfig(replica=2, fsdp=2),
+    steps=16,
+    exchange=TopK(density=0.05, min_elements=64),
+    checkpoint={"every_steps": 4, "keep": 3, "keep_best": 0},
+    evaluation={"every_steps": 8},
+    report={"every_steps": 3, "tensorboard": False},
+    guard={"rollback_after": 3},
+)
+BAD = range(7, 13)
+"""The first row, 7 to 9, is passed over from the checkpoint at 4 on; the next one follows on it, so more is."""
+
+
+class Killed(BaseException):
+    """Ends a run where it is."""
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return {}
+
+
+@pytest.fixture
+def bad_batches(monkeypatch, compiled):
+    """Sets the steps whose batches are bad; compiled steps are shared, since all runs here are of one plan."""
+    bad = set(BAD)
+
+    class Loader(TrainLoader):
+        def __init__(self, *args, start_step, **kwargs):
+            super().__init__(*args, start_step=start_step, **kwargs)
+            self.steps = itertools.count(start_step + 1)
+
+        def __next__(self):
+            batch = super().__next__()
+            return poisoned(batch, LOSS) if next(self.steps) in bad else batch
+
+    original = trainer.compile_steps
+
+    def compile_steps(plan):
+        key = plan.experiment.replaced({"guard.rollback_after": 8, "guard.max_rollbacks": 2}).to_json()
+        if key not in compiled:
+            compiled[key] = original(plan)
+        return compiled[key]
+
+    monkeypatch.setattr(trainer, "TrainLoader", Loader)
+    monkeypatch.setattr(trainer, "compile_steps", compile_steps)
+    return bad
+
+
+def train(workdir, experiment=RUN):
+    return jaxdl.train(experiment, workdir, quiet=True, devices=FOUR)
+
+
+def measured(workdir):
+    """The rows of the history, without what depends on the clock, and without its events."""
+    return [
+        {name: value for name, value in row.items() if name != "examples_per_sec"}
+        for row in rows(workdir)
+        if "event" not in row
+    ]
+
+
+def events(workdir):
+    return [(row["step"], row["event"]) for row in rows(workdir) if "event" in row]
+
+
+@pytest.fixture(scope="module")
+def rolled_back():
+    """Filled by the first test of a run that went back: its workdir."""
+    return {}
+
+
+@pytest.fixture
+def whole(rolled_back, bad_batches, tmp_path_factory):
+    """`(workdir, run)` of a run that was never killed."""
+    if not rolled_back:
+        workdir = tmp_path_factory.mktemp("whole")
+        rolled_back["found"] = workdir, train(workdir)
+    return rolled_back["found"]
+
+
+def test_a_run_goes_back_and_passes_over(whole, compiled):
+    workdir, run = whole
+    # By hand: the first four steps, none of 5 to 12, and then the others.
+    plan = make_plan(RUN, FOUR)
+    state, step = make_initial_state(plan), next(iter(compiled.values()))[0]
+    with TrainLoader(
+        plan.splits.train, batch_size=16, seed=0, sharding=batch_sharding(plan.parts.layout.mesh),
+        start_step=0, num_steps=16,
+    ) as loader:  # fmt: skip
+        for number, batch in enumerate(loader, start=1):
+            state = pass_over(state) if 5 <= number <= 12 else step(state, batch)[0]
+    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, state)))
+    assert int(run.state.guard["bad_steps"]) == 8
+    first = "went back from step 9 to the checkpoint of step 4: steps 7 to 9 were bad; the batches of steps 7 to 9 are"
+    second = "went back from step 12 to the checkpoint of step 4: steps 10 to 12 were bad; the batches of steps 5 to 12"
+    told = [text for _, text in events(workdir) if text.startswith("went back")]
+    assert [text[: len(start)] for text, start in zip(told, (first, second), strict=True)] == [first, second]
+    assert run.summary["num_rollbacks"] == 2
+    assert run.summary["num_restarts"] == 0
+    assert [row["step"] for row in measured(workdir)] == [3, 4, 8, 15, 16, 16]
+    assert all(row["train/loss"] is not None for row in measured(workdir) if "train/loss" in row)
+    assert {path.name for path in (workdir / "checkpoints" / "left").iterdir()} == {"step_8"}
+    assert len(plot_history(run.history).axes[0].lines) > 2
+
+
+KILLS = {
+    "when the row is seen": (Recovery, "go_back"),
+    "when it is on disk": (Checkpoints, "put_aside_after"),
+    "when checkpoints are put aside": (Checkpoints, "_move"),
+    "before the restore": (Saver, "restore"),
+    "after the restore": (Reporter, "go_back"),
+    "while passing over": (Reporter, "pass_over"),
+    "while training again": (trainer.Session, "evaluate"),
+}
+
+
+@pytest.mark.parametrize(
+    ("when", "after"), [*((when, False) for when in KILLS), ("when checkpoints are put aside", True)]
+)
+def test_killed_around_a_rollback(tmp_path, whole, monkeypatch, when, after):
+    owner, name = KILLS[when]
+    original, calls = getattr(owner, name), itertools.count()
+    # Of both rollbacks, the second: more is on disk by then. `restore` is also called at the start.
+    fatal = {"restore": 2, "go_back": 1, "put_aside_after": 1, "pass_over": 4}.get(name, 0)
+
+    def deadly(*args, **kwargs):
+        last = next(calls) == fatal
+        if last and not after:
+            raise Killed
+        result = original(*args, **kwargs)
+        if last:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(owner, name, deadly)
+    with pytest.raises(Killed):
+        train(tmp_path)
+    monkeypatch.setattr(owner, name, original)
+    run = train(tmp_path)
+    workdir, uninterrupted = whole
+    assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (run, uninterrupted)))
+    assert measured(tmp_path) == measured(workdir)
+    assert json.loads((tmp_path / "skipped.json").read_text()) == json.loads((workdir / "skipped.json").read_text())
+    assert run.summary["num_rollbacks"] == 2
+    assert any("resumed" in text for _, text in events(tmp_path))
+
+
+@pytest.mark.parametrize("step", [8, 11])
+def test_a_signal_in_a_row_of_bad_steps_saves_none_of_it(tmp_path, whole, monkeypatch, step):
+    original, sent = trainer.Session.advance, []
+
+    def advance(self):
+        original(self)
+        if self.step == step and not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    monkeypatch.setattr(trainer.Session, "advance", advance)
+    with pytest.raises(jaxdl.Interrupted) as stopped:
+        train(tmp_path)
+    assert stopped.value.code == 128 + signal.SIGTERM
+    saved = {int(path.name.split("_")[1]) for path in (tmp_path / "checkpoints").glob("step_*")}
+    assert not saved & {7, 9, 10, 11, 12}
+    run = train(tmp_path)
+    assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (run, whole[1])))
+
+
+def test_going_back_is_tried_so_often_and_then_the_run_stops_with_a_report(tmp_path, bad_batches):
+    bad_batches |= set(range(7, 17))
+    with pytest.raises(Diverged, match=r"not finite at step \d+ .*2 returns to a checkpoint.*max_rollbacks = 2") as end:
+        train(tmp_path)
+    report = (tmp_path / "diverged.md").read_text()
+    assert str(tmp_path / "diverged.md") in str(end.value)
+    assert "| 13 | nan |" in report
+    assert report.count("went back from step") == 2
+    assert "--optimizer.learning-rate" in report
+
+
+def test_without_a_checkpoint_before_or_a_workdir_the_run_stops(tmp_path, bad_batches):
+    bad_batches |= set(range(2, 7))
+    with pytest.raises(Diverged, match="without a --workdir there is no checkpoint"):
+        train(None)
+    with pytest.raises(Diverged, match="there is no checkpoint from before them"):
+        train(tmp_path)
+
+
+def test_few_bad_steps_are_only_skipped(tmp_path, bad_batches, capsys):
+    bad_batches &= {7, 8}
+    run = train(tmp_path)
+    assert int(run.state.guard["bad_steps"]) == 2
+    assert run.summary["num_rollbacks"] == 0
+    assert not (tmp_path / "skipped.json").exists()
+    assert "bad numbers, skipped: step 7: loss nan" in capsys.readouterr().out
+    assert not (tmp_path / "checkpoints" / "step_8").exists(), "it would be of a row under way"
+    assert (8, "no checkpoint of step 8: the last steps are bad") in events(tmp_path)
+    assert_bit_equal(saved_state(tmp_path, RUN).params, jax.tree.map(np.asarray, run.state.params))
+
+
+def test_without_the_guard_the_first_bad_step_ends_the_run(tmp_path, bad_batches):
+    with pytest.raises(Diverged, match=r"not finite at step 7 .*skip_nonfinite is off"):
+        train(tmp_path, RUN.replaced({"guard": GuardConfig(skip_nonfinite=False)}))
+
+
+def test_a_restart_is_in_the_history(tmp_path, bad_batches, monkeypatch):
+    bad_batches.clear()
+    monkeypatch.setenv("JAXDL_RESTART", "2")
+    monkeypatch.setenv("JAXDL_RESTART_REASON", "host2 ended with -9 (SIGKILL)")
+    run = train(tmp_path)
+    assert events(tmp_path) == [(0, "restarted after host2 ended with -9 (SIGKILL) (restart 2)")]
+    assert run.summary["num_restarts"] == 1

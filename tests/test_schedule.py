@@ -1,0 +1,283 @@
+"""What hides the exchange: programs played by hand-made schedules, messages kept apart, and the compiler's options."""
+
+import importlib.util
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exchange_cases import NAMED_SHAPES, ORDER, PLACES, Run
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from runs import tiny_experiment
+
+from jaxdl.bench import __main__ as command_line
+from jaxdl.bench import schedule
+from jaxdl.bench.h100 import h100_mesh
+from jaxdl.bench.scheme import operations
+from jaxdl.compiler import CompilerConfig, Links, hlo
+from jaxdl.compiler.timeline import play
+from jaxdl.config import ConfigError
+from jaxdl.exchange import (
+    Dense,
+    GradientLayout,
+    PowerSGD,
+    Quantized,
+    TopK,
+    exchanged_on_mesh,
+    init_on_mesh,
+    state_specs,
+)
+from jaxdl.exchange.buckets import held_back, in_turn, make_buckets
+from jaxdl.mesh import MeshConfig
+from jaxdl.plan import compile_train_step, make_plan
+
+AXES = {"replica": 2, "fsdp": 4}
+LINKS = Links(replica_bytes_per_sec=1e9, inner_bytes_per_sec=1e11, replica_latency_sec=1e-6, inner_latency_sec=0.0)
+# A kernel that moves 2 x 33.5 MB takes 20 us at 3.35 TB/s; the all-reduce of 40 kB over two replicas 41 us.
+PROGRAM = """HloModule jit_train_step, is_scheduled=true, entry_computation_layout={()->f32[]}
+
+%sum (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  ROOT %b = f32[] parameter(1)
+}
+
+%copied (p: f32[8375000]) -> f32[8375000] {
+  %p = f32[8375000]{0} parameter(0)
+  ROOT %n = f32[8375000]{0} negate(%p)
+}
+
+ENTRY %main (x: f32[8375000], g: f32[10000]) -> f32[8375000] {
+  %x = f32[8375000]{0} parameter(0)
+  %g = f32[10000]{0} parameter(1)
+  %forward = f32[8375000]{0} fusion(%x), kind=kLoop, calls=%copied, metadata={op_name="jit(step)/jvp(model)/neg"}
+  %one = f32[8375000]{0} fusion(%forward), kind=kLoop, calls=%copied, metadata={op_name="transpose(jvp(model))/neg"}
+  %start = f32[10000]{0} all-reduce-start(%g), replica_groups={{0,4},{1,5},{2,6},{3,7}}, to_apply=%sum
+  %two = f32[8375000]{0} fusion(%one), kind=kLoop, calls=%copied, metadata={op_name="transpose(jvp(model))/neg"}
+  BETWEEN
+  %done = f32[10000]{0} all-reduce-done(%start)
+  ROOT %three = f32[8375000]{0} fusion(%two), kind=kLoop, calls=%copied, metadata={op_name="jit(step)/sub"}
+}
+"""
+INNER = "%inner = f32[1000000]{0} all-reduce(%g), replica_groups=[2,4]<=[8], to_apply=%sum"
+KERNEL = 2 * 4 * 8_375_000 / 3.35e12
+
+
+def played(between="", links=LINKS):
+    return play(hlo.parse(PROGRAM.replace("BETWEEN", between)), AXES, links)
+
+
+def test_a_message_beside_one_kernel():
+    timeline = played()
+    [one] = timeline.exchange
+    assert (one.kind, one.axes, one.sent_bytes, one.is_async) == ("all-reduce", ("replica",), 40_000, True)
+    assert one.kernels == {"fusion": 1}
+    assert one.started_sec == pytest.approx(2 * KERNEL)
+    assert one.seconds == pytest.approx(41e-6)
+    assert one.compute_sec == pytest.approx(KERNEL)
+    assert one.hidden == timeline.hidden_share == pytest.approx(KERNEL / 41e-6)
+    assert timeline.backward == pytest.approx((KERNEL, 3 * KERNEL))
+    assert schedule.place_in_backward(timeline, one) == pytest.approx(0.5)
+    assert timeline.compute_sec == pytest.approx(4 * KERNEL)
+    assert timeline.total_sec == pytest.approx(3 * KERNEL + 41e-6)
+    assert timeline.waiting_sec == pytest.approx(41e-6 - KERNEL)
+
+
+def test_a_fast_network_is_hidden_whole():
+    timeline = played(links=Links(1e12, 1e12, replica_latency_sec=0.0))
+    assert timeline.hidden_share == 1.0
+    assert timeline.waiting_sec == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize(("apart", "inner_begins"), [(False, 2 * KERNEL + 41e-6), (True, 3 * KERNEL)])
+def test_messages_inside_a_replica_wait_for_the_network_on_a_shared_stream(apart, inner_begins):
+    links = Links(1e9, 1e11, 1e-6, 0.0, apart=apart)
+    timeline = played(INNER, links)
+    [inner] = [one for one in timeline.messages if not one.over_replica]
+    assert not inner.is_async
+    assert inner.begin_sec == pytest.approx(inner_begins)
+    assert inner.seconds == pytest.approx(2 * 3 / 4 * 4_000_000 / 1e11)
+
+
+def test_a_program_without_an_order_is_refused():
+    with pytest.raises(ValueError, match="not scheduled"):
+        play(hlo.parse(PROGRAM.replace(", is_scheduled=true", "")), AXES, LINKS)
+
+
+def test_loops_slices_and_products():
+    text = """HloModule m, is_scheduled=true
+
+%body (t: f32[12,512,512]) -> f32[512,512] {
+  %t = f32[12,512,512]{2,1,0} parameter(0)
+  %s = f32[512,512]{1,0} fusion(%t), kind=kLoop, calls=%sliced
+  %gathered = f32[512,512]{1,0} all-gather(%s), replica_groups=[2,4]<=[8], dimensions={0}
+  ROOT %d = f32[512,512]{1,0} fusion(%gathered, %gathered), kind=kCustom, calls=%product
+}
+
+%sliced (p: f32[12,512,512]) -> f32[512,512] {
+  %p = f32[12,512,512]{2,1,0} parameter(0)
+  %i = s32[] constant(0)
+  ROOT %ds = f32[1,512,512]{2,1,0} dynamic-slice(%p, %i, %i, %i), dynamic_slice_sizes={1,512,512}
+}
+
+%product (a: f32[512,512], b: f32[512,512]) -> f32[512,512] {
+  %a = f32[512,512]{1,0} parameter(0)
+  %b = f32[512,512]{1,0} parameter(1)
+  ROOT %dot = f32[512,512]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (x: f32[12,512,512]) -> f32[512,512] {
+  %x = f32[12,512,512]{2,1,0} parameter(0)
+  ROOT %loop = f32[512,512]{1,0} while(%x), condition=%c, body=%body, backend_config={"known_trip_count":{"n":"12"}}
+}
+"""
+    module = hlo.parse(text)
+    body = module.computations["body"]
+    slice_bytes = 4 * 512 * 512
+    assert module.seconds("body", body["s"]) == pytest.approx(2 * slice_bytes / 3.35e12)
+    assert module.seconds("body", body["d"]) == pytest.approx(max(3 * slice_bytes / 3.35e12, 2 * 512**3 / 494e12))
+    timeline = play(module, AXES, LINKS)
+    [gather] = timeline.messages
+    assert (gather.kind, gather.axes, gather.times) == ("all-gather", ("fsdp",), 12)
+    assert timeline.compute_sec == pytest.approx(12 * module.total_sec("body"))
+    assert timeline.total_sec == pytest.approx(timeline.compute_sec + 12 * gather.seconds)
+    assert module.kernels("main", module.computations["main"]["loop"]) == {"fusion": 12, "matmul": 12}
+
+
+def test_flops_of_a_convolution():
+    line = "bf16[64,56,56,64] custom-call(%x, %w), dim_labels=b01f_o01i->b01f, window={size=3x3}"
+    text = (
+        "HloModule m, is_scheduled=true\n\nENTRY %main (x: bf16[64,56,56,64]) -> bf16[1] {\n"
+        "  %x = bf16[64,56,56,64] parameter(0)\n  %w = bf16[64,3,3,64] parameter(1)\n"
+        f'  ROOT %cudnn-conv = {line}, custom_call_target="__cudnn$convForward"\n}}\n'
+    )
+    module = hlo.parse(text)
+    one = module.computations["main"]["cudnn-conv"]
+    num_bytes = 2 * (2 * 64 * 56 * 56 * 64 + 64 * 9 * 64)
+    assert module.seconds("main", one) == pytest.approx(
+        max(2 * 64 * 56 * 56 * 64 * 9 * 64 / 989e12, num_bytes / 3.35e12)
+    )
+    assert module.kernels("main", one) == {"conv": 1}
+
+
+def test_what_is_ready_first_is_sent_first():
+    """A bucket is ready with its last gradient, whatever the order in which buckets got full."""
+    specs = {"a": P("fsdp"), "b": P(), "c": P("fsdp"), "d": P("fsdp")}
+    layout = GradientLayout(specs=specs, inner={"fsdp": 2}, order=("a", "b", "c", "d"))
+    buckets = make_buckets(["a", "b", "c", "d"], dict.fromkeys(specs, (10,)), layout, max_elements=20)
+    assert [bucket.names for bucket in buckets] == [("a", "c"), ("b",), ("d",)]
+    assert [buckets[number].names for number in in_turn(buckets, layout.order)] == [("b",), ("a", "c"), ("d",)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_held_back_is_the_same_number(dtype):
+    x = jnp.asarray([1.5, -0.0, np.nan, np.inf], dtype)
+    for last in (0.0, np.nan, -np.inf, 3.25):
+        held = jax.jit(held_back)(x, jnp.asarray(last, dtype))
+        assert np.array_equal(np.asarray(held).view(np.uint8), np.asarray(x).view(np.uint8))
+    assert held_back(x, None) is x
+
+
+MANY = {"bucket_mib": 0.004, "min_elements": 0}
+APART = {
+    "dense": Dense(bucket_mib=0.004),
+    "topk": TopK(density=0.1, method="block", **MANY),
+    "quantized": Quantized(block_size=8, **MANY),
+    "powersgd": PowerSGD(rank=1, bucket_mib=0.004, min_elements=100),
+}
+
+
+@pytest.mark.parametrize(("exchange", "kind"), [("dense", "all-reduce"), ("topk", "all-gather")])
+def test_each_bucket_is_a_message(exchange, kind):
+    """XLA for CPUs merges all-reduces as well; what depends on one another stays apart."""
+    run = Run(APART[exchange], PLACES["replica 8"])
+    sizes = dict(NAMED_SHAPES)
+    buckets = make_buckets(ORDER, sizes, run.place.layout, max_elements=APART[exchange].bucket_elements)
+    assert len(buckets) == 4
+    # Beside them is the sum of the norms, which XLA may put into the last one.
+    kinds = [one.kind for one in operations(str(run.compiled.as_text()), run.mesh.shape)]
+    assert kinds.count(kind) in ((4, 5) if exchange == "dense" else (4,))
+
+
+has_cuda_compiler = importlib.util.find_spec("jax_cuda12_plugin") is not None
+
+
+@pytest.mark.skipif(not has_cuda_compiler, reason="JAX's CUDA compiler (jax_cuda12_plugin) is not installed")
+@pytest.mark.parametrize("exchange", list(APART))
+def test_xla_merges_no_messages_for_the_h100(exchange):
+    """Default thresholds merge everything below 30 MB that is independent."""
+    mesh = h100_mesh({"replica": 8})
+    specs = {f"w{number}": P() for number in range(4)}
+    shapes = {name: jax.ShapeDtypeStruct((64, 32), jnp.float32) for name in specs}
+    built = APART[exchange].build(GradientLayout(specs=specs))
+    places = state_specs(built, shapes, specs, mesh)
+    state = jax.eval_shape(lambda: init_on_mesh(built, shapes, specs, mesh))
+    update = exchanged_on_mesh(built, specs, places, mesh)
+
+    def struct(x, spec):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    grads = {name: struct(jax.ShapeDtypeStruct((8, *x.shape), x.dtype), P("replica")) for name, x in shapes.items()}
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    text = jax.jit(update).lower(grads, jax.tree.map(struct, state, places), key).compile().as_text()
+    assert text is not None
+    kinds = [one.kind for one in operations(text, mesh.shape)]
+    counts = {
+        "dense": {"all-reduce": 4},
+        "topk": {"all-gather": 4, "all-reduce": 1},
+        "quantized": {"all-to-all": 4, "all-gather": 4, "all-reduce": 1},
+        "powersgd": {"all-reduce": 9},
+    }
+    assert {kind: kinds.count(kind) for kind in set(kinds) - {"sort"}} == counts[exchange]
+    timeline = play(hlo.parse(text), mesh.shape, LINKS)
+    assert all(one.is_async for one in timeline.exchange)
+
+
+def test_options_of_the_compiler():
+    where = {"num_replicas": 2, "num_inner": 4, "bucket_elements": 1000.5}
+    name = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+    assert CompilerConfig().resolved("gpu", **where) == {name: 1000}
+    assert CompilerConfig().resolved("cpu", **where) == {}
+    assert CompilerConfig().resolved("gpu", **where | {"num_replicas": 1}) == {}
+    assert CompilerConfig().resolved("gpu", **where | {"num_inner": 1}) == {}
+    own = CompilerConfig(options=(f"{name}=5", "xla_gpu_x=True", "xla_y=1.5", "xla_z=a,b"))
+    assert own.resolved("gpu", **where) == {name: 5, "xla_gpu_x": True, "xla_y": 1.5, "xla_z": "a,b"}
+    with pytest.raises(ConfigError, match="not NAME=VALUE"):
+        CompilerConfig(options=("gpu_x=1",))
+    with pytest.raises(ConfigError, match="xla_gpu_x is set twice"):
+        CompilerConfig(options=("xla_gpu_x=1", "xla_gpu_x=2"))
+
+
+EXPERIMENT = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=1, tensor=1))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("xla_gpu_enable_latency_hiding_scheduler=true", "is an option of gpu devices, and these are cpu devices"),
+        ("xla_no_such_thing=1", "xla_no_such_thing=1: XLA has no such option here"),
+        ("xla_cpu_enable_fast_math=many", "xla_cpu_enable_fast_math=many: XLA says 'many' is not a valid bool value"),
+    ],
+)
+def test_options_that_cannot_be(option, words):
+    experiment = EXPERIMENT.replaced({"compiler.options": (option,)})
+    with pytest.raises(ConfigError, match=words):
+        compile_train_step(make_plan(experiment, jax.devices()[:2]))
+
+
+def test_the_command_needs_devices_that_have_a_schedule():
+    with pytest.raises(SystemExit) as end:
+        command_line.main(["schedule", "--config", "configs/digits.py"])
+    assert end.value.code == 2
+
+
+def test_tables_figure_and_json():
+    found = {"dense": played(INNER), "topk": played()}
+    assert schedule.summary_table(found, "title").row_count == 2
+    assert schedule.messages_table(found["dense"], "dense").row_count == 2
+    assert schedule.inner_messages(found["dense"]) == {"all-reduce": (1, 6e6, pytest.approx(6e-5))}
+    assert schedule.figure(found).startswith(b"\x89PNG")
+    [one] = json.loads(json.dumps(schedule.as_json(found["topk"])))["messages"]
+    assert one["axes"] == ["replica"]
+    assert one["kernels"] == {"fusion": 1}
