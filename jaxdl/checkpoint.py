@@ -30,7 +30,7 @@ from jax import lax
 from jaxdl.config import ConfigError, Periodic
 from jaxdl.exchange import resplit
 from jaxdl.state import TrainState
-from jaxdl.workdir import all_processes, disk_reason
+from jaxdl.workdir import all_processes, check_room, disk_reason
 
 ITEMS = {
     "model": ("step", "params", "model_state", "ema_params"),
@@ -128,8 +128,9 @@ class Checkpoints:
             with _quiet_orbax():
                 self._manager.save(step, args=ocp.args.Composite(**arguments), metrics=metrics, force=True)
 
+        room = functools.partial(check_room, self.folder, sum(x.nbytes for x in jax.tree.leaves(items)))
         # Asked before anything is written: processes that wait for one that cannot write its part wait long.
-        if self._settled(step, self._probe) and self._settled(step, start):
+        if all(self._settled(step, act) for act in (self._probe, room, start)):
             self._under_way = step
 
     def wait(self) -> None:
@@ -242,6 +243,9 @@ class Checkpoints:
         except Exception as raised:  # Kept until the other processes know: this one must not go another way than they.
             error = raised
         if not all_processes(error is None):
+            fine = error is None or _is_damage(error)
+            if not all_processes(fine) and fine:  # What one process cannot read for another reason is no damage.
+                raise OSError(errno.EIO, "another process could not read its part", str(self.folder))
             raise error or ValueError("another process could not read its part")
         prints = jax.tree.map(int, jax.device_get(self._fingerprint(found)))
         bad = [
@@ -270,17 +274,25 @@ class Checkpoints:
         return f"checkpoint step_{step} is damaged ({reason}); moved to {self._move(step, 'damaged')}"
 
     def _move(self, step: int, folder: str) -> Path:
-        """Moves a checkpoint to a folder beside it; the new path."""
+        """Moves a checkpoint to a folder beside it; the new path. Raises ConfigError when that cannot be done."""
         source = self.folder / f"step_{step}"
         target = self.folder / folder / f"step_{step}"
         number = 0
         while target.exists():
             number += 1
             target = target.with_name(f"step_{step}.{number}")
-        if jax.process_index() == 0:
-            target.parent.mkdir(exist_ok=True)
-            os.replace(source, target)
-        all_processes(True)  # Before it is moved, no process may look for the next one.
+        reason = None
+        try:
+            if jax.process_index() == 0:
+                target.parent.mkdir(exist_ok=True)
+                os.replace(source, target)
+        except OSError as error:
+            reason = error.strerror
+        if not all_processes(reason is None):  # Before it is moved, no process may look for the next one.
+            reason = reason or "the first process could not"
+            raise ConfigError(
+                f"{source}: not moved to {target.parent}: {reason}. Make room there, or make it writable."
+            )
         self._manager.reload()
         return target
 

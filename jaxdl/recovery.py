@@ -7,6 +7,7 @@ moment does the same again. Everything follows from the numbers of the steps, so
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -96,9 +97,8 @@ class Recovery:
             if not one["bad_in_row"]:
                 self._row = []
                 continue
-            bad = BadStep(step, float(one["sums/loss"]) / float(one["sums/weight"]), float(one["learning_rate"]))
-            self._row.append(bad)
-            found.append(bad)
+            self._row.append(_bad_step(step, one))
+            found.append(self._row[-1])
             if len(self._row) == self._config.rollback_after:
                 raise BadRow(self._row)
         if found:
@@ -108,7 +108,7 @@ class Recovery:
 
     def _observe_unguarded(self, first_step: int, metrics: Sequence[Mapping[str, Any]]) -> None:
         bad = [
-            BadStep(step, float(one["sums/loss"]) / float(one["sums/weight"]), float(one["learning_rate"]))
+            _bad_step(step, one)
             for step, one in enumerate(metrics, first_step)
             if not (math.isfinite(one["sums/loss"]) and math.isfinite(one["grad_norm"]))
         ]
@@ -172,7 +172,11 @@ class Recovery:
         last = self.rollbacks[-1]
         checkpoints.put_aside_after(last.to_step)
         self.rollbacks[-1] = dataclasses.replace(last, done=True)
-        self._write()
+        if not self._write():  # What is saved from here on would be put aside by the next start.
+            raise ConfigError(
+                f"{self._workdir}: {SKIPPED_FILE} could not be written. Make room there (or make it writable); the "
+                f"same command goes on from step {last.to_step}."
+            )
 
     def _write(self) -> bool:
         """Whether all processes know that the file is written."""
@@ -190,7 +194,7 @@ class Recovery:
         """Writes the report and raises Diverged."""
         last = steps[-1]
         spike = all(math.isfinite(one.loss) for one in steps) and self._config.spike_deviations is not None
-        what = "is far above its running mean" if spike else "or its gradient is not finite"
+        what = "is far above its running mean, " * spike + "or its gradient is not finite"
         message = (
             f"the training loss {what} at step {last.step} ({_count(len(steps), 'bad step')} from step "
             f"{steps[0].step} on, learning rate {last.learning_rate:.3g}, {_count(len(self.rollbacks), 'return')} to a "
@@ -215,10 +219,10 @@ class Recovery:
             "", "## What to do", "",
             "- Start anew in another --workdir with a lower --optimizer.learning-rate, a longer warm-up, or "
             "--step.clip-norm 1.",
-            "- Look at the batches of these steps: step s reads examples {(s - 1) * batch_size} and on of the "
+            "- Look at the batches of these steps: step s reads the examples from (s - 1) * batch_size on of the "
             "shuffled stream, whatever the devices.",
-            "- If the numbers are bad now and then only, and the loss recovers, allow more: --guard.rollback-after, "
-            "--guard.max-rollbacks.",
+            "- If the numbers are bad now and then only, and the loss recovers, allow more (in another --workdir too): "
+            "--guard.rollback-after, --guard.max-rollbacks.",
             "",
         ]  # fmt: skip
         return "\n".join(lines)
@@ -226,11 +230,19 @@ class Recovery:
 
 def pass_over(state: TrainState) -> TrainState:
     """The state after a step that was passed over: its batch is consumed, and there is no update."""
-    sharding = state.step.sharding
-    step, guard = jax.jit(lambda step, guard: (step + 1, passed_over(guard)), out_shardings=sharding)(
-        state.step, state.guard
-    )
+    step, guard = _next_counters(state.step.sharding)(state.step, state.guard)
     return state.replace(step=step, guard=guard)
+
+
+@functools.cache
+def _next_counters(sharding: jax.sharding.Sharding) -> Callable[..., Any]:
+    """Compiled once, for as many steps as are passed over."""
+    return jax.jit(lambda step, guard: (step + 1, passed_over(guard)), out_shardings=sharding)
+
+
+def _bad_step(step: int, metrics: Mapping[str, Any]) -> BadStep:
+    loss, weight = float(metrics["sums/loss"]), float(metrics["sums/weight"])
+    return BadStep(step, loss / weight if weight else math.nan, float(metrics["learning_rate"]))
 
 
 def restarted() -> str | None:

@@ -12,7 +12,7 @@ from jaxdl.mesh import Axis
 from jaxdl.plan import Plan, make_exchange_state
 from jaxdl.report import Reporter, last_evaluated_step
 from jaxdl.state import TrainState
-from jaxdl.workdir import choice_file, claim_workdir
+from jaxdl.workdir import choice_file, claim_workdir, from_first_process
 
 
 class Saver:
@@ -43,7 +43,9 @@ class Saver:
 
     def evaluated_step(self, restored: Restored) -> int:
         """The last evaluation up to a checkpoint; one that was made up for came after its checkpoint."""
-        return max(restored.evaluated_step, last_evaluated_step(self._workdir, restored.step))
+        # One process reads it for all: a file that another host has just changed may still be the old one here.
+        found = from_first_process(lambda: str(last_evaluated_step(self._workdir, restored.step)).encode())
+        return max(restored.evaluated_step, int(found))
 
     def save(self, state: TrainState, step: int, evaluated_step: int, metrics: dict[str, float] | None) -> None:
         """Starts writing a checkpoint of this step, unless that was done; `metrics` are those of the evaluation."""

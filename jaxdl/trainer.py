@@ -166,6 +166,7 @@ class Session:
     def go_back(self, row: BadRow) -> None:
         """Restores a checkpoint from before a row of bad steps, and goes on from there."""
         with self.watch("checkpoint"):
+            jax.block_until_ready(self.state)  # A step may still be under way: see `max_in_flight`.
             rollback = self.recovery.go_back(row, self.saver.checkpoints if self.saver else None)
             assert self.saver is not None
             self.state = None  # Its memory is needed for what is restored.
@@ -174,7 +175,8 @@ class Session:
         self.take(restored)
         self.loader.close()
         self.reporter.go_back(self.step, self.evaluated_step)
-        self.reporter.event(rollback.to_step, rollback.text)
+        for text in (rollback.text, *restored.damaged):
+            self.reporter.event(rollback.to_step, text)
         self.read_data()
 
     def compile(self) -> None:

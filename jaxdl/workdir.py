@@ -6,6 +6,7 @@ import difflib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +37,13 @@ def disk_reason(error: BaseException | None) -> str | None:
                 return os.strerror(number)
         error = error.__cause__ or error.__context__
     return None
+
+
+def check_room(folder: Path, num_bytes: int) -> None:
+    """Raises OSError when there is no room for what several processes are to write; one alone notices that in time."""
+    disk = shutil.disk_usage(folder)
+    if jax.process_count() > 1 and disk.total and disk.free < num_bytes:  # Some file systems say 0 of 0.
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def all_processes(fine: bool) -> bool:

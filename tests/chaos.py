@@ -12,10 +12,20 @@ from pathlib import Path
 
 from runs import ROOT, rows
 
-from jaxdl.launch.netns import Network
+from jaxdl.config import ConfigError
+from jaxdl.launch.netns import Network, check_possible
 
 FAULTS = ("kill a worker", "stop a worker", "cut a link", "kill the launcher", "terminate one host", "damage")
 NUM_HOSTS = 2
+
+
+def why_no_hosts() -> str | None:
+    """Why there can be no emulated hosts here; None when there can."""
+    try:
+        check_possible()
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def draw(seed: int, num_faults: int) -> list[str]:
@@ -33,7 +43,7 @@ class Chaos:
 
     def __init__(self, config: Path, workdir: Path, *options: str) -> None:
         self.workdir, self.pids = workdir, workdir.with_suffix(".pids.json")
-        launch = ["netns", "--hosts", str(NUM_HOSTS), "--devices-per-host", "2", "--restarts", "100"]
+        launch = ["netns", "--hosts", str(NUM_HOSTS), "--devices-per-host", "1", "--restarts", "100"]
         self.command = [
             *(sys.executable, "-m", "jaxdl.launch", *launch, "--grace-sec", "3", "--pids", str(self.pids), "--"),
             *("python", "-m", "jaxdl.train", "--config", str(config), "--workdir", str(workdir), *options),

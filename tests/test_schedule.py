@@ -16,7 +16,8 @@ from jaxdl.bench import __main__ as command_line
 from jaxdl.bench import schedule
 from jaxdl.bench.h100 import h100_mesh
 from jaxdl.bench.scheme import operations
-from jaxdl.compiler import CompilerConfig, Links, hlo
+from jaxdl.compiler import CompilerConfig, Links, compiled, hlo
+from jaxdl.compiler.profile import profile_of
 from jaxdl.compiler.timeline import play
 from jaxdl.config import ConfigError
 from jaxdl.exchange import (
@@ -234,6 +235,69 @@ def test_xla_merges_no_messages_for_the_h100(exchange):
     assert all(one.is_async for one in timeline.exchange)
 
 
+def read_profile(data):
+    """name -> cost in microseconds, of the protocol buffer."""
+    found, place = {}, 0
+
+    def varint():
+        nonlocal place
+        value = shift = 0
+        while True:
+            byte = data[place]
+            place += 1
+            value, shift = value | (byte & 127) << shift, shift + 7
+            if byte < 128:
+                return value
+
+    while place < len(data):
+        assert varint() == 10, "field 1, with a length"
+        end = varint() + place
+        assert varint() == 10
+        length = varint()
+        name = data[place : place + length].decode()
+        place += length
+        assert varint() == 2 << 3 | 1, "field 2, a double"
+        [found[name]] = np.frombuffer(data[place : place + 8], "<f8")
+        place += 8
+        assert place == end
+    return found
+
+
+def test_the_profile_has_the_times_of_kernels_and_messages():
+    long_name = "x" * 200
+    found = read_profile(profile_of(PROGRAM.replace("BETWEEN", INNER).replace("%inner", f"%{long_name}"), AXES, LINKS))
+    kernels = dict.fromkeys(("forward", "one", "two", "three"), pytest.approx(1e6 * KERNEL))
+    assert found == kernels | {"start": pytest.approx(41), long_name: pytest.approx(60)}
+
+
+@pytest.mark.skipif(not has_cuda_compiler, reason="JAX's CUDA compiler (jax_cuda12_plugin) is not installed")
+def test_xla_orders_the_program_for_the_network():
+    """A gradient that is late waits for no compute: on a slow network it has to begin with the step."""
+    mesh = h100_mesh({"replica": 8})
+    size = 1024
+
+    def step(pending, x, w):
+        total = jax.lax.psum(pending[0], "replica")
+        for _ in range(8):
+            x = jnp.tanh(x @ w)
+        return total, x
+
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=(P("replica"), P("replica"), P()), out_specs=(P(), P("replica")))
+
+    def struct(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+    pending, x = struct((8, 1_000_000), P("replica")), struct((8 * 8192, size), P("replica"))
+    lowered = jax.jit(mapped).lower(pending, x, struct((size, size), P()))
+    links = Links(5e9)
+    hidden = {
+        name: play(hlo.parse(compiled(lowered, {}, mesh.shape, network).as_text()), mesh.shape, links).hidden_share
+        for name, network in {"unknown": None, "known": links}.items()
+    }
+    assert hidden["known"] > 0.15
+    assert hidden["known"] >= hidden["unknown"]
+
+
 def test_options_of_the_compiler():
     where = {"num_replicas": 2, "num_inner": 4, "bucket_elements": 1000.5}
     name = "xla_gpu_reduce_scatter_combine_threshold_bytes"
@@ -245,6 +309,16 @@ def test_options_of_the_compiler():
     assert own.resolved("gpu", **where) == {name: 5, "xla_gpu_x": True, "xla_y": 1.5, "xla_z": "a,b"}
     with pytest.raises(ConfigError, match="not NAME=VALUE"):
         CompilerConfig(options=("gpu_x=1",))
+    with pytest.raises(ConfigError, match="network_latency_us = 5 without network_gbps"):
+        CompilerConfig(network_latency_us=5)
+    with pytest.raises(ConfigError, match=r"network-gbps 10: cpu devices are not ordered for a network"):
+        CompilerConfig(network_gbps=10).check("cpu", 2)
+    with pytest.raises(ConfigError, match=r"network-gbps 10: there is one replica"):
+        CompilerConfig(network_gbps=10).check("gpu", 1)
+    CompilerConfig(network_gbps=10).check("gpu", 2)
+    links = CompilerConfig(network_gbps=10, network_latency_us=5).links
+    assert links is not None
+    assert (links.replica_bytes_per_sec, links.replica_latency_sec) == (1.25e9, pytest.approx(5e-6))
     with pytest.raises(ConfigError, match="xla_gpu_x is set twice"):
         CompilerConfig(options=("xla_gpu_x=1", "xla_gpu_x=2"))
 

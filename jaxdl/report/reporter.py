@@ -73,8 +73,6 @@ class Reporter:
 
     def open(self, step: int, evaluated_step: int) -> None:
         """Opens the history and the display of a run that starts from `step`, the last evaluation as given."""
-        self._open_history(step, evaluated_step)
-        self._stack.callback(lambda: self.history.close())
         self._progress = Progress(
             self._total_steps,
             step,
@@ -84,6 +82,8 @@ class Reporter:
             quiet=self._quiet,
         )
         self._stack.enter_context(self._progress)
+        self._open_history(step, evaluated_step)  # After the display, which tells what the disk refuses.
+        self._stack.callback(lambda: self.history.close())
         if step > 0 and self._folder is not None:
             self._earlier = read_summary(self._folder / SUMMARY_FILE)
 
@@ -151,7 +151,7 @@ class Reporter:
     def pass_over(self, step: int) -> None:
         """A step that was not computed: nothing is measured of it."""
         self.flush()
-        self._window_end = step
+        self._window_end, self._since_sec = step, self._training_sec()
         assert self._progress is not None
         self._progress.advance(step)
 
@@ -187,7 +187,7 @@ class Reporter:
         if start is None or self._folder is None or step not in (start, start + self._config.profile_steps):
             return
         jax.block_until_ready(state)
-        if step == start:
+        if step == start and not self._profiling:  # After going back the step comes again.
             jax.profiler.start_trace(self._folder / "profile")
             self._profiling = True
         elif self._profiling:

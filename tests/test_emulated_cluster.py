@@ -1,0 +1,49 @@
+"""Training on emulated hosts, over a slow network, comes to the same parameters as in one process."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from chaos import why_no_hosts
+from runs import ROOT, saved_state, tiny_experiment, write_config
+
+from jaxdl.mesh import MeshConfig
+from jaxdl.optim import SGD
+
+EXPERIMENT = tiny_experiment(
+    optimizer=SGD(learning_rate=0.05, momentum=0.9),
+    mesh=MeshConfig(replica=2, fsdp=2),
+    evaluation={"every_steps": 12},
+    checkpoint={"every_steps": 12},
+)
+
+
+@pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+def test_two_emulated_hosts_train_as_one_process_does(tmp_path):
+    config = write_config(tmp_path, EXPERIMENT)
+    train = ["-m", "jaxdl.train", "--config", str(config), "--workdir"]
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    launch = ["-m", "jaxdl.launch", "netns", "--hosts", "2", "--devices-per-host", "2", "--rate", "100mbit", "--"]
+    commands = {
+        "hosts": [sys.executable, *launch, "python", *train],
+        "alone": [sys.executable, *train],
+    }
+    for name, command in commands.items():
+        extra = ["--devices", "4"] if name == "alone" else []
+        done = subprocess.run(
+            [*command, str(tmp_path / name), *extra],
+            cwd=ROOT,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    hosts, alone = (saved_state(tmp_path / name, EXPERIMENT) for name in commands)
+    assert int(hosts.step) == EXPERIMENT.steps
+    for x, y in zip(jax.tree.leaves(hosts.params), jax.tree.leaves(alone.params), strict=True):
+        assert np.linalg.norm(x - y) <= 1e-5 * np.linalg.norm(y)
