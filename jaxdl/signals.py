@@ -64,10 +64,13 @@ class StopSignals:
     def share(self, every_polls: int) -> None:
         """For a run of several processes: from here on they all stop at the same poll when a signal has come to any.
 
-        Each must poll equally often. Without a membership they ask each other at every `every_polls`-th poll.
+        Each must poll equally often. Without a membership they ask each other at every `every_polls`-th poll. Returns
+        when all have come here: one may have read its data for minutes longer, and what follows may be a collective.
         """
         self._shared_every, self._member = every_polls, current()
         self._num_polls = 0  # Those before depend on how long each process took to set up.
+        if self._member is not None:
+            self._member.wait_for_all()
 
     def poll(self, step: int | None = None) -> None:
         """Raises Stop if a signal has come. A sign of life for the watchdog; `step` is the last one completed."""

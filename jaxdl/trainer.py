@@ -188,6 +188,7 @@ class Session:
     def start_loop(self) -> None:
         """Makes up for an evaluation that was stopped, and starts to read data."""
         experiment, plan = self.experiment, self.plan
+        pulse.beat(self.step)  # From here on something must come on, the first batch too.
         self.eval_period = experiment.evaluation.period_steps(plan.steps_per_epoch)
         self.save_period = experiment.checkpoint.period_steps(plan.steps_per_epoch)
         if self.step > self.evaluated_step and self.due(self.eval_period):

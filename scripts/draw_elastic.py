@@ -55,35 +55,32 @@ def main() -> None:
 
 def run(args: argparse.Namespace, changes: list[str], workdir: Path, hosts: list[int], seed: int) -> dict[str, Any]:
     """Trains on each number of hosts in turn, for an equal share of the steps; returns losses, evaluation and stops."""
-    stops: list[int] = []
-    for index, number in enumerate(hosts):
+    marks = workdir / "stops.json"
+    stops: list[int] = json.loads(marks.read_text()) if marks.exists() else []
+    for index, number in enumerate(hosts[len(stops) :], len(stops)):
         limit = args.steps * (index + 1) // len(hosts)
-        if (steps_done(workdir) or 0) >= limit:
-            continue
         launch = ["-m", "jaxdl.launch", "local", "--hosts", str(number), "--devices-per-host", "1", "--"]
         mesh = ["--mesh.replica", str(number), "--mesh.fsdp", "1", "--mesh.cpu-devices", "1"]
         train = ["-m", "jaxdl.train", "--config", str(args.config), "--workdir", str(workdir), "--seed", str(seed)]
         process = subprocess.Popen([sys.executable, *launch, sys.executable, *train, *mesh, *changes])
         try:
             while process.poll() is None and (limit == args.steps or (steps_done(workdir) or 0) < limit):
-                time.sleep(0.1)
+                time.sleep(0.2)
             if limit < args.steps:
                 process.send_signal(signal.SIGTERM)
             code = process.wait()
-        except BaseException:
-            process.terminate()
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):  # Ctrl-C has come to the launcher too; the second one kills.
+                process.terminate()
             process.wait()
             raise
         if code not in (0, 128 + signal.SIGTERM):
             raise ConfigError(f"{workdir}: the run on {number} hosts ended with exit code {code}; see above.")
         stops.append(steps_done(workdir) or 0)
+        marks.write_text(json.dumps(stops))
     rows = read_rows(workdir)
     accuracy = [value for row in rows for name, value in row.items() if name == "eval/accuracy"]
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
-    marks = workdir / "stops.json"
-    if stops:
-        marks.write_text(json.dumps(stops))
-    stops = json.loads(marks.read_text())
     return {"losses": losses, "accuracy": accuracy[-1], "stops": stops, "hosts": hosts, "seed": seed}
 
 

@@ -83,24 +83,31 @@ def run(
     train = ["-m", "jaxdl.train", "--config", str(args.config), "--workdir", str(workdir), "--seed", str(seed)]
     mesh = ["--mesh.replica", hosts, "--mesh.fsdp", devices, "--mesh.cpu-devices", devices]
     found = reached(workdir, f"eval/{metric}", args.target)
-    if found is None and not (workdir / "summary.json").exists():
+    if found is None and not finished(workdir):
         command = [sys.executable, *launch, sys.executable, *train, *mesh, *flags(exchange), *changes]
         process = subprocess.Popen(command)
         try:
             while process.poll() is None and found is None:
-                time.sleep(0.2)
+                time.sleep(1)  # The time is read from the run's own figures; looking often would disturb it.
                 found = reached(workdir, f"eval/{metric}", args.target)
             if process.poll() is None:
                 process.send_signal(signal.SIGTERM)
             code = process.wait()
-        except BaseException:
-            process.terminate()
+        except BaseException as error:
+            if not isinstance(error, KeyboardInterrupt):  # Ctrl-C has come to the launcher too; the second one kills.
+                process.terminate()
             process.wait()
             raise
         if code not in (0, 128 + signal.SIGTERM):
             raise ConfigError(f"{workdir}: the run ended with exit code {code}; see above.")
         found = reached(workdir, f"eval/{metric}", args.target)
     return {"exchange": exchange, "rate": rate, "seed": seed, **(found or {"seconds": None})}
+
+
+def finished(workdir: Path) -> bool:
+    """Whether the run in a workdir has come to its end; one that was stopped has a summary, too."""
+    path = workdir / "summary.json"
+    return path.exists() and json.loads(path.read_text())["status"] == "finished"
 
 
 def reached(workdir: Path, metric: str, target: float) -> dict[str, Any] | None:

@@ -1,5 +1,7 @@
 """A run on emulated hosts that is harmed again and again: what a chaos test does to it, and when."""
 
+import contextlib
+import functools
 import json
 import os
 import random
@@ -19,10 +21,13 @@ FAULTS = ("kill a worker", "stop a worker", "cut a link", "kill the launcher", "
 NUM_HOSTS = 2
 
 
+@functools.cache
 def why_no_hosts() -> str | None:
     """Why there can be no emulated hosts here; None when there can."""
     try:
         check_possible()
+        with Network(1):  # Root without root's full rights, as in a container, finds out only so.
+            pass
     except ConfigError as error:
         return str(error)
     return None
@@ -50,6 +55,7 @@ class Chaos:
         ]
         self.output: list[str] = []
         self.num_launches = 0
+        self._harmed: list[int] = []
 
     def launch(self) -> None:
         """Starts the launcher, as a machine's supervisor would."""
@@ -75,17 +81,28 @@ class Chaos:
         return max((row["step"] for row in rows(self.workdir)), default=0)
 
     def wait_for_step(self, step: int, timeout_sec: float) -> None:
-        """Returns when the run has come to a step; the launcher must not end before."""
+        """Returns when the run has come to a step, and trains again since the last fault; the launcher must not end."""
         end_sec = time.monotonic() + timeout_sec
-        while self.step() < step:
+        while self.step() < step or not self.trains():
             assert self.process.poll() is None, f"the launcher ended with {self.process.returncode}: {self.tail()}"
             assert time.monotonic() < end_sec, f"step {step} was not reached, only {self.step()}: {self.tail()}"
             time.sleep(0.02)
+
+    def trains(self) -> bool:
+        """Whether the newest processes, and not those of the last fault, have written metrics since they were started.
+
+        Otherwise a fault might meet processes that are gone, or ones that another fault is ending already.
+        """
+        state, metrics = json.loads(self.pids.read_text()), self.workdir / "metrics.jsonl"
+        newer = metrics.stat().st_mtime_ns > self.pids.stat().st_mtime_ns
+        return newer and [state["launcher"], state["restart"]] != self._harmed
 
     def harm(self, fault: str, dice: random.Random) -> None:
         """Does one fault to a host drawn at random."""
         state = json.loads(self.pids.read_text())
         host = dice.randrange(NUM_HOSTS)
+        if fault != "damage":
+            self._harmed = [state["launcher"], state["restart"]]
         if fault == "kill the launcher":
             self.process.kill()
             self.process.wait()
@@ -93,7 +110,7 @@ class Chaos:
         elif fault == "cut a link":
             network = Network.of(state["launcher"])
             network.set_link(host, up=False)
-            threading.Timer(12, network.set_link, (host,), {"up": True}).start()
+            threading.Timer(12, mend, (network, host)).start()
         elif fault == "damage":
             newest = max((self.workdir / "checkpoints").glob("step_*[0-9]"), key=lambda path: int(path.name[5:]))
             damage(newest, dice)
@@ -104,6 +121,19 @@ class Chaos:
     def tail(self, num_lines: int = 60) -> str:
         """The last lines of what was printed."""
         return "".join(self.output[-num_lines:])
+
+    def close(self) -> None:
+        """Ends the launcher, and with it the hosts, if a failed test leaves them running."""
+        while self.process.poll() is None:
+            self.process.terminate()  # The second time it kills them.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=10)
+
+
+def mend(network: Network, host: int) -> None:
+    """Mends a cut link, unless its launcher has been killed since."""
+    with contextlib.suppress(ConfigError):
+        network.set_link(host, up=True)
 
 
 def damage(folder: Path, dice: random.Random) -> None:

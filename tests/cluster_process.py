@@ -31,6 +31,8 @@ def act(do):
         raise OSError(28, "No space left on device")
     elif do == "mistake":
         raise ConfigError("the data is not there.")
+    elif do == "not saved":
+        depart(1)
     elif do in ("stuck", "wait"):
         pulse.enter("data" if do == "stuck" else "train")
         stuck_for_good()

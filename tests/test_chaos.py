@@ -29,16 +29,18 @@ EXPERIMENT = tiny_experiment(
 
 
 @pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
-def test_ten_faults_at_random_moments_change_nothing(tmp_path):
+def test_ten_faults_at_random_moments_change_nothing(tmp_path, request):
     config = write_config(tmp_path, EXPERIMENT)
     calm = Chaos(config, tmp_path / "calm")
     calm.launch()
+    request.addfinalizer(calm.close)
     harmed = Chaos(config, tmp_path / "harmed")
     assert calm.process.wait(timeout=300) == 0, calm.tail()
 
     faults, dice = draw(SEED, NUM_FAULTS), random.Random(SEED)
     assert set(faults) == set(FAULTS)
     harmed.launch()
+    request.addfinalizer(harmed.close)
     for number, fault in enumerate(faults):
         # Somewhere in its share of the run, whatever the run is doing then.
         harmed.wait_for_step(STEPS * (number + dice.uniform(0.2, 1)) // (NUM_FAULTS + 1), timeout_sec=150)

@@ -294,6 +294,13 @@ def test_a_signal_after_the_last_poll_stops_nobody():
     assert [code for code, _, _ in results] == [0, 0], results
 
 
+def test_an_end_that_could_not_be_saved_is_waited_for():
+    """The first process may still be drawing curves when the others are through."""
+    results = run({"steps": 5, "at": 3, "do": "not saved", "step_sec": 0.3}, {"at": 3, "do": "not saved"})
+    assert [code for code, _, _ in results] == [1, 1], results
+    assert not any("signal" in error for _, _, error in results), results
+
+
 # Its parts.
 
 

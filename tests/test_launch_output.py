@@ -1,7 +1,11 @@
 """What the hosts print: whole lines behind the name of the host, progress bars and colours included."""
 
+import contextlib
 import io
 import threading
+from pathlib import Path
+
+import pytest
 
 from jaxdl.launch.output import DRAFT_SEC, MAX_LINE_BYTES, LineReader, Printer
 
@@ -59,6 +63,19 @@ def test_lines_of_many_threads_stay_whole():
     for index in range(2):
         own = [line for line in stdout.getvalue().splitlines() if line.startswith(f"host{index} ")]
         assert own == [f"host{index}    | host{index} {number}" for number in range(200)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
+def test_what_a_stream_does_not_take_stops_nobody():
+    closed = []
+    latin = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:  # To close it is refused, too.
+        printer = Printer(["host0"], latin, full, lambda: closed.append(True))
+        for _ in range(3):
+            printer.print("host0", "an error", error=True)
+        printer.print("host0", "loss \N{RIGHTWARDS ARROW} 1")
+    assert latin.buffer.getvalue() == b"host0    | loss ? 1\n"
+    assert not closed
 
 
 def test_a_terminal_gets_colours_and_a_file_does_not(monkeypatch):

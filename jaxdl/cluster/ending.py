@@ -70,9 +70,12 @@ def conclude(error: BaseException) -> None:
 
 
 def depart(code: int) -> None:
-    """Ends the process at once after a signal that all of them stopped for: threads may still be compiling."""
+    """Ends the process at once, as all of them do now: threads may still be compiling.
+
+    A `code` of 128 + N tells of signal N. If not all stopped for it, it came before the run: the others are told.
+    """
     member = current()
-    if member is not None and not member.agreed:
+    if member is not None and code > 128 and not member.agreed:
         member.failed("was stopped by a signal before the run began", code)
     elif member is not None:
         member.leave()

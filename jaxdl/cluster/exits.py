@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 BROKEN = 75
-"""The exit code of a run that broke off because of another process, the network or a hang: start it again."""
+"""Exit code of a run that broke off because of another process, the network or a hang: start it again (EX_TEMPFAIL)."""
 DELIBERATE = (2, 3)
 """Exit codes of an end that all processes come to alike: the user's mistake, a run that diverged."""
 FAREWELL_SEC = 2.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 
@@ -22,8 +21,6 @@ class Pulse:
         """The last step that was completed (or, where the host runs ahead, handed to the devices)."""
         self.phase = "start"
         self._since = clock()
-        self._watchers = 0
-        self._lock = threading.Lock()
         self._armed = False
 
     def beat(self, step: int | None = None) -> None:

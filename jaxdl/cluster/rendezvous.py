@@ -214,6 +214,8 @@ class _Host:
         bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
         if bind is not None:
             host, _, port = bind.rpartition(":")
+            if not port.isdecimal():
+                raise ConfigError(f"JAX_COORDINATOR_BIND_ADDRESS={bind}: not of the form host:port. Set it so, or not.")
             address = (host.strip("[]"), int(port))
         both = address[0] in ("", "::") and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both or ":" in address[0] else socket.AF_INET

@@ -135,11 +135,11 @@ def main(args: list[str]) -> None:
 
 
 def _let_go_of_stdout() -> None:
-    """Keeps Python from complaining at its end when nobody reads any more (`| head`)."""
+    """Keeps Python from complaining at its end when nobody reads any more (`| head`), or the disk of a log is full."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (BrokenPipeError, ValueError):
+        except (OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 

@@ -34,7 +34,8 @@ _UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _LATENCY_MS = 50
 _BURST_SEC, _MIN_BURST_BYTES = 2e-3, 16_384
 _KILL_SEC = 5.0
-# Devices of one host talk over its loopback; Gloo has been seen to stall there with the usual 65,536.
+# Devices of one host talk over its loopback, too: with its usual 65,536 bytes, Gloo's messages between them stall for
+# tens of milliseconds at some sizes.
 _LOOPBACK_MTU = 9000
 _HELD: set[int] = set()  # This process's own pid while it has a network.
 # `sudo` and cron leave these out.
@@ -158,9 +159,7 @@ class Network:
             )
             _ip_batch(
                 namespace,
-                # Devices of one host talk over it, too: with its usual 65,536 bytes, Gloo's messages between them stall
-                # for tens of milliseconds at some sizes.
-                "link set lo mtu 9000 up",
+                f"link set lo mtu {_LOOPBACK_MTU} up",
                 f"link set {_DEVICE} addrgenmode none up",
                 f"addr add {host.address}/16 dev {_DEVICE}",
             )

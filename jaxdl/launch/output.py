@@ -64,7 +64,8 @@ def _last_written(line: bytes) -> str:
 class Printer:
     """Prints whole lines of many hosts to stdout and stderr, each behind `host0 | `, coloured on a terminal.
 
-    May be used by many threads. When nobody reads a stream any more (`| head`) it calls `on_closed` once.
+    May be used by many threads. When nobody reads a stream any more (`| head`) it calls `on_closed` once. What a full
+    disk or the encoding of a stream does not take is lost or a question mark: the run goes on.
     """
 
     def __init__(
@@ -91,10 +92,14 @@ class Printer:
         with self._lock:
             if stream in self._closed:
                 return
+            encoding = stream.encoding or "utf-8"
             try:
-                print(self._prefixes[name, stream] + line, file=stream, flush=True)
+                text = self._prefixes[name, stream] + line.encode(encoding, "replace").decode(encoding)
+                print(text, file=stream, flush=True)
             except (BrokenPipeError, ValueError):  # ValueError: this side closed the file.
                 told = bool(self._closed)
                 self._closed.append(stream)
                 if self._on_closed is not None and not told:
                     self._on_closed()
+            except OSError:
+                pass  # Raised in a thread that reads what a host prints, it would stop the host at its next full pipe.

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from jaxdl.cluster import BROKEN
 from jaxdl.launch.output import LineReader, Printer
 from jaxdl.launch.reaper import Reaper, kill_session, session_members
 
-BROKEN_OFF = 75
-"""Exit code of a process that ended because of another one, the network or a hang (EX_TEMPFAIL of sysexits.h)."""
 _LEASH = Path(__file__).parent / "leash.py"
 _POLL_SEC = 0.05
 _READ_BYTES = 1 << 16
@@ -140,7 +139,7 @@ def first_failure(ended: Sequence[Worker]) -> Worker | None:
     A process that says it ended because of another one (exit code 75) may well be faster than that other.
     """
     failed = [worker for worker in ended if worker.failed]
-    return next((worker for worker in failed if worker.code != BROKEN_OFF), failed[0] if failed else None)
+    return next((worker for worker in failed if worker.code != BROKEN), failed[0] if failed else None)
 
 
 def exit_code(code: int) -> int:
