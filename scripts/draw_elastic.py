@@ -158,7 +158,7 @@ def draw(
     upper.set_yscale("log")
     lower.set_ylabel("from the mean,\nin deviations of seeds")
     lower.set_xlabel("step")
-    upper.legend(loc="upper right")
+    upper.legend(loc="lower left")
     upper.set_title("Top-k with error feedback: the run goes on with fewer and more hosts", loc="left")
     figure.savefig(args.workdir / "elastic.png")
 
