@@ -103,9 +103,15 @@ class Experiment(Config):
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dumped Experiment that make it the run it is: all but the mesh and what only watches the run."""
+    """The fields of a dumped Experiment that make it the run it is: all but the mesh and what only watches the run.
+
+    `guard.max_rollbacks` only says when to give up: it may be raised to go on with a run that gave up.
+    """
     others = ("mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
-    return {name: value for name, value in config.items() if name not in others}
+    found = {name: value for name, value in config.items() if name not in others}
+    if "guard" in found:
+        found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
+    return found
 
 
 def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Experiment:

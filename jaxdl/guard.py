@@ -24,6 +24,12 @@ and where spikes are looked for, of the losses of good steps: `num_losses` (int3
 """
 
 
+_LARGEST_LOSS = 1e18
+"""In the statistics a loss counts as at most this: the square of a larger one may not be finite, nor ever be again."""
+_SMALLEST_DEVIATION = 1e-3
+"""Of the mean, or of 1 (nat) where that is more: a loss that hardly changes makes no spike of a tiny rise."""
+
+
 class GuardConfig(Config):
     """Bad steps (numbers that are not finite, spikes) are skipped; after too many in a row the run goes back."""
 
@@ -34,9 +40,9 @@ class GuardConfig(Config):
     spike_window_steps: int = pydantic.Field(default=128, ge=2)
     """Mean and deviation are over about this many good steps; before there are as many, no step is a spike."""
     rollback_after: int = pydantic.Field(default=8, ge=1)
-    """After this many bad steps in a row, go back to a checkpoint from before them and pass over their batches."""
+    """After this many bad steps in a row, go back to a checkpoint (or the start) and pass over their batches."""
     max_rollbacks: int = pydantic.Field(default=2, ge=0)
-    """Go back this often in one run; the next time, stop with a report."""
+    """Go back this often in one run; the next time, stop with a report. May be raised to go on from there."""
 
     @pydantic.model_validator(mode="after")
     def _takes_effect(self) -> GuardConfig:
@@ -69,7 +75,9 @@ class GuardConfig(Config):
         if self.spike_deviations is None:
             return jnp.bool_(False)
         warm = guard["num_losses"] >= self.spike_window_steps
-        return warm & (loss > guard["mean"] + self.spike_deviations * jnp.sqrt(guard["variance"]))
+        smallest = _SMALLEST_DEVIATION * jnp.maximum(jnp.abs(guard["mean"]), 1)
+        deviation = jnp.maximum(jnp.sqrt(guard["variance"]), smallest)
+        return warm & (loss > guard["mean"] + self.spike_deviations * deviation)
 
     def next_guard(self, guard: Guard, loss: jax.Array, *, kept: jax.Array, bad: jax.Array) -> Guard:
         """The guard after a step; one that is neither `kept` nor `bad` (float16's overflow) ends a row all the same.
@@ -87,7 +95,7 @@ class GuardConfig(Config):
             return changed
         number = jnp.minimum(guard["num_losses"] + 1, self.spike_window_steps)
         weight = 1 / number.astype(jnp.float32)
-        difference = loss - guard["mean"]
+        difference = jnp.clip(loss, -_LARGEST_LOSS, _LARGEST_LOSS) - guard["mean"]
         counted = {
             "num_losses": number,
             "mean": guard["mean"] + weight * difference,

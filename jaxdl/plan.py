@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.cluster import start_devices
+from jaxdl.cluster import current, start_devices
 from jaxdl.compiler import Options, compiled
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, Splits, TextSpec
@@ -66,15 +66,20 @@ class Plan:
 
 
 def make_plan(
-    experiment: Experiment, devices: Sequence[Device] | None = None, *, chosen: ExchangeConfig | None = None
+    experiment: Experiment,
+    devices: Sequence[Device] | None = None,
+    *,
+    chosen: Callable[[], ExchangeConfig | None] = lambda: None,
 ) -> Plan:
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
-    `devices` (default: all) are those of the mesh; `chosen` is what an exchange that is to be chosen was before.
+    `devices` (default: all) are those of the mesh; `chosen` gives what an exchange that is to be chosen was before, and
+    is called by all processes.
     """
     if experiment.epochs is None and experiment.steps is None:
         raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
     mesh = make_devices(experiment, devices)
+    before = chosen() if isinstance(experiment.exchange, Auto) else None
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
     _check_batches(experiment, batch_ways(mesh), eval_batch_size)
     splits = experiment.data.build()
@@ -94,7 +99,7 @@ def make_plan(
         )
     _check_warmup(experiment, total_steps)
     asked = experiment
-    experiment, reasons = settled(asked, splits.train.spec, mesh, chosen)
+    experiment, reasons = settled(asked, splits.train.spec, mesh, before)
     parts = make_parts(experiment, splits.train.spec, mesh, total_steps, steps_per_epoch)
     return Plan(experiment, parts, splits, total_steps, steps_per_epoch, eval_batch_size, asked, reasons)
 
@@ -160,6 +165,8 @@ def settled(
         note = f"exchange: {label(chosen)}, as chosen when the run began"
         return experiment.replaced({"exchange": chosen}), (note,)
     gradients = exchanged_gradients(experiment, spec, mesh)
+    if (member := current()) is not None:
+        member.wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     choice = auto.choose(gradients.shapes, gradients.layout, mesh)
     return experiment.replaced({"exchange": choice.config}), choice.lines
 

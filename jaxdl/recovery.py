@@ -6,6 +6,7 @@ moment does the same again. Everything follows from the numbers of the steps, so
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -52,7 +53,7 @@ class Rollback:
     row: tuple[int, int]
     """The first and the last of the bad steps in a row."""
     to_step: int
-    """The checkpoint."""
+    """The checkpoint's; 0 is the start of the run, which has none."""
     passed_over: tuple[int, int]
     """The first and the last step whose batch is passed over from then on."""
     done: bool
@@ -62,9 +63,10 @@ class Rollback:
     def text(self) -> str:
         """It in words."""
         (first, last), (begin, end) = self.row, self.passed_over
+        to = f"the checkpoint of step {self.to_step}" if self.to_step else "the start"
         return (
-            f"{WENT_BACK} from step {last} to the checkpoint of step {self.to_step}: steps {first} to {last} were bad; "
-            f"the batches of steps {begin} to {end} are passed over"
+            f"{WENT_BACK} from step {last} to {to}: steps {first} to {last} were bad; the batches of steps {begin} to "
+            f"{end} are passed over"
         )
 
 
@@ -136,9 +138,10 @@ class Recovery:
     def go_back(self, row: BadRow, checkpoints: Checkpoints | None) -> Rollback:
         """Decides on the checkpoint to go back to, and keeps that on disk. Raises Diverged when there is no way back.
 
-        Batches of the row are passed over from then on. A row that begins where batches were passed over before shows
-        that this was not enough: the state was bad already, and would be again. Then as many batches more are passed
-        over in front of them (after Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1).
+        Where there is none yet it is the start of the run, whose state follows from the seed. Batches of the row are
+        passed over from then on. A row that begins where batches were passed over before shows that this was not
+        enough: the state was bad already, and would be again. Then as many batches more are passed over in front of
+        them (after Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1).
         """
         first, last = row.steps[0].step, row.steps[-1].step
         if checkpoints is None:
@@ -149,9 +152,9 @@ class Recovery:
         while begin > 1 and self.passes_over(begin - 1):
             begin -= 1
         checkpoints.wait()
-        before = [step for step in checkpoints.steps if step < begin]
-        if not before:
-            self._give_up(row.steps, "there is no checkpoint from before them")
+        steps = checkpoints.steps
+        # One that was written while batches were passed over is as good, and may have been kept instead of older ones.
+        before = [step for step in steps if step < begin] or [step for step in steps if step < first] or [0]
         if begin < first:
             wanted = begin - (last - begin + 1)
             earlier = [step for step in before if step < wanted]
@@ -164,6 +167,9 @@ class Recovery:
             self.rollbacks.pop()
             self._give_up(row.steps, f"{SKIPPED_FILE} could not be written, without which a restart would go astray")
         self._row = []
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):  # A run that gave up was then allowed more.
+                checkpoints.folder.with_name(REPORT_FILE).unlink(missing_ok=True)
         self._finish(checkpoints)
         return self.rollbacks[-1]
 
@@ -221,8 +227,8 @@ class Recovery:
             "--step.clip-norm 1.",
             "- Look at the batches of these steps: step s reads the examples from (s - 1) * batch_size on of the "
             "shuffled stream, whatever the devices.",
-            "- If the numbers are bad now and then only, and the loss recovers, allow more (in another --workdir too): "
-            "--guard.rollback-after, --guard.max-rollbacks.",
+            "- If the numbers are bad now and then only, and the loss recovers, allow more: the same command with a "
+            "larger --guard.max-rollbacks goes on in this --workdir. Another --guard.rollback-after needs another one.",
             "",
         ]  # fmt: skip
         return "\n".join(lines)

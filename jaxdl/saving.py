@@ -23,7 +23,7 @@ class Saver:
         self._plan, self._workdir, self._reporter = plan, workdir, reporter
         files = {"data.json": spec_to_json(plan.parts.data_spec).encode()}
         if plan.asked != plan.experiment and plan.parts.layout.mesh.shape[Axis.REPLICA] > 1:
-            files |= choice_file(plan.experiment.exchange, plan.reasons)
+            files |= choice_file(workdir, plan.experiment.exchange, plan.reasons)
         claim_workdir(workdir, plan.asked, identity, files)
         task = plan.parts.task
         self.checkpoints = Checkpoints(
@@ -32,13 +32,12 @@ class Saver:
         self._saved_step = -1
 
     def restore(self) -> Restored | None:
-        """Reads the newest checkpoint, if there is one."""
+        """Reads the newest checkpoint, if there is one; without one the run begins, again perhaps."""
         restored = self.checkpoints.restore(
             self._plan.parts.state_spec.abstract(),
             fresh_exchange_state=functools.partial(make_exchange_state, self._plan),
         )
-        if restored is not None:
-            self._saved_step = restored.step
+        self._saved_step = -1 if restored is None else restored.step
         return restored
 
     def evaluated_step(self, restored: Restored) -> int:

@@ -94,7 +94,7 @@ def print_plan(experiment: Experiment, workdir: Path | None = None) -> None:
 
     Where the exchange is to be chosen it is measured, unless it was chosen for the run in `workdir`.
     """
-    plan = make_plan(experiment, chosen=None if workdir is None else read_choice(workdir))
+    plan = make_plan(experiment, chosen=lambda: read_choice(workdir))
     for reason in plan.reasons:
         print(reason)
     spec = plan.parts.state_spec

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from rich.console import Console
@@ -51,8 +51,7 @@ def train(
     workdir = None if workdir is None else Path(workdir)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         try:
-            chosen = None if workdir is None else read_choice(workdir)
-            plan = stop.run(lambda: make_plan(experiment, devices, chosen=chosen))
+            plan = stop.run(lambda: make_plan(experiment, devices, chosen=lambda: read_choice(workdir)))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:
@@ -130,27 +129,26 @@ class Session:
 
     def prepare(self) -> None:
         """Makes or restores the state, and opens the reports."""
-        self.restored: Restored | None = None
         if self.workdir is not None:
             self.saver = Saver(self.plan, self.workdir, self.reporter)
             self.stack.callback(self.saver.checkpoints.close)
             self.recovery.load(self.saver.checkpoints)
-            with self.watch("checkpoint"):
-                self.restored = self.stop.run(self.saver.restore)
-        if self.restored is not None:
-            self.take(self.restored)
-        else:
-            with self.watch("compile"):
-                self.state = self.stop.run(lambda: make_initial_state(self.plan))
+        self.begin(self.stop.run)
         self.reporter.open(self.step, self.evaluated_step)
         for reason in self.plan.reasons:
             self.reporter.note(reason)
 
-    def take(self, restored: Restored) -> None:
-        """Goes on from a checkpoint."""
-        assert self.saver is not None
-        self.state, self.step = restored.state, restored.step
-        self.evaluated_step = self.saver.evaluated_step(restored)
+    def begin(self, call: Callable[[Callable[[], Any]], Any]) -> None:
+        """Goes on from the newest checkpoint, or from the start if there is none. `call` calls what takes long."""
+        self.state, self.step, self.evaluated_step = None, 0, -1  # Its memory is needed for what comes.
+        with self.watch("checkpoint"):
+            self.restored: Restored | None = call(self.saver.restore) if self.saver else None
+        if self.saver and self.restored:
+            self.state, self.step = self.restored.state, self.restored.step
+            self.evaluated_step = self.saver.evaluated_step(self.restored)
+        else:
+            with self.watch("compile"):
+                self.state = call(lambda: make_initial_state(self.plan))
 
     def tell_of_the_start(self) -> None:
         """What the history has of how this process came to go on with the run."""
@@ -164,18 +162,14 @@ class Session:
                 self.reporter.event(self.step, text)
 
     def go_back(self, row: BadRow) -> None:
-        """Restores a checkpoint from before a row of bad steps, and goes on from there."""
+        """Goes back to a checkpoint from before a row of bad steps, or to the start, and goes on from there."""
         with self.watch("checkpoint"):
             jax.block_until_ready(self.state)  # A step may still be under way: see `max_in_flight`.
             rollback = self.recovery.go_back(row, self.saver.checkpoints if self.saver else None)
-            assert self.saver is not None
-            self.state = None  # Its memory is needed for what is restored.
-            restored = self.saver.restore()
-        assert restored is not None
-        self.take(restored)
+        self.begin(lambda function: function())
         self.loader.close()
         self.reporter.go_back(self.step, self.evaluated_step)
-        for text in (rollback.text, *restored.damaged):
+        for text in (rollback.text, *(self.restored.damaged if self.restored else ())):
             self.reporter.event(rollback.to_step, text)
         self.read_data()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import json
 import os
+import secrets
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,12 +19,18 @@ import numpy as np
 import pydantic
 from jax.experimental import multihost_utils
 
+from jaxdl.cluster import current
+from jaxdl.cluster.identity import named
 from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import ExchangeConfig
 from jaxdl.report import replace_file
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 """What a disk refuses to write with: full, over quota, read-only, not allowed, broken."""
+CHOICE_FILE = "exchange.json"
+FULL = (errno.ENOSPC, errno.EDQUOT)
+SHARED_SEC = 60.0
+"""How long a process looks for a file of another one: for so long NFS may take it for true that there is none."""
 
 
 def disk_reason(error: BaseException | None) -> str | None:
@@ -64,6 +73,21 @@ def from_first_process(read: Callable[[], bytes]) -> bytes:
     return np.asarray(multihost_utils.broadcast_one_to_all(local), np.uint8).tobytes()
 
 
+def _of_first_process(act: Callable[[], bytes]) -> bytes:
+    """What the first process gets by `act`, on all of them; a ConfigError there is raised on all."""
+
+    def told() -> bytes:
+        try:
+            return b"+" + act()
+        except ConfigError as error:
+            return b"-" + str(error).encode()
+
+    content = from_first_process(told)
+    if content.startswith(b"-"):
+        raise ConfigError(content[1:].decode())
+    return content[1:]
+
+
 def claim_workdir(
     workdir: Path,
     config: Config,
@@ -73,56 +97,121 @@ def claim_workdir(
     """Makes the workdir this run's own, or goes on with an earlier run of the same config in it.
 
     `identity` takes away the fields that may change between runs (the mesh, reports...). Writes `config.json`,
-    and `files` by their names. Raises ConfigError with the difference when the workdir belongs to another config, and
-    when it cannot be written.
+    and `files` by their names, unless they are so already: a run may go on on a disk that is full now.
+
+    Raises ConfigError, on all processes, with the difference when the workdir belongs to another config; when it cannot
+    be written; and when it is not the same folder for all of them.
     """
+    _check_shared(workdir)
+    _of_first_process(lambda: _claim(workdir, config, identity, files or {}))
+
+
+def _check_shared(workdir: Path) -> None:
+    """The first process makes a file, and the others look for it. Its name is new, so no host knows better already."""
+    token = workdir / f".claim.{secrets.token_hex(8)}.tmp"
+
+    def make() -> bytes:
+        try:
+            workdir.mkdir(parents=True, exist_ok=True)
+            for left in workdir.glob(".claim.*.tmp"):  # By a process that was killed.
+                left.unlink(missing_ok=True)
+            token.touch()
+        except OSError as error:
+            if error.errno in FULL and workdir.is_dir():
+                return b""
+            raise _refused(workdir, error) from None
+        return token.name.encode()
+
+    try:
+        name = _of_first_process(make).decode()
+        if jax.process_count() == 1 or not name:
+            return
+        found = _appears(workdir / name)
+        member = current()
+        if member is not None:
+            member.wait_for_all()  # Gloo waits for less long.
+        every = np.ravel(multihost_utils.process_allgather(np.bool_(found)))
+        missing = [process for process, one in enumerate(every) if not one]
+        if missing:
+            hosts = member.hosts if member is not None else ["host ?"] * len(every)
+            raise ConfigError(
+                f"the hosts do not see the same --workdir: {workdir} on {named(missing, hosts)} is another folder than "
+                f"on {named([0], hosts)}. Use one on a shared file system."
+            )
+    finally:
+        if jax.process_index() == 0:
+            with contextlib.suppress(OSError):
+                token.unlink(missing_ok=True)
+
+
+def _appears(path: Path) -> bool:
+    """Whether the file is there, or comes to be seen in time."""
+    end = time.monotonic() + SHARED_SEC
+    while not os.path.exists(path):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.2)
+    return True
+
+
+def _claim(
+    workdir: Path,
+    config: Config,
+    identity: Callable[[dict[str, Any]], dict[str, Any]],
+    files: Mapping[str, bytes],
+) -> bytes:
     path = workdir / "config.json"
     try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        earlier = path.read_text() if path.exists() else None
-    except UnicodeDecodeError:
-        earlier = ""
+        earlier = path.read_bytes() if path.exists() else None
+        if earlier is not None:
+            _compare(path, earlier, config, identity)
+        for name, content in ({path.name: (config.to_json() + "\n").encode()} | dict(files)).items():
+            if not (workdir / name).exists() or (workdir / name).read_bytes() != content:
+                replace_file(workdir / name, content)
     except OSError as error:
         raise _refused(workdir, error) from None
-    if earlier is not None:
-        try:
-            there, here = identity(json.loads(earlier)), identity(json.loads(config.to_json()))
-        except (ValueError, AttributeError):
-            raise ConfigError(f"{path}: not a config any more. Restore it, or choose another --workdir.") from None
-        if there != here:
-            lines = difflib.unified_diff(
-                _lines(there), _lines(here), "in the workdir", "asked for now", n=0, lineterm=""
-            )
-            changes = "\n".join("  " + line for line in lines if not line.startswith("@@"))
-            raise ConfigError(
-                f"--workdir {workdir} belongs to a run of a different config:\n{changes}\n"
-                "Choose another --workdir, or the settings of the run that is there."
-            )
-    if jax.process_index() == 0:
-        try:
-            for name, content in ({path.name: (config.to_json() + "\n").encode()} | dict(files or {})).items():
-                replace_file(workdir / name, content)
-        except OSError as error:
-            raise _refused(workdir, error) from None
+    return b""
+
+
+def _compare(path: Path, earlier: bytes, config: Config, identity: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    try:
+        there, here = identity(json.loads(earlier)), identity(json.loads(config.to_json()))
+    except (ValueError, AttributeError, TypeError):
+        raise ConfigError(f"{path}: not a config any more. Restore it, or choose another --workdir.") from None
+    if there != here:
+        lines = difflib.unified_diff(_lines(there), _lines(here), "in the workdir", "asked for now", n=0, lineterm="")
+        changes = "\n".join("  " + line for line in lines if not line.startswith("@@"))
+        raise ConfigError(
+            f"--workdir {path.parent} belongs to a run of a different config:\n{changes}\n"
+            "Choose another --workdir, or the settings of the run that is there."
+        )
 
 
 def _refused(workdir: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a folder that can be written.")
 
 
-def choice_file(config: Config, reasons: Sequence[str]) -> dict[str, bytes]:
-    """`exchange.json` and its content: the exchange that was chosen for a run, and why."""
+def choice_file(workdir: Path, config: Config, reasons: Sequence[str]) -> dict[str, bytes]:
+    """`exchange.json` and its content: the exchange that was chosen for a run, and why. Nothing if it is there."""
+    if (workdir / CHOICE_FILE).exists():
+        return {}
     text = json.dumps({"exchange": config.model_dump(), "reasons": list(reasons)}, indent=2)
-    return {"exchange.json": (text + "\n").encode()}
+    return {CHOICE_FILE: (text + "\n").encode()}
 
 
-def read_choice(workdir: Path) -> Any:
-    """The exchange that was chosen for the run in a workdir, or None. Raises ConfigError when it cannot be read."""
-    path = workdir / "exchange.json"
-    if not path.is_file():
+def read_choice(workdir: Path | None) -> Any:
+    """The exchange that was chosen for the run in a workdir, or None. Raises ConfigError when it cannot be read.
+
+    The first process reads it for all: they must choose alike.
+    """
+    if workdir is None:
+        return None
+    path = workdir / CHOICE_FILE
+    content = _of_first_process(lambda: path.read_bytes() if path.is_file() else b"")
+    if not content:
         return None
     try:
-        values = json.loads(path.read_text())["exchange"]
+        values = json.loads(content)["exchange"]
         return pydantic.TypeAdapter(Annotated[ExchangeConfig, pydantic.Discriminator("kind")]).validate_python(values)
     except (ValueError, KeyError, TypeError):
         raise ConfigError(

@@ -47,6 +47,10 @@ def main() -> None:
     try:
         for exchange in args.exchanges:  # A mistake is told before the first run.
             base = jaxdl.load(args.config, [*flags(exchange), *changes])
+        if base.task.best_mode != "max":
+            raise ConfigError(
+                f"--config {args.config}: of {base.task.best_metric} less is better; that is not looked for."
+            )
         runs = [
             run(args, changes, base.task.best_metric, exchange, rate, seed)
             for seed in args.seeds

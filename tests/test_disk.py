@@ -134,6 +134,33 @@ def test_a_disk_that_stays_full_is_an_error_in_the_end(small_disk, monkeypatch, 
     assert_bit_equal(jax.tree.map(np.asarray, train(workdir).state), plain)
 
 
+def test_a_disk_that_is_full_when_a_run_starts_again(small_disk, monkeypatch, plain):
+    """It may have room before the end; what must be written at the start is there already."""
+    workdir = small_disk / "run"
+
+    class Killed(BaseException):
+        pass
+
+    def kill():
+        fill(small_disk)
+        raise Killed
+
+    actions = {5: kill}
+    at_step(monkeypatch, actions)
+    with pytest.raises(Killed):
+        train(workdir)
+    before = (workdir / "config.json").stat().st_mtime_ns
+    actions |= {5: lambda: None, 7: (small_disk / "filler").unlink}
+    run = train(workdir)
+    assert_bit_equal(jax.tree.map(np.asarray, run.state), plain)
+    assert steps(workdir) == [8]
+    assert (workdir / "config.json").stat().st_mtime_ns == before
+    assert [text.partition(";")[0] for text in events(workdir)] == [
+        "resumed from the checkpoint at step 4",
+        "the checkpoint of step 6 could not be written: No space left on device",
+    ]
+
+
 def test_a_workdir_that_becomes_read_only_or_is(small_disk, monkeypatch):
     workdir = small_disk / "run"
 

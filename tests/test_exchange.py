@@ -70,7 +70,9 @@ def with_exchange(mesh):
     """A plan whose exchange is the one of this test, its initial state, and its batches."""
     plan = make_plan(EXPERIMENT.replaced({"mesh": mesh}), jax.devices()[:8])
     exchange, parts = error_feedback(), plan.parts
-    spec = make_state_spec(parts.layout, parts.network, parts.optimizer, exchange, parts.precision, use_ema=False)
+    spec = make_state_spec(
+        parts.layout, parts.network, parts.optimizer, exchange, parts.precision, parts.guard, use_ema=False
+    )
     parts = dataclasses.replace(parts, exchange=exchange, state_spec=spec)
     plan = dataclasses.replace(plan, parts=parts)
     batches = [plan.splits.train.batch(np.arange(start, start + 16)) for start in (0, 16, 32)]

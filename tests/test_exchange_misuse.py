@@ -102,7 +102,7 @@ def test_the_choice_is_kept_with_the_run(tmp_path):
     kept["exchange"] = Dense(wire_dtype="bfloat16").model_dump()
     (tmp_path / "exchange.json").write_text(json.dumps(kept))
     assert read_choice(tmp_path) == Dense(wire_dtype="bfloat16")
-    plan = make_plan(experiment, chosen=read_choice(tmp_path))
+    plan = make_plan(experiment, chosen=lambda: read_choice(tmp_path))
     assert plan.experiment.exchange == Dense(wire_dtype="bfloat16")
     assert plan.reasons == ("exchange: dense bfloat16, as chosen when the run began",)
 

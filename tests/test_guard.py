@@ -6,9 +6,9 @@ import os
 import signal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from faulty_train import GRADIENT, LOSS, make_labels_poisonous, poison_batches, poisoned
 from runs import assert_bit_equal, rows, saved_state, tiny_experiment
 
 import jaxdl
@@ -25,36 +25,13 @@ from jaxdl.recovery import Recovery, pass_over
 from jaxdl.report import Diverged, Reporter, plot_history
 from jaxdl.saving import Saver
 from jaxdl.step import make_train_step
-from jaxdl.tasks import Classification
 
-LOSS, GRADIENT = 1000, 2000
-"""A label of at least this much makes its example's loss NaN, or only the gradient of that."""
 FOUR = jax.devices()[:4]
 
 
 @pytest.fixture(autouse=True)
 def poisonous_labels(monkeypatch):
-    original = Classification.sums
-
-    def sums(self, outputs, batch, *, train):
-        found = original(self, outputs, batch, train=train)
-        if train:
-            label, square = batch["label"], jnp.sum(outputs.astype(jnp.float32) ** 2)
-            bad_loss = jnp.any((label >= LOSS) & (label < GRADIENT))
-            # The root's slope at 0 is infinite.
-            root = jnp.sqrt(jnp.where(jnp.any(label >= GRADIENT), 0 * square, 1.0))
-            bad_gradient = jnp.where(jnp.any(label >= GRADIENT), root, 0)
-            found["loss"] = found["loss"] + jnp.where(bad_loss, jnp.nan, 0) + bad_gradient
-        return found
-
-    monkeypatch.setattr(Classification, "sums", sums)
-
-
-def poisoned(batch, value):
-    """The batch with a label that makes the numbers of one example, on one replica, bad."""
-    label = np.array(batch["label"])
-    label[0] = value
-    return batch | {"label": jax.device_put(label, batch["label"].sharding)}
+    make_labels_poisonous(monkeypatch.setattr)
 
 
 # One step
@@ -125,57 +102,6 @@ def test_the_guard_costs_no_copy_of_the_state_and_keeps_the_donation():
     assert on.temp_size_in_bytes - off.temp_size_in_bytes < 0.25 * off.alias_size_in_bytes
 
 
-# Spikes
-
-
-def test_spikes_against_numpy():
-    window, deviations = 16, 3.0
-    config = GuardConfig(spike_deviations=deviations, spike_window_steps=window)
-    random = np.random.default_rng(0)
-    losses = (2 + 0.1 * random.normal(size=200)).astype(np.float32)
-    losses[[5, 40, 41, 150]] = [9, 5, np.nan, 2.9]
-    losses[100:] -= 0.5
-    guard, weights, good, spikes = config.init_guard(), np.zeros(0), np.zeros(0), []
-
-    @jax.jit
-    def step(guard, loss):
-        kept = jnp.isfinite(loss) & ~config.is_spike(guard, loss)
-        return kept, config.next_guard(guard, loss, kept=kept, bad=~kept)
-
-    for number, loss in enumerate(losses):
-        # From the weights of all losses, not from the mean before.
-        mean = np.sum(weights * good)
-        deviation = np.sqrt(np.sum(weights * (good - mean) ** 2))
-        spike = len(good) >= window and loss > mean + deviations * deviation
-        kept, guard = step(guard, loss)
-        assert bool(kept) == (np.isfinite(loss) and not spike), number
-        if not kept:
-            spikes.append(number)
-            continue
-        share = 1 / min(len(good) + 1, window)
-        weights, good = np.append(weights * (1 - share), share), np.append(good, np.float64(loss))
-        mean = np.sum(weights * good)
-        np.testing.assert_allclose(guard["mean"], mean, rtol=1e-5)
-        np.testing.assert_allclose(guard["variance"], np.sum(weights * (good - mean) ** 2), rtol=1e-3, atol=1e-7)
-    assert {40, 41, 150} <= set(spikes)
-    assert 5 not in spikes, "the statistics were not warm yet"
-    assert len(spikes) < 10
-    assert guard["bad_steps"] == len(spikes)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"skip_nonfinite": False, "rollback_after": 3}, "guard.rollback_after = 3: without skip_nonfinite"),
-        ({"skip_nonfinite": False, "spike_deviations": 3.0}, "guard.spike_deviations = 3.0: without"),
-        ({"spike_window_steps": 64}, "guard.spike_window_steps = 64: no spike is looked for"),
-    ],
-)
-def test_settings_that_cannot_take_effect(values, message):
-    with pytest.raises(ConfigError, match=message):
-        GuardConfig(**values)
-
-
 # Whole runs
 
 
@@ -206,15 +132,6 @@ def bad_batches(monkeypatch, compiled):
     """Sets the steps whose batches are bad; compiled steps are shared, since all runs here are of one plan."""
     bad = set(BAD)
 
-    class Loader(TrainLoader):
-        def __init__(self, *args, start_step, **kwargs):
-            super().__init__(*args, start_step=start_step, **kwargs)
-            self.steps = itertools.count(start_step + 1)
-
-        def __next__(self):
-            batch = super().__next__()
-            return poisoned(batch, LOSS) if next(self.steps) in bad else batch
-
     original = trainer.compile_steps
 
     def compile_steps(plan):
@@ -223,7 +140,7 @@ def bad_batches(monkeypatch, compiled):
             compiled[key] = original(plan)
         return compiled[key]
 
-    monkeypatch.setattr(trainer, "TrainLoader", Loader)
+    poison_batches(bad, monkeypatch.setattr)
     monkeypatch.setattr(trainer, "compile_steps", compile_steps)
     return bad
 
@@ -260,9 +177,8 @@ def whole(rolled_back, bad_batches, tmp_path_factory):
     return rolled_back["found"]
 
 
-def test_a_run_goes_back_and_passes_over(whole, compiled):
-    workdir, run = whole
-    # By hand: the first four steps, none of 5 to 12, and then the others.
+def by_hand(compiled, passed_over):
+    """The last state of a run that passes over these steps from the beginning."""
     plan = make_plan(RUN, FOUR)
     state, step = make_initial_state(plan), next(iter(compiled.values()))[0]
     with TrainLoader(
@@ -270,8 +186,13 @@ def test_a_run_goes_back_and_passes_over(whole, compiled):
         start_step=0, num_steps=16,
     ) as loader:  # fmt: skip
         for number, batch in enumerate(loader, start=1):
-            state = pass_over(state) if 5 <= number <= 12 else step(state, batch)[0]
-    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, state)))
+            state = pass_over(state) if number in passed_over else step(state, batch)[0]
+    return state
+
+
+def test_a_run_goes_back_and_passes_over(whole, compiled):
+    workdir, run = whole
+    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(compiled, range(5, 13)))))
     assert int(run.state.guard["bad_steps"]) == 8
     first = "went back from step 9 to the checkpoint of step 4: steps 7 to 9 were bad; the batches of steps 7 to 9 are"
     second = "went back from step 12 to the checkpoint of step 4: steps 10 to 12 were bad; the batches of steps 5 to 12"
@@ -355,14 +276,43 @@ def test_going_back_is_tried_so_often_and_then_the_run_stops_with_a_report(tmp_p
     assert "| 13 | nan |" in report
     assert report.count("went back from step") == 2
     assert "--optimizer.learning-rate" in report
+    assert "a larger --guard.max-rollbacks goes on in this --workdir" in report
+    with pytest.raises(ConfigError, match="rollback_after"):
+        train(tmp_path, RUN.replaced({"guard.rollback_after": 4}))
+    run = train(tmp_path, RUN.replaced({"guard.max_rollbacks": 3}))
+    assert run.summary["num_rollbacks"] == 3
+    assert not (tmp_path / "diverged.md").exists(), "it holds no more"
 
 
-def test_without_a_checkpoint_before_or_a_workdir_the_run_stops(tmp_path, bad_batches):
-    bad_batches |= set(range(2, 7))
+def test_without_a_workdir_the_run_stops(bad_batches):
     with pytest.raises(Diverged, match="without a --workdir there is no checkpoint"):
         train(None)
-    with pytest.raises(Diverged, match="there is no checkpoint from before them"):
-        train(tmp_path)
+
+
+def test_before_the_first_checkpoint_a_run_goes_back_to_the_start(tmp_path, bad_batches, compiled, monkeypatch):
+    """Killed before it has begun again."""
+    bad_batches.clear()
+    bad_batches |= set(range(2, 8))
+    original, calls = Saver.restore, itertools.count()
+
+    def restore(self):
+        if next(calls) == 1:
+            raise Killed
+        return original(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "restore", restore)
+        with pytest.raises(Killed):
+            train(tmp_path)
+    run = train(tmp_path)
+    told = [(step, text.partition(";")[0]) for step, text in events(tmp_path) if text.startswith("went back")]
+    assert told == [
+        (0, "went back from step 4 to the start: steps 2 to 4 were bad"),
+        # Written while batches were passed over: there is none from before them.
+        (4, "went back from step 7 to the checkpoint of step 4: steps 5 to 7 were bad"),
+    ]
+    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(compiled, range(2, 8)))))
+    assert [row["step"] for row in measured(tmp_path)] == [1, 8, 8, 11, 12, 15, 16, 16]
 
 
 def test_few_bad_steps_are_only_skipped(tmp_path, bad_batches, capsys):

@@ -34,17 +34,17 @@ ACROSS = ("--mesh.replica", "1", "--mesh.fsdp", "4")
 """A mesh on which each process has a part of every parameter; on the other one `replica` lies across the processes."""
 
 
-def start_pair(config, workdir, *args, each=((), ())):
+def start_pair(config, workdir, *args, each=((), ()), programs=(("-m", "jaxdl.train"),) * 2):
     """Both processes of a run, as a launcher starts them; the first is process 0. `each` has options of their own."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "jaxdl.train", "--config", str(config), "--workdir", str(workdir), *args]
+    options = ["--config", str(config), "--workdir", str(workdir), *args]
     environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
     environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
     return [
         subprocess.Popen(
-            [*command, *each[process]],
+            [sys.executable, *programs[process], *options, *each[process]],
             cwd=ROOT,
             env=environment | {"JAX_PROCESS_ID": str(process)},
             stdout=subprocess.PIPE,

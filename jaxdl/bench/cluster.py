@@ -110,7 +110,11 @@ def main(args: list[str]) -> None:
     title = f"{command.hosts} hosts x {command.devices_per_host} devices, {found['num_parameters']:,} parameters"
     if command.plot:
         replace_file(command.plot, figure(found["rows"], title))
-    found["rows"] = [asdict(row) | {"error": row.error} for rows in found["rows"] for row in rows]
+    found["rows"] = [
+        asdict(row) | {"error": row.error, "exchange_error": row.exchange_error}
+        for rows in found["rows"]
+        for row in rows
+    ]
     write_json(command.json, found | {"hosts": command.hosts, "devices_per_host": command.devices_per_host})
 
 

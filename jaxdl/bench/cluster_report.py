@@ -54,6 +54,13 @@ class Row:
         """Predicted over measured step time, less one."""
         return self.predicted_step_sec / self.step_sec - 1
 
+    @property
+    def exchange_error(self) -> float | None:
+        """Predicted over measured time of the exchange alone, less one; None where that is lost in the noise."""
+        if self.exchange_sec < 0.05 * self.floor_sec:
+            return None
+        return (self.predicted_step_sec - self.floor_sec) / self.exchange_sec - 1
+
 
 def choose_rate(ratio: float, *, host_bytes: float, floor_sec: float) -> str:
     """The rate at which so many bytes of payload take `ratio` times the floor, in words that `tc` knows."""

@@ -114,9 +114,8 @@ def held_back(x: jax.Array, last: jax.Array | None) -> jax.Array:
     # A message that is the same on all devices of an axis must stay so. That of axes with several devices is shared out
     # among them, so here are those of one device alone, over which a sum sends nothing.
     alone = sorted(jax.typeof(last).mat.varying - jax.typeof(x).mat.varying)
-    if alone:
-        last = lax.psum(last, tuple(alone))
-    bits = lax.bitcast_convert_type(last.astype(jnp.float32), jnp.uint32)
+    token = lax.psum(last, tuple(alone)) if alone else last
+    bits = lax.bitcast_convert_type(token.astype(jnp.float32), jnp.uint32)
     return jnp.where(bits == np.uint32(_NO_NUMBER), jnp.zeros_like(x), x)
 
 

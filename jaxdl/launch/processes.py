@@ -215,8 +215,13 @@ class Launch:
             text = json.dumps({"launcher": os.getpid(), "restart": self.num_restarts, "hosts": self.pids})
             # Replaced as a whole: who polls the file never reads half of it.
             unfinished = self.pids_file.with_name(self.pids_file.name + ".tmp")
-            unfinished.write_text(text + "\n")
-            unfinished.replace(self.pids_file)
+            try:
+                unfinished.write_text(text + "\n")
+                unfinished.replace(self.pids_file)
+            except OSError as error:
+                if self.num_restarts == 0:
+                    raise
+                self._say(f"--pids {self.pids_file}: {error.strerror}; the file is of an earlier start")
 
     def _say(self, text: str) -> None:
         self._printer.print(LAUNCHER, text, error=True)

@@ -21,6 +21,7 @@ from jaxdl.launch.reaper import Reaper, kill_session, session_members
 
 _LEASH = Path(__file__).parent / "leash.py"
 _POLL_SEC = 0.05
+_UNKILLABLE_SEC = 10.0
 _READ_BYTES = 1 << 16
 
 
@@ -111,7 +112,10 @@ class Worker:
         """
         killed = False
         while session_members(self.pid):
-            if time.monotonic() >= deadline_sec:
+            now_sec = time.monotonic()
+            if now_sec >= deadline_sec + _UNKILLABLE_SEC:
+                break  # It waits for a disk or a network file system that does not answer.
+            if now_sec >= deadline_sec:
                 kill_session(self.pid)
                 killed = True
             time.sleep(_POLL_SEC)

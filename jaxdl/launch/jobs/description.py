@@ -17,6 +17,7 @@ import pydantic
 import tyro
 
 import jaxdl.mesh
+from jaxdl.cluster.exits import DELIBERATE
 from jaxdl.config import CLI_STYLE, Config, ConfigError
 from jaxdl.experiment import Experiment, load
 from jaxdl.mesh import Axis
@@ -26,7 +27,7 @@ JobT = TypeVar("JobT", bound="Job")
 COORDINATOR_PORT = 8476
 """Where process 0 listens in clusters that give each job addresses of its own; below the ports of outgoing calls."""
 
-NEVER_RESTARTED = (2, 3)
+NEVER_RESTARTED = DELIBERATE
 """Exit codes that another start would only repeat: a mistake in the command or config, and training that diverged."""
 
 STOPPED = (130, 143)
@@ -99,7 +100,7 @@ class Job(Config):
         return values
 
     def network_hints(self) -> dict[str, str]:
-        """Settings of NCCL and XLA to try on Ethernet, for comments: each helps on some clusters, not on others."""
+        """Settings of NCCL to try on Ethernet, for comments: each helps on some clusters, not on others."""
         if self.nodes == 1 or not self.gpus_per_node:
             return {}
         named = {} if self.interface else {"NCCL_SOCKET_IFNAME": "eth0"}
@@ -108,7 +109,6 @@ class Job(Config):
             "NCCL_SOCKET_NTHREADS": "4",
             "NCCL_NSOCKS_PERTHREAD": "4",
             "NCCL_DEBUG": "INFO",
-            "XLA_FLAGS": "--xla_gpu_all_gather_combine_threshold_bytes=1048576",
         }
 
 

@@ -1,0 +1,95 @@
+"""Two processes of one run whose data is bad, or of which one has a disk that refuses, or another workdir."""
+
+import functools
+import json
+import re
+import threading
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from faulty_train import make_labels_poisonous, poison_batches
+from runs import finish, rows, tiny_experiment, write_config
+from test_processes import start_pair
+
+import jaxdl
+from jaxdl import trainer
+from jaxdl import workdir as workdir_module
+from jaxdl.plan import compile_steps, make_plan
+
+EXPERIMENT = tiny_experiment(
+    mesh={"replica": 2, "fsdp": 1, "tensor": 1, "cpu_devices": 1},
+    steps=16,
+    checkpoint={"every_steps": 4, "keep": 3, "keep_best": 0},
+    evaluation={"every_steps": 8},
+    report={"every_steps": 3, "tensorboard": False},
+    guard={"rollback_after": 3},
+)
+BAD = [2, 3, 4, 10, 11, 12]
+"""The first row comes before the first checkpoint."""
+
+
+def start_faulty(config, workdir, *faults, each=((), ())):
+    """Both processes, with what goes wrong in each."""
+    programs = [("-m", "tests.faulty_train", json.dumps(one)) for one in faults]
+    return [finish(process) for process in start_pair(config, workdir, each=each, programs=programs)]
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """A run of two processes of which the second cannot write two checkpoints, the last one too."""
+    workdir = tmp_path_factory.mktemp("run")
+    config = write_config(tmp_path_factory.mktemp("config"), EXPERIMENT)
+    ended = start_faulty(config, workdir, {"bad": BAD}, {"bad": BAD, "refused": [8, 16]})
+    events = [row["event"] for row in rows(workdir) if "event" in row]
+    return SimpleNamespace(workdir=workdir, config=config, ended=ended, events=events)
+
+
+def test_a_disk_that_refuses_one_costs_both_the_checkpoint_and_no_more(story):
+    assert [code for code, _ in story.ended] == [1, 1], story.ended
+    notes = [text for text in story.events if "could not be written" in text]
+    assert [text.partition(";")[0] for text in notes] == [
+        f"the checkpoint of step {step} could not be written: another process could not" for step in (8, 16)
+    ]
+    for _, output in story.ended:
+        assert "the state of step 16 could not be saved" in output
+        assert "signal" not in output
+        assert "Traceback" not in output
+
+
+def test_they_go_back_together_and_learn_what_one_process_does(story, tmp_path, monkeypatch):
+    back = [text.partition(":")[0] for text in story.events if text.startswith("went back")]
+    assert back == ["went back from step 4 to the start", "went back from step 12 to the checkpoint of step 4"]
+    make_labels_poisonous(monkeypatch.setattr)
+    poison_batches(BAD, monkeypatch.setattr)
+    compiled = functools.cache(lambda: compile_steps(make_plan(one_process, jax.devices()[:2])))
+    monkeypatch.setattr(trainer, "compile_steps", lambda _: compiled())
+    one_process = EXPERIMENT.replaced({"mesh.cpu_devices": None})
+    alone, resumed = (
+        jaxdl.train(one_process, workdir, quiet=True, devices=jax.devices()[:2])
+        for workdir in (tmp_path, story.workdir)
+    )
+    assert "resumed from the checkpoint at step 12" in resumed.history["event"]
+    for run in (alone, resumed):
+        assert (int(run.state.step), int(run.state.guard["bad_steps"])) == (16, len(BAD))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), resumed.state.params, alone.state.params
+    )
+
+
+def test_another_folder_under_the_name_of_the_workdir_is_a_mistake_on_both(story, tmp_path):
+    each = (["--workdir", str(tmp_path / "one")], ["--workdir", str(tmp_path / "other")])
+    ended = start_faulty(story.config, tmp_path, {}, {"shared_sec": 1}, each=each)
+    assert [code for code, _ in ended] == [2, 2], ended
+    for _, output in ended:
+        assert re.search(r"do not see the same --workdir: \S+ on \S+ \(process 1\) is another folder than on", output)
+    assert not list((tmp_path / "one").iterdir())
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_file_that_comes_to_be_seen_late(tmp_path, monkeypatch):
+    threading.Timer(0.5, (tmp_path / "late").touch).start()
+    assert workdir_module._appears(tmp_path / "late")
+    monkeypatch.setattr(workdir_module, "SHARED_SEC", 0.3)
+    assert not workdir_module._appears(tmp_path / "never")
