@@ -118,6 +118,16 @@ class Recovery:
         if bad and (lowest is None or (len(bad) == len(metrics) and metrics[-1]["loss_scale"] <= lowest)):
             self._give_up(bad, "guard.skip_nonfinite is off: nothing was skipped")
 
+    def check_end(self, loss: float) -> None:
+        """Raises Diverged if steps were bad and the state is no good all the same, by the `loss` of the last evaluation.
+
+        A step that ruined the state can be good itself, and so few can be left of a run that no row becomes long enough.
+        """
+        first, last = self.rollbacks[-1].row if self.rollbacks else (0, -1)
+        earlier = [BadStep(step, math.nan, math.nan) for step in range(first, last + 1)]
+        if not math.isfinite(loss) and (steps := self._row or earlier):
+            self._give_up(steps, "after the last step the evaluation is not finite, so skipping them has not helped")
+
     def load(self, checkpoints: Checkpoints) -> None:
         """Reads what an earlier process of the run did, and ends what it was doing. Raises ConfigError."""
         assert self._workdir is not None
@@ -201,9 +211,10 @@ class Recovery:
         last = steps[-1]
         spike = all(math.isfinite(one.loss) for one in steps) and self._config.spike_deviations is not None
         what = "is far above its running mean, " * spike + "or its gradient is not finite"
+        rate = f"learning rate {last.learning_rate:.3g}, " if math.isfinite(last.learning_rate) else ""
         message = (
             f"the training loss {what} at step {last.step} ({_count(len(steps), 'bad step')} from step "
-            f"{steps[0].step} on, learning rate {last.learning_rate:.3g}, {_count(len(self.rollbacks), 'return')} to a "
+            f"{steps[0].step} on, {rate}{_count(len(self.rollbacks), 'return')} to a "
             f"checkpoint before; {reason}). A lower --optimizer.learning-rate, a longer warm-up or --step.clip-norm 1 "
             "usually help."
         )

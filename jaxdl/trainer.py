@@ -103,9 +103,10 @@ class Session:
         """The whole run."""
         try:
             self.prepare()
-            if self.step == self.plan.total_steps and self.evaluated_step == self.step:
+            anew = self.step < self.plan.total_steps or self.evaluated_step < self.step
+            self.tell_of_the_start(anew)
+            if not anew:
                 return self.finish("finished", anew=False)
-            self.tell_of_the_start()
             self.compile()
             self.start_loop()
             while self.step < self.plan.total_steps:
@@ -150,16 +151,17 @@ class Session:
             with self.watch("compile"):
                 self.state = call(lambda: make_initial_state(self.plan))
 
-    def tell_of_the_start(self) -> None:
-        """What the history has of how this process came to go on with the run."""
-        for rollback in self.recovery.rollbacks:
+    def tell_of_the_start(self, anew: bool) -> None:
+        """How this process came to go on with the run; in the history too, if anything is done `anew`."""
+        tell = functools.partial(self.reporter.event, self.step) if anew else self.reporter.note
+        for rollback in self.recovery.rollbacks if anew else ():
             self.reporter.history.event(rollback.to_step, rollback.text)
         if again := restarted():
-            self.reporter.event(self.step, again)
+            tell(again)
         if self.restored is not None:
-            resumed = f"resumed from the checkpoint at step {self.step}"
-            for text in (*self.restored.damaged, *self.restored.notes, resumed):
-                self.reporter.event(self.step, text)
+            for text in (*self.restored.damaged, *self.restored.notes):
+                tell(text)
+            tell(f"resumed from the checkpoint at step {self.step}")
 
     def go_back(self, row: BadRow) -> None:
         """Goes back to a checkpoint from before a row of bad steps, or to the start, and goes on from there."""
@@ -247,6 +249,8 @@ class Session:
             )
         self.evaluated_step = self.step
         self.reporter.evaluated(self.step, self.metrics)
+        if self.step == self.plan.total_steps:
+            self.recovery.check_end(self.metrics["loss"])
 
     def save(self) -> None:
         """Starts writing a checkpoint of this step, unless there is one, or the last steps were bad."""

@@ -120,7 +120,8 @@ def test_a_full_disk_for_a_while(small_disk, monkeypatch, plain, leave_bytes):
 
 def test_a_disk_that_stays_full_is_an_error_in_the_end(small_disk, monkeypatch, plain, capsys):
     workdir = small_disk / "run"
-    at_step(monkeypatch, {3: lambda: fill(small_disk)})
+    actions = {3: lambda: fill(small_disk)}
+    at_step(monkeypatch, actions)
     with pytest.raises(jaxdl.Interrupted, match="1") as ended:
         train(workdir)
     assert ended.value.code == 1
@@ -131,6 +132,7 @@ def test_a_disk_that_stays_full_is_an_error_in_the_end(small_disk, monkeypatch, 
     assert "summary.json could not be written" in output
     assert "curves.png could not be written" in output
     (small_disk / "filler").unlink()
+    actions.clear()
     assert_bit_equal(jax.tree.map(np.asarray, train(workdir).state), plain)
 
 
