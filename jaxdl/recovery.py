@@ -119,9 +119,9 @@ class Recovery:
             self._give_up(bad, "guard.skip_nonfinite is off: nothing was skipped")
 
     def check_end(self, loss: float) -> None:
-        """Raises Diverged if steps were bad and the state is no good all the same, by the `loss` of the last evaluation.
+        """Raises Diverged if steps were bad and the state is no good all the same: the `loss` of the last evaluation.
 
-        A step that ruined the state can be good itself, and so few can be left of a run that no row becomes long enough.
+        A step that ruins the state can be good itself, and so few can be left of a run that no row gets long enough.
         """
         first, last = self.rollbacks[-1].row if self.rollbacks else (0, -1)
         earlier = [BadStep(step, math.nan, math.nan) for step in range(first, last + 1)]
