@@ -342,15 +342,17 @@ def test_bytes_over_replica_are_those_of_the_shards(fsdp, tensor):
     reduced = []
     for types in re.findall(r'"stablehlo.all_reduce"\(.*?\}\) : \((.*?)\) ->', text, flags=re.DOTALL):
         for shape, dtype in re.findall(r"tensor<((?:\d+x)*)(\w+)>", types):
-            if shape:  # Scalars are the sums of losses and weights.
+            if shape:
                 assert dtype == "f32"
                 reduced.append(tuple(int(size) for size in shape.rstrip("x").split("x")))
     shards = shard_shapes(spec.shapes.params, spec.shardings.params)
     lies = jax.tree.leaves(spec.params, is_leaf=is_spec)
     sharded = [math.prod(shape) for shape, spec in zip(shards, lies, strict=True) if len(spec)]
     whole = [math.prod(shape) for shape, spec in zip(shards, lies, strict=True) if not len(spec)]
-    # All shards in one buffer, each device's share of what lies whole in another, and the two norms of the metrics.
-    assert sum(math.prod(shape) for shape in reduced) == sum(sharded) + math.ceil(sum(whole) / (fsdp * tensor)) + 2
+    # All shards in one buffer, each device's share of what lies whole in another, the two norms of the metrics, and the
+    # sums of losses and the like with whether all is finite.
+    small = 2 + sum(name.startswith("sums/") for name in step.out_info[1]) + 1
+    assert sum(math.prod(shape) for shape in reduced) == sum(sharded) + math.ceil(sum(whole) / (fsdp * tensor)) + small
 
 
 UNTIED = {"model.tied_embeddings": False, "step.microbatches": 2}
