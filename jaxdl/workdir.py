@@ -20,7 +20,7 @@ import pydantic
 from jax.experimental import multihost_utils
 
 from jaxdl.cluster import current
-from jaxdl.cluster.identity import named
+from jaxdl.cluster.identity import flat, named
 from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import ExchangeConfig
 from jaxdl.report import replace_file
@@ -219,8 +219,6 @@ def read_choice(workdir: Path | None) -> Any:
         ) from None
 
 
-def _lines(config: Any, prefix: str = "") -> list[str]:
+def _lines(config: Mapping[str, Any]) -> list[str]:
     """A config as sorted lines `dotted.field = value`."""
-    if not isinstance(config, dict):
-        return [f"{prefix} = {json.dumps(config)}"]
-    return [line for name in sorted(config) for line in _lines(config[name], f"{prefix}.{name}" if prefix else name)]
+    return sorted(f"{name} = {json.dumps(value)}" for name, value in flat(config).items())
