@@ -12,7 +12,6 @@ applied one step late.
 from __future__ import annotations
 
 import argparse
-import ast
 import json
 import math
 import statistics
@@ -22,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from trials import exchange_flags, folder_name, parse
 
 import jaxdl
 from jaxdl.config import ConfigError, end_interrupted, fail
@@ -40,7 +40,6 @@ EXCHANGES = (
 
 def main() -> None:
     """Runs everything that is not finished yet, and reports."""
-    own, changes = _split(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--workdir", type=Path, required=True)
@@ -48,7 +47,7 @@ def main() -> None:
     parser.add_argument("--exchanges", nargs="+", default=EXCHANGES, metavar="KIND,OPTION=VALUE")
     parser.add_argument("--delay", action="store_true", help="each exchange also with delay_steps=1")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    args = parser.parse_args(own)
+    args, changes = parse(parser)
     if args.delay:
         args.exchanges = [name for one in args.exchanges for name in (one, f"{one},delay_steps=1")]
     try:
@@ -63,25 +62,19 @@ def main() -> None:
     _report(found, args.workdir)
 
 
-def _split(args: list[str]) -> tuple[list[str], list[str]]:
-    if "--" not in args:
-        return args, []
-    return args[: args.index("--")], args[args.index("--") + 1 :]
-
-
 def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
     if args.replica < 2:
         raise ConfigError(f"--replica {args.replica}: one replica exchanges nothing. Give 2 or more.")
-    base = jaxdl.load(args.config, changes)
     mesh = MeshConfig(replica=args.replica, fsdp=1, cpu_devices=args.replica)
     experiments = {
-        exchange: base.replaced(_overrides(exchange)).replaced({"mesh": mesh}) for exchange in args.exchanges
+        exchange: jaxdl.load(args.config, [*exchange_flags(exchange), *changes]).replaced({"mesh": mesh})
+        for exchange in args.exchanges
     }
-    metric, curves = base.task.best_metric, {}
+    metric, curves = experiments[args.exchanges[0]].task.best_metric, {}
     runs: dict[str, Any] = {exchange: [] for exchange in experiments}
     for seed in args.seeds:
         for exchange, experiment in experiments.items():
-            folder = args.workdir / f"{exchange.replace(',', '_').replace('=', '')}_seed{seed}"
+            folder = args.workdir / f"{folder_name(exchange)}_seed{seed}"
             print(f"--- {exchange}, seed {seed}: {folder}", flush=True)
             run = jaxdl.train(experiment.replaced({"seed": seed}), folder, quiet=True)
             ratio = _numbers(run.history, "train/exchange/compression")
@@ -90,21 +83,6 @@ def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
             )
             curves.setdefault(exchange, _numbers(run.history, "train/loss"))
     return {"config": str(args.config), "changes": changes, "metric": metric, "runs": runs, "curves": curves}
-
-
-def _overrides(exchange: str) -> dict[str, Any]:
-    kind, *options = exchange.split(",")
-    overrides: dict[str, Any] = {"exchange": kind}
-    for option in options:
-        name, equals, value = option.partition("=")
-        if not equals:
-            raise ConfigError(f"--exchanges {exchange}: {option!r} is not OPTION=VALUE.")
-        field = name if "." in name else f"exchange.{name}"
-        try:
-            overrides[field] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            overrides[field] = value
-    return overrides
 
 
 def _numbers(history: dict[str, list[Any]], name: str) -> list[tuple[int, float]]:

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from trials import parse, read_rows, train_on_hosts
 
 import jaxdl
 from jaxdl.config import ConfigError, end_interrupted, fail
@@ -32,15 +29,13 @@ WINDOW_STEPS = 50
 
 def main() -> None:
     """Runs what is not finished yet, and reports."""
-    line = sys.argv[1:]
-    own, changes = (line[: line.index("--")], line[line.index("--") + 1 :]) if "--" in line else (line, [])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=900)
     parser.add_argument("--hosts", type=int, nargs="+", default=[4, 2, 3], help="one after the other")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
-    args = parser.parse_args(own)
+    args, changes = parse(parser)
     changes = [*CHANGES, "--steps", str(args.steps), *changes]
     try:
         jaxdl.load(args.config, changes)  # A mistake is told before the first run.
@@ -59,24 +54,15 @@ def run(args: argparse.Namespace, changes: list[str], workdir: Path, hosts: list
     stops: list[int] = json.loads(marks.read_text()) if marks.exists() else []
     for index, number in enumerate(hosts[len(stops) :], len(stops)):
         limit = args.steps * (index + 1) // len(hosts)
-        launch = ["-m", "jaxdl.launch", "local", "--hosts", str(number), "--devices-per-host", "1", "--"]
+        launch = ["local", "--hosts", str(number), "--devices-per-host", "1"]
         mesh = ["--mesh.replica", str(number), "--mesh.fsdp", "1", "--mesh.cpu-devices", "1"]
-        train = ["-m", "jaxdl.train", "--config", str(args.config), "--workdir", str(workdir), "--seed", str(seed)]
-        process = subprocess.Popen([sys.executable, *launch, sys.executable, *train, *mesh, *changes])
-        try:
-            while process.poll() is None and (limit == args.steps or (steps_done(workdir) or 0) < limit):
-                time.sleep(0.2)
-            if limit < args.steps:
-                process.send_signal(signal.SIGTERM)
-            code = process.wait()
-        except BaseException as error:
-            if not isinstance(error, KeyboardInterrupt):  # Ctrl-C has come to the launcher too; the second one kills.
-                process.terminate()
-            process.wait()
-            raise
-        if code not in (0, 128 + signal.SIGTERM):
-            raise ConfigError(f"{workdir}: the run on {number} hosts ended with exit code {code}; see above.")
-        stops.append(steps_done(workdir) or 0)
+        train_on_hosts(
+            launch,
+            workdir,
+            ["--config", str(args.config), "--seed", str(seed), *mesh, *changes],
+            until=lambda rows, limit=limit: limit < args.steps and steps_done(rows) >= limit,
+        )
+        stops.append(steps_done(read_rows(workdir)))
         marks.write_text(json.dumps(stops))
     rows = read_rows(workdir)
     accuracy = [value for row in rows for name, value in row.items() if name == "eval/accuracy"]
@@ -84,17 +70,9 @@ def run(args: argparse.Namespace, changes: list[str], workdir: Path, hosts: list
     return {"losses": losses, "accuracy": accuracy[-1], "stops": stops, "hosts": hosts, "seed": seed}
 
 
-def read_rows(workdir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl so far."""
-    path = workdir / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("}")]
-
-
-def steps_done(workdir: Path) -> int | None:
+def steps_done(rows: list[dict[str, Any]]) -> int:
     """The last step that a run has reported."""
-    steps = [row["step"] for row in read_rows(workdir)]
-    return max(steps, default=None)
+    return max((row["step"] for row in rows), default=0)
 
 
 def smoothed(losses: dict[int, float], ends: np.ndarray) -> np.ndarray:

@@ -15,16 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import statistics
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from trials import exchange_flags, finished, folder_name, parse, read_rows, train_on_hosts
 
 import jaxdl
 from jaxdl.config import ConfigError, end_interrupted, fail
@@ -32,8 +29,6 @@ from jaxdl.config import ConfigError, end_interrupted, fail
 
 def main() -> None:
     """Runs everything that is not finished yet, and reports."""
-    line = sys.argv[1:]
-    own, changes = (line[: line.index("--")], line[line.index("--") + 1 :]) if "--" in line else (line, [])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--workdir", type=Path, required=True)
@@ -43,10 +38,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--devices-per-host", type=int, default=2)
-    args = parser.parse_args(own)
+    args, changes = parse(parser)
     try:
         for exchange in args.exchanges:  # A mistake is told before the first run.
-            base = jaxdl.load(args.config, [*flags(exchange), *changes])
+            base = jaxdl.load(args.config, [*exchange_flags(exchange), *changes])
         if base.task.best_mode != "max":
             raise ConfigError(
                 f"--config {args.config}: of {base.task.best_metric} less is better; that is not looked for."
@@ -64,64 +59,31 @@ def main() -> None:
     report(args, runs)
 
 
-def flags(exchange: str) -> list[str]:
-    """`topk,density=0.01` as command-line options."""
-    kind, *options = exchange.split(",")
-    found = ["--exchange", kind]
-    for option in options:
-        name, equals, value = option.partition("=")
-        if not equals:
-            raise ConfigError(f"--exchanges {exchange}: {option!r} is not OPTION=VALUE.")
-        found += [f"--{name if '.' in name else f'exchange.{name}'}".replace("_", "-"), value]
-    return found
-
-
 def run(
     args: argparse.Namespace, changes: list[str], metric: str, exchange: str, rate: str, seed: int
 ) -> dict[str, Any]:
     """Trains until the target is reached, or to the end; returns the time, the steps and the bytes."""
-    workdir = args.workdir / f"{exchange.replace(',', '_').replace('=', '')}_{rate}_seed{seed}"
+    workdir = args.workdir / f"{folder_name(exchange)}_{rate}_seed{seed}"
     print(f"--- {exchange} at {rate}, seed {seed}: {workdir}", flush=True)
     hosts, devices = str(args.hosts), str(args.devices_per_host)
-    launch = ["-m", "jaxdl.launch", "netns", "--hosts", hosts, "--devices-per-host", devices, "--rate", rate, "--"]
-    train = ["-m", "jaxdl.train", "--config", str(args.config), "--workdir", str(workdir), "--seed", str(seed)]
+    launch = ["netns", "--hosts", hosts, "--devices-per-host", devices, "--rate", rate]
     mesh = ["--mesh.replica", hosts, "--mesh.fsdp", devices, "--mesh.cpu-devices", devices]
-    found = reached(workdir, f"eval/{metric}", args.target)
-    if found is None and not finished(workdir):
-        command = [sys.executable, *launch, sys.executable, *train, *mesh, *flags(exchange), *changes]
-        process = subprocess.Popen(command)
-        try:
-            while process.poll() is None and found is None:
-                time.sleep(1)  # The time is read from the run's own figures; looking often would disturb it.
-                found = reached(workdir, f"eval/{metric}", args.target)
-            if process.poll() is None:
-                process.send_signal(signal.SIGTERM)
-            code = process.wait()
-        except BaseException as error:
-            if not isinstance(error, KeyboardInterrupt):  # Ctrl-C has come to the launcher too; the second one kills.
-                process.terminate()
-            process.wait()
-            raise
-        if code not in (0, 128 + signal.SIGTERM):
-            raise ConfigError(f"{workdir}: the run ended with exit code {code}; see above.")
-        found = reached(workdir, f"eval/{metric}", args.target)
-    return {"exchange": exchange, "rate": rate, "seed": seed, **(found or {"seconds": None})}
+    flags = ["--config", str(args.config), "--seed", str(seed), *mesh, *exchange_flags(exchange), *changes]
+
+    def found(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
+        return reached(rows, workdir, f"eval/{metric}", args.target)
+
+    if found(read_rows(workdir)) is None and not finished(workdir):
+        train_on_hosts(launch, workdir, flags, until=lambda rows: found(rows) is not None)
+    times = found(read_rows(workdir)) or {"seconds": None}
+    return {"exchange": exchange, "rate": rate, "seed": seed, **times}
 
 
-def finished(workdir: Path) -> bool:
-    """Whether the run in a workdir has come to its end; one that was stopped has a summary, too."""
-    path = workdir / "summary.json"
-    return path.exists() and json.loads(path.read_text())["status"] == "finished"
-
-
-def reached(workdir: Path, metric: str, target: float) -> dict[str, Any] | None:
+def reached(rows: list[dict[str, Any]], workdir: Path, metric: str, target: float) -> dict[str, Any] | None:
     """Seconds of training and steps until the evaluation that reached the target; None while none has."""
-    path, seconds, step = workdir / "metrics.jsonl", 0.0, 0
-    examples = json.loads((workdir / "config.json").read_text())["batch_size"] if path.exists() else 0
-    for line in path.read_text().splitlines() if path.exists() else []:
-        if not line.endswith("}"):
-            break
-        row = json.loads(line)
+    seconds, step = 0.0, 0
+    examples = json.loads((workdir / "config.json").read_text())["batch_size"] if rows else 0
+    for row in rows:
         if "examples_per_sec" in row:
             seconds += (row["step"] - step) * examples / row["examples_per_sec"]
             step = row["step"]

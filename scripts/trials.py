@@ -1,0 +1,88 @@
+"""What the scripts beside this share: their command line, exchanges written in one word, and runs on several hosts."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdl.config import ConfigError
+
+
+def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
+    """A script's own arguments, and what stands after `--`: changes of the config of all its runs."""
+    line = sys.argv[1:]
+    own, changes = (line[: line.index("--")], line[line.index("--") + 1 :]) if "--" in line else (line, [])
+    return parser.parse_args(own), changes
+
+
+def exchange_flags(exchange: str) -> list[str]:
+    """`topk,density=0.01` as options of a command line; a name with a dot is of another part: `optimizer.momentum=0`.
+
+    Raises ConfigError for what is not written so.
+    """
+    kind, *options = exchange.split(",")
+    found = ["--exchange", kind]
+    for option in options:
+        name, equals, value = option.partition("=")
+        if not equals:
+            raise ConfigError(f"--exchanges {exchange}: {option!r} is not OPTION=VALUE.")
+        found += [f"--{name if '.' in name else f'exchange.{name}'}".replace("_", "-"), value]
+    return found
+
+
+def folder_name(exchange: str) -> str:
+    """The name of a run's folder."""
+    return exchange.replace(",", "_").replace("=", "")
+
+
+def train_on_hosts(
+    launch: Sequence[str], workdir: Path, flags: Sequence[str], *, until: Callable[[list[dict[str, Any]]], bool]
+) -> None:
+    """Trains under `python -m jaxdl.launch` until its end, or until the rows of metrics.jsonl are enough.
+
+    Then the launcher gets SIGTERM, so that the run is saved and can go on.
+
+    Args:
+      launch: the launcher's arguments: `["netns", "--hosts", "4", ...]`.
+      workdir: the run's.
+      flags: the other arguments of `jaxdl.train`.
+      until: whether these rows are enough.
+
+    Raises:
+      ConfigError: when the run ended otherwise.
+    """
+    train = [sys.executable, "-m", "jaxdl.train", "--workdir", str(workdir), *flags]
+    process = subprocess.Popen([sys.executable, "-m", "jaxdl.launch", *launch, "--", *train])
+    try:
+        while process.poll() is None and not until(read_rows(workdir)):
+            time.sleep(0.5)  # Times are read from the run's own figures; looking often would disturb it.
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        code = process.wait()
+    except BaseException as error:
+        if not isinstance(error, KeyboardInterrupt):  # Ctrl-C has come to the launcher too; the second one kills.
+            process.terminate()
+        process.wait()
+        raise
+    if code not in (0, 128 + signal.SIGTERM):
+        raise ConfigError(f"{workdir}: the run ended with exit code {code}; see above.")
+
+
+def read_rows(workdir: Path) -> list[dict[str, Any]]:
+    """The rows of a run's metrics.jsonl so far."""
+    path = workdir / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+def finished(workdir: Path) -> bool:
+    """Whether the run in a workdir has come to its end; one that was stopped has a summary, too."""
+    path = workdir / "summary.json"
+    return path.exists() and json.loads(path.read_text())["status"] == "finished"
