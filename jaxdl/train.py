@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxdl.cluster import BROKEN, ClusterError, depart, end_together, launched_cpu_devices
+from jaxdl.cluster import BROKEN, DIVERGED, ClusterError, depart, end_together, launched_cpu_devices
 from jaxdl.config import ConfigError, end_interrupted, fail
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.plan import compile_train_step, make_plan
@@ -18,9 +18,6 @@ from jaxdl.report import Diverged, print_explanation
 from jaxdl.sharding import explain
 from jaxdl.trainer import Interrupted, train
 from jaxdl.workdir import read_choice
-
-DIVERGED = 3
-"""The exit code of a run that cannot go on from where it is, however often it is started."""
 
 
 @dataclass(frozen=True)

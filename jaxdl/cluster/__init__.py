@@ -1,7 +1,7 @@
 """Many processes as one run: they meet before JAX starts, watch over each other, and end together."""
 
 from jaxdl.cluster.ending import depart, end_together
-from jaxdl.cluster.exits import BROKEN
+from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
 from jaxdl.cluster.membership import Membership, current
 from jaxdl.cluster.pulse import pulse
 from jaxdl.cluster.rendezvous import ClusterError
@@ -10,6 +10,8 @@ from jaxdl.cluster.watchdog import Watchdog
 
 __all__ = [
     "BROKEN",
+    "DIVERGED",
+    "MISTAKE",
     "ClusterConfig",
     "ClusterError",
     "Membership",

@@ -10,7 +10,11 @@ from collections.abc import Callable
 
 BROKEN = 75
 """Exit code of a run that broke off because of another process, the network or a hang: start it again (EX_TEMPFAIL)."""
-DELIBERATE = (2, 3)
+MISTAKE = 2
+"""Exit code after a mistake of the user's."""
+DIVERGED = 3
+"""Exit code of a run that cannot go on from where it is, however often it is started."""
+DELIBERATE = (MISTAKE, DIVERGED)
 """Exit codes of an end that all processes come to alike: the user's mistake, a run that diverged."""
 FAREWELL_SEC = 2.0
 """How long a process that ends waits until its reason has gone out, is printed, and has been read."""

@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from jaxdl.cluster import DIVERGED, MISTAKE
 from jaxdl.config import ConfigError
 from jaxdl.launch.attempt import Attempt, Events, format_sec
 from jaxdl.launch.output import LAUNCHER, Printer
 from jaxdl.launch.reaper import Reaper
 from jaxdl.launch.worker import Host, Worker
 
-NOT_RESTARTED = {2: "a mistake of the user's", 3: "training diverged for good"}
+NOT_RESTARTED = {MISTAKE: "a mistake of the user's", DIVERGED: "training diverged for good"}
 """Exit codes after which the same would happen again."""
 FAST_SEC = 30.0
 """A run that fails within this time of its start is started again after a pause."""
