@@ -276,7 +276,3 @@ class Periodic(Config):
         if self.every_steps is not None and self.every_epochs is not None:
             raise ValueError("set every_steps or every_epochs, not both.")
         return self
-
-    def period_steps(self, steps_per_epoch: float) -> float:
-        """Steps from one time to the next; a fraction where an epoch is not a whole number of steps."""
-        return self.every_steps or (self.every_epochs or 1.0) * steps_per_epoch

@@ -30,6 +30,7 @@ from jaxdl.report import ReportConfig
 from jaxdl.sharding import ShardingConfig
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification, LanguageModelling
+from jaxdl.timeline import Phase
 
 CommandT = TypeVar("CommandT")
 
@@ -57,6 +58,9 @@ class Experiment(Config):
     """Length of the run in passes over the training data; this or `steps` is needed."""
     steps: int | None = pydantic.Field(default=None, ge=1)
     """Length of the run in steps; this or `epochs` is needed."""
+    phases: tuple[Phase, ...] = ()
+    """Progressive resizing: parts of the run with images of other sizes, one after the other; set in a config file.
+    Their lengths then make the run's."""
     seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
     """Decides the initial parameters, the order of the data, and every random choice in a step."""
     mesh: MeshConfig = MeshConfig()
@@ -85,6 +89,8 @@ class Experiment(Config):
                 f"epochs = {self.epochs:g} and steps = {self.steps}: the length of the run is given twice. "
                 "Set one of them to None: --epochs None or --steps None."
             )
+        if self.phases and (self.epochs is not None or self.steps is not None):
+            raise ValueError("phases are set, whose lengths make that of the run. Set epochs and steps to None.")
         if isinstance(self.exchange, TopK) and self.exchange.momentum_correction is not None:
             for name in ("momentum", "b1"):
                 value = getattr(self.optimizer, name, 0)

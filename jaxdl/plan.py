@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jaxdl.cluster import current, start_devices
 from jaxdl.compiler import Options, compiled
 from jaxdl.config import ConfigError
-from jaxdl.data import ImageSpec, Splits, TextSpec
+from jaxdl.data import ImageSpec, PhotoSource, Source, Splits, TextSpec
 from jaxdl.evaluate import make_eval_step
 from jaxdl.exchange import (
     Auto,
@@ -44,9 +44,7 @@ from jaxdl.models import Network
 from jaxdl.sharding import STACKED, Layout, ShardingConfig, grad_specs, named
 from jaxdl.state import TrainState, init_state, make_state_spec
 from jaxdl.step import Parts, make_train_step
-
-_MOST_STEPS = 2**31 - 1
-"""The counter of the steps is an int32."""
+from jaxdl.timeline import Stretch, Timeline, make_timeline
 
 
 @dataclass(frozen=True)
@@ -56,13 +54,27 @@ class Plan:
     experiment: Experiment
     parts: Parts
     splits: Splits
-    total_steps: int
-    steps_per_epoch: float
+    timeline: Timeline
     eval_batch_size: int
     asked: Experiment
     """The experiment as it was given; in `experiment` the exchange has been chosen, where that was left open."""
     reasons: tuple[str, ...] = ()
     """Why this exchange was chosen."""
+
+    @property
+    def total_steps(self) -> int:
+        """Length of the run."""
+        return self.timeline.total_steps
+
+    def sources(self, stretch: Stretch) -> tuple[Source, Source]:
+        """The training and the held-out examples as a stretch of the run sees them."""
+        phase = stretch.phase
+        if phase is None:
+            return self.splits.train, self.splits.test
+        train, test = self.splits.train, self.splits.test
+        assert isinstance(train, PhotoSource)
+        assert isinstance(test, PhotoSource)
+        return train.at(size=phase.size, min_scale=phase.min_scale), test.at(size=phase.eval_size or phase.size)
 
 
 def make_plan(
@@ -76,21 +88,26 @@ def make_plan(
     `devices` (default: all) are those of the mesh; `chosen` gives what an exchange that is to be chosen was before, and
     is called by all processes.
     """
-    if experiment.epochs is None and experiment.steps is None:
+    if experiment.epochs is None and experiment.steps is None and not experiment.phases:
         raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
     mesh = make_devices(experiment, devices)
     before = chosen() if isinstance(experiment.exchange, Auto) else None
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
     _check_batches(experiment, batch_ways(mesh), eval_batch_size)
     splits = experiment.data.build()
-    num_examples = len(splits.train)
-    if experiment.batch_size > num_examples:
+    if experiment.phases and not isinstance(splits.train, PhotoSource):
         raise ConfigError(
-            f"--batch-size {experiment.batch_size}: there are only {num_examples} training examples. "
-            "Choose a smaller one."
+            f"phases: the images of data {experiment.data.kind} have one size. Take --data image_folder, image_tars, "
+            "or tfds with photos."
         )
-    steps_per_epoch = num_examples / experiment.batch_size
-    total_steps = _total_steps(experiment, steps_per_epoch)
+    timeline = make_timeline(
+        len(splits.train),
+        experiment.batch_size,
+        epochs=experiment.epochs,
+        steps=experiment.steps,
+        phases=experiment.phases,
+    )
+    total_steps = timeline.total_steps
     profile_start = experiment.report.profile_start_step
     if profile_start is not None and profile_start >= total_steps:
         raise ConfigError(
@@ -100,8 +117,8 @@ def make_plan(
     _check_warmup(experiment, total_steps)
     asked = experiment
     experiment, reasons = settled(asked, splits.train.spec, mesh, before)
-    parts = make_parts(experiment, splits.train.spec, mesh, total_steps, steps_per_epoch)
-    return Plan(experiment, parts, splits, total_steps, steps_per_epoch, eval_batch_size, asked, reasons)
+    parts = make_parts(experiment, splits.train.spec, mesh, timeline)
+    return Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons)
 
 
 def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
@@ -113,9 +130,7 @@ def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None
     return mesh
 
 
-def make_parts(
-    experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, total_steps: int, steps_per_epoch: float
-) -> Parts:
+def make_parts(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, timeline: Timeline) -> Parts:
     """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit."""
     if spec.modality != experiment.model.modality:
         raise ConfigError(
@@ -124,9 +139,12 @@ def make_parts(
         )
     network = _network(experiment, spec)
     _check_tensor_dims(experiment.sharding, network)
-    learning_rate = experiment.schedule.build(
-        peak=experiment.optimizer.learning_rate, total_steps=total_steps, steps_per_epoch=steps_per_epoch
+    schedule = experiment.schedule.build(
+        peak=experiment.optimizer.learning_rate,
+        total_steps=timeline.scheduled_steps,
+        steps_per_epoch=timeline.steps_per_epoch,
     )
+    learning_rate = timeline.learning_rate(schedule)
     optimizer = experiment.optimizer.build(learning_rate, network.axes)
     layout = Layout(experiment.sharding, mesh)
     exchange = _make_exchange(experiment, network, spec, layout)
@@ -237,13 +255,14 @@ def _check_warmup(experiment: Experiment, total_steps: int) -> None:
 
 def _check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
     unit = ways * experiment.step.microbatches
-    if experiment.batch_size % unit:
-        below, above = experiment.batch_size // unit * unit, math.ceil(experiment.batch_size / unit) * unit
-        raise ConfigError(
-            f"--batch-size {experiment.batch_size}: cannot be split evenly over replica x fsdp = {ways} devices"
-            + (f" and {experiment.step.microbatches} micro-batches" if experiment.step.microbatches > 1 else "")
-            + f". Choose a multiple of {unit}, such as {f'{below} or {above}' if below else above}."
-        )
+    for size in sorted({experiment.batch_size, *(one.batch_size or unit for one in experiment.phases)}):
+        if size % unit:
+            below, above = size // unit * unit, math.ceil(size / unit) * unit
+            raise ConfigError(
+                f"--batch-size {size}: cannot be split evenly over replica x fsdp = {ways} devices"
+                + (f" and {experiment.step.microbatches} micro-batches" if experiment.step.microbatches > 1 else "")
+                + f". Choose a multiple of {unit}, such as {f'{below} or {above}' if below else above}."
+            )
     if eval_batch_size % ways:
         raise ConfigError(
             f"--evaluation.batch-size {eval_batch_size}: cannot be split evenly over replica x fsdp = {ways} devices. "
@@ -261,20 +280,6 @@ def _check_tensor_dims(config: ShardingConfig, network: Network) -> None:
                 f"--sharding.tensor-dims {name}: the model has no dimension of this name that can be split. "
                 f"Choose from {', '.join(sorted(own))}."
             )
-
-
-def _total_steps(experiment: Experiment, steps_per_epoch: float) -> int:
-    if experiment.steps is not None:
-        length, given = experiment.steps, f"--steps {experiment.steps}"
-    else:
-        assert experiment.epochs is not None
-        length, given = experiment.epochs * steps_per_epoch - 1e-9, f"--epochs {experiment.epochs:g}"
-    if length > _MOST_STEPS:
-        raise ConfigError(
-            f"{given}: the run would have more than {_MOST_STEPS:,} steps, the most that can be counted. "
-            "Choose a smaller number."
-        )
-    return max(1, math.ceil(length))
 
 
 def make_initial_state(plan: Plan) -> TrainState:
@@ -308,17 +313,22 @@ def make_exchange_state(plan: Plan) -> Any:
     )()
 
 
-def compile_steps(plan: Plan) -> tuple[Any, Any]:
-    """The compiled train step and evaluation step of a plan; later calls with other shapes are errors."""
-    state = plan.parts.state_spec.abstract()
-    return compile_train_step(plan), make_eval_step(plan.parts).lower(
-        state.eval_params, state.model_state, _batch_shapes(plan.splits.test.eval_batch, plan.eval_batch_size)
+def compile_steps(plan: Plan, stretch: Stretch | None = None) -> tuple[Any, Any]:
+    """The compiled train and evaluation steps of a stretch (the first); calls with other shapes are errors."""
+    stretch = stretch or plan.timeline.stretches[0]
+    state, (_, test) = plan.parts.state_spec.abstract(), plan.sources(stretch)
+    return compile_train_step(plan, stretch), make_eval_step(plan.parts).lower(
+        state.eval_params, state.model_state, _batch_shapes(test.eval_batch, plan.eval_batch_size)
     ).compile()
 
 
-def compile_train_step(plan: Plan) -> Any:
-    """The compiled train step of a plan. Raises ConfigError for a compiler option that XLA does not know."""
-    batch = _batch_shapes(plan.splits.train.batch, plan.experiment.batch_size)
+def compile_train_step(plan: Plan, stretch: Stretch | None = None) -> Any:
+    """The compiled train step of a stretch of a plan (the first).
+
+    Raises ConfigError for a compiler option that XLA does not know.
+    """
+    stretch = stretch or plan.timeline.stretches[0]
+    batch = _batch_shapes(plan.sources(stretch)[0].batch, stretch.batch_size)
     lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
     mesh = plan.parts.layout.mesh
     return compiled(lowered, compiler_options(plan), mesh.shape, plan.experiment.compiler.links)

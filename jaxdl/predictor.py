@@ -22,6 +22,7 @@ from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways, make_mesh
 from jaxdl.plan import make_parts
 from jaxdl.state import TrainState
 from jaxdl.step import Parts, apply_network
+from jaxdl.timeline import make_timeline
 
 
 class Predictor:
@@ -119,7 +120,7 @@ def restore(workdir: str | Path, *, mesh: MeshConfig | None = None) -> Predictor
         start_devices(mesh or experiment.mesh)
     found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
-    parts = make_parts(experiment, spec, found, total_steps=2**31 - 1, steps_per_epoch=1)
+    parts = make_parts(experiment, spec, found, make_timeline(1, 1, epochs=None, steps=2**31 - 1))
     checkpoints = Checkpoints(
         Path(workdir),
         experiment.checkpoint,

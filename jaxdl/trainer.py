@@ -11,19 +11,22 @@ from typing import Any, Literal
 import jax
 from rich.console import Console
 
+from jaxdl.ahead import CompiledSteps
 from jaxdl.checkpoint import Restored
 from jaxdl.cluster import Watchdog, pulse
+from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import evaluate, max_in_flight
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, Device, batch_sharding
 from jaxdl.outcome import Interrupted, Run
-from jaxdl.plan import Plan, compile_steps, make_initial_state, make_plan
+from jaxdl.plan import Plan, make_initial_state, make_plan
 from jaxdl.recovery import BadRow, Recovery, pass_over, restarted
 from jaxdl.report import Reporter, Stopwatch
 from jaxdl.saving import Saver
 from jaxdl.signals import Stop, StopSignals
 from jaxdl.state import TrainState
+from jaxdl.timeline import Stretch
 from jaxdl.workdir import read_choice
 
 
@@ -92,12 +95,16 @@ class Session:
             console=console,
             quiet=quiet,
             total_steps=plan.total_steps,
-            steps_per_epoch=plan.steps_per_epoch,
-            batch_size=self.experiment.batch_size,
+            epoch_at=plan.timeline.epoch,
+            batch_size_at=lambda step: plan.timeline.stretch(step - 1).batch_size,
             task_metrics=lambda sums: self.parts.task.metrics(sums, self.parts.data_spec),
             observe=self.recovery.observe,
+            input_activity=plan.splits.train.activity,
         )
         stack.callback(self.reporter.close)
+        for source in (plan.splits.train, plan.splits.test):
+            source.tell(self.reporter.note)
+            stack.callback(source.close)
 
     def run(self) -> Run:
         """The whole run."""
@@ -176,30 +183,36 @@ class Session:
         self.read_data()
 
     def compile(self) -> None:
-        """Compiles the train step and the evaluation, once, for these shapes; a signal is noticed meanwhile."""
+        """Compiles the train step and the evaluation of the last step done; a signal is noticed meanwhile."""
+        self.compiled = CompiledSteps(self.plan)
+        self.enter(self.plan.timeline.stretch(max(0, self.step - 1)))
+
+    def enter(self, stretch: Stretch) -> None:
+        """From here on the steps are those of the stretch; what it needs has been compiled meanwhile, or is now."""
+        self.stretch = stretch
         self.reporter.status("compiling")
         with self.watch("compile"):
-            self.train_step, self.eval_step = self.stop.run(lambda: compile_steps(self.plan))
+            self.train_step, self.eval_step = self.stop.run(lambda: self.compiled.of(stretch))
 
     def start_loop(self) -> None:
         """Makes up for an evaluation that was stopped, and starts to read data."""
-        experiment, plan = self.experiment, self.plan
         pulse.beat(self.step)  # From here on something must come on, the first batch too.
-        self.eval_period = experiment.evaluation.period_steps(plan.steps_per_epoch)
-        self.save_period = experiment.checkpoint.period_steps(plan.steps_per_epoch)
-        if self.step > self.evaluated_step and self.due(self.eval_period):
+        if self.step > self.evaluated_step and self.due(self.experiment.evaluation):
             self.evaluate()
         self.read_data()
 
     def read_data(self) -> None:
-        """Starts to read the batches of the steps to come."""
+        """Starts to read the batches of the steps to come, up to the end of the stretch."""
+        if self.step < self.plan.total_steps and self.plan.timeline.stretch(self.step) != self.stretch:
+            self.enter(self.plan.timeline.stretch(self.step))
+        stretch = self.stretch
         self.loader = TrainLoader(
-            self.plan.splits.train,
-            batch_size=self.experiment.batch_size,
+            self.plan.sources(stretch)[0],
+            batch_size=stretch.batch_size,
             seed=self.experiment.seed,
             sharding=batch_sharding(self.parts.layout.mesh),
-            start_step=self.step,
-            num_steps=self.plan.total_steps - self.step,
+            start=self.plan.timeline.position(self.step),
+            num_steps=stretch.first + stretch.num_steps - self.step,
         )
         self.stack.callback(self.loader.close)
         self.reporter.status("training")
@@ -207,6 +220,10 @@ class Session:
     def advance(self) -> None:
         """One step, and the evaluation and the checkpoint when they are due after it."""
         assert self.state is not None
+        if self.step == self.stretch.first + self.stretch.num_steps:
+            self.reporter.flush()
+            self.loader.close()
+            self.read_data()
         with self.watch("data"):
             batch = next(self.loader)
         with self.watch("train"):
@@ -223,7 +240,7 @@ class Session:
                 self.state, metrics = self.train_step(self.state, batch)
                 self.step += 1
                 self.reporter.add(self.step, metrics)
-        evaluate_now, save_now = self.due(self.eval_period), self.due(self.save_period)
+        evaluate_now, save_now = self.due(self.experiment.evaluation), self.due(self.experiment.checkpoint)
         if evaluate_now or save_now:
             with self.watch("train"):
                 self.reporter.flush()
@@ -233,16 +250,16 @@ class Session:
                 self.save()
             self.reporter.status("training")
 
-    def due(self, period: float) -> bool:
+    def due(self, period: Periodic) -> bool:
         """Whether the step just completed crosses a multiple of the period, or is the last."""
-        return self.step > 0 and (self.step == self.plan.total_steps or self.step // period > (self.step - 1) // period)
+        return self.plan.timeline.due(self.step, period)
 
     def evaluate(self) -> None:
         """Evaluates the state on all of the held-out data."""
         assert self.state is not None
         self.reporter.status("evaluating")
         sharding = batch_sharding(self.parts.layout.mesh)
-        source, size = self.plan.splits.test, self.plan.eval_batch_size
+        source, size = self.plan.sources(self.stretch)[1], self.plan.eval_batch_size
         with self.watch("eval"), eval_batches(source, batch_size=size, sharding=sharding) as batches:
             self.metrics = evaluate(
                 self.parts, self.eval_step, self.state.eval_params, self.state.model_state, batches, poll=self.stop.poll

@@ -56,9 +56,9 @@ def poison_batches(bad, patch=setattr):
     """Makes the losses of these steps of a run NaN; the set may be changed later."""
 
     class Loader(TrainLoader):
-        def __init__(self, *args, start_step, **kwargs):
-            super().__init__(*args, start_step=start_step, **kwargs)
-            self.steps = itertools.count(start_step + 1)
+        def __init__(self, *args, start, batch_size, **kwargs):
+            super().__init__(*args, start=start, batch_size=batch_size, **kwargs)
+            self.steps = itertools.count(start // batch_size + 1)
 
         def __next__(self):
             batch = super().__next__()

@@ -14,7 +14,7 @@ import pytest
 from runs import assert_bit_equal, rows, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl import trainer
+from jaxdl import ahead, trainer
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.mesh import MeshConfig
 from jaxdl.plan import make_initial_state, make_plan
@@ -30,10 +30,12 @@ ONE = jax.devices()[:1]
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once():
     """All runs here are of one plan."""
-    original, found = trainer.compile_steps, []
+    original, found = ahead.compile_steps, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            trainer, "compile_steps", lambda plan: found[0] if found else found.append(original(plan)) or found[0]
+            ahead,
+            "compile_steps",
+            lambda plan, stretch: found[0] if found else found.append(original(plan)) or found[0],
         )
         yield
 

@@ -14,7 +14,7 @@ from runs import finish, rows, tiny_experiment, write_config
 from test_processes import start_pair
 
 import jaxdl
-from jaxdl import trainer
+from jaxdl import ahead
 from jaxdl import workdir as workdir_module
 from jaxdl.plan import compile_steps, make_plan
 
@@ -64,7 +64,7 @@ def test_they_go_back_together_and_learn_what_one_process_does(story, tmp_path, 
     make_labels_poisonous(monkeypatch.setattr)
     poison_batches(BAD, monkeypatch.setattr)
     compiled = functools.cache(lambda: compile_steps(make_plan(one_process, jax.devices()[:2])))
-    monkeypatch.setattr(trainer, "compile_steps", lambda _: compiled())
+    monkeypatch.setattr(ahead, "compile_steps", lambda plan, stretch: compiled())
     one_process = EXPERIMENT.replaced({"mesh.cpu_devices": None})
     alone, resumed = (
         jaxdl.train(one_process, workdir, quiet=True, devices=jax.devices()[:2])

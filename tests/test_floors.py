@@ -19,14 +19,14 @@ FLOORS = [
     {"mesh"},
     {"cluster"},
     {"sharding", "precision", "collectives", "signals", "guard", "compiler"},
-    {"models", "optim", "exchange", "data", "report"},
+    {"models", "optim", "exchange", "data", "report", "timeline"},
     {"state", "tasks"},
     {"step", "workdir"},
     {"checkpoint"},
     {"evaluate"},
     {"experiment"},
     {"plan"},
-    {"recovery", "saving", "outcome"},
+    {"recovery", "saving", "outcome", "ahead"},
     {"trainer", "predictor", "launch"},
     {"sample", "bench"},
     {"train"},
@@ -40,7 +40,17 @@ READ_FILES = {
     "predictor": "restore reads a finished run",
     "cluster": "the hosts compare the hashes of jaxdl's own source files",
 }
-HEAVY = {"tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "tensorboardX", "PIL"}
+HEAVY = {
+    "tensorflow_datasets",
+    "tensorflow",
+    "sklearn",
+    "tokenizers",
+    "tensorboardX",
+    "PIL",
+    "cv2",
+    "simplejpeg",
+    "fsspec",
+}
 WRITING_CALLS = {
     "open", "write_text", "write_bytes", "mkdir", "makedirs", "unlink", "remove", "rename", "rmtree", "rmdir", "touch",
     "savefig", "dump", "save", "savez", "copyfile", "copytree", "symlink_to", "NamedTemporaryFile", "mkdtemp",

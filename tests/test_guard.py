@@ -12,7 +12,7 @@ from faulty_train import GRADIENT, LOSS, make_labels_poisonous, poison_batches, 
 from runs import assert_bit_equal, rows, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl import trainer
+from jaxdl import ahead, trainer
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.config import ConfigError
 from jaxdl.data import TrainLoader
@@ -48,7 +48,7 @@ def test_a_bad_step_changes_nothing_but_counters(mesh, num_devices, precision):
     bad_steps, in_row, overflows, rates = 0, 0, 0, []
     with TrainLoader(
         plan.splits.train, batch_size=16, seed=0, sharding=batch_sharding(plan.parts.layout.mesh),
-        start_step=0, num_steps=len(kinds),
+        start=0, num_steps=len(kinds),
     ) as loader:  # fmt: skip
         for number, (kind, batch) in enumerate(zip(kinds, loader, strict=True), start=1):
             before = jax.device_get(state)
@@ -132,16 +132,16 @@ def bad_batches(monkeypatch, compiled):
     """Sets the steps whose batches are bad; compiled steps are shared, since all runs here are of one plan."""
     bad = set(BAD)
 
-    original = trainer.compile_steps
+    original = ahead.compile_steps
 
-    def compile_steps(plan):
+    def compile_steps(plan, stretch):
         key = plan.experiment.replaced({"guard.rollback_after": 8, "guard.max_rollbacks": 2}).to_json()
         if key not in compiled:
             compiled[key] = original(plan)
         return compiled[key]
 
     poison_batches(bad, monkeypatch.setattr)
-    monkeypatch.setattr(trainer, "compile_steps", compile_steps)
+    monkeypatch.setattr(ahead, "compile_steps", compile_steps)
     return bad
 
 
@@ -183,7 +183,7 @@ def by_hand(compiled, passed_over):
     state, step = make_initial_state(plan), next(iter(compiled.values()))[0]
     with TrainLoader(
         plan.splits.train, batch_size=16, seed=0, sharding=batch_sharding(plan.parts.layout.mesh),
-        start_step=0, num_steps=16,
+        start=0, num_steps=16,
     ) as loader:  # fmt: skip
         for number, batch in enumerate(loader, start=1):
             state = pass_over(state) if number in passed_over else step(state, batch)[0]

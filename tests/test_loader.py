@@ -77,7 +77,7 @@ def test_every_epoch_is_another_permutation():
 def test_the_stream_does_not_depend_on_the_batch_size(batch_size):
     stream = EpochShuffle(101, seed=0).indices(0, 1000)
     order = EpochShuffle(101, seed=0)
-    batches = [order.global_indices(step, batch_size) for step in range(1000 // batch_size)]
+    batches = [order.indices(step * batch_size, batch_size) for step in range(1000 // batch_size)]
     np.testing.assert_array_equal(np.concatenate(batches), stream[: len(batches) * batch_size])
 
 
@@ -99,11 +99,11 @@ def test_the_order_of_a_seed_is_what_it_always_was():
 def test_global_batches_are_the_same_on_every_mesh(shape):
     sharding = make_sharding(*shape)
     order = EpochShuffle(50, seed=5)
-    with TrainLoader(Numbers(50), batch_size=16, seed=5, sharding=sharding, start_step=0, num_steps=5) as loader:
+    with TrainLoader(Numbers(50), batch_size=16, seed=5, sharding=sharding, start=0, num_steps=5) as loader:
         batches = list(loader)
     assert len(batches) == 5
     for step, batch in enumerate(batches):
-        expected = order.global_indices(step, 16)
+        expected = order.indices(step * 16, 16)
         assert batch["image"].shape == (16, 1, 1, 1)
         assert all(array.sharding == sharding for array in batch.values())
         np.testing.assert_array_equal(batch["label"], expected)
@@ -145,9 +145,9 @@ def test_two_processes_read_only_their_own_rows(tmp_path):
         sharding = NamedSharding(Mesh(np.array(jax.devices()).reshape(2, 2), ("replica", "fsdp")),
                                  PartitionSpec(("replica", "fsdp")))
         source = Numbers(50)
-        with TrainLoader(source, batch_size=8, seed=1, sharding=sharding, start_step=2, num_steps=1) as loader:
+        with TrainLoader(source, batch_size=8, seed=1, sharding=sharding, start=16, num_steps=1) as loader:
             batch = next(loader)
-        expected = EpochShuffle(50, 1).global_indices(2, 8)
+        expected = EpochShuffle(50, 1).indices(16, 8)
         own = expected[4 * int(process):][:4]
         assert batch["label"].shape == (8,)
         assert source.reads[0].tolist() == own.tolist(), (source.reads, own)
@@ -180,7 +180,7 @@ def test_two_processes_read_only_their_own_rows(tmp_path):
 @pytest.mark.parametrize("batch_size", [0, 12])
 def test_a_batch_that_cannot_be_split_is_refused(batch_size):
     with pytest.raises(ConfigError, match="multiple of 8"):
-        TrainLoader(Numbers(50), batch_size=batch_size, seed=0, sharding=make_sharding(), start_step=0, num_steps=1)
+        TrainLoader(Numbers(50), batch_size=batch_size, seed=0, sharding=make_sharding(), start=0, num_steps=1)
 
 
 def test_no_examples_are_refused():
@@ -195,7 +195,7 @@ def test_no_examples_are_refused():
 def test_a_resumed_loader_gives_the_tail(start):
     def labels(start_step, num_steps):
         with TrainLoader(
-            Numbers(20), batch_size=8, seed=2, sharding=make_sharding(), start_step=start_step, num_steps=num_steps
+            Numbers(20), batch_size=8, seed=2, sharding=make_sharding(), start=8 * start_step, num_steps=num_steps
         ) as loader:
             return [np.asarray(batch["label"]).tolist() for batch in loader]
 
@@ -232,7 +232,7 @@ def test_evaluation_of_text_has_a_mask_for_every_target():
 
 def train_loader(source, prefetch=2, num_steps=1000):
     return TrainLoader(
-        source, batch_size=8, seed=0, sharding=make_sharding(), start_step=0, num_steps=num_steps, prefetch=prefetch
+        source, batch_size=8, seed=0, sharding=make_sharding(), start=0, num_steps=num_steps, prefetch=prefetch
     )
 
 

@@ -49,7 +49,7 @@ def losses_and_params(experiment):
         batch_size=experiment.batch_size,
         seed=experiment.seed,
         sharding=batch_sharding(plan.parts.layout.mesh),
-        start_step=0,
+        start=0,
         num_steps=NUM_STEPS,
     ) as loader:
         for batch in loader:

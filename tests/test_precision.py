@@ -44,7 +44,7 @@ def batches(plan, num_steps):
         batch_size=plan.experiment.batch_size,
         seed=0,
         sharding=batch_sharding(plan.parts.layout.mesh),
-        start_step=0,
+        start=0,
         num_steps=num_steps,
     )
 

@@ -265,7 +265,7 @@ def test_a_quiet_console_says_nothing():
 def test_a_terminal_gets_a_bar_and_keeps_evaluations():
     output = io.StringIO()
     console = Console(file=output, force_terminal=True, width=140, height=30, _environ={"TERM": "xterm"})
-    with Progress(500, 0, examples_per_step=64, steps_per_epoch=50, console=console) as progress:
+    with Progress(500, 0, examples_per_step=64, epoch_at=lambda step: step / 50, console=console) as progress:
         progress.status("evaluating")
         progress.advance(125)
         progress.report({"step": 125, "train/loss": 0.8765, "train/accuracy": 0.5})

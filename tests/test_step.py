@@ -47,7 +47,7 @@ def one_step(experiment, num_steps=1):
         batch_size=experiment.batch_size,
         seed=experiment.seed,
         sharding=batch_sharding(plan.parts.layout.mesh),
-        start_step=0,
+        start=0,
         num_steps=num_steps,
     ) as loader:
         for batch in loader:

@@ -85,7 +85,7 @@ class Worker:
             return replace(plan, parts=replace(plan.parts, exchange=no_exchange()))
         experiment = plan.experiment.replaced({"exchange": variant.config})
         mesh = plan.parts.layout.mesh
-        parts = make_parts(experiment, plan.splits.train.spec, mesh, plan.total_steps, plan.steps_per_epoch)
+        parts = make_parts(experiment, plan.splits.train.spec, mesh, plan.timeline)
         return replace(plan, experiment=experiment, parts=parts)
 
     def compile(self, name: str) -> dict[str, Any]:
@@ -182,7 +182,7 @@ def _batch(plan: Plan) -> dict[str, jax.Array]:
         batch_size=experiment.batch_size,
         seed=experiment.seed,
         sharding=sharding,
-        start_step=0,
+        start=0,
         num_steps=1,
     ) as loader:
         return dict(next(loader))

@@ -34,8 +34,8 @@ def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: No
         sys.stdout.flush()
         sys.stderr.flush()
         os.write(2, f"error: {reason}\n".encode())
-        # JAX's own threads notice the loss of process 0 a moment later and write a page about it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        # JAX's own threads notice the loss of process 0 a moment later and write a page about it: nobody reads it here.
+        os.dup2(os.pipe()[1], 2)
 
     # Whoever holds the lock of a stream may be blocked by a reader that is gone: that must not keep this one here.
     speaker = threading.Thread(target=speak, daemon=True)

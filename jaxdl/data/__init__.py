@@ -1,31 +1,43 @@
 """Data: sources of examples, the order in which they are seen, and the loader that puts batches on the devices.
 
-A data config (`Digits`, `TFDS`, `TextFiles`, `SyntheticImages`, `SyntheticText`) builds `Splits`: a training and a
-held-out `Source`. A source answers "the rows of these examples" and nothing else; `EpochShuffle` says which examples
-make up a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the mesh.
+A data config (`Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `SyntheticImages`, `SyntheticText`) builds
+`Splits`: a training and a held-out `Source`. A source answers "the rows of these examples" and nothing else;
+`EpochShuffle` says which examples make up a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and
+place them on the mesh.
+
+Photographs (`Photos`) come from `Records`, encoded, wherever they lie; `Maker` makes rows of batches of them, in the
+worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s, the tiers of the cache.
 """
 
 from jaxdl.data.codec import Codec
 from jaxdl.data.digits import Digits
+from jaxdl.data.folder import ImageFolder
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
 from jaxdl.data.order import EpochShuffle
+from jaxdl.data.photos import Cache, Photos, PhotoSource
 from jaxdl.data.source import ImageArrays, ImageSpec, Source, Splits, TextSpec, spec_from_json, spec_to_json
 from jaxdl.data.synthetic import SyntheticImages, SyntheticText
+from jaxdl.data.tars import ImageTars
 from jaxdl.data.text import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
 
-DataConfig = Digits | TFDS | TextFiles | SyntheticImages | SyntheticText
+DataConfig = Digits | TFDS | ImageFolder | ImageTars | TextFiles | SyntheticImages | SyntheticText
 """The choice of a data set; every member has `build() -> Splits`."""
 
 __all__ = [
     "TFDS",
     "Batches",
+    "Cache",
     "Codec",
     "DataConfig",
     "Digits",
     "EpochShuffle",
     "ImageArrays",
+    "ImageFolder",
     "ImageSpec",
+    "ImageTars",
+    "PhotoSource",
+    "Photos",
     "Source",
     "Splits",
     "SyntheticImages",

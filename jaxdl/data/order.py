@@ -30,10 +30,6 @@ class EpochShuffle:
             start += taken
         return np.concatenate(parts)
 
-    def global_indices(self, step: int, batch_size: int) -> np.ndarray:
-        """The examples of the global batch of `step`: int64 [batch_size]."""
-        return self.indices(step * batch_size, batch_size)
-
     def _permutation(self, epoch: int) -> np.ndarray:
         if epoch not in self._epochs:
             # Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") takes the pair itself as its

@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
-from collections.abc import Callable
-from typing import ClassVar
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -83,8 +84,26 @@ class DataSet(Config):
         )
 
 
+class Activity(NamedTuple):
+    """What a source has done so far: examples by the tier that they came from, and seconds of work by stage."""
+
+    tiers: Counter[str]
+    seconds: dict[str, float]
+
+
+class TrainRows(NamedTuple):
+    """Rows of training batches: examples, the epoch that each is seen in (both int64 [row]), and the run's seed."""
+
+    indices: np.ndarray
+    epochs: np.ndarray
+    seed: int
+
+
 class Source(abc.ABC):
     """Examples by index, 0 <= index < len(source). Reading has no state: equal indices give equal rows."""
+
+    reuses_memory: ClassVar[bool] = False
+    """Whether what `train_batches` and `eval_batches` yield is overwritten later."""
 
     @property
     @abc.abstractmethod
@@ -115,6 +134,31 @@ class Source(abc.ABC):
             rows[name] = np.zeros((len(indices), *values.shape[1:]), values.dtype)
             rows[name][valid] = values[: valid.sum()]
         return rows | {"mask": self._mask(indices, valid)}
+
+    def activity(self) -> Activity | None:
+        """What the source has done so far, for all splits; None where that is nothing worth telling."""
+        return None
+
+    def tell(self, warn: Callable[[str], None]) -> None:
+        """Whom to tell of what goes wrong without ending the run."""
+        del warn
+
+    def close(self) -> None:
+        """Ends what the source has running; it starts again when the source is used again."""
+        return
+
+    def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[dict[str, np.ndarray]]:
+        """The rows of each request, changed at random if the source does that; equal requests give equal rows.
+
+        What is yielded is the source's again when the next one is asked for: it may be overwritten then.
+        """
+        for request in requests:
+            yield self.batch(request.indices)
+
+    def eval_batches(self, requests: Iterator[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """`eval_batch` of each request; as in `train_batches`, the source may overwrite what it yielded."""
+        for request in requests:
+            yield self.eval_batch(request)
 
     def _mask(self, indices: np.ndarray, valid: np.ndarray) -> np.ndarray:
         if isinstance(self.spec, TextSpec):

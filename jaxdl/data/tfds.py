@@ -9,6 +9,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
@@ -16,6 +17,8 @@ import pydantic
 
 from jaxdl.config import ConfigError, Kind
 from jaxdl.data.codec import Codec
+from jaxdl.data.photos import Photos
+from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.source import DataSet, ImageArrays, ImageSpec, Source, Splits, channel_statistics
 from jaxdl.data.text import text_splits
 
@@ -41,8 +44,11 @@ class TFDS(DataSet):
     """Feature with the image."""
     label_key: str = "label"
     """Feature with the class."""
+    photos: Photos | None = None
+    """Set, images are decoded and augmented for every batch, by worker processes, with a cache: for photographs."""
     image_size: int | None = pydantic.Field(default=None, ge=1)
-    """Images are resized (shorter side) and cropped (centre) to this height and width; None keeps their own."""
+    """Without `photos`: images are resized (shorter side) and cropped (centre) to this height and width; None keeps
+    their own."""
     text_key: str | None = None
     """Feature with the text; set, the data set is read as text."""
     length: int | None = pydantic.Field(default=None, ge=1)
@@ -55,6 +61,8 @@ class TFDS(DataSet):
 
     @pydantic.model_validator(mode="after")
     def _one_kind_of_data(self) -> TFDS:
+        if self.photos is not None and (self.text_key is not None or self.image_size is not None):
+            raise ValueError("photos is set: then text_key has no place, and photos.size takes that of image_size.")
         if self.text_key is None:
             for field in ("length", "tokenizer"):
                 if getattr(self, field) is not None:
@@ -76,6 +84,8 @@ class TFDS(DataSet):
         test_split = self.test_split or _find_test_split(builder)
         if self.text_key is not None:
             return _build_text(self, builder, self.text_key, test_split)
+        if self.photos is not None:
+            return _build_photos(self, self.photos, builder, test_split)
         return _build_images(self, builder, test_split)
 
     def codec(self) -> Codec:
@@ -172,6 +182,68 @@ def _build_text(config: TFDS, builder: Any, key: str, test_split: str) -> Splits
 
     train, test = documents(sources[0], config.train_split), documents(sources[1], test_split)
     return text_splits(train, test, config.length or 256, config.tokenizer)
+
+
+def _build_photos(config: TFDS, photos: Photos, builder: Any, test_split: str) -> Splits:
+    import tensorflow_datasets as tfds
+
+    feature = _feature(builder, "image_key", config.image_key, tfds.features.Image, "image")
+    classes = _feature(builder, "label_key", config.label_key, tfds.features.ClassLabel, "class label")
+    if feature.shape[-1] not in (None, 1, 3, 4) or np.dtype(feature.np_dtype) != np.uint8:
+        raise ConfigError(f"tfds {config.name}: photos are decoded to 8 bits of red, green and blue, not {feature}.")
+    train, test = (TFDSRecords(config, split) for split in (config.train_split, test_split))
+    return photos.build(train, test, classes.num_classes, name=config.name)
+
+
+class TFDSRecords(Records):
+    """The encoded images of a split. In another process it opens the files anew."""
+
+    def __init__(self, config: TFDS, split: str) -> None:
+        self._config, self._split = config, split
+        self._open()
+
+    def _open(self) -> None:
+        builder = _builder(self._config.name, self._config.data_dir or os.environ.get("TFDS_DATA_DIR"))
+        self._stored = _open(builder, self._split)
+        files = sorted(map(str, builder.info.splits[self._split].filepaths))
+        marks = [[Path(file).name, *_size_and_time(file)] for file in files]
+        self._identity = f"{builder.info.full_name} {self._split} {marks}"
+
+    def __getstate__(self) -> tuple[TFDS, str]:
+        return self._config, self._split
+
+    def __setstate__(self, state: tuple[TFDS, str]) -> None:
+        self._config, self._split = state
+        self._open()
+
+    @property
+    def identity(self) -> str:
+        """Name, version, split, and the sizes and times of its files."""
+        return self._identity
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """The encoded image and its class. Raises BadRecord for one without a class."""
+        example = self._stored[index]
+        label = int(example[self._config.label_key])
+        if label < 0:
+            raise BadRecord(f"its label is {label}: a split without labels cannot be used")
+        return example[self._config.image_key], label
+
+    def name(self, index: int) -> str:
+        """The split and the number."""
+        return f"example {index} of split {self._split!r}"
+
+
+def _size_and_time(file: str) -> tuple[int, int]:
+    """Of a file; where it lies in the cloud, data sets do not change under their version."""
+    try:
+        status = os.stat(file)
+    except OSError:
+        return 0, 0
+    return status.st_size, status.st_mtime_ns
 
 
 class _Format(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -31,8 +31,8 @@ class Progress:
     For a process that should say nothing, pass `Console(quiet=True)`.
 
     `total_steps` and `start_step` (0, or where the run was resumed) count steps of the whole run; `examples_per_step`
-    is the global batch in `unit`s. The rate counts time in the state "training" only; the time left goes by it, so
-    evaluations to come are not in it.
+    is the global batch in `unit`s, see `pace`; `epoch_at` says how many epochs a number of steps is. The rate counts
+    time in the state "training" only; the time left goes by it, so evaluations to come are not in it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Progress:
         *,
         examples_per_step: float,
         unit: str = "examples",
-        steps_per_epoch: float | None = None,
+        epoch_at: Callable[[int], float] | None = None,
         console: Console | None = None,
         quiet: bool | None = None,
     ) -> None:
@@ -50,7 +50,7 @@ class Progress:
         self._step = start_step
         self._examples_per_step = examples_per_step
         self._unit = unit
-        self._steps_per_epoch = steps_per_epoch
+        self._epoch_at = epoch_at
         self._console = console or Console()
         self._live: Live | None = None
         self._use_live = not self._console.quiet and (is_live(self._console) if quiet is None else not quiet)
@@ -91,6 +91,10 @@ class Progress:
         now = time.perf_counter()
         if now >= self._next_sample and self._status == TRAINING:
             self._sample(now)
+
+    def pace(self, examples_per_step: float) -> None:
+        """From here on a step has so many examples."""
+        self._examples_per_step = examples_per_step
 
     def back(self, step: int) -> None:
         """The run went back to an earlier step."""
@@ -173,8 +177,8 @@ class Progress:
             ProgressBar(total=max(self.total_steps, 1), completed=step, complete_style="cyan", finished_style="green"),
             Text(f"{step:,}/{self.total_steps:,}"),
         ]
-        if self._steps_per_epoch:
-            cells.append(Text(f"epoch {step / self._steps_per_epoch:.1f}", style="magenta"))
+        if self._epoch_at is not None:
+            cells.append(Text(f"epoch {self._epoch_at(step):.1f}", style="magenta"))
         if rate is not None:
             cells.append(Text(f"{rate * self._examples_per_step:,.0f} {self._unit}/s", style="green"))
         if eta_sec is not None:
@@ -242,4 +246,4 @@ def _samples() -> deque[tuple[float, int]]:
 
 def _label(name: str) -> str:
     name = name.removeprefix("train/").removeprefix("exchange/")
-    return "lr" if name == "learning_rate" else name
+    return {"learning_rate": "lr", "input/wait": "data_wait"}.get(name, name)

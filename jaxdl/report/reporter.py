@@ -15,6 +15,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxdl.report.history import History, ReportConfig
+from jaxdl.report.inputs import Activity, InputWatch
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress
 from jaxdl.report.stopwatch import Stopwatch
@@ -41,8 +42,11 @@ class Reporter:
       watch: the run's stopwatch; its "train" and "data" phases make the rate.
       console: where to print; a quiet one on all processes but the first.
       quiet: see `Progress`.
-      total_steps, steps_per_epoch, batch_size: the size of the run; a fractional epoch is fine.
+      total_steps: the length of the run.
+      epoch_at: how many epochs a number of steps is.
+      batch_size_at: examples in a step, by its number (1 is the first).
       task_metrics: from sums over examples to metrics.
+      input_activity: what the source of the training data has done so far, see `InputWatch`.
       observe: is told the metrics of steps when they are reported; what it raises is raised by `add` and `flush`.
     """
 
@@ -55,17 +59,19 @@ class Reporter:
         console: Console,
         quiet: bool | None,
         total_steps: int,
-        steps_per_epoch: float,
-        batch_size: int,
+        epoch_at: Callable[[int], float],
+        batch_size_at: Callable[[int], int],
         task_metrics: Callable[[Mapping[str, float]], dict[str, float]],
         observe: Observe,
+        input_activity: Callable[[], Activity | None] = lambda: None,
     ) -> None:
         self._config, self._folder, self._watch, self._console, self._quiet = config, folder, watch, console, quiet
-        self._total_steps, self._steps_per_epoch, self._batch_size = total_steps, steps_per_epoch, batch_size
+        self._total_steps, self._epoch_at, self._batch_size_at = total_steps, epoch_at, batch_size_at
         self._task_metrics, self._observe = task_metrics, observe
         self._stack = ExitStack()
         self._window: list[Any] = []
-        self._window_end, self._since_sec = 0, 0.0
+        self._window_end, self._since_sec, self._since_data_sec = 0, 0.0, 0.0
+        self._input = InputWatch(input_activity, self.note)
         self._profiling = False
         self._earlier: dict[str, Any] | None = None
         self.history = History(None)
@@ -76,8 +82,8 @@ class Reporter:
         self._progress = Progress(
             self._total_steps,
             step,
-            examples_per_step=self._batch_size,
-            steps_per_epoch=self._steps_per_epoch,
+            examples_per_step=self._batch_size_at(step + 1),
+            epoch_at=self._epoch_at,
             console=self._console,
             quiet=self._quiet,
         )
@@ -122,7 +128,9 @@ class Reporter:
     def status(self, word: str) -> None:
         """What the run does now: "compiling", "training", "evaluating", "saving"."""
         if word == "training":
-            self._since_sec = self._training_sec()
+            self._begin_window()
+            if self._progress is not None:
+                self._progress.pace(self._batch_size_at(self._window_end + 1))
         if self._progress is not None:
             self._progress.status(word)
 
@@ -151,7 +159,8 @@ class Reporter:
     def pass_over(self, step: int) -> None:
         """A step that was not computed: nothing is measured of it."""
         self.flush()
-        self._window_end, self._since_sec = step, self._training_sec()
+        self._window_end = step
+        self._begin_window()
         assert self._progress is not None
         self._progress.advance(step)
 
@@ -171,10 +180,14 @@ class Reporter:
         others = {name: value for name, value in fetched[-1].items() if not name.startswith("sums/")}
         others.pop("bad_in_row", None)
         row |= {f"train/{name}": float(value) for name, value in others.items()}
-        now = self._training_sec()
-        rate = len(fetched) * self._batch_size / max(now - self._since_sec, 1e-9)
-        self._window_end, self._since_sec = self._window_end + len(fetched), now
-        self._write(self._window_end, row | {"examples_per_sec": rate})
+        spent = max(self._training_sec() - self._since_sec, 1e-9)
+        waited = self._watch.seconds().get("data", 0.0) - self._since_data_sec
+        batch_size = self._batch_size_at(self._window_end + 1)
+        row |= {"examples_per_sec": len(fetched) * batch_size / spent}
+        row |= self._input.report(min(1.0, waited / spent))
+        self._window_end += len(fetched)
+        self._begin_window()
+        self._write(self._window_end, row)
         self._observe(self._window_end - len(fetched) + 1, fetched)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -233,19 +246,27 @@ class Reporter:
         except OSError as error:
             self.note(f"{name} could not be written: {error.strerror}")
 
+    def _begin_window(self) -> None:
+        self._since_sec, self._since_data_sec = self._training_sec(), self._watch.seconds().get("data", 0.0)
+
     def _training_sec(self) -> float:
         seconds = self._watch.seconds()
         return seconds.get("train", 0.0) + seconds.get("data", 0.0)
 
     def _write(self, step: int, row: Mapping[str, Any]) -> None:
-        whole = {"step": step, "epoch": step / self._steps_per_epoch, **row}
+        whole = {"step": step, "epoch": self._epoch_at(step), **row}
         self.history.write(whole)
         if self._progress is not None:
             self._progress.report({name: value for name, value in whole.items() if _worth_a_look(name, value)})
 
 
 def _worth_a_look(name: str, value: Any) -> bool:
-    """Whether a metric is for the display too. Of an exchange only what it saves and what it owes are, if anything."""
+    """Whether a metric is for the display too. Of an exchange only what it saves and what it owes are, if anything.
+
+    And of the input the share of the time that the step waited for it, when that is worth a look.
+    """
+    if name.startswith("input/"):
+        return name == "input/wait" and value >= 0.05
     neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0, "train/bad_steps": 0.0}
     if name in neutral:
         return not math.isclose(value, neutral[name], rel_tol=1e-5)

@@ -43,6 +43,12 @@ class Classification(Config):
     crop_padding: int | None = pydantic.Field(default=None, ge=1)
     """Black pixels added to each side before the crop of augment = crop_flip; None takes 4."""
 
+    mixup: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Blend neighbours of the batch, pixels and labels, in shares drawn from Beta(x, x) (arXiv 1710.09412); 0: not."""
+    cutmix: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Put a rectangle of the neighbour into an image, its area drawn from Beta(x, x) (arXiv 1905.04899); 0: not. With
+    `mixup` too, each pair of neighbours gets one of them."""
+
     modality: ClassVar[str] = "images"
     best_metric: ClassVar[str] = "accuracy"
     best_mode: ClassVar[Literal["max", "min"]] = "max"
@@ -62,11 +68,46 @@ class Classification(Config):
         Each image depends only on (key, its row), so call it on the global batch: on a part of it the rows, and with
         them the random numbers, would repeat.
         """
-        if self.augment == "none":
-            return batch
         images = batch["image"]
-        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(images.shape[0]))
-        return {**batch, "image": jax.vmap(self._augmented_image)(images, keys)}
+        if self.augment != "none":
+            keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(images.shape[0]))
+            images = jax.vmap(self._augmented_image)(images, keys)
+        batch = {**batch, "image": images}
+        return self._mixed(batch, jax.random.fold_in(key, 2**31)) if self.mixup or self.cutmix else batch
+
+    def _mixed(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
+        """The batch with rows 2i and 2i + 1 mixed: "other", the neighbour's label, and "share", that of the own one.
+
+        Neighbours lie on one device as long as each has an even number of rows, so nothing is sent to mix them.
+        """
+        images, labels = batch["image"], batch["label"]
+        if len(labels) % 2:
+            raise ConfigError(f"batch of {len(labels)}: neighbours are mixed, so it must be even. Change --batch-size.")
+        keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(labels) // 2))
+        pairs = images.reshape(-1, 2, *images.shape[1:])
+        mixed, shares = jax.vmap(self._mixed_pair)(pairs, keys)
+        others = labels.reshape(-1, 2)[:, ::-1].reshape(-1)
+        return {**batch, "image": mixed.reshape(images.shape), "other": others, "share": jnp.repeat(shares, 2)}
+
+    def _mixed_pair(self, pair: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Two images mixed, [2, height, width, channel], and the share that is left of each: float32 scalar."""
+        which, blend_key, cut_key, place_key = jax.random.split(key, 4)
+        blend = jax.random.beta(blend_key, self.mixup, self.mixup) if self.mixup else jnp.float32(1)
+        _, height, width, _ = pair.shape
+        inside = jnp.zeros((height, width), bool)
+        if self.cutmix:
+            side = jnp.sqrt(1 - jax.random.beta(cut_key, self.cutmix, self.cutmix))
+            centre = jax.random.uniform(place_key, (2,))
+            rows, columns = (jnp.arange(length) / length for length in (height, width))
+            inside = (jnp.abs(rows - centre[0]) < side / 2)[:, None] & (jnp.abs(columns - centre[1]) < side / 2)
+        if self.mixup and self.cutmix:
+            blends = jax.random.bernoulli(which)
+            blend, inside = jnp.where(blends, blend, 1), inside & ~blends
+        values = pair.astype(jnp.float32)
+        mixed = blend * values + (1 - blend) * values[::-1]
+        mixed = jnp.where(inside[..., None], values[::-1], mixed)
+        share = jnp.where(jnp.any(inside), 1 - jnp.mean(inside, dtype=jnp.float32), blend)
+        return jnp.round(mixed).astype(pair.dtype), share
 
     def _augmented_image(self, image: jax.Array, key: jax.Array) -> jax.Array:
         flip_key, crop_key = jax.random.split(key)
@@ -95,7 +136,10 @@ class Classification(Config):
         """
         logits, label, mask = outputs.astype(jnp.float32), batch["label"], counted(batch, batch["label"])
         normalizer = jax.nn.logsumexp(logits, axis=-1)
-        loss = normalizer - label_logit(logits, label)
+        picked = label_logit(logits, label)
+        if train and "share" in batch:
+            picked = batch["share"] * picked + (1 - batch["share"]) * label_logit(logits, batch["other"])
+        loss = normalizer - picked
         if train and self.label_smoothing:
             uniform = normalizer - jnp.mean(logits, axis=-1)
             loss = (1 - self.label_smoothing) * loss + self.label_smoothing * uniform

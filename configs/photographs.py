@@ -1,0 +1,32 @@
+"""24 photographs, cropped (a stand-in with ImageNet's features): a ResNet-18 learns which one a crop is of.
+
+TFDS_DATA_DIR=... python -m jaxdl.train --config configs/photographs.py --workdir runs/photographs
+
+The data set has the name, features and JPEG encoding of `imagenet2012`, and 384 crops to train on. Images grow from 96
+to 128 to 160 pixels; they are kept in memory and on disk, decoded. On 2 CPU cores.
+"""
+
+from jaxdl.data import TFDS, Cache, Photos
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig, gpus_visible
+from jaxdl.models import ResNet
+from jaxdl.optim import SGD, Cosine
+from jaxdl.timeline import Phase
+
+
+def config() -> Experiment:
+    """The experiment."""
+    cache = Cache(short_side=184, memory_bytes=2**24, disk="runs/cache", disk_bytes=2**30)
+    return Experiment(
+        data=TFDS(name="imagenet2012", photos=Photos(size=160, min_scale=0.25, cache=cache)),
+        model=ResNet(depth=18, width=16),
+        optimizer=SGD(learning_rate=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        schedule=Cosine(warmup_epochs=1),
+        batch_size=32,
+        phases=(
+            Phase(epochs=12, size=96, min_scale=0.25),
+            Phase(epochs=10, size=128, min_scale=0.35),
+            Phase(epochs=4, size=160, min_scale=0.5),
+        ),
+        mesh=MeshConfig() if gpus_visible() else MeshConfig(cpu_devices=2),
+    )

@@ -1,0 +1,102 @@
+"""Prepares the data of an experiment before it trains: `python -m jaxdl.data prepare --config configs/....py`.
+
+`prepare` reads every image once and brings it into the disk cache (`--data.photos.cache.disk`), so that the first epoch
+is as fast as the others. What is there already is only checked; one that was stopped goes on where it was. Options
+after the config change it, as in training.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from jaxdl.config import ConfigError, end_interrupted, fail, load_file, parse, take_choices
+from jaxdl.data.photos import PhotoSource, Studio
+
+_PIECE = 64
+"""Images in a piece of work."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs the command line."""
+    line = sys.argv[1:] if args is None else args
+    if not line or line[0] in ("-h", "--help"):
+        print(__doc__)
+        raise SystemExit(0 if line else 2)
+    try:
+        if line[0] != "prepare":
+            raise ConfigError(f"{line[0]}: there is no such command. Commands: prepare.")
+        prepare(*_experiment(line[1:]))
+    except ConfigError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        end_interrupted()
+
+
+def _experiment(args: list[str]) -> tuple[Any, str]:
+    """The data config that the arguments mean, and its file."""
+    if len(args) < 2 or args[0] != "--config":
+        raise ConfigError("prepare: the first option must be --config configs/....py")
+    experiment = load_file(Path(args[1]))
+    if not hasattr(experiment, "data"):
+        raise ConfigError(f"--config {args[1]}: config() returned {type(experiment).__name__}, which has no data.")
+    experiment, left = take_choices(experiment, args[2:])
+    return parse(experiment, left).data, args[1]
+
+
+def prepare(data: Any, file: str) -> None:
+    """Fills the disk cache of a data set of photographs, and says what it did. Raises ConfigError if it has none."""
+    splits = data.build()
+    source = splits.train
+    if not isinstance(source, PhotoSource) or source.studio.config.cache.disk is None:
+        raise ConfigError(
+            f"{file}: its data has no cache on a disk to fill. Set --data.photos.cache.disk to a folder on a local "
+            "disk (of data with photos)."
+        )
+    config = source.studio.config
+    on_disk = config.replaced({"cache.memory_bytes": 0})  # Memory would be gone with this process.
+    studio = Studio(on_disk, source.studio.records, source.studio.name)
+    console = Console()
+    studio.warn = lambda text: console.print(text, style="yellow")
+    try:
+        tiers = _fill(studio, console)
+    finally:
+        studio.close()
+    folder = Path(config.cache.disk or "").expanduser() / studio.cache_key()
+    size = sum(path.stat().st_size for path in folder.glob("*/segment-*"))
+    console.print(
+        f"{tiers['origin']:,} images read, {tiers['disk']:,} were there already; {size / 1e9:.2f} GB in {folder}"
+    )
+
+
+def _fill(studio: Studio, console: Console) -> Counter[str]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console) as progress:
+        for split, records in enumerate(studio.records):
+            task = progress.add_task(("train", "test")[split], total=len(records))
+            pending: deque[tuple[int, Any]] = deque()
+            for start in range(0, len(records), _PIECE):
+                indices = np.arange(start, min(start + _PIECE, len(records)))
+                pending.append((len(indices), studio.keep(split, indices)))
+                while len(pending) > 4 * max(1, len(studio.pool().worker_ids())):
+                    progress.advance(task, _settle(studio, pending))
+            while pending:
+                progress.advance(task, _settle(studio, pending))
+    return studio.so_far().tiers
+
+
+def _settle(studio: Studio, pending: deque[tuple[int, Any]]) -> int:
+    """Takes account of the oldest piece; returns how many images it was."""
+    count, future = pending.popleft()
+    studio.account(future.result())
+    return count
+
+
+if __name__ == "__main__":
+    main()

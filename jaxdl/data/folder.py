@@ -1,0 +1,94 @@
+"""A folder of images by class, `train/class/image.jpg`: local, mounted, or in the cloud."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import numpy as np
+
+from jaxdl.config import ConfigError, Kind
+from jaxdl.data import remote
+from jaxdl.data.photos import Photos
+from jaxdl.data.records import BadRecord, Records
+from jaxdl.data.source import DataSet, Splits
+
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+
+
+class ImageFolder(DataSet):
+    """Image files in a folder for each class, as `train/cat/1.jpg` and `val/cat/2.jpg`."""
+
+    kind: Annotated[Literal["image_folder"], Kind] = "image_folder"
+    path: str = ""
+    """The folder, or its address: gs://bucket/imagenet, s3://bucket/imagenet."""
+    train_folder: str = "train"
+    """The folder in it to train on."""
+    test_folder: str = "val"
+    """The folder in it that is held out."""
+    photos: Photos = Photos()
+    """How images are made into batches."""
+
+    def build(self) -> Splits:
+        """Training and held-out images. The classes are numbered in the order of their folders' names.
+
+        Raises ConfigError when there is no image, or a class is held out that is not trained on.
+        """
+        if not self.path:
+            raise ConfigError("--data.path is not set: name the folder with the images.")
+        root = self.path.rstrip("/")
+        found = [self._find(f"{root}/{one}") for one in (self.train_folder, self.test_folder)]
+        classes = sorted({_class(one) for one in found[0]})
+        unknown = sorted({_class(one) for one in found[1]} - set(classes))
+        if unknown:
+            raise ConfigError(
+                f"{root}/{self.test_folder}: it has {', '.join(unknown[:5])}, which {self.train_folder} has not."
+            )
+        train, test = (FolderRecords(one, classes) for one in found)
+        return self.photos.build(train, test, len(classes), name=root.rsplit("/", 1)[-1])
+
+    def _find(self, folder: str) -> list[remote.Found]:
+        found = [one for one in remote.find(folder, IMAGE_SUFFIXES) if "/" in one.name]
+        if not found:
+            raise ConfigError(f"{folder}: no image in it lies in the folder of a class, such as {folder}/cat/1.jpg.")
+        return found
+
+
+def _class(found: remote.Found) -> str:
+    return found.name.split("/", 1)[0]
+
+
+class FolderRecords(Records):
+    """The image files of a folder."""
+
+    def __init__(self, found: Sequence[remote.Found], classes: Sequence[str]) -> None:
+        number = {name: place for place, name in enumerate(classes)}
+        self._labels = np.array([number[_class(one)] for one in found], np.int32)
+        self._root = found[0].address[: -len(found[0].name)]
+        assert all(one.address == self._root + one.name for one in found)
+        # One string: a list of a million goes to a worker slowly.
+        self._names = "\n".join(one.name for one in found).encode()
+        self._ends = np.cumsum([len(one.name.encode()) + 1 for one in found])
+        marks = "\n".join(f"{one.name} {one.num_bytes} {one.version}" for one in found)
+        self._identity = f"{self._root} {hashlib.sha256(marks.encode()).hexdigest()}"
+
+    @property
+    def identity(self) -> str:
+        """Folder, names, sizes and times of change."""
+        return self._identity
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """The file and its class. Raises BadRecord for one that cannot be read."""
+        try:
+            return remote.read(self._root + self.name(index)), int(self._labels[index])
+        except OSError as error:
+            raise BadRecord(f"it cannot be read ({error.strerror or error})") from None
+
+    def name(self, index: int) -> str:
+        """Its path below the folder."""
+        start = int(self._ends[index - 1]) if index else 0
+        return self._names[start : int(self._ends[index]) - 1].decode()

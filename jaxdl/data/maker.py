@@ -1,0 +1,204 @@
+"""Makes rows of image batches: from the nearest tier that has an example, in whichever process this runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdl.data.photo import BadImage, Photo
+from jaxdl.data.records import BadRecord, Records
+from jaxdl.data.store import ENCODED, PIXELS, Record, Store
+from jaxdl.data.view import Box, View, resized, shrunk
+
+ORIGIN = "origin"
+
+
+@dataclasses.dataclass(frozen=True)
+class TierPlan:
+    """A tier of the cache of one split: where it lies, and how many bytes it may take."""
+
+    name: str
+    folder: Path
+    budget: int
+    verify: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitPlan:
+    """A split of a data set, and the tiers of its cache, the fastest first."""
+
+    records: Records
+    tiers: tuple[TierPlan, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """All that a worker has to know. `short_side`: what cached images are made smaller to; None caches them encoded."""
+
+    splits: tuple[SplitPlan, ...]
+    short_side: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """Rows to make: examples of a split with the epoch that each is seen in. A row without an example has index -1.
+
+    Without a view nothing is made: the examples are brought into the tiers that lack them.
+    """
+
+    split: int
+    view: View | None
+    seed: int
+    indices: np.ndarray
+    epochs: np.ndarray
+
+
+class Made(NamedTuple):
+    """What there is to say of rows that were made: labels, whether each has an example, and how it went.
+
+    `bad`: (name, why) of examples that could not be used; `tiers`: how many examples came from each; `seconds`: of each
+    stage; `problems`: tiers that were turned off, and why.
+    """
+
+    labels: list[int]
+    valid: list[bool]
+    bad: list[tuple[str, str]]
+    tiers: Counter[str]
+    seconds: defaultdict[str, float]
+    problems: dict[str, str]
+
+
+class Maker:
+    """Makes rows as a recipe says. Opens the tiers; not to be used by two threads at once."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._problems: dict[str, str] = {}
+        self._tiers = [[self._open(split, tier) for tier in split.tiers] for split in recipe.splits]
+
+    def close(self) -> None:
+        """Closes the tiers."""
+        for tiers in self._tiers:
+            for tier in tiers:
+                if tier is not None:
+                    tier.close()
+
+    def make(self, work: Work, images: np.ndarray) -> Made:
+        """Fills `images`, uint8 [row, size, size, 3]. In training, an example that is bad gives way to the next."""
+        made = Made([], [], [], Counter(), defaultdict(float), self._problems)
+        for row, (index, epoch) in enumerate(zip(work.indices, work.epochs, strict=True)):
+            index, epoch = int(index), int(epoch)
+            if work.view is None:
+                self._fetch(work.split, index, made)
+                continue
+            label = self._row(work, work.view, index, epoch, images[row], made) if index >= 0 else None
+            if label is None:
+                images[row] = 0
+            made.labels.append(label or 0)
+            made.valid.append(label is not None)
+        for plans, tiers in zip(self._recipe.splits, self._tiers, strict=True):
+            for plan, tier in zip(plans.tiers, tiers, strict=True):
+                if tier is not None and tier.problem is not None:
+                    self._problems.setdefault(f"{plan.name} cache", tier.problem)
+        return made
+
+    def _open(self, split: SplitPlan, plan: TierPlan) -> Store | None:
+        form = ENCODED if self._recipe.short_side is None else PIXELS
+        try:
+            return Store(plan.folder, len(split.records), plan.budget, form=form, verify=plan.verify)
+        except OSError as error:
+            self._problems[f"{plan.name} cache"] = f"{plan.folder}: {error.strerror or error}"
+            return None
+
+    def _row(self, work: Work, view: View, index: int, epoch: int, out: np.ndarray, made: Made) -> int | None:
+        """One row; returns its label, or None when an example to evaluate is bad."""
+        count = len(self._recipe.splits[work.split].records)
+        for tried in range(count if view.train else 1):
+            found = self._image(work, view, (index + tried) % count, epoch, out, made)
+            if found is not None:
+                return found
+        return None
+
+    def _image(self, work: Work, view: View, index: int, epoch: int, out: np.ndarray, made: Made) -> int | None:
+        fetched = self._fetch(work.split, index, made)
+        if fetched is None:
+            return None
+        record, tier = fetched
+        start = time.perf_counter()
+        random = view.random(work.seed, epoch, index)
+        if self._recipe.short_side is None:
+            try:
+                pixels, box = self._decoded_part(record.data.tobytes(), view, random)
+            except BadImage as error:
+                made.bad.append((self._recipe.splits[work.split].records.name(index), str(error)))
+                return None
+            start = _lap(made, "decode", start)
+        else:
+            pixels = record.data.reshape(record.height, record.width, 3)
+            box = view.box(record.height, record.width, random)
+        resized(pixels, box, out)
+        view.finish(out, random)
+        del pixels
+        if tier is not None:
+            tier.release(index)
+        _lap(made, "augment", start)
+        return record.label
+
+    def _decoded_part(self, encoded: bytes, view: View, random: np.random.Generator) -> tuple[np.ndarray, Box]:
+        photo = Photo(encoded)
+        box = view.box(photo.height, photo.width, random)
+        pixels, scale = photo.pixels(max(view.size / box.height, view.size / box.width))
+        return pixels, box.scaled(scale)
+
+    def _fetch(self, split: int, index: int, made: Made) -> tuple[Record, Store | None] | None:
+        """An example as the cache keeps it, and the tier that it lies in; fills the tiers above the one that had it."""
+        start, lacking = time.perf_counter(), []
+        plans = self._recipe.splits[split]
+        for plan, tier in zip(plans.tiers, self._tiers[split], strict=True):
+            if tier is None:
+                continue
+            record = tier.get(index)
+            if record is not None:
+                made.tiers[plan.name] += 1
+                start = _lap(made, plan.name, start)
+                self._store(lacking, index, record, made)
+                return record, tier
+            lacking.append(tier)
+        try:
+            encoded, label = plans.records.read(index)
+            start = _lap(made, "read", start)
+            if self._recipe.short_side is None:
+                record = Record(np.frombuffer(encoded, np.uint8), label, 0, 0)
+            else:
+                record = self._cacheable(encoded, label)
+                start = _lap(made, "decode", start)
+        except (BadRecord, BadImage) as error:
+            made.bad.append((plans.records.name(index), str(error)))
+            return None
+        made.tiers[ORIGIN] += 1
+        self._store(lacking, index, record, made)
+        return record, None
+
+    def _cacheable(self, encoded: bytes, label: int) -> Record:
+        side = self._recipe.short_side
+        assert side is not None
+        pixels = shrunk(Photo(encoded), side)
+        return Record(pixels.reshape(-1), label, *pixels.shape[:2])
+
+    def _store(self, tiers: list[Store], index: int, record: Record, made: Made) -> None:
+        if tiers:
+            start = time.perf_counter()
+            for tier in tiers:
+                tier.put(index, record)
+            _lap(made, "store", start)
+
+
+def _lap(made: Made, stage: str, start: float) -> float:
+    now = time.perf_counter()
+    made.seconds[stage] += now - start
+    return now

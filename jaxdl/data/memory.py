@@ -1,0 +1,91 @@
+"""Folders in memory that the processes of a host share: the home of the cache's memory tier.
+
+A folder lies in /dev/shm and belongs to those that hold its lock. What a killed process leaves is removed by the next
+start of any run (or taken over, if it is the same cache), and the last process to end in good order removes it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+_held: dict[Path, tuple[int, int]] = {}
+"""The locks of this process: folder -> file descriptor, and how often it is held."""
+
+
+def memory_folder() -> Path:
+    """Where files are memory; without such a place, the folder for temporary files."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
+
+
+def shared_path(key: str) -> Path:
+    """Where the folder of a cache lies."""
+    return memory_folder() / f"jaxdl-{os.getuid()}-{key}"
+
+
+def shared_folder(key: str) -> Path:
+    """The folder of a cache, held until `release` or the end; made if no process has it. Clears away abandoned ones."""
+    folder = shared_path(key)
+    if folder in _held:
+        lock, times = _held[folder]
+        _held[folder] = lock, times + 1
+        return folder
+    for other in shared_path("").parent.glob(shared_path("*").name):
+        if other != folder:
+            _remove_abandoned(other)
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # Another process has just removed it.
+            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _is_at(lock, folder / "lock"):
+                _held[folder] = lock, 1
+                return folder
+            os.close(lock)
+
+
+def release(folder: Path) -> None:
+    """This process no longer needs the folder; the last one removes it."""
+    lock, times = _held.pop(folder, (-1, 0))
+    if times > 1:
+        _held[folder] = lock, times - 1
+    elif times:
+        os.close(lock)
+        _remove_abandoned(folder)
+
+
+@atexit.register
+def _release_all() -> None:
+    for folder in list(_held):
+        _held[folder] = _held[folder][0], 1
+        release(folder)
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Removes a folder whose lock nobody holds."""
+    try:
+        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError:
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_at(lock, folder / "lock"):
+            shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
+
+
+def _is_at(file: int, path: Path) -> bool:
+    """Whether an open file is still the one of this name."""
+    try:
+        return os.path.samestat(os.fstat(file), path.stat())
+    except FileNotFoundError:
+        return False

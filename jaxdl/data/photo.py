@@ -1,0 +1,138 @@
+"""One encoded photograph: its size, and its pixels at the smallest scale that a use of it needs.
+
+JPEG is decoded by libjpeg-turbo (simplejpeg), which can halve an image while it decodes it; everything else, and every
+JPEG that it will not read, by Pillow.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+from typing import Any
+
+import numpy as np
+
+_SCALES = (1, 2, 4, 8)
+"""Denominators of the scales that JPEG is decoded at: those for which libjpeg-turbo has vector code."""
+_SPARE = 1.25
+"""What a scaled-down JPEG keeps is sharper than an antialiased image of that size: the resizing has to have a part."""
+
+
+class BadImage(ValueError):
+    """The bytes are no whole image."""
+
+
+class Photo:
+    """An encoded image, as a viewer would show it: upright, in red, green and blue.
+
+    `height` and `width` are in pixels, after turning it as its EXIF orientation says. Raises BadImage for what is no
+    image; that some of its content is missing is seen when it is decoded.
+    """
+
+    height: int
+    width: int
+
+    def __init__(self, encoded: bytes) -> None:
+        self._encoded = encoded
+        self._orientation = 1
+        self._is_jpeg = encoded[:3] == b"\xff\xd8\xff"
+        self._opened: Any = None
+        if self._is_jpeg:
+            import simplejpeg
+
+            try:
+                height, width, colorspace, _ = simplejpeg.decode_jpeg_header(encoded)
+                self._is_jpeg = colorspace in ("RGB", "YCbCr", "Gray")  # The inks of CMYK need Pillow's arithmetic.
+            except ValueError:
+                self._is_jpeg = False
+            self._orientation = exif_orientation(encoded)
+        if not self._is_jpeg:
+            self._opened, self._orientation = _open(encoded)
+            width, height = self._opened.size
+        self.height, self.width = (width, height) if self._orientation >= 5 else (height, width)
+
+    def pixels(self, scale: float = 1.0) -> tuple[np.ndarray, float]:
+        """The whole image, uint8 [height, width, 3], and its scale: the smallest at hand that leaves detail to spare.
+
+        At scale 1/2 an image of 375 rows has 188, the last of which is half outside of it. Raises BadImage when the
+        image is cut off or damaged.
+
+        Args:
+          scale: what is needed at least.
+        """
+        denominator = max(one for one in _SCALES if one == 1 or scale * _SPARE <= 1 / one)
+        found = self._decoded(denominator) if self._is_jpeg else None
+        if found is None:
+            found, denominator = _convert(self._opened or _open(self._encoded)[0]), 1
+        upright = np.ascontiguousarray(_turned(found, self._orientation)) if self._orientation != 1 else found
+        return upright, 1 / denominator
+
+    def _decoded(self, denominator: int) -> np.ndarray | None:
+        import simplejpeg
+
+        height, width = (self.width, self.height) if self._orientation >= 5 else (self.height, self.width)
+        least = (-(-height // denominator), -(-width // denominator)) if denominator > 1 else (0, 0)
+        try:
+            return simplejpeg.decode_jpeg(self._encoded, "RGB", min_height=least[0], min_width=least[1])
+        except ValueError:
+            return None  # Pillow takes some that are slightly wrong, and says what the matter is with the others.
+
+
+def _open(encoded: bytes) -> tuple[Any, int]:
+    """The image as Pillow has it, and its orientation."""
+    from PIL import Image
+
+    if not encoded:
+        raise BadImage("it has no bytes")
+    try:
+        image = Image.open(io.BytesIO(encoded))
+        return image, int(image.getexif().get(0x0112, 1))
+    except Exception as error:  # Pillow raises many kinds
+        raise BadImage(f"it cannot be read ({error})") from None
+
+
+def _convert(image: Any) -> np.ndarray:
+    try:
+        return np.array(image.convert("RGB"))
+    except Exception as error:  # Pillow raises many kinds
+        raise BadImage(f"it cannot be read ({error})") from None
+
+
+def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
+    """The pixels as EXIF's orientation 1 to 8 wants them shown."""
+    if orientation >= 5:
+        pixels = pixels.transpose(1, 0, 2)
+    if orientation in (3, 4, 7, 8):
+        pixels = pixels[::-1]
+    if orientation in (2, 3, 6, 7):
+        pixels = pixels[:, ::-1]
+    return pixels
+
+
+def exif_orientation(encoded: bytes) -> int:
+    """The orientation, 1 to 8, that a JPEG's EXIF data give it; 1 without any."""
+    place = 2
+    while place + 4 <= len(encoded) and encoded[place] == 0xFF:
+        marker, length = encoded[place + 1], int.from_bytes(encoded[place + 2 : place + 4], "big")
+        if marker == 0xDA:  # The image begins: nothing about it comes any more.
+            break
+        if marker == 0xE1 and encoded[place + 4 : place + 10] == b"Exif\0\0":
+            return _orientation_tag(encoded[place + 10 : place + 2 + length])
+        place += 2 + length
+    return 1
+
+
+def _orientation_tag(tiff: bytes) -> int:
+    order = {b"II": "<", b"MM": ">"}.get(tiff[:2])
+    try:
+        if order is None:
+            return 1
+        (first,) = struct.unpack_from(order + "I", tiff, 4)
+        (count,) = struct.unpack_from(order + "H", tiff, first)
+        for number in range(count):
+            tag, _, _, value = struct.unpack_from(order + "HHIH", tiff, first + 2 + 12 * number)
+            if tag == 0x0112:
+                return value if 1 <= value <= 8 else 1
+    except struct.error:
+        pass
+    return 1

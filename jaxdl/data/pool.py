@@ -1,0 +1,282 @@
+"""Worker processes that make image batches in shared memory.
+
+The memory has no name, so nothing of it is left when the processes are gone, however they went. A worker that dies is
+replaced and its work is given out again: rows depend on nothing but what is asked for, so the batches are the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdl.data.maker import Made, Maker, Recipe, Work
+
+_AT_ONCE = 2
+"""Pieces of work that a worker has: one in hand, one waiting."""
+_DEATHS = 3
+"""So many workers may die over one piece of work, or in a row before they begin."""
+
+
+_END_SEC = 3.0
+"""How long a worker may take to end: it is at most in the middle of a piece of work."""
+
+
+class WorkerError(RuntimeError):
+    """Workers die whatever is done about it."""
+
+
+class Area:
+    """Memory that this process and its workers share: nameless, in pieces that are taken and given back."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "memfd_create"):
+            self.file = os.memfd_create("jaxdl-batches", 0)
+        else:  # A file that has no name any more.
+            with tempfile.TemporaryFile() as file:
+                self.file = os.dup(file.fileno())
+        self._size, self._taken = 0, dict[int, int]()
+        self._maps: dict[tuple[int, int], np.ndarray] = {}
+        self._lock = threading.Lock()
+
+    def take(self, size: int) -> tuple[int, np.ndarray]:
+        """Offset and bytes of a new piece: uint8 [size]."""
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        with self._lock:
+            offset = 0
+            for start, length in sorted(self._taken.items()):
+                if start - offset >= size:
+                    break
+                offset = start + length
+            self._taken[offset] = size
+            if offset + size > self._size:
+                self._size = offset + size
+                os.ftruncate(self.file, self._size)
+            if (offset, size) not in self._maps:  # Mapping anew would fault in every page of every batch.
+                self._maps = {piece: found for piece, found in self._maps.items() if piece[0] in self._taken}
+                self._maps[offset, size] = np.frombuffer(mmap.mmap(self.file, size, offset=offset), np.uint8)
+            return offset, self._maps[offset, size]
+
+    def give_back(self, offset: int) -> None:
+        """The piece at `offset` may be taken again."""
+        with self._lock:
+            self._taken.pop(offset, None)
+
+    def close(self) -> None:
+        """Closes the file; what is mapped stays as long as it is used."""
+        os.close(self.file)
+
+
+class _Piece:
+    """A piece of work on its way."""
+
+    def __init__(self, offset: int, shape: tuple[int, ...], work: Work) -> None:
+        self.offset, self.shape, self.work = offset, shape, work
+        self.future: Future[Made] = Future()
+        self.deaths = 0
+
+
+class _Worker:
+    """A worker process and what it has to do."""
+
+    def __init__(self, recipe: Recipe, area: int) -> None:
+        ours, theirs = socket.socketpair()
+        folder = str(Path(__file__).parents[2])
+        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "jaxdl.data.worker", str(theirs.fileno()), str(area)],
+                pass_fds=(theirs.fileno(), area),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": path},
+            )
+        self.connection = Connection(ours.detach())
+        self.pieces: dict[int, _Piece] = {}
+        self.ready = False
+        self.send(recipe)
+
+    def send(self, message: Any) -> None:
+        """Sends; that the worker is gone is seen when it is heard next."""
+        with contextlib.suppress(OSError):
+            self.connection.send(message)
+
+    def end(self) -> None:
+        """Waits until the process has ended, which it does when its connection closes; kills it if it is stuck."""
+        self.connection.close()
+        try:
+            self.process.wait(_END_SEC)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+
+class Pool:
+    """Workers that make rows as a recipe says; with none, the rows are made in the caller's thread.
+
+    A context manager; one that is dropped ends its workers too.
+    """
+
+    def __init__(self, recipe: Recipe, num_workers: int) -> None:
+        self.area = Area()
+        self._maker = None if num_workers else Maker(recipe)
+        self._making = threading.Lock()
+        self._dispatch = _Dispatch(recipe, num_workers, self.area.file) if num_workers else None
+        self._finalizer = weakref.finalize(self, _end, self._dispatch, self._maker, self.area)
+
+    def submit(self, offset: int, images: np.ndarray, work: Work) -> Future[Made]:
+        """Starts to make rows in `images`, which lie at `offset` of the area. The future raises what went wrong."""
+        if self._dispatch is not None:
+            return self._dispatch.submit(_Piece(offset, images.shape, work))
+        assert self._maker is not None
+        done: Future[Made] = Future()
+        with self._making:
+            done.set_result(self._maker.make(work, images))
+        return done
+
+    def worker_ids(self) -> list[int]:
+        """Process ids of the workers."""
+        return self._dispatch.worker_ids() if self._dispatch else []
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._finalizer()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def _end(dispatch: _Dispatch | None, maker: Maker | None, area: Area) -> None:
+    if dispatch is not None:
+        dispatch.close()
+    if maker is not None:
+        maker.close()
+    area.close()
+
+
+class _Dispatch:
+    """A thread that gives work to the workers in order, and replaces those that die."""
+
+    def __init__(self, recipe: Recipe, num_workers: int, area: int) -> None:
+        self._recipe, self._area, self._number = recipe, area, 0
+        self._queue: deque[_Piece] = deque()
+        self._wake, self._woken = Pipe(duplex=False)[::-1]
+        self._lock, self._closed, self._deaths = threading.Lock(), False, 0
+        self._workers = [_Worker(recipe, area) for _ in range(num_workers)]
+        self._thread = threading.Thread(target=self._run, name="jaxdl-pool", daemon=True)
+        self._thread.start()
+
+    def submit(self, piece: _Piece) -> Future[Made]:
+        """Queues a piece."""
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("the pool is closed")
+            self._queue.append(piece)
+        self._wake.send(None)
+        return piece.future
+
+    def worker_ids(self) -> list[int]:
+        """Process ids."""
+        return [worker.process.pid for worker in self._workers]
+
+    def close(self) -> None:
+        """Ends the thread and the workers; work that is not done is cancelled."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._wake.send(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                self._give_out()
+                for one in wait([self._woken, *(worker.connection for worker in self._workers)]):
+                    if one is self._woken:
+                        self._woken.recv()
+                    else:
+                        self._hear(next(worker for worker in self._workers if worker.connection is one))
+        except Exception as error:
+            self._fail(error)
+        finally:
+            with self._lock:
+                self._closed = True
+            for worker in self._workers:
+                worker.connection.close()
+            for worker in self._workers:
+                worker.end()
+            self._fail(RuntimeError("the pool is closed"))
+
+    def _give_out(self) -> None:
+        while True:
+            worker = min(self._workers, key=lambda one: len(one.pieces))
+            with self._lock:
+                if not self._queue or len(worker.pieces) >= _AT_ONCE:
+                    return
+                piece = self._queue.popleft()
+            self._number += 1
+            worker.pieces[self._number] = piece
+            worker.send((self._number, piece.offset, piece.shape, piece.work))
+
+    def _hear(self, worker: _Worker) -> None:
+        try:
+            message = worker.connection.recv()
+        except (EOFError, OSError):
+            self._replace(worker)
+            return
+        worker.ready, self._deaths = True, 0
+        if message is not None:
+            number, made = message
+            worker.pieces.pop(number).future.set_result(made)
+
+    def _replace(self, worker: _Worker) -> None:
+        worker.end()
+        if not worker.ready:
+            self._deaths += 1
+            if self._deaths >= _DEATHS:
+                raise WorkerError(
+                    f"workers of the image pipeline end with code {worker.process.returncode} before they begin; see "
+                    "above."
+                )
+        pieces = [worker.pieces[number] for number in sorted(worker.pieces)]
+        if pieces and worker.ready:
+            pieces[0].deaths += 1  # The one in hand.
+            if pieces[0].deaths >= _DEATHS:
+                piece = pieces.pop(0)
+                records = self._recipe.splits[piece.work.split].records
+                names = ", ".join(records.name(index) for index in piece.work.indices if index >= 0)
+                piece.future.set_exception(
+                    WorkerError(
+                        f"{_DEATHS} workers died (code {worker.process.returncode}) over {names}: is there too little "
+                        "memory, or a file that kills its decoder?"
+                    )
+                )
+        with self._lock:
+            self._queue.extendleft(reversed(pieces))
+        self._workers[self._workers.index(worker)] = _Worker(self._recipe, self._area)
+
+    def _fail(self, error: Exception) -> None:
+        with self._lock:
+            pieces = [*self._queue, *(piece for worker in self._workers for piece in worker.pieces.values())]
+            self._queue.clear()
+        for piece in pieces:
+            if not piece.future.done():
+                piece.future.set_exception(error)

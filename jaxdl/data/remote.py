@@ -1,0 +1,132 @@
+"""Files by path or address: local and mounted ones as they are, `gs://`, `s3://` and others through fsspec."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxdl.config import ConfigError
+
+
+class Found(NamedTuple):
+    """A file: its address, its path below the folder that was searched, its size, and a mark of its version."""
+
+    address: str
+    name: str
+    num_bytes: int
+    version: str
+
+
+def is_remote(address: str) -> bool:
+    """Whether an address has a scheme, such as gs://."""
+    return re.match(r"[a-z][a-z0-9+.-]*://", address) is not None
+
+
+def find(address: str, suffixes: tuple[str, ...]) -> list[Found]:
+    """The files below a folder with one of the suffixes (lower case), sorted by name. Raises ConfigError without it."""
+    if is_remote(address):
+        system, root = _filesystem(address)
+        scheme = address.partition("://")[0]
+        rows = [one for one in system.find(root, detail=True).values() if one["name"].lower().endswith(suffixes)]
+        found = [
+            Found(f"{scheme}://{one['name']}", one["name"][len(root.rstrip("/")) + 1 :], one["size"], _version(one))
+            for one in rows
+        ]
+        return sorted(found, key=lambda one: one.name)
+    folder = Path(address).expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"{address}: no such folder.")
+    found = []
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        folders.sort()
+        for name in names:
+            if name.lower().endswith(suffixes) and not name.startswith("."):
+                path = os.path.join(parent, name)
+                status = os.stat(path)
+                below = os.path.relpath(path, folder).replace(os.sep, "/")
+                found.append(Found(path, below, status.st_size, str(status.st_mtime_ns)))
+    return sorted(found, key=lambda one: one.name)
+
+
+def expand(pattern: str) -> list[Found]:
+    """The files of a pattern: `train-{000..146}.tar`, `train-*.tar`, or one name. Raises ConfigError for none."""
+    braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
+    if braces is not None:
+        first, last = braces.groups()
+        names = [
+            pattern[: braces.start()] + str(number).zfill(len(first)) + pattern[braces.end() :]
+            for number in range(int(first), int(last) + 1)
+        ]
+        return [one for name in names for one in expand(name)]
+    if is_remote(pattern):
+        system, path = _filesystem(pattern)
+        scheme = pattern.partition("://")[0]
+        rows = (
+            [system.info(name) for name in sorted(system.glob(path))] if "*" in path else [_info(system, path, pattern)]
+        )
+        found = [
+            Found(f"{scheme}://{one['name']}", os.path.basename(one["name"]), one["size"], _version(one))
+            for one in rows
+        ]
+    else:
+        path = Path(pattern).expanduser()
+        names = (
+            sorted(one for one in os.listdir(path.parent) if fnmatch.fnmatch(one, path.name))
+            if path.parent.is_dir()
+            else []
+        )
+        found = []
+        for name in names:
+            status = (path.parent / name).stat()
+            found.append(Found(str(path.parent / name), name, status.st_size, str(status.st_mtime_ns)))
+    if not found:
+        raise ConfigError(f"{pattern}: no such file.")
+    return found
+
+
+def read(address: str, start: int = 0, length: int | None = None) -> bytes:
+    """The bytes of a file, or `length` of them from `start`. Raises OSError."""
+    if is_remote(address):
+        system, path = _filesystem(address)
+        return system.cat_file(path, start=start or None, end=None if length is None else start + length)
+    with open(address, "rb") as file:
+        if start:
+            file.seek(start)
+        return file.read() if length is None else file.read(length)
+
+
+def open_stream(address: str) -> Any:
+    """The file, open for reading in binary."""
+    if is_remote(address):
+        system, path = _filesystem(address)
+        return system.open(path, "rb")
+    return open(address, "rb")
+
+
+def _filesystem(address: str) -> tuple[Any, str]:
+    try:
+        import fsspec
+
+        return fsspec.core.url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"{address}: it cannot be reached ({error}). Install fsspec with the package of its scheme: gcsfs for "
+            "gs://, s3fs for s3://."
+        ) from None
+
+
+def _info(system: Any, path: str, address: str) -> dict[str, Any]:
+    try:
+        return system.info(path)
+    except FileNotFoundError:
+        raise ConfigError(f"{address}: no such file.") from None
+
+
+def _version(info: dict[str, Any]) -> str:
+    for name in ("etag", "ETag", "md5Hash", "generation", "mtime", "LastModified", "updated", "created"):
+        if name in info:
+            return str(info[name])
+    return ""

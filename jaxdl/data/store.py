@@ -1,0 +1,212 @@
+"""Records by number in a few large files, written and read by all processes of a host at once: a tier of the cache.
+
+A store is a folder: `index`, an entry of 32 bytes for each record, and segments, files that hold the records one after
+the other. Every writing process appends to a segment of its own, which it has locked; an entry is written when its
+record is, and carries checksums of both. So whatever is killed at whatever byte leaves at most a record without an
+entry, or an entry whose checksum is wrong, and both are read as "not there".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import threading
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+_ENTRY = np.dtype(
+    [
+        ("check", "<u4"),  # of the rest of the entry; 0 is an empty entry
+        ("content", "<u4"),  # of the record
+        ("offset", "<u8"),
+        ("length", "<u4"),
+        ("label", "<i4"),
+        ("segment", "<u2"),
+        ("height", "<u2"),
+        ("width", "<u2"),
+        ("form", "<u2"),
+    ]
+)
+_CHUNK_BYTES = 2**24
+"""By how much a segment grows: space is taken in large pieces, and a full disk is met before a record is written."""
+ENCODED, PIXELS = 0, 1
+"""Forms of a record: a file as it was, or uint8 [height, width, 3]."""
+
+
+class Record(NamedTuple):
+    """A record, uint8 [bytes], and what is known of it; `height` and `width` are those of pixels, 0 for a file."""
+
+    data: np.ndarray
+    label: int
+    height: int
+    width: int
+
+
+class Store:
+    """Records 0 .. count-1 in a folder, up to `budget` bytes in all; the first ones that come stay.
+
+    Args:
+      folder: made when it is not there.
+      count: number of records.
+      budget: bytes that the segments may take.
+      form: of every record, `ENCODED` or `PIXELS`.
+      verify: whether the content is checked when it is read: for disks, which can lose what was written.
+
+    Raises:
+      OSError: when the folder cannot be made or opened.
+    """
+
+    def __init__(self, folder: Path, count: int, budget: int, *, form: int, verify: bool) -> None:
+        self.folder, self._count, self._budget, self._form, self._verify = folder, count, budget, form, verify
+        self.problem: str | None = None
+        """Why nothing more is written, once that is so; a store that is full is no problem."""
+        self._full = False
+        self._lock = threading.Lock()
+        self._maps: dict[int, mmap.mmap] = {}
+        self._own: tuple[int, int] | None = None
+        """File descriptor and number of the segment that this process writes."""
+        self._end = self._room = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._index_file = os.open(folder / "index", os.O_RDWR | os.O_CREAT, 0o600)
+        if os.fstat(self._index_file).st_size < count * _ENTRY.itemsize:
+            os.ftruncate(self._index_file, count * _ENTRY.itemsize)
+        self._index = np.frombuffer(mmap.mmap(self._index_file, count * _ENTRY.itemsize, prot=mmap.PROT_READ), _ENTRY)
+
+    def __contains__(self, index: int) -> bool:
+        return self._entry(index) is not None
+
+    def num_records(self) -> int:
+        """How many records there are: the entries that are filled, their checksums not looked at."""
+        return int(np.count_nonzero(self._index["check"]))
+
+    def num_bytes(self) -> int:
+        """What the segments take."""
+        return sum(path.stat().st_size for path in self.folder.glob("segment-*"))
+
+    def get(self, index: int) -> Record | None:
+        """A record, or None. Its data lie in the mapped file; call `release` when they are no longer needed."""
+        entry = self._entry(index)
+        if entry is None or entry["form"] != self._form:
+            return None
+        offset, length = int(entry["offset"]), int(entry["length"])
+        try:
+            data = self._mapped(int(entry["segment"]), offset + length)[offset : offset + length]
+        except (OSError, ValueError):  # The segment is gone, or shorter than it was.
+            return None
+        if self._verify and zlib.crc32(memoryview(data)) != entry["content"]:
+            return None
+        return Record(data, int(entry["label"]), int(entry["height"]), int(entry["width"]))
+
+    def release(self, index: int) -> None:
+        """The pages of a record no longer count as this process's memory; the system may keep them."""
+        entry = self._entry(index)
+        if entry is not None and (found := self._maps.get(int(entry["segment"]))) is not None:
+            first = int(entry["offset"]) // mmap.PAGESIZE * mmap.PAGESIZE
+            found.madvise(mmap.MADV_DONTNEED, first, int(entry["offset"]) + int(entry["length"]) - first)
+
+    def put(self, index: int, record: Record) -> bool:
+        """Keeps a record, if there is room. Never raises: what goes wrong is in `problem`, and nothing is kept then."""
+        if self._full or self.problem is not None:
+            return False
+        length = record.data.nbytes
+        with self._lock:
+            try:
+                if not self._make_room(length):
+                    return False
+                assert self._own is not None
+                file, segment = self._own
+                _write(file, record.data.tobytes(), self._end)
+                entry = np.zeros((), _ENTRY)
+                entry["content"] = zlib.crc32(memoryview(record.data))
+                entry["offset"], entry["length"], entry["segment"] = self._end, length, segment
+                entry["label"], entry["height"], entry["width"] = record.label, record.height, record.width
+                entry["form"] = self._form
+                entry["check"] = _check(entry)
+                self._end += length
+                _write(self._index_file, entry.tobytes(), index * _ENTRY.itemsize)
+            except OSError as error:
+                self.problem = f"{self.folder}: {error.strerror or error}"
+                return False
+        return True
+
+    def close(self) -> None:
+        """Gives back the space that was taken and not used, and unlocks the segment."""
+        with self._lock:
+            if self._own is not None:
+                with contextlib.suppress(OSError):
+                    os.ftruncate(self._own[0], self._end)
+                os.close(self._own[0])
+                self._own = None
+            if self._index_file >= 0:
+                os.close(self._index_file)
+                self._index_file = -1
+                self._full = True
+
+    def _entry(self, index: int) -> np.ndarray | None:
+        entry = self._index[index].copy()
+        return entry if entry["check"] and entry["check"] == _check(entry) else None
+
+    def _mapped(self, segment: int, end: int) -> np.ndarray:
+        """A segment's bytes up to `end` or further."""
+        found = self._maps.get(segment)
+        if found is None or len(found) < end:
+            with open(self.folder / f"segment-{segment:05d}", "rb") as file:
+                found = self._maps[segment] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            if len(found) < end:
+                raise ValueError(f"segment {segment} ends before {end}")
+        return np.frombuffer(found, np.uint8)
+
+    def _make_room(self, length: int) -> bool:
+        """Sees to it that `length` bytes can be appended to this process's segment; False when the store is full."""
+        if self._own is None:
+            self._own = self._take_segment()
+        if self._end + length <= self._room:
+            return True
+        file, _ = self._own
+        wanted = max(length - (self._room - self._end), 1)
+        fcntl.flock(self._index_file, fcntl.LOCK_EX)  # The sum below is everybody's.
+        try:
+            left = self._budget - self.num_bytes()
+            if wanted > left:
+                self._full = True
+                return False
+            # No writer is to take all of a small budget at once.
+            taken = min(max(wanted, min(_CHUNK_BYTES, self._budget // 32)), left)
+            os.posix_fallocate(file, self._room, taken)
+            self._room += taken
+        finally:
+            fcntl.flock(self._index_file, fcntl.LOCK_UN)
+        return True
+
+    def _take_segment(self) -> tuple[int, int]:
+        """The first segment that no process writes; goes on behind its last whole record."""
+        for number in range(2**16):
+            file = os.open(self.folder / f"segment-{number:05d}", os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(file)
+                continue
+            self._room = os.fstat(file).st_size
+            own = self._index[(self._index["check"] != 0) & (self._index["segment"] == number)]
+            ends = own["offset"] + own["length"]
+            ends = ends[ends <= self._room]  # What says otherwise is no whole entry.
+            self._end = int(ends.max()) if len(ends) else 0
+            return file, number
+        raise OSError("all segments are in use")
+
+
+def _check(entry: np.ndarray) -> int:
+    return zlib.crc32(entry.tobytes()[4:]) or 1
+
+
+def _write(file: int, data: bytes, offset: int) -> None:
+    view = memoryview(data)
+    while len(view):
+        written = os.pwrite(file, view, offset)
+        view, offset = view[written:], offset + written

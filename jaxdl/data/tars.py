@@ -1,0 +1,152 @@
+"""Images in tar files, as WebDataset writes them: `0001.jpg` with its label in `0001.cls`, or in `0001.json`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+import pydantic
+
+from jaxdl.config import ConfigError, Kind
+from jaxdl.data import remote
+from jaxdl.data.folder import IMAGE_SUFFIXES
+from jaxdl.data.photos import Photos
+from jaxdl.data.records import BadRecord, Records
+from jaxdl.data.source import DataSet, Splits
+
+_READERS = 16
+"""Tar files that are read through at once: that waits for disks and networks, not for the CPU."""
+
+
+class ImageTars(DataSet):
+    """Images in tar files. They are read through once for where the images lie; that is kept in the disk cache."""
+
+    kind: Annotated[Literal["image_tars"], Kind] = "image_tars"
+    train: tuple[str, ...] = ()
+    """Files to train on: names, `train-{0000..0146}.tar`, or `train-*.tar`; local ones or addresses (gs://, s3://)."""
+    test: tuple[str, ...] = ()
+    """Files that are held out."""
+    num_classes: int | None = pydantic.Field(default=None, ge=2)
+    """Number of classes; None takes the largest label and one more."""
+    photos: Photos = Photos()
+    """How images are made into batches."""
+
+    def build(self) -> Splits:
+        """Training and held-out images. Raises ConfigError for files without images, or with labels that do not fit."""
+        if not self.train or not self.test:
+            raise ConfigError("--data.train and --data.test: both need tar files, such as train-{0000..0146}.tar.")
+        train, test = (self._records(patterns) for patterns in (self.train, self.test))
+        largest = max(train.most_label, test.most_label)
+        num_classes = self.num_classes or train.most_label + 1
+        if largest >= num_classes:
+            raise ConfigError(f"label {largest}: there are {num_classes} classes, 0 to {num_classes - 1}.")
+        return self.photos.build(train, test, num_classes, name=Path(self.train[0]).name.split(".")[0])
+
+    def _records(self, patterns: Sequence[str]) -> TarRecords:
+        found = [one for pattern in patterns for one in remote.expand(pattern)]
+        marks = "\n".join(f"{one.address} {one.num_bytes} {one.version}" for one in found)
+        identity = hashlib.sha256(marks.encode()).hexdigest()
+        disk = self.photos.cache.disk
+        kept = Path(disk).expanduser() / f"tars-{identity[:16]}.npy" if disk else None
+        if kept is not None and kept.exists():
+            try:
+                return TarRecords([one.address for one in found], np.load(kept), identity)
+            except (OSError, ValueError):
+                pass  # It is made again.
+        with ThreadPoolExecutor(_READERS) as threads:
+            rows = np.concatenate(list(threads.map(_read_through, range(len(found)), found)))
+        if len(rows) == 0:
+            raise ConfigError(f"{', '.join(patterns)}: no image with a label in them.")
+        if kept is not None:
+            _keep(kept, rows)
+        return TarRecords([one.address for one in found], rows, identity)
+
+
+def _keep(path: Path, rows: np.ndarray) -> None:
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(partial, "wb") as file:
+            np.save(file, rows)
+        os.replace(partial, path)
+    except OSError:
+        partial.unlink(missing_ok=True)  # Without it, the files are read through at the next start too.
+
+
+def _read_through(shard: int, found: remote.Found) -> np.ndarray:
+    """Where the images of a tar file lie: int64 [image, (shard, offset, length, label)]. Raises ConfigError."""
+    images: dict[str, tuple[int, int]] = {}
+    labels: dict[str, int] = {}
+    try:
+        with remote.open_stream(found.address) as stream, tarfile.open(fileobj=stream, mode="r:") as tar:
+            for member in tar:
+                key, _, suffix = _split(member.name)
+                if f".{suffix}" in IMAGE_SUFFIXES:
+                    images[key] = (member.offset_data, member.size)
+                elif suffix in ("cls", "json") and (content := tar.extractfile(member)) is not None:
+                    label = _label(suffix, content.read())
+                    if label is not None:
+                        labels[key] = label
+    except (tarfile.TarError, OSError, ValueError) as error:
+        raise ConfigError(f"{found.address}: it is no tar file of images and labels ({error}).") from None
+    rows = [(shard, *place, labels[key]) for key, place in images.items() if key in labels]
+    return np.array(rows, np.int64).reshape(-1, 4)
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """`folder/0001`, `.`, `jpg`: what stands before and after the first dot of the file's name."""
+    folder, slash, base = name.rpartition("/")
+    key, dot, suffix = base.partition(".")
+    return folder + slash + key, dot, suffix.lower()
+
+
+def _label(suffix: str, content: bytes) -> int | None:
+    if suffix == "cls":
+        return int(content)
+    label = json.loads(content)
+    label = label.get("label", label.get("cls")) if isinstance(label, dict) else label
+    return label if isinstance(label, int) else None
+
+
+class TarRecords(Records):
+    """The images of tar files."""
+
+    def __init__(self, addresses: Sequence[str], rows: np.ndarray, identity: str) -> None:
+        self._addresses, self._rows, self._identity = list(addresses), rows, identity
+        self.most_label = int(rows[:, 3].max())
+
+    @property
+    def identity(self) -> str:
+        """Addresses, sizes and times of change of the tar files."""
+        return self._identity
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def read(self, index: int) -> tuple[bytes, int]:
+        """The image and its label. Raises BadRecord for one that cannot be read."""
+        shard, offset, length, label = (int(value) for value in self._rows[index])
+        try:
+            found = remote.read(self._addresses[shard], offset, length)
+        except OSError as error:
+            raise BadRecord(f"it cannot be read ({error.strerror or error})") from None
+        if len(found) < length:
+            raise BadRecord(f"its tar file ends {length - len(found)} bytes too early")
+        return found, label
+
+    def name(self, index: int) -> str:
+        """Its tar file and its name in it."""
+        shard, offset = (int(value) for value in self._rows[index, :2])
+        try:
+            header = remote.read(self._addresses[shard], offset - 512, 512)
+            member = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape").name
+        except (tarfile.TarError, OSError):
+            member = f"the image at byte {offset}"
+        return f"{self._addresses[shard]}: {member}"

@@ -1,0 +1,162 @@
+"""What is made of a photograph for one example of a batch: crop, size, mirroring and changes of colour.
+
+Every choice is a pure function of (seed, epoch, index), so it is the same with any number of workers and hosts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdl.data.colours import Jitter, changed, policy_changed
+from jaxdl.data.photo import Photo
+
+_STREAM = 2**32
+"""Above every seed: the order of the examples is drawn with the seed itself, see `EpochShuffle`."""
+
+
+_OWN_BLUR = 0.5
+"""What bilinear interpolation blurs by itself, as the square of a factor; measured against Pillow on photographs."""
+_LEAST_BLUR = 0.15
+"""Standard deviation of a blur that is worth it, in pixels."""
+
+
+class Box(NamedTuple):
+    """A part of an image, in pixels."""
+
+    top: float
+    left: float
+    height: float
+    width: float
+
+    def scaled(self, scale: float) -> Box:
+        """The same part of the image at another scale."""
+        return Box(self.top * scale, self.left * scale, self.height * scale, self.width * scale)
+
+
+@dataclasses.dataclass(frozen=True)
+class Erasing:
+    """Random erasing (arXiv 1708.04896): with `probability` a rectangle of the image becomes `fill`."""
+
+    probability: float
+    fill: tuple[int, int, int]
+    area: tuple[float, float] = (0.02, 0.33)
+    log_ratio: float = math.log(1 / 0.3)
+
+
+@dataclasses.dataclass(frozen=True)
+class View:
+    """How an image becomes uint8 [size, size, 3].
+
+    For training: a random part whose share of the area is in `scale` and whose ratio of width to height is in `ratio`
+    (Szegedy et al. 2015, section 6), or the centre if `scale` is None. Otherwise: the centre, so that
+    `centre_fraction` of the shorter side is kept.
+    """
+
+    size: int
+    train: bool
+    scale: tuple[float, float] | None = None
+    ratio: tuple[float, float] = (3 / 4, 4 / 3)
+    centre_fraction: float = 0.875
+    flip: bool = False
+    jitter: Jitter | None = None
+    policy: str = "none"
+    policy_operations: int = 2
+    policy_magnitude: int = 9
+    erasing: Erasing | None = None
+
+    def random(self, seed: int, epoch: int, index: int) -> np.random.Generator:
+        """The source of an example's random choices."""
+        key = np.array([seed % _STREAM + _STREAM, (epoch << 40) + index], np.uint64)
+        return np.random.Generator(np.random.Philox(key=key))
+
+    def box(self, height: int, width: int, random: np.random.Generator) -> Box:
+        """The part of an image of this size that is shown. Equal images and choices give equal boxes."""
+        if not self.train or self.scale is None:
+            side = self.centre_fraction * min(height, width)
+            return Box((height - side) / 2, (width - side) / 2, side, side)
+        return random_box(height, width, self.scale, self.ratio, random)
+
+    def finish(self, image: np.ndarray, random: np.random.Generator) -> None:
+        """Mirrors and recolours an image, uint8 [size, size, 3], in place."""
+        if not self.train:
+            return
+        # Each kind of change takes its numbers whether it is used or not, so that none moves another's.
+        flips, erases = random.random(), random.random()
+        if self.flip and flips < 0.5:
+            image[:] = image[:, ::-1].copy()
+        if self.policy != "none":
+            image[:] = policy_changed(image, self.policy, self.policy_operations, self.policy_magnitude, random)
+        if self.jitter is not None:
+            image[:] = changed(image, self.jitter, random)
+        if self.erasing is not None and erases < self.erasing.probability:
+            _erase(image, self.erasing, random)
+
+
+def random_box(
+    height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], random: np.random.Generator
+) -> Box:
+    """A random part: area and ratio drawn, ten times if it does not fit, then the largest central part that may be."""
+    logs = math.log(ratio[0]), math.log(ratio[1])
+    for _ in range(10):
+        area = height * width * random.uniform(*scale)
+        aspect = math.exp(random.uniform(*logs))
+        box_width, box_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if 0 < box_width <= width and 0 < box_height <= height:
+            top, left = random.integers(0, height - box_height + 1), random.integers(0, width - box_width + 1)
+            return Box(float(top), float(left), float(box_height), float(box_width))
+    aspect = min(max(width / height, ratio[0]), ratio[1])
+    box_width, box_height = min(width, height * aspect), min(height, width / aspect)
+    return Box((height - box_height) / 2, (width - box_width) / 2, box_height, box_width)
+
+
+def resized(pixels: np.ndarray, box: Box, out: np.ndarray) -> None:
+    """The part `box` of an image, antialiased, at the size of `out`, uint8 [height, width, 3], which it is written to.
+
+    Where it is made smaller by a factor f, the usual antialiasing filter is a triangle with a variance of f^2 / 6.
+    A Gaussian of that variance, less what the interpolation blurs itself, and a bilinear interpolation look the same
+    and take half the time.
+    """
+    import cv2
+
+    height, width = out.shape[:2]
+    down, across = box.height / height, box.width / width
+    blur_down, blur_across = (math.sqrt(max(0.0, factor**2 - _OWN_BLUR) / 6) for factor in (down, across))
+    margin = math.ceil(2 * max(blur_down, blur_across)) + 1
+    top, left = max(0, math.floor(box.top) - margin), max(0, math.floor(box.left) - margin)
+    bottom, right = math.ceil(box.top + box.height) + margin, math.ceil(box.left + box.width) + margin
+    part = pixels[top:bottom, left:right]
+    if max(blur_down, blur_across) > _LEAST_BLUR:
+        sigmas = max(blur_across, _LEAST_BLUR / 4), max(blur_down, _LEAST_BLUR / 4)
+        part = cv2.GaussianBlur(part, (0, 0), sigmas[0], sigmaY=sigmas[1], borderType=cv2.BORDER_REPLICATE)
+    # Pixel i of the result has its centre at (i + 1/2) of it; OpenCV counts from the centre of the first pixel.
+    first = box.left - left + (across - 1) / 2, box.top - top + (down - 1) / 2
+    matrix = np.array([[across, 0, first[0]], [0, down, first[1]]])
+    flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+    cv2.warpAffine(part, matrix, (width, height), dst=out, flags=flags, borderMode=cv2.BORDER_REPLICATE)
+
+
+def shrunk(photo: Photo, side: int) -> np.ndarray:
+    """A photograph with its shorter side made `side`, antialiased; a smaller one as it is."""
+    factor = side / min(photo.height, photo.width)
+    if factor >= 1:
+        return photo.pixels()[0]
+    pixels, scale = photo.pixels(factor)
+    out = np.empty((max(side, round(photo.height * factor)), max(side, round(photo.width * factor)), 3), np.uint8)
+    resized(pixels, Box(0.0, 0.0, photo.height * scale, photo.width * scale), out)
+    return out
+
+
+def _erase(image: np.ndarray, erasing: Erasing, random: np.random.Generator) -> None:
+    height, width = image.shape[:2]
+    for _ in range(10):
+        area = height * width * random.uniform(*erasing.area)
+        aspect = math.exp(random.uniform(-erasing.log_ratio, erasing.log_ratio))
+        rows, columns = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+        if rows < height and columns < width:
+            top, left = random.integers(0, height - rows + 1), random.integers(0, width - columns + 1)
+            image[top : top + rows, left : left + columns] = erasing.fill
+            return

@@ -1,0 +1,48 @@
+"""A worker process of the image pipeline: `python -m jaxdl.data.worker FD AREA`. Started by `Pool` alone.
+
+It takes work from the connection FD and writes pixels into the shared memory AREA, and ends when its parent does: the
+connection is closed then. It never imports JAX.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+from multiprocessing.connection import Connection
+
+import numpy as np
+
+from jaxdl.data.maker import Maker
+
+
+def main() -> None:
+    """Makes rows until the parent is gone."""
+    import cv2
+
+    for signum in (signal.SIGINT, signal.SIGTERM):  # They come to the whole group; the parent ends this one.
+        signal.signal(signum, signal.SIG_IGN)
+    cv2.setNumThreads(1)
+    connection, area = Connection(int(sys.argv[1])), int(sys.argv[2])
+    maker = None
+    try:
+        maker = Maker(connection.recv())
+        connection.send(None)
+        memory = b""
+        while True:
+            number, offset, shape, work = connection.recv()
+            size = int(np.prod(shape))
+            if len(memory) < offset + size:
+                memory = mmap.mmap(area, os.fstat(area).st_size)
+            images = np.frombuffer(memory, np.uint8, size, offset).reshape(shape)
+            connection.send((number, maker.make(work, images)))
+            del images
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        if maker is not None:
+            maker.close()
+        os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""Which step of a run sees which examples, at which size: phases of images of growing size (progressive resizing)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+
+from jaxdl.config import Config, ConfigError, Periodic
+
+_MOST_STEPS = 2**31 - 1
+"""The counter of the steps is an int32."""
+
+
+class Phase(Config):
+    """A part of a run with images of one size, as in the DAWNBench recipes."""
+
+    epochs: float = pydantic.Field(gt=0)
+    """Its length in passes over the training data, rounded up to whole steps."""
+    size: int = pydantic.Field(ge=8)
+    """Height and width in training."""
+    batch_size: int | None = pydantic.Field(default=None, ge=1)
+    """Examples in a step; None takes the run's. The learning rate is in proportion to it: the schedule's is that of the
+    run's batch size."""
+    min_scale: float | None = pydantic.Field(default=None, gt=0, le=1)
+    """The smallest share of the area that a random crop has; None takes that of the data."""
+    eval_size: int | None = pydantic.Field(default=None, ge=8)
+    """Height and width in evaluation; None takes `size`."""
+
+
+class Stretch(NamedTuple):
+    """Steps of one batch size and one image size: those after `first` steps, `num_steps` of them.
+
+    `start` is the position of its first example in the stream of all epochs; `phase` None is the whole of a run without
+    phases.
+    """
+
+    index: int
+    first: int
+    num_steps: int
+    start: int
+    batch_size: int
+    phase: Phase | None
+
+
+class Timeline:
+    """The stretches of a run over `num_examples` examples; `batch_size` is the one that the schedule goes by."""
+
+    def __init__(self, stretches: Sequence[Stretch], num_examples: int, batch_size: int) -> None:
+        self.stretches, self.num_examples, self._batch_size = tuple(stretches), num_examples, batch_size
+        last = self.stretches[-1]
+        self.total_steps = last.first + last.num_steps
+        self.total_examples = last.start + last.num_steps * last.batch_size
+        self._firsts = [stretch.first for stretch in self.stretches]
+
+    def stretch(self, step: int) -> Stretch:
+        """The stretch of the step that follows `step` steps; after the end, the last one."""
+        return self.stretches[int(np.searchsorted(self._firsts, step, side="right")) - 1]
+
+    def position(self, step: int) -> int:
+        """How many examples have been seen after `step` steps."""
+        stretch = self.stretch(step)
+        return stretch.start + (step - stretch.first) * stretch.batch_size
+
+    def epoch(self, step: int) -> float:
+        """How many epochs have been seen after `step` steps."""
+        return self.position(step) / self.num_examples
+
+    def due(self, step: int, period: Periodic) -> bool:
+        """Whether the step just completed crosses a multiple of the period, or is the last."""
+        if step == 0:
+            return False
+        if step == self.total_steps or (period.every_steps and step % period.every_steps == 0):
+            return True
+        if period.every_steps:
+            return False
+        # In examples: an epoch need not be a whole number of steps.
+        examples = (period.every_epochs or 1.0) * self.num_examples
+        return self.position(step) // examples > self.position(step - 1) // examples
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Of steps of the run's own batch size, which schedules count."""
+        return self.num_examples / self._batch_size
+
+    @property
+    def scheduled_steps(self) -> int:
+        """Length of the run in such steps."""
+        return math.ceil(self.total_examples / self._batch_size)
+
+    def learning_rate(self, schedule: Callable[[jax.typing.ArrayLike], jax.Array]) -> Callable[..., jax.Array]:
+        """The learning rate of a step, of a schedule for steps of the run's own batch size.
+
+        It is in proportion to the batch size (Goyal et al. 2017, section 2.1) and goes on with the examples seen.
+        """
+        if all(stretch.batch_size == self._batch_size for stretch in self.stretches):
+            return schedule
+        firsts = np.array(self._firsts, np.float32)
+        lengths = np.array([stretch.num_steps for stretch in self.stretches], np.float32)
+        lengths[-1] = np.inf
+        factors = np.array([stretch.batch_size / self._batch_size for stretch in self.stretches], np.float32)
+
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            since = jnp.asarray(step, jnp.float32) - firsts
+            passed = jnp.sum(jnp.clip(since, 0, lengths) * factors)
+            factor = jnp.asarray(factors)[jnp.sum(since >= 0) - 1]
+            return schedule(passed) * factor
+
+        return learning_rate
+
+
+def make_timeline(
+    num_examples: int, batch_size: int, *, epochs: float | None, steps: int | None, phases: Sequence[Phase] = ()
+) -> Timeline:
+    """The timeline of a run. Raises ConfigError when it has too many steps, or batches larger than the data."""
+    for size in {batch_size, *(phase.batch_size or batch_size for phase in phases)}:
+        if size > num_examples:
+            raise ConfigError(
+                f"--batch-size {size}: there are only {num_examples} training examples. Choose a smaller one."
+            )
+    stretches, first, start, end = [], 0, 0, 0.0
+    for phase in phases or (None,):
+        size = (phase.batch_size if phase else None) or batch_size
+        if phase is None and steps is not None:
+            length, given = float(steps), f"--steps {steps}"
+        else:
+            passes = phase.epochs if phase else epochs
+            assert passes is not None
+            end += passes * num_examples
+            # A rounding error is no reason for one more step.
+            length, given = (end - start) / size - 1e-9, f"--epochs {passes:g}"
+        if first + length > _MOST_STEPS:
+            raise ConfigError(
+                f"{given}: the run would have more than {_MOST_STEPS:,} steps, the most that can be counted. "
+                "Choose a smaller number."
+            )
+        stretches.append(Stretch(len(stretches), first, max(1, math.ceil(length)), start, size, phase))
+        first += stretches[-1].num_steps
+        start += stretches[-1].num_steps * size
+    return Timeline(stretches, num_examples, batch_size)

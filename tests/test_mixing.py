@@ -1,0 +1,89 @@
+"""Mixup and CutMix: pixels and labels in equal shares, on the device."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxdl.config import ConfigError
+from jaxdl.tasks import Classification
+
+BATCH, SIDE = 400, 16
+
+
+def batch():
+    """Each image is of one grey level, so that a mixture shows its shares."""
+    levels = jnp.where(jnp.arange(BATCH) % 2 == 0, 0, 200).astype(jnp.uint8)
+    image = jnp.broadcast_to(levels[:, None, None, None], (BATCH, SIDE, SIDE, 3))
+    return {"image": image, "label": jnp.arange(BATCH) % 10}
+
+
+def mixed(**fields):
+    return Classification(**fields).augmented(batch(), jax.random.key(0))
+
+
+def shown_shares(found):
+    """The share of the own image that the pixels show."""
+    level = np.asarray(found["image"], np.float64).mean((1, 2, 3)) / 200
+    return np.where(np.arange(BATCH) % 2 == 0, 1 - level, level)
+
+
+@pytest.mark.parametrize("fields", [{"mixup": 0.3}, {"cutmix": 1.0}, {"mixup": 0.4, "cutmix": 1.0}])
+def test_labels_have_the_shares_of_the_pixels(fields):
+    found = mixed(**fields)
+    assert found["image"].dtype == jnp.uint8
+    np.testing.assert_allclose(found["share"], shown_shares(found), atol=0.006)
+    assert np.array_equal(found["other"], np.asarray(found["label"]).reshape(-1, 2)[:, ::-1].ravel())
+    assert np.array_equal(found["share"][::2], found["share"][1::2]), "both of a pair alike"
+
+
+def test_shares_of_mixup_are_beta_distributed():
+    shares = np.asarray(mixed(mixup=0.4)["share"])[::2]
+    assert stats.kstest(shares, stats.beta(0.4, 0.4).cdf).pvalue > 0.01
+
+
+def test_cutmix_takes_rectangles():
+    found = mixed(cutmix=1.0)
+    assert set(np.unique(found["image"])) == {0, 200}, "no pixel is blended"
+    foreign = np.asarray(found["image"])[::2, ..., 0] == 200
+    for one in foreign:
+        rows, columns = one.any(1), one.any(0)
+        assert np.array_equal(one, rows[:, None] & columns)
+    areas = foreign.mean((1, 2))
+    assert (areas == 0).mean() < 0.1
+    assert areas.max() > 0.6
+
+
+def test_with_both_each_pair_gets_one():
+    found = np.asarray(mixed(mixup=1.0, cutmix=1.0)["image"])[::2]
+    cut = np.array([set(np.unique(one)) <= {0, 200} for one in found])
+    assert 0.3 < cut.mean() < 0.7
+    assert all(len(np.unique(one)) == 1 for one in found[~cut])
+
+
+def test_the_loss_is_the_mean_over_both_labels():
+    task = Classification(mixup=0.5, label_smoothing=0.1)
+    found = task.augmented(batch(), jax.random.key(1))
+    logits = jax.random.normal(jax.random.key(2), (BATCH, 10))
+    plain = {"label": found["label"]}
+    one = task.sums(logits, plain, train=True)["loss"]
+    two = task.sums(logits, {"label": found["other"]}, train=True)["loss"]
+    share = np.asarray(found["share"], np.float64)
+    each = [
+        np.array([float(task.sums(logits[row : row + 1], {"label": labels[row : row + 1]}, train=True)["loss"])
+                  for row in range(20)])
+        for labels in (found["label"], found["other"])
+    ]  # fmt: skip
+    wanted = share[:20] * each[0] + (1 - share[:20]) * each[1]
+    first = {name: value[:20] for name, value in found.items()}
+    assert float(task.sums(logits[:20], first, train=True)["loss"]) == pytest.approx(wanted.sum(), rel=1e-5)
+    assert not np.isclose(float(one), float(two))
+    evaluated = task.sums(logits, found, train=False)["loss"]
+    assert float(evaluated) == pytest.approx(float(task.sums(logits, plain, train=False)["loss"])), "in training only"
+
+
+def test_an_odd_batch_is_refused():
+    odd = {name: value[:3] for name, value in batch().items()}
+    with pytest.raises(ConfigError, match="batch of 3: neighbours are mixed, so it must be even"):
+        Classification(mixup=0.2).augmented(odd, jax.random.key(0))

@@ -1,0 +1,58 @@
+"""`python -m jaxdl.data prepare`: the disk cache is filled before a run."""
+
+import numpy as np
+import pytest
+from photographs import folder_of_photographs
+
+from jaxdl.data.__main__ import main
+
+CONFIG = """
+from jaxdl.data import Cache, ImageFolder, Photos
+from jaxdl.experiment import Experiment
+
+def config():
+    cache = Cache(short_side=64, memory_bytes=2**20, disk={disk!r})
+    return Experiment(data=ImageFolder(path={path!r}, photos=Photos(size=48, workers=2, cache=cache)), epochs=1)
+"""
+
+
+@pytest.fixture
+def config(tmp_path):
+    folder = folder_of_photographs(tmp_path / "photographs")
+    file = tmp_path / "config.py"
+    file.write_text(CONFIG.format(disk=str(tmp_path / "cache"), path=str(folder)))
+    return str(file)
+
+
+def test_it_fills_the_cache_and_says_what_was_there(config, tmp_path, capsys):
+    main(["prepare", "--config", config])
+    assert "30 images read, 0 were there already" in " ".join(capsys.readouterr().out.split())
+    main(["prepare", "--config", config])
+    assert "0 images read, 30 were there already" in " ".join(capsys.readouterr().out.split())
+    from jaxdl.config import load_file
+
+    source = load_file(config).data.build().train
+    source.batch(np.arange(24))
+    assert source.activity().tiers["origin"] == 0
+    source.close()
+    main(["prepare", "--config", config, "--data.photos.cache.short-side", "72"])
+    assert "30 images read" in " ".join(capsys.readouterr().out.split()), "another form is another cache"
+    assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+MISTAKES = [
+    ([], ""),
+    (["fill"], "fill: there is no such command. Commands: prepare."),
+    (["prepare"], "the first option must be --config"),
+    (["prepare", "--config", "none.py"], "none.py"),
+    (["prepare", "--config", "CONFIG", "--data.photos.cache.disk", "None"], "has no cache on a disk to fill"),
+    (["prepare", "--config", "CONFIG", "--data.path", "/nowhere"], "/nowhere/train: no such folder"),
+]
+
+
+@pytest.mark.parametrize(("args", "message"), MISTAKES)
+def test_mistakes_are_told(args, message, config, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([config if one == "CONFIG" else one for one in args])
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err

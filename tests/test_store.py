@@ -1,0 +1,169 @@
+"""The cache's stores: what is written is read by every process, whatever is killed, damaged or full."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxdl.data.store import ENCODED, PIXELS, Record, Store
+
+
+def record(number, length=None):
+    """Bytes that only this number has."""
+    random = np.random.default_rng(number)
+    return Record(random.integers(0, 256, length or 100 + number % 900, dtype=np.uint8), number % 7, 0, 0)
+
+
+def open_store(folder, count=1000, budget=2**24, **options):
+    return Store(Path(folder), count, budget, **{"form": ENCODED, "verify": True} | options)
+
+
+def same(found, wanted):
+    return found is not None and np.array_equal(found.data, wanted.data) and found[1:] == wanted[1:]
+
+
+def test_what_is_put_is_got_by_another_store_and_after_reopening(tmp_path):
+    first, second = open_store(tmp_path), open_store(tmp_path)
+    for number in range(0, 1000, 3):
+        assert (first if number % 2 else second).put(number, record(number))
+    for store in (first, second):
+        assert all(same(store.get(number), record(number)) for number in range(0, 1000, 3))
+        assert store.get(1) is None
+        assert 1 not in store
+        assert 3 in store
+    first.close()
+    second.close()
+    assert len(list(tmp_path.glob("segment-*"))) == 2, "each writer has a segment of its own"
+    size = sum(len(record(number).data) for number in range(0, 1000, 3))
+    assert sum(path.stat().st_size for path in tmp_path.glob("segment-*")) == size, "what was not used is given back"
+    third = open_store(tmp_path)
+    assert third.put(1, record(1))
+    assert all(same(third.get(number), record(number)) for number in (0, 1, 3, 999))
+    assert len(list(tmp_path.glob("segment-*"))) == 2
+
+
+def test_pixels_keep_their_shape_and_are_not_taken_for_files(tmp_path):
+    pixels = np.arange(5 * 7 * 3, dtype=np.uint8)
+    open_store(tmp_path, form=PIXELS).put(4, Record(pixels, 9, 5, 7))
+    assert same(open_store(tmp_path, form=PIXELS).get(4), Record(pixels, 9, 5, 7))
+    assert open_store(tmp_path, form=ENCODED).get(4) is None
+
+
+def test_the_budget_holds_for_all_writers_together(tmp_path):
+    stores = [open_store(tmp_path, budget=50_000) for _ in range(3)]
+    kept = [stores[number % 3].put(number, record(number, 1000)) for number in range(90)]
+    assert sum(path.stat().st_size for path in tmp_path.glob("segment-*")) <= 50_000
+    for store in stores:
+        store.close()
+    assert 40 <= sum(kept) <= 50
+    assert all(store.problem is None for store in stores), "a full store is as it should be"
+    fresh = open_store(tmp_path, budget=50_000)
+    assert [same(fresh.get(number), record(number, 1000)) for number in range(90)] == kept
+
+
+WRITER = """
+import sys
+sys.path.insert(0, {tests!r})
+from test_store import open_store, record
+store = open_store(sys.argv[1])
+print("ready", flush=True)
+for number in range(int(sys.argv[2]), 1000, 2):
+    store.put(number, record(number))
+"""
+
+
+def test_killed_at_any_moment_it_is_whole(tmp_path):
+    """Two writers at a time, killed after 0 to 40 ms of writing; nothing that can be read is wrong."""
+    seen = 0
+    for attempt in range(6):
+        writers = [
+            subprocess.Popen(
+                [sys.executable, "-c", WRITER.format(tests=str(Path(__file__).parent)), tmp_path, str(first)],
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+            )
+            for first in (0, 1)
+        ]
+        for writer in writers:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == b"ready\n"
+        time.sleep(0.008 * attempt)
+        for writer in writers:
+            with writer:
+                writer.send_signal(signal.SIGKILL)
+        store = open_store(tmp_path)
+        found = [(number, store.get(number)) for number in range(1000)]
+        assert all(one is None or same(one, record(number)) for number, one in found)
+        count = sum(one is not None for _, one in found)
+        assert count >= seen, "what was there is not lost"
+        seen = count
+        store.close()
+    assert len(list(tmp_path.glob("segment-*"))) <= 3
+    assert seen > 0
+
+
+@pytest.mark.parametrize("damage", ["entry", "content", "cut", "gone"])
+def test_damage_is_read_as_absence(damage, tmp_path):
+    store = open_store(tmp_path)
+    for number in range(10):
+        store.put(number, record(number))
+    store.close()
+    segment = tmp_path / "segment-00000"
+    if damage == "entry":
+        with open(tmp_path / "index", "r+b") as file:
+            file.seek(32 * 5 + 8)
+            file.write(b"\xff\xff\xff\xff\xff\xff\xff\x7f")
+    elif damage == "content":
+        with open(segment, "r+b") as file:
+            file.seek(sum(len(record(number).data) for number in range(5)) + 3)
+            file.write(b"\x00\x01\x02")
+    elif damage == "cut":
+        os.truncate(segment, sum(len(record(number).data) for number in range(5)) + 3)
+    else:
+        segment.unlink()
+    again = open_store(tmp_path)
+    lost = {"cut": range(5, 10), "gone": range(10)}.get(damage, [5])
+    assert [number for number in range(10) if again.get(number) is None] == list(lost)
+    assert again.put(5, record(5))
+    assert same(again.get(5), record(5))
+    assert all(same(again.get(number), record(number)) for number in range(10) if number not in lost)
+
+
+def test_a_full_disk_is_a_problem_and_no_error(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    store = open_store(tmp_path)
+    assert store.put(1, record(1))
+    monkeypatch.setattr(os, "pwrite", full)
+    assert not store.put(2, record(2))
+    monkeypatch.undo()
+    assert store.problem == f"{tmp_path}: No space left on device"
+    assert not store.put(3, record(3)), "it stays off"
+    assert same(store.get(1), record(1)), "what it has is still read"
+
+
+def _write_range(folder, first, last):
+    store = open_store(folder)
+    for number in range(first, last):
+        store.put(number, record(number))
+    store.close()
+
+
+def test_many_processes_write_at_once(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_write_range, args=(tmp_path, 100 * n, 100 * n + 150)) for n in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    store = open_store(tmp_path)
+    assert all(same(store.get(number), record(number)) for number in range(450))

@@ -1,0 +1,168 @@
+"""Phases of a run: which step sees which examples, at which size, with which learning rate."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from photographs import folder_of_photographs
+
+import jaxdl
+from jaxdl.config import ConfigError, Periodic
+from jaxdl.data import Cache, ImageFolder, Photos
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import ResNet
+from jaxdl.optim import SGD, Cosine
+from jaxdl.timeline import Phase, make_timeline
+
+PHASES = (Phase(epochs=2, size=32), Phase(epochs=1, size=48, batch_size=4), Phase(epochs=1, size=48, min_scale=0.5))
+
+
+def timeline(phases=PHASES, num_examples=24, batch_size=8, **length):
+    return make_timeline(num_examples, batch_size, **{"epochs": None, "steps": None} | length, phases=phases)
+
+
+def test_steps_of_phases_follow_on_each_other():
+    found = timeline()
+    assert [(one.first, one.num_steps, one.start, one.batch_size) for one in found.stretches] == [
+        (0, 6, 0, 8),
+        (6, 6, 48, 4),
+        (12, 3, 72, 8),
+    ]
+    assert (found.total_steps, found.total_examples, found.scheduled_steps) == (15, 96, 12)
+    positions = [found.position(step) for step in range(16)]
+    assert positions == [*range(0, 48, 8), *range(48, 72, 4), *range(72, 97, 8)]
+    assert [found.stretch(step).index for step in (0, 5, 6, 11, 12, 14, 15)] == [0, 0, 1, 1, 2, 2, 2]
+    assert found.epoch(12) == 3
+
+
+def test_a_phase_that_is_no_whole_number_of_steps_ends_with_the_step():
+    found = timeline((Phase(epochs=1, size=32), Phase(epochs=1, size=48)), num_examples=30)
+    assert [(one.num_steps, one.start) for one in found.stretches] == [(4, 0), (4, 32)]
+    assert found.total_examples == 64, "the second one ends where two epochs do"
+
+
+@pytest.mark.parametrize(("length", "steps"), [({"epochs": 2.0}, 6), ({"epochs": 1.1}, 4), ({"steps": 5}, 5)])
+def test_without_phases_it_is_one_stretch(length, steps):
+    found = timeline((), **length)
+    (one,) = found.stretches
+    assert (one.num_steps, one.batch_size, one.phase) == (steps, 8, None)
+
+
+@pytest.mark.parametrize("epochs", [0.25, 0.5, 1.0, 1.5, None])
+def test_periods_in_epochs_are_counted_in_examples(epochs):
+    found = timeline()
+    due = [step for step in range(16) if found.due(step, Periodic(every_epochs=epochs))]
+    every = 24 * (epochs or 1.0)
+    wanted = [
+        step for step in range(1, 16) if found.position(step) // every > found.position(step - 1) // every or step == 15
+    ]
+    assert due == wanted
+    if epochs is None:
+        assert due == [3, 6, 12, 15]
+    assert [step for step in range(16) if found.due(step, Periodic(every_steps=4))] == [4, 8, 12, 15]
+
+
+def test_the_learning_rate_follows_the_batch_and_the_examples():
+    found, schedule = timeline(), Cosine(warmup_epochs=1).build(peak=0.8, total_steps=12, steps_per_epoch=3)
+    rates = [float(found.learning_rate(schedule)(step)) for step in range(15)]
+    for step, rate in enumerate(rates):
+        stretch = found.stretch(step)
+        wanted = float(schedule(found.position(step) / 8)) * stretch.batch_size / 8
+        assert rate == pytest.approx(wanted, rel=1e-5)
+    assert jax.jit(found.learning_rate(schedule))(7) == pytest.approx(rates[7], rel=1e-5)
+    same = timeline((Phase(epochs=1, size=32), Phase(epochs=1, size=48)))
+    assert same.learning_rate(schedule) is schedule, "one batch size: nothing changes, to the last bit"
+
+
+def test_batches_larger_than_the_data_are_refused():
+    with pytest.raises(ConfigError, match=r"--batch-size 32: there are only 24 training examples"):
+        timeline((Phase(epochs=1, size=32, batch_size=32),))
+
+
+def experiment(folder, **changes):
+    photos = Photos(size=48, workers=0, min_scale=0.3, cache=Cache(short_side=64, memory_bytes=2**22))
+    values = {
+        "data": ImageFolder(path=str(folder), photos=photos),
+        "model": ResNet(depth=8, width=4, stem="patch2"),
+        "optimizer": SGD(learning_rate=0.05, momentum=0.9),
+        "schedule": Cosine(warmup_epochs=1),
+        "batch_size": 8,
+        "phases": PHASES,
+        "mesh": MeshConfig(cpu_devices=8, replica=2, fsdp=2),
+    }
+    return Experiment(**values | changes)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return folder_of_photographs(tmp_path_factory.mktemp("phases"))
+
+
+@pytest.fixture(scope="module")
+def whole(folder, tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("whole")
+    return jaxdl.train(experiment(folder, report={"every_steps": 1}), workdir, quiet=True, devices=jax.devices()[:4])
+
+
+def column(run, name):
+    return [value for value in run.history[name] if value is not None and not np.isnan(value)]
+
+
+def test_a_run_goes_through_its_phases(whole):
+    assert whole.summary["steps"] == 15
+    rows = [json.loads(line) for line in (whole.workdir / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if "train/loss" in row]
+    assert [row["step"] for row in trained] == list(range(1, 16))
+    assert [row["epoch"] for row in trained] == pytest.approx(
+        [(8 * step if step <= 6 else 48 + 4 * (step - 6) if step <= 12 else 72 + 8 * (step - 12)) / 24
+         for step in range(1, 16)]
+    )  # fmt: skip
+    assert [row["step"] for row in rows if "eval/loss" in row] == [3, 6, 12, 15]
+    assert np.isfinite(column(whole, "train/loss")).all()
+    assert column(whole, "input/hits/memory")[-1] == 1.0, "from the second epoch on all comes from memory"
+    assert all(0 <= value <= 1 for value in column(whole, "input/wait"))
+    assert column(whole, "input/per_sec/augment")[-1] > 0
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_losses_are_the_same_with_workers(workers, whole, folder):
+    one = experiment(folder, report={"every_steps": 1}).replaced({"data.photos.workers": workers})
+    run = jaxdl.train(one, quiet=True, devices=jax.devices()[:4])
+    assert column(run, "train/loss") == column(whole, "train/loss")
+    assert column(run, "eval/loss") == column(whole, "eval/loss")
+
+
+@pytest.mark.parametrize("stop", [4, 6, 9, 12])
+def test_a_run_goes_on_in_the_phase_where_it_stopped(stop, whole, folder, tmp_path, monkeypatch):
+    from jaxdl import trainer
+    from jaxdl.signals import Stop
+
+    advance = trainer.Session.advance
+
+    def until(session):
+        if session.step == stop:
+            raise Stop(15)
+        advance(session)
+
+    one = experiment(folder, report={"every_steps": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer.Session, "advance", until)
+        with pytest.raises(jaxdl.Interrupted):
+            jaxdl.train(one, tmp_path, quiet=True, devices=jax.devices()[:4])
+    run = jaxdl.train(one, tmp_path, quiet=True, devices=jax.devices()[:4])
+    for name in ("train/loss", "eval/loss", "train/learning_rate"):
+        assert column(run, name) == column(whole, name), name
+    for mine, wanted in zip(jax.tree.leaves(run.state.params), jax.tree.leaves(whole.state.params), strict=True):
+        assert np.array_equal(mine, wanted)
+
+
+def test_phases_need_images_of_any_size_and_no_other_length(folder):
+    with pytest.raises(ConfigError, match="phases: the images of data digits have one size"):
+        jaxdl.train(Experiment(phases=PHASES[:1], batch_size=8, mesh=MeshConfig(cpu_devices=8)), quiet=True)
+    with pytest.raises(ConfigError, match="phases are set, whose lengths make that of the run"):
+        experiment(folder, epochs=3.0)
+    odd = experiment(folder, phases=(Phase(epochs=1, size=32, batch_size=6),))
+    with pytest.raises(ConfigError, match=r"--batch-size 6: cannot be split evenly"):
+        jaxdl.train(odd, quiet=True, devices=jax.devices()[:4])
