@@ -135,14 +135,16 @@ def draw(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(4.5 * len(args.rates) + 1, 0.6 * len(args.exchanges) + 1.8), dpi=140, layout="constrained")
+    figure = Figure(figsize=(4.5 * len(args.rates) + 1, 0.7 * len(args.exchanges) + 1.6), dpi=140, layout="constrained")
     FigureCanvasAgg(figure)
     for axes, rate in zip(figure.subplots(1, len(args.rates), sharey=True, squeeze=False)[0], args.rates, strict=True):
         for place, exchange in enumerate(args.exchanges):
             seconds = [one["seconds"] for one in select(runs, rate, exchange) if one["seconds"] is not None]
             axes.plot(seconds, [place] * len(seconds), "o", alpha=0.8)
-        axes.set(title=f"{rate} a host", xlabel=f"seconds of training to {args.target:g}", xlim=(0, None))
-        axes.set_yticks(range(len(args.exchanges)), args.exchanges)
+        axes.margins(x=0.1, y=0.4)
+        axes.set(title=f"{rate} a host", xlabel=f"seconds of training to {args.target:g}")
+        axes.set_xlim(left=0)
+        axes.set_yticks(range(len(args.exchanges)), [one.replace(",", ",\n") for one in args.exchanges])
         axes.grid(axis="x", alpha=0.3)
     axes.invert_yaxis()
     figure.savefig(args.workdir / "times.png")
