@@ -180,6 +180,8 @@ def test_help_shows_every_field_with_its_default_from_the_file(tmp_path, capsys)
     assert exit.value.code == 0
     words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
     for name, value in leaf_fields(load_file(file)):
+        if value == ():  # A run without phases has no options of phases.
+            continue
         option = f"--{name.replace('_', '-')}"
         shown = " ".join(value) if isinstance(value, tuple) else str(value)
         assert re.search(rf"{re.escape(option)}[ ,](?:(?!--).|--\S*no-)*?\(default: {re.escape(shown)}\)", words), (

@@ -152,7 +152,7 @@ def train(workdir, experiment=RUN):
 def measured(workdir):
     """The rows of the history, without what depends on the clock, and without its events."""
     return [
-        {name: value for name, value in row.items() if name != "examples_per_sec"}
+        {name: value for name, value in row.items() if name not in ("examples_per_sec", "input/wait")}
         for row in rows(workdir)
         if "event" not in row
     ]

@@ -43,7 +43,7 @@ def assert_same_run(workdir, uninterrupted):
 
     def measured(folder):
         return [
-            {name: value for name, value in row.items() if name != "examples_per_sec"}
+            {name: value for name, value in row.items() if name not in ("examples_per_sec", "input/wait")}
             for row in rows(folder)
             if "event" not in row
         ]

@@ -43,11 +43,12 @@ def _experiment(args: list[str]) -> tuple[Any, str]:
     """The data config that the arguments mean, and its file."""
     if len(args) < 2 or args[0] != "--config":
         raise ConfigError("prepare: the first option must be --config configs/....py")
-    experiment = load_file(Path(args[1]))
+    experiment: Any = load_file(Path(args[1]))
     if not hasattr(experiment, "data"):
         raise ConfigError(f"--config {args[1]}: config() returned {type(experiment).__name__}, which has no data.")
     experiment, left = take_choices(experiment, args[2:])
-    return parse(experiment, left).data, args[1]
+    changed: Any = parse(experiment, left)
+    return changed.data, args[1]
 
 
 def prepare(data: Any, file: str) -> None:

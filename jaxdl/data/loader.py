@@ -198,7 +198,7 @@ def _placed(
     """Global arrays of this process's rows, made when they no longer need the rows' memory if that is `reused`."""
     import jax
 
-    on_cpu = sharding.mesh.devices.flat[0].platform == "cpu"  # There an array may well be the memory it is made of.
+    on_cpu = next(iter(sharding.device_set)).platform == "cpu"  # There an array may well be the memory it is made of.
     for values in batches:
         if reused and on_cpu:
             values = {name: local.copy() for name, local in values.items()}

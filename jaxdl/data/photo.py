@@ -41,7 +41,8 @@ class Photo:
             import simplejpeg
 
             try:
-                height, width, colorspace, _ = simplejpeg.decode_jpeg_header(encoded)
+                found: Any = simplejpeg.decode_jpeg_header(encoded)
+                height, width, colorspace = found[:3]
                 self._is_jpeg = colorspace in ("RGB", "YCbCr", "Gray")  # The inks of CMYK need Pillow's arithmetic.
             except ValueError:
                 self._is_jpeg = False

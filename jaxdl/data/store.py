@@ -15,7 +15,7 @@ import os
 import threading
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -98,7 +98,7 @@ class Store:
             data = self._mapped(int(entry["segment"]), offset + length)[offset : offset + length]
         except (OSError, ValueError):  # The segment is gone, or shorter than it was.
             return None
-        if self._verify and zlib.crc32(memoryview(data)) != entry["content"]:
+        if self._verify and _crc(data) != entry["content"]:
             return None
         return Record(data, int(entry["label"]), int(entry["height"]), int(entry["width"]))
 
@@ -122,7 +122,7 @@ class Store:
                 file, segment = self._own
                 _write(file, record.data.tobytes(), self._end)
                 entry = np.zeros((), _ENTRY)
-                entry["content"] = zlib.crc32(memoryview(record.data))
+                entry["content"] = _crc(record.data)
                 entry["offset"], entry["length"], entry["segment"] = self._end, length, segment
                 entry["label"], entry["height"], entry["width"] = record.label, record.height, record.width
                 entry["form"] = self._form
@@ -199,6 +199,10 @@ class Store:
             self._end = int(ends.max()) if len(ends) else 0
             return file, number
         raise OSError("all segments are in use")
+
+
+def _crc(data: Any) -> int:
+    return zlib.crc32(data)
 
 
 def _check(entry: np.ndarray) -> int:
