@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxdl.ahead import CompiledSteps
 from jaxdl.checkpoint import Restored
-from jaxdl.cluster import Watchdog, pulse
+from jaxdl.cluster import Watchdog, current, pulse
 from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import evaluate, max_in_flight
@@ -215,6 +215,7 @@ class Session:
             num_steps=stretch.first + stretch.num_steps - self.step,
         )
         self.stack.callback(self.loader.close)
+        self.first_batch = True
         self.reporter.status("training")
 
     def advance(self) -> None:
@@ -226,6 +227,9 @@ class Session:
             self.read_data()
         with self.watch("data"):
             batch = next(self.loader)
+            if self.first_batch and (member := current()) is not None:
+                member.wait_for_all()  # One host's first batch may take minutes, and Gloo gives up after 30 s.
+            self.first_batch = False
         with self.watch("train"):
             if not self.run_ahead:
                 self.reporter.wait()
