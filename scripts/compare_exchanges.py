@@ -24,8 +24,10 @@ from rich.table import Table
 from trials import exchange_flags, folder_name, parse
 
 import jaxdl
+from jaxdl.cluster import DIVERGED
 from jaxdl.config import ConfigError, end_interrupted, fail
 from jaxdl.mesh import MeshConfig
+from jaxdl.report import Diverged
 
 EXCHANGES = (
     "dense",
@@ -57,6 +59,9 @@ def main() -> None:
     except jaxdl.Interrupted as interrupted:
         print(interrupted.message, file=sys.stderr)
         raise
+    except Diverged as error:
+        print(f"error: {error} Leave this exchange out of --exchanges.", file=sys.stderr)
+        raise SystemExit(DIVERGED) from None
     except KeyboardInterrupt:
         end_interrupted()
     _report(found, args.workdir)

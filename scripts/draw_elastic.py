@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from trials import parse, read_rows, train_on_hosts
+from trials import parse, read_rows, same_request, train_on_hosts
 
 import jaxdl
 from jaxdl.config import ConfigError, end_interrupted, fail
@@ -38,7 +38,7 @@ def main() -> None:
     args, changes = parse(parser)
     changes = [*CHANGES, "--steps", str(args.steps), *changes]
     try:
-        jaxdl.load(args.config, changes)  # A mistake is told before the first run.
+        check(args, jaxdl.load(args.config, changes))  # A mistake is told before the first run.
         elastic = run(args, changes, args.workdir / "elastic", args.hosts, args.seeds[0])
         whole = [run(args, changes, args.workdir / f"seed{seed}", args.hosts[:1], seed) for seed in args.seeds]
     except ConfigError as error:
@@ -48,8 +48,22 @@ def main() -> None:
     report(args, elastic, whole)
 
 
+def check(args: argparse.Namespace, base: jaxdl.Experiment) -> None:
+    """Raises ConfigError for what could not be compared at the end."""
+    if args.steps < WINDOW_STEPS:
+        raise ConfigError(f"--steps {args.steps}: losses are averaged over {WINDOW_STEPS}. Give as many or more.")
+    if len(args.seeds) < 2:
+        raise ConfigError("--seeds: one seed has no spread. Give two or more.")
+    if base.task.best_metric != "accuracy":
+        raise ConfigError(f"--config {args.config}: its evaluation has no accuracy.")
+    for number in args.hosts:
+        if number < 1 or base.batch_size % number:
+            raise ConfigError(f"--hosts {number}: the batch of {base.batch_size} cannot be split evenly over so many.")
+
+
 def run(args: argparse.Namespace, changes: list[str], workdir: Path, hosts: list[int], seed: int) -> dict[str, Any]:
     """Trains on each number of hosts in turn, for an equal share of the steps; returns losses, evaluation and stops."""
+    same_request(workdir, {"config": str(args.config), "hosts": hosts, "seed": seed, "changes": changes})
     marks = workdir / "stops.json"
     stops: list[int] = json.loads(marks.read_text()) if marks.exists() else []
     for index, number in enumerate(hosts[len(stops) :], len(stops)):

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from trials import exchange_flags, finished, folder_name, parse, read_rows, train_on_hosts
+from trials import exchange_flags, finished, folder_name, parse, read_rows, same_request, train_on_hosts
 
 import jaxdl
 from jaxdl.config import ConfigError, end_interrupted, fail
@@ -69,6 +69,8 @@ def run(
     launch = ["netns", "--hosts", hosts, "--devices-per-host", devices, "--rate", rate]
     mesh = ["--mesh.replica", hosts, "--mesh.fsdp", devices, "--mesh.cpu-devices", devices]
     flags = ["--config", str(args.config), "--seed", str(seed), *mesh, *exchange_flags(exchange), *changes]
+
+    same_request(workdir, {"launch": launch, "flags": flags})
 
     def found(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
         return reached(rows, workdir, f"eval/{metric}", args.target)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,17 @@ def exchange_flags(exchange: str) -> list[str]:
 def folder_name(exchange: str) -> str:
     """The name of a run's folder."""
     return exchange.replace(",", "_").replace("=", "")
+
+
+def same_request(workdir: Path, request: Mapping[str, Any]) -> None:
+    """Notes beside a run's folder what it was asked for. Raises ConfigError when that was something else before."""
+    path, text = workdir.with_name(f"{workdir.name}.request.json"), json.dumps(request, sort_keys=True)
+    if path.exists() and path.read_text() != text:
+        raise ConfigError(
+            f"{workdir}: it holds a run with other settings ({path.read_text()}). Give another --workdir."
+        )
+    workdir.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
 
 
 def train_on_hosts(

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -340,10 +341,11 @@ def test_options_that_cannot_be(option, words):
         compile_train_step(make_plan(experiment, jax.devices()[:2]))
 
 
-def test_the_command_needs_devices_that_have_a_schedule():
+def test_the_command_needs_devices_that_have_a_schedule(capsys):
     with pytest.raises(SystemExit) as end:
-        command_line.main(["schedule", "--config", "configs/digits.py"])
+        command_line.main(["schedule", "--config", str(Path(__file__).parents[1] / "configs" / "digits.py")])
     assert end.value.code == 2
+    assert "Give --h100" in capsys.readouterr().err
 
 
 def test_tables_figure_and_json():

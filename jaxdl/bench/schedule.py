@@ -26,6 +26,7 @@ from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto, Dense, PowerSGD, Quantized, Sign, TopK
 from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.mesh import Axis
 from jaxdl.plan import compile_train_step, compiler_options, make_plan
 from jaxdl.report import replace_file
 
@@ -61,7 +62,10 @@ def main(args: list[str]) -> None:
     for option, path in (("--json", command.json), ("--plot", command.plot)):
         check_folder(option, path)
     devices = _devices(command)
+    if command.gbps is not None and command.gbps <= 0:
+        raise ConfigError(f"--gbps {command.gbps:g}: give a speed above 0.")
     gbps = command.gbps or command.experiment.compiler.network_gbps or 25.0
+    latency_sec = 1e-6 * command.experiment.compiler.network_latency_us
     console = Console(width=150)
     found: dict[str, Timeline] = {}
     for exchange in exchanges(command):
@@ -69,7 +73,10 @@ def main(args: list[str]) -> None:
         options = compiler_options(plan)
         text = compile_train_step(plan).as_text()
         name = label(exchange) + (", 1 step late" if exchange.delay_steps else "")
-        links = Links(1e9 * gbps / 8, apart=bool(options.get(STREAMS)))
+        if plan.parts.layout.mesh.shape[Axis.REPLICA] == 1:
+            raise ConfigError("one replica exchanges nothing. Give --mesh.replica 2 or more.")
+        apart = int(options.get(STREAMS) or 1) > 1
+        links = Links(1e9 * gbps / 8, replica_latency_sec=latency_sec, apart=apart)
         found[name] = play(hlo.parse(text), plan.parts.layout.mesh.shape, links)
         console.print(messages_table(found[name], name))
     console.print(summary_table(found, f"{command.config}, {gbps:g} Gb/s"))

@@ -8,7 +8,7 @@ import sys
 import traceback
 from types import TracebackType
 
-from jaxdl.cluster.exits import BROKEN, end_process
+from jaxdl.cluster.exits import BROKEN, end_process, flush
 from jaxdl.cluster.membership import current
 
 _NETWORK = re.compile(
@@ -64,8 +64,7 @@ def conclude(error: BaseException) -> None:
         traceback.print_exception(error)
     # What became a message and an exit code speaks for itself; a crash does with its kind.
     member.failed(_one_line(cause) if exiting else f"{type(error).__name__}: {_one_line(error)}", code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(code)
 
 
@@ -81,8 +80,7 @@ def depart(code: int) -> None:
         member.leave()
         if "jax" in sys.modules:  # Otherwise JAX's part in the other processes would take this one for lost, and abort.
             sys.modules["jax"].distributed.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush()
     os._exit(code)
 
 

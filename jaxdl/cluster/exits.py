@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import threading
@@ -31,8 +32,7 @@ def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: No
         time.sleep(60)  # Another thread is at it.
 
     def speak() -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        flush()
         os.write(2, f"error: {reason}\n".encode())
         # JAX's own threads notice the loss of process 0 a moment later and write a page about it: nobody reads it here.
         os.dup2(os.pipe()[1], 2)
@@ -41,5 +41,14 @@ def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: No
     speaker = threading.Thread(target=speak, daemon=True)
     speaker.start()
     speaker.join(FAREWELL_SEC)
-    last()
-    os._exit(code)
+    try:
+        last()
+    finally:
+        os._exit(code)
+
+
+def flush() -> None:
+    """What is still to be written, as far as it can be: a full disk or a reader that is gone keeps nobody."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()

@@ -104,7 +104,13 @@ def compiled(lowered: Any, options: Options, axes: Mapping[str, int], links: Lin
     first = _compiled(lowered, options)
     if links is None:
         return first
-    profile = profile_of(first.as_text(), axes, links)
+    try:
+        profile = profile_of(first.as_text(), axes, links)
+    except ValueError as error:
+        raise ConfigError(
+            f"--compiler.network-gbps: the programs of this JAX ({jax.__version__}) are not understood: {error} Leave "
+            "it out."
+        ) from None
     return lowered.compile(compiler_options={**options, "fdo_profile": profile})
 
 

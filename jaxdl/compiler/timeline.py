@@ -159,6 +159,9 @@ def _play(module: Module, computation: str, axes: Mapping[str, int], links: Link
         seconds, kernels = module.seconds(computation, one), module.kernels(computation, one)
         inner = _inner(module, one, axes, links)
         compute += seconds
+        # Messages of a loop wait for those that are under way, and those after it for them.
+        streams = {links.apart and message.over_replica for message in inner.messages} if inner else set()
+        now = max([now, *(free[stream] for stream in streams)])
         for message in inner.messages if inner else ():
             lasts, message.times = message.seconds, message.times * trip_count(one)
             message.started_sec = message.begin_sec = now
@@ -171,10 +174,13 @@ def _play(module: Module, computation: str, axes: Mapping[str, int], links: Link
             spans.append((now, now + lasts, what))
         for message in in_flight.values():
             message.compute_sec += seconds
-            message.busy_sec += max(0.0, min(now + lasts, message.end_sec) - max(now, message.begin_sec))
+            beside = max(0.0, min(now + lasts, message.end_sec) - max(now, message.begin_sec))
+            message.busy_sec += beside * seconds / lasts if lasts else 0.0
             for sort, number in kernels.items():
                 message.kernels[sort] = message.kernels.get(sort, 0) + number
         now += lasts
+        for stream in streams:
+            free[stream] = now
     return Timeline(found, spans, max(now, *free.values()), compute)
 
 

@@ -149,9 +149,13 @@ def run(group, restart, reason):
     except Stopped:
         if not addresses:
             raise
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Another one must not cut the save short.
         for node in nodes:
             node.send.remote(signal.SIGTERM)
-        code, _ = watch(nodes, addresses)
+        try:
+            code, _ = watch(nodes, addresses)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            code = 75  # A node went while it saved; the others end by themselves, with the reason.
         return code or 128 + signal.SIGTERM, "the job was stopped"
     finally:
         for node in nodes:

@@ -49,10 +49,6 @@ def main(args: list[str]) -> None:
 def batch_script(job: SlurmJob, command: Command) -> str:
     """The text of the script. Submitted again, or queued again by Slurm, it resumes the run of the same workdir."""
     parts = [_header(job, command), "set -euo pipefail\n"]
-    if job.preparation():
-        # Not under `set -eu`: the scripts of modules and environments are not written for it.
-        lines = "\n".join(job.preparation())
-        parts.append(f"set +eu\n{lines}\nset -eu\n")
     parts += [_environment(job), _loop(job, command)]
     return "\n".join(parts)
 
@@ -73,7 +69,7 @@ def _header(job: SlurmJob, command: Command) -> str:
         "open-mode": "append",
         **chosen,
     }
-    flags = ["requeue" if command.workdir else "no-requeue"]
+    flags = ["requeue" if command.workdir or job.requeue else "no-requeue"]
     if job.cpus_per_node is None:
         flags += ["exclusive", "mem=0"]
     lines = [f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None]
@@ -110,8 +106,9 @@ def _environment(job: SlurmJob) -> str:
 
 
 def _loop(job: SlurmJob, command: Command) -> str:
-    # Each task tells the process its number. `exec`, so that Slurm's signals reach Python itself.
-    task = 'export JAX_PROCESS_ID="$SLURM_PROCID" JAXDL_HOST="$SLURMD_NODENAME"; exec "$@"'
+    # Each task prepares its node and tells the process its number. `exec`, so that Slurm's signals reach Python itself.
+    own = 'export JAX_PROCESS_ID="$SLURM_PROCID" JAXDL_HOST="$SLURMD_NODENAME"'
+    task = "; ".join([*job.preparation(), own, 'exec "$@"'])
     again = "The time is up; the job is queued again." if job.requeue else "Saved; the same sbatch goes on from there."
     requeue = '            scontrol requeue "$SLURM_JOB_ID"\n' if job.requeue else ""
     never = " | ".join(str(code) for code in NEVER_RESTARTED)
