@@ -111,10 +111,19 @@ class Experiment(Config):
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a dumped Experiment that make it the run it is: all but the mesh and what only watches the run.
 
-    `guard.max_rollbacks` only says when to give up: it may be raised to go on with a run that gave up.
+    Of photographs, how many workers make them and where they are cached changes nothing, but that crops are cut from
+    what is cached does. `guard.max_rollbacks` only says when to give up: it may be raised to go on with a run that gave
+    up.
     """
     others = ("mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
     found = {name: value for name, value in config.items() if name not in others}
+    photos = (found.get("data") or {}).get("photos")
+    if photos:
+        cache = photos["cache"]
+        cached = cache["memory_bytes"] or cache["disk"]
+        pixels = {name: cache[name] for name in ("form", "short_side")} if cached else None
+        kept = {name: value for name, value in photos.items() if name not in ("workers", "max_bad")}
+        found["data"] = {**found["data"], "photos": kept | {"cache": pixels}}
     if "guard" in found:
         found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
     return found

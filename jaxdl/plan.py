@@ -95,11 +95,7 @@ def make_plan(
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
     _check_batches(experiment, batch_ways(mesh), eval_batch_size)
     splits = experiment.data.build()
-    if experiment.phases and not isinstance(splits.train, PhotoSource):
-        raise ConfigError(
-            f"phases: the images of data {experiment.data.kind} have one size. Take --data image_folder, image_tars, "
-            "or tfds with photos."
-        )
+    _check_phases(experiment, splits)
     timeline = make_timeline(
         len(splits.train),
         experiment.batch_size,
@@ -282,6 +278,24 @@ def _check_tensor_dims(config: ShardingConfig, network: Network) -> None:
             )
 
 
+def _check_phases(experiment: Experiment, splits: Splits) -> None:
+    """Raises ConfigError for phases of images that cannot be made in their sizes."""
+    if not experiment.phases:
+        return
+    if not isinstance(splits.train, PhotoSource):
+        raise ConfigError(
+            f"phases: the images of data {experiment.data.kind} have one size. Take --data image_folder, image_tars, "
+            "or tfds with photos."
+        )
+    cache = splits.train.studio.config.cache
+    largest = max(max(phase.size, phase.eval_size or phase.size) for phase in experiment.phases)
+    if (cache.memory_bytes or cache.disk) and cache.form == "pixels" and cache.short_side < largest:
+        raise ConfigError(
+            f"phases: images of {largest} pixels would be made from smaller ones, since cache.short_side = "
+            f"{cache.short_side}. Raise it, or set cache.form = encoded."
+        )
+
+
 def make_initial_state(plan: Plan) -> TrainState:
     """The fresh train state of a plan, allocated already sharded; equal on every mesh."""
     parts, experiment = plan.parts, plan.experiment
@@ -318,7 +332,7 @@ def compile_steps(plan: Plan, stretch: Stretch | None = None) -> tuple[Any, Any]
     stretch = stretch or plan.timeline.stretches[0]
     state, (_, test) = plan.parts.state_spec.abstract(), plan.sources(stretch)
     return compile_train_step(plan, stretch), make_eval_step(plan.parts).lower(
-        state.eval_params, state.model_state, _batch_shapes(test.eval_batch, plan.eval_batch_size)
+        state.eval_params, state.model_state, _batch_shapes(test, plan.eval_batch_size, evaluating=True)
     ).compile()
 
 
@@ -328,7 +342,7 @@ def compile_train_step(plan: Plan, stretch: Stretch | None = None) -> Any:
     Raises ConfigError for a compiler option that XLA does not know.
     """
     stretch = stretch or plan.timeline.stretches[0]
-    batch = _batch_shapes(plan.sources(stretch)[0].batch, stretch.batch_size)
+    batch = _batch_shapes(plan.sources(stretch)[0], stretch.batch_size, evaluating=False)
     lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
     mesh = plan.parts.layout.mesh
     return compiled(lowered, compiler_options(plan), mesh.shape, plan.experiment.compiler.links)
@@ -351,8 +365,9 @@ def _platform(mesh: Mesh) -> str:
     return "gpu" if platform in ("cuda", "rocm") else platform
 
 
-def _batch_shapes(
-    read: Callable[[np.ndarray], dict[str, np.ndarray]], batch_size: int
-) -> dict[str, jax.ShapeDtypeStruct]:
-    rows = read(np.zeros(1, np.int64))
+def _batch_shapes(source: Source, batch_size: int, *, evaluating: bool) -> dict[str, jax.ShapeDtypeStruct]:
+    if isinstance(source, PhotoSource):  # Its workers need not start for this.
+        rows = source.spec.blank() | ({"mask": np.ones(1, bool)} if evaluating else {})
+    else:
+        rows = (source.eval_batch if evaluating else source.batch)(np.zeros(1, np.int64))
     return {name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype) for name, value in rows.items()}

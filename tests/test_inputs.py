@@ -8,15 +8,16 @@ import pytest
 from jaxdl.report.inputs import InputWatch
 
 
-def watched(shares, seconds, tiers=None):
+def watched(shares, seconds, tiers=None, passed=None):
     """The rows and warnings of reports whose waits are `shares`; each does the work `seconds` once more."""
-    done = types.SimpleNamespace(tiers=Counter(), seconds={})
+    done = types.SimpleNamespace(tiers=Counter(), seconds={}, passed=Counter())
     told = []
     watch = InputWatch(lambda: done, told.append)
     rows = []
     for share in shares:
         done = types.SimpleNamespace(
             tiers=done.tiers + Counter(tiers or {"origin": 100}),
+            passed=done.passed + Counter(passed or dict.fromkeys(seconds, 100)),
             seconds={stage: done.seconds.get(stage, 0) + spent for stage, spent in seconds.items()},
         )
         rows.append(watch.report(share))
@@ -24,13 +25,15 @@ def watched(shares, seconds, tiers=None):
 
 
 def test_the_input_is_reported_since_the_last_report():
-    rows, told = watched([0.1, 0.1], {"read": 2.0, "decode": 4.0}, {"origin": 60, "disk": 40})
+    rows, told = watched(
+        [0.1, 0.1], {"read": 2.0, "decode": 4.0}, {"origin": 60, "disk": 40}, {"read": 60, "decode": 100}
+    )
     wanted = {
         "input/wait": 0.1,
         "input/hits/disk": 0.4,
         "input/hits/origin": 0.6,
         "input/per_sec/decode": 25.0,
-        "input/per_sec/read": 50.0,
+        "input/per_sec/read": 30.0,
     }
     assert rows == [wanted, wanted]
     assert told == []

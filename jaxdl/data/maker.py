@@ -38,10 +38,14 @@ class SplitPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All that a worker has to know. `short_side`: what cached images are made smaller to; None caches them encoded."""
+    """All that a worker has to know.
+
+    `short_side`: what cached images are made smaller to; None caches them encoded. `max_bad`: so many may be bad.
+    """
 
     splits: tuple[SplitPlan, ...]
     short_side: int | None
+    max_bad: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +66,7 @@ class Made(NamedTuple):
     """What there is to say of rows that were made: labels, whether each has an example, and how it went.
 
     `bad`: (name, why) of examples that could not be used; `tiers`: how many examples came from each; `seconds`: of each
-    stage; `problems`: tiers that were turned off, and why.
+    stage, which `passed` many went through; `problems`: tiers that were turned off, and why.
     """
 
     labels: list[int]
@@ -70,6 +74,7 @@ class Made(NamedTuple):
     bad: list[tuple[str, str]]
     tiers: Counter[str]
     seconds: defaultdict[str, float]
+    passed: Counter[str]
     problems: dict[str, str]
 
 
@@ -90,7 +95,7 @@ class Maker:
 
     def make(self, work: Work, images: np.ndarray) -> Made:
         """Fills `images`, uint8 [row, size, size, 3]. In training, an example that is bad gives way to the next."""
-        made = Made([], [], [], Counter(), defaultdict(float), self._problems)
+        made = Made([], [], [], Counter(), defaultdict(float), Counter(), self._problems)
         for row, (index, epoch) in enumerate(zip(work.indices, work.epochs, strict=True)):
             index, epoch = int(index), int(epoch)
             if work.view is None:
@@ -119,6 +124,8 @@ class Maker:
         """One row; returns its label, or None when an example to evaluate is bad."""
         count = len(self._recipe.splits[work.split].records)
         for tried in range(count if view.train else 1):
+            if len(made.bad) > self._recipe.max_bad:  # The run ends: there is no sense in trying all the others.
+                return None
             found = self._image(work, view, (index + tried) % count, epoch, out, made)
             if found is not None:
                 return found
@@ -131,19 +138,19 @@ class Maker:
         record, tier = fetched
         start = time.perf_counter()
         random = view.random(work.seed, epoch, index)
-        if self._recipe.short_side is None:
-            try:
+        try:
+            if self._recipe.short_side is None:
                 pixels, box = self._decoded_part(record.data.tobytes(), view, random)
-            except BadImage as error:
-                made.bad.append((self._recipe.splits[work.split].records.name(index), str(error)))
-                return None
-            start = _lap(made, "decode", start)
-        else:
-            pixels = record.data.reshape(record.height, record.width, 3)
-            box = view.box(record.height, record.width, random)
-        resized(pixels, box, out)
-        view.finish(out, random)
-        del pixels
+                start = _lap(made, "decode", start)
+            else:
+                pixels = record.data.reshape(record.height, record.width, 3)
+                box = view.box(record.height, record.width, random)
+            resized(pixels, box, out)
+            view.finish(out, random)
+            del pixels
+        except Exception as error:  # Libraries raise many kinds; of one image none is worth a run.
+            made.bad.append((self._recipe.splits[work.split].records.name(index), _why(error)))
+            return None
         if tier is not None:
             tier.release(index)
         _lap(made, "augment", start)
@@ -177,8 +184,8 @@ class Maker:
             else:
                 record = self._cacheable(encoded, label)
                 start = _lap(made, "decode", start)
-        except (BadRecord, BadImage) as error:
-            made.bad.append((plans.records.name(index), str(error)))
+        except Exception as error:  # As above.
+            made.bad.append((plans.records.name(index), _why(error)))
             return None
         made.tiers[ORIGIN] += 1
         self._store(lacking, index, record, made)
@@ -198,7 +205,12 @@ class Maker:
             _lap(made, "store", start)
 
 
+def _why(error: Exception) -> str:
+    return str(error) if isinstance(error, BadRecord | BadImage) else f"{type(error).__name__}: {error}"
+
+
 def _lap(made: Made, stage: str, start: float) -> float:
     now = time.perf_counter()
     made.seconds[stage] += now - start
+    made.passed[stage] += 1
     return now

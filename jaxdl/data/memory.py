@@ -36,9 +36,7 @@ def shared_folder(key: str) -> Path:
         lock, times = _held[folder]
         _held[folder] = lock, times + 1
         return folder
-    for other in shared_path("").parent.glob(shared_path("*").name):
-        if other != folder:
-            _remove_abandoned(other)
+    clear_abandoned(keep=folder)
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):  # Another process has just removed it.
@@ -48,6 +46,13 @@ def shared_folder(key: str) -> Path:
                 _held[folder] = lock, 1
                 return folder
             os.close(lock)
+
+
+def clear_abandoned(keep: Path | None = None) -> None:
+    """Removes what killed processes have left, but for the folder `keep`, which may be taken over."""
+    for other in memory_folder().glob(shared_path("*").name):
+        if other != keep and other not in _held:
+            _remove_abandoned(other)
 
 
 def release(folder: Path) -> None:

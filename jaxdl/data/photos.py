@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
@@ -9,7 +10,7 @@ import json
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ import pydantic
 from jaxdl.config import Config, ConfigError
 from jaxdl.data.colours import Jitter
 from jaxdl.data.maker import Made, Recipe, SplitPlan, TierPlan, Work
-from jaxdl.data.memory import release, shared_folder, shared_path
+from jaxdl.data.memory import clear_abandoned, release, shared_folder, shared_path
 from jaxdl.data.pool import Pool
 from jaxdl.data.records import Records
 from jaxdl.data.source import Activity, ImageSpec, Source, Splits, TrainRows
@@ -142,7 +143,7 @@ class Studio:
 
     def __init__(self, config: Photos, records: tuple[Records, ...], name: str) -> None:
         self.config, self.records, self.name = config, records, name
-        self._activity = Activity(Counter(), {})
+        self._activity = Activity(Counter(), {}, Counter())
         self.warn: Callable[[str], None] = lambda text: None
         self._pool: Pool | None = None
         self._lock = threading.Lock()
@@ -165,7 +166,8 @@ class Studio:
                 tiers.append(TierPlan("disk", folder, self._share(cache.disk_bytes, split), verify=True))
             splits.append(SplitPlan(records, tuple(tiers)))
         cached = cache.memory_bytes or cache.disk
-        return Recipe(tuple(splits), cache.short_side if cached and cache.form == "pixels" else None)
+        side = cache.short_side if cached and cache.form == "pixels" else None
+        return Recipe(tuple(splits), side, self.config.max_bad)
 
     def cache_key(self) -> str:
         """Name of the cache's folders: another source, version or form of what is kept has another."""
@@ -185,6 +187,7 @@ class Studio:
         with self._lock:
             if self._pool is None:
                 workers = self.config.workers
+                clear_abandoned()
                 if self.config.cache.memory_bytes:
                     self._held = shared_folder(self.cache_key())
                 self._pool = Pool(self.recipe(), num_cpus() if workers is None else workers)
@@ -226,12 +229,13 @@ class Studio:
     def so_far(self) -> Activity:
         """What has been done so far."""
         with self._lock:
-            return Activity(Counter(self._activity.tiers), dict(self._activity.seconds))
+            return Activity(Counter(self._activity.tiers), dict(self._activity.seconds), Counter(self._activity.passed))
 
     def account(self, made: Made) -> None:
         """Adds up what workers say. Raises ConfigError when more examples are bad than may be."""
         with self._lock:
             self._activity.tiers.update(made.tiers)
+            self._activity.passed.update(made.passed)
             for stage, spent in made.seconds.items():
                 self._activity.seconds[stage] = self._activity.seconds.get(stage, 0.0) + spent
             new = {name: why for name, why in made.bad if name not in self._bad}
@@ -286,21 +290,21 @@ class PhotoSource(Source):
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The examples as they are shown in epoch 0 of seed 0."""
         rows = TrainRows(np.asarray(indices, np.int64), np.zeros(len(indices), np.int64), 0)
-        made = next(self.train_batches(iter([rows])))
-        return {name: value.copy() for name, value in made.items()}
+        with contextlib.closing(self.train_batches(iter([rows]))) as made:
+            return {name: value.copy() for name, value in next(made).items()}
 
     def eval_batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The examples as they are shown in evaluation, with "mask": False for padding and for damaged images."""
-        made = next(self.eval_batches(iter([indices])))
-        return {name: value.copy() for name, value in made.items()}
+        with contextlib.closing(self.eval_batches(iter([indices]))) as made:
+            return {name: value.copy() for name, value in next(made).items()}
 
-    def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[dict[str, np.ndarray]]:
+    def train_batches(self, requests: Iterator[TrainRows]) -> Generator[dict[str, np.ndarray], None, None]:
         """The rows of each request, made ahead; what is yielded is overwritten after the next one is asked for."""
         work = (Work(self._split, self._view, one.seed, one.indices, one.epochs) for one in requests)
         for images, labels, _ in self._made(work):
             yield {"image": images, "label": labels}
 
-    def eval_batches(self, requests: Iterator[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+    def eval_batches(self, requests: Iterator[np.ndarray]) -> Generator[dict[str, np.ndarray], None, None]:
         """As `train_batches`, for indices to evaluate."""
         view, count = self._view, len(self)
         assert not view.train, "training images are not shown as in evaluation"

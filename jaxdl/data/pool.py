@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdl.config import ConfigError
 from jaxdl.data.maker import Made, Maker, Recipe, Work
 
 _AT_ONCE = 2
@@ -36,7 +37,7 @@ _END_SEC = 3.0
 """How long a worker may take to end: it is at most in the middle of a piece of work."""
 
 
-class WorkerError(RuntimeError):
+class WorkerError(ConfigError):
     """Workers die whatever is done about it."""
 
 

@@ -45,7 +45,10 @@ def find(address: str, suffixes: tuple[str, ...]) -> list[Found]:
         for name in names:
             if name.lower().endswith(suffixes) and not name.startswith("."):
                 path = os.path.join(parent, name)
-                status = os.stat(path)
+                try:
+                    status = os.stat(path)
+                except FileNotFoundError:
+                    raise ConfigError(f"{path}: it points to a file that is not there. Remove it.") from None
                 below = os.path.relpath(path, folder).replace(os.sep, "/")
                 found.append(Found(path, below, status.st_size, str(status.st_mtime_ns)))
     return sorted(found, key=lambda one: one.name)

@@ -85,10 +85,11 @@ class DataSet(Config):
 
 
 class Activity(NamedTuple):
-    """What a source has done so far: examples by the tier that they came from, and seconds of work by stage."""
+    """What a source has done so far: examples by the tier that they came from, seconds and examples by stage."""
 
     tiers: Counter[str]
     seconds: dict[str, float]
+    passed: Counter[str]
 
 
 class TrainRows(NamedTuple):

@@ -73,8 +73,13 @@ class Store:
         self._end = self._room = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._index_file = os.open(folder / "index", os.O_RDWR | os.O_CREAT, 0o600)
-        if os.fstat(self._index_file).st_size < count * _ENTRY.itemsize:
-            os.ftruncate(self._index_file, count * _ENTRY.itemsize)
+        try:
+            if os.fstat(self._index_file).st_size < count * _ENTRY.itemsize:
+                # A hole in a file in memory would be filled when it is read, and kill the process if there is no room.
+                os.posix_fallocate(self._index_file, 0, count * _ENTRY.itemsize)
+        except OSError:
+            os.close(self._index_file)
+            raise
         self._index = np.frombuffer(mmap.mmap(self._index_file, count * _ENTRY.itemsize, prot=mmap.PROT_READ), _ENTRY)
 
     def __contains__(self, index: int) -> bool:

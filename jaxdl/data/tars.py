@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -57,13 +58,17 @@ class ImageTars(DataSet):
         kept = Path(disk).expanduser() / f"tars-{identity[:16]}.npy" if disk else None
         if kept is not None and kept.exists():
             try:
-                return TarRecords([one.address for one in found], np.load(kept), identity)
-            except (OSError, ValueError):
+                rows = np.load(kept)
+                if rows.ndim == 2 and rows.shape[1] == 4:
+                    return TarRecords([one.address for one in found], rows, identity)
+            except (OSError, ValueError, EOFError):
                 pass  # It is made again.
         with ThreadPoolExecutor(_READERS) as threads:
             rows = np.concatenate(list(threads.map(_read_through, range(len(found)), found)))
         if len(rows) == 0:
             raise ConfigError(f"{', '.join(patterns)}: no image with a label in them.")
+        if rows[:, 3].min() < 0:
+            raise ConfigError(f"{', '.join(patterns)}: it has the label {rows[:, 3].min()}; classes begin at 0.")
         if kept is not None:
             _keep(kept, rows)
         return TarRecords([one.address for one in found], rows, identity)
@@ -73,11 +78,14 @@ def _keep(path: Path, rows: np.ndarray) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f"{path.name}.*"):  # Of one that was killed here.
+            left.unlink(missing_ok=True)
         with open(partial, "wb") as file:
             np.save(file, rows)
         os.replace(partial, path)
-    except OSError:
-        partial.unlink(missing_ok=True)  # Without it, the files are read through at the next start too.
+    except OSError:  # Without it, the files are read through at the next start too.
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
 
 
 def _read_through(shard: int, found: remote.Found) -> np.ndarray:

@@ -35,6 +35,11 @@ class Activity(Protocol):
         """Seconds of work by stage, over all workers."""
         ...
 
+    @property
+    def passed(self) -> Counter[str]:
+        """Examples that went through each stage."""
+        ...
+
 
 class InputWatch:
     """What to report of the input since the last report.
@@ -47,6 +52,7 @@ class InputWatch:
     def __init__(self, activity: Callable[[], Activity | None], warn: Callable[[str], None]) -> None:
         self._activity, self._warn = activity, warn
         self._tiers, self._seconds = Counter[str](), dict[str, float]()
+        self._passed = Counter[str]()
         self._slow_reports, self._warned = 0, False
 
     def report(self, wait_share: float) -> dict[str, float]:
@@ -61,11 +67,14 @@ class InputWatch:
             return row
         new_tiers = now.tiers - self._tiers
         new_seconds = {stage: spent - self._seconds.get(stage, 0.0) for stage, spent in sorted(now.seconds.items())}
-        self._tiers, self._seconds = now.tiers, now.seconds
+        new_passed = now.passed - self._passed
+        self._tiers, self._seconds, self._passed = now.tiers, now.seconds, now.passed
         images = new_tiers.total()
         if images:
             row |= {f"input/hits/{tier}": new_tiers[tier] / images for tier in sorted(now.tiers)}
-            row |= {f"input/per_sec/{stage}": images / spent for stage, spent in new_seconds.items() if spent > 0}
+            row |= {
+                f"input/per_sec/{stage}": new_passed[stage] / spent for stage, spent in new_seconds.items() if spent > 0
+            }
             self._judge(wait_share, new_seconds)
         return row
 
