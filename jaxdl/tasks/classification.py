@@ -68,6 +68,8 @@ class Classification(Config):
         Each image depends only on (key, its row), so call it on the global batch: on a part of it the rows, and with
         them the random numbers, would repeat.
         """
+        if self.augment == "none" and not (self.mixup or self.cutmix):
+            return batch
         images = batch["image"]
         if self.augment != "none":
             keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(images.shape[0]))
