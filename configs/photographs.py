@@ -3,7 +3,7 @@
 TFDS_DATA_DIR=... python -m jaxdl.train --config configs/photographs.py --workdir runs/photographs
 
 The data set has the name, features and JPEG encoding of `imagenet2012`, and 384 crops to train on. Images grow from 96
-to 128 to 160 pixels; they are kept in memory and on disk, decoded. On 2 CPU cores.
+to 128 to 160 pixels; they are kept in memory and on disk, decoded. Not run to the end yet.
 """
 
 from jaxdl.data import TFDS, Cache, Photos
