@@ -85,10 +85,6 @@ class Store:
     def __contains__(self, index: int) -> bool:
         return self._entry(index) is not None
 
-    def num_records(self) -> int:
-        """How many records there are: the entries that are filled, their checksums not looked at."""
-        return int(np.count_nonzero(self._index["check"]))
-
     def num_bytes(self) -> int:
         """What the segments take."""
         return sum(path.stat().st_size for path in self.folder.glob("segment-*"))

@@ -17,7 +17,7 @@ import pydantic
 
 from jaxdl.config import ConfigError, Kind
 from jaxdl.data.codec import Codec
-from jaxdl.data.photos import Photos
+from jaxdl.data.photos import Photos, num_cpus
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.source import DataSet, ImageArrays, ImageSpec, Source, Splits, channel_statistics
 from jaxdl.data.text import text_splits
@@ -297,7 +297,7 @@ class _Examples:
 
     def __init__(self, stored: Any, config: TFDS, split: str, form: _Format):
         self._stored, self._config, self._split, self._form = stored, config, split, form
-        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        threads = num_cpus()
         self._threads = ThreadPoolExecutor(threads, "jaxdl-decode") if form.large and threads > 1 else None
 
     def __len__(self) -> int:
