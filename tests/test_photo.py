@@ -74,6 +74,42 @@ def test_bytes_behind_the_end_are_no_damage():
     assert difference(Photo(content + b"\0" * 100).pixels()[0], by_pillow(content)) < 1
 
 
+def restarting(content):
+    """The same pixels in a file that has a marker after every row of blocks."""
+    buffer = io.BytesIO()
+    Image.open(io.BytesIO(content)).save(buffer, "JPEG", quality=95, restart_marker_rows=1)
+    return buffer.getvalue()
+
+
+PARTLY = {
+    "colours at half": ({}, 128),
+    "colours in full": ({"subsampling": 0}, 128),
+    "grey": ({"mode": "L"}, 128),
+    "turned": ({"orientation": 3}, 300),
+    "progressive": ({"progressive": True}, 300),
+}
+
+
+@pytest.mark.parametrize("kind", [*PARTLY, "restarting", "with more behind it"])
+@pytest.mark.parametrize("scale", [1.0, 0.4, 0.2])
+def test_rows_that_are_not_needed_are_not_decoded_and_the_others_are_the_same(kind, scale):
+    options, height = PARTLY.get(kind, ({}, 128))
+    content = encoded(photograph(300, 200), **options)
+    content = restarting(content) if kind == "restarting" else content + b"\0" * 9 * (kind == "with more behind it")
+    whole, found = Photo(content).pixels(scale)
+    part, found_of_part = Photo(content).pixels(scale, bottom=100)
+    assert found_of_part == found
+    assert part.shape == (int(np.ceil(height * found)), *whole.shape[1:])
+    needed = int(np.ceil(101 * found))
+    assert np.array_equal(part[:needed], whole[:needed])
+
+
+def test_a_cut_file_is_refused_also_where_all_that_is_needed_is_there():
+    content = encoded(photograph(300, 200))
+    with pytest.raises(BadImage, match="truncated"):
+        Photo(content[: len(content) * 9 // 10]).pixels(bottom=20)
+
+
 @pytest.mark.parametrize("shape", [(375, 500), (500, 375), (1500, 2000), (256, 341)])
 @pytest.mark.parametrize("size", [96, 128, 160, 224])
 def test_crops_are_pillows(shape, size):
@@ -86,7 +122,7 @@ def crop_differences(content, size, count):
     random = np.random.default_rng(7)
     for _ in range(count):
         box = random_box(photo.height, photo.width, (0.08, 1.0), (3 / 4, 4 / 3), random)
-        pixels, scale = photo.pixels(max(size / box.height, size / box.width))
+        pixels, scale = photo.pixels(max(size / box.height, size / box.width), bottom=box.top + box.height)
         out = np.empty((size, size, 3), np.uint8)
         resized(pixels, box.scaled(scale), out)
         edges = (box.left, box.top, box.left + box.width, box.top + box.height)

@@ -159,7 +159,8 @@ class Maker:
     def _decoded_part(self, encoded: bytes, view: View, random: np.random.Generator) -> tuple[np.ndarray, Box]:
         photo = Photo(encoded)
         box = view.box(photo.height, photo.width, random)
-        pixels, scale = photo.pixels(max(view.size / box.height, view.size / box.width))
+        scale = max(view.size / box.height, view.size / box.width)
+        pixels, scale = photo.pixels(scale, bottom=box.top + box.height)
         return pixels, box.scaled(scale)
 
     def _fetch(self, split: int, index: int, made: Made) -> tuple[Record, Store | None] | None:

@@ -16,6 +16,8 @@ _SCALES = (1, 2, 4, 8)
 """Denominators of the scales that JPEG is decoded at: those for which libjpeg-turbo has vector code."""
 _SPARE = 1.25
 """What a scaled-down JPEG keeps is sharper than an antialiased image of that size: the resizing has to have a part."""
+_ROWS_AT_ONCE = 16
+"""JPEG is decoded in bands of so many rows; one more than is needed, as colours are interpolated across the edge."""
 
 
 class BadImage(ValueError):
@@ -34,7 +36,7 @@ class Photo:
 
     def __init__(self, encoded: bytes) -> None:
         self._encoded = encoded
-        self._orientation = 1
+        self._orientation, self._rows_at = 1, None
         self._is_jpeg = encoded[:3] == b"\xff\xd8\xff"
         self._opened: Any = None
         if self._is_jpeg:
@@ -46,35 +48,44 @@ class Photo:
                 self._is_jpeg = colorspace in ("RGB", "YCbCr", "Gray")  # The inks of CMYK need Pillow's arithmetic.
             except ValueError:
                 self._is_jpeg = False
-            self._orientation = exif_orientation(encoded)
+            self._orientation, self._rows_at = _jpeg_header(encoded)
         if not self._is_jpeg:
             self._opened, self._orientation = _open(encoded)
             width, height = self._opened.size
         self.height, self.width = (width, height) if self._orientation >= 5 else (height, width)
 
-    def pixels(self, scale: float = 1.0) -> tuple[np.ndarray, float]:
-        """The whole image, uint8 [height, width, 3], and its scale: the smallest at hand that leaves detail to spare.
+    def pixels(self, scale: float = 1.0, bottom: float | None = None) -> tuple[np.ndarray, float]:
+        """The image, uint8 [height, width, 3], and its scale: the smallest at hand that leaves detail to spare.
 
-        At scale 1/2 an image of 375 rows has 188, the last of which is half outside of it. Raises BadImage when the
-        image is cut off or damaged.
+        At scale 1/2 an image of 375 rows has 188, the last of which is half outside of it. Rows below `bottom` may be
+        missing. Raises BadImage when the image is cut off or damaged.
 
         Args:
           scale: what is needed at least.
+          bottom: the row, of the whole image, that the use of it ends before; None needs all.
         """
         denominator = max(one for one in _SCALES if one == 1 or scale * _SPARE <= 1 / one)
-        found = self._decoded(denominator) if self._is_jpeg else None
+        found = self._decoded(denominator, bottom) if self._is_jpeg else None
         if found is None:
             found, denominator = _convert(self._opened or _open(self._encoded)[0]), 1
         upright = np.ascontiguousarray(_turned(found, self._orientation)) if self._orientation != 1 else found
         return upright, 1 / denominator
 
-    def _decoded(self, denominator: int) -> np.ndarray | None:
+    def _decoded(self, denominator: int, bottom: float | None) -> np.ndarray | None:
         import simplejpeg
 
         height, width = (self.width, self.height) if self._orientation >= 5 else (self.height, self.width)
+        encoded, strict = self._encoded, True
+        rows = height if bottom is None else (int(bottom) // _ROWS_AT_ONCE + 2) * _ROWS_AT_ONCE
+        if rows < height and self._rows_at is not None and self._orientation == 1:
+            # The decoder stops after as many rows as the header says that there are, and warns of what is left over.
+            # It would warn of a file that is cut off as well, but this one has its end.
+            encoded = bytearray(encoded)
+            encoded[self._rows_at : self._rows_at + 2] = rows.to_bytes(2, "big")
+            height, strict = rows, False
         least = (-(-height // denominator), -(-width // denominator)) if denominator > 1 else (0, 0)
         try:
-            return simplejpeg.decode_jpeg(self._encoded, "RGB", min_height=least[0], min_width=least[1])
+            return simplejpeg.decode_jpeg(encoded, "RGB", min_height=least[0], min_width=least[1], strict=strict)
         except ValueError:
             return None  # Pillow takes some that are slightly wrong, and says what the matter is with the others.
 
@@ -110,17 +121,25 @@ def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
     return pixels
 
 
-def exif_orientation(encoded: bytes) -> int:
-    """The orientation, 1 to 8, that a JPEG's EXIF data give it; 1 without any."""
-    place = 2
-    while place + 4 <= len(encoded) and encoded[place] == 0xFF:
+def _jpeg_header(encoded: bytes) -> tuple[int, int | None]:
+    """The orientation, 1 to 8, that a JPEG's EXIF data give it (1 without any), and where its number of rows stands.
+
+    The latter is None where fewer rows cannot be asked for: only a file that is whole, and has its rows one after the
+    other (sequential coding, all colours in one scan), can be read in part.
+    """
+    place, orientation, rows_at, colours = 2, 1, None, 0
+    while place + 10 <= len(encoded) and encoded[place] == 0xFF:
         marker, length = encoded[place + 1], int.from_bytes(encoded[place + 2 : place + 4], "big")
-        if marker == 0xDA:  # The image begins: nothing about it comes any more.
+        if marker in (0xC0, 0xC1):  # Start of frame: length, bits, rows, columns, number of colours.
+            rows_at, colours = place + 5, encoded[place + 9]
+        elif marker == 0xDA:  # The image begins: nothing about it comes any more.
+            if encoded[place + 4] != colours or encoded.rfind(b"\xff\xd9") < place:
+                rows_at = None
             break
-        if marker == 0xE1 and encoded[place + 4 : place + 10] == b"Exif\0\0":
-            return _orientation_tag(encoded[place + 10 : place + 2 + length])
+        elif marker == 0xE1 and encoded[place + 4 : place + 10] == b"Exif\0\0":
+            orientation = _orientation_tag(encoded[place + 10 : place + 2 + length])
         place += 2 + length
-    return 1
+    return orientation, rows_at
 
 
 def _orientation_tag(tiff: bytes) -> int:

@@ -28,7 +28,7 @@ from jaxdl.data.source import Activity, ImageSpec, Source, Splits, TrainRows
 from jaxdl.data.view import Erasing, View
 
 IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
-_VERSION = 1
+_VERSION = 2
 """Of what caches hold: one written by code of another version is not read."""
 _PIECES_A_WORKER = 2
 """Into how many pieces a batch is cut for each worker, so that they finish it together."""

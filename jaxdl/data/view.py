@@ -20,8 +20,10 @@ _STREAM = 2**32
 
 _OWN_BLUR = 0.5
 """What bilinear interpolation blurs by itself, as the square of a factor; measured against Pillow on photographs."""
-_LEAST_BLUR = 0.15
-"""Standard deviation of a blur that is worth it, in pixels."""
+_SHARP_UP_TO = 1.15
+"""An image made smaller by less needs no blur: the mean difference from Pillow is 0.4 grey levels with or without."""
+_SMALL_BLUR = 0.7
+"""Up to this standard deviation, in pixels, the three middle weights of a Gaussian are all of it."""
 
 
 class Box(NamedTuple):
@@ -84,10 +86,12 @@ class View:
         """Mirrors and recolours an image, uint8 [size, size, 3], in place."""
         if not self.train:
             return
+        import cv2
+
         # Each kind of change takes its numbers whether it is used or not, so that none moves another's.
         flips, erases = random.random(), random.random()
         if self.flip and flips < 0.5:
-            image[:] = image[:, ::-1].copy()
+            cv2.flip(image, 1, dst=image)
         if self.policy != "none":
             image[:] = policy_changed(image, self.policy, self.policy_operations, self.policy_magnitude, random)
         if self.jitter is not None:
@@ -123,20 +127,36 @@ def resized(pixels: np.ndarray, box: Box, out: np.ndarray) -> None:
     import cv2
 
     height, width = out.shape[:2]
-    down, across = box.height / height, box.width / width
-    blur_down, blur_across = (math.sqrt(max(0.0, factor**2 - _OWN_BLUR) / 6) for factor in (down, across))
-    margin = math.ceil(2 * max(blur_down, blur_across)) + 1
+    factors = box.height / height, box.width / width
+    blurs = max(factors) > _SHARP_UP_TO
+    if all(float(edge).is_integer() for edge in box):
+        top, left, rows, columns = (int(edge) for edge in box)
+        part = pixels[top : top + rows, left : left + columns]
+        if part.shape[:2] == (rows, columns):
+            cv2.resize(_blurred(part, *factors) if blurs else part, (width, height), dst=out)
+            return
+    margin = math.ceil(max(factors)) + 1
     top, left = max(0, math.floor(box.top) - margin), max(0, math.floor(box.left) - margin)
     bottom, right = math.ceil(box.top + box.height) + margin, math.ceil(box.left + box.width) + margin
     part = pixels[top:bottom, left:right]
-    if max(blur_down, blur_across) > _LEAST_BLUR:
-        sigmas = max(blur_across, _LEAST_BLUR / 4), max(blur_down, _LEAST_BLUR / 4)
-        part = cv2.GaussianBlur(part, (0, 0), sigmas[0], sigmaY=sigmas[1], borderType=cv2.BORDER_REPLICATE)
     # Pixel i of the result has its centre at (i + 1/2) of it; OpenCV counts from the centre of the first pixel.
+    down, across = factors
     first = box.left - left + (across - 1) / 2, box.top - top + (down - 1) / 2
     matrix = np.array([[across, 0, first[0]], [0, down, first[1]]])
     flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
+    part = _blurred(part, *factors) if blurs else part
     cv2.warpAffine(part, matrix, (width, height), dst=out, flags=flags, borderMode=cv2.BORDER_REPLICATE)
+
+
+def _blurred(part: np.ndarray, down: float, across: float) -> np.ndarray:
+    """What an image that is made smaller by these factors has to lose first."""
+    import cv2
+
+    # OpenCV takes a standard deviation of 0 for "choose one".
+    blurs = [max(0.01, math.sqrt(max(0.0, factor**2 - _OWN_BLUR) / 6)) if factor > 1 else 0.01
+             for factor in (across, down)]  # fmt: skip
+    size = (3, 3) if max(blurs) < _SMALL_BLUR else (0, 0)
+    return cv2.GaussianBlur(part, size, blurs[0], sigmaY=blurs[1], borderType=cv2.BORDER_REPLICATE)
 
 
 def shrunk(photo: Photo, side: int) -> np.ndarray:
