@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from jaxdl.bench import cluster, exchange, schedule, scheme, select, step, traffic
+from jaxdl.bench import cluster, exchange, input, schedule, scheme, select, step, traffic
 from jaxdl.config import ConfigError, end_interrupted, fail
 
 BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
@@ -15,6 +15,7 @@ BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "cluster": ("every gradient exchange in the train step, on an emulated cluster with a slow network", cluster.main),
     "schedule": ("what of every exchange the compiled training step hides behind compute", schedule.main),
     "exchange": ("every gradient exchange: predicted by the cost model, and measured", exchange.main),
+    "input": ("the image pipeline, cold and cached, against tf.data, PyTorch's DataLoader and Grain", input.main),
     "select": ("methods of select_top_k against lax.top_k and one read of the data", select.main),
 }
 

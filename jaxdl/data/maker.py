@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdl.data.photo import BadImage, Photo
+from jaxdl.data.photo import BadImage, Photo, Scratch
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.store import ENCODED, PIXELS, Record, Store
 from jaxdl.data.view import Box, View, resized, shrunk
@@ -82,7 +82,7 @@ class Maker:
     """Makes rows as a recipe says. Opens the tiers; not to be used by two threads at once."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+        self._recipe, self._scratch = recipe, Scratch()
         self._problems: dict[str, str] = {}
         self._tiers = [[self._open(split, tier) for tier in split.tiers] for split in recipe.splits]
 
@@ -145,14 +145,14 @@ class Maker:
             else:
                 pixels = record.data.reshape(record.height, record.width, 3)
                 box = view.box(record.height, record.width, random)
-            resized(pixels, box, out)
+            resized(pixels, box, out, self._scratch)
             view.finish(out, random)
             del pixels
         except Exception as error:  # Libraries raise many kinds; of one image none is worth a run.
             made.bad.append((self._recipe.splits[work.split].records.name(index), _why(error)))
             return None
         if tier is not None:
-            tier.release(index)
+            tier.release()
         _lap(made, "augment", start)
         return record.label
 
@@ -160,7 +160,7 @@ class Maker:
         photo = Photo(encoded)
         box = view.box(photo.height, photo.width, random)
         scale = max(view.size / box.height, view.size / box.width)
-        pixels, scale = photo.pixels(scale, bottom=box.top + box.height)
+        pixels, scale = photo.pixels(scale, box.top + box.height, self._scratch)
         return pixels, box.scaled(scale)
 
     def _fetch(self, split: int, index: int, made: Made) -> tuple[Record, Store | None] | None:
@@ -195,7 +195,7 @@ class Maker:
     def _cacheable(self, encoded: bytes, label: int) -> Record:
         side = self._recipe.short_side
         assert side is not None
-        pixels = shrunk(Photo(encoded), side)
+        pixels = shrunk(Photo(encoded), side, self._scratch)
         return Record(pixels.reshape(-1), label, *pixels.shape[:2])
 
     def _store(self, tiers: list[Store], index: int, record: Record, made: Made) -> None:

@@ -16,9 +16,11 @@ import os
 import threading
 import zlib
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+
+from jaxdl.data.photo import Scratch
 
 _ENTRY = np.dtype(
     [
@@ -75,6 +77,8 @@ class Store:
         self._maps: dict[int, mmap.mmap] = {}
         self._files: dict[int, int] = {}
         """Segments that are read: mapped ones, or file descriptors."""
+        self._scratch = Scratch()
+        self._last: tuple[mmap.mmap, int, int] | None = None
         self._own: tuple[int, int] | None = None
         """File descriptor and number of the segment that this process writes."""
         self._end = self._room = 0
@@ -97,7 +101,7 @@ class Store:
         return sum(path.stat().st_size for path in self.folder.glob("segment-*"))
 
     def get(self, index: int) -> Record | None:
-        """A record, or None. Its data may lie in the mapped file; call `release` when they are no longer needed."""
+        """A record, or None. Its data are there until the next one is got; call `release` when they are not needed."""
         entry = self._entry(index)
         if entry is None or entry["form"] != self._form:
             return None
@@ -105,23 +109,20 @@ class Store:
         segment = int(entry["segment"])
         try:
             # A disk's error would kill a process that has the file mapped.
-            data = (
-                self._read(segment, offset, length)
-                if self._verify
-                else self._mapped(segment, offset + length)[offset : offset + length]
-            )
+            data = (self._read if self._verify else self._mapped)(segment, offset, length)
         except (OSError, ValueError):  # The segment is gone, or shorter than it was.
             return None
         if self._verify and content_check(data) != entry["content"]:
             return None
         return Record(data, int(entry["label"]), int(entry["height"]), int(entry["width"]))
 
-    def release(self, index: int) -> None:
-        """The pages of a record no longer count as this process's memory; the system may keep them."""
-        entry = self._entry(index)
-        if entry is not None and (found := self._maps.get(int(entry["segment"]))) is not None:
-            first = int(entry["offset"]) // mmap.PAGESIZE * mmap.PAGESIZE
-            found.madvise(mmap.MADV_DONTNEED, first, int(entry["offset"]) + int(entry["length"]) - first)
+    def release(self) -> None:
+        """The pages of the last record no longer count as this process's memory; the system may keep them."""
+        if self._last is not None:
+            found, offset, length = self._last
+            first = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            found.madvise(mmap.MADV_DONTNEED, first, offset + length - first)
+            self._last = None
 
     def put(self, index: int, record: Record) -> bool:
         """Keeps a record, if there is room. Never raises: what goes wrong is in `problem`, and nothing is kept then."""
@@ -173,7 +174,7 @@ class Store:
         """Bytes of a segment."""
         if segment not in self._files:
             self._files[segment] = os.open(self.folder / f"segment-{segment:05d}", os.O_RDONLY)
-        data, read = np.empty(length, np.uint8), 0
+        data, read = self._scratch.take("record", (length,)), 0
         while read < length:
             found = os.preadv(self._files[segment], [data[read:]], offset + read)
             if not found:
@@ -181,15 +182,16 @@ class Store:
             read += found
         return data
 
-    def _mapped(self, segment: int, end: int) -> np.ndarray:
-        """A segment's bytes up to `end` or further."""
+    def _mapped(self, segment: int, offset: int, length: int) -> np.ndarray:
+        """Bytes of a segment, as they lie in memory."""
         found = self._maps.get(segment)
-        if found is None or len(found) < end:
+        if found is None or len(found) < offset + length:
             with open(self.folder / f"segment-{segment:05d}", "rb") as file:
                 found = self._maps[segment] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-            if len(found) < end:
-                raise ValueError(f"segment {segment} ends before {end}")
-        return np.frombuffer(found, np.uint8)
+            if len(found) < offset + length:
+                raise ValueError(f"segment {segment} ends before {offset + length}")
+        self._last = found, offset, length
+        return np.frombuffer(found, np.uint8, length, offset)
 
     def _make_room(self, length: int) -> bool:
         """Sees to it that `length` bytes can be appended to this process's segment; False when the store is full."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdl.data.colours import Jitter, changed, policy_changed
-from jaxdl.data.photo import Photo
+from jaxdl.data.photo import Photo, Scratch
 
 _STREAM = 2**32
 """Above every seed: the order of the examples is drawn with the seed itself, see `EpochShuffle`."""
@@ -106,18 +106,19 @@ def random_box(
     """A random part: area and ratio drawn, ten times if it does not fit, then the largest central part that may be."""
     logs = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
-        area = height * width * random.uniform(*scale)
-        aspect = math.exp(random.uniform(*logs))
+        drawn = random.random(4).tolist()
+        area = height * width * (scale[0] + drawn[0] * (scale[1] - scale[0]))
+        aspect = math.exp(logs[0] + drawn[1] * (logs[1] - logs[0]))
         box_width, box_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
         if 0 < box_width <= width and 0 < box_height <= height:
-            top, left = random.integers(0, height - box_height + 1), random.integers(0, width - box_width + 1)
+            top, left = int(drawn[2] * (height - box_height + 1)), int(drawn[3] * (width - box_width + 1))
             return Box(float(top), float(left), float(box_height), float(box_width))
     aspect = min(max(width / height, ratio[0]), ratio[1])
     box_width, box_height = min(width, height * aspect), min(height, width / aspect)
     return Box((height - box_height) / 2, (width - box_width) / 2, box_height, box_width)
 
 
-def resized(pixels: np.ndarray, box: Box, out: np.ndarray) -> None:
+def resized(pixels: np.ndarray, box: Box, out: np.ndarray, scratch: Scratch | None = None) -> None:
     """The part `box` of an image, antialiased, at the size of `out`, uint8 [height, width, 3], which it is written to.
 
     Where it is made smaller by a factor f, the usual antialiasing filter is a triangle with a variance of f^2 / 6.
@@ -133,7 +134,7 @@ def resized(pixels: np.ndarray, box: Box, out: np.ndarray) -> None:
         top, left, rows, columns = (int(edge) for edge in box)
         part = pixels[top : top + rows, left : left + columns]
         if part.shape[:2] == (rows, columns):
-            cv2.resize(_blurred(part, *factors) if blurs else part, (width, height), dst=out)
+            cv2.resize(_blurred(part, *factors, scratch or Scratch()) if blurs else part, (width, height), dst=out)
             return
     margin = math.ceil(max(factors)) + 1
     top, left = max(0, math.floor(box.top) - margin), max(0, math.floor(box.left) - margin)
@@ -144,11 +145,11 @@ def resized(pixels: np.ndarray, box: Box, out: np.ndarray) -> None:
     first = box.left - left + (across - 1) / 2, box.top - top + (down - 1) / 2
     matrix = np.array([[across, 0, first[0]], [0, down, first[1]]])
     flags = cv2.INTER_LINEAR | cv2.WARP_INVERSE_MAP
-    part = _blurred(part, *factors) if blurs else part
+    part = _blurred(part, *factors, scratch or Scratch()) if blurs else part
     cv2.warpAffine(part, matrix, (width, height), dst=out, flags=flags, borderMode=cv2.BORDER_REPLICATE)
 
 
-def _blurred(part: np.ndarray, down: float, across: float) -> np.ndarray:
+def _blurred(part: np.ndarray, down: float, across: float, scratch: Scratch) -> np.ndarray:
     """What an image that is made smaller by these factors has to lose first."""
     import cv2
 
@@ -156,17 +157,21 @@ def _blurred(part: np.ndarray, down: float, across: float) -> np.ndarray:
     blurs = [max(0.01, math.sqrt(max(0.0, factor**2 - _OWN_BLUR) / 6)) if factor > 1 else 0.01
              for factor in (across, down)]  # fmt: skip
     size = (3, 3) if max(blurs) < _SMALL_BLUR else (0, 0)
-    return cv2.GaussianBlur(part, size, blurs[0], sigmaY=blurs[1], borderType=cv2.BORDER_REPLICATE)
+    out = scratch.take("blurred", part.shape)
+    cv2.GaussianBlur(part, size, blurs[0], dst=out, sigmaY=blurs[1], borderType=cv2.BORDER_REPLICATE)
+    return out
 
 
-def shrunk(photo: Photo, side: int) -> np.ndarray:
-    """A photograph with its shorter side made `side`, antialiased; a smaller one as it is."""
+def shrunk(photo: Photo, side: int, scratch: Scratch | None = None) -> np.ndarray:
+    """A photograph with its shorter side made `side`, antialiased; a smaller one as it is. May lie in `scratch`."""
+    scratch = scratch or Scratch()
     factor = side / min(photo.height, photo.width)
     if factor >= 1:
-        return photo.pixels()[0]
-    pixels, scale = photo.pixels(factor)
-    out = np.empty((max(side, round(photo.height * factor)), max(side, round(photo.width * factor)), 3), np.uint8)
-    resized(pixels, Box(0.0, 0.0, photo.height * scale, photo.width * scale), out)
+        return photo.pixels(scratch=scratch)[0]
+    pixels, scale = photo.pixels(factor, scratch=scratch)
+    shape = max(side, round(photo.height * factor)), max(side, round(photo.width * factor)), 3
+    out = scratch.take("shrunk", shape)
+    resized(pixels, Box(0.0, 0.0, photo.height * scale, photo.width * scale), out, scratch)
     return out
 
 

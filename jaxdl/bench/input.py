@@ -1,0 +1,233 @@
+"""Images a second that the input pipeline makes, per core and per machine, against other loaders on the same crops.
+
+Every side reads the same files (from memory: the system keeps files that were just read) and cuts the same random boxes
+out of them. Others are measured where they are installed: tf.data (tensorflow), a PyTorch DataLoader (torch) and Grain.
+Each lives in a process of its own, bound to one core or with workers for all; they take turns.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from jaxdl.bench.input_sides import BATCH, SIDES
+from jaxdl.bench.output import check_folder, write_json
+from jaxdl.config import CLI_STYLE, ConfigError
+from jaxdl.data import remote
+from jaxdl.data.photos import num_cpus
+
+_HEIGHT, _WIDTH, _BYTES, _MADE = 375, 500, 110_000, 96
+"""Of the images that are made: those of an average photograph of ImageNet; and how many."""
+_WARM_UP = 8
+"""Batches before a side's time is taken: more than any has made ahead while the others had their turns."""
+_BASE = "jaxdl"
+"""The side that the others are compared with."""
+
+
+@dataclass(frozen=True)
+class InputBench:
+    """Times jaxdl's image pipeline, cold and cached, and other loaders."""
+
+    images: Path | None = None
+    """A folder of JPEG files; None makes some of 500 x 375 pixels and about 110 KB from photographs of scikit-learn."""
+    num_images: int = 640
+    """How many images are made in one measurement."""
+    size: int = 224
+    """Height and width of the crops."""
+    num_rounds: int = 5
+    """How often each side is measured; medians count."""
+    workers: int | None = None
+    """Processes (or threads) for the figure of the machine; None takes the CPUs that there are."""
+    sides: tuple[str, ...] = ()
+    """Which sides to measure; all that are installed by default."""
+    json: Path | None = None
+    """A file for the results."""
+
+
+def main(args: list[str]) -> None:
+    """Runs the measurement and prints the table."""
+    command = tyro.cli(InputBench, args=args, prog="python -m jaxdl.bench input", config=CLI_STYLE,
+                       description=str(__doc__))  # fmt: skip
+    for name in ("num_images", "num_rounds", "size", "workers"):
+        value = getattr(command, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 or more.")
+    unknown = [side for side in command.sides if side not in SIDES]
+    if unknown:
+        raise ConfigError(f"--sides {unknown[0]}: there is no such side; choose from {', '.join(map(repr, SIDES))}.")
+    check_folder("--json", command.json)
+    console = Console(width=120, soft_wrap=True)
+    with tempfile.TemporaryDirectory(prefix="jaxdl-bench-") as folder:
+        images = command.images or make_images(Path(folder) / "images", _MADE)
+        files = check_images(images)
+        kilobytes = sum(os.path.getsize(name) for name in files) / len(files) / 1e3
+        results = measure(command, images, Path(folder), console)
+    kilobytes = sum(os.path.getsize(name) for name in files) / len(files) / 1e3 if command.images else _BYTES / 1e3
+    summarize(results)
+    title = (
+        f"images a second: {len(files)} files of {kilobytes:.0f} kB, random parts made {command.size} x {command.size}"
+    )
+    console.print(table(results, title))
+    if (spent := overhead_us(results)) is not None:
+        console.print(f"Grain's own work: {spent:.0f} us an image, on one core")
+    write_json(command.json, {"settings": {k: str(v) for k, v in asdict(command).items()}, "results": results})
+
+
+def check_images(folder: Path) -> list[str]:
+    """The images in the folder. Raises ConfigError without any."""
+    found = [one.address for one in remote.find(str(folder), (".jpg", ".jpeg"))]
+    if not found:
+        raise ConfigError(f"--images {folder}: no JPEG file in it.")
+    return found
+
+
+def make_images(folder: Path, count: int) -> Path:
+    """The folder, with parts of two real photographs, 500 x 375 pixels, at the quality that makes them about 110 KB."""
+    from PIL import Image
+    from sklearn.datasets import load_sample_images
+
+    folder.mkdir()
+    photographs, random = load_sample_images().images, np.random.default_rng(0)
+    for number in range(count):
+        pixels = photographs[number % len(photographs)]
+        top, left = random.integers(0, pixels.shape[0] - _HEIGHT + 1), random.integers(0, pixels.shape[1] - _WIDTH + 1)
+        image = Image.fromarray(pixels[top : top + _HEIGHT, left : left + _WIDTH])
+        best = min((encode(image, quality) for quality in (90, 93, 95, 97, 98, 99)),
+                   key=lambda content: abs(len(content) - _BYTES))  # fmt: skip
+        (folder / f"{number:05d}.jpg").write_bytes(best)
+    return folder
+
+
+def encode(image: Any, quality: int) -> bytes:
+    """JPEG with the usual subsampling of colour."""
+    buffer = io.BytesIO()
+    image.save(buffer, "JPEG", quality=quality, subsampling="4:2:0")
+    return buffer.getvalue()
+
+
+def measure(command: InputBench, images: Path, scratch: Path, console: Console) -> dict[str, dict[str, Any]]:
+    """Side -> images a second of every round, on one core and on the machine; or why it was not measured."""
+    workers = command.workers or num_cpus()
+    results: dict[str, dict[str, Any]] = {name: {} for name in command.sides or SIDES}
+    with contextlib.ExitStack() as stack:
+        open_sides: dict[tuple[str, str], subprocess.Popen[str]] = {}
+        with console.status("starting") as status:
+            for name, (scope, count) in itertools.product(results, {"core": 0, "machine": workers}.items()):
+                status.update(f"starting {name}, {scope}")
+                side = stack.enter_context(_Side(name, scratch / f"{name}-{scope}.log"))
+                answer = side.ask({"folder": str(images), "scratch": str(scratch), "size": command.size,
+                                   "workers": count})  # fmt: skip
+                if "missing" in answer:
+                    results[name] = answer
+                    break
+                open_sides[name, scope], results[name][scope] = side, []
+        turns = [(number, *key) for number in range(command.num_rounds) for key in open_sides]
+        for number, name, scope in track(turns, "measuring", console=console):
+            # With workers, Grain has each of them make batches of its own.
+            first = str(scratch / f"{name}.npy") if number == 0 and scope == "core" else None
+            request = {"warm_up": _WARM_UP, "batches": -(-command.num_images // BATCH), "save": first}
+            results[name][scope].append(open_sides[name, scope].ask(request)["per_sec"])
+            if first is not None:
+                results[name]["pixels"] = np.load(first)
+    return results
+
+
+class _Side:
+    """A process that measures one side, until it is left."""
+
+    def __init__(self, name: str, log: Path) -> None:
+        self._log = log.open("w+")  # Libraries talk a lot.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jaxdl.bench.input_sides", name],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        self._name = name
+
+    def __enter__(self) -> _Side:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()  # It ends then, and clears away its cache.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=5)
+        with contextlib.suppress(ProcessLookupError):  # Its own workers too.
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+    def ask(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Its answer. Raises ConfigError when it has ended."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(message) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        if not line:
+            code = self._process.wait()
+            self._log.seek(0)
+            raise ConfigError(f"{self._name}: it ended with code {code}. It said:\n{self._log.read()[-4000:]}")
+        return json.loads(line)
+
+
+def table(results: dict[str, dict[str, Any]], title: str) -> Table:
+    """Medians, how many times faster than each side jaxdl is, and how far their pixels are from jaxdl's."""
+    found = Table(title=title)
+    for heading in ("side", "one core", "jaxdl is", "machine", "jaxdl is", "pixels differ by"):
+        found.add_column(heading, justify="left" if heading == "side" else "right")
+    for name, result in results.items():
+        if "missing" in result:
+            found.add_row(name, result["missing"])
+            continue
+        cells = []
+        for scope in ("core", "machine"):
+            ratio = result.get(f"{scope} ratio")
+            cells += [f"{result[f'{scope} median']:,.0f}", "" if ratio is None else f"{ratio:.2f} x"]
+        differ = result.get("differ")
+        found.add_row(name, *cells, "" if differ is None else f"{differ:.2f} grey levels")
+    return found
+
+
+def summarize(results: dict[str, dict[str, Any]]) -> None:
+    """Adds to each side its medians, the median of jaxdl's rate over its of a round, and how its pixels differ."""
+    base, wanted = results.get(_BASE, {}), None
+    for name, result in results.items():
+        for scope in ("core", "machine"):
+            if not result.get(scope):
+                continue
+            result[f"{scope} median"] = statistics.median(result[scope])
+            if base.get(scope) and name != _BASE:
+                ratios = [ours / theirs for ours, theirs in zip(base[scope], result[scope], strict=True)]
+                result[f"{scope} ratio"] = statistics.median(ratios)
+        pixels = result.pop("pixels", None)
+        if name == _BASE:
+            wanted = pixels
+        elif pixels is not None and wanted is not None and pixels.any():
+            result["differ"] = float(np.abs(pixels.astype(float) - wanted).mean())
+
+
+def overhead_us(results: dict[str, dict[str, Any]]) -> float | None:
+    """Microseconds that Grain itself takes for an image, on one core; None where it was not measured."""
+    rate = results.get("grain, nothing to do", {}).get("core median")
+    return None if rate is None else 1e6 / rate
