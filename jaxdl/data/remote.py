@@ -95,10 +95,20 @@ def read(address: str, start: int = 0, length: int | None = None) -> bytes:
     if is_remote(address):
         system, path = _filesystem(address)
         return system.cat_file(path, start=start or None, end=None if length is None else start + length)
-    with open(address, "rb") as file:
-        if start:
-            file.seek(start)
-        return file.read() if length is None else file.read(length)
+    file = os.open(address, os.O_RDONLY)
+    try:
+        return _read(file, start, os.fstat(file).st_size - start if length is None else length)
+    finally:
+        os.close(file)
+
+
+def _read(file: int, start: int, length: int) -> bytes:
+    """So many bytes from `start`, or those up to the end of the file. One call, for all but very large files."""
+    parts = []
+    while length > 0 and (part := os.pread(file, length, start)):
+        parts.append(part)
+        start, length = start + len(part), length - len(part)
+    return b"".join(parts)
 
 
 def open_stream(address: str) -> Any:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+import threading
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,9 +72,11 @@ class View:
     erasing: Erasing | None = None
 
     def random(self, seed: int, epoch: int, index: int) -> np.random.Generator:
-        """The source of an example's random choices."""
-        key = np.array([seed % _STREAM + _STREAM, (epoch << 40) + index], np.uint64)
-        return np.random.Generator(np.random.Philox(key=key))
+        """The source of an example's random choices; that of the thread's next example takes its place."""
+        generator, state = _generator()
+        state["state"]["key"][:] = seed % _STREAM + _STREAM, (epoch << 40) + index
+        generator.bit_generator.state = state  # Making a generator anew takes ten times as long.
+        return generator
 
     def box(self, height: int, width: int, random: np.random.Generator) -> Box:
         """The part of an image of this size that is shown. Equal images and choices give equal boxes."""
@@ -98,6 +101,17 @@ class View:
             image[:] = changed(image, self.jitter, random)
         if self.erasing is not None and erases < self.erasing.probability:
             _erase(image, self.erasing, random)
+
+
+_kept = threading.local()
+
+
+def _generator() -> tuple[np.random.Generator, dict[str, Any]]:
+    """This thread's generator, and the state of one that has not drawn yet."""
+    if not hasattr(_kept, "generator"):
+        bits = np.random.Philox(key=0)
+        _kept.generator, _kept.state = np.random.Generator(bits), bits.state
+    return _kept.generator, _kept.state
 
 
 def random_box(
