@@ -5,6 +5,7 @@ Nothing is compiled before everything that can be checked has been.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from jaxdl.checks import check_batches, check_phases, check_same_examples, check_tensor_dims, check_warmup
 from jaxdl.cluster import current, start_devices
 from jaxdl.compiler import Options, compiled
 from jaxdl.config import ConfigError
@@ -41,7 +43,7 @@ from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, Device, batch_ways, make_mesh
 from jaxdl.models import Network
-from jaxdl.sharding import STACKED, Layout, ShardingConfig, grad_specs, named
+from jaxdl.sharding import STACKED, Layout, grad_specs, named
 from jaxdl.state import TrainState, init_state, make_state_spec
 from jaxdl.step import Parts, make_train_step
 from jaxdl.timeline import Stretch, Timeline, make_timeline
@@ -93,9 +95,9 @@ def make_plan(
     mesh = make_devices(experiment, devices)
     before = chosen() if isinstance(experiment.exchange, Auto) else None
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
-    _check_batches(experiment, batch_ways(mesh), eval_batch_size)
+    check_batches(experiment, batch_ways(mesh), eval_batch_size)
     splits = experiment.data.build()
-    _check_phases(experiment, splits)
+    check_phases(experiment, splits)
     timeline = make_timeline(
         len(splits.train),
         experiment.batch_size,
@@ -110,11 +112,14 @@ def make_plan(
             f"--report.profile-start-step {profile_start}: the run has {total_steps} steps, so nothing would be "
             "recorded. Choose a smaller one, or None."
         )
-    _check_warmup(experiment, total_steps)
+    check_warmup(experiment, total_steps)
     asked = experiment
     experiment, reasons = settled(asked, splits.train.spec, mesh, before)
     parts = make_parts(experiment, splits.train.spec, mesh, timeline)
-    return Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons)
+    plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons)
+    _check_sizes(plan)
+    check_same_examples(splits)
+    return plan
 
 
 def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
@@ -123,6 +128,7 @@ def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None
     mesh = make_mesh(experiment.mesh, devices)
     experiment.precision.check(mesh.devices.flat[0].platform)
     experiment.compiler.check(_platform(mesh), mesh.shape[Axis.REPLICA])
+    experiment.compiler.keep_programs()
     return mesh
 
 
@@ -134,7 +140,7 @@ def make_parts(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, t
             f"{experiment.model.modality}. Choose a --model and --task for {spec.modality}, or other --data."
         )
     network = _network(experiment, spec)
-    _check_tensor_dims(experiment.sharding, network)
+    check_tensor_dims(experiment.sharding, network)
     schedule = experiment.schedule.build(
         peak=experiment.optimizer.learning_rate,
         total_steps=timeline.scheduled_steps,
@@ -234,66 +240,23 @@ def _gradient_layout(experiment: Experiment, network: Network, spec: Any, layout
     )
 
 
-def _check_warmup(experiment: Experiment, total_steps: int) -> None:
-    config = experiment.exchange
-    if config.delay_steps >= total_steps:
-        raise ConfigError(
-            f"--exchange.delay-steps {config.delay_steps}: the run has {total_steps} steps, so no gradient would be "
-            "applied. Set it to 0, or make the run longer."
-        )
-    if isinstance(config, Compressed) and config.warmup_steps >= total_steps:
-        raise ConfigError(
-            f"the warm-up of exchange {config.kind} takes {config.warmup_steps} steps, and the run has {total_steps}: "
-            "it would not become what it is to be. Set --exchange.dense-warmup-steps (and of topk "
-            "--exchange.density-warmup-steps) lower."
-        )
-
-
-def _check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
-    unit = ways * experiment.step.microbatches
-    for size in sorted({experiment.batch_size, *(one.batch_size or unit for one in experiment.phases)}):
-        if size % unit:
-            below, above = size // unit * unit, math.ceil(size / unit) * unit
-            raise ConfigError(
-                f"--batch-size {size}: cannot be split evenly over replica x fsdp = {ways} devices"
-                + (f" and {experiment.step.microbatches} micro-batches" if experiment.step.microbatches > 1 else "")
-                + f". Choose a multiple of {unit}, such as {f'{below} or {above}' if below else above}."
-            )
-    if eval_batch_size % ways:
-        raise ConfigError(
-            f"--evaluation.batch-size {eval_batch_size}: cannot be split evenly over replica x fsdp = {ways} devices. "
-            f"Choose a multiple of {ways}."
-        )
-
-
-def _check_tensor_dims(config: ShardingConfig, network: Network) -> None:
-    """Raises ConfigError for a name that no dimension has, neither of this model's nor in the default list."""
-    axes = jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple))
-    own = {name for names in axes for name in names} - {STACKED}
-    for name in config.tensor_dims:
-        if name not in own | set(ShardingConfig().tensor_dims):
-            raise ConfigError(
-                f"--sharding.tensor-dims {name}: the model has no dimension of this name that can be split. "
-                f"Choose from {', '.join(sorted(own))}."
-            )
-
-
-def _check_phases(experiment: Experiment, splits: Splits) -> None:
-    """Raises ConfigError for phases of images that cannot be made in their sizes."""
-    if not experiment.phases:
-        return
-    if not isinstance(splits.train, PhotoSource):
-        raise ConfigError(
-            f"phases: the images of data {experiment.data.kind} have one size. Take --data image_folder, image_tars, "
-            "or tfds with photos."
-        )
-    cache = splits.train.studio.config.cache
-    largest = max(max(phase.size, phase.eval_size or phase.size) for phase in experiment.phases)
-    if (cache.memory_bytes or cache.disk) and cache.form == "pixels" and cache.short_side < largest:
-        raise ConfigError(
-            f"phases: images of {largest} pixels would be made from smaller ones, since cache.short_side = "
-            f"{cache.short_side}. Raise it, or set cache.form = encoded."
-        )
+def _check_sizes(plan: Plan) -> None:
+    """Raises ConfigError when the model does not take the images of a phase, which would be seen hours later."""
+    state = plan.parts.state_spec.abstract()
+    for stretch in plan.timeline.stretches if plan.experiment.phases else ():
+        train, test = plan.sources(stretch)
+        for source, evaluating in ((train, False), (test, True)):
+            batch = _batch_shapes(source, stretch.batch_size, evaluating=evaluating)
+            inputs = jax.eval_shape(lambda batch, spec=source.spec: plan.parts.task.inputs(batch, spec), batch)
+            apply = functools.partial(plan.parts.network.apply, train=not evaluating)
+            try:
+                jax.eval_shape(apply, state.params, state.model_state, *inputs)
+            except (ConfigError, ValueError, TypeError) as error:
+                size = batch["image"].shape[1]
+                raise ConfigError(
+                    f"phases.{stretch.index}: the model does not take images of {size} x {size} pixels ({error}). "
+                    "Choose another size."
+                ) from None
 
 
 def make_initial_state(plan: Plan) -> TrainState:

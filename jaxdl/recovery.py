@@ -236,8 +236,8 @@ class Recovery:
             "", "## What to do", "",
             "- Start anew in another --workdir with a lower --optimizer.learning-rate, a longer warm-up, or "
             "--step.clip-norm 1.",
-            "- Look at the batches of these steps: step s reads the examples from (s - 1) * batch_size on of the "
-            "shuffled stream, whatever the devices.",
+            "- Look at the batches of these steps: without phases, step s reads the examples from (s - 1) * batch_size "
+            "on of the shuffled stream, whatever the devices.",
             "- If the numbers are bad now and then only, and the loss recovers, allow more: the same command with a "
             "larger --guard.max-rollbacks goes on in this --workdir. Another --guard.rollback-after needs another one.",
             "",

@@ -12,7 +12,7 @@ from jaxdl.mesh import Axis
 from jaxdl.plan import Plan, make_exchange_state
 from jaxdl.report import Reporter, last_evaluated_step
 from jaxdl.state import TrainState
-from jaxdl.workdir import choice_file, claim_workdir, from_first_process
+from jaxdl.workdir import choice_file, claim_workdir, from_first_process, keep_examples
 
 
 class Saver:
@@ -25,6 +25,7 @@ class Saver:
         if plan.asked != plan.experiment and plan.parts.layout.mesh.shape[Axis.REPLICA] > 1:
             files |= choice_file(workdir, plan.experiment.exchange, plan.reasons)
         claim_workdir(workdir, plan.asked, identity, files)
+        keep_examples(workdir, plan.splits.content())
         task = plan.parts.task
         self.checkpoints = Checkpoints(
             workdir, plan.experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -65,6 +66,11 @@ def train(
         return Session(plan, workdir, stop, watch, stack, console, quiet).run()
 
 
+def _tell_of_another(text: str) -> None:
+    """Prints what only this process knows: the others' reporters are silent, but each has its own disk and files."""
+    print(f"process {jax.process_index()}: {text}", file=sys.stderr, flush=True)
+
+
 class Session:
     """One run, from its plan to its end. What it opens is closed by `stack`."""
 
@@ -103,7 +109,7 @@ class Session:
         )
         stack.callback(self.reporter.close)
         for source in (plan.splits.train, plan.splits.test):
-            source.tell(self.reporter.note)
+            source.tell(self.reporter.note if self.first else _tell_of_another)
             stack.callback(source.close)
 
     def run(self) -> Run:

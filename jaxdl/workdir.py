@@ -28,6 +28,8 @@ from jaxdl.report import replace_file
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 """What a disk refuses to write with: full, over quota, read-only, not allowed, broken."""
 CHOICE_FILE = "exchange.json"
+EXAMPLES_FILE = "examples.json"
+"""What `keep_examples` writes."""
 FULL = (errno.ENOSPC, errno.EDQUOT)
 SHARED_SEC = 60.0
 """How long a process looks for a file of another one: for so long NFS may take it for true that there is none."""
@@ -189,6 +191,40 @@ def _compare(path: Path, earlier: bytes, config: Config, identity: Callable[[dic
 
 def _refused(workdir: Path, error: OSError) -> ConfigError:
     return ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a folder that can be written.")
+
+
+def keep_examples(workdir: Path, content: Mapping[str, Any]) -> None:
+    """Keeps in `examples.json` which examples a run sees, or checks that a run that goes on sees the same.
+
+    With others, the shuffled stream would be another one, and some would be seen twice and some never. Raises
+    ConfigError, on all processes, when they changed or the file cannot be read or written.
+    """
+    path = workdir / EXAMPLES_FILE
+
+    def keep() -> bytes:
+        try:
+            if not path.exists():
+                replace_file(path, (json.dumps(content, indent=2) + "\n").encode())
+            before = json.loads(path.read_bytes())
+            counts = [before[split]["examples"] for split in content]
+        except OSError as error:
+            raise _refused(workdir, error) from None
+        except (ValueError, TypeError, KeyError):
+            raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
+        for (split, now), count in zip(content.items(), counts, strict=True):
+            if before[split] != now:
+                change = (
+                    f"{count:,} examples, and has {now['examples']:,} now"
+                    if count != now["examples"]
+                    else f"other examples than now (as many, {count:,})"
+                )
+                raise ConfigError(
+                    f"--workdir {workdir}: the data changed since its run began. Its {split} split had {change}. "
+                    "Restore the data, or choose another --workdir."
+                )
+        return b""
+
+    _of_first_process(keep)
 
 
 def choice_file(workdir: Path, config: Config, reasons: Sequence[str]) -> dict[str, bytes]:

@@ -16,8 +16,9 @@ import pytest
 from photographs import encoded, folder_of_photographs, photograph
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Cache, ImageFolder, ImageTars, Photos
+from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, remote
 from jaxdl.data.memory import memory_folder, release, shared_folder
+from jaxdl.data.shared import read_shared, write_shared
 from jaxdl.data.source import TrainRows
 
 PLAIN = Photos(size=48, workers=0, min_scale=0.2, brightness=0.2, policy="trivial", erase=0.3)
@@ -264,6 +265,43 @@ def test_addresses_are_read_through_fsspec(folder, opened, expected):
     assert equal(batches(splits.train), expected)
     with pytest.raises(ConfigError, match=r"nowhere://x/train: it cannot be reached"):
         ImageFolder(path="nowhere://x").build()
+
+
+def test_a_bad_moment_of_the_network_is_waited_out(folder, opened, expected, monkeypatch):
+    memory = pytest.importorskip("fsspec").filesystem("memory")
+    memory.put(str(folder), "/moody", recursive=True)
+    splits, calls, cat = opened(ImageFolder(path="memory://moody", photos=PLAIN)), [], type(memory).cat_file
+
+    def moody(self, path, **options):
+        calls.append(path)
+        if len(calls) % 3:
+            raise RuntimeError("503 Slow Down")
+        return cat(self, path, **options)
+
+    pauses = []
+    monkeypatch.setattr(type(memory), "cat_file", moody)
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    assert equal(batches(splits.train), expected)
+    assert set(pauses) == {0.2, 1.0}
+    monkeypatch.setattr(type(memory), "cat_file", lambda self, path, **options: 1 / 0)
+    with pytest.raises(OSError, match="ZeroDivisionError"):
+        remote.read("memory://moody/train/a/0.jpg")
+    monkeypatch.setattr(type(memory), "find", lambda self, path, **options: 1 / 0)
+    with pytest.raises(ConfigError, match=r"memory://moody/train: it cannot be listed \(ZeroDivisionError"):
+        ImageFolder(path="memory://moody").build()
+
+
+def test_lists_of_files_are_shared_by_the_workers():
+    names = np.arange(10_000)
+    value = {"names": names, "more": [b"x" * 100, np.ones((3, 5), np.int8)]}
+    file = write_shared(value)
+    found = read_shared(file)
+    os.close(file)
+    assert np.array_equal(found["names"], names)
+    assert np.array_equal(found["more"][1], value["more"][1])
+    assert found["more"][0] == b"x" * 100
+    with pytest.raises(ValueError, match="read-only"):
+        found["names"][0] = 1
 
 
 # What is left behind

@@ -1,5 +1,7 @@
 """`python -m jaxdl.data prepare`: the disk cache is filled before a run."""
 
+import re
+
 import numpy as np
 import pytest
 from photographs import folder_of_photographs
@@ -38,6 +40,14 @@ def test_it_fills_the_cache_and_says_what_was_there(config, tmp_path, capsys):
     main(["prepare", "--config", config, "--data.photos.cache.short-side", "72"])
     assert "30 images read" in " ".join(capsys.readouterr().out.split()), "another form is another cache"
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+def test_a_disk_limit_that_is_reached_is_told(config, capsys):
+    main(["prepare", "--config", config, "--data.photos.cache.disk-bytes", "200000"])
+    told = " ".join(capsys.readouterr().out.split())
+    kept = 30 - int(re.search(r"warning: (\d+) of them are not kept", told)[1])
+    assert 5 < kept < 25
+    assert "All take about 0.00 GB" in told
 
 
 MISTAKES = [

@@ -1,19 +1,25 @@
 """Phases of a run: which step sees which examples, at which size, with which learning rate."""
 
 import json
+import os
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from faulty_train import LOSS, make_labels_poisonous, poisoned
+from jax.experimental.compilation_cache import compilation_cache
 from photographs import folder_of_photographs
 
 import jaxdl
+from jaxdl import trainer
 from jaxdl.config import ConfigError, Periodic
-from jaxdl.data import Cache, ImageFolder, Photos
+from jaxdl.data import Cache, ImageFolder, Photos, TrainLoader
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Cosine
+from jaxdl.plan import make_plan
 from jaxdl.timeline import Phase, make_timeline
 
 PHASES = (Phase(epochs=2, size=32), Phase(epochs=1, size=48, batch_size=4), Phase(epochs=1, size=48, min_scale=0.5))
@@ -134,9 +140,8 @@ def test_the_losses_are_the_same_with_workers(workers, whole, folder):
     assert column(run, "eval/loss") == column(whole, "eval/loss")
 
 
-@pytest.mark.parametrize("stop", [4, 6, 9, 12])
+@pytest.mark.parametrize("stop", [4, 6, 9])
 def test_a_run_goes_on_in_the_phase_where_it_stopped(stop, whole, folder, tmp_path, monkeypatch):
-    from jaxdl import trainer
     from jaxdl.signals import Stop
 
     advance = trainer.Session.advance
@@ -166,3 +171,90 @@ def test_phases_need_images_of_any_size_and_no_other_length(folder):
     odd = experiment(folder, phases=(Phase(epochs=1, size=32, batch_size=6),))
     with pytest.raises(ConfigError, match=r"--batch-size 6: cannot be split evenly"):
         jaxdl.train(odd, quiet=True, devices=jax.devices()[:4])
+    centre = experiment(folder).replaced({"data.photos.crop": "centre"})
+    with pytest.raises(ConfigError, match=r"phases.2.min_scale = 0.5: with photos.crop = centre there are no random"):
+        jaxdl.train(centre, quiet=True, devices=jax.devices()[:4])
+
+
+def test_a_phase_that_the_model_does_not_take_is_refused_at_the_start(folder, monkeypatch):
+    from jaxdl.models import Network
+
+    apply = Network.apply
+
+    def picky(self, params, state, image, **options):
+        if image.shape[1] == 32:
+            raise ValueError("32 is no multiple of 48")
+        return apply(self, params, state, image, **options)
+
+    monkeypatch.setattr(Network, "apply", picky)
+    message = r"phases.0: the model does not take images of 32 x 32 pixels \(32 is no multiple of 48\)"
+    with pytest.raises(ConfigError, match=message):
+        make_plan(experiment(folder), jax.devices()[:4])
+
+
+def test_a_run_goes_back_into_an_earlier_phase(whole, folder, tmp_path, monkeypatch):
+    """Steps 7 and 8, the first of the second phase, are bad: back to step 4, in the first one, and over them."""
+    step_at = {timeline().position(step): step + 1 for step in range(15)}
+
+    class Loader(TrainLoader):
+        def __init__(self, *args, start, **options):
+            super().__init__(*args, start=start, **options)
+            self.step = step_at[start] - 1
+
+        def __next__(self):
+            batch = super().__next__()
+            self.step += 1
+            return poisoned(batch, LOSS) if self.step in (7, 8) else batch
+
+    make_labels_poisonous(monkeypatch.setattr)
+    monkeypatch.setattr(trainer, "TrainLoader", Loader)
+    settings = {"report": {"every_steps": 1}, "guard": {"rollback_after": 2}, "checkpoint": {"every_steps": 4}}
+    run = jaxdl.train(experiment(folder, **settings), tmp_path, quiet=True, devices=jax.devices()[:4])
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = [row["event"] for row in rows if "event" in row]
+    assert [text.partition(":")[0] for text in events if "went back" in text] == [
+        "went back from step 8 to the checkpoint of step 4"
+    ]
+    assert (int(run.state.step), int(run.state.guard["bad_steps"])) == (15, 2)
+    losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}
+    before = dict(enumerate(column(whole, "train/loss"), 1))
+    assert [losses[step] for step in range(1, 7)] == [before[step] for step in range(1, 7)]
+    assert all(np.isfinite(losses[step]) for step in range(9, 16))
+
+
+def test_a_run_does_not_go_on_with_other_data(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "data")
+    one = experiment(copy, phases=(Phase(epochs=1, size=32),))
+    jaxdl.train(one, tmp_path / "run", quiet=True, devices=jax.devices()[:4])
+    for file in copy.rglob("*.jpg"):
+        os.utime(file)  # A copy of the data is the same data.
+    jaxdl.train(one, tmp_path / "run", quiet=True, devices=jax.devices()[:4])
+    shutil.copy(copy / "train" / "a" / "0.jpg", copy / "train" / "a" / "00.jpg")
+    with pytest.raises(ConfigError, match=r"Its train split had 24 examples, and has 25 now"):
+        jaxdl.train(one, tmp_path / "run", quiet=True, devices=jax.devices()[:4])
+    (copy / "train" / "a" / "0.jpg").unlink()
+    with pytest.raises(ConfigError, match=r"Its train split had other examples than now \(as many, 24\)"):
+        jaxdl.train(one, tmp_path / "run", quiet=True, devices=jax.devices()[:4])
+
+
+def test_compiled_programs_are_kept(folder, tmp_path):
+    one = experiment(folder, phases=(Phase(epochs=1, size=32),)).replaced(
+        {"compiler.cache_dir": str(tmp_path / "programs")}
+    )
+    losses, before = [], jax.config.values["jax_compilation_cache_dir"]
+    try:
+        for _ in range(2):
+            jax.clear_caches()
+            run = jaxdl.train(one, quiet=True, devices=jax.devices()[:4])
+            losses.append(column(run, "eval/loss"))
+            kept = {file.name for file in (tmp_path / "programs").glob("*-cache")}
+            assert any("train_step" in name for name in kept), kept
+            if len(losses) == 1:
+                first = kept
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
+    assert kept == first, "the second run found all that it needs"
+    assert losses[0] == losses[1]
+    with pytest.raises(ConfigError, match=r"--compiler.cache-dir /nowhere/programs: it cannot be written, or /nowhere"):
+        make_plan(one.replaced({"compiler.cache_dir": "/nowhere/programs"}), jax.devices()[:4])

@@ -127,7 +127,7 @@ def measure(command: InputBench, images: Path, scratch: Path, console: Console) 
     workers = command.workers or num_cpus()
     results: dict[str, dict[str, Any]] = {name: {} for name in command.sides or SIDES}
     with contextlib.ExitStack() as stack:
-        open_sides: dict[tuple[str, str], subprocess.Popen[str]] = {}
+        open_sides: dict[tuple[str, str], _Side] = {}
         with console.status("starting") as status:
             for name, (scope, count) in itertools.product(results, {"core": 0, "machine": workers}.items()):
                 status.update(f"starting {name}, {scope}")

@@ -78,6 +78,11 @@ class Repeated(Records):
         """That of the images."""
         return self._records.identity
 
+    @property
+    def content(self) -> str:
+        """That of the images."""
+        return self._records.content
+
     def __len__(self) -> int:
         return _FOREVER
 

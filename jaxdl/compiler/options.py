@@ -5,12 +5,14 @@ They belong to one compiled function, so nothing else in the process is compiled
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import pydantic
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxdl.compiler.profile import profile_of
 from jaxdl.compiler.timeline import Links
@@ -35,6 +37,10 @@ class CompilerConfig(Config):
     the step for that network (GPUs only; it compiles twice)."""
     network_latency_us: float = pydantic.Field(default=20.0, ge=0)
     """Microseconds that a message to other replicas takes besides."""
+
+    cache_dir: str | None = None
+    """Folder that keeps compiled programs, so that a run that goes on, or another one like it, need not compile them
+    again. Any processes may share it."""
 
     @pydantic.model_validator(mode="after")
     def _latency_of_a_network(self) -> CompilerConfig:
@@ -67,6 +73,20 @@ class CompilerConfig(Config):
                     f"--compiler.options {name}: it is an option of {belongs} devices, and these are {platform} "
                     "devices. Leave it out."
                 )
+
+    def keep_programs(self) -> None:
+        """Has JAX keep what it compiles from now on, if `cache_dir` is set. Raises ConfigError for no such folder."""
+        if self.cache_dir is None:
+            return
+        path = os.path.expanduser(self.cache_dir)
+        parent = os.path.dirname(os.path.abspath(path))
+        if "://" not in path and not os.access(path if os.path.isdir(path) else parent, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"--compiler.cache-dir {self.cache_dir}: it cannot be written, or {parent} cannot. Make that folder, "
+                "or choose another."
+            )
+        jax.config.update("jax_compilation_cache_dir", path)
+        compilation_cache.reset_cache()  # It looks for the folder when the first program is compiled.
 
     @property
     def links(self) -> Links | None:

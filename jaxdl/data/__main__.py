@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxdl.config import ConfigError, end_interrupted, fail, load_file, parse, take_choices
 from jaxdl.data.photos import PhotoSource, Studio
+from jaxdl.data.store import num_records
 
 _PIECE = 64
 """Images in a piece of work."""
@@ -74,6 +75,13 @@ def prepare(data: Any, file: str) -> None:
     console.print(
         f"{tiers['origin']:,} images read, {tiers['disk']:,} were there already; {size / 1e9:.2f} GB in {folder}"
     )
+    seen, kept = tiers["origin"] + tiers["disk"], sum(map(num_records, folder.glob("*/index")))
+    if kept < seen:
+        console.print(
+            f"warning: {seen - kept:,} of them are not kept, and will be read from the data set in every epoch. All "
+            f"take about {size / max(kept, 1) * seen / 1e9:.2f} GB (cache.disk_bytes = {config.cache.disk_bytes:,}).",
+            style="yellow",
+        )
 
 
 def _fill(studio: Studio, console: Console) -> Counter[str]:

@@ -67,9 +67,12 @@ class FolderRecords(Records):
         self._labels = np.array([number[_class(one)] for one in found], np.int32)
         self._root = found[0].address[: -len(found[0].name)]
         assert all(one.address == self._root + one.name for one in found)
-        # One string: a list of a million goes to a worker slowly.
-        self._names = "\n".join(one.name for one in found).encode()
+        # One array, which worker processes share: a list of a million takes long to send, and much memory in each.
+        names = "\n".join(one.name for one in found).encode()
+        self._names = np.frombuffer(names, np.uint8)
         self._ends = np.cumsum([len(one.name.encode()) + 1 for one in found])
+        sizes = np.array([one.num_bytes for one in found], np.int64)
+        self._content = hashlib.sha256(names + sizes.tobytes()).hexdigest()
         marks = "\n".join(f"{one.name} {one.num_bytes} {one.version}" for one in found)
         self._identity = f"{self._root} {hashlib.sha256(marks.encode()).hexdigest()}"
 
@@ -77,6 +80,11 @@ class FolderRecords(Records):
     def identity(self) -> str:
         """Folder, names, sizes and times of change."""
         return self._identity
+
+    @property
+    def content(self) -> str:
+        """Names below the folder, and sizes."""
+        return self._content
 
     def __len__(self) -> int:
         return len(self._labels)
@@ -91,4 +99,4 @@ class FolderRecords(Records):
     def name(self, index: int) -> str:
         """Its path below the folder."""
         start = int(self._ends[index - 1]) if index else 0
-        return self._names[start : int(self._ends[index]) - 1].decode()
+        return self._names[start : int(self._ends[index]) - 1].tobytes().decode()

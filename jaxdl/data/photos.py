@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterator
@@ -91,7 +92,8 @@ class Photos(Config):
     std: tuple[float, float, float] = IMAGENET_STD
     """Their standard deviations."""
     workers: int | None = pydantic.Field(default=None, ge=0)
-    """Worker processes of each process; None takes the CPUs that it may use, 0 makes the batches without any."""
+    """Worker processes of each process; None takes the CPUs that it may use (its share of the host's), 0 makes the
+    batches without any."""
     max_bad: int = pydantic.Field(default=100, ge=0)
     """So many images may turn out to be damaged (each is named, and another takes its place); one more is an error."""
     cache: Cache = Cache()
@@ -146,6 +148,7 @@ class Studio:
         self._activity = Activity(Counter(), {}, Counter())
         self.warn: Callable[[str], None] = lambda text: None
         self._pool: Pool | None = None
+        self._num_workers = num_cpus() if config.workers is None else config.workers
         self._lock = threading.Lock()
         self._bad: dict[str, str] = {}
         self._told: set[str] = set()
@@ -186,11 +189,10 @@ class Studio:
         """The workers."""
         with self._lock:
             if self._pool is None:
-                workers = self.config.workers
                 clear_abandoned()
                 if self.config.cache.memory_bytes:
                     self._held = shared_folder(self.cache_key())
-                self._pool = Pool(self.recipe(), num_cpus() if workers is None else workers)
+                self._pool = Pool(self.recipe(), self._num_workers)
             return self._pool
 
     def close(self) -> None:
@@ -206,7 +208,7 @@ class Studio:
     def start(self, work: Work, offset: int, images: np.ndarray) -> list[Future[Made]]:
         """Gives the rows of a batch to the workers, in pieces."""
         pool, count = self.pool(), len(work.indices)
-        pieces = max(1, min(count, (self.config.workers or num_cpus()) * _PIECES_A_WORKER))
+        pieces = max(1, min(count, self._num_workers * _PIECES_A_WORKER))
         edges = np.linspace(0, count, pieces + 1).astype(int)
         row_bytes = images[0].nbytes if count else 0
         return [
@@ -269,6 +271,10 @@ class PhotoSource(Source):
 
     def __len__(self) -> int:
         return len(self.studio.records[self._split])
+
+    def content(self) -> str:
+        """That of its records."""
+        return self.studio.records[self._split].content
 
     def activity(self) -> Activity:
         """What the pipeline has done so far, for all splits."""
@@ -343,5 +349,16 @@ class PhotoSource(Source):
 
 
 def num_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPUs that this process may use: its share of the host's, where several processes may use all of them."""
+    every = os.cpu_count() or 1
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    return max(1, allowed // processes_of_host()) if allowed == every else allowed
+
+
+def processes_of_host() -> int:
+    """How many processes of the run are on this host, as jaxdl's launcher, Open MPI or Slurm say."""
+    for name in ("JAXDL_PROCESSES_OF_HOST", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
+        found = re.match(r"[1-9]\d*", os.environ.get(name, ""))  # Slurm's may be "4(x2)": 4 on each of 2 nodes.
+        if found is not None:
+            return int(found[0])
+    return 1

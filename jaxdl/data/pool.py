@@ -12,7 +12,6 @@ import os
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections import deque
@@ -26,6 +25,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.maker import Made, Maker, Recipe, Work
+from jaxdl.data.shared import nameless_file, write_shared
 
 _AT_ONCE = 2
 """Pieces of work that a worker has: one in hand, one waiting."""
@@ -45,11 +45,7 @@ class Area:
     """Memory that this process and its workers share: nameless, in pieces that are taken and given back."""
 
     def __init__(self) -> None:
-        if hasattr(os, "memfd_create"):
-            self.file = os.memfd_create("jaxdl-batches", 0)
-        else:  # A file that has no name any more.
-            with tempfile.TemporaryFile() as file:
-                self.file = os.dup(file.fileno())
+        self.file = nameless_file("jaxdl-batches")
         self._size, self._taken = 0, dict[int, int]()
         self._maps: dict[tuple[int, int], np.ndarray] = {}
         self._lock = threading.Lock()
@@ -94,21 +90,20 @@ class _Piece:
 class _Worker:
     """A worker process and what it has to do."""
 
-    def __init__(self, recipe: Recipe, area: int) -> None:
+    def __init__(self, recipe: int, area: int) -> None:
         ours, theirs = socket.socketpair()
         folder = str(Path(__file__).parents[2])
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jaxdl.data.worker", str(theirs.fileno()), str(area)],
-                pass_fds=(theirs.fileno(), area),
+                [sys.executable, "-m", "jaxdl.data.worker", str(theirs.fileno()), str(recipe), str(area)],
+                pass_fds=(theirs.fileno(), recipe, area),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
             )
         self.connection = Connection(ours.detach())
         self.pieces: dict[int, _Piece] = {}
         self.ready = False
-        self.send(recipe)
 
     def send(self, message: Any) -> None:
         """Sends; that the worker is gone is seen when it is heard next."""
@@ -179,7 +174,8 @@ class _Dispatch:
         self._queue: deque[_Piece] = deque()
         self._wake, self._woken = Pipe(duplex=False)[::-1]
         self._lock, self._closed, self._deaths = threading.Lock(), False, 0
-        self._workers = [_Worker(recipe, area) for _ in range(num_workers)]
+        self._shared = write_shared(recipe)
+        self._workers = [_Worker(self._shared, area) for _ in range(num_workers)]
         self._thread = threading.Thread(target=self._run, name="jaxdl-pool", daemon=True)
         self._thread.start()
 
@@ -224,6 +220,7 @@ class _Dispatch:
                 worker.connection.close()
             for worker in self._workers:
                 worker.end()
+            os.close(self._shared)
             self._fail(RuntimeError("the pool is closed"))
 
     def _give_out(self) -> None:
@@ -272,7 +269,7 @@ class _Dispatch:
                 )
         with self._lock:
             self._queue.extendleft(reversed(pieces))
-        self._workers[self._workers.index(worker)] = _Worker(self._recipe, self._area)
+        self._workers[self._workers.index(worker)] = _Worker(self._shared, self._area)
 
     def _fail(self, error: Exception) -> None:
         with self._lock:

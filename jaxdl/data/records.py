@@ -20,6 +20,11 @@ class Records(abc.ABC):
     def identity(self) -> str:
         """Says where the content comes from, and changes when that does: caches are kept under it."""
 
+    @property
+    @abc.abstractmethod
+    def content(self) -> str:
+        """Says which examples there are, in which order: the same for a copy of them in another place."""
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Number of examples."""

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import fnmatch
 import os
 import re
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdl.config import ConfigError
+
+_PAUSES_SEC = (0.2, 1.0, 4.0)
+"""Before a read is tried again: networks and their disks have bad moments."""
+_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ENETUNREACH)
+"""What may be over soon, of a mounted file system."""
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ConfigError)
+"""What stays so."""
 
 
 class Found(NamedTuple):
@@ -30,7 +41,9 @@ def find(address: str, suffixes: tuple[str, ...]) -> list[Found]:
     if is_remote(address):
         system, root = _filesystem(address)
         scheme = address.partition("://")[0]
-        rows = [one for one in system.find(root, detail=True).values() if one["name"].lower().endswith(suffixes)]
+        with _listing(address):
+            every = system.find(root, detail=True).values()
+        rows = [one for one in every if one["name"].lower().endswith(suffixes)]
         found = [
             Found(f"{scheme}://{one['name']}", one["name"][len(root.rstrip("/")) + 1 :], one["size"], _version(one))
             for one in rows
@@ -67,9 +80,9 @@ def expand(pattern: str) -> list[Found]:
     if is_remote(pattern):
         system, path = _filesystem(pattern)
         scheme = pattern.partition("://")[0]
-        rows = (
-            [system.info(name) for name in sorted(system.glob(path))] if "*" in path else [_info(system, path, pattern)]
-        )
+        with _listing(pattern):
+            names = sorted(system.glob(path)) if "*" in path else [path]
+            rows = [system.info(name) for name in names]
         found = [
             Found(f"{scheme}://{one['name']}", os.path.basename(one["name"]), one["size"], _version(one))
             for one in rows
@@ -91,10 +104,25 @@ def expand(pattern: str) -> list[Found]:
 
 
 def read(address: str, start: int = 0, length: int | None = None) -> bytes:
-    """The bytes of a file, or `length` of them from `start`. Raises OSError."""
-    if is_remote(address):
-        system, path = _filesystem(address)
-        return system.cat_file(path, start=start or None, end=None if length is None else start + length)
+    """The bytes of a file, or `length` of them from `start`. Raises OSError, if it still fails after some seconds."""
+    for pause_sec in (*_PAUSES_SEC, None):
+        try:
+            return _read_remote(address, start, length) if is_remote(address) else _read_local(address, start, length)
+        except _FINAL:
+            raise
+        except Exception as error:  # Each cloud's library raises kinds of its own.
+            if pause_sec is None or (not is_remote(address) and getattr(error, "errno", None) not in _PASSING):
+                raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from None
+            time.sleep(pause_sec)
+    raise AssertionError("the last try returns or raises")
+
+
+def _read_remote(address: str, start: int, length: int | None) -> bytes:
+    system, path = _filesystem(address)
+    return system.cat_file(path, start=start or None, end=None if length is None else start + length)
+
+
+def _read_local(address: str, start: int, length: int | None) -> bytes:
     file = os.open(address, os.O_RDONLY)
     try:
         return _read(file, start, os.fstat(file).st_size - start if length is None else length)
@@ -131,11 +159,18 @@ def _filesystem(address: str) -> tuple[Any, str]:
         ) from None
 
 
-def _info(system: Any, path: str, address: str) -> dict[str, Any]:
+@contextlib.contextmanager
+def _listing(address: str) -> Iterator[None]:
+    """Says what goes wrong in a cloud, whose libraries raise many kinds, as the user's problem."""
     try:
-        return system.info(path)
+        yield
     except FileNotFoundError:
         raise ConfigError(f"{address}: no such file.") from None
+    except Exception as error:
+        raise ConfigError(
+            f"{address}: it cannot be listed ({type(error).__name__}: {error}). Check the address, the credentials and "
+            "the network."
+        ) from None
 
 
 def _version(info: dict[str, Any]) -> str:

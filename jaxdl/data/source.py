@@ -136,6 +136,10 @@ class Source(abc.ABC):
             rows[name][valid] = values[: valid.sum()]
         return rows | {"mask": self._mask(indices, valid)}
 
+    def content(self) -> str:
+        """Says which examples there are, in which order, where the config alone does not: files may change."""
+        return ""
+
     def activity(self) -> Activity | None:
         """What the source has done so far, for all splits; None where that is nothing worth telling."""
         return None
@@ -173,6 +177,11 @@ class Splits:
 
     train: Source
     test: Source
+
+    def content(self) -> dict[str, dict[str, int | str]]:
+        """For each split, how many examples it has and what they are."""
+        splits = {"train": self.train, "test": self.test}
+        return {name: {"examples": len(source), "content": source.content()} for name, source in splits.items()}
 
 
 class ImageArrays(Source):

@@ -135,6 +135,12 @@ class TarRecords(Records):
         """Addresses, sizes and times of change of the tar files."""
         return self._identity
 
+    @property
+    def content(self) -> str:
+        """The tar files' names, and where in them the images lie."""
+        names = [address.rsplit("/", 1)[-1] for address in self._addresses]
+        return hashlib.sha256(json.dumps(names).encode() + self._rows.tobytes()).hexdigest()
+
     def __len__(self) -> int:
         return len(self._rows)
 

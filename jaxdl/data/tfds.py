@@ -208,6 +208,7 @@ class TFDSRecords(Records):
         files = sorted(map(str, builder.info.splits[self._split].filepaths))
         marks = [[Path(file).name, *_size_and_time(file)] for file in files]
         self._identity = f"{builder.info.full_name} {self._split} {marks}"
+        self._content = f"{builder.info.full_name} {self._split} {[mark[:2] for mark in marks]}"
 
     def __getstate__(self) -> tuple[TFDS, str]:
         return self._config, self._split
@@ -220,6 +221,11 @@ class TFDSRecords(Records):
     def identity(self) -> str:
         """Name, version, split, and the sizes and times of its files."""
         return self._identity
+
+    @property
+    def content(self) -> str:
+        """Name, version, split, and the sizes of its files."""
+        return self._content
 
     def __len__(self) -> int:
         return len(self._stored)

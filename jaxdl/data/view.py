@@ -106,7 +106,7 @@ class View:
 _kept = threading.local()
 
 
-def _generator() -> tuple[np.random.Generator, dict[str, Any]]:
+def _generator() -> tuple[np.random.Generator, Any]:
     """This thread's generator, and the state of one that has not drawn yet."""
     if not hasattr(_kept, "generator"):
         bits = np.random.Philox(key=0)

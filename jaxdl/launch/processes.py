@@ -207,6 +207,7 @@ class Launch:
             "JAX_NUM_CPU_DEVICES": str(self.devices_per_host),
             "PYTHONUNBUFFERED": "1",
             "JAXDL_HOST": self.hosts[index].name,
+            "JAXDL_PROCESSES_OF_HOST": str(len(self.hosts)),  # Emulated hosts share the one that there is.
             "JAXDL_RESTART": str(self.num_restarts),
             "JAXDL_RESTART_REASON": self._reason,
         }

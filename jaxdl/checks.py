@@ -1,0 +1,114 @@
+"""What is checked of an experiment before anything is compiled."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jaxdl.cluster import current
+from jaxdl.cluster.identity import named
+from jaxdl.config import ConfigError
+from jaxdl.data import PhotoSource, Splits
+from jaxdl.exchange import Compressed
+from jaxdl.experiment import Experiment
+from jaxdl.models import Network
+from jaxdl.sharding import STACKED, ShardingConfig
+
+
+def check_warmup(experiment: Experiment, total_steps: int) -> None:
+    """Raises ConfigError for an exchange that would still be warming up at the end of the run."""
+    config = experiment.exchange
+    if config.delay_steps >= total_steps:
+        raise ConfigError(
+            f"--exchange.delay-steps {config.delay_steps}: the run has {total_steps} steps, so no gradient would be "
+            "applied. Set it to 0, or make the run longer."
+        )
+    if isinstance(config, Compressed) and config.warmup_steps >= total_steps:
+        raise ConfigError(
+            f"the warm-up of exchange {config.kind} takes {config.warmup_steps} steps, and the run has {total_steps}: "
+            "it would not become what it is to be. Set --exchange.dense-warmup-steps (and of topk "
+            "--exchange.density-warmup-steps) lower."
+        )
+
+
+def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> None:
+    """Raises ConfigError for batches that cannot be split over `ways` devices."""
+    unit = ways * experiment.step.microbatches
+    for size in sorted({experiment.batch_size, *(one.batch_size or unit for one in experiment.phases)}):
+        if size % unit:
+            below, above = size // unit * unit, math.ceil(size / unit) * unit
+            raise ConfigError(
+                f"--batch-size {size}: cannot be split evenly over replica x fsdp = {ways} devices"
+                + (f" and {experiment.step.microbatches} micro-batches" if experiment.step.microbatches > 1 else "")
+                + f". Choose a multiple of {unit}, such as {f'{below} or {above}' if below else above}."
+            )
+    if eval_batch_size % ways:
+        raise ConfigError(
+            f"--evaluation.batch-size {eval_batch_size}: cannot be split evenly over replica x fsdp = {ways} devices. "
+            f"Choose a multiple of {ways}."
+        )
+
+
+def check_tensor_dims(config: ShardingConfig, network: Network) -> None:
+    """Raises ConfigError for a name that no dimension has, neither of this model's nor in the default list."""
+    axes = jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple))
+    own = {name for names in axes for name in names} - {STACKED}
+    for name in config.tensor_dims:
+        if name not in own | set(ShardingConfig().tensor_dims):
+            raise ConfigError(
+                f"--sharding.tensor-dims {name}: the model has no dimension of this name that can be split. "
+                f"Choose from {', '.join(sorted(own))}."
+            )
+
+
+def check_phases(experiment: Experiment, splits: Splits) -> None:
+    """Raises ConfigError for phases of images that cannot be made in their sizes."""
+    if not experiment.phases:
+        return
+    if not isinstance(splits.train, PhotoSource):
+        raise ConfigError(
+            f"phases: the images of data {experiment.data.kind} have one size. Take --data image_folder, image_tars, "
+            "or tfds with photos."
+        )
+    photos = splits.train.studio.config
+    for number, phase in enumerate(experiment.phases):
+        if phase.min_scale is not None and photos.crop == "centre":
+            raise ConfigError(
+                f"phases.{number}.min_scale = {phase.min_scale}: with photos.crop = centre there are no random crops. "
+                "Remove it, or set photos.crop = random."
+            )
+    cache = photos.cache
+    largest = max(max(phase.size, phase.eval_size or phase.size) for phase in experiment.phases)
+    if (cache.memory_bytes or cache.disk) and cache.form == "pixels" and cache.short_side < largest:
+        raise ConfigError(
+            f"phases: images of {largest} pixels would be made from smaller ones, since cache.short_side = "
+            f"{cache.short_side}. Raise it, or set cache.form = encoded."
+        )
+
+
+def check_same_examples(splits: Splits) -> None:
+    """Raises ConfigError, on all processes, unless they see the same examples: each reads the rows of its devices."""
+    if jax.process_count() == 1:
+        return
+    content = splits.content()
+    own = [hashlib.sha256(json.dumps(content).encode()).digest(), *(one["examples"] for one in content.values())]
+    row = np.array([*np.frombuffer(own[0], np.int32), *own[1:]], np.int64)
+    member = current()
+    if member is not None:
+        member.wait_for_all()  # Gloo waits for less long.
+    rows = np.asarray(multihost_utils.process_allgather(row.view(np.int32)))
+    others = [number for number, one in enumerate(rows) if not np.array_equal(one, rows[0])]
+    if others:
+        counts = rows.view(np.int64)[:, -2:]
+        first, other = (f"{train:,} to train on and {test:,} held out" for train, test in counts[[0, others[0]]])
+        hosts = member.hosts if member is not None else ["host ?"] * len(rows)
+        raise ConfigError(
+            f"the processes do not see the same data: {named([0], hosts)} {first}, {named(others, hosts)} "
+            + ("as many, but of other names or sizes" if first == other else other)
+            + ". Copy it anew to each host, or use a shared file system."
+        )
