@@ -234,8 +234,10 @@ def test_jitter_is_what_it_says():
         ratios = [same(changed(image, jitter, random)) for _ in range(200)]
         assert 0.55 < min(ratios) < 0.7
         assert max(ratios) > 1.2
-    grey = changed(image, Jitter(saturation=1.0), np.random.default_rng(5))
-    assert grey.shape == image.shape
+    # The mean distance of the colours from their grey: a factor from 0 to 2, less what does not fit into 0..255.
+    colour = [np.ptp(changed(image, Jitter(saturation=1.0), random).astype(float), axis=-1).mean() for _ in range(200)]
+    assert min(colour) < 0.05 * np.ptp(image.astype(float), axis=-1).mean()
+    assert max(colour) > 1.3 * np.ptp(image.astype(float), axis=-1).mean()
     turned = [changed(image, Jitter(hue=0.5), random) for _ in range(20)]
     assert max(difference(one, image) for one in turned) > 10
     brightness = [difference(one.max(-1), image.max(-1)) for one in turned]

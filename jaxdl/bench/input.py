@@ -85,8 +85,8 @@ def main(args: list[str]) -> None:
         f"images a second: {len(files)} files of {kilobytes:.0f} kB, random parts made {command.size} x {command.size}"
     )
     console.print(table(results, title))
-    if (spent := overhead_us(results)) is not None:
-        console.print(f"Grain's own work: {spent:.0f} us an image, on one core")
+    for line in conclusions(results):
+        console.print(line)
     write_json(command.json, {"settings": {k: str(v) for k, v in asdict(command).items()}, "results": results})
 
 
@@ -173,6 +173,8 @@ class _Side:
         with contextlib.suppress(ProcessLookupError):  # Its own workers too.
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
         self._log.close()
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -227,7 +229,15 @@ def summarize(results: dict[str, dict[str, Any]]) -> None:
             result["differ"] = float(np.abs(pixels.astype(float) - wanted).mean())
 
 
-def overhead_us(results: dict[str, dict[str, Any]]) -> float | None:
-    """Microseconds that Grain itself takes for an image, on one core; None where it was not measured."""
-    rate = results.get("grain, nothing to do", {}).get("core median")
-    return None if rate is None else 1e6 / rate
+def conclusions(results: dict[str, dict[str, Any]]) -> list[str]:
+    """What the cache brings, and what Grain takes for itself, as far as they were measured."""
+    lines = []
+    cold, warm = (results.get(f"jaxdl{which}", {}) for which in (", filling the cache", " from memory"))
+    for scope, where in (("core", "one core"), ("machine", "the machine")):
+        if cold.get(scope) and warm.get(scope):
+            ratio = statistics.median(a / b for a, b in zip(warm[scope], cold[scope], strict=True))
+            lines.append(f"memory against the first epoch, which fills the cache: {ratio:.1f} x ({where})")
+    idle = results.get("grain, nothing to do", {}).get("core median")
+    if idle:
+        lines.append(f"Grain's own work: {1e6 / idle:.0f} us an image (one core)")
+    return lines

@@ -263,7 +263,9 @@ def grain_side(
             data = data.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).batch(BATCH)
         else:
             options = grain.MultiprocessingOptions(num_workers=job.workers)
-            data = data.to_iter_dataset(grain.ReadOptions(num_threads=1)).batch(BATCH).mp_prefetch(options)
+            # By default a worker has 500 images ahead, and would live on those in its turn.
+            reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=BATCH)
+            data = data.to_iter_dataset(reading).batch(BATCH).mp_prefetch(options)
         batches = iter(data)
         while True:
             yield batches
