@@ -23,7 +23,7 @@ from jaxdl.evaluate import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeConfig, TopK
 from jaxdl.guard import GuardConfig
 from jaxdl.mesh import MeshConfig
-from jaxdl.models import ResNet, Transformer
+from jaxdl.models import VGG, AlexNet, ResNet, Transformer, ViT
 from jaxdl.optim import SGD, Cosine, OptimizerConfig, ScheduleConfig
 from jaxdl.precision import Float32, Precision
 from jaxdl.report import ReportConfig
@@ -38,7 +38,7 @@ CommandT = TypeVar("CommandT")
 class Experiment(Config):
     """Everything that decides a run. A file in configs/ returns one; the command line changes it."""
 
-    model: ResNet | Transformer = ResNet()
+    model: ResNet | AlexNet | VGG | ViT | Transformer = ResNet()
     """The architecture."""
     data: DataConfig = Digits()
     """The data set."""

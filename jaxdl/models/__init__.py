@@ -1,11 +1,13 @@
 """Architectures: flax.nnx modules whose parameters carry logical axis names. No mesh, no collectives.
 
-`ResNet` and `Transformer` are configs; their `build()` returns a function that makes the module from random keys.
-`Network` is such a module split once into a pure function and trees of plain arrays.
+`ResNet`, `AlexNet`, `VGG`, `ViT` and `Transformer` are configs; their `build()` returns a function that makes the
+module from random keys. `Network` is such a module split once into a pure function and trees of plain arrays.
 """
 
 from jaxdl.models.network import Network
+from jaxdl.models.plain import VGG, AlexNet
 from jaxdl.models.resnet import ResNet
 from jaxdl.models.transformer import Transformer
+from jaxdl.models.vit import ViT
 
-__all__ = ["Network", "ResNet", "Transformer"]
+__all__ = ["VGG", "AlexNet", "Network", "ResNet", "Transformer", "ViT"]

@@ -6,7 +6,6 @@ The ImageNet family has four stages; from depth 50 on its blocks are bottlenecks
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -15,14 +14,12 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from jaxdl import sharding
 from jaxdl.config import Config, Kind
-from jaxdl.precision import float32_matmul
+from jaxdl.models.layers import Head, Norm, conv
 
 _IMAGENET_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 _BOTTLENECK_FROM_DEPTH = 50
 _BOTTLENECK_EXPANSION = 4
-_KERNEL_AXES = ("height", "width", "channel_in", "channel_out")
 _STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "patch2": (3, 2)}
 """Stem -> (kernel size, stride) of its convolution."""
 
@@ -88,40 +85,6 @@ class ResNet(Config):
         return lambda rngs: ResNetModule(self, rngs, num_classes=num_classes, channels=channels, dtype=dtype)
 
 
-class Norm(nnx.Module):
-    """Batch or group normalization of [batch, height, width, channel].
-
-    Statistics and arithmetic are float32 whatever `dtype`, the dtype of the result: in a lower one flax would also
-    round the running statistics before it uses them in evaluation.
-    """
-
-    def __init__(self, config: ResNet, channels: int, rngs: nnx.Rngs, *, dtype: Any, zero_init: bool = False):
-        self.dtype = dtype
-        common: dict[str, Any] = {
-            "epsilon": config.norm_epsilon,
-            "dtype": jnp.float32,
-            "scale_init": nnx.initializers.zeros if zero_init else nnx.initializers.ones,
-            "scale_metadata": {"axes": ("norm",)},
-            "bias_metadata": {"axes": ("norm",)},
-            "rngs": rngs,
-        }
-        self.norm: nnx.GroupNorm | nnx.BatchNorm
-        self.spans_mesh = config.norm_span == "mesh"
-        if config.norm == "group":
-            self.norm = nnx.GroupNorm(channels, num_groups=math.gcd(32, channels), **common)
-        else:
-            momentum = 0.9 if config.norm_momentum is None else config.norm_momentum
-            self.norm = nnx.BatchNorm(channels, momentum=momentum, **common)
-
-    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-        """The normalized x; in training batch norm uses and updates the statistics of this batch."""
-        if isinstance(self.norm, nnx.BatchNorm):
-            if self.spans_mesh and train:
-                self.norm.axis_name = sharding.statistics_axis()
-            return self.norm(x, use_running_average=not train).astype(self.dtype)
-        return self.norm(x).astype(self.dtype)
-
-
 class Block(nnx.Module):
     """A residual block: relu(shortcut + convolutions), with a projection shortcut where the shape changes.
 
@@ -137,13 +100,13 @@ class Block(nnx.Module):
         incoming = channels
         for index, (size, step, outgoing) in enumerate(layers, start=1):
             is_last = index == len(layers)
-            setattr(self, f"conv{index}", _conv(incoming, outgoing, size, step, rngs, dtype=dtype))
+            setattr(self, f"conv{index}", conv(incoming, outgoing, size, step, rngs, dtype=dtype))
             zero_init = is_last and config.zero_init_residual
             setattr(self, f"norm{index}", Norm(config, outgoing, rngs, dtype=dtype, zero_init=zero_init))
             incoming = outgoing
         self.has_projection = stride != 1 or channels != incoming
         if self.has_projection:
-            self.shortcut_conv = _conv(channels, incoming, 1, stride, rngs, dtype=dtype)
+            self.shortcut_conv = conv(channels, incoming, 1, stride, rngs, dtype=dtype)
             self.shortcut_norm = Norm(config, incoming, rngs, dtype=dtype)
 
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
@@ -154,20 +117,6 @@ class Block(nnx.Module):
             if index < self.num_convs:
                 x = nnx.relu(x)
         return nnx.relu(shortcut + x)
-
-
-class Head(nnx.Module):
-    """The linear layer of the logits: its product has operands in `dtype`, its result and its bias are float32."""
-
-    def __init__(self, channels: int, num_classes: int, rngs: nnx.Rngs, *, dtype: Any):
-        kernel = nnx.initializers.normal(0.01)(rngs.params(), (channels, num_classes), jnp.float32)
-        self.kernel = nnx.Param(kernel, axes=("channel_in", "classes"))
-        self.bias = nnx.Param(jnp.zeros((num_classes,), jnp.float32), axes=("classes",))
-        self.dtype = dtype
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, channel] -> [batch, class]."""
-        return float32_matmul(x.astype(self.dtype), self.kernel[...].astype(self.dtype)) + self.bias[...]
 
 
 class ResNetModule(nnx.Module):
@@ -183,7 +132,7 @@ class ResNetModule(nnx.Module):
         stem = config.stem or ("imagenet" if is_imagenet else "cifar")
         size, stride = _STEMS[stem]
         self.pools = stem == "imagenet"
-        self.stem_conv = _conv(channels, width, size, stride, rngs, dtype=dtype)
+        self.stem_conv = conv(channels, width, size, stride, rngs, dtype=dtype)
         self.stem_norm = Norm(config, width, rngs, dtype=dtype)
         self.block_names = tuple(
             f"stage{stage}_block{block}"
@@ -208,19 +157,3 @@ class ResNetModule(nnx.Module):
         for name in self.block_names:
             x = getattr(self, name)(x, train=train)
         return self.head(jnp.mean(x, axis=(1, 2), dtype=jnp.float32))
-
-
-def _conv(incoming: int, outgoing: int, size: int, stride: int, rngs: nnx.Rngs, *, dtype: Any) -> nnx.Conv:
-    """A convolution without bias. The same padding on both sides: "SAME" would shift the image when the stride is 2."""
-    return nnx.Conv(
-        incoming,
-        outgoing,
-        (size, size),
-        strides=stride,
-        padding=((size // 2, size // 2),) * 2,
-        use_bias=False,
-        dtype=dtype,
-        kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
-        kernel_metadata={"axes": _KERNEL_AXES},
-        rngs=rngs,
-    )

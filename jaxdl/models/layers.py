@@ -1,0 +1,106 @@
+"""Layers that the networks for images share: normalization, convolutions, the linear layer of the logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdl import sharding
+from jaxdl.precision import float32_matmul
+
+_KERNEL_AXES = ("height", "width", "channel_in", "channel_out")
+
+
+class NormConfig(Protocol):
+    """What `Norm` reads of a network's config; see `ResNet`."""
+
+    @property
+    def norm(self) -> Literal["batch", "group"]:
+        """Which normalization."""
+        ...
+
+    @property
+    def norm_span(self) -> Literal["replica", "mesh"]:
+        """Whose batch the statistics are of."""
+        ...
+
+    @property
+    def norm_momentum(self) -> float | None:
+        """Part of the running statistics that a step keeps."""
+        ...
+
+    @property
+    def norm_epsilon(self) -> float:
+        """Added to the variance."""
+        ...
+
+
+class Norm(nnx.Module):
+    """Batch or group normalization of [batch, height, width, channel].
+
+    Statistics and arithmetic are float32 whatever `dtype`, the dtype of the result: in a lower one flax would also
+    round the running statistics before it uses them in evaluation.
+    """
+
+    def __init__(self, config: NormConfig, channels: int, rngs: nnx.Rngs, *, dtype: Any, zero_init: bool = False):
+        self.dtype = dtype
+        common: dict[str, Any] = {
+            "epsilon": config.norm_epsilon,
+            "dtype": jnp.float32,
+            "scale_init": nnx.initializers.zeros if zero_init else nnx.initializers.ones,
+            "scale_metadata": {"axes": ("norm",)},
+            "bias_metadata": {"axes": ("norm",)},
+            "rngs": rngs,
+        }
+        self.norm: nnx.GroupNorm | nnx.BatchNorm
+        self.spans_mesh = config.norm_span == "mesh"
+        if config.norm == "group":
+            self.norm = nnx.GroupNorm(channels, num_groups=math.gcd(32, channels), **common)
+        else:
+            momentum = 0.9 if config.norm_momentum is None else config.norm_momentum
+            self.norm = nnx.BatchNorm(channels, momentum=momentum, **common)
+
+    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
+        """The normalized x; in training batch norm uses and updates the statistics of this batch."""
+        if isinstance(self.norm, nnx.BatchNorm):
+            if self.spans_mesh and train:
+                self.norm.axis_name = sharding.statistics_axis()
+            return self.norm(x, use_running_average=not train).astype(self.dtype)
+        return self.norm(x).astype(self.dtype)
+
+
+class Head(nnx.Module):
+    """The linear layer of the logits: its product has operands in `dtype`, its result and its bias are float32."""
+
+    def __init__(self, channels: int, num_classes: int, rngs: nnx.Rngs, *, dtype: Any, stddev: float = 0.01):
+        kernel = nnx.initializers.normal(stddev)(rngs.params(), (channels, num_classes), jnp.float32)
+        self.kernel = nnx.Param(kernel, axes=("channel_in", "classes"))
+        self.bias = nnx.Param(jnp.zeros((num_classes,), jnp.float32), axes=("classes",))
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, channel] -> [batch, class]."""
+        return float32_matmul(x.astype(self.dtype), self.kernel[...].astype(self.dtype)) + self.bias[...]
+
+
+def conv(
+    incoming: int, outgoing: int, size: int, stride: int, rngs: nnx.Rngs, *, dtype: Any, use_bias: bool = False
+) -> nnx.Conv:
+    """A convolution. The same padding on both sides: "SAME" would shift the image when the stride is 2."""
+    return nnx.Conv(
+        incoming,
+        outgoing,
+        (size, size),
+        strides=stride,
+        padding=((size // 2, size // 2),) * 2,
+        use_bias=use_bias,
+        dtype=dtype,
+        kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
+        kernel_metadata={"axes": _KERNEL_AXES},
+        bias_metadata={"axes": ("norm",)},
+        rngs=rngs,
+    )

@@ -1,0 +1,204 @@
+"""Vision transformers: Dosovitskiy et al. (arXiv 2010.11929), with the simpler parts of Beyer et al. (2205.01580).
+
+Patches are embedded by one linear layer; their positions are fixed sines and cosines, so images may have any size that
+is a multiple of the patch; the tokens' mean goes to a linear head. No class token, no dropout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import pydantic
+from flax import nnx
+
+from jaxdl import sharding
+from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.models.layers import Head
+
+_SIZES = {"tiny": (12, 192, 3), "small": (12, 384, 6), "base": (12, 768, 12), "large": (24, 1024, 16)}
+"""Size -> blocks, embedding, heads."""
+_LONGEST = 10_000.0
+"""Wavelengths of the positions run from 2 pi to 2 pi times this."""
+
+
+class ViT(Config):
+    """A vision transformer for image classification: ViT-S/16 by default."""
+
+    modality: ClassVar[str] = "images"
+    kind: Annotated[Literal["vit"], Kind] = "vit"
+    size: Literal["tiny", "small", "base", "large"] = "small"
+    """Blocks, embedding and heads: tiny 12, 192, 3; small 12, 384, 6; base 12, 768, 12; large 24, 1024, 16."""
+    patch: int = pydantic.Field(default=16, ge=1)
+    """Height and width of a patch, in pixels; a divisor of every image size."""
+    num_layers: int | None = pydantic.Field(default=None, ge=1)
+    """Blocks; None takes the size's."""
+    norm_epsilon: float = pydantic.Field(default=1e-6, gt=0)
+    """Added to the variance before the square root."""
+    remat: bool = False
+    """Compute each block again in the backward pass instead of storing its activations."""
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, resolved."""
+        return self.num_layers or _SIZES[self.size][0]
+
+    def build(self, *, num_classes: int, channels: int, dtype: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+        """A function that makes the `ViTModule` from random keys (stream `params`); it computes in `dtype`."""
+        return lambda rngs: ViTModule(self, rngs, num_classes=num_classes, channels=channels, dtype=dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias over the last dimension, in float32; then in `dtype`."""
+
+    def __init__(self, size: int, epsilon: float, *, dtype: Any):
+        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=("norm",))
+        self.bias = nnx.Param(jnp.zeros((size,), jnp.float32), axes=("norm",))
+        self.epsilon, self.dtype = epsilon, dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., embed] -> [..., embed]."""
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.epsilon)
+        return (centred * inverse * self.scale[...] + self.bias[...]).astype(self.dtype)
+
+
+class Attention(nnx.Module):
+    """Self-attention of all tokens with all."""
+
+    def __init__(self, embed: int, heads: int, rngs: nnx.Rngs, *, dtype: Any):
+        head_dim = embed // heads
+        for name in ("query", "key", "value"):
+            kernel = _xavier(rngs, (embed, heads, head_dim), ("embed", "heads", "head_dim"), embed, embed)
+            setattr(self, name, kernel)
+            setattr(self, f"{name}_bias", nnx.Param(jnp.zeros((embed,), jnp.float32), axes=("norm",)))
+        self.out = _xavier(rngs, (heads, head_dim, embed), ("heads", "head_dim", "embed"), embed, embed)
+        self.out_bias = nnx.Param(jnp.zeros((embed,), jnp.float32), axes=("norm",))
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, token, embed] -> [batch, token, embed]."""
+        parts = []
+        for name in ("query", "key", "value"):
+            kernel, bias = getattr(self, name)[...], getattr(self, f"{name}_bias")[...].reshape(self.out.shape[:2])
+            part = jnp.einsum("ble,ehd->blhd", x, kernel.astype(self.dtype)) + bias.astype(self.dtype)
+            parts.append(sharding.constrain(part, "batch", "length", "heads", "head_dim"))
+        if self.dtype == jnp.float16 and jax.default_backend() == "cpu":
+            # JAX asks for float16 products with float32 sums by name ("F16_F16_F32"), which XLA has not on CPUs.
+            parts = [part.astype(jnp.float32) for part in parts]
+        mixed = jax.nn.dot_product_attention(*parts).astype(self.dtype)
+        mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
+        return jnp.einsum("blhd,hde->ble", mixed, self.out[...].astype(self.dtype)) + self.out_bias[...].astype(
+            self.dtype
+        )
+
+
+class MLP(nnx.Module):
+    """Two linear layers with GELU between them; the hidden one is four times as wide."""
+
+    def __init__(self, embed: int, rngs: nnx.Rngs, *, dtype: Any):
+        hidden = 4 * embed
+        self.up = _xavier(rngs, (embed, hidden), ("embed", "mlp"), embed, hidden)
+        self.down = _xavier(rngs, (hidden, embed), ("mlp", "embed"), hidden, embed)
+        bias = nnx.initializers.normal(1e-6)
+        self.up_bias = nnx.Param(bias(rngs.params(), (hidden,), jnp.float32), axes=("norm",))
+        self.down_bias = nnx.Param(bias(rngs.params(), (embed,), jnp.float32), axes=("norm",))
+        self.dtype = dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, token, embed] -> [batch, token, embed]."""
+        up, up_bias, down, down_bias = (
+            one[...].astype(self.dtype) for one in (self.up, self.up_bias, self.down, self.down_bias)
+        )
+        hidden = jax.nn.gelu(x @ up + up_bias, approximate=False)
+        return sharding.constrain(hidden, "batch", "length", "mlp") @ down + down_bias
+
+
+class Block(nnx.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: ViT, embed: int, heads: int, rngs: nnx.Rngs, *, dtype: Any):
+        self.attention_norm = LayerNorm(embed, config.norm_epsilon, dtype=dtype)
+        self.attention = Attention(embed, heads, rngs, dtype=dtype)
+        self.mlp_norm = LayerNorm(embed, config.norm_epsilon, dtype=dtype)
+        self.mlp = MLP(embed, rngs, dtype=dtype)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, token, embed] -> [batch, token, embed]."""
+        x = sharding.constrain(x + self.attention(self.attention_norm(x)), "batch", "length", "embed")
+        return sharding.constrain(x + self.mlp(self.mlp_norm(x)), "batch", "length", "embed")
+
+
+class ViTModule(nnx.Module):
+    """The network of a `ViT` config. Its blocks are one stacked parameter tree, `layers`, and a loop over it."""
+
+    def __init__(self, config: ViT, rngs: nnx.Rngs, *, num_classes: int, channels: int, dtype: Any):
+        _, embed, heads = _SIZES[config.size]
+        patch = config.patch
+        self.embedding = nnx.Param(
+            nnx.initializers.lecun_normal(in_axis=(0, 1, 2))(
+                rngs.params(), (patch, patch, channels, embed), jnp.float32
+            ),
+            axes=("height", "width", "channel_in", "embed"),
+        )
+        self.embedding_bias = nnx.Param(jnp.zeros((embed,), jnp.float32), axes=("norm",))
+
+        @nnx.split_rngs(splits=config.blocks)
+        @nnx.vmap(in_axes=(0,), out_axes=0)
+        def stacked(layer_rngs: nnx.Rngs) -> Block:
+            return Block(config, embed, heads, layer_rngs, dtype=dtype)
+
+        self.layers = stacked(rngs)
+        self.final_norm = LayerNorm(embed, config.norm_epsilon, dtype=jnp.float32)
+        self.head = Head(embed, num_classes, rngs, stddev=0.0, dtype=dtype)
+        self.patch, self.remat, self.dtype = patch, config.remat, dtype
+
+    def __call__(self, image: jax.Array, *, train: bool) -> jax.Array:
+        """Normalized image [batch, height, width, channel] -> logits, float32 [batch, num_classes].
+
+        Raises ConfigError for images that are no whole number of patches.
+        """
+        del train  # Nothing here differs between training and evaluation; every network has the argument.
+        batch, height, width, channels = image.shape
+        patch = self.patch
+        if height % patch or width % patch:
+            raise ConfigError(f"{height} x {width} pixels are no whole number of patches of {patch} x {patch}")
+        rows, columns = height // patch, width // patch
+        # One product, not a convolution: the patches do not overlap.
+        tokens = image.reshape(batch, rows, patch, columns, patch, channels).transpose(0, 1, 3, 2, 4, 5)
+        tokens = tokens.reshape(batch, rows * columns, patch * patch * channels).astype(self.dtype)
+        kernel = self.embedding[...].reshape(patch * patch * channels, -1).astype(self.dtype)
+        x = tokens @ kernel + self.embedding_bias[...].astype(self.dtype)
+        x = x + positions(rows, columns, x.shape[-1]).astype(self.dtype)
+        x = sharding.constrain(x, "batch", "length", "embed")
+        graphdef, state = nnx.split(self.layers)
+
+        def body(x: jax.Array, layer_state: Any) -> tuple[jax.Array, None]:
+            return nnx.merge(graphdef, sharding.gather_layer(layer_state))(x), None
+
+        # A loop already keeps XLA from merging the second computation with the first; preventing it again costs time.
+        x, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if self.remat else body, x, state)
+        return self.head(jnp.mean(self.final_norm(x), axis=1, dtype=jnp.float32))
+
+
+def positions(rows: int, columns: int, size: int) -> jax.Array:
+    """Positions of a grid of tokens, float32 [rows * columns, size]: sines and cosines of the column, and of the row.
+
+    `size` is a multiple of 4. Source: Chen et al., arXiv 2104.02057, section 5.
+    """
+    assert size % 4 == 0, f"{size} is no multiple of 4"
+    frequency = _LONGEST ** (-jnp.arange(size // 4, dtype=jnp.float32) / (size // 4 - 1))
+    row, column = jnp.meshgrid(jnp.arange(rows), jnp.arange(columns), indexing="ij")
+    angles = [place.reshape(-1, 1).astype(jnp.float32) * frequency for place in (column, row)]
+    return jnp.concatenate([wave(angle) for angle in angles for wave in (jnp.sin, jnp.cos)], axis=-1)
+
+
+def _xavier(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], fan_in: int, fan_out: int
+) -> nnx.Param[jax.Array]:
+    """A kernel that is uniform within sqrt(6 / (fan_in + fan_out)) of 0 (Glorot and Bengio 2010)."""
+    limit = (6 / (fan_in + fan_out)) ** 0.5
+    return nnx.Param(jax.random.uniform(rngs.params(), shape, jnp.float32, -limit, limit), axes=axes)
