@@ -11,6 +11,7 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, gpus_visible
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Cosine
+from jaxdl.tasks import Classification
 from jaxdl.timeline import Phase
 
 
@@ -18,15 +19,16 @@ def config() -> Experiment:
     """The experiment."""
     cache = Cache(short_side=184, memory_bytes=2**24, disk="runs/cache", disk_bytes=2**30)
     return Experiment(
-        data=TFDS(name="imagenet2012", photos=Photos(size=160, min_scale=0.25, cache=cache)),
+        data=TFDS(name="imagenet2012", photos=Photos(size=160, eval_fraction=1.0, cache=cache)),
         model=ResNet(depth=18, width=16),
-        optimizer=SGD(learning_rate=0.05, momentum=0.9, nesterov=True, weight_decay=5e-4),
+        task=Classification(label_smoothing=0.1),
+        optimizer=SGD(learning_rate=0.3, momentum=0.9, nesterov=True, weight_decay=5e-4),
         schedule=Cosine(warmup_epochs=1),
         batch_size=32,
         phases=(
-            Phase(epochs=12, size=96, min_scale=0.25),
-            Phase(epochs=10, size=128, min_scale=0.35),
-            Phase(epochs=4, size=160, min_scale=0.5),
+            Phase(epochs=40, size=96),
+            Phase(epochs=20, size=128),
+            Phase(epochs=10, size=160, min_scale=0.25),
         ),
         mesh=MeshConfig() if gpus_visible() else MeshConfig(cpu_devices=2),
     )

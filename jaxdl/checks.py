@@ -104,6 +104,7 @@ def check_same_examples(splits: Splits) -> None:
     rows = np.asarray(multihost_utils.process_allgather(row.view(np.int32)))
     others = [number for number, one in enumerate(rows) if not np.array_equal(one, rows[0])]
     if others:
+        others = [number for number in others if np.array_equal(rows[number], rows[others[0]])]
         counts = rows.view(np.int64)[:, -2:]
         first, other = (f"{train:,} to train on and {test:,} held out" for train, test in counts[[0, others[0]]])
         hosts = member.hosts if member is not None else ["host ?"] * len(rows)

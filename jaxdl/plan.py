@@ -97,6 +97,7 @@ def make_plan(
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
     check_batches(experiment, batch_ways(mesh), eval_batch_size)
     splits = experiment.data.build()
+    check_same_examples(splits)
     check_phases(experiment, splits)
     timeline = make_timeline(
         len(splits.train),
@@ -118,7 +119,6 @@ def make_plan(
     parts = make_parts(experiment, splits.train.spec, mesh, timeline)
     plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons)
     _check_sizes(plan)
-    check_same_examples(splits)
     return plan
 
 
@@ -241,21 +241,25 @@ def _gradient_layout(experiment: Experiment, network: Network, spec: Any, layout
 
 
 def _check_sizes(plan: Plan) -> None:
-    """Raises ConfigError when the model does not take the images of a phase, which would be seen hours later."""
+    """Raises ConfigError when the model does not take the images of a phase, or of the evaluation.
+
+    Otherwise that would be seen when they come, hours later.
+    """
+    if not isinstance(plan.splits.train, PhotoSource):
+        return
     state = plan.parts.state_spec.abstract()
-    for stretch in plan.timeline.stretches if plan.experiment.phases else ():
-        train, test = plan.sources(stretch)
-        for source, evaluating in ((train, False), (test, True)):
+    for stretch in plan.timeline.stretches:
+        for source, evaluating in zip(plan.sources(stretch), (False, True), strict=True):
             batch = _batch_shapes(source, stretch.batch_size, evaluating=evaluating)
             inputs = jax.eval_shape(lambda batch, spec=source.spec: plan.parts.task.inputs(batch, spec), batch)
             apply = functools.partial(plan.parts.network.apply, train=not evaluating)
             try:
                 jax.eval_shape(apply, state.params, state.model_state, *inputs)
             except (ConfigError, ValueError, TypeError) as error:
+                where = "photos" if stretch.phase is None else f"phases.{stretch.index}"
                 size = batch["image"].shape[1]
                 raise ConfigError(
-                    f"phases.{stretch.index}: the model does not take images of {size} x {size} pixels ({error}). "
-                    "Choose another size."
+                    f"{where}: the model does not take images of {size} x {size} pixels ({error}). Choose another size."
                 ) from None
 
 

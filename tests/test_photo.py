@@ -104,6 +104,27 @@ def test_rows_that_are_not_needed_are_not_decoded_and_the_others_are_the_same(ki
     assert np.array_equal(part[:needed], whole[:needed])
 
 
+def test_the_first_orientation_counts():
+    """Long EXIF data go on in a second segment, which has no orientation of its own."""
+    content = encoded(photograph(40, 60), orientation=6)
+    more = b"\xff\xe1" + (16).to_bytes(2, "big") + b"Exif\0\0" + b"more and "
+    place = 4 + int.from_bytes(content[4:6], "big") if content[3] == 0xE0 else 2
+    second = place + 2 + int.from_bytes(content[place + 2 : place + 4], "big")
+    found = Photo(content[:second] + more + content[second:])
+    assert (found.height, found.width) == (60, 40)
+
+
+def test_a_cut_file_with_an_odd_header_is_refused():
+    """A legal byte of filling in front of a marker, behind the number of rows."""
+    content = encoded(photograph(300, 200))
+    frame = content.index(b"\xff\xc0")
+    behind = frame + 2 + int.from_bytes(content[frame + 2 : frame + 4], "big")
+    odd = content[:behind] + b"\xff" + content[behind:]
+    assert Photo(odd).pixels(bottom=100)[0].shape[1] == 200
+    with pytest.raises(BadImage, match="truncated"):
+        Photo(odd[: len(odd) * 4 // 10]).pixels(bottom=200)
+
+
 def test_a_cut_file_is_refused_also_where_all_that_is_needed_is_there():
     content = encoded(photograph(300, 200))
     with pytest.raises(BadImage, match="truncated"):

@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from photographs import encoded, folder_of_photographs, photograph
 
+from jaxdl.cluster import ClusterError
 from jaxdl.config import ConfigError
 from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, remote
 from jaxdl.data.memory import memory_folder, release, shared_folder
+from jaxdl.data.photos import num_cpus
 from jaxdl.data.shared import read_shared, write_shared
 from jaxdl.data.source import TrainRows
 
@@ -284,11 +286,35 @@ def test_a_bad_moment_of_the_network_is_waited_out(folder, opened, expected, mon
     assert equal(batches(splits.train), expected)
     assert set(pauses) == {0.2, 1.0}
     monkeypatch.setattr(type(memory), "cat_file", lambda self, path, **options: 1 / 0)
-    with pytest.raises(OSError, match="ZeroDivisionError"):
-        remote.read("memory://moody/train/a/0.jpg")
+    with pytest.raises(
+        ClusterError, match=r"moody: images are out of reach: memory:/+moody/train/\S+: ZeroDivisionError"
+    ):
+        batches(splits.train)
+    assert pauses[-4:] == [0.2, 1.0, 4.0, 16.0]
     monkeypatch.setattr(type(memory), "find", lambda self, path, **options: 1 / 0)
     with pytest.raises(ConfigError, match=r"memory://moody/train: it cannot be listed \(ZeroDivisionError"):
         ImageFolder(path="memory://moody").build()
+
+
+SHARES = [
+    ({}, 64, 8, 8),
+    ({"JAXDL_PROCESSES_OF_HOST": "4"}, 64, 64, 16),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, 64, 8, 8),
+    ({"SLURM_STEP_TASKS_PER_NODE": "8(x2)"}, 64, 64, 8),
+    ({"SLURM_STEP_TASKS_PER_NODE": "1,8"}, 64, 16, 16),
+    ({"JAXDL_PROCESSES_OF_HOST": "100"}, 64, 64, 1),
+]
+
+
+@pytest.mark.parametrize(("variables", "every", "allowed", "share"), SHARES)
+def test_processes_of_a_host_share_its_cpus(variables, every, allowed, share, monkeypatch):
+    for name in ("JAXDL_PROCESSES_OF_HOST", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "cpu_count", lambda: every)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(allowed))
+    assert num_cpus() == share
 
 
 def test_lists_of_files_are_shared_by_the_workers():

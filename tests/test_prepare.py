@@ -47,7 +47,7 @@ def test_a_disk_limit_that_is_reached_is_told(config, capsys):
     told = " ".join(capsys.readouterr().out.split())
     kept = 30 - int(re.search(r"warning: (\d+) of them are not kept", told)[1])
     assert 5 < kept < 25
-    assert "All take about 0.00 GB" in told
+    assert re.search(r"All take about 0\.\d MB; cache.disk_bytes = 200,000", told)
 
 
 MISTAKES = [

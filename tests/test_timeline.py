@@ -8,7 +8,6 @@ import jax
 import numpy as np
 import pytest
 from faulty_train import LOSS, make_labels_poisonous, poisoned
-from jax.experimental.compilation_cache import compilation_cache
 from photographs import folder_of_photographs
 
 import jaxdl
@@ -233,19 +232,17 @@ def test_compiled_programs_are_kept(folder, tmp_path):
         {"compiler.cache_dir": str(tmp_path / "programs")}
     )
     losses, before = [], jax.config.values["jax_compilation_cache_dir"]
-    try:
-        for _ in range(2):
-            jax.clear_caches()
-            run = jaxdl.train(one, quiet=True, devices=jax.devices()[:4])
-            losses.append(column(run, "eval/loss"))
-            kept = {file.name for file in (tmp_path / "programs").glob("*-cache")}
-            assert any("train_step" in name for name in kept), kept
-            if len(losses) == 1:
-                first = kept
-    finally:
-        jax.config.update("jax_compilation_cache_dir", before)
-        compilation_cache.reset_cache()
+    for _ in range(2):
+        jax.clear_caches()
+        run = jaxdl.train(one, quiet=True, devices=jax.devices()[:4])
+        losses.append(column(run, "eval/loss"))
+        kept = {file.name for file in (tmp_path / "programs").glob("*-cache")}
+        assert any("train_step" in name for name in kept), kept
+        if len(losses) == 1:
+            first = kept
+    make_plan(one.replaced({"compiler.cache_dir": None}), jax.devices()[:4])
+    assert jax.config.values["jax_compilation_cache_dir"] == before, "that of the environment again"
     assert kept == first, "the second run found all that it needs"
     assert losses[0] == losses[1]
-    with pytest.raises(ConfigError, match=r"--compiler.cache-dir /nowhere/programs: it cannot be written, or /nowhere"):
+    with pytest.raises(ConfigError, match=r"--compiler.cache-dir /nowhere/programs: no folder that can be written"):
         make_plan(one.replaced({"compiler.cache_dir": "/nowhere/programs"}), jax.devices()[:4])

@@ -1,7 +1,8 @@
 """The sides of `bench input`, each in a process of its own: `python -m jaxdl.bench.input_sides NAME`.
 
-A side reads its job, a line of JSON, gets ready, answers with a line, and then answers every further line with the
-seconds that it took for so many images. All cut the same parts out of the same files, in the same order.
+A side reads its job, a line of JSON, gets ready, answers with a line, and then answers every further line with the images
+a second that it made of so many batches. All cut the same parts out of the same files, in the same order; those with a
+cache draw them on the smaller images that lie there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 
 from jaxdl.data import remote
 from jaxdl.data.folder import FolderRecords
-from jaxdl.data.photo import Photo
+from jaxdl.data.photo import Photo, Scratch
 from jaxdl.data.photos import Cache, Photos, PhotoSource
 from jaxdl.data.records import Records
 from jaxdl.data.source import TrainRows
@@ -31,8 +32,10 @@ from jaxdl.data.view import Box, View, resized
 BATCH = 32
 _EPOCHS = 4
 """Parts of the images are drawn for so many epochs, and then again."""
-_FOREVER = 100_000
+_FOREVER = 10**9
 """Examples of a data set that is never at its end."""
+_FRESH = 100_000
+"""Of one whose cache is empty, and is thrown away after a round."""
 
 
 class Job(NamedTuple):
@@ -57,14 +60,21 @@ class Job(NamedTuple):
 
     def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
         """One row for each image and epoch: file, box (top, left, height, width; int32 [row, 4]), mirrored or not."""
-        names, boxes, flips = [], [], []
+        files, boxes, flips = self.files, [], []
+        photos = [Photo(Path(name).read_bytes()) for name in files]
+        sizes = [(photo.height, photo.width) for photo in photos]
         for epoch in range(_EPOCHS):
-            for index, name in enumerate(self.files):
-                photo, random = Photo(Path(name).read_bytes()), self.view.random(0, epoch, index)
-                boxes.append(self.view.box(photo.height, photo.width, random))
-                names.append(name)
+            for index, size in enumerate(sizes):
+                random = self.view.random(0, epoch, index)
+                boxes.append(self.view.box(*size, random))
                 flips.append(random.random() < 0.5)
-        return names, np.array(boxes, np.int32), np.array(flips)
+        return files * _EPOCHS, np.array(boxes, np.int32), np.array(flips)
+
+
+Rounds = Callable[[Job], Iterator[Iterator[np.ndarray]]]
+"""Makes a side ready when it is first asked for a round, and then gives the batches of round after round."""
+Make = Callable[[int, str, np.ndarray, bool], np.ndarray]
+"""(size, file, box, mirrored or not) -> uint8 [size, size, 3]."""
 
 
 class Repeated(Records):
@@ -84,7 +94,7 @@ class Repeated(Records):
         return self._records.content
 
     def __len__(self) -> int:
-        return _FOREVER
+        return _FRESH
 
     def read(self, index: int) -> tuple[bytes, int]:
         """As the image of this number."""
@@ -95,54 +105,61 @@ class Repeated(Records):
         return self._records.name(index % len(self._records))
 
 
-class _Jaxdl:
-    """jaxdl's pipeline; with a cache that is full of the images, or (`fill`) has none of them when a round begins."""
-
-    def __init__(self, job: Job, number: int, cache: Cache, *, fill: bool = False) -> None:
-        found = remote.find(job.folder, (".jpg", ".jpeg"))
-        records = FolderRecords(found, sorted({one.name.split("/", 1)[0] for one in found}))
-        photos = Photos(size=job.size, workers=job.workers, cache=cache)
-        splits = photos.build(
-            Repeated(records) if fill else records, records, 1000, name=f"bench{os.getpid()}round{number}"
-        )
-        assert isinstance(splits.train, PhotoSource)
-        self.source, self._count, self._fill = splits.train, len(records), fill
-        if not fill and (cache.memory_bytes or cache.disk):
-            self.source.studio.keep(0, np.arange(self._count)).result()
-
-    def batches(self) -> Iterator[np.ndarray]:
-        """Batches without end."""
-        places = (np.arange(start, start + BATCH) for start in itertools.count(0, BATCH))
-        rows = (
-            TrainRows(place if self._fill else place % self._count, place // self._count % _EPOCHS, 0)
-            for place in places
-        )
-        return (batch["image"] for batch in self.source.train_batches(rows))
+def _open(job: Job, name: str, cache: Cache, *, fresh: bool) -> tuple[PhotoSource, int]:
+    """jaxdl's source of the images, and how many there are; `fresh` gives them new numbers again and again."""
+    found = remote.find(job.folder, (".jpg", ".jpeg"))
+    records = FolderRecords(found, sorted({one.name.split("/", 1)[0] for one in found}))
+    photos = Photos(size=job.size, workers=job.workers, cache=cache)
+    splits = photos.build(Repeated(records) if fresh else records, records, 1000, name=name)
+    assert isinstance(splits.train, PhotoSource)
+    return splits.train, len(records)
 
 
-def jaxdl_side(tiers: str) -> Callable[[Job], Iterator[Iterator[np.ndarray]]]:
-    """The side with these tiers of the cache: "" for none, "memory", "disk", "fill" for both while they are filled."""
+def _rows(first: int, count: int, *, fresh: bool) -> Iterator[TrainRows]:
+    for start in itertools.count(first, BATCH):
+        places = np.arange(start, start + BATCH)
+        yield TrainRows(places - first if fresh else places % count, places // count % _EPOCHS, 0)
+
+
+def jaxdl_side(tier: str | None) -> Rounds:
+    """The pipeline, from a tier of the cache that holds all images: "memory", "disk", or None for no cache."""
 
     def rounds(job: Job) -> Iterator[Iterator[np.ndarray]]:
-        if job.workers == 0:
-            importlib.import_module("cv2").setNumThreads(1)
-        for number in itertools.count():
-            disk = Path(job.scratch) / f"cache-{os.getpid()}-{number}"
-            cache = Cache(
-                memory_bytes=2**30 if tiers in ("memory", "fill") else 0,
-                disk=str(disk) if tiers in ("disk", "fill") else None,
-            )
-            made = _Jaxdl(job, number, cache, fill=tiers == "fill")
-            yield made.batches()
-            while tiers != "fill":
-                yield made.batches()
-            made.source.close()
-            shutil.rmtree(disk, ignore_errors=True)
+        _one_thread()
+        folder = str(Path(job.scratch) / f"cache-{os.getpid()}") if tier == "disk" else None
+        cache = Cache(memory_bytes=2**34 if tier == "memory" else 0, disk=folder)
+        source, count = _open(job, f"bench{os.getpid()}", cache, fresh=False)
+        if tier is not None:
+            source.studio.account(source.studio.keep(0, np.arange(count)).result())
+        before = source.activity().tiers["origin"]
+        batches = source.train_batches(_rows(0, count, fresh=False))
+        while True:
+            yield (batch["image"] for batch in batches)
+            read = source.activity().tiers["origin"] - before
+            assert tier is None or read == 0, f"{read} images did not fit into the cache: take fewer images"
 
     return rounds
 
 
-def tensorflow_side(antialias: bool) -> Callable[[Job], Iterator[Iterator[np.ndarray]]]:
+def filling_side(job: Job) -> Iterator[Iterator[np.ndarray]]:
+    """The pipeline in its first epoch: every image is new to both tiers of the cache."""
+    _one_thread()
+    first = 0
+    for number in itertools.count():
+        disk = Path(job.scratch) / f"cache-{os.getpid()}-{number}"
+        cache = Cache(memory_bytes=2**34, disk=str(disk))
+        source, count = _open(job, f"bench{os.getpid()}round{number}", cache, fresh=True)
+        batches = source.train_batches(_rows(first, count, fresh=True))
+        yield (batch["image"] for batch in batches)
+        batches.close()
+        made = source.activity()
+        first += sum(made.tiers.values())
+        source.close()
+        shutil.rmtree(disk, ignore_errors=True)
+        assert made.passed["store"] == made.tiers["origin"], "not all was stored"
+
+
+def tensorflow_side(antialias: bool) -> Rounds:
     """tf.data as TensorFlow's own ResNets use it; `antialias` resizes as the others do."""
 
     def rounds(job: Job) -> Iterator[Iterator[np.ndarray]]:
@@ -193,11 +210,20 @@ def _open_with_opencv(size: int, name: str, box: np.ndarray, flip: bool) -> np.n
 
 
 def _open_with_jaxdl(size: int, name: str, box: np.ndarray, flip: bool) -> np.ndarray:
+    import cv2
+
     part = Box(*(float(edge) for edge in box))
-    photo, out = Photo(Path(name).read_bytes()), np.empty((size, size, 3), np.uint8)
-    pixels, scale = photo.pixels(max(size / part.height, size / part.width), bottom=part.top + part.height)
-    resized(pixels, part.scaled(scale), out)
-    return np.ascontiguousarray(out[:, ::-1]) if flip else out
+    photo, out = Photo(remote.read(name)), np.empty((size, size, 3), np.uint8)
+    scratch = _scratch()
+    pixels, scale = photo.pixels(max(size / part.height, size / part.width), part.top + part.height, scratch)
+    resized(pixels, part.scaled(scale), out, scratch)
+    return cv2.flip(out, 1, dst=out) if flip else out
+
+
+@functools.cache
+def _scratch() -> Scratch:
+    """Each process makes images in one thread."""
+    return Scratch()
 
 
 @functools.cache
@@ -212,7 +238,7 @@ def _nothing_to_do(size: int, name: str, box: np.ndarray, flip: bool) -> np.ndar
 class _Parts:
     """The images as a random-access data set, for libraries that want one; goes to worker processes by pickle."""
 
-    def __init__(self, job: Job, make: Callable[[int, str, np.ndarray, bool], np.ndarray]) -> None:
+    def __init__(self, job: Job, make: Make) -> None:
         self._size, self._make, self._parts = job.size, make, job.parts()
 
     def __len__(self) -> int:
@@ -224,14 +250,12 @@ class _Parts:
         return self._make(self._size, names[index], boxes[index], bool(flips[index]))
 
 
-def torch_side(
-    make: Callable[[int, str, np.ndarray, bool], np.ndarray],
-) -> Callable[[Job], Iterator[Iterator[np.ndarray]]]:
+def torch_side(make: Make) -> Rounds:
     """PyTorch's DataLoader; `make` decodes, cuts and resizes."""
 
     def rounds(job: Job) -> Iterator[Iterator[np.ndarray]]:
         torch: Any = importlib.import_module("torch")
-        importlib.import_module("cv2").setNumThreads(1)
+        _one_thread()
         if job.workers == 0:
             torch.set_num_threads(1)
         loader = torch.utils.data.DataLoader(
@@ -244,20 +268,19 @@ def torch_side(
     return rounds
 
 
-def _one_thread(worker: int) -> None:
+def _one_thread(worker: int = 0) -> None:
+    """OpenCV and its threads; workers of a DataLoader call it with their number."""
     importlib.import_module("cv2").setNumThreads(1)
 
 
-def grain_side(
-    make: Callable[[int, str, np.ndarray, bool], np.ndarray],
-) -> Callable[[Job], Iterator[Iterator[np.ndarray]]]:
+def grain_side(make: Make) -> Rounds:
     """Grain's data set with a function of somebody's."""
 
     def rounds(job: Job) -> Iterator[Iterator[np.ndarray]]:
         flags: Any = importlib.import_module("absl.flags")
         flags.FLAGS([sys.argv[0]])  # Grain looks at some.
         grain: Any = importlib.import_module("grain")
-        importlib.import_module("cv2").setNumThreads(1)
+        _one_thread()
         data = grain.MapDataset.source(_Parts(job, make))
         if job.workers == 0:
             data = data.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).batch(BATCH)
@@ -273,9 +296,9 @@ def grain_side(
     return rounds
 
 
-SIDES: dict[str, tuple[str | None, Callable[[Job], Iterator[Iterator[np.ndarray]]]]] = {
-    "jaxdl": (None, jaxdl_side("")),
-    "jaxdl, filling the cache": (None, jaxdl_side("fill")),
+SIDES: dict[str, tuple[str | None, Rounds]] = {
+    "jaxdl": (None, jaxdl_side(None)),
+    "jaxdl, filling the cache": (None, filling_side),
     "jaxdl from disk": (None, jaxdl_side("disk")),
     "jaxdl from memory": (None, jaxdl_side("memory")),
     "tf.data": ("tensorflow", tensorflow_side(antialias=False)),
@@ -303,9 +326,12 @@ def main() -> None:
         answers.write(json.dumps({"missing": f"not measured: {error}"}) + "\n")
         return
     rounds = make(job)
+    batches = next(rounds)
     answers.write(json.dumps({}) + "\n")
-    for line in sys.stdin:
-        wanted, batches = json.loads(line), next(rounds)
+    for number, line in enumerate(sys.stdin):
+        wanted = json.loads(line)
+        if number:
+            batches = next(rounds)
         if wanted["save"]:
             np.save(wanted["save"], next(batches))
         for _ in range(wanted["warm_up"]):

@@ -39,8 +39,8 @@ class CompilerConfig(Config):
     """Microseconds that a message to other replicas takes besides."""
 
     cache_dir: str | None = None
-    """Folder that keeps compiled programs, so that a run that goes on, or another one like it, need not compile them
-    again. Any processes may share it."""
+    """Folder that keeps programs that took a second or more to compile, so that a run that goes on, or another one like
+    it, need not compile them again. Several hosts must share it: the first process writes for all."""
 
     @pydantic.model_validator(mode="after")
     def _latency_of_a_network(self) -> CompilerConfig:
@@ -75,18 +75,23 @@ class CompilerConfig(Config):
                 )
 
     def keep_programs(self) -> None:
-        """Has JAX keep what it compiles from now on, if `cache_dir` is set. Raises ConfigError for no such folder."""
-        if self.cache_dir is None:
-            return
-        path = os.path.expanduser(self.cache_dir)
-        parent = os.path.dirname(os.path.abspath(path))
-        if "://" not in path and not os.access(path if os.path.isdir(path) else parent, os.W_OK | os.X_OK):
-            raise ConfigError(
-                f"--compiler.cache-dir {self.cache_dir}: it cannot be written, or {parent} cannot. Make that folder, "
-                "or choose another."
-            )
-        jax.config.update("jax_compilation_cache_dir", path)
-        compilation_cache.reset_cache()  # It looks for the folder when the first program is compiled.
+        """Has JAX keep what it compiles from now on in `cache_dir`, or where the environment says.
+
+        Raises ConfigError for a folder that cannot be written.
+        """
+        wanted = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+        if self.cache_dir is not None:
+            wanted = os.path.expanduser(self.cache_dir)
+            parent = os.path.dirname(os.path.abspath(wanted))
+            writable = os.access(wanted if os.path.exists(wanted) else parent, os.W_OK | os.X_OK)
+            if "://" not in wanted and not (writable and os.path.isdir(wanted if os.path.exists(wanted) else parent)):
+                raise ConfigError(
+                    f"--compiler.cache-dir {self.cache_dir}: no folder that can be written, nor one to be made in "
+                    f"{parent}. Make it, or choose another."
+                )
+        if jax.config.values["jax_compilation_cache_dir"] != wanted:
+            jax.config.update("jax_compilation_cache_dir", wanted)
+            compilation_cache.reset_cache()  # It looks for the folder when the first program is compiled.
 
     @property
     def links(self) -> Links | None:

@@ -79,7 +79,7 @@ def prepare(data: Any, file: str) -> None:
     if kept < seen:
         console.print(
             f"warning: {seen - kept:,} of them are not kept, and will be read from the data set in every epoch. All "
-            f"take about {size / max(kept, 1) * seen / 1e9:.2f} GB (cache.disk_bytes = {config.cache.disk_bytes:,}).",
+            f"take about {size / max(kept, 1) * seen / 1e6:,.1f} MB; cache.disk_bytes = {config.cache.disk_bytes:,}.",
             style="yellow",
         )
 

@@ -93,6 +93,8 @@ class FolderRecords(Records):
         """The file and its class. Raises BadRecord for one that cannot be read."""
         try:
             return remote.read(self._root + self.name(index)), int(self._labels[index])
+        except remote.Outage:
+            raise
         except OSError as error:
             raise BadRecord(f"it cannot be read ({error.strerror or error})") from None
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdl.data.photo import BadImage, Photo, Scratch
 from jaxdl.data.records import BadRecord, Records
+from jaxdl.data.remote import Outage
 from jaxdl.data.store import ENCODED, PIXELS, Record, Store
 from jaxdl.data.view import Box, View, resized, shrunk
 
@@ -76,6 +77,8 @@ class Made(NamedTuple):
     seconds: defaultdict[str, float]
     passed: Counter[str]
     problems: dict[str, str]
+    outages: list[str]
+    """Why rows could not be made at all: what was read is not damaged, but out of reach."""
 
 
 class Maker:
@@ -95,7 +98,7 @@ class Maker:
 
     def make(self, work: Work, images: np.ndarray) -> Made:
         """Fills `images`, uint8 [row, size, size, 3]. In training, an example that is bad gives way to the next."""
-        made = Made([], [], [], Counter(), defaultdict(float), Counter(), self._problems)
+        made = Made([], [], [], Counter(), defaultdict(float), Counter(), self._problems, [])
         for row, (index, epoch) in enumerate(zip(work.indices, work.epochs, strict=True)):
             index, epoch = int(index), int(epoch)
             if work.view is None:
@@ -124,7 +127,7 @@ class Maker:
         """One row; returns its label, or None when an example to evaluate is bad."""
         count = len(self._recipe.splits[work.split].records)
         for tried in range(count if view.train else 1):
-            if len(made.bad) > self._recipe.max_bad:  # The run ends: there is no sense in trying all the others.
+            if made.outages or len(made.bad) > self._recipe.max_bad:  # The run ends: no sense in trying all the others.
                 return None
             found = self._image(work, view, (index + tried) % count, epoch, out, made)
             if found is not None:
@@ -132,7 +135,7 @@ class Maker:
         return None
 
     def _image(self, work: Work, view: View, index: int, epoch: int, out: np.ndarray, made: Made) -> int | None:
-        fetched = self._fetch(work.split, index, made)
+        fetched = None if made.outages else self._fetch(work.split, index, made)
         if fetched is None:
             return None
         record, tier = fetched
@@ -185,6 +188,9 @@ class Maker:
             else:
                 record = self._cacheable(encoded, label)
                 start = _lap(made, "decode", start)
+        except Outage as error:
+            made.outages.append(str(error))
+            return None
         except Exception as error:  # As above.
             made.bad.append((plans.records.name(index), _why(error)))
             return None

@@ -157,19 +157,18 @@ def _jpeg_header(encoded: bytes) -> tuple[int, int | None]:
     The latter is None where fewer rows cannot be asked for: only a file that is whole, and has its rows one after the
     other (sequential coding, all colours in one scan), can be read in part.
     """
-    place, orientation, rows_at, colours = 2, 1, None, 0
+    place, orientation, frame, colours = 2, None, None, 0
     while place + 10 <= len(encoded) and encoded[place] == 0xFF:
         marker, length = encoded[place + 1], int.from_bytes(encoded[place + 2 : place + 4], "big")
         if marker in (0xC0, 0xC1):  # Start of frame: length, bits, rows, columns, number of colours.
-            rows_at, colours = place + 5, encoded[place + 9]
+            frame, colours = place + 5, encoded[place + 9]
         elif marker == 0xDA:  # The image begins: nothing about it comes any more.
-            if encoded[place + 4] != colours or encoded.rfind(b"\xff\xd9") < place:
-                rows_at = None
-            break
-        elif marker == 0xE1 and encoded[place + 4 : place + 10] == b"Exif\0\0":
+            whole = encoded[place + 4] == colours and encoded.rfind(b"\xff\xd9") > place
+            return orientation or 1, frame if whole else None
+        elif marker == 0xE1 and orientation is None and encoded[place + 4 : place + 10] == b"Exif\0\0":
             orientation = _orientation_tag(encoded[place + 10 : place + 2 + length])
         place += 2 + length
-    return orientation, rows_at
+    return orientation or 1, None
 
 
 def _orientation_tag(tiff: bytes) -> int:

@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 import pydantic
 
+from jaxdl.cluster import ClusterError
 from jaxdl.config import Config, ConfigError
 from jaxdl.data.colours import Jitter
 from jaxdl.data.maker import Made, Recipe, SplitPlan, TierPlan, Work
@@ -234,7 +235,11 @@ class Studio:
             return Activity(Counter(self._activity.tiers), dict(self._activity.seconds), Counter(self._activity.passed))
 
     def account(self, made: Made) -> None:
-        """Adds up what workers say. Raises ConfigError when more examples are bad than may be."""
+        """Adds up what workers say.
+
+        Raises ConfigError when more examples are bad than may be, and ClusterError when they cannot be reached: the run
+        breaks off, and may go on when the network does.
+        """
         with self._lock:
             self._activity.tiers.update(made.tiers)
             self._activity.passed.update(made.passed)
@@ -244,6 +249,8 @@ class Studio:
             self._bad.update(new)
             problems = {name: why for name, why in made.problems.items() if name not in self._told}
             self._told.update(problems)
+        if made.outages:
+            raise ClusterError(f"{self.name}: images are out of reach: {made.outages[0]}")
         for name, why in new.items():
             self.warn(f"{self.name}: {name} is passed over: {why}")
         for name, why in problems.items():
@@ -349,16 +356,17 @@ class PhotoSource(Source):
 
 
 def num_cpus() -> int:
-    """CPUs that this process may use: its share of the host's, where several processes may use all of them."""
+    """CPUs that this process may use: at most its share of the host's, where several processes of the run are on it."""
     every = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
-    return max(1, allowed // processes_of_host()) if allowed == every else allowed
+    return max(1, min(allowed, every // processes_of_host()))
 
 
 def processes_of_host() -> int:
     """How many processes of the run are on this host, as jaxdl's launcher, Open MPI or Slurm say."""
     for name in ("JAXDL_PROCESSES_OF_HOST", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
-        found = re.match(r"[1-9]\d*", os.environ.get(name, ""))  # Slurm's may be "4(x2)": 4 on each of 2 nodes.
+        # Slurm's may be "4(x2)", 4 on each of 2 nodes; from "1,8" nobody knows which this one is.
+        found = re.fullmatch(r"([1-9]\d*)(\(x\d+\))?", os.environ.get(name, ""))
         if found is not None:
-            return int(found[0])
+            return int(found[1])
     return 1

@@ -14,12 +14,19 @@ from typing import Any, NamedTuple
 
 from jaxdl.config import ConfigError
 
-_PAUSES_SEC = (0.2, 1.0, 4.0)
+_PAUSES_SEC = (0.2, 1.0, 4.0, 16.0)
 """Before a read is tried again: networks and their disks have bad moments."""
-_PASSING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ENETUNREACH)
+_PASSING = (
+    errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ENOTCONN,
+    errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EHOSTDOWN,
+)  # fmt: skip
 """What may be over soon, of a mounted file system."""
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ConfigError)
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ConfigError, MemoryError)
 """What stays so."""
+
+
+class Outage(OSError):
+    """A file that is there cannot be read, after several tries: the network or its storage is down."""
 
 
 class Found(NamedTuple):
@@ -104,15 +111,20 @@ def expand(pattern: str) -> list[Found]:
 
 
 def read(address: str, start: int = 0, length: int | None = None) -> bytes:
-    """The bytes of a file, or `length` of them from `start`. Raises OSError, if it still fails after some seconds."""
+    """The bytes of a file, or `length` of them from `start`.
+
+    Raises OSError for what cannot be read, and Outage when the network or a disk fails for half a minute.
+    """
     for pause_sec in (*_PAUSES_SEC, None):
         try:
             return _read_remote(address, start, length) if is_remote(address) else _read_local(address, start, length)
         except _FINAL:
             raise
         except Exception as error:  # Each cloud's library raises kinds of its own.
-            if pause_sec is None or (not is_remote(address) and getattr(error, "errno", None) not in _PASSING):
-                raise error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}") from None
+            if not is_remote(address) and getattr(error, "errno", None) not in _PASSING:
+                raise
+            if pause_sec is None:
+                raise Outage(f"{address}: {type(error).__name__}: {error}") from None
             time.sleep(pause_sec)
     raise AssertionError("the last try returns or raises")
 

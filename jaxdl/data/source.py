@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import json
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import ClassVar, NamedTuple
@@ -199,6 +200,10 @@ class ImageArrays(Source):
 
     def __len__(self) -> int:
         return len(self._labels)
+
+    def content(self) -> str:
+        """A checksum of images and labels."""
+        return f"{zlib.crc32(np.ascontiguousarray(self._images).data):08x}{zlib.crc32(self._labels.data):08x}"
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Copies of the examples' rows."""

@@ -149,6 +149,8 @@ class TarRecords(Records):
         shard, offset, length, label = (int(value) for value in self._rows[index])
         try:
             found = remote.read(self._addresses[shard], offset, length)
+        except remote.Outage:
+            raise
         except OSError as error:
             raise BadRecord(f"it cannot be read ({error.strerror or error})") from None
         if len(found) < length:

@@ -208,7 +208,7 @@ class TFDSRecords(Records):
         files = sorted(map(str, builder.info.splits[self._split].filepaths))
         marks = [[Path(file).name, *_size_and_time(file)] for file in files]
         self._identity = f"{builder.info.full_name} {self._split} {marks}"
-        self._content = f"{builder.info.full_name} {self._split} {[mark[:2] for mark in marks]}"
+        self._content = f"{builder.info.full_name} {self._split} {len(self._stored)}"
 
     def __getstate__(self) -> tuple[TFDS, str]:
         return self._config, self._split
@@ -224,7 +224,7 @@ class TFDSRecords(Records):
 
     @property
     def content(self) -> str:
-        """Name, version, split, and the sizes of its files."""
+        """Name, version, split and number of examples: under a version they do not change."""
         return self._content
 
     def __len__(self) -> int:
