@@ -40,8 +40,8 @@ _HEIGHT, _WIDTH, _BYTES, _MADE = 375, 500, 110_000, 384
 _WARM_UP, _WARM_UP_OF_WORKER = 6, 4
 """Batches before a side's time is taken: more than it had ahead, itself and for each worker, from the others' turns."""
 _NOTE = (
-    "Sides with a cache cut their parts out of its images, whose shorter side is 256; tf.data resizes without antialiasing "
-    "unless it is said."
+    "Sides with a cache cut their parts out of its images, whose shorter side is 256; tf.data resizes without "
+    "antialiasing unless it is said."
 )
 _BASE = "jaxdl"
 """The side that the others are compared with."""
