@@ -202,6 +202,23 @@ def test_stems_reduce_the_image_by_their_stride(stem, size):
     assert seen == [(1, size, size, 4)]
 
 
+@pytest.mark.parametrize("size", [(32, 48), (62, 30)])
+def test_space_to_depth_is_the_same_function(size):
+    image = np.random.default_rng(3).normal(size=(2, *size, 3)).astype(np.float32)
+    found = []
+    for changed in (False, True):
+        config = ResNet(depth=18, width=4, space_to_depth=changed)
+        network = Network(config.build(num_classes=7, channels=3, dtype=jnp.float32))
+        params, stats = random_weights(network)
+
+        def loss(params, network=network, stats=stats):
+            return jnp.sum(jnp.sin(network.apply(params, stats, image, train=False)[0]))
+
+        found.append((run(network, params, stats, image, train=False)[0], jax.jit(jax.grad(loss))(params)))
+    for one, other in zip(*map(jax.tree.leaves, found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
+
+
 def test_group_norm_examples_do_not_meet():
     network = Network(ResNet(depth=8, width=12, norm="group").build(num_classes=3, channels=1, dtype=jnp.float32))
     params, state = random_weights(network)

@@ -1,8 +1,8 @@
 """The sides of `bench input`, each in a process of its own: `python -m jaxdl.bench.input_sides NAME`.
 
 A side reads its job, a line of JSON, gets ready, answers with a line, and then answers every further line with the
-images a second that it made of so many batches. All cut the same parts out of the same files, in the same order; those with a
-cache draw them on the smaller images that lie there.
+images a second that it made of so many batches. All cut the same parts out of the same files, in the same order; those
+with a cache draw them on the smaller images that lie there.
 """
 
 from __future__ import annotations
