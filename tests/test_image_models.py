@@ -190,6 +190,19 @@ def test_a_fresh_vit_knows_nothing_and_its_positions_differ():
     assert distance[~np.eye(20, dtype=bool)].min() > 0.5
 
 
+@pytest.mark.parametrize(("config", "size"), [(VGG(width=0.05), 28), (AlexNet(width=0.05), 48)])
+def test_images_that_are_too_small_are_refused(config, size):
+    network = network_of(config)
+    _, stats = jax.eval_shape(network.init, jax.random.key(0))
+    with pytest.raises(ConfigError, match=f"{size} x {size} pixels: nothing is left of them"):
+        jax.eval_shape(
+            lambda p, s, x: network.apply(p, s, x, train=True),
+            network.param_shapes,
+            stats,
+            jnp.zeros((1, size, size, 3)),
+        )
+
+
 def test_errors():
     with pytest.raises(ValueError, match="have no effect with batch_norm = False"):
         VGG(batch_norm=False, norm_span="mesh")

@@ -119,7 +119,7 @@ def test_a_cut_file_with_an_odd_header_is_refused():
     content = encoded(photograph(300, 200))
     frame = content.index(b"\xff\xc0")
     behind = frame + 2 + int.from_bytes(content[frame + 2 : frame + 4], "big")
-    odd = content[:behind] + b"\xff" + content[behind:]
+    odd = content[:2] + b"\xff" + content[2:behind] + b"\xff" + content[behind:]
     assert Photo(odd).pixels(bottom=100)[0].shape[1] == 200
     with pytest.raises(BadImage, match="truncated"):
         Photo(odd[: len(odd) * 4 // 10]).pixels(bottom=200)

@@ -193,7 +193,7 @@ def test_damaged_images_are_named_counted_and_passed_over(workers, damaged, open
         for one in splits.test.eval_batches(iter([np.arange(4), np.arange(4, 8)]))
     ]
     assert [line.split(" is passed over: ")[0] for line in sorted(told)] == [
-        "damaged: a/0.jpg", "damaged: a/3.jpg", "damaged: b/1.jpg",
+        "damaged: train/a/3.jpg", "damaged: train/b/1.jpg", "damaged: val/a/0.jpg",
     ]  # fmt: skip
     assert evaluated[0]["mask"].tolist() == [False, True, True, True]
     assert evaluated[1]["mask"].tolist() == [True, True, False, False], "two rows of padding"
@@ -207,7 +207,7 @@ def test_damaged_images_are_named_counted_and_passed_over(workers, damaged, open
 def test_too_many_damaged_images_are_an_error(damaged, opened):
     source = opened(images_of(damaged, max_bad=1)).train
     with pytest.raises(
-        ConfigError, match=r"2 images are damaged, more than photos\.max_bad = 1; the last is [ab]/[13]\.jpg"
+        ConfigError, match=r"2 images are damaged, more than photos\.max_bad = 1; the last is train/[ab]/[13]\.jpg"
     ):
         batches(source)
 

@@ -85,7 +85,6 @@ def main(args: list[str]) -> None:
         files = check_images(images)
         kilobytes = sum(os.path.getsize(name) for name in files) / len(files) / 1e3
         results = measure(command, images, Path(folder), console)
-    kilobytes = sum(os.path.getsize(name) for name in files) / len(files) / 1e3 if command.images else _BYTES / 1e3
     summarize(results)
     title = (
         f"images a second: {len(files)} files of {kilobytes:.0f} kB, random parts made {command.size} x {command.size}"

@@ -23,6 +23,8 @@ REDUCE_SCATTER_THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 Options = dict[str, bool | int | float | str]
 """XLA options: name -> value."""
 
+_replaced: dict[str | None, str | None] = {}
+"""Cache folder that a run has set -> the one before."""
 _OF_ONE_PLATFORM = {"xla_cpu_": "cpu", "xla_gpu_": "gpu", "xla_tpu_": "tpu"}
 
 
@@ -75,12 +77,14 @@ class CompilerConfig(Config):
                 )
 
     def keep_programs(self) -> None:
-        """Has JAX keep what it compiles from now on in `cache_dir`, or where the environment says.
+        """Has JAX keep what it compiles from now on in `cache_dir`, or where it would without jaxdl.
 
         Raises ConfigError for a folder that cannot be written.
         """
-        wanted = os.environ.get("JAX_COMPILATION_CACHE_DIR")
+        present = jax.config.values["jax_compilation_cache_dir"]
+        wanted = _replaced.pop(present, present)
         if self.cache_dir is not None:
+            before = wanted
             wanted = os.path.expanduser(self.cache_dir)
             parent = os.path.dirname(os.path.abspath(wanted))
             writable = os.access(wanted if os.path.exists(wanted) else parent, os.W_OK | os.X_OK)
@@ -89,7 +93,8 @@ class CompilerConfig(Config):
                     f"--compiler.cache-dir {self.cache_dir}: no folder that can be written, nor one to be made in "
                     f"{parent}. Make it, or choose another."
                 )
-        if jax.config.values["jax_compilation_cache_dir"] != wanted:
+            _replaced[wanted] = before
+        if present != wanted:
             jax.config.update("jax_compilation_cache_dir", wanted)
             compilation_cache.reset_cache()  # It looks for the folder when the first program is compiled.
 

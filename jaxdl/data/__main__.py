@@ -16,6 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from jaxdl.cluster import BROKEN, ClusterError
 from jaxdl.config import ConfigError, end_interrupted, fail, load_file, parse, take_choices
 from jaxdl.data.photos import PhotoSource, Studio
 from jaxdl.data.store import num_records
@@ -36,6 +37,9 @@ def main(args: list[str] | None = None) -> None:
         prepare(*_experiment(line[1:]))
     except ConfigError as error:
         fail(str(error))
+    except ClusterError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(BROKEN) from None
     except KeyboardInterrupt:
         end_interrupted()
 

@@ -92,13 +92,16 @@ class FolderRecords(Records):
     def read(self, index: int) -> tuple[bytes, int]:
         """The file and its class. Raises BadRecord for one that cannot be read."""
         try:
-            return remote.read(self._root + self.name(index)), int(self._labels[index])
+            return remote.read(self._root + self._below(index)), int(self._labels[index])
         except remote.Outage:
             raise
         except OSError as error:
             raise BadRecord(f"it cannot be read ({error.strerror or error})") from None
 
     def name(self, index: int) -> str:
-        """Its path below the folder."""
+        """Its path, from the name of the folder on."""
+        return self._root.rstrip("/").rsplit("/", 1)[-1] + "/" + self._below(index)
+
+    def _below(self, index: int) -> str:
         start = int(self._ends[index - 1]) if index else 0
         return self._names[start : int(self._ends[index]) - 1].tobytes().decode()

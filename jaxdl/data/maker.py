@@ -102,7 +102,8 @@ class Maker:
         for row, (index, epoch) in enumerate(zip(work.indices, work.epochs, strict=True)):
             index, epoch = int(index), int(epoch)
             if work.view is None:
-                self._fetch(work.split, index, made)
+                if not made.outages and len(made.bad) <= self._recipe.max_bad:  # Otherwise the run ends.
+                    self._fetch(work.split, index, made)
                 continue
             label = self._row(work, work.view, index, epoch, images[row], made) if index >= 0 else None
             if label is None:
@@ -207,9 +208,9 @@ class Maker:
     def _store(self, tiers: list[Store], index: int, record: Record, made: Made) -> None:
         if tiers:
             start = time.perf_counter()
-            for tier in tiers:
-                tier.put(index, record)
-            _lap(made, "store", start)
+            kept = [tier.put(index, record) for tier in tiers]
+            if any(kept):
+                _lap(made, "store", start)
 
 
 def _why(error: Exception) -> str:

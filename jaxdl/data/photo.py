@@ -159,6 +159,9 @@ def _jpeg_header(encoded: bytes) -> tuple[int, int | None]:
     """
     place, orientation, frame, colours = 2, None, None, 0
     while place + 10 <= len(encoded) and encoded[place] == 0xFF:
+        if encoded[place + 1] == 0xFF:  # A byte of filling.
+            place += 1
+            continue
         marker, length = encoded[place + 1], int.from_bytes(encoded[place + 2 : place + 4], "big")
         if marker in (0xC0, 0xC1):  # Start of frame: length, bits, rows, columns, number of colours.
             frame, colours = place + 5, encoded[place + 9]

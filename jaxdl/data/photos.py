@@ -7,6 +7,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
+import math
 import os
 import re
 import threading
@@ -359,7 +360,16 @@ def num_cpus() -> int:
     """CPUs that this process may use: at most its share of the host's, where several processes of the run are on it."""
     every = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
-    return max(1, min(allowed, every // processes_of_host()))
+    return max(1, min(allowed, every // processes_of_host(), _quota()))
+
+
+def _quota() -> int:
+    """CPUs that a container may keep busy."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return math.ceil(int(limit) / int(period))
+    except (OSError, ValueError):  # No such file, or "max": no limit.
+        return os.cpu_count() or 1
 
 
 def processes_of_host() -> int:

@@ -123,6 +123,8 @@ def read(address: str, start: int = 0, length: int | None = None) -> bytes:
         except Exception as error:  # Each cloud's library raises kinds of its own.
             if not is_remote(address) and getattr(error, "errno", None) not in _PASSING:
                 raise
+            if pause_sec is None and not is_remote(address) and getattr(error, "errno", None) == errno.EIO:
+                raise  # A bad place of a disk stays bad.
             if pause_sec is None:
                 raise Outage(f"{address}: {type(error).__name__}: {error}") from None
             time.sleep(pause_sec)

@@ -102,8 +102,10 @@ def _read_through(shard: int, found: remote.Found) -> np.ndarray:
                     label = _label(suffix, content.read())
                     if label is not None:
                         labels[key] = label
-    except (tarfile.TarError, OSError, ValueError) as error:
+    except (tarfile.TarError, ValueError) as error:
         raise ConfigError(f"{found.address}: it is no tar file of images and labels ({error}).") from None
+    except Exception as error:  # Each cloud's library raises kinds of its own.
+        raise ConfigError(f"{found.address}: it cannot be read ({type(error).__name__}: {error}).") from None
     rows = [(shard, *place, labels[key]) for key, place in images.items() if key in labels]
     return np.array(rows, np.int64).reshape(-1, 4)
 

@@ -24,8 +24,8 @@ class NormConfig(Protocol):
         ...
 
     @property
-    def norm_span(self) -> Literal["replica", "mesh"]:
-        """Whose batch the statistics are of."""
+    def norm_span(self) -> str:
+        """Whose batch the statistics are of: "mesh" for all of it."""
         ...
 
     @property

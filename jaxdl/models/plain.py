@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 
-from jaxdl.config import Config, Kind
+from jaxdl.config import Config, ConfigError, Kind
 from jaxdl.models.layers import Head, Norm, conv
 
 _VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
@@ -78,7 +78,7 @@ class VGG(PlainConfig):
 
     @pydantic.model_validator(mode="after")
     def _norm_fits(self) -> VGG:
-        if not self.batch_norm and (self.norm_span != "replica" or self.norm_momentum is not None):
+        if not self.batch_norm and (self.norm_span == "mesh" or self.norm_momentum is not None):
             raise ValueError("norm_span and norm_momentum have no effect with batch_norm = False. Remove them.")
         return self
 
@@ -133,7 +133,10 @@ class PlainModule(nnx.Module):
         self.head = Head(hidden, num_classes, rngs, dtype=dtype)
 
     def __call__(self, image: jax.Array, *, train: bool) -> jax.Array:
-        """Normalized image [batch, height, width, channel] -> logits, float32 [batch, num_classes]."""
+        """Normalized image [batch, height, width, channel] -> logits, float32 [batch, num_classes].
+
+        Raises ConfigError for images that the poolings leave nothing of.
+        """
         x = image
         for number, pooled in enumerate(self.pools, start=1):
             x = getattr(self, f"conv{number}")(x)
@@ -142,6 +145,8 @@ class PlainModule(nnx.Module):
             x = nnx.relu(x)
             if pooled:
                 x = nnx.max_pool(x, (self.pool, self.pool), strides=(2, 2))
+        if 0 in x.shape:
+            raise ConfigError(f"{image.shape[1]} x {image.shape[2]} pixels: nothing is left of them after the poolings")
         if self.norm_grid:
             x = self.grid_norm(x, train=train)
         x = averaged(x, self.grid)
