@@ -246,4 +246,6 @@ def _samples() -> deque[tuple[float, int]]:
 
 def _label(name: str) -> str:
     name = name.removeprefix("train/").removeprefix("exchange/")
-    return {"learning_rate": "lr", "input/wait": "data_wait"}.get(name, name)
+    names = {"learning_rate": "lr", "input/wait": "data_wait"}
+    names |= {f"input/hits/{tier}": f"from_{tier}" for tier in ("memory", "disk")}
+    return names.get(name, name)

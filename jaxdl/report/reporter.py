@@ -263,10 +263,13 @@ class Reporter:
 def _worth_a_look(name: str, value: Any) -> bool:
     """Whether a metric is for the display too. Of an exchange only what it saves and what it owes are, if anything.
 
-    And of the input the share of the time that the step waited for it, when that is worth a look.
+    And of the input the share of the time that the step waited for it, when that is worth a look, and of the images
+    that came from the cache.
     """
     if name.startswith("input/"):
-        return name == "input/wait" and value >= 0.05
+        return (name == "input/wait" and value >= 0.05) or (
+            name.startswith("input/hits/") and name != "input/hits/origin" and value > 0
+        )
     neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0, "train/bad_steps": 0.0}
     if name in neutral:
         return not math.isclose(value, neutral[name], rel_tol=1e-5)
