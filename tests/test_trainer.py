@@ -153,7 +153,9 @@ def test_without_a_workdir_nothing_is_left_on_disk(tmp_path, monkeypatch):
     run = jaxdl.train(TINY.replaced({"steps": 3, "evaluation": {}, "checkpoint": {}}), quiet=True, devices=FOUR)
     assert run.summary["steps"] == 3
     assert not list(tmp_path.iterdir())
-    assert not {thread for thread in threading.enumerate() if "jaxdl" in thread.name} - threads
+    for thread in {thread for thread in threading.enumerate() if "jaxdl" in thread.name} - threads:
+        thread.join(timeout=10)  # One that is at its end may still be there for a moment.
+        assert not thread.is_alive(), thread.name
 
 
 @pytest.mark.parametrize("num_test", [1, 37, 48])
