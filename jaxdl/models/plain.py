@@ -51,7 +51,7 @@ class AlexNet(PlainConfig):
     """AlexNet (Krizhevsky et al. 2012) in one tower, without groups and dropout, and with batch norm after every layer.
 
     Batch norm in place of local response normalization is what You et al. (arXiv 1708.03888) needed for large batches;
-    Jia et al. (arXiv 1807.11205, section 3.1) needed one more, after the last pooling, for 64 k images.
+    Jia et al. (arXiv 1807.11205) needed one more, after the last pooling, for 64 k images.
     """
 
     kind: Annotated[Literal["alexnet"], Kind] = "alexnet"

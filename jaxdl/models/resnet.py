@@ -38,7 +38,7 @@ class ResNet(Config):
     takes the family's."""
     space_to_depth: bool = False
     """Compute the 7x7 convolution of the imagenet stem as one of 4x4 on 12 channels, four pixels in each: the same
-    function and parameters, in a shape that tensor cores like better. For images of even height and width."""
+    function and parameters, in another shape. For images of even height and width."""
     norm: Literal["batch", "group"] = "batch"
     """Batch normalization, or group normalization (statistics of one example; at most 32 groups)."""
     norm_span: Literal["replica", "mesh"] = "replica"
