@@ -1,0 +1,180 @@
+"""What a large batch costs in accuracy: SGD at a small batch against SGD and LARS at large ones, at equal epochs.
+
+TFDS_DATA_DIR=... python scripts/large_batch.py --config configs/fashion_mnist.py --workdir runs/large_batch
+
+Each variant is one optimizer at one batch size; its learning rate is tuned, at one seed, over the same factors of a
+reference: for SGD 0.2 x batch / 256 (linear scaling, Goyal et al. 2017, section 2.1), for LARS 8. Tuning trains on 90 %
+of the training split and tests on the other 10 %; then each variant trains on all of it with its best rate, once a
+seed, and is tested on the test split. All variants share schedule, momentum and weight decay. "LARS, no masks" has
+weight decay and trust ratios on biases and normalization too.
+
+Each run has a folder of its own in the workdir; a run that is finished is not run again, one that was stopped goes on.
+Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the config of all
+runs: `-- --epochs 3`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from trials import parse, same_request
+
+import jaxdl
+from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.experiment import Experiment
+from jaxdl.optim import LARS, SGD, Cosine
+from jaxdl.report import Diverged
+
+SGD_REFERENCE, LARS_REFERENCE = 0.2, 8.0
+"""The learning rates that the factors multiply: of SGD at a batch of 256, of LARS at every batch."""
+
+MOMENTUM, WEIGHT_DECAY, WARMUP = 0.9, 5e-4, 0.2
+"""Of all variants; the warm-up is a share of the run."""
+
+
+class Variant(NamedTuple):
+    """An optimizer at a batch size."""
+
+    optimizer: str
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+        return f"{self.optimizer}, {self.batch_size:,}"
+
+    @property
+    def folder(self) -> str:
+        """The beginning of its runs' folders."""
+        return self.name.replace(" ", "_").replace(",", "")
+
+    def changes(self, factor: float) -> dict[str, Any]:
+        """The fields of an experiment at a factor of the reference."""
+        if self.optimizer == "SGD":
+            rate = factor * SGD_REFERENCE * self.batch_size / 256
+            optimizer = SGD(learning_rate=rate, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+        else:
+            optimizer = LARS(
+                learning_rate=factor * LARS_REFERENCE,
+                momentum=MOMENTUM,
+                weight_decay=WEIGHT_DECAY,
+                exclude_vectors=self.optimizer != "LARS no masks",
+            )
+        return {"batch_size": self.batch_size, "optimizer": optimizer}
+
+
+def main() -> None:
+    """Runs everything that is not finished yet, and reports."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--workdir", type=Path, required=True)
+    parser.add_argument("--small", type=int, default=256, help="the batch that the others are measured against")
+    parser.add_argument("--large", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--factors", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    args, changes = parse(parser)
+    variants = [Variant("SGD", args.small)]
+    variants += [Variant(name, size) for size in args.large for name in ("SGD", "LARS", "LARS no masks")]
+    try:
+        base = jaxdl.load(args.config, changes)
+        if base.epochs is None or not hasattr(base.data, "train_split"):
+            raise ConfigError(f"--config {args.config}: it needs a length in epochs and data with splits.")
+        warmup = Cosine(warmup_epochs=WARMUP * base.epochs)
+        base = base.replaced({"schedule": warmup, "evaluation.batch_size": 1000, "evaluation.every_epochs": 1.0})
+        found = {one.name: measure(args, base, one) for one in variants}
+    except ConfigError as error:
+        fail(str(error))
+    except jaxdl.Interrupted as interrupted:
+        print(interrupted.message, file=sys.stderr)
+        raise
+    except KeyboardInterrupt:
+        end_interrupted()
+    report(args, found)
+
+
+def measure(args: argparse.Namespace, base: Experiment, variant: Variant) -> dict[str, Any]:
+    """The tuning of a variant and its runs at the best rate."""
+    data = base.data.model_copy(update={"train_split": "train[:90%]", "test_split": "train[90%:]"})
+    tuned = {}
+    for factor in args.factors:
+        experiment = base.replaced({"data": data, **variant.changes(factor)})
+        tuned[factor] = accuracy(args.workdir / f"{variant.folder}_x{factor:g}", experiment)["final"]
+    best = max(tuned, key=tuned.__getitem__)
+    runs = [
+        accuracy(
+            args.workdir / f"{variant.folder}_x{best:g}_seed{seed}",
+            base.replaced({"seed": seed, **variant.changes(best)}),
+        )
+        for seed in args.seeds
+    ]
+    rate = variant.changes(best)["optimizer"].learning_rate
+    return {"variant": variant._asdict(), "tuned": tuned, "learning_rate": rate, "runs": runs}
+
+
+def accuracy(workdir: Path, experiment: Experiment) -> dict[str, Any]:
+    """The final test accuracy of a run and its course, (epoch, accuracy); 0 if it diverged."""
+    same_request(workdir, experiment.model_dump(mode="json"))
+    print(f"--- {workdir}", flush=True)
+    try:
+        history = jaxdl.train(experiment, workdir, quiet=True).history
+    except Diverged as error:
+        print(error)
+        return {"final": 0.0, "course": []}
+    rows = zip(history["epoch"], history["eval/accuracy"], strict=True)
+    course = [(epoch, value) for epoch, value in rows if value is not None and value == value]
+    return {"final": course[-1][1], "course": course}
+
+
+def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Prints the table and writes both files."""
+    (args.workdir / "large_batch.json").write_text(json.dumps(found, indent=2) + "\n")
+    columns = ("optimizer, batch", *(f"x {factor:g}" for factor in args.factors), "rate", "mean", "lowest", "highest")
+    table = Table(*columns, "difference", title=f"{args.config}: tuning (held out), then test accuracy")
+    first = None
+    for name, one in found.items():
+        finals = [run["final"] for run in one["runs"]]
+        mean = statistics.fmean(finals)
+        first = mean if first is None else first
+        tuned = (f"{value:.4f}" if value else "diverged" for value in one["tuned"].values())
+        numbers = (f"{value:.4f}" for value in (mean, min(finals), max(finals)))
+        table.add_row(name, *tuned, f"{one['learning_rate']:g}", *numbers, f"{100 * (mean - first):+.2f} points")
+    Console(width=160).print(table)
+    plot(args.workdir / "large_batch.png", found)
+    print(f"written: {args.workdir / 'large_batch.json'}, {args.workdir / 'large_batch.png'}")
+
+
+def plot(path: Path, found: dict[str, Any]) -> None:
+    """Draws the tuning, the course of one seed and the final accuracies."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
+    for place, (name, one) in enumerate(found.items()):
+        points = [(float(factor), value) for factor, value in one["tuned"].items() if value]
+        left.plot(*zip(*points, strict=True), "o-", label=name, color=f"C{place}", markersize=4)
+        course = one["runs"][0]["course"]
+        if course:
+            middle.plot(*zip(*course, strict=True), color=f"C{place}")
+        finals = [run["final"] for run in one["runs"]]
+        right.plot(finals, [place] * len(finals), "o", alpha=0.7, color=f"C{place}")
+        right.plot(statistics.fmean(finals), place, "k|", markersize=16)
+    left.set(xlabel="learning rate / reference", ylabel="held-out accuracy (tuning)", xscale="log")
+    left.legend(fontsize=8)
+    middle.set(xlabel="epoch", ylabel="test accuracy (first seed)")
+    right.set_yticks(range(len(found)), list(found), fontsize=8)
+    right.invert_yaxis()
+    right.set(xlabel="final test accuracy (each seed, and their mean)")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
