@@ -6,18 +6,18 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from jaxdl.plan import Plan, compile_steps
+from jaxdl.plan import Plan, Steps, compile_steps
 from jaxdl.timeline import Stretch
 
 
 class CompiledSteps:
-    """The train and evaluation steps of each stretch of a plan, compiled once for each size of batch and image."""
+    """The steps of each stretch of a plan, compiled once for each size of batch and image."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._futures: dict[tuple[Any, ...], Future[Any]] = {}
 
-    def of(self, stretch: Stretch) -> tuple[Any, Any]:
+    def of(self, stretch: Stretch) -> Steps:
         """The steps of a stretch; starts to compile those of the next. Raises what compiling raises."""
         future = self._futures.get(_shape(stretch))
         if future is None:

@@ -54,6 +54,28 @@ def check_batches(experiment: Experiment, ways: int, eval_batch_size: int) -> No
         )
 
 
+def check_norms(experiment: Experiment, num_replicas: int, *, has_norms: bool) -> None:
+    """Raises ConfigError for batch norm over groups of examples that batches cannot be divided into, or without it."""
+    batches = experiment.evaluation.norm_batches
+    if batches is not None and not has_norms:
+        raise ConfigError(
+            f"--evaluation.norm-batches {batches}: model {experiment.model.kind} has no batch norm, so there is "
+            "nothing to estimate. Remove it."
+        )
+    span = getattr(experiment.model, "norm_span", None)
+    if not has_norms or not isinstance(span, int):
+        return
+    for phase in (None, *experiment.phases):
+        size = (phase and phase.batch_size) or experiment.batch_size
+        local = size // num_replicas // experiment.step.microbatches
+        if local % span and (span % local or num_replicas % (span // local)):
+            raise ConfigError(
+                f"--model.norm-span {span}: a batch of {size} cannot be divided into groups of {span}. A replica has "
+                f"{local} of its examples at a time ({num_replicas} replicas, {experiment.step.microbatches} "
+                f"micro-batches): choose a divisor of {local}, or {local} times a number of replicas."
+            )
+
+
 def check_tensor_dims(config: ShardingConfig, network: Network) -> None:
     """Raises ConfigError for a name that no dimension has, neither of this model's nor in the default list."""
     axes = jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple))

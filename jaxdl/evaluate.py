@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pydantic
 
 from jaxdl.config import Periodic
 from jaxdl.mesh import batch_sharding
-from jaxdl.state import replicated
+from jaxdl.state import TrainState, replicated
 from jaxdl.step import Batch, Parts, apply_network
 
 _MAX_IN_FLIGHT = 4
@@ -31,6 +32,10 @@ class EvaluationConfig(Periodic):
 
     batch_size: int | None = pydantic.Field(default=None, ge=1)
     """Global batch size of the evaluation; None takes that of the training."""
+    norm_batches: int | None = pydantic.Field(default=None, ge=1)
+    """Before each evaluation, replace batch norm's running statistics by the means over so many training batches, at
+    the parameters that are evaluated (Wu and Johnson, arXiv 2105.07576: precise batch norm). They are saved with them.
+    None keeps the running ones, which lag behind when a run has few steps."""
 
 
 def make_eval_step(parts: Parts) -> Any:
@@ -49,6 +54,45 @@ def make_eval_step(parts: Parts) -> Any:
         in_shardings=(shardings.params, shardings.model_state, batch_sharding(parts.layout.mesh)),
         out_shardings=replicated(parts.layout),
     )
+
+
+def make_norm_step(parts: Parts) -> Any:
+    """The jitted function `(params, model_state, key, batch) -> model_state`: the batch statistics of a training batch.
+
+    The batch is augmented as in training, and it is a single one, not one for each replica.
+    """
+    shardings = parts.state_spec.shardings
+
+    def norm_step(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> Any:
+        batch = parts.task.augmented(batch, jax.random.wrap_key_data(key))
+        return apply_network(parts, parts.layout, params, model_state, batch, train=True, forget=True)[1]
+
+    return jax.jit(
+        norm_step,
+        in_shardings=(shardings.params, shardings.model_state, shardings.key, batch_sharding(parts.layout.mesh)),
+        out_shardings=shardings.model_state,
+    )
+
+
+def estimate_norms(
+    norm_step: Callable[..., Any],
+    state: TrainState,
+    batches: Iterable[Batch],
+    *,
+    poll: Callable[[], None] = lambda: None,
+) -> TrainState:
+    """The state with the means of the batch statistics over `batches`, at the parameters to evaluate.
+
+    One batch at a time; `poll` is that of `evaluate`.
+    """
+    add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new))
+    total, count = None, 0
+    for batch in batches:
+        poll()
+        new = norm_step(state.eval_params, state.model_state, state.key, batch)
+        total, count = new if total is None else add(total, new), count + 1
+        jax.block_until_ready(total)
+    return state.replace(model_state=jax.jit(lambda total: jax.tree.map(lambda x: x / count, total))(total))
 
 
 def evaluate(

@@ -92,8 +92,8 @@ class Experiment(Config):
         if self.phases and (self.epochs is not None or self.steps is not None):
             raise ValueError("phases are set, whose lengths make that of the run. Set epochs and steps to None.")
         if isinstance(self.exchange, TopK) and self.exchange.momentum_correction is not None:
-            for name in ("momentum", "b1"):
-                value = getattr(self.optimizer, name, 0)
+            for name in ("momentum", "momentum_at_peak", "b1"):
+                value = getattr(self.optimizer, name, None)
                 if value:
                     raise ValueError(
                         f"exchange.momentum_correction = {self.exchange.momentum_correction:g} and optimizer.{name} = "

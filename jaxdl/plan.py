@@ -9,19 +9,26 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.checks import check_batches, check_phases, check_same_examples, check_tensor_dims, check_warmup
+from jaxdl.checks import (
+    check_batches,
+    check_norms,
+    check_phases,
+    check_same_examples,
+    check_tensor_dims,
+    check_warmup,
+)
 from jaxdl.cluster import current, start_devices
 from jaxdl.compiler import Options, compiled
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, PhotoSource, Source, Splits, TextSpec
-from jaxdl.evaluate import make_eval_step
+from jaxdl.evaluate import make_eval_step, make_norm_step
 from jaxdl.exchange import (
     Auto,
     Compressed,
@@ -43,6 +50,7 @@ from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, Device, batch_ways, make_mesh
 from jaxdl.models import Network
+from jaxdl.optim import momentum_course
 from jaxdl.sharding import STACKED, Layout, grad_specs, named
 from jaxdl.state import TrainState, init_state, make_state_spec
 from jaxdl.step import Parts, make_train_step
@@ -117,6 +125,8 @@ def make_plan(
     asked = experiment
     experiment, reasons = settled(asked, splits.train.spec, mesh, before)
     parts = make_parts(experiment, splits.train.spec, mesh, timeline)
+    has_norms = bool(jax.tree.leaves(parts.state_spec.shapes.model_state))
+    check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=has_norms)
     plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons)
     _check_sizes(plan)
     return plan
@@ -141,13 +151,10 @@ def make_parts(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, t
         )
     network = _network(experiment, spec)
     check_tensor_dims(experiment.sharding, network)
-    schedule = experiment.schedule.build(
-        peak=experiment.optimizer.learning_rate,
-        total_steps=timeline.scheduled_steps,
-        steps_per_epoch=timeline.steps_per_epoch,
-    )
-    learning_rate = timeline.learning_rate(schedule)
-    optimizer = experiment.optimizer.build(learning_rate, network.axes)
+    length = {"total_steps": timeline.scheduled_steps, "steps_per_epoch": timeline.steps_per_epoch}
+    schedule = experiment.schedule.build(peak=experiment.optimizer.learning_rate, **length)
+    learning_rate, cycle = timeline.learning_rate(schedule), timeline.scheduled(experiment.schedule.cycle(**length))
+    optimizer = experiment.optimizer.build(learning_rate, network.axes, cycle)
     layout = Layout(experiment.sharding, mesh)
     exchange = _make_exchange(experiment, network, spec, layout)
     use_ema = experiment.step.ema_decay is not None
@@ -157,6 +164,7 @@ def make_parts(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, t
         data_spec=spec,
         optimizer=optimizer,
         learning_rate=learning_rate,
+        momentum=momentum_course(experiment.optimizer, cycle),
         exchange=exchange,
         precision=experiment.precision,
         layout=layout,
@@ -294,13 +302,29 @@ def make_exchange_state(plan: Plan) -> Any:
     )()
 
 
-def compile_steps(plan: Plan, stretch: Stretch | None = None) -> tuple[Any, Any]:
-    """The compiled train and evaluation steps of a stretch (the first); calls with other shapes are errors."""
+class Steps(NamedTuple):
+    """The compiled functions of a stretch; calls with other shapes are errors."""
+
+    train: Any
+    """`jaxdl.step.make_train_step`."""
+    evaluate: Any
+    """`jaxdl.evaluate.make_eval_step`."""
+    norm: Any
+    """`jaxdl.evaluate.make_norm_step`, where batch norm's statistics are estimated for each evaluation; else None."""
+
+
+def compile_steps(plan: Plan, stretch: Stretch | None = None) -> Steps:
+    """The compiled steps of a stretch (the first)."""
     stretch = stretch or plan.timeline.stretches[0]
-    state, (_, test) = plan.parts.state_spec.abstract(), plan.sources(stretch)
-    return compile_train_step(plan, stretch), make_eval_step(plan.parts).lower(
+    state, (train, test) = plan.parts.state_spec.abstract(), plan.sources(stretch)
+    evaluating = make_eval_step(plan.parts).lower(
         state.eval_params, state.model_state, _batch_shapes(test, plan.eval_batch_size, evaluating=True)
-    ).compile()
+    )
+    norm = None
+    if plan.experiment.evaluation.norm_batches is not None:
+        batch = _batch_shapes(train, stretch.batch_size, evaluating=False)
+        norm = make_norm_step(plan.parts).lower(state.eval_params, state.model_state, state.key, batch).compile()
+    return Steps(compile_train_step(plan, stretch), evaluating.compile(), norm)
 
 
 def compile_train_step(plan: Plan, stretch: Stretch | None = None) -> Any:

@@ -90,15 +90,19 @@ class BFloat16(_Precision):
 
 
 class Float16(_Precision):
-    """Activations, and weights while used, in float16, with a dynamic loss scale.
+    """Activations, and weights while used, in float16, with a loss scale.
 
     A step whose gradients are not finite changes nothing but the scale, which falls; after `growth_interval_steps`
-    good ones it grows. It stays between `min_scale` and `max_scale`. Source: Micikevicius et al., arXiv 1710.03740.
+    good ones it grows. It stays between `min_scale` and `max_scale` (Micikevicius et al., arXiv 1710.03740). A `static`
+    one never changes, as in Jia et al., arXiv 1807.11205. Either way the optimizer has float32 gradients without the
+    scale: in float16 many of LARS's updates would be zero (Jia et al.).
     """
 
     kind: Annotated[Literal["float16"], Kind] = "float16"
     initial_scale: float = pydantic.Field(default=2.0**15, gt=0)
     """The loss is multiplied by this before it is differentiated."""
+    static: bool = False
+    """Keep the scale as it is. Steps whose gradients are not finite are passed over all the same."""
     growth_interval_steps: int = pydantic.Field(default=2000, ge=1)
     """Good steps in a row after which the scale grows."""
     factor: float = pydantic.Field(default=2.0, gt=1)
@@ -110,7 +114,12 @@ class Float16(_Precision):
 
     @pydantic.model_validator(mode="after")
     def _order(self) -> Float16:
-        if not self.min_scale <= self.initial_scale <= self.max_scale:
+        changed = self.model_fields_set & {"growth_interval_steps", "factor", "min_scale", "max_scale"}
+        defaults = {name: type(self).model_fields[name].default for name in changed}
+        idle = sorted(name for name, value in defaults.items() if getattr(self, name) != value)
+        if self.static and idle:
+            raise ValueError(f"{', '.join(idle)}: no effect on a scale that stays as it is. Remove it, or static.")
+        if not self.static and not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
                 f"initial_scale {self.initial_scale:g} must lie between min_scale {self.min_scale:g} "
                 f"and max_scale {self.max_scale:g}."
@@ -124,8 +133,8 @@ class Float16(_Precision):
 
     @property
     def lowest_scale(self) -> float:
-        """`min_scale`."""
-        return self.min_scale
+        """`min_scale`, or the scale that stays."""
+        return self.initial_scale if self.static else self.min_scale
 
     def init_loss_scale(self) -> LossScale:
         """`initial_scale`, no step counted."""
@@ -141,7 +150,7 @@ class Float16(_Precision):
         grow = good_steps >= self.growth_interval_steps
         changed = jnp.where(finite, jnp.where(grow, scale * self.factor, scale), scale / self.factor)
         return {
-            "scale": jnp.clip(changed, self.min_scale, self.max_scale),
+            "scale": scale if self.static else jnp.clip(changed, self.min_scale, self.max_scale),
             "good_steps": jnp.where(grow, 0, good_steps),
             "skipped_steps": loss_scale["skipped_steps"] + jnp.where(finite, 0, 1),
         }

@@ -40,10 +40,22 @@ class ShardingConfig(Config):
 
     param_sharding: Literal["sharded", "replicated"] = "sharded"
     """`sharded` splits parameters over `fsdp` (FSDP, ZeRO-3); `replicated` keeps them whole (plain data parallel)."""
+    update_sharding: Literal["parameters", "sharded"] = "parameters"
+    """Where the update is computed and the optimizer's state is kept: `parameters`, as they lie; `sharded` splits both
+    over `fsdp` though parameters are replicated (ZeRO-1): each device updates a part, and the parts are gathered."""
     tensor_dims: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab", "channel_out", "classes")
     """Logical dimensions that `tensor` splits."""
     min_shard_elements: int = pydantic.Field(default=256, ge=1)
     """Parameters with fewer elements (in one layer) stay whole on every device."""
+
+    @pydantic.model_validator(mode="after")
+    def _update_can_be_split(self) -> ShardingConfig:
+        if self.update_sharding == "sharded" and self.param_sharding == "sharded":
+            raise ValueError(
+                "update_sharding = sharded has no effect with param_sharding = sharded: the update is split as the "
+                "parameters are. Remove it, or set param_sharding = replicated."
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -80,11 +92,19 @@ class Layout:
         """The PartitionSpec of a parameter's gradient while it is exchanged over `replica`.
 
         With several replicas it is split over `fsdp` even where the parameter is kept whole, so that each device
-        exchanges a part of it: reduce-scatter, exchange, all-gather.
+        exchanges a part of it: reduce-scatter, exchange, all-gather. So it is where the update is split.
         """
-        if self.mesh.shape[Axis.REPLICA] == 1 or self.config.param_sharding == "sharded":
-            return self.param_spec(axes, shape)
-        split = self.config.replaced({"param_sharding": "sharded"})
+        alone = self.mesh.shape[Axis.REPLICA] == 1
+        return self.update_spec(axes, shape) if alone else self._split_spec(axes, shape)
+
+    def update_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The PartitionSpec of a parameter while it is updated, and of what the optimizer keeps of it."""
+        split = self.config.update_sharding == "sharded"
+        return self._split_spec(axes, shape) if split else self.param_spec(axes, shape)
+
+    def _split_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The PartitionSpec that a parameter has when parameters are split over `fsdp`."""
+        split = self.config.replaced({"param_sharding": "sharded", "update_sharding": "parameters"})
         return dataclasses.replace(self, config=split).param_spec(axes, shape)
 
     def gathered(self, spec: PartitionSpec) -> PartitionSpec:
@@ -162,6 +182,21 @@ def statistics_axis() -> str | None:
     if layout is None or axis not in layout.manual or layout.mesh.shape[axis] == 1:
         return None
     return axis
+
+
+def mean_of_neighbours(x: jax.Array, num: int) -> jax.Array:
+    """The mean of `x` over `num` neighbouring replicas; `x` where a call does not see one replica's part of the batch.
+
+    Raises ConfigError when the replicas cannot be divided so.
+    """
+    axis = statistics_axis()
+    if axis is None:
+        return x
+    replicas = lax.axis_size(axis)
+    if replicas % num:
+        raise ConfigError(f"norm_span: {replicas} replicas cannot be divided into groups of {num}")
+    groups = lax.all_gather(x, axis).reshape(replicas // num, num, *x.shape).mean(axis=1)
+    return lax.dynamic_index_in_dim(groups, lax.axis_index(axis) // num, keepdims=False)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -276,6 +311,11 @@ def param_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
 def grad_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
     """The tree of PartitionSpecs of the gradients while they are exchanged; arguments as of `param_specs`."""
     return jax.tree.map(lambda names, x: layout.grad_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
+
+
+def update_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
+    """The tree of PartitionSpecs of the parameters while they are updated; arguments as of `param_specs`."""
+    return jax.tree.map(lambda names, x: layout.update_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
 
 
 def _named_sizes(axes: Any, shapes: Any) -> Iterator[tuple[str, int]]:

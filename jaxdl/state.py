@@ -15,7 +15,7 @@ from jaxdl.exchange import Exchange, init_on_mesh, state_specs
 from jaxdl.guard import Guard, GuardConfig
 from jaxdl.models.network import Network
 from jaxdl.precision import LossScale, Precision
-from jaxdl.sharding import Layout, grad_specs, is_spec, named, param_specs
+from jaxdl.sharding import Layout, grad_specs, is_spec, named, param_specs, update_specs
 
 
 @jax.tree_util.register_dataclass
@@ -60,6 +60,8 @@ class StateSpec:
     """PartitionSpecs of the parameters."""
     grads: Any
     """PartitionSpecs of the gradients while they are exchanged."""
+    update: Any
+    """PartitionSpecs of gradients and parameters in the update, and of what the optimizer keeps of a parameter."""
     shapes: TrainState
     """The state's shapes."""
     specs: TrainState
@@ -117,10 +119,12 @@ def make_state_spec(
 ) -> StateSpec:
     """Infers shapes, then specs, then shardings of the whole state; nothing is allocated.
 
-    The optimizer's state follows the parameters. Raises ConfigError when the mesh does not suit the model.
+    The optimizer's state lies as the parameters do in the update. Raises ConfigError when the mesh does not suit the
+    model.
     """
     specs = param_specs(layout, network.axes, network.param_shapes)
     gradient_specs = grad_specs(layout, network.axes, network.param_shapes)
+    split_specs = update_specs(layout, network.axes, network.param_shapes)
     shapes = jax.eval_shape(
         lambda: init_state(
             jax.random.key(0),
@@ -138,7 +142,7 @@ def make_state_spec(
         optimizer,
         lambda _, spec: spec,
         shapes.opt_state,
-        specs,
+        split_specs,
         transform_non_params=lambda _: PartitionSpec(),
         is_leaf=is_spec,
     )
@@ -153,7 +157,7 @@ def make_state_spec(
         guard=_whole(shapes.guard),
         key=PartitionSpec(),
     )
-    return StateSpec(specs, gradient_specs, shapes, whole_specs, named(layout.mesh, whole_specs))
+    return StateSpec(specs, gradient_specs, split_specs, shapes, whole_specs, named(layout.mesh, whole_specs))
 
 
 def _whole(tree: Any) -> Any:

@@ -30,7 +30,7 @@ from jaxdl.guard import GuardConfig, choose
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.models.network import Network
 from jaxdl.precision import Precision, cast_weights
-from jaxdl.sharding import Layout, gather_params, is_spec, spec_axes, use_layout
+from jaxdl.sharding import Layout, gather_params, is_spec, named, spec_axes, use_layout
 from jaxdl.state import StateSpec, TrainState, replicated
 from jaxdl.tasks import Task
 
@@ -59,6 +59,8 @@ class Parts:
     data_spec: Any
     optimizer: optax.GradientTransformation
     learning_rate: Callable[[Any], Any]
+    momentum: Callable[[Any], Any] | None
+    """Where it changes over the run."""
     exchange: Exchange
     precision: Precision
     layout: Layout
@@ -72,8 +74,8 @@ def make_train_step(parts: Parts) -> Any:
 
     The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded over
     `(replica, fsdp)`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
-    `exchange/...`, with float16 `loss_scale` and `skipped_steps`, and with the guard `bad_steps` (so far) and
-    `bad_in_row`; of a step that is skipped `grad_norm` and `exchange/...` are NaN.
+    `momentum` where it changes, `exchange/...`, with float16 `loss_scale` and `skipped_steps`, and with the guard
+    `bad_steps` (so far) and `bad_in_row`; of a step that is skipped `grad_norm` and `exchange/...` are NaN.
     """
     shardings = parts.state_spec.shardings
 
@@ -104,9 +106,12 @@ def make_train_step(parts: Parts) -> Any:
 
 
 def apply_network(
-    parts: Parts, layout: Layout, params: Any, model_state: Any, batch: Batch, *, train: bool
+    parts: Parts, layout: Layout, params: Any, model_state: Any, batch: Batch, *, train: bool, forget: bool = False
 ) -> tuple[jax.Array, Any]:
-    """`(outputs, model_state)` of the network on a batch, in the precision's dtype and laid out by `layout`."""
+    """`(outputs, model_state)` of the network on a batch, in the precision's dtype and laid out by `layout`.
+
+    `train` and `forget` are those of `Network.apply`.
+    """
     matmul = (
         jax.default_matmul_precision(parts.precision.matmul) if parts.precision.matmul else jax.named_scope("model")
     )
@@ -114,7 +119,7 @@ def apply_network(
         used = cast_weights(params, parts.network.axes, parts.precision.dtype)
         used = gather_params(used, parts.network.axes)
         inputs = parts.task.inputs(batch, parts.data_spec)
-        return parts.network.apply(used, model_state, *inputs, train=train)
+        return parts.network.apply(used, model_state, *inputs, train=train, forget=forget)
 
 
 def _local_gradients(
@@ -227,8 +232,8 @@ def _guarded(
         if not state.guard:
             overflow = ~kept
     bad = ~kept & ~overflow
-    rate, more = more["learning_rate"], jax.tree.map(lambda x: jnp.where(kept, x.astype(jnp.float32), jnp.nan), more)
-    more["learning_rate"] = rate
+    planned = {name: more[name] for name in ("learning_rate", "momentum") if name in more}
+    more = jax.tree.map(lambda x: jnp.where(kept, x.astype(jnp.float32), jnp.nan), more) | planned
     changed = choose(kept, changed, state)
     guard = parts.guard.next_guard(state.guard, loss, kept=kept, bad=bad)
     more |= {name: guard[name].astype(jnp.float32) for name in ("bad_steps", "bad_in_row") if guard}
@@ -244,7 +249,7 @@ def _exchange(parts: Parts, grads: Any, exchange_state: Any, key: jax.Array) -> 
     """Region 3: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard."""
     spec = parts.state_spec
     exchanged = exchanged_on_mesh(
-        parts.exchange, spec.grads, spec.specs.exchange_state, parts.layout.mesh, wanted=spec.params
+        parts.exchange, spec.grads, spec.specs.exchange_state, parts.layout.mesh, wanted=spec.update
     )
     return exchanged(grads, exchange_state, key)
 
@@ -256,8 +261,12 @@ def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Me
     if config.clip_norm is not None:
         factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(grad_norm, jnp.finfo(jnp.float32).tiny))
         grads = jax.tree.map(lambda g: g * factor, grads)
-    updates, opt_state = parts.optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    spec = parts.state_spec
+    old = _laid_out(parts, state.params, spec.update)
+    updates, opt_state = parts.optimizer.update(grads, state.opt_state, old)
+    # Without the first line XLA may gather the updates rather than the parameters, and every device adds them all up.
+    params = _laid_out(parts, optax.apply_updates(old, updates), spec.update)
+    params = _laid_out(parts, params, spec.params)
     ema_params = state.ema_params
     if config.ema_decay is not None:
         # Early on the average is over the steps so far, not over the initial values.
@@ -265,7 +274,16 @@ def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Me
         decay = jnp.minimum(config.ema_decay, (1.0 + num_updates) / (10.0 + num_updates))
         ema_params = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema_params, params)
     metrics = {"grad_norm": grad_norm, "learning_rate": _learning_rate(parts, state)}
+    if parts.momentum is not None:
+        metrics["momentum"] = jnp.float32(parts.momentum(_num_updates(state)))
     return state.replace(params=params, opt_state=opt_state, ema_params=ema_params), metrics
+
+
+def _laid_out(parts: Parts, tree: Any, specs: Any) -> Any:
+    """Parameters laid out as `specs`, unless that is how they always are."""
+    if parts.state_spec.update == parts.state_spec.params:
+        return tree
+    return lax.with_sharding_constraint(tree, named(parts.layout.mesh, specs))
 
 
 def _num_updates(state: TrainState) -> jax.Array:

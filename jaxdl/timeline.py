@@ -98,20 +98,31 @@ class Timeline:
 
         It is in proportion to the batch size (Goyal et al. 2017, section 2.1) and goes on with the examples seen.
         """
-        if all(stretch.batch_size == self._batch_size for stretch in self.stretches):
+        if self._has_one_batch_size:
             return schedule
+
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            passed, factor = self._passed(step)
+            return schedule(passed) * factor
+
+        return learning_rate
+
+    def scheduled(self, course: Callable[[jax.typing.ArrayLike], jax.Array]) -> Callable[..., jax.Array]:
+        """A course over steps of the run's own batch size, as one over the run's steps; the values stay the same."""
+        return course if self._has_one_batch_size else lambda step: course(self._passed(step)[0])
+
+    @property
+    def _has_one_batch_size(self) -> bool:
+        return all(stretch.batch_size == self._batch_size for stretch in self.stretches)
+
+    def _passed(self, step: jax.typing.ArrayLike) -> tuple[jax.Array, jax.Array]:
+        """How many steps of the run's own batch size `step` steps are worth, and what the next one is worth."""
         firsts = np.array(self._firsts, np.float32)
         lengths = np.array([stretch.num_steps for stretch in self.stretches], np.float32)
         lengths[-1] = np.inf
         factors = np.array([stretch.batch_size / self._batch_size for stretch in self.stretches], np.float32)
-
-        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
-            since = jnp.asarray(step, jnp.float32) - firsts
-            passed = jnp.sum(jnp.clip(since, 0, lengths) * factors)
-            factor = jnp.asarray(factors)[jnp.sum(since >= 0) - 1]
-            return schedule(passed) * factor
-
-        return learning_rate
+        since = jnp.asarray(step, jnp.float32) - firsts
+        return jnp.sum(jnp.clip(since, 0, lengths) * factors), jnp.asarray(factors)[jnp.sum(since >= 0) - 1]
 
 
 def make_timeline(

@@ -17,7 +17,7 @@ from jaxdl.checkpoint import Restored
 from jaxdl.cluster import Watchdog, current, pulse
 from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader, eval_batches
-from jaxdl.evaluate import evaluate, max_in_flight
+from jaxdl.evaluate import estimate_norms, evaluate, max_in_flight
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, Device, batch_sharding
 from jaxdl.outcome import Interrupted, Run
@@ -198,7 +198,7 @@ class Session:
         self.stretch = stretch
         self.reporter.status("compiling")
         with self.watch("compile"):
-            self.train_step, self.eval_step = self.stop.run(lambda: self.compiled.of(stretch))
+            self.steps = self.stop.run(lambda: self.compiled.of(stretch))
 
     def start_loop(self) -> None:
         """Makes up for an evaluation that was stopped, and starts to read data."""
@@ -211,18 +211,22 @@ class Session:
         """Starts to read the batches of the steps to come, up to the end of the stretch."""
         if self.step < self.plan.total_steps and self.plan.timeline.stretch(self.step) != self.stretch:
             self.enter(self.plan.timeline.stretch(self.step))
-        stretch = self.stretch
-        self.loader = TrainLoader(
-            self.plan.sources(stretch)[0],
-            batch_size=stretch.batch_size,
-            seed=self.experiment.seed,
-            sharding=batch_sharding(self.parts.layout.mesh),
-            start=self.plan.timeline.position(self.step),
-            num_steps=stretch.first + stretch.num_steps - self.step,
-        )
+        left = self.stretch.first + self.stretch.num_steps - self.step
+        self.loader = self.batches(self.plan.timeline.position(self.step), left)
         self.stack.callback(self.loader.close)
         self.first_batch = True
         self.reporter.status("training")
+
+    def batches(self, start: int, num_steps: int) -> TrainLoader:
+        """The training batches of the stretch from a position of the examples on."""
+        return TrainLoader(
+            self.plan.sources(self.stretch)[0],
+            batch_size=self.stretch.batch_size,
+            seed=self.experiment.seed,
+            sharding=batch_sharding(self.parts.layout.mesh),
+            start=start,
+            num_steps=num_steps,
+        )
 
     def advance(self) -> None:
         """One step, and the evaluation and the checkpoint when they are due after it."""
@@ -247,7 +251,7 @@ class Session:
                 self.state = pass_over(self.state)
                 self.step += 1
             else:
-                self.state, metrics = self.train_step(self.state, batch)
+                self.state, metrics = self.steps.train(self.state, batch)
                 self.step += 1
                 self.reporter.add(self.step, metrics)
         evaluate_now, save_now = self.due(self.experiment.evaluation), self.due(self.experiment.checkpoint)
@@ -270,14 +274,25 @@ class Session:
         self.reporter.status("evaluating")
         sharding = batch_sharding(self.parts.layout.mesh)
         source, size = self.plan.sources(self.stretch)[1], self.plan.eval_batch_size
+        if self.steps.norm is not None:
+            with self.watch("eval"):
+                self.estimate_norms()
         with self.watch("eval"), eval_batches(source, batch_size=size, sharding=sharding) as batches:
-            self.metrics = evaluate(
-                self.parts, self.eval_step, self.state.eval_params, self.state.model_state, batches, poll=self.stop.poll
-            )
+            params, model_state = self.state.eval_params, self.state.model_state
+            step = self.steps.evaluate
+            self.metrics = evaluate(self.parts, step, params, model_state, batches, poll=self.stop.poll)
         self.evaluated_step = self.step
         self.reporter.evaluated(self.step, self.metrics)
         if self.step == self.plan.total_steps:
             self.recovery.check_end(self.metrics["loss"])
+
+    def estimate_norms(self) -> None:
+        """Replaces batch norm's running statistics by those of the last batches, at the parameters to evaluate."""
+        assert self.state is not None
+        stretch, num = self.stretch, self.experiment.evaluation.norm_batches or 0
+        start = max(0, self.plan.timeline.position(self.step) - num * stretch.batch_size)
+        with self.batches(start, num) as batches:
+            self.state = estimate_norms(self.steps.norm, self.state, batches, poll=self.stop.poll)
 
     def save(self) -> None:
         """Starts writing a checkpoint of this step, unless there is one, or the last steps were bad."""

@@ -37,6 +37,7 @@ SHAPES = {
 }
 WEIGHTS = {"conv": {"kernel": True}, "norm": {"bias": False, "scale": False}, "head": {"bias": False, "kernel": True}}
 NUM_STEPS = 20
+CYCLE = Constant(warmup_steps=5).cycle(total_steps=NUM_STEPS, steps_per_epoch=1)
 
 
 def learning_rate(peak: float) -> Any:
@@ -130,6 +131,29 @@ def test_lars_is_mlperf(nesterov, epsilon):
     assert_close(got, run_numpy(mlperf_lars(0.9, 0.1, nesterov, epsilon=epsilon), params, rates))
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("make", [SGD, LARS])
+def test_cycled_momentum(make, nesterov):
+    """LARS has the rate inside the momentum, SGD outside; the momentum is that of the step that uses it."""
+    cycle = Constant(warmup_steps=5).cycle(total_steps=NUM_STEPS, steps_per_epoch=1)
+    strengths = [0.98 - 0.08 * (s + 1) / 5 for s in range(5)] + [0.9 + 0.08 * (s - 5) / 15 for s in range(5, NUM_STEPS)]
+
+    def rule(w, g, s, lr, t, is_weight):
+        m = strengths[t - 1]
+        if make is SGD:
+            s.m = m * s.m + g
+            return w - lr * (g + m * s.m if nesterov else s.m)
+        if is_weight:
+            g = g * 0.001 * np.linalg.norm(w) / np.linalg.norm(g)
+        s.m = m * s.m - lr * g
+        return w + m * s.m - lr * g if nesterov else w + s.m
+
+    params, rates = random_tree(0), learning_rate(0.05)
+    fields = {"momentum": 0.98, "momentum_at_peak": 0.9, "nesterov": nesterov, "weight_decay": 0.0}
+    got = run(make(learning_rate=0.05, **fields).build(rates, AXES, cycle), params)
+    assert_close(got, run_numpy(rule, params, rates))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_lars_is_not_optax_lars(masked):
     params, rates = random_tree(0), learning_rate(8.0)
@@ -202,6 +226,7 @@ ALL = [
     AdamW(weight_decay=0.1),
     LARS(weight_decay=0.1),
     LARS(exclude_vectors=False, trust_ratio_clip=(2e-4, 2e-3)),
+    LARS(momentum=0.98, momentum_at_peak=0.9),
     LAMB(),
     LAMB(exclude_vectors=False),
 ]
@@ -210,7 +235,7 @@ ALL = [
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config.kind)
 def test_state_is_float32_arrays_like_the_parameters(config):
     params = random_tree(0)
-    state = config.build(learning_rate(0.1), AXES).init(params)
+    state = config.build(learning_rate(0.1), AXES, CYCLE).init(params)
     shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
     for leaf in jax.tree.leaves(state):
         assert isinstance(leaf, jax.Array)
@@ -226,8 +251,8 @@ def test_stacked_layers_are_separate_layers(config):
     layers = {name: jax.tree.map(lambda w, i=i: w * 10**i, tree) for i, (name, tree) in enumerate(layers.items())}
     stack = lambda trees: jax.tree.map(lambda *leaves: np.stack(leaves), *trees.values())  # noqa: E731
     optimizers = [
-        config.build(learning_rate(config.learning_rate), dict.fromkeys(layers, layer)),
-        config.build(learning_rate(config.learning_rate), {name: ("layers", *names) for name, names in layer.items()}),
+        config.build(learning_rate(config.learning_rate), axes, CYCLE)
+        for axes in (dict.fromkeys(layers, layer), {name: ("layers", *names) for name, names in layer.items()})
     ]
     trees = [layers, stack(layers)]
     states = [optimizer.init(tree) for optimizer, tree in zip(optimizers, trees, strict=True)]
@@ -295,7 +320,7 @@ def sharded(tree: Any) -> Any:
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config.kind)
 def test_sharded_is_unsharded(config):
-    optimizer = config.build(learning_rate(config.learning_rate), SHARDED_AXES)
+    optimizer = config.build(learning_rate(config.learning_rate), SHARDED_AXES, CYCLE)
     params, grads = random_tree(0, SHARDED_SHAPES), random_tree(1, SHARDED_SHAPES)
     results = []
     for place in (lambda tree: tree, sharded):
@@ -325,6 +350,7 @@ def test_one_all_reduce_serves_all_layers(config):
         (SGD, {"momentum": 1.0}, "momentum"),
         (SGD, {"momentum": 0.0, "nesterov": True}, "no effect at momentum = 0"),
         (SGD, {"exclude_vectors": False}, "no effect at weight_decay = 0"),
+        (LARS, {"momentum_at_peak": 0.9}, "the same as momentum"),
         (AdamW, {"exclude_vectors": False, "weight_decay": 0.0}, "no effect at weight_decay = 0"),
         (AdamW, {"b2": 1.0}, "b2"),
         (LARS, {"momentum": 0.0, "nesterov": True}, "no effect at momentum = 0"),

@@ -49,6 +49,24 @@ def test_closed_form(kind, num_warmup):
         assert got[num_warmup - 1] == np.float32(PEAK)
 
 
+@pytest.mark.parametrize("num_warmup", [0, 1, WARMUP, TOTAL])
+def test_cycle(num_warmup):
+    cycle = Linear(warmup_steps=num_warmup).cycle(total_steps=TOTAL, steps_per_epoch=10)
+    left = TOTAL - num_warmup
+    wanted = [*np.arange(1, num_warmup + 1) / max(1, num_warmup), *np.arange(left, 0, -1) / max(1, left), 0, 0]
+    np.testing.assert_allclose(jax.vmap(cycle)(jnp.arange(TOTAL + 2)), wanted, rtol=1e-6)
+
+
+def test_decay_in_epochs_survives_another_batch_size():
+    for steps_per_epoch in (4.4, 8.8):
+        steps = round(15 * steps_per_epoch)
+        by_epochs = Polynomial(decay_epochs=15.0).build(peak=PEAK, total_steps=TOTAL, steps_per_epoch=steps_per_epoch)
+        by_steps = Polynomial(decay_steps=steps).build(peak=PEAK, total_steps=TOTAL, steps_per_epoch=1)
+        np.testing.assert_array_equal(rates(by_epochs, TOTAL), rates(by_steps, TOTAL))
+    with pytest.raises(ValueError, match="both say how long the decay is"):
+        Polynomial(decay_steps=1, decay_epochs=1.0)
+
+
 @pytest.mark.parametrize("kind", DECAYS)
 def test_epochs_are_steps(kind):
     make, fields, _ = DECAYS[kind]

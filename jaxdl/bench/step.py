@@ -90,7 +90,7 @@ def measure(experiment: Experiment, *, num_steps: int, num_repeats: int) -> dict
         def bare() -> None:
             nonlocal state
             for _ in range(num_steps):
-                state, metrics = session.train_step(state, batch)
+                state, metrics = session.steps.train(state, batch)
                 if not session.run_ahead:
                     jax.block_until_ready(metrics)
             jax.block_until_ready(state)

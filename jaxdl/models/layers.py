@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdl import sharding
+from jaxdl.config import ConfigError
 from jaxdl.precision import float32_matmul
 
 _KERNEL_AXES = ("height", "width", "channel_in", "channel_out")
@@ -24,8 +25,8 @@ class NormConfig(Protocol):
         ...
 
     @property
-    def norm_span(self) -> str:
-        """Whose batch the statistics are of: "mesh" for all of it."""
+    def norm_span(self) -> str | int:
+        """Whose batch the statistics are of: "mesh" for all of it; or of how many examples."""
         ...
 
     @property
@@ -57,7 +58,7 @@ class Norm(nnx.Module):
             "rngs": rngs,
         }
         self.norm: nnx.GroupNorm | nnx.BatchNorm
-        self.spans_mesh = config.norm_span == "mesh"
+        self.span = config.norm_span
         if config.norm == "group":
             self.norm = nnx.GroupNorm(channels, num_groups=math.gcd(32, channels), **common)
         else:
@@ -67,10 +68,37 @@ class Norm(nnx.Module):
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         """The normalized x; in training batch norm uses and updates the statistics of this batch."""
         if isinstance(self.norm, nnx.BatchNorm):
-            if self.spans_mesh and train:
+            if isinstance(self.span, int) and train:
+                return self._normalized_in_groups(self.norm, x, self.span).astype(self.dtype)
+            if self.span == "mesh" and train:
                 self.norm.axis_name = sharding.statistics_axis()
             return self.norm(x, use_running_average=not train).astype(self.dtype)
         return self.norm(x).astype(self.dtype)
+
+    @staticmethod
+    def _normalized_in_groups(norm: nnx.BatchNorm, x: jax.Array, span: int) -> jax.Array:
+        """Batch norm with the statistics of each `span` examples that follow one another; float32.
+
+        The running statistics move towards the means over the groups. A group larger than what is here of the batch
+        takes in neighbouring replicas.
+        """
+        num = x.shape[0]
+        if num % span and span % num:
+            raise ConfigError(f"norm_span = {span}: a batch of {num} examples cannot be divided so")
+        groups = max(1, num // span)
+        grouped = x.astype(jnp.float32).reshape(groups, num // groups, *x.shape[1:])
+        within = tuple(range(1, grouped.ndim - 1))
+        moments = jnp.stack([grouped.mean(within), jnp.square(grouped).mean(within)])
+        if span > num:
+            moments = sharding.mean_of_neighbours(moments, span // num)
+        mean, variance = moments[0], jnp.maximum(0, moments[1] - jnp.square(moments[0]))
+        for running, new in ((norm.mean, mean), (norm.var, variance)):
+            running[...] = norm.momentum * running[...] + (1 - norm.momentum) * jax.lax.stop_gradient(new.mean(axis=0))
+        assert norm.scale is not None
+        assert norm.bias is not None
+        factor = norm.scale[...] * jax.lax.rsqrt(variance + norm.epsilon)
+        shape = (groups, *(1,) * len(within), x.shape[-1])
+        return ((grouped - mean.reshape(shape)) * factor.reshape(shape) + norm.bias[...]).reshape(x.shape)
 
 
 class Head(nnx.Module):

@@ -35,9 +35,18 @@ class Network:
         _, params, rest = nnx.split(self._make(nnx.Rngs(key)), nnx.Param, ...)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
-    def apply(self, params: Any, model_state: Any, *inputs: jax.Array, train: bool) -> tuple[jax.Array, Any]:
-        """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics."""
+    def apply(
+        self, params: Any, model_state: Any, *inputs: jax.Array, train: bool, forget: bool = False
+    ) -> tuple[jax.Array, Any]:
+        """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics.
+
+        With `forget` they are those of these inputs alone: nothing is left of the running ones.
+        """
         module = nnx.merge(self._graphdef, nnx.State(params), nnx.State(model_state), copy=True)
+        if forget:
+            for _, part in nnx.iter_graph(module):
+                if isinstance(part, nnx.BatchNorm):
+                    part.momentum = 0.0
         outputs = module(*inputs, train=train)  # pyright: ignore[reportCallIssue]
         return outputs, nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
 

@@ -30,8 +30,9 @@ class PlainConfig(Config):
     modality: ClassVar[str] = "images"
     width: float = pydantic.Field(default=1.0, gt=0)
     """Factor of all channels and hidden units; 1 is the published network."""
-    norm_span: Literal["replica", "mesh"] = "replica"
-    """Batch norm statistics in training: over one replica's batch, or over the whole mesh (an all-reduce a layer)."""
+    norm_span: Literal["replica", "mesh"] | Annotated[int, pydantic.Field(ge=2)] = "replica"
+    """Batch norm statistics in training: over one replica's batch, over the whole mesh (an all-reduce a layer), or over
+    groups of so many examples, such as those of 1, 2 or 4 devices; the same on every mesh."""
     norm_momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
     """Part of batch norm's running statistics that a step keeps; None takes 0.9."""
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
@@ -78,7 +79,7 @@ class VGG(PlainConfig):
 
     @pydantic.model_validator(mode="after")
     def _norm_fits(self) -> VGG:
-        if not self.batch_norm and (self.norm_span == "mesh" or self.norm_momentum is not None):
+        if not self.batch_norm and (self.norm_span != "replica" or self.norm_momentum is not None):
             raise ValueError("norm_span and norm_momentum have no effect with batch_norm = False. Remove them.")
         return self
 

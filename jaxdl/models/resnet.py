@@ -41,8 +41,9 @@ class ResNet(Config):
     function and parameters, in another shape. For images of even height and width."""
     norm: Literal["batch", "group"] = "batch"
     """Batch normalization, or group normalization (statistics of one example; at most 32 groups)."""
-    norm_span: Literal["replica", "mesh"] = "replica"
-    """Batch norm statistics in training: over one replica's batch, or over the whole mesh (an all-reduce a layer)."""
+    norm_span: Literal["replica", "mesh"] | Annotated[int, pydantic.Field(ge=2)] = "replica"
+    """Batch norm statistics in training: over one replica's batch, over the whole mesh (an all-reduce a layer), or over
+    groups of so many examples, such as those of 1, 2 or 4 devices; the same on every mesh."""
     norm_momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
     """Part of batch norm's running statistics that a step keeps; None takes 0.9."""
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
@@ -61,7 +62,7 @@ class ResNet(Config):
 
     @pydantic.model_validator(mode="after")
     def _norm_fits(self) -> ResNet:
-        if self.norm == "group" and self.norm_span == "mesh":
+        if self.norm == "group" and self.norm_span != "replica":
             raise ValueError(
                 f"norm_span = {self.norm_span}: group norm has no statistics over the batch. "
                 "Remove it or set norm = batch."
@@ -132,8 +133,9 @@ class Block(nnx.Module):
 class ResNetModule(nnx.Module):
     """The network of a `ResNet` config.
 
-    Batch norm in training uses the batch of one replica (synchronized inside the replica), or with norm_span = mesh of
-    all replicas, which the call knows from `jaxdl.sharding.use_layout`. Its running variance is the biased one.
+    Batch norm in training uses the batch of one replica (synchronized inside the replica), with norm_span = mesh of all
+    replicas, or of as many examples as norm_span says; the call knows of replicas from `jaxdl.sharding.use_layout`.
+    Its running variance is the biased one.
     """
 
     def __init__(self, config: ResNet, rngs: nnx.Rngs, *, num_classes: int, channels: int, dtype: Any):

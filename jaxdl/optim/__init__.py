@@ -7,14 +7,16 @@ layers stacked in one array, and stay off biases and normalization unless a conf
 
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
-from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW
-from jaxdl.optim.schedules import Constant, Cosine, LearningRate, Linear, Polynomial
+from jaxdl.optim.momentum import Momentum
+from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, momentum_course
+from jaxdl.optim.schedules import Constant, Cosine, Cycle, LearningRate, Linear, Polynomial
 
 OptimizerConfig = SGD | AdamW | LARS | LAMB
-"""The choice of an optimizer; every member has `build(learning_rate, axes) -> optax.GradientTransformation`."""
+"""The choice of an optimizer; every member has `build(learning_rate, axes, cycle) -> optax.GradientTransformation`."""
 
 ScheduleConfig = Constant | Linear | Cosine | Polynomial
-"""The choice of a schedule; every member has `build(peak=, total_steps=, steps_per_epoch=) -> LearningRate`."""
+"""The choice of a schedule; every member has `build(peak=, total_steps=, steps_per_epoch=) -> LearningRate` and
+`cycle(total_steps=, steps_per_epoch=) -> Cycle`."""
 
 __all__ = [
     "LAMB",
@@ -23,13 +25,16 @@ __all__ = [
     "AdamW",
     "Constant",
     "Cosine",
+    "Cycle",
     "LearningRate",
     "Linear",
+    "Momentum",
     "OptimizerConfig",
     "Polynomial",
     "ScheduleConfig",
     "add_weight_decay",
     "decay_mask",
+    "momentum_course",
     "num_stacked_dims",
     "scale_by_lamb_trust_ratio",
     "scale_by_lars_trust_ratio",

@@ -111,10 +111,13 @@ def _layer_norms(trees: tuple[Any, ...], mask: Any, stacked: Any) -> tuple[Any, 
     norms: list[Any] = [0.0] * len(leaves)
     if places:
         # All squared norms are joined in one vector before anything depends on them: where parameters are sharded,
-        # each device has partial sums, and one small all-reduce serves all layers instead of one for every layer.
-        squared = [_squared_norms(leaves[place], dims[place % len(dims)]) for place in places]
+        # each device has partial sums, and one small all-reduce serves all layers instead of one for every layer. (The
+        # parallel tensor operator of Shi et al., arXiv 2010.10458, with shards of layers where that has whole layers.)
+        with jax.named_scope("layer_norms"):
+            squared = [_squared_norms(leaves[place], dims[place % len(dims)]) for place in places]
+            joined = jnp.sqrt(jnp.concatenate(squared))
         ends = [sum(part.size for part in squared[: index + 1]) for index in range(len(squared) - 1)]
-        for place, part in zip(places, jnp.split(jnp.sqrt(jnp.concatenate(squared)), ends), strict=True):
+        for place, part in zip(places, jnp.split(joined, ends), strict=True):
             leaf, num_dims = leaves[place], dims[place % len(dims)]
             norms[place] = part.reshape(leaf.shape[:num_dims] + (1,) * (leaf.ndim - num_dims))
     size = len(masked_in)

@@ -19,7 +19,8 @@ from jaxdl.optim.layerwise import (
     scale_by_lars_trust_ratio,
 )
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
-from jaxdl.optim.schedules import LearningRate
+from jaxdl.optim.momentum import Momentum, changing_momentum, cycled
+from jaxdl.optim.schedules import Cycle, LearningRate
 
 
 class SGD(Config):
@@ -36,6 +37,9 @@ class SGD(Config):
     """The peak learning rate; the schedule says the rest."""
     momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)
     """How much of the last update stays; 0 is plain gradient descent."""
+    momentum_at_peak: float | None = pydantic.Field(default=None, ge=0, lt=1)
+    """Cycle the momentum against the learning rate: it goes from `momentum` in a straight line to this at the end of
+    the warm-up, and back by the end of the run. None keeps it as it is."""
     nesterov: bool = False
     """Nesterov's momentum."""
     weight_decay: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
@@ -45,15 +49,15 @@ class SGD(Config):
 
     @pydantic.model_validator(mode="after")
     def _effects(self) -> SGD:
-        _check_nesterov(self.nesterov, self.momentum)
+        _check_momentum(self)
         _check_exclusion(self.exclude_vectors, self.weight_decay)
         return self
 
-    def build(self, learning_rate: LearningRate, axes: Any) -> optax.GradientTransformation:
+    def build(self, learning_rate: LearningRate, axes: Any, cycle: Cycle | None = None) -> optax.GradientTransformation:
         """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
         return optax.chain(
             add_weight_decay(self.weight_decay, _mask(axes, self.exclude_vectors)),
-            _momentum(self.momentum, self.nesterov),
+            _momentum(self, cycle),
             optax.scale_by_learning_rate(learning_rate),
         )
 
@@ -80,8 +84,9 @@ class AdamW(Config):
         _check_exclusion(self.exclude_vectors, self.weight_decay)
         return self
 
-    def build(self, learning_rate: LearningRate, axes: Any) -> optax.GradientTransformation:
+    def build(self, learning_rate: LearningRate, axes: Any, cycle: Cycle | None = None) -> optax.GradientTransformation:
         """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
+        del cycle  # b1 and b2 stay as they are.
         return optax.chain(
             optax.scale_by_adam(self.b1, self.b2, self.epsilon),
             add_weight_decay(self.weight_decay, _mask(axes, self.exclude_vectors)),
@@ -104,6 +109,9 @@ class LARS(Config):
     """The peak learning rate; the schedule says the rest."""
     momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)
     """How much of the last update stays."""
+    momentum_at_peak: float | None = pydantic.Field(default=None, ge=0, lt=1)
+    """Cycle the momentum against the learning rate: it goes from `momentum` in a straight line to this at the end of
+    the warm-up, and back by the end of the run. None keeps it as it is."""
     nesterov: bool = False
     """Nesterov's momentum."""
     weight_decay: float = pydantic.Field(default=2e-4, ge=0, allow_inf_nan=False)
@@ -119,11 +127,11 @@ class LARS(Config):
 
     @pydantic.model_validator(mode="after")
     def _effects(self) -> LARS:
-        _check_nesterov(self.nesterov, self.momentum)
+        _check_momentum(self)
         _check_clip(self.trust_ratio_clip)
         return self
 
-    def build(self, learning_rate: LearningRate, axes: Any) -> optax.GradientTransformation:
+    def build(self, learning_rate: LearningRate, axes: Any, cycle: Cycle | None = None) -> optax.GradientTransformation:
         """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
         trust_ratio = scale_by_lars_trust_ratio(
             self.trust_coefficient,
@@ -133,9 +141,7 @@ class LARS(Config):
             stacked=num_stacked_dims(axes),
             clip=self.trust_ratio_clip,
         )
-        return optax.chain(
-            trust_ratio, optax.scale_by_learning_rate(learning_rate), _momentum(self.momentum, self.nesterov)
-        )
+        return optax.chain(trust_ratio, optax.scale_by_learning_rate(learning_rate), _momentum(self, cycle))
 
 
 class LAMB(Config):
@@ -165,8 +171,9 @@ class LAMB(Config):
         _check_clip(self.trust_ratio_clip)
         return self
 
-    def build(self, learning_rate: LearningRate, axes: Any) -> optax.GradientTransformation:
+    def build(self, learning_rate: LearningRate, axes: Any, cycle: Cycle | None = None) -> optax.GradientTransformation:
         """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
+        del cycle  # b1 and b2 stay as they are.
         mask = _mask(axes, self.exclude_vectors)
         return optax.chain(
             optax.scale_by_adam(self.b1, self.b2, self.epsilon),
@@ -182,13 +189,28 @@ def _mask(axes: Any, exclude_vectors: bool) -> Any:
     return weights if exclude_vectors else jax.tree.map(lambda _: True, weights)
 
 
-def _momentum(momentum: float, nesterov: bool) -> optax.GradientTransformation:
+def momentum_course(config: SGD | AdamW | LARS | LAMB, cycle: Cycle) -> Momentum | None:
+    """The momentum of each step where an optimizer changes it over the run, else None; `cycle` is the schedule's."""
+    if not isinstance(config, SGD | LARS) or config.momentum_at_peak is None:
+        return None
+    return cycled(config.momentum, config.momentum_at_peak, cycle)
+
+
+def _momentum(config: SGD | LARS, cycle: Cycle | None) -> optax.GradientTransformation:
     """Momentum; without it there is no buffer to keep."""
-    return optax.trace(momentum, nesterov) if momentum else optax.identity()
+    if config.momentum_at_peak is not None:
+        assert cycle is not None, "momentum that is cycled needs the schedule's cycle"
+        return changing_momentum(cycled(config.momentum, config.momentum_at_peak, cycle), config.nesterov)
+    return optax.trace(config.momentum, config.nesterov) if config.momentum else optax.identity()
 
 
-def _check_nesterov(nesterov: bool, momentum: float) -> None:
-    if nesterov and not momentum:
+def _check_momentum(config: SGD | LARS) -> None:
+    if config.momentum_at_peak == config.momentum:
+        raise ValueError(
+            f"momentum_at_peak = {config.momentum_at_peak}: the same as momentum, so nothing would change. "
+            "Give another, or None."
+        )
+    if config.nesterov and not (config.momentum or config.momentum_at_peak):
         raise ValueError(
             "nesterov = True has no effect at momentum = 0. Set a momentum such as 0.9, or nesterov to False."
         )

@@ -14,6 +14,9 @@ from jaxdl.config import Config, ConfigError, Kind
 LearningRate = Callable[[jax.typing.ArrayLike], jax.Array]
 """The float32 learning rate of a step (0 = first update); can be traced."""
 
+Cycle = Callable[[jax.typing.ArrayLike], jax.Array]
+"""How near a step is to the end of the warm-up, from 0 to 1; see `Schedule.cycle`."""
+
 
 class Schedule(Config):
     """What all schedules share: the warm-up, linear from `warmup_start_fraction` of the peak to the peak.
@@ -63,7 +66,7 @@ class Schedule(Config):
         Raises ConfigError when the warm-up is longer than `total_steps`.
         """
         num_warmup = self.num_warmup_steps(total_steps, steps_per_epoch)
-        num_decay = self._num_decay_steps(total_steps - num_warmup)
+        num_decay = self._num_decay_steps(total_steps - num_warmup, steps_per_epoch)
         start, end = self.warmup_start_fraction, self._end_fraction()
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
@@ -79,8 +82,25 @@ class Schedule(Config):
 
         return learning_rate
 
-    def _num_decay_steps(self, num_left: int) -> int:
+    def cycle(self, *, total_steps: int, steps_per_epoch: float) -> Cycle:
+        """What goes in a straight line from 0 before the first step to 1 at the last of the warm-up, and back to 0.
+
+        It is 0 again after the last step of the run. Without a warm-up it begins at 1. For momentum that is cycled
+        against the learning rate, as in the DAWNBench recipes of Alibaba and Huawei.
+        """
+        num_warmup = self.num_warmup_steps(total_steps, steps_per_epoch)
+        num_left = total_steps - num_warmup
+
+        def cycle(step: jax.typing.ArrayLike) -> jax.Array:
+            now = jnp.asarray(step, jnp.float32)
+            up, down = (now + 1) / max(1, num_warmup), (total_steps - now) / max(1, num_left)
+            return jnp.clip(jnp.where(now + 1 <= num_warmup, up, down), 0, 1)
+
+        return cycle
+
+    def _num_decay_steps(self, num_left: int, steps_per_epoch: float) -> int:
         """Length of the decay, when `num_left` steps follow the warm-up."""
+        del steps_per_epoch
         return num_left
 
     def _end_fraction(self) -> float:
@@ -147,8 +167,21 @@ class Polynomial(Decay):
     decay_steps: int | None = pydantic.Field(default=None, ge=1)
     """Length of the decay in steps, counted from the end of the warm-up, also when the run is shorter or longer; by
     default all steps after the warm-up."""
+    decay_epochs: float | None = pydantic.Field(default=None, gt=0, allow_inf_nan=False)
+    """The same in epochs, rounded to whole steps (at least one); or give `decay_steps`."""
 
-    def _num_decay_steps(self, num_left: int) -> int:
+    @pydantic.model_validator(mode="after")
+    def _one_decay(self) -> Polynomial:
+        if self.decay_steps is not None and self.decay_epochs is not None:
+            raise ValueError(
+                f"decay_steps = {self.decay_steps} and decay_epochs = {self.decay_epochs:g} both say how long the "
+                "decay is. Give one of them."
+            )
+        return self
+
+    def _num_decay_steps(self, num_left: int, steps_per_epoch: float) -> int:
+        if self.decay_epochs is not None:
+            return max(1, round(self.decay_epochs * steps_per_epoch))
         return num_left if self.decay_steps is None else self.decay_steps
 
     def _shape(self, remaining: jax.Array) -> jax.Array:

@@ -1,0 +1,146 @@
+"""Batch norm: over groups of examples, and with statistics estimated for the evaluation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import assert_bit_equal, saved_state, tiny_experiment
+from test_parity import IMAGES, losses_and_params
+
+import jaxdl
+from jaxdl.config import ConfigError
+from jaxdl.data import SyntheticImages, TrainLoader
+from jaxdl.evaluate import EvaluationConfig
+from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.models import Network, ResNet, ViT
+from jaxdl.plan import make_plan
+from jaxdl.step import StepConfig
+from jaxdl.tasks import Classification
+from jaxdl.trainer import Session
+
+FOUR = jax.devices()[:4]
+
+
+def network(span):
+    return Network(ResNet(depth=8, width=4, norm_span=span).build(num_classes=3, channels=1, dtype=jnp.float32))
+
+
+def test_groups_are_batches_of_their_own():
+    grouped, single = network(4), network("replica")
+    params, stats = grouped.init(jax.random.key(0))
+    params = jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+    image = jax.random.normal(jax.random.key(1), (12, 8, 8, 1)) * jnp.arange(1.0, 13.0)[:, None, None, None]
+    logits, after = jax.jit(lambda x: grouped.apply(params, stats, x, train=True))(image)
+    parts = [jax.jit(lambda x: single.apply(params, stats, x, train=True))(part) for part in jnp.split(image, 3)]
+    expected = np.concatenate([part[0] for part in parts])
+    np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
+    means = jax.tree.map(lambda *each: np.mean(each, axis=0), *(part[1] for part in parts))
+    for ours, theirs in zip(jax.tree.leaves(after), jax.tree.leaves(means), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+    whole, _ = single.apply(params, stats, image, train=True)
+    assert np.abs(whole - expected).max() > 0.05 * np.abs(expected).max(), "one batch of all is something else"
+    with pytest.raises(ConfigError, match="a batch of 6 examples cannot be divided so"):
+        grouped.apply(params, stats, image[:6], train=True)
+
+
+@pytest.mark.parametrize(("span", "meshes"), [(2, [(2, 4, 1)]), (8, [(8, 1, 1), (1, 8, 1), (2, 2, 2)])])
+def test_groups_are_the_same_on_every_mesh(span, meshes):
+    """Of 32 examples, so a group is a part of what a device has, or all of it, or reaches over devices or replicas."""
+    experiment = IMAGES.replaced({"model.norm_span": span, "optimizer": "lars", "optimizer.learning_rate": 5.0})
+    reference, params = losses_and_params(experiment.replaced({"mesh": MeshConfig(replica=1, fsdp=1)}))
+    for sizes in meshes:
+        mesh = MeshConfig(replica=sizes[0], fsdp=sizes[1], tensor=sizes[2])
+        losses, others = losses_and_params(experiment.replaced({"mesh": mesh}))
+        np.testing.assert_allclose(losses, reference, rtol=1e-5, err_msg=str(sizes))
+        for ours, theirs in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-3 * np.abs(theirs).max() + 1e-6, err_msg=str(sizes))
+
+
+@pytest.mark.parametrize(
+    ("span", "replica", "microbatches", "message"),
+    [
+        (3, 2, 1, r"norm-span 3: a batch of 16 .* A replica has 8"),
+        (16, 2, 2, "norm-span 16"),  # Two replicas with 4 examples at a time have 8 together.
+        (8, 2, 2, None),
+        (32, 2, 1, "norm-span 32"),
+        (12, 1, 1, "norm-span 12"),
+    ],
+)
+def test_batches_that_cannot_be_divided_into_groups_are_refused(span, replica, microbatches, message):
+    experiment = tiny_experiment(
+        model=ResNet(depth=8, width=8, norm_span=span),
+        mesh=MeshConfig(replica=replica, fsdp=-1, tensor=1),
+        step=StepConfig(microbatches=microbatches),
+    )
+    if message is None:
+        make_plan(experiment, FOUR)
+    else:
+        with pytest.raises(ConfigError, match=message):
+            make_plan(experiment, FOUR)
+
+
+def test_group_norm_has_no_span():
+    with pytest.raises(ValueError, match="norm_span = 8"):
+        ResNet(norm="group", norm_span=8)
+
+
+ESTIMATED = tiny_experiment(
+    data=SyntheticImages(height=8, width=8, channels=1, num_classes=4, num_train=96, num_test=40),
+    evaluation=EvaluationConfig(every_steps=4, norm_batches=3),
+    task=Classification(),
+    mesh=MeshConfig(replica=2, fsdp=2),
+)
+
+
+def test_estimated_statistics_are_the_means_over_the_last_batches(tmp_path):
+    run = jaxdl.train(ESTIMATED, tmp_path, quiet=True, devices=FOUR)
+    plan, state = run.plan, jax.device_get(run.state)
+    with TrainLoader(
+        plan.splits.train, batch_size=16, seed=ESTIMATED.seed, sharding=batch_sharding(plan.parts.layout.mesh),
+        start=9 * 16, num_steps=3,
+    ) as batches:  # fmt: skip
+        images = [plan.parts.task.inputs(jax.device_get(batch), plan.parts.data_spec)[0] for batch in batches]
+    net, per_batch = plan.parts.network, []
+    for image in images:
+        zeros, ones = (jax.tree.map(lambda x, v=v: np.full_like(x, v), state.model_state) for v in (0, 1))
+        # From running statistics of 0 a step of momentum 0.9 leaves a tenth of the batch's; from 1, 0.9 more.
+        low = net.apply(state.ema_params, zeros, image, train=True)[1]
+        high = net.apply(state.ema_params, ones, image, train=True)[1]
+        per_batch.append(jax.tree.map(lambda a: np.asarray(a) * 10, low))
+        np.testing.assert_allclose(jax.tree.leaves(high)[0] - jax.tree.leaves(low)[0], 0.9, rtol=1e-4)
+    wanted = jax.tree.map(lambda *each: np.mean(each, axis=0), *per_batch)
+    for ours, theirs in zip(jax.tree.leaves(state.model_state), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
+    assert_bit_equal(saved_state(tmp_path, ESTIMATED).model_state, state.model_state)
+
+
+def test_estimation_changes_the_evaluation_and_not_the_training(tmp_path):
+    plain = ESTIMATED.replaced({"evaluation.norm_batches": None})
+    ours, theirs = (jaxdl.train(one, quiet=True, devices=FOUR) for one in (ESTIMATED, plain))
+    assert_bit_equal(jax.device_get(ours.state.params), jax.device_get(theirs.state.params))
+    assert ours.history["train/loss"] == theirs.history["train/loss"]
+    assert ours.metrics["loss"] != theirs.metrics["loss"]
+
+
+def test_an_interrupted_run_with_estimation_is_bit_equal(tmp_path, monkeypatch):
+    whole = jaxdl.train(ESTIMATED, tmp_path / "whole", quiet=True, devices=FOUR)
+    original = Session.save
+
+    def save(session):
+        original(session)
+        if session.step == 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Session, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
+    monkeypatch.undo()
+    again = jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
+    assert_bit_equal(jax.device_get(again.state), jax.device_get(whole.state))
+    assert again.metrics == whole.metrics
+
+
+def test_without_batch_norm_there_is_nothing_to_estimate():
+    for model in (ViT(size="tiny", patch=4), ResNet(depth=8, width=8, norm="group")):
+        with pytest.raises(ConfigError, match=r"norm-batches 3: model .* has no batch norm"):
+            make_plan(ESTIMATED.replaced({"model": model}), FOUR)

@@ -1,0 +1,90 @@
+"""The update on the mesh: split over the devices though parameters are not, and the messages of LARS's norms."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from runs import assert_bit_equal, saved_state, tiny_experiment
+from test_parity import IMAGES, OPTIMIZERS, losses_and_params
+
+import jaxdl
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import ResNet
+from jaxdl.optim import LAMB, LARS
+from jaxdl.plan import compile_train_step, make_initial_state, make_plan
+from jaxdl.sharding import ShardingConfig
+
+SPLIT = ShardingConfig(param_sharding="replicated", update_sharding="sharded")
+MESHES = {
+    "fsdp 8": MeshConfig(replica=1, fsdp=8),
+    "replica 2 x fsdp 4": MeshConfig(replica=2, fsdp=4),
+    "replica 2 x fsdp 2 x tensor 2": MeshConfig(replica=2, fsdp=2, tensor=2),
+}
+
+
+def test_split_update_has_the_losses_of_one_device():
+    experiment = IMAGES.replaced({"optimizer": OPTIMIZERS["lars"], "step.ema_decay": 0.9})
+    reference, params = losses_and_params(experiment.replaced({"mesh": MeshConfig(replica=1, fsdp=1)}))
+    for name, mesh in MESHES.items():
+        losses, others = losses_and_params(experiment.replaced({"mesh": mesh, "sharding": SPLIT}))
+        np.testing.assert_allclose(losses, reference, rtol=1e-5, err_msg=name)
+        for ours, theirs in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-3 * np.abs(theirs).max() + 1e-6, err_msg=name)
+
+
+def local_bytes(tree):
+    return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@pytest.mark.parametrize("config", [LARS(), LARS(momentum_at_peak=0.8), LAMB()], ids=["lars", "cycled", "lamb"])
+def test_a_device_keeps_its_part_of_the_optimizer_state_and_all_parameters(config):
+    found = {}
+    for name, sharding in {"whole": ShardingConfig(param_sharding="replicated"), "split": SPLIT}.items():
+        experiment = tiny_experiment(optimizer=config, sharding=sharding, mesh=MeshConfig(replica=2, fsdp=4), step={})
+        state = make_initial_state(make_plan(experiment, jax.devices()[:8]))
+        found[name] = local_bytes(state.params), local_bytes(state.opt_state)
+    (params, whole), (same, split) = found["whole"], found["split"]
+    assert params == same
+    kept = 2 if config.kind == "lamb" else 1
+    assert whole == pytest.approx(kept * params, abs=64)  # And counters.
+    # Vectors and kernels of fewer than min_shard_elements stay whole; the others are quartered.
+    assert 0.25 < split / whole < 0.32
+
+
+@pytest.mark.parametrize(
+    ("name", "sharding", "depth"),
+    [
+        ("fsdp 8", ShardingConfig(), 8),
+        ("fsdp 8", ShardingConfig(), 20),
+        ("replica 2 x fsdp 4", SPLIT, 20),
+        ("replica 2 x fsdp 2 x tensor 2", SPLIT, 8),
+    ],
+)
+def test_two_all_reduces_at_most_serve_the_norms_of_all_layers(name, sharding, depth):
+    mesh = MESHES[name]
+    experiment = tiny_experiment(mesh=mesh, sharding=sharding, model=ResNet(depth=depth, width=8))
+    text = compile_train_step(make_plan(experiment, jax.devices()[:8])).as_text()
+    reduced = [line for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line)]
+    norms = [line for line in reduced if "layer_norms" in line]
+    assert len(norms) == (2 if mesh.tensor > 1 else 1), "one for each mesh axis that splits parameters"
+    assert len(reduced) > depth, "batch norm has one a layer: the text names what it should"
+
+
+def test_a_run_goes_on_with_its_update_split(tmp_path):
+    mesh = MeshConfig(replica=2, fsdp=2)
+    whole = tiny_experiment(sharding=ShardingConfig(param_sharding="replicated"), mesh=mesh)
+    split = whole.replaced({"sharding": SPLIT})
+    jaxdl.train(whole.replaced({"steps": 4}), tmp_path, quiet=True, devices=jax.devices()[:4])
+    before = saved_state(tmp_path, whole)
+    plan = make_plan(split, jax.devices()[:4])
+    checkpoints = jaxdl.checkpoint.Checkpoints(tmp_path, split.checkpoint, best_metric="accuracy", best_mode="max")
+    restored = checkpoints.restore(plan.parts.state_spec.abstract())
+    checkpoints.close()
+    assert_bit_equal(jax.tree.map(np.asarray, restored.state), before)
+    assert not all(leaf.is_fully_replicated for leaf in jax.tree.leaves(restored.state.opt_state))
+
+
+def test_a_split_update_of_split_parameters_is_refused():
+    with pytest.raises(ValueError, match="update_sharding = sharded has no effect"):
+        ShardingConfig(update_sharding="sharded")
