@@ -169,8 +169,14 @@ def make_choice(cls: type[Config], path: str, name: str) -> Config:
 
 
 def load_file(path: str | Path) -> Config:
-    """Runs `config()` of a Python file and returns the config. Raises ConfigError when that is not possible."""
-    path = Path(path)
+    """Runs `config()` of a Python file, or with `FILE:NAME` its function `NAME`, and returns the config.
+
+    The file may import others from its folder. Raises ConfigError when that is not possible.
+    """
+    path, function = Path(path), "config"
+    if not path.is_file() and ":" in path.name:
+        name, function = path.name.rsplit(":", 1)
+        path = path.with_name(name)
     if not path.is_file():
         raise ConfigError(f"--config {path}: no such file; the examples are in configs/.")
     spec = importlib.util.spec_from_file_location(f"jaxdl_config_{path.stem}", path)
@@ -178,19 +184,23 @@ def load_file(path: str | Path) -> Config:
         raise ConfigError(f"--config {path}: not a Python file (its name must end in .py).")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # Dataclasses and pydantic look types up there.
+    folder = str(path.resolve().parent)
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
-        make = getattr(module, "config", None)
+        make = getattr(module, function, None)
         made = make() if callable(make) else None
     except ConfigError as error:
         raise ConfigError(f"--config {path}{_line(error, spec.origin)}: {error}") from None
     except Exception as error:
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(f"--config {path}{_line(error, spec.origin)}: {type(error).__name__}: {what}") from error
+    finally:
+        sys.path.remove(folder)
     if not callable(make):
-        raise ConfigError(f"--config {path}: defines no function `config()` that returns an Experiment.")
+        raise ConfigError(f"--config {path}: defines no function `{function}()` that returns an Experiment.")
     if not isinstance(made, Config):
-        raise ConfigError(f"--config {path}: config() returned {type(made).__name__}, not an Experiment.")
+        raise ConfigError(f"--config {path}: {function}() returned {type(made).__name__}, not an Experiment.")
     return made
 
 

@@ -153,6 +153,41 @@ class Cosine(Decay):
         return jnp.square(jnp.sin(jnp.pi / 2 * remaining))
 
 
+class Steps(Schedule):
+    """The peak, multiplied by `factor` at each milestone (Goyal et al., arXiv 1706.02677: 0.1 at epochs 30, 60, 80)."""
+
+    kind: Annotated[Literal["steps"], Kind] = "steps"
+    milestones_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
+    """When the rate falls, in epochs from the start of the run."""
+    factor: float = pydantic.Field(default=0.1, gt=0, lt=1)
+    """What it is multiplied by each time."""
+
+    @pydantic.model_validator(mode="after")
+    def _milestones_rise(self) -> Steps:
+        if not self.milestones_epochs or list(self.milestones_epochs) != sorted({*self.milestones_epochs}):
+            raise ValueError(f"milestones_epochs = {self.milestones_epochs}: give epochs that grow, such as 30 60 80.")
+        if self.milestones_epochs[0] < (self.warmup_epochs or 0) or self.milestones_epochs[0] <= 0:
+            raise ValueError(
+                f"milestones_epochs = {self.milestones_epochs}: the first comes before the warm-up has ended."
+            )
+        return self
+
+    def build(self, *, peak: float, total_steps: int, steps_per_epoch: float) -> LearningRate:
+        """As of every schedule; a milestone is rounded to a whole step. Raises ConfigError as `num_warmup_steps`."""
+        constant = Constant(
+            warmup_epochs=self.warmup_epochs,
+            warmup_steps=self.warmup_steps,
+            warmup_start_fraction=self.warmup_start_fraction,
+        ).build(peak=peak, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+        milestones = jnp.array([round(one * steps_per_epoch) for one in self.milestones_epochs], jnp.float32)
+
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            passed = jnp.sum(jnp.asarray(step, jnp.float32) >= milestones)
+            return constant(step) * jnp.float32(self.factor) ** passed
+
+        return learning_rate
+
+
 class Polynomial(Decay):
     """A power of what remains: with t steps since the warm-up, end + (peak - end) (1 - t / decay_steps) ^ power.
 
