@@ -136,12 +136,15 @@ def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
     `["--optimizer", "lars", "--optimizer.learning-rate", "2"]`. Raises ConfigError for what does not fit.
     """
     experiment = load_experiment(path)
-    if isinstance(overrides, Mapping):
-        return experiment.replaced(overrides)
+    return experiment.replaced(overrides) if isinstance(overrides, Mapping) else changed(experiment, overrides)
+
+
+def changed(experiment: Experiment, args: Sequence[str]) -> Experiment:
+    """The experiment changed by command-line arguments. Raises ConfigError for what does not fit."""
     printed = io.StringIO()
     try:
         with contextlib.redirect_stderr(printed):
-            parsed = parse(experiment, list(overrides))
+            parsed = parse(experiment, list(args))
     except SystemExit as end:
         if end.code:  # A mistake; 0 is the end after --help.
             raise ConfigError(_without_frame(printed.getvalue())) from None

@@ -191,8 +191,9 @@ class Reporter:
         self._observe(self._window_end - len(fetched) + 1, fetched)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Reports an evaluation."""
-        self._write(step, {f"eval/{name}": value for name, value in metrics.items()})
+        """Reports an evaluation, and what the run took up to its end: `seconds/train`, `seconds/compile`..."""
+        row = {f"eval/{name}": value for name, value in metrics.items()}
+        self._write(step, row | {f"seconds/{phase}": round(spent, 3) for phase, spent in self._seconds().items()})
 
     def profile(self, step: int, state: Any) -> None:
         """Starts or ends the profile, if it starts or ends before the step that follows `step` steps."""
@@ -218,14 +219,12 @@ class Reporter:
         """
         summary = self._earlier
         if anew or summary is None or summary["status"] != status:
-            seconds = Counter(self._watch.seconds())
-            seconds.update(summary["seconds"] if summary else {})
             summary = make_summary(
                 status=status,
                 steps=step,
                 total_steps=self._total_steps,
                 metrics=self.history.last("eval/"),
-                seconds=seconds,
+                seconds=self._seconds(),
                 mesh=mesh,
                 num_restarts=self.history.num_events(RESTARTED),
                 num_rollbacks=self.history.num_events(WENT_BACK),
@@ -238,6 +237,12 @@ class Reporter:
             self._progress.stop()
         print_summary(summary, self._console)
         return summary
+
+    def _seconds(self) -> Counter[str]:
+        """Wall seconds by phase so far, those of earlier processes included that came to their own summary."""
+        seconds = Counter(self._watch.seconds())
+        seconds.update(self._earlier["seconds"] if self._earlier else {})
+        return seconds
 
     def _try(self, name: str, write: Callable[[], Any]) -> None:
         """Writes a file; one that cannot be written ends no run."""
@@ -273,4 +278,4 @@ def _worth_a_look(name: str, value: Any) -> bool:
     neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0, "train/bad_steps": 0.0}
     if name in neutral:
         return not math.isclose(value, neutral[name], rel_tol=1e-5)
-    return not name.startswith("train/exchange/")
+    return not name.startswith(("train/exchange/", "seconds/"))

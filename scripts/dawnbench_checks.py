@@ -1,0 +1,140 @@
+"""What reproduce_dawnbench.py looks at before the clock starts, machine, data, network; and what is to be expected."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from dawnbench_entry import ALIBABA_IMAGES_PER_SEC
+
+from jaxdl.config import ConfigError
+from jaxdl.exchange import Auto, Dense, Quantized, TopK
+from jaxdl.exchange.cost import Machine, predict
+from jaxdl.exchange.probe import probe
+from jaxdl.exchange.recommend import label
+from jaxdl.mesh import Axis
+from jaxdl.plan import Plan, exchanged_gradients
+from jaxdl.report.summary import versions
+
+TRAIN_IMAGES, VALIDATION_IMAGES = 1_281_167, 50_000
+_CHECKPOINT_COPIES = 4
+_AHEAD = 4
+"""Batches in memory on a host: made ahead, in hand, and on their way to the devices."""
+
+
+class Line(NamedTuple):
+    """One thing that was looked at."""
+
+    what: str
+    found: str
+    fine: bool = True
+
+
+def machine_lines(plan: Plan, workdir: Path) -> list[Line]:
+    """Versions, devices, memory for the batches, and room for the checkpoints in the workdir."""
+    mesh = plan.parts.layout.mesh
+    device = mesh.devices.flat[0]
+    found = versions()
+    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.parts.state_spec.shapes))
+    workdir.mkdir(parents=True, exist_ok=True)
+    free, needed = shutil.disk_usage(workdir).free, _CHECKPOINT_COPIES * state
+    sizes = [(plan.sources(one)[0].spec.blank()["image"].nbytes, one.batch_size) for one in plan.timeline.stretches]
+    batches = max(_AHEAD * image * size // jax.process_count() for image, size in sizes)
+    memory = _available_bytes()
+    return [
+        Line("versions", ", ".join(f"{name} {found[name]}" for name in ("python", "jax", "jaxlib", "flax", "optax"))),
+        Line(
+            "devices",
+            f"{mesh.size} x {device.device_kind} ({device.platform}) of {jax.process_count()} processes, "
+            + " x ".join(f"{name} {size}" for name, size in mesh.shape.items()),
+        ),
+        Line("room in the workdir", f"{_size(free)}, {_size(needed)} needed", free >= needed),
+        Line("memory on this host", f"{_size(memory)}, {_size(batches)} needed for batches", memory >= batches),
+    ]
+
+
+def data_lines(plan: Plan, *, is_rehearsal: bool) -> list[Line]:
+    """The number of images; the benchmark's are ImageNet's."""
+    train, test = len(plan.splits.train), len(plan.splits.test)
+    found = f"{train:,} to train on, {test:,} to validate"
+    if is_rehearsal:
+        return [Line("images", f"{found} (a rehearsal)")]
+    fine = (train, test) == (TRAIN_IMAGES, VALIDATION_IMAGES)
+    return [Line("images", found + ("" if fine else f", not {TRAIN_IMAGES:,} and {VALIDATION_IMAGES:,}"), fine)]
+
+
+def network_lines(plan: Plan) -> tuple[list[Line], float | None]:
+    """The links between replicas as measured, and the predicted seconds of an exchange; all processes call it."""
+    mesh, config = plan.parts.layout.mesh, plan.experiment.exchange
+    assert not isinstance(config, Auto), "the plan has chosen"
+    replicas = mesh.shape[Axis.REPLICA]
+    if replicas == 1:
+        return [Line("network", "one node: nothing crosses it")], None
+    gradients = exchanged_gradients(plan.experiment, plan.splits.train.spec, mesh)
+    methods = (config.method,) if isinstance(config, TopK) else ("threshold",)
+    bits = (config.bits,) if isinstance(config, Quantized) else (8,)
+    machine: Machine = probe(mesh, methods=methods, bits=bits, num_repeats=3)
+    link = machine.links[Axis.REPLICA.value]
+    lines = [
+        Line(
+            "network",
+            f"a device sends {8e-9 * link.bytes_per_sec:.3g} Gb/s to another node while all do, "
+            f"{1e6 * link.latency_sec:.0f} us a message",
+        )
+    ]
+    try:
+        seconds = {label(one): predict(one, gradients, machine).total_sec for one in (Dense(), config)}
+    except ValueError:  # The cost model lacks a figure of this exchange.
+        return lines, None
+    lines += [Line(f"exchange {name}", f"{1e3 * took:.1f} ms predicted") for name, took in seconds.items()]
+    return lines, seconds[label(config)]
+
+
+def expectation_lines(plan: Plan, exchange_sec: float | None, *, is_rehearsal: bool) -> list[str]:
+    """What will happen, in sentences."""
+    lines = []
+    for stretch in plan.timeline.stretches:
+        assert stretch.phase is not None
+        lines.append(
+            f"{stretch.phase.epochs:g} epochs of {stretch.phase.size} x {stretch.phase.size} pixels: "
+            f"{stretch.num_steps:,} steps of {stretch.batch_size:,} images"
+        )
+    if exchange_sec is not None:
+        total = exchange_sec * plan.total_steps
+        lines.append(f"exchange: {total:.1f} s in {plan.total_steps:,} steps, if nothing of it is hidden (predicted)")
+    if is_rehearsal:
+        return [*lines, "a rehearsal: its times and accuracies say nothing about ImageNet"]
+    num_devices = plan.parts.layout.mesh.size
+    seconds = sum(
+        stretch.num_steps * stretch.batch_size / (ALIBABA_IMAGES_PER_SEC[stretch.phase.size] * num_devices / 128)
+        for stretch in plan.timeline.stretches
+        if stretch.phase is not None and stretch.phase.size in ALIBABA_IMAGES_PER_SEC
+    )
+    return [
+        *lines,
+        f"at the speed that each V100 of Alibaba's entry had, these {num_devices} devices would take {seconds:,.0f} s",
+        "expected after the last epoch: top-5 93.04 %, top-1 75.75 % (Alibaba's entry; not run here)",
+    ]
+
+
+def must_be_fine(lines: list[Line]) -> None:
+    """Raises ConfigError for what is not."""
+    wrong = [f"{line.what}: {line.found}" for line in lines if not line.fine]
+    if wrong:
+        raise ConfigError(f"{'; '.join(wrong)}. Mend it, or --rehearse for a run that is none of the benchmark's.")
+
+
+def _available_bytes() -> int:
+    """Memory that is free or can be freed, of this host."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB"

@@ -1,0 +1,237 @@
+"""The page that reproduce_dawnbench.py writes at its end: report.md, with a picture."""
+
+from __future__ import annotations
+
+import io
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from dawnbench_checks import Line
+from dawnbench_entry import ALIBABA_IMAGES_PER_SEC, PUBLISHED, TARGET, Epoch, reached
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdl.exchange import exchanged_on_mesh, init_on_mesh
+from jaxdl.exchange.recommend import label
+from jaxdl.mesh import Axis
+from jaxdl.outcome import Run
+from jaxdl.plan import Plan
+from jaxdl.report import replace_file
+from jaxdl.sharding import is_spec
+
+
+class PhaseSpeed(NamedTuple):
+    """What was measured of a phase."""
+
+    size: int
+    epochs: float
+    batch_size: int
+    num_steps: int
+    images_per_sec: float
+    """Median over the reports of the phase; waiting for data included."""
+
+    @property
+    def step_sec(self) -> float:
+        """Seconds a step."""
+        return self.batch_size / self.images_per_sec
+
+
+def epochs_of(run: Run, before_sec: float) -> list[Epoch]:
+    """A line for each evaluation. `before_sec` passed from the start of the clock to that of the training."""
+    history, found = run.history, []
+    for row in range(len(history["step"])):
+        top1, top5 = history["eval/accuracy"][row], history["eval/accuracy_top5"][row]
+        if not _is_number(top1):
+            continue
+        phases = {name for name in history if name.startswith("seconds/")}
+        counted = phases - {"seconds/eval", "seconds/checkpoint"}
+        seconds = before_sec + sum(history[name][row] for name in counted if _is_number(history[name][row]))
+        found.append(Epoch(round(history["epoch"][row]), seconds / 3600, 100 * top1, 100 * top5))
+    return found
+
+
+def phase_speeds(run: Run) -> list[PhaseSpeed]:
+    """The speed of each phase."""
+    history, found = run.history, []
+    for stretch in run.plan.timeline.stretches:
+        assert stretch.phase is not None
+        end = stretch.first + stretch.num_steps
+        speeds = [
+            speed
+            for step, speed in zip(history["step"], history["examples_per_sec"], strict=True)
+            if stretch.first < step <= end and _is_number(speed)
+        ]
+        speed = statistics.median(speeds) if speeds else float("nan")
+        phase = stretch.phase
+        found.append(PhaseSpeed(phase.size, phase.epochs, stretch.batch_size, stretch.num_steps, speed))
+    return found
+
+
+def exchange_seconds(plan: Plan, num_repeats: int = 5) -> float | None:
+    """Median seconds of an exchange of random gradients by itself; None with one replica. All processes call it."""
+    parts, spec = plan.parts, plan.parts.state_spec
+    mesh = parts.layout.mesh
+    replicas = mesh.shape[Axis.REPLICA]
+    if replicas == 1:
+        return None
+    places = jax.tree.map(lambda one: PartitionSpec(Axis.REPLICA.value, *one), spec.grads, is_leaf=is_spec)
+    shardings = jax.tree.map(lambda one: NamedSharding(mesh, one), places, is_leaf=is_spec)
+
+    def gradients() -> Any:
+        leaves, treedef = jax.tree.flatten(parts.network.param_shapes)
+        keys = jax.random.split(jax.random.key(0), len(leaves))
+        made = [jax.random.normal(key, (replicas, *x.shape)) for key, x in zip(keys, leaves, strict=True)]
+        return treedef.unflatten(made)
+
+    grads = jax.jit(gradients, out_shardings=shardings)()
+    state = jax.jit(
+        lambda: init_on_mesh(parts.exchange, parts.network.param_shapes, spec.grads, mesh),
+        out_shardings=spec.shardings.exchange_state,
+    )()
+    exchanged = jax.jit(
+        exchanged_on_mesh(parts.exchange, spec.grads, spec.specs.exchange_state, mesh, wanted=spec.update)
+    )
+    key, times = jnp.asarray(jax.random.key_data(jax.random.key(1))), []
+    key = jax.random.wrap_key_data(key)
+    for repeat in range(num_repeats + 1):
+        start = time.perf_counter()
+        mean, state, _ = jax.block_until_ready(exchanged(grads, state, key))
+        del mean
+        if repeat:  # The first call compiles.
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def write_report(
+    folder: Path,
+    run: Run,
+    rows: Sequence[Epoch],
+    *,
+    checks: Sequence[Line],
+    expectations: Sequence[str],
+    exchange_sec: float | None,
+    price_per_hour: float | None,
+    title: str,
+    entry: str,
+) -> Path:
+    """Writes report.md and accuracy.png; returns the page's path."""
+    replace_file(folder / "accuracy.png", _picture(rows))
+    target, last = reached(rows), rows[-1]
+    result = (
+        f"**{TARGET:g} % top-5 after epoch {target.epoch}: {_time(3600 * target.hours)}**"
+        if target
+        else f"**{TARGET:g} % top-5 was not reached.**"
+    )
+    lines = [f"# {title}", "", result, ""]
+    lines += [f"- last epoch: top-1 {last.top1:.2f} %, top-5 {last.top5:.2f} % after {_time(3600 * last.hours)}"]
+    if price_per_hour is not None:
+        hours = (target or last).hours
+        lines += [f"- cost: {hours:.4f} hours at ${price_per_hour:,.2f} an hour: **${hours * price_per_hour:,.2f}**"]
+    if run.summary["num_restarts"] or run.summary["num_rollbacks"]:
+        lines += ["- the run was restarted or went back: the time between is missing, so it is no entry to submit"]
+    lines += [
+        f"- entry: `{entry}.json`, `{entry}.tsv`",
+        "",
+        "![accuracy](accuracy.png)",
+        "",
+        *_phases(run, exchange_sec),
+    ]
+    lines += [
+        "",
+        "## The published times",
+        "",
+        "| date | team | hardware | time | this run is |",
+        "|---|---|---|---|---|",
+    ]
+    for one in PUBLISHED:
+        ratio = f"{one.seconds / (3600 * target.hours):.2f} x as fast" if target else "-"
+        lines.append(f"| {one.date} | {one.team} | {one.hardware} | {_time(one.seconds)} | {ratio} |")
+    lines += ["", "## The clock", "", *_clock(run), "", "## Before the start", ""]
+    lines += [f"- {line.what}: {line.found}" for line in checks]
+    lines += ["", *(f"- {line}" for line in expectations), "", "## Every evaluation", ""]
+    lines += ["| epoch | time | top-1 % | top-5 % |", "|---|---|---|---|"]
+    lines += [f"| {row.epoch} | {_time(3600 * row.hours)} | {row.top1:.2f} | {row.top5:.2f} |" for row in rows]
+    path = folder / "report.md"
+    replace_file(path, ("\n".join(lines) + "\n").encode())
+    return path
+
+
+def _phases(run: Run, exchange_sec: float | None) -> list[str]:
+    """The table of the phases, and what the exchange takes."""
+    devices = run.plan.parts.layout.mesh.size
+    heads = ["epochs", "pixels", "batch", "steps", "images/s", "a device", "ms a step", "exchange alone / step"]
+    lines = ["## Phases", "", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    for one in phase_speeds(run):
+        share = "-" if exchange_sec is None else f"{100 * exchange_sec / one.step_sec:.0f} %"
+        lines.append(
+            f"| {one.epochs:g} | {one.size} | {one.batch_size:,} | {one.num_steps:,} | {one.images_per_sec:,.0f} | "
+            f"{one.images_per_sec / devices:,.0f} | {1e3 * one.step_sec:.1f} | {share} |"
+        )
+    lines += ["", "Images a second are those of the training steps, waiting for data included; medians."]
+    published = ", ".join(f"{size}: {speed // 128:,}" for size, speed in ALIBABA_IMAGES_PER_SEC.items())
+    lines += [f"Alibaba's entry, on each of its V100 and with its evaluations, by pixels: {published}.", ""]
+    config = run.plan.experiment.exchange
+    if exchange_sec is None:
+        return [*lines, "One node: no gradient was exchanged."]
+    sent = [one for one in run.history["train/exchange/bytes_sent/replica"] if _is_number(one)]
+    lines += [
+        f"Exchange: {label(config)}, {sent[-1] / 1e6:,.2f} MB that a device sends in a step. By itself it took "
+        f"{1e3 * exchange_sec:.1f} ms; how much of that a step hides behind its computation is not taken off."
+    ]
+    return lines + [f"- {reason}" for reason in run.plan.reasons]
+
+
+def _clock(run: Run) -> list[str]:
+    seconds = run.summary["seconds"]
+    counted = {name: value for name, value in seconds.items() if name not in ("eval", "checkpoint")}
+    parts = ", ".join(f"{name} {value:.1f} s" for name, value in counted.items())
+    return [
+        "It runs from the start of the program, reading the data, making the model and compiling included, and stands "
+        "still while the model is evaluated or a checkpoint is written (dawn-bench-entries, issues 9 and 21) and for "
+        "the checks before the start.",
+        "",
+        f"Counted: {parts}; not counted: eval {seconds.get('eval', 0):.1f} s, "
+        f"checkpoint {seconds.get('checkpoint', 0):.1f} s.",
+    ]
+
+
+def _picture(rows: Sequence[Epoch]) -> bytes:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    minutes = [60 * row.hours for row in rows]
+    axes.plot(minutes, [row.top5 for row in rows], "o-", markersize=4, label="top-5")
+    axes.plot(minutes, [row.top1 for row in rows], "o-", markersize=4, label="top-1")
+    axes.axhline(TARGET, color="black", linewidth=1, linestyle="--", label=f"target, {TARGET:g} % top-5")
+    if (target := reached(rows)) is not None:
+        axes.annotate(
+            _time(3600 * target.hours),
+            (60 * target.hours, target.top5),
+            xytext=(0, -28),
+            textcoords="offset points",
+            ha="center",
+            arrowprops={"arrowstyle": "->"},
+        )
+    axes.set(xlabel="minutes on the clock", ylabel="validation accuracy, %", ylim=(0, 101), xlim=(0, None))
+    axes.legend(loc="lower right")
+    image = io.BytesIO()
+    figure.savefig(image, format="png", dpi=120)
+    plt.close(figure)
+    return image.getvalue()
+
+
+def _time(seconds: float) -> str:
+    hours, rest = divmod(seconds, 3600)
+    minutes, rest = divmod(rest, 60)
+    return (f"{hours:.0f} h " if hours else "") + (f"{minutes:.0f} min " if hours or minutes else "") + f"{rest:.1f} s"
+
+
+def _is_number(value: Any) -> bool:
+    return value is not None and value == value

@@ -1,0 +1,255 @@
+"""Trains ResNet-50 to 93 % top-5 as DAWNBench's fastest entry did, and writes an entry in its format and a report.
+
+TFDS_DATA_DIR=... python scripts/reproduce_dawnbench.py --nodes 1 --gpus-per-node 8 --price-per-hour 98.32
+
+On several nodes start it once a node, as python -m jaxdl.train is (docs/clusters.md): srun, mpirun, or
+python -m jaxdl.launch local. The recipe is configs/imagenet_resnet50_dawnbench.py; everything after `--` changes it.
+Before the clock starts, the machine, the data and the network are looked at. A run that was stopped goes on in the same
+workdir; it is then no entry to submit.
+
+--rehearse does all of it in minutes on a CPU: a small ResNet in the same phases at smaller sizes, on virtual devices,
+with `imagenet2012` of the data folder if that is a small stand-in, else with scikit-learn's digits as image files.
+"""
+
+from __future__ import annotations
+
+import time
+
+START = time.perf_counter()
+"""Of the benchmark's clock; the imports below count."""
+
+import argparse  # noqa: E402
+import os  # noqa: E402
+import re  # noqa: E402
+import sys  # noqa: E402
+from datetime import UTC, datetime  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import jax  # noqa: E402
+import numpy as np  # noqa: E402
+from dawnbench_checks import data_lines, expectation_lines, machine_lines, must_be_fine, network_lines  # noqa: E402
+from dawnbench_entry import reached, write_entry  # noqa: E402
+from dawnbench_report import epochs_of, exchange_seconds, write_report  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+from trials import exchange_flags, parse  # noqa: E402
+
+import jaxdl  # noqa: E402
+from jaxdl.cluster import BROKEN, DIVERGED, ClusterError  # noqa: E402
+from jaxdl.config import ConfigError, end_interrupted, fail  # noqa: E402
+from jaxdl.data import Digits, ImageFolder, Photos  # noqa: E402
+from jaxdl.exchange.recommend import label  # noqa: E402
+from jaxdl.experiment import Experiment, changed  # noqa: E402
+from jaxdl.mesh import MeshConfig  # noqa: E402
+from jaxdl.plan import Plan, make_plan  # noqa: E402
+from jaxdl.precision import Float32  # noqa: E402
+from jaxdl.report import Diverged  # noqa: E402
+from jaxdl.timeline import Phase  # noqa: E402
+
+CONFIG = Path(__file__).resolve().parents[1] / "configs/imagenet_resnet50_dawnbench.py"
+_MOST_REHEARSED = 5_000
+"""Images of an `imagenet2012` that is a stand-in."""
+_LENGTH = 2
+"""The rehearsal has this many times the epochs of the recipe: 28 of a few hundred images teach little."""
+_REHEARSED_SIZES = {96: 64, 128: 80, 224: 112, 288: 144}
+"""Pixels of the recipe -> of the rehearsal."""
+
+
+def main() -> None:
+    """Checks, trains, and writes the entry and the report."""
+    args, changes = parse(_parser())
+    try:
+        run_all(args, changes)
+    except ConfigError as error:
+        fail(str(error))
+    except jaxdl.Interrupted as interrupted:
+        print(interrupted.message, file=sys.stderr)
+        raise
+    except (ClusterError, Diverged) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(DIVERGED if isinstance(error, Diverged) else BROKEN) from None
+    except KeyboardInterrupt:
+        end_interrupted()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", help="folder of TensorFlow Datasets with imagenet2012; default TFDS_DATA_DIR")
+    parser.add_argument("--nodes", type=int, help="nodes, each a replica; default 1, in a rehearsal 2 virtual ones")
+    parser.add_argument("--gpus-per-node", type=int, help="devices of each node; default 8, in a rehearsal 1")
+    parser.add_argument(
+        "--exchange", default="auto", metavar="KIND,OPTION=VALUE", help="over the network; auto measures and chooses"
+    )
+    parser.add_argument("--rehearse", action="store_true", help="in minutes, on a CPU, on small data")
+    parser.add_argument("--workdir", type=Path, default=Path("runs/dawnbench"))
+    parser.add_argument("--price-per-hour", type=float, help="dollars for all nodes together: adds the cost")
+    parser.add_argument("--author", default="jaxdl", help="for the entry")
+    parser.add_argument("--author-email", default="nobody@example.org", help="for the entry")
+    parser.add_argument("--hardware", help="for the entry: machines and cloud, in words; default what JAX says")
+    return parser
+
+
+def run_all(args: argparse.Namespace, changes: list[str]) -> None:
+    """The whole of it. Raises ConfigError for what does not fit."""
+    experiment = _experiment(args, changes)
+    loading_sec = time.perf_counter() - START
+    # What is to be chosen is chosen here, before the clock starts, and once for a run that goes on.
+    plan = make_plan(experiment, chosen=lambda: _chosen(args.workdir / "run"))
+    first = jax.process_index() == 0
+    checks = machine_lines(plan, args.workdir) + data_lines(plan, is_rehearsal=args.rehearse)
+    network, exchange_sec = network_lines(plan)
+    checks += network
+    expectations = expectation_lines(plan, exchange_sec, is_rehearsal=args.rehearse)
+    for source in (plan.splits.train, plan.splits.test):
+        source.close()
+    if first:
+        table = Table("before the start", "", box=None, title="DAWNBench, ImageNet training")
+        for line in checks:
+            table.add_row(line.what, line.found if line.fine else f"[red]{line.found}[/]")
+        console = Console(soft_wrap=True)
+        console.print(table)
+        for text in (*plan.reasons, *expectations):
+            console.print(f"- {text}", highlight=False)
+    must_be_fine(checks)
+    run = jaxdl.train(plan.experiment, args.workdir / "run")
+    alone_sec = exchange_seconds(run.plan)
+    if not first:
+        return
+    rows = epochs_of(run, loading_sec)
+    name, record = _entry(args, plan, rows)
+    try:
+        paths = write_entry(args.workdir, name, record, rows)
+    finally:
+        page = write_report(
+            args.workdir,
+            run,
+            rows,
+            checks=checks,
+            expectations=[*plan.reasons, *expectations],
+            exchange_sec=alone_sec,
+            price_per_hour=args.price_per_hour,
+            title="DAWNBench, ImageNet training" + (": a rehearsal" if args.rehearse else ""),
+            entry=name,
+        )
+    print(f"written: {', '.join(str(path) for path in (*paths, page))}")
+
+
+def _experiment(args: argparse.Namespace, changes: list[str]) -> Experiment:
+    """The recipe on the mesh that the arguments say. Raises ConfigError for those that do not fit."""
+    nodes = args.nodes or (2 if args.rehearse else 1)
+    devices = args.gpus_per_node or (1 if args.rehearse else 8)
+    for name, value in (("--nodes", nodes), ("--gpus-per-node", devices)):
+        if value < 1:
+            raise ConfigError(f"{name} {value}: give 1 or more.")
+    if args.price_per_hour is not None and args.price_per_hour < 0:
+        raise ConfigError(f"--price-per-hour {args.price_per_hour}: a price is not below zero.")
+    experiment = jaxdl.load(CONFIG)
+    cpu_devices = nodes * devices if args.rehearse else None
+    mesh = MeshConfig(replica=nodes, fsdp=devices, tensor=1, cpu_devices=cpu_devices)
+    experiment = experiment.replaced({"mesh": mesh, "data.data_dir": args.data_dir})
+    if args.rehearse:
+        experiment = _rehearsal(experiment, args)
+    return changed(experiment, [*exchange_flags(args.exchange), *changes])
+
+
+def _rehearsal(experiment: Experiment, args: argparse.Namespace) -> Experiment:
+    """The recipe made small."""
+    photos = {"min_scale": experiment.data.photos.min_scale, "eval_fraction": 1.0}  # pyright: ignore
+    if (data := _stand_in(experiment)) is None:
+        data = ImageFolder(path=str(_digit_files(args.workdir / "digits")), photos=Photos(flip=False, **photos))
+        batch_size, length = 64, 0.5
+    else:
+        batch_size, length = 32, _LENGTH
+    phases = tuple(
+        Phase(
+            epochs=length * phase.epochs,
+            size=_REHEARSED_SIZES[phase.size],
+            batch_size=batch_size // 2 if phase.batch_size else None,
+            min_scale=phase.min_scale,
+        )
+        for phase in experiment.phases
+    )
+    return experiment.replaced(
+        {
+            "data": data,
+            "model.depth": 18,
+            "model.width": 16,
+            "optimizer.learning_rate": 6.0,
+            "schedule.warmup_epochs": 14.0 * length,
+            "precision": Float32(),
+            "batch_size": batch_size,
+            "evaluation.batch_size": batch_size,
+            "phases": phases,
+        }
+    )
+
+
+def _stand_in(experiment: Experiment) -> Any:
+    """The small `imagenet2012` of the data folder, if there is one."""
+    data = experiment.data.model_copy(
+        update={"photos": experiment.data.photos.model_copy(update={"eval_fraction": 1.0})}  # pyright: ignore
+    )
+    try:
+        splits = data.build()
+    except ConfigError:  # Nothing is prepared there.
+        return None
+    return data if len(splits.train) <= _MOST_REHEARSED else None
+
+
+def _digit_files(folder: Path) -> Path:
+    """scikit-learn's digits as image files of 64 x 64 pixels, in `folder`, which is made unless it is there."""
+    from PIL import Image
+
+    if (folder / "done").exists():
+        return folder
+    splits = Digits().build()
+    for name, source in (("train", splits.train), ("val", splits.test)):
+        rows = source.batch(np.arange(len(source)))
+        for number, (image, digit) in enumerate(zip(rows["image"], rows["label"], strict=True)):
+            path = folder / name / str(digit) / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(image[..., 0]).convert("RGB").resize((64, 64), Image.Resampling.BICUBIC).save(path)
+    (folder / "done").write_text("")
+    return folder
+
+
+def _chosen(workdir: Path) -> Any:
+    """The exchange of the run that is to go on; None when there is none."""
+    try:
+        return Experiment.from_json((workdir / "config.json").read_text()).exchange
+    except (OSError, ConfigError):
+        return None
+
+
+def _entry(args: argparse.Namespace, plan: Plan, rows: list[Any]) -> tuple[str, dict[str, Any]]:
+    """Name and content of the entry's JSON file."""
+    mesh, experiment = plan.parts.layout.mesh, plan.experiment
+    device = mesh.devices.flat[0]
+    hardware = args.hardware or f"{mesh.size} x {device.device_kind}"
+    model = "ResNet-50 v1.5" if not args.rehearse else "ResNet-18, narrow (a rehearsal)"
+    record = {
+        "version": "v1.0",
+        "author": args.author,
+        "authorEmail": args.author_email,
+        "framework": f"jaxdl, JAX {jax.__version__}",
+        "model": model,
+        "hardware": hardware,
+        "timestamp": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "misc": {
+            "experiment": experiment.model_dump(mode="json", include={"optimizer", "schedule", "precision", "phases"}),
+            "batchSize": experiment.batch_size,
+            "exchange": label(experiment.exchange),
+            "rehearsal": args.rehearse,
+            "reached": bool(reached(rows)),
+        },
+    }
+    if args.price_per_hour is not None:
+        record["costPerHour"] = args.price_per_hour
+    parts = (args.author, "rehearsal" if args.rehearse else "resnet50", hardware, "jax")
+    return "_".join(re.sub(r"[^A-Za-z0-9]+", "-", part).strip("-").lower() or "-" for part in parts), record
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    main()
