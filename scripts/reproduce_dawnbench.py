@@ -39,6 +39,7 @@ import jaxdl  # noqa: E402
 from jaxdl.cluster import BROKEN, DIVERGED, ClusterError  # noqa: E402
 from jaxdl.config import ConfigError, end_interrupted, fail  # noqa: E402
 from jaxdl.data import Digits, ImageFolder, Photos  # noqa: E402
+from jaxdl.exchange import Auto  # noqa: E402
 from jaxdl.exchange.recommend import label  # noqa: E402
 from jaxdl.experiment import Experiment, changed  # noqa: E402
 from jaxdl.mesh import MeshConfig  # noqa: E402
@@ -129,7 +130,7 @@ def run_all(args: argparse.Namespace, changes: list[str]) -> None:
             expectations=[*plan.reasons, *expectations],
             exchange_sec=alone_sec,
             price_per_hour=args.price_per_hour,
-            title="DAWNBench, ImageNet training" + (": a rehearsal" if args.rehearse else ""),
+            is_rehearsal=args.rehearse,
             entry=name,
         )
     print(f"written: {', '.join(str(path) for path in (*paths, page))}")
@@ -225,6 +226,7 @@ def _chosen(workdir: Path) -> Any:
 def _entry(args: argparse.Namespace, plan: Plan, rows: list[Any]) -> tuple[str, dict[str, Any]]:
     """Name and content of the entry's JSON file."""
     mesh, experiment = plan.parts.layout.mesh, plan.experiment
+    assert not isinstance(experiment.exchange, Auto), "the plan has chosen"
     device = mesh.devices.flat[0]
     hardware = args.hardware or f"{mesh.size} x {device.device_kind}"
     model = "ResNet-50 v1.5" if not args.rehearse else "ResNet-18, narrow (a rehearsal)"
