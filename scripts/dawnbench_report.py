@@ -133,25 +133,11 @@ def write_report(
     if price_per_hour is not None:
         hours = (target or last).hours
         lines += [f"- cost: {hours:.4f} hours at ${price_per_hour:,.2f} an hour: **${hours * price_per_hour:,.2f}**"]
-    if run.summary["num_restarts"] or run.summary["num_rollbacks"]:
-        lines += ["- the run was restarted or went back: the time between is missing, so it is no entry to submit"]
-    lines += [
-        f"- entry: `{entry}.json`, `{entry}.tsv`",
-        "",
-        "![accuracy](accuracy.png)",
-        "",
-        *_phases(run, exchange_sec),
-    ]
-    lines += [
-        "",
-        "## The published times",
-        "",
-        "| date | team | hardware | time | this run is |",
-        "|---|---|---|---|---|",
-    ]
-    for one in PUBLISHED:
-        ratio = f"{one.seconds / (3600 * target.hours):.2f} x as fast" if target else "-"
-        lines.append(f"| {one.date} | {one.team} | {one.hardware} | {_time(one.seconds)} | {ratio} |")
+    if any(isinstance(event, str) for event in run.history.get("event", ())):
+        lines += ["- the run was resumed or went back: the time between is missing, so it is no entry to submit"]
+    lines += [f"- entry: `{entry}.json`, `{entry}.tsv`; losses, learning rate and speed: `run/curves.png`"]
+    lines += ["", "![accuracy](accuracy.png)", "", *_phases(run, exchange_sec), "", "## The published times", ""]
+    lines += _published(None if is_rehearsal else target)
     lines += ["", "## The clock", "", *_clock(run), "", "## Before the start", ""]
     lines += [f"- {line.what}: {line.found}" for line in checks]
     lines += ["", *(f"- {line}" for line in expectations), "", "## Every evaluation", ""]
