@@ -105,6 +105,20 @@ def make_train_step(parts: Parts) -> Any:
     )
 
 
+def make_update(parts: Parts) -> Any:
+    """The jitted update of a step by itself, `(state, grads) -> state`: gradients as after the exchange.
+
+    The state is donated.
+    """
+    spec = parts.state_spec
+
+    def update(state: TrainState, grads: Any) -> TrainState:
+        return _update(parts, state, grads)[0]
+
+    shardings = (spec.shardings, named(parts.layout.mesh, spec.update))
+    return jax.jit(update, donate_argnums=0, in_shardings=shardings, out_shardings=spec.shardings)
+
+
 def apply_network(
     parts: Parts, layout: Layout, params: Any, model_state: Any, batch: Batch, *, train: bool, forget: bool = False
 ) -> tuple[jax.Array, Any]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from jaxdl.bench import cluster, exchange, input, schedule, scheme, select, step, traffic
+from jaxdl.bench import cluster, exchange, input, optim, schedule, scheme, select, step, traffic, train
 from jaxdl.config import ConfigError, end_interrupted, fail
 
 BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "step": ("the training loop's time per step over that of the bare jitted step", step.main),
+    "train": ("how fast a config trains: images or tokens a second, share of the peak, against PyTorch", train.main),
+    "optim": ("the update split over the devices against the update of all parameters on each", optim.main),
     "traffic": ("the bytes that every exchange sends, read off its program", traffic.main),
     "scheme": ("the collectives of the compiled training step, also compiled for 8 x H100", scheme.main),
     "cluster": ("every gradient exchange in the train step, on an emulated cluster with a slow network", cluster.main),

@@ -1,0 +1,118 @@
+"""The same ResNet in PyTorch, for `bench train --against torch`: channels-last, mixed precision, `torch.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxdl.config import ConfigError
+from jaxdl.experiment import Experiment
+from jaxdl.models import ResNet
+from jaxdl.optim import LARS, SGD
+
+_EXPANSION = 4
+
+
+def make_torch_step(experiment: Experiment, *, num_classes: int, size: int) -> tuple[Callable[[int], None], str]:
+    """A function that makes so many training steps on resident data and waits for their end, and what it is.
+
+    The optimizer is SGD with momentum also where the experiment's is LARS, which PyTorch has not. The model is
+    torchvision's where that is installed, else a transcription. On GPUs it is compiled, on CPUs it runs as it is.
+    Raises ConfigError for what cannot be compared.
+    """
+    try:
+        import torch  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        raise ConfigError("--against torch: PyTorch is not installed here. pip install torch.") from None
+    config = experiment.model
+    if not isinstance(config, ResNet) or config.norm != "batch" or not _is_imagenet(config):
+        raise ConfigError(
+            "--against torch: only ResNet-18 to 152 with batch norm and the imagenet stem are written for PyTorch. "
+            "Measure another model without --against."
+        )
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(experiment.precision.kind)
+    torch.backends.cuda.matmul.allow_tf32 = experiment.precision.kind == "tensorfloat32"
+    torch.backends.cudnn.allow_tf32 = experiment.precision.kind == "tensorfloat32"
+    torch.backends.cudnn.benchmark = True
+    model, origin = _model(config, num_classes)
+    model = model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=_momentum(experiment))
+    scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
+    image = torch.randn(experiment.batch_size, 3, size, size, device=device).to(memory_format=torch.channels_last)
+    label = torch.randint(num_classes, (experiment.batch_size,), device=device)
+    smoothing = getattr(experiment.task, "label_smoothing", 0.0)
+    forward = torch.compile(model) if device == "cuda" else model
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            optimizer.zero_grad(set_to_none=True)
+            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+                loss = torch.nn.functional.cross_entropy(forward(image), label, label_smoothing=smoothing)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        else:
+            float(loss.detach())
+
+    how = "compiled" if device == "cuda" else "not compiled"
+    return steps, f"PyTorch {torch.__version__}, {origin}, channels-last, {how}, {device}"
+
+
+def _is_imagenet(config: ResNet) -> bool:
+    return len(config.blocks) == 4 and config.stem in (None, "imagenet")
+
+
+def _momentum(experiment: Experiment) -> float:
+    return experiment.optimizer.momentum if isinstance(experiment.optimizer, SGD | LARS) else 0.9
+
+
+def _model(config: ResNet, num_classes: int) -> tuple[Any, str]:
+    if config.width in (None, 64):
+        try:
+            import torchvision  # pyright: ignore[reportMissingImports]
+
+            return getattr(torchvision.models, f"resnet{config.depth}")(num_classes=num_classes), "torchvision's model"
+        except ImportError:
+            pass
+    return _transcribed(config, num_classes), "a transcription of torchvision's model"
+
+
+def _transcribed(config: ResNet, num_classes: int) -> Any:
+    """The layers of torchvision's ResNet, v1.5: the stride of a bottleneck lies in its 3x3 convolution."""
+    from torch import nn  # pyright: ignore[reportMissingImports]
+
+    def conv_norm(incoming: int, outgoing: int, size: int, stride: int = 1) -> Any:
+        conv = nn.Conv2d(incoming, outgoing, size, stride, size // 2, bias=False)
+        return nn.Sequential(conv, nn.BatchNorm2d(outgoing))
+
+    class Block(nn.Module):
+        def __init__(self, incoming: int, width: int, stride: int) -> None:
+            super().__init__()
+            if config.is_bottleneck:
+                outgoing = width * _EXPANSION
+                sizes = [(incoming, width, 1, 1), (width, width, 3, stride), (width, outgoing, 1, 1)]
+            else:
+                outgoing = width
+                sizes = [(incoming, width, 3, stride), (width, width, 3, 1)]
+            self.layers = nn.ModuleList([conv_norm(*one) for one in sizes])
+            projects = stride != 1 or incoming != outgoing
+            self.shortcut = conv_norm(incoming, outgoing, 1, stride) if projects else nn.Identity()
+            self.relu = nn.ReLU(inplace=True)
+
+        def forward(self, x: Any) -> Any:
+            y = x
+            for number, layer in enumerate(self.layers, start=1):
+                y = layer(y) if number == len(self.layers) else self.relu(layer(y))
+            return self.relu(y + self.shortcut(x))
+
+    width = config.width or 64
+    layers: list[Any] = [conv_norm(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    incoming = width
+    for stage, count in enumerate(config.blocks):
+        for block in range(count):
+            layers.append(Block(incoming, width * 2**stage, 2 if stage and not block else 1))
+            incoming = width * 2**stage * (_EXPANSION if config.is_bottleneck else 1)
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(incoming, num_classes))

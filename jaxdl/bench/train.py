@@ -1,0 +1,221 @@
+"""How fast a config trains: images or tokens a second, share of the device's peak, memory, share of the update."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import jax
+import jax.numpy as jnp
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from jaxdl.bench.flops import peak_flops, step_flops
+from jaxdl.bench.output import check_folder, write_json
+from jaxdl.bench.torch_side import make_torch_step
+from jaxdl.config import ConfigError
+from jaxdl.data import SyntheticImages, TextSpec, TrainLoader
+from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.mesh import batch_sharding
+from jaxdl.optim import Constant
+from jaxdl.plan import Plan, compile_train_step, make_initial_state, make_plan
+from jaxdl.sharding import named
+from jaxdl.step import make_update
+
+_IMAGENET_CLASSES = 1000
+
+
+@dataclass(frozen=True)
+class TrainBench:
+    """Times the training step of a config on data that lies on the devices."""
+
+    config: Path
+    """The experiment: a Python file with a function config()."""
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
+    num_steps: int = 10
+    """Steps in one repeat."""
+    num_repeats: int = 5
+    """How often each side is measured; medians count."""
+    image_size: int | None = None
+    """Photographs: height and width; by default that of the data (phases are left out)."""
+    against: Literal["torch"] | None = None
+    """Measure the same network in PyTorch too, the two taking turns."""
+    json: Path | None = None
+    """File for the figures."""
+
+
+def main(args: list[str]) -> None:
+    """Runs the measurement and prints it."""
+    if any(arg.startswith("--against") for arg in args):
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # The two share the GPU's memory.
+    command = parse_command(args)
+    found = measure(command)
+    _print(command, found)
+    write_json(command.json, found)
+
+
+def parse_command(args: list[str]) -> TrainBench:
+    """The command line as a TrainBench. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
+    prog = "python -m jaxdl.bench train"
+    command, _ = parse_command_line(TrainBench, args, about=str(__doc__), prog=prog)
+    for name in ("num_steps", "num_repeats", "image_size"):
+        value = getattr(command, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 or more.")
+    if command.image_size is not None and getattr(command.experiment.data, "photos", None) is None:
+        raise ConfigError(f"--image-size {command.image_size}: the images of this data have a size of their own.")
+    check_folder("--json", command.json)
+    return command
+
+
+def measure(command: TrainBench) -> dict[str, Any]:
+    """Times (seconds a step, one for each repeat, of `jaxdl` and perhaps `torch`) and what follows from them."""
+    experiment = resident(command.experiment, command.image_size)
+    plan = make_plan(experiment)
+    sides: dict[str, Callable[[int], None]] = {}
+    sides["jaxdl"], memory = _jaxdl_side(plan)
+    about = {"jaxdl": f"jaxdl, JAX {jax.__version__}"}
+    if command.against is not None:
+        if jax.device_count() > 1 and jax.default_backend() != "cpu":
+            raise ConfigError("--against torch: PyTorch is measured on one GPU. Set CUDA_VISIBLE_DEVICES=0.")
+        size = getattr(plan.parts.data_spec, "height", 0)
+        classes = getattr(plan.parts.data_spec, "num_classes", 0)
+        sides["torch"], about["torch"] = make_torch_step(experiment, num_classes=classes, size=size)
+    sides["update alone"] = _update_side(plan)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(command.num_repeats + 1):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            run(command.num_steps)
+            if repeat:  # The first round warms up.
+                times[name].append((time.perf_counter() - start) / command.num_steps)
+    spec = plan.parts.data_spec
+    unit, number = ("tokens", spec.length) if isinstance(spec, TextSpec) else ("images", 1)
+    flops, (peak, source) = step_flops(plan), peak_flops(experiment.precision)
+    device = jax.devices()[0]
+    return {
+        "times": times,
+        "about": about,
+        "unit": unit,
+        "units_per_step": experiment.batch_size * number,
+        "flops_per_step": flops,
+        "peak_flops_per_sec": peak,
+        "peak_source": source,
+        "memory_bytes": memory,
+        "devices": f"{jax.device_count()} x {device.device_kind}",
+        "precision": experiment.precision.kind,
+        "input": f"{number} tokens" if isinstance(spec, TextSpec) else f"{spec.height} x {spec.width} pixels",
+    }
+
+
+def resident(experiment: Experiment, image_size: int | None) -> Experiment:
+    """The experiment without phases and schedule, and with made-up images where its own are photographs."""
+    photos = getattr(experiment.data, "photos", None)
+    changes: dict[str, Any] = {
+        "epochs": None,
+        "steps": 10**6,
+        "phases": (),
+        "schedule": Constant(),
+        "evaluation.norm_batches": None,
+        "report.profile_start_step": None,
+        "report.profile_steps": 3,
+    }
+    if photos is not None:
+        size = image_size or photos.size
+        count = experiment.batch_size
+        changes["data"] = SyntheticImages(
+            height=size, width=size, num_classes=_IMAGENET_CLASSES, num_train=count, num_test=count
+        )
+    return experiment.replaced(changes)
+
+
+def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], int | None]:
+    """The training steps, and the bytes that a device needs for them."""
+    step, state = compile_train_step(plan), make_initial_state(plan)
+    batch = _batch(plan)
+
+    def steps(number: int) -> None:
+        nonlocal state
+        for _ in range(number):
+            state, metrics = step(state, batch)
+            if jax.default_backend() == "cpu":
+                jax.block_until_ready(metrics)
+        jax.block_until_ready(state)
+
+    analysis = step.memory_analysis()
+    if analysis is None:
+        return steps, None
+    kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+    return steps, kept + analysis.temp_size_in_bytes
+
+
+def _update_side(plan: Plan) -> Callable[[int], None]:
+    """The update alone, on gradients that lie as after the exchange."""
+    spec, mesh = plan.parts.state_spec, plan.parts.layout.mesh
+    state = make_initial_state(plan)
+    shardings = named(mesh, spec.update)
+    grads = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.full(x.shape, 1e-3, x.dtype), plan.parts.network.param_shapes),
+        out_shardings=shardings,
+    )()
+    update = make_update(plan.parts)
+
+    def steps(number: int) -> None:
+        nonlocal state
+        for _ in range(number):
+            state = update(state, grads)
+            if jax.default_backend() == "cpu":
+                jax.block_until_ready(state.step)
+        jax.block_until_ready(state)
+
+    return steps
+
+
+def _batch(plan: Plan) -> Any:
+    loader = TrainLoader(
+        plan.splits.train,
+        batch_size=plan.experiment.batch_size,
+        seed=0,
+        sharding=batch_sharding(plan.parts.layout.mesh),
+        start=0,
+        num_steps=1,
+    )
+    with loader:
+        return next(loader)
+
+
+def _print(command: TrainBench, found: dict[str, Any]) -> None:
+    times = {name: statistics.median(values) for name, values in found["times"].items()}
+    title = f"{command.config}: batch {command.experiment.batch_size:,}, {found['input']}, {found['precision']}, "
+    table = Table(title=title + found["devices"])
+    for column in ("", "ms a step", "min", "max", f"{found['unit']}/s", "TFLOP/s", "of the peak"):
+        table.add_column(column, justify="left" if not column else "right")
+    for name, values in found["times"].items():
+        milliseconds = [f"{1e3 * value:.2f}" for value in (times[name], min(values), max(values))]
+        if name == "update alone":
+            table.add_row(name, *milliseconds, "", "", "")
+            continue
+        rate = found["flops_per_step"] / times[name]
+        speeds = (f"{found['units_per_step'] / times[name]:,.0f}", f"{rate / 1e12:.3g}")
+        table.add_row(name, *milliseconds, *speeds, f"{100 * rate / found['peak_flops_per_sec']:.1f} %")
+    console = Console(width=140)
+    console.print(table)
+    for line in found["about"].values():
+        console.print(line, highlight=False)
+    if "torch" in times:
+        ratios = [b / a for a, b in zip(found["times"]["jaxdl"], found["times"]["torch"], strict=True)]
+        console.print(f"jaxdl is {statistics.median(ratios):.2f} times as fast (median of the rounds)")
+    share = 100 * times["update alone"] / times["jaxdl"]
+    console.print(f"update ({command.experiment.optimizer.kind}) alone: {share:.1f} % of a step")
+    console.print(
+        f"peak: {found['peak_flops_per_sec'] / 1e12:.3g} TFLOP/s, from {found['peak_source']}; a step has "
+        f"{found['flops_per_step'] / 1e12:.3g} TFLOP in products and convolutions, forward times 3"
+    )
+    if found["memory_bytes"] is not None:
+        console.print(f"memory of a device: {found['memory_bytes'] / 1e9:.2f} GB (XLA's plan)")
