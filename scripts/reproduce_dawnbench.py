@@ -32,7 +32,6 @@ from dawnbench_checks import data_lines, expectation_lines, machine_lines, must_
 from dawnbench_entry import reached, write_entry  # noqa: E402
 from dawnbench_report import epochs_of, exchange_seconds, write_report  # noqa: E402
 from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 from trials import exchange_flags, parse  # noqa: E402
 
 import jaxdl  # noqa: E402
@@ -105,13 +104,12 @@ def run_all(args: argparse.Namespace, changes: list[str]) -> None:
     for source in (plan.splits.train, plan.splits.test):
         source.close()
     if first:
-        table = Table("before the start", "", box=None, title="DAWNBench, ImageNet training")
+        console = Console(soft_wrap=True, highlight=False)
+        console.print("[bold]DAWNBench, ImageNet training: before the start[/]")
         for line in checks:
-            table.add_row(line.what, line.found if line.fine else f"[red]{line.found}[/]")
-        console = Console(soft_wrap=True)
-        console.print(table)
+            console.print(f"  {line.what}: " + (line.found if line.fine else f"[red]{line.found}[/]"))
         for text in (*plan.reasons, *expectations):
-            console.print(f"- {text}", highlight=False)
+            console.print(f"- {text}")
     must_be_fine(checks)
     run = jaxdl.train(plan.experiment, args.workdir / "run")
     alone_sec = exchange_seconds(run.plan)
@@ -138,8 +136,8 @@ def run_all(args: argparse.Namespace, changes: list[str]) -> None:
 
 def _experiment(args: argparse.Namespace, changes: list[str]) -> Experiment:
     """The recipe on the mesh that the arguments say. Raises ConfigError for those that do not fit."""
-    nodes = args.nodes or (2 if args.rehearse else 1)
-    devices = args.gpus_per_node or (1 if args.rehearse else 8)
+    nodes = (2 if args.rehearse else 1) if args.nodes is None else args.nodes
+    devices = (1 if args.rehearse else 8) if args.gpus_per_node is None else args.gpus_per_node
     for name, value in (("--nodes", nodes), ("--gpus-per-node", devices)):
         if value < 1:
             raise ConfigError(f"{name} {value}: give 1 or more.")
@@ -159,7 +157,7 @@ def _rehearsal(experiment: Experiment, args: argparse.Namespace) -> Experiment:
     photos = {"min_scale": experiment.data.photos.min_scale, "eval_fraction": 1.0}  # pyright: ignore
     if (data := _stand_in(experiment)) is None:
         data = ImageFolder(path=str(_digit_files(args.workdir / "digits")), photos=Photos(flip=False, **photos))
-        batch_size, length = 64, 0.5
+        batch_size, length = 64, 0.25
     else:
         batch_size, length = 32, _LENGTH
     phases = tuple(
