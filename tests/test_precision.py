@@ -97,6 +97,18 @@ def test_loss_scale_against_plain_python(config):
     assert {config.min_scale, config.max_scale} <= scales, "both clamps were reached"
 
 
+def test_a_static_scale_stays():
+    config = Float16(initial_scale=1024, static=True)
+    state = config.init_loss_scale()
+    for ok in (True, False, False, True):
+        state = jax.jit(config.next_loss_scale)(state, jnp.asarray(ok))
+        assert float(state["scale"]) == 1024
+    assert int(state["skipped_steps"]) == 2
+    assert config.lowest_scale == 1024, "an overflow cannot be the scale's fault, which cannot fall"
+    with pytest.raises(ConfigError, match="factor, max_scale: no effect on a scale that stays"):
+        Float16(static=True, factor=4, max_scale=2.0**20)
+
+
 def test_the_initial_scale_lies_between_the_clamps():
     with pytest.raises(ConfigError, match=r"initial_scale 0\.5 must lie between min_scale 1"):
         Float16(initial_scale=0.5)

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxdl.config import Config, ConfigError
-from jaxdl.optim import Constant, Cosine, LearningRate, Linear, Polynomial, ScheduleConfig
+from jaxdl.optim import Constant, Cosine, LearningRate, Linear, Polynomial, ScheduleConfig, Steps
 
 PEAK, TOTAL, WARMUP, END, START = 3.7, 97, 11, 0.05, 0.2
 
@@ -47,6 +47,27 @@ def test_closed_form(kind, num_warmup):
     assert got.max() == np.float32(PEAK)
     if num_warmup:
         assert got[num_warmup - 1] == np.float32(PEAK)
+
+
+def test_steps():
+    schedule = Steps(warmup_epochs=2, milestones_epochs=(3.0, 6.1), factor=0.2)
+    got = rates(schedule.build(peak=PEAK, total_steps=90, steps_per_epoch=10), 100)
+    wanted = PEAK * np.concatenate([np.arange(1, 21) / 20, np.ones(10), np.full(31, 0.2), np.full(39, 0.04)])
+    np.testing.assert_allclose(got, wanted, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"milestones_epochs": ()}, "give epochs that grow"),
+        ({"milestones_epochs": (3.0, 2.0)}, "give epochs that grow"),
+        ({"milestones_epochs": (0.0, 2.0)}, "before the warm-up"),
+        ({"milestones_epochs": (3.0, 5.0), "warmup_epochs": 4}, "before the warm-up"),
+    ],
+)
+def test_steps_mistakes(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Steps(**fields)
 
 
 @pytest.mark.parametrize("num_warmup", [0, 1, WARMUP, TOTAL])
