@@ -14,6 +14,9 @@ from jaxdl.sharding import ShardingConfig
 from jaxdl.tasks import Classification
 from jaxdl.timeline import Phase
 
+EXAMPLES = 1_281_167
+"""Images to train on."""
+
 REPLICATED = ShardingConfig(param_sharding="replicated", update_sharding="sharded")
 """For networks that fit into a GPU many times over: parameters on each, the update split over the GPUs of a node."""
 
@@ -55,7 +58,11 @@ def mlperf(
         task=Classification(label_smoothing=0.1),
         optimizer=LARS(learning_rate=learning_rate, momentum=momentum, weight_decay=weight_decay),
         schedule=Polynomial(
-            warmup_epochs=warmup_epochs, power=2, decay_steps=decay_steps, end_fraction=1e-4 / learning_rate
+            warmup_epochs=warmup_epochs,
+            power=2,
+            # In epochs, so that the course stays the same at another batch size.
+            decay_epochs=decay_steps * batch_size / EXAMPLES,
+            end_fraction=1e-4 / learning_rate,
         ),
         precision=BFloat16(),
         batch_size=batch_size,
@@ -80,7 +87,7 @@ def small(experiment: Experiment) -> Experiment:
     size = 32 if is_resnet or is_vit else 96
     photos = {"data.photos.size": size, "data.photos.eval_size": None, "data.photos.workers": 0}
     schedule: dict[str, object] = {
-        f"schedule.{name}": None for name in ("warmup_steps", "decay_steps") if _is_set(experiment, name)
+        f"schedule.{name}": None for name in ("warmup_steps", "decay_epochs") if _is_set(experiment, name)
     }
     if hasattr(experiment.schedule, "milestones_epochs"):
         schedule["schedule.milestones_epochs"] = (1.0, 1.5)

@@ -7,8 +7,9 @@ epochs of warm-up, a tenth of it at epochs 30, 60 and 80, momentum 0.9, weight d
 norm of each block initialized to zero, statistics over the images of one GPU. They used batches up to 8,192 without
 loss of accuracy: --batch-size 8192 --optimizer.learning-rate 3.2.
 
-Expected: top-1 about 0.76. Published for the same network: 0.7613 (torchvision's IMAGENET1K_V1 weights), 0.7637 to
-0.7672 (Flax's example, 100 epochs with a cosine).
+Expected: top-1 about 0.76. Published for the same network: 0.7613 (torchvision's documentation of the
+IMAGENET1K_V1 weights); 0.7637 to 0.7672, and 0.7627 in mixed precision (google/flax, examples/imagenet/README.md: 100
+epochs with a cosine).
 
 Small, on a CPU: --config configs/imagenet_resnet50.py:smoke
 """

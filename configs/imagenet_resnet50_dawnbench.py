@@ -6,7 +6,8 @@ Source: Alibaba Cloud's entry of 2020-03-17 (16 x 8 V100, 32 Gb/s; stanford-futu
 ImageNet/train/alibabacloud_resnet50_gn6e_16_machine_tensorflow.json): images of 96, 128, 224 and 288 pixels, LARS with
 bounded trust ratios, Nesterov momentum cycled against the learning rate, label smoothing, mixed precision. The last
 epoch has half the batch, and here half the learning rate. The entry evaluates the last epoch on whole, rectangular
-images; here it is their centre, 288 x 288.
+images; here it is their centre, 288 x 288. Whose batch its batch norm sees it does not say; here it is 256 images,
+those of one of its GPUs. On fewer GPUs add --step.microbatches, as the script does.
 
 Expected: top-5 0.9304 and top-1 0.7575 after the last epoch; theirs took 157.6 s.
 
@@ -28,7 +29,7 @@ def config() -> Experiment:
     """The experiment."""
     return Experiment(
         data=imagenet(min_scale=0.11),
-        model=ResNet(depth=50),
+        model=ResNet(depth=50, norm_span=256),
         task=Classification(label_smoothing=0.1),
         optimizer=LARS(
             learning_rate=25.0,

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import Future
 from typing import Any
 
-from jaxdl.plan import Plan, Steps, compile_steps
+from jaxdl.plan import Plan, StepFunctions, compile_steps
 from jaxdl.timeline import Stretch
 
 
@@ -17,7 +17,7 @@ class CompiledSteps:
         self._plan = plan
         self._futures: dict[tuple[Any, ...], Future[Any]] = {}
 
-    def of(self, stretch: Stretch) -> Steps:
+    def of(self, stretch: Stretch) -> StepFunctions:
         """The steps of a stretch; starts to compile those of the next. Raises what compiling raises."""
         future = self._futures.get(_shape(stretch))
         if future is None:

@@ -65,7 +65,7 @@ def check_norms(experiment: Experiment, num_replicas: int, *, has_norms: bool) -
     span = getattr(experiment.model, "norm_span", None)
     if not has_norms or not isinstance(span, int):
         return
-    for phase in (None, *experiment.phases):
+    for phase in experiment.phases or (None,):
         size = (phase and phase.batch_size) or experiment.batch_size
         local = size // num_replicas // experiment.step.microbatches
         if local % span and (span % local or num_replicas % (span // local)):

@@ -176,6 +176,10 @@ def load_file(path: str | Path) -> Config:
     path, function = Path(path), "config"
     if not path.is_file() and ":" in path.name:
         name, function = path.name.rsplit(":", 1)
+        if not name or not function.isidentifier():
+            raise ConfigError(
+                f"--config {path}: neither a file nor FILE:NAME, a file and the name of a function in it."
+            )
         path = path.with_name(name)
     if not path.is_file():
         raise ConfigError(f"--config {path}: no such file; the examples are in configs/.")

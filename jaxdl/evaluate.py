@@ -13,7 +13,7 @@ import pydantic
 from jaxdl.config import Periodic
 from jaxdl.mesh import batch_sharding
 from jaxdl.state import TrainState, replicated
-from jaxdl.step import Batch, Parts, apply_network
+from jaxdl.step import Batch, Parts, apply_network, split
 
 _MAX_IN_FLIGHT = 4
 """Batches handed to the devices before the first of them is awaited: keeps them busy, and their memory free."""
@@ -59,19 +59,36 @@ def make_eval_step(parts: Parts) -> Any:
 def make_norm_step(parts: Parts) -> Any:
     """The jitted function `(params, model_state, key, batch) -> model_state`: the batch statistics of a training batch.
 
-    The batch is augmented as in training, and it is a single one, not one for each replica.
+    The batch is augmented as in training, and it is one batch of all replicas. With micro-batches the statistics are
+    the means of theirs, so it takes no more memory than a training step.
     """
-    shardings = parts.state_spec.shardings
+    shardings, num_parts = parts.state_spec.shardings, parts.config.microbatches
 
     def norm_step(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> Any:
-        batch = parts.task.augmented(batch, jax.random.wrap_key_data(key))
-        return apply_network(parts, parts.layout, params, model_state, batch, train=True, forget=True)[1]
+        batch = parts.task.augmented(batch, key)
+
+        def statistics(batch: Batch) -> Any:
+            return apply_network(parts, parts.layout, params, model_state, batch, train=True, forget=True)[1]
+
+        if num_parts == 1:
+            return statistics(batch)
+        every = jax.lax.map(statistics, {name: split(x, num_parts) for name, x in batch.items()})
+        return jax.tree.map(lambda x: x.mean(axis=0), every)
 
     return jax.jit(
         norm_step,
-        in_shardings=(shardings.params, shardings.model_state, shardings.key, batch_sharding(parts.layout.mesh)),
+        in_shardings=(
+            shardings.params,
+            shardings.model_state,
+            replicated(parts.layout),
+            batch_sharding(parts.layout.mesh),
+        ),
         out_shardings=shardings.model_state,
     )
+
+
+_add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new))
+_divide = jax.jit(lambda total, count: jax.tree.map(lambda x: x / count, total))
 
 
 def estimate_norms(
@@ -83,16 +100,17 @@ def estimate_norms(
 ) -> TrainState:
     """The state with the means of the batch statistics over `batches`, at the parameters to evaluate.
 
-    One batch at a time; `poll` is that of `evaluate`.
+    One batch at a time; each is augmented by a key of its own, which the state's step decides too. `poll` is that of
+    `evaluate`.
     """
-    add = jax.jit(lambda total, new: jax.tree.map(jnp.add, total, new))
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     total, count = None, 0
     for batch in batches:
         poll()
-        new = norm_step(state.eval_params, state.model_state, state.key, batch)
-        total, count = new if total is None else add(total, new), count + 1
+        new = norm_step(state.eval_params, state.model_state, jax.random.fold_in(key, count), batch)
+        total, count = new if total is None else _add(total, new), count + 1
         jax.block_until_ready(total)
-    return state.replace(model_state=jax.jit(lambda total: jax.tree.map(lambda x: x / count, total))(total))
+    return state.replace(model_state=_divide(total, jnp.float32(count)))
 
 
 def evaluate(

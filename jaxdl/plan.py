@@ -52,7 +52,7 @@ from jaxdl.mesh import Axis, Device, batch_ways, make_mesh
 from jaxdl.models import Network
 from jaxdl.optim import momentum_course
 from jaxdl.sharding import STACKED, Layout, grad_specs, named
-from jaxdl.state import TrainState, init_state, make_state_spec
+from jaxdl.state import TrainState, init_state, make_state_spec, replicated
 from jaxdl.step import Parts, make_train_step
 from jaxdl.timeline import Stretch, Timeline, make_timeline
 
@@ -302,7 +302,7 @@ def make_exchange_state(plan: Plan) -> Any:
     )()
 
 
-class Steps(NamedTuple):
+class StepFunctions(NamedTuple):
     """The compiled functions of a stretch; calls with other shapes are errors."""
 
     train: Any
@@ -313,7 +313,7 @@ class Steps(NamedTuple):
     """`jaxdl.evaluate.make_norm_step`, where batch norm's statistics are estimated for each evaluation; else None."""
 
 
-def compile_steps(plan: Plan, stretch: Stretch | None = None) -> Steps:
+def compile_steps(plan: Plan, stretch: Stretch | None = None) -> StepFunctions:
     """The compiled steps of a stretch (the first)."""
     stretch = stretch or plan.timeline.stretches[0]
     state, (train, test) = plan.parts.state_spec.abstract(), plan.sources(stretch)
@@ -323,8 +323,14 @@ def compile_steps(plan: Plan, stretch: Stretch | None = None) -> Steps:
     norm = None
     if plan.experiment.evaluation.norm_batches is not None:
         batch = _batch_shapes(train, stretch.batch_size, evaluating=False)
-        norm = make_norm_step(plan.parts).lower(state.eval_params, state.model_state, state.key, batch).compile()
-    return Steps(compile_train_step(plan, stretch), evaluating.compile(), norm)
+        norm = make_norm_step(plan.parts).lower(state.eval_params, state.model_state, _key(plan), batch).compile()
+    return StepFunctions(compile_train_step(plan, stretch), evaluating.compile(), norm)
+
+
+def _key(plan: Plan) -> jax.ShapeDtypeStruct:
+    """A random key, as a shape."""
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated(plan.parts.layout))
 
 
 def compile_train_step(plan: Plan, stretch: Stretch | None = None) -> Any:

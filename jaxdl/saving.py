@@ -58,6 +58,13 @@ class Saver:
         self._saved_step = step
         self._tell(step)
 
+    def save_again(self, state: TrainState | None, step: int, metrics: dict[str, float] | None) -> None:
+        """Puts the checkpoint of this step aside for one with what an evaluation, made up for, has changed."""
+        assert state is not None
+        self.checkpoints.put_aside_after(step - 1)
+        self._saved_step = -1
+        self.save(state, step, step, metrics)
+
     def lost(self, step: int) -> str | None:
         """Waits for what is being written; says what is lost if the state of this step is not in the workdir then."""
         self.checkpoints.wait()

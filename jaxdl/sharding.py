@@ -42,7 +42,8 @@ class ShardingConfig(Config):
     """`sharded` splits parameters over `fsdp` (FSDP, ZeRO-3); `replicated` keeps them whole (plain data parallel)."""
     update_sharding: Literal["parameters", "sharded"] = "parameters"
     """Where the update is computed and the optimizer's state is kept: `parameters`, as they lie; `sharded` splits both
-    over `fsdp` though parameters are replicated (ZeRO-1): each device updates a part, and the parts are gathered."""
+    over `fsdp` though parameters are replicated (ZeRO-1): each device updates a part, and the parts are gathered.
+    Never over `replica`, whose network is slow; so with fsdp 1 both are the same."""
     tensor_dims: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab", "channel_out", "classes")
     """Logical dimensions that `tensor` splits."""
     min_shard_elements: int = pydantic.Field(default=256, ge=1)

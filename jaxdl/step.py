@@ -175,7 +175,7 @@ def _local_gradients(
                 return (jax.tree.map(jnp.add, total, grads), model_state), sums
 
             zeros = lax.pcast(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params), replica, to="varying")
-            microbatches = {name: _split(x, num_parts) for name, x in batch.items()}
+            microbatches = {name: split(x, num_parts) for name, x in batch.items()}
             (grads, model_state), sums = lax.scan(body, (zeros, model_state), microbatches)
             sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
         # Running statistics are averaged over `replica`: each replica normalized with those of its own batch. Laid out
@@ -200,7 +200,7 @@ def _pmean_at_once(tree: Any, axis: str) -> Any:
     return as_tree(lax.pmean(flat, axis))
 
 
-def _split(x: jax.Array, num_parts: int) -> jax.Array:
+def split(x: jax.Array, num_parts: int) -> jax.Array:
     """`[batch, ...]` -> `[num_parts, batch / num_parts, ...]`, every num_parts-th row to the same part.
 
     So the parts hold the same examples on every mesh, and no row has to move between devices.

@@ -205,6 +205,9 @@ class Session:
         pulse.beat(self.step)  # From here on something must come on, the first batch too.
         if self.step > self.evaluated_step and self.due(self.experiment.evaluation):
             self.evaluate()
+            if self.steps.norm is not None and self.saver is not None:
+                with self.watch("checkpoint"):  # The state has changed.
+                    self.saver.save_again(self.state, self.step, self.metrics)
         self.read_data()
 
     def read_data(self) -> None:
@@ -275,7 +278,7 @@ class Session:
         sharding = batch_sharding(self.parts.layout.mesh)
         source, size = self.plan.sources(self.stretch)[1], self.plan.eval_batch_size
         if self.steps.norm is not None:
-            with self.watch("eval"):
+            with self.watch("norms"):
                 self.estimate_norms()
         with self.watch("eval"), eval_batches(source, batch_size=size, sharding=sharding) as batches:
             params, model_state = self.state.eval_params, self.state.model_state

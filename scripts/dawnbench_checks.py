@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -10,17 +9,22 @@ from typing import NamedTuple
 import jax
 from dawnbench_entry import ALIBABA_IMAGES_PER_SEC
 
+from jaxdl.bench.memory import available_bytes
 from jaxdl.config import ConfigError
+from jaxdl.data.photos import processes_of_host
 from jaxdl.exchange import Auto, Dense, Quantized, TopK
 from jaxdl.exchange.cost import Machine, predict
 from jaxdl.exchange.probe import probe
 from jaxdl.exchange.recommend import label
+from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.plan import Plan, exchanged_gradients
 from jaxdl.report.summary import versions
+from jaxdl.workdir import all_processes
 
 TRAIN_IMAGES, VALIDATION_IMAGES = 1_281_167, 50_000
 _CHECKPOINT_COPIES = 4
+"""Those that are kept, and the one that is being written."""
 _AHEAD = 4
 """Batches in memory on a host: made ahead, in hand, and on their way to the devices."""
 
@@ -39,11 +43,14 @@ def machine_lines(plan: Plan, workdir: Path) -> list[Line]:
     device = mesh.devices.flat[0]
     found = versions()
     state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(plan.parts.state_spec.shapes))
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--workdir {workdir}: no folder can be made there: {error.strerror}.") from None
     free, needed = shutil.disk_usage(workdir).free, _CHECKPOINT_COPIES * state
     sizes = [(plan.sources(one)[0].spec.blank()["image"].nbytes, one.batch_size) for one in plan.timeline.stretches]
-    batches = max(_AHEAD * image * size // jax.process_count() for image, size in sizes)
-    memory = _available_bytes()
+    batches = processes_of_host() * max(_AHEAD * image * size // jax.process_count() for image, size in sizes)
+    memory = available_bytes()
     return [
         Line("versions", ", ".join(f"{name} {found[name]}" for name in ("python", "jax", "jaxlib", "flax", "optax"))),
         Line(
@@ -66,14 +73,17 @@ def data_lines(plan: Plan, *, is_rehearsal: bool) -> list[Line]:
     return [Line("images", found + ("" if fine else f", not {TRAIN_IMAGES:,} and {VALIDATION_IMAGES:,}"), fine)]
 
 
-def network_lines(plan: Plan) -> tuple[list[Line], float | None]:
-    """The links between replicas as measured, and the predicted seconds of an exchange; all processes call it."""
-    mesh, config = plan.parts.layout.mesh, plan.experiment.exchange
-    assert not isinstance(config, Auto), "the plan has chosen"
+def network_lines(experiment: Experiment, plan: Plan) -> tuple[list[Line], float | None]:
+    """The links between replicas as measured, and the predicted seconds of the experiment's exchange.
+
+    All processes call it; `plan` may have another exchange.
+    """
+    mesh, config = plan.parts.layout.mesh, experiment.exchange
+    assert not isinstance(config, Auto), "it has been chosen"
     replicas = mesh.shape[Axis.REPLICA]
     if replicas == 1:
         return [Line("network", "one node: nothing crosses it")], None
-    gradients = exchanged_gradients(plan.experiment, plan.splits.train.spec, mesh)
+    gradients = exchanged_gradients(experiment, plan.splits.train.spec, mesh)
     methods = (config.method,) if isinstance(config, TopK) else ("threshold",)
     bits = (config.bits,) if isinstance(config, Quantized) else (8,)
     machine: Machine = probe(mesh, methods=methods, bits=bits, num_repeats=3)
@@ -98,9 +108,11 @@ def expectation_lines(plan: Plan, exchange_sec: float | None, *, is_rehearsal: b
     lines = []
     for stretch in plan.timeline.stretches:
         assert stretch.phase is not None
+        parts = plan.experiment.step.microbatches * plan.parts.layout.mesh.size
         lines.append(
             f"{stretch.phase.epochs:g} epochs of {stretch.phase.size} x {stretch.phase.size} pixels: "
-            f"{stretch.num_steps:,} steps of {stretch.batch_size:,} images"
+            f"{stretch.num_steps:,} steps of {stretch.batch_size:,} images, "
+            f"{stretch.batch_size // parts:,} at a time on a device (--step.microbatches changes that)"
         )
     if exchange_sec is not None:
         total = exchange_sec * plan.total_steps
@@ -121,19 +133,11 @@ def expectation_lines(plan: Plan, exchange_sec: float | None, *, is_rehearsal: b
 
 
 def must_be_fine(lines: list[Line]) -> None:
-    """Raises ConfigError for what is not."""
+    """Raises ConfigError, on all processes, for what is not on one."""
     wrong = [f"{line.what}: {line.found}" for line in lines if not line.fine]
-    if wrong:
+    if not all_processes(not wrong):
+        wrong = wrong or ["another host lacks room or memory"]
         raise ConfigError(f"{'; '.join(wrong)}. Mend it, or --rehearse for a run that is none of the benchmark's.")
-
-
-def _available_bytes() -> int:
-    """Memory that is free or can be freed, of this host."""
-    try:
-        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024 * int(fields["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _size(num_bytes: float) -> str:

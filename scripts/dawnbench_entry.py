@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -83,6 +84,12 @@ def check_entry(path: Path) -> list[Epoch]:
         record = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: no JSON can be read: {error}") from None
+    check_record(record, path)
+    return _check_rows(path.with_suffix(".tsv"))
+
+
+def check_record(record: Any, path: Path) -> None:
+    """Checks the content of the .json file `path`. Raises ConfigError for what the benchmark would refuse."""
     missing = [name for name in _REQUIRED if not isinstance(record, dict) or not str(record.get(name, "")).strip()]
     if missing:
         raise ConfigError(f"{path}: {', '.join(missing)} missing or empty; every entry needs them.")
@@ -91,18 +98,17 @@ def check_entry(path: Path) -> list[Epoch]:
     except (TypeError, ValueError):
         raise ConfigError(f"{path}: timestamp {record['timestamp']!r} is not written as 2020-03-17.") from None
     cost = record.get("costPerHour", 0.0)
-    if isinstance(cost, bool) or not isinstance(cost, int | float) or cost < 0:
+    if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost < math.inf:
         raise ConfigError(f"{path}: costPerHour {cost!r} is not a number of dollars.")
-    if len(path.stem.split("_")) < 4:
+    if len(path.name.removesuffix(".json").split("_")) < 4:
         raise ConfigError(f"{path}: the name is not [author]_[model]_[hardware]_[framework].json.")
-    return _check_rows(path.with_suffix(".tsv"))
 
 
 def _check_rows(path: Path) -> list[Epoch]:
     try:
         lines = list(csv.reader(path.read_text().splitlines(), delimiter="\t"))
-    except OSError as error:
-        raise ConfigError(f"{path}: the table of epochs cannot be read: {error.strerror}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: the table of epochs cannot be read: {error}") from None
     if not lines or sorted(lines[0]) != sorted(COLUMNS):
         raise ConfigError(f"{path}: its columns are {lines[0] if lines else []}, not {list(COLUMNS)}, parted by tabs.")
     if len(lines) == 1:

@@ -19,6 +19,7 @@ START = time.perf_counter()
 """Of the benchmark's clock; the imports below count."""
 
 import argparse  # noqa: E402
+import math  # noqa: E402
 import os  # noqa: E402
 import re  # noqa: E402
 import sys  # noqa: E402
@@ -29,27 +30,30 @@ from typing import Any  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 from dawnbench_checks import data_lines, expectation_lines, machine_lines, must_be_fine, network_lines  # noqa: E402
-from dawnbench_entry import reached, write_entry  # noqa: E402
-from dawnbench_report import epochs_of, exchange_seconds, write_report  # noqa: E402
+from dawnbench_entry import check_record, reached, write_entry  # noqa: E402
+from dawnbench_report import epochs_of, exchange_seconds, was_resumed, write_report  # noqa: E402
 from rich.console import Console  # noqa: E402
 from trials import exchange_flags, parse  # noqa: E402
 
 import jaxdl  # noqa: E402
-from jaxdl.cluster import BROKEN, DIVERGED, ClusterError  # noqa: E402
+from jaxdl.cluster import BROKEN, DIVERGED, ClusterError, depart, end_together  # noqa: E402
 from jaxdl.config import ConfigError, end_interrupted, fail  # noqa: E402
 from jaxdl.data import Digits, ImageFolder, Photos  # noqa: E402
-from jaxdl.exchange import Auto  # noqa: E402
-from jaxdl.exchange.recommend import label  # noqa: E402
+from jaxdl.exchange import Dense  # noqa: E402
 from jaxdl.experiment import Experiment, changed  # noqa: E402
 from jaxdl.mesh import MeshConfig  # noqa: E402
-from jaxdl.plan import Plan, make_plan  # noqa: E402
+from jaxdl.models import ResNet  # noqa: E402
+from jaxdl.plan import make_plan, settled  # noqa: E402
 from jaxdl.precision import Float32  # noqa: E402
 from jaxdl.report import Diverged  # noqa: E402
 from jaxdl.timeline import Phase  # noqa: E402
+from jaxdl.workdir import from_first_process  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/imagenet_resnet50_dawnbench.py"
 _MOST_REHEARSED = 5_000
 """Images of an `imagenet2012` that is a stand-in."""
+_IMAGES_AT_A_TIME = 256
+"""32,768 images on the 128 GPUs of the entry."""
 _LENGTH = 2
 """The rehearsal has this many times the epochs of the recipe: 28 of a few hundred images teach little."""
 _REHEARSED_SIZES = {96: 64, 128: 80, 224: 112, 288: 144}
@@ -58,19 +62,24 @@ _REHEARSED_SIZES = {96: 64, 128: 80, 224: 112, 288: 144}
 
 def main() -> None:
     """Checks, trains, and writes the entry and the report."""
-    args, changes = parse(_parser())
+    with end_together():
+        _main()
+
+
+def _main() -> None:
     try:
+        args, changes = parse(_parser())
         run_all(args, changes)
     except ConfigError as error:
         fail(str(error))
-    except jaxdl.Interrupted as interrupted:
-        print(interrupted.message, file=sys.stderr)
-        raise
     except (ClusterError, Diverged) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(DIVERGED if isinstance(error, Diverged) else BROKEN) from None
     except KeyboardInterrupt:
         end_interrupted()
+    except jaxdl.Interrupted as interrupted:
+        print(interrupted.message, file=sys.stderr, flush=True)
+        depart(int(interrupted.code or 0))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -93,63 +102,86 @@ def _parser() -> argparse.ArgumentParser:
 def run_all(args: argparse.Namespace, changes: list[str]) -> None:
     """The whole of it. Raises ConfigError for what does not fit."""
     experiment = _experiment(args, changes)
-    loading_sec = time.perf_counter() - START
-    # What is to be chosen is chosen here, before the clock starts, and once for a run that goes on.
-    plan = make_plan(experiment, chosen=lambda: _chosen(args.workdir / "run"))
-    first = jax.process_index() == 0
+    check_record(_record(args, experiment), Path(_name(args)))  # Not after hours of training.
+    # Starting the devices and reading the data counts. What is measured to choose an exchange, and looked at, does not.
+    plan = make_plan(experiment.replaced({"exchange": Dense()}))
+    before_sec = time.perf_counter() - START
+    spec, mesh = plan.splits.train.spec, plan.parts.layout.mesh
+    experiment, reasons = settled(experiment, spec, mesh, _chosen(args.workdir / "run"))
     checks = machine_lines(plan, args.workdir) + data_lines(plan, is_rehearsal=args.rehearse)
-    network, exchange_sec = network_lines(plan)
+    network, exchange_sec = network_lines(experiment, plan)
     checks += network
-    expectations = expectation_lines(plan, exchange_sec, is_rehearsal=args.rehearse)
+    expectations = [*reasons, *expectation_lines(plan, exchange_sec, is_rehearsal=args.rehearse)]
     for source in (plan.splits.train, plan.splits.test):
         source.close()
-    if first:
+    if jax.process_index() == 0:
         console = Console(soft_wrap=True, highlight=False)
         console.print("[bold]DAWNBench, ImageNet training: before the start[/]")
         for line in checks:
             console.print(f"  {line.what}: " + (line.found if line.fine else f"[red]{line.found}[/]"))
-        for text in (*plan.reasons, *expectations):
+        for text in expectations:
             console.print(f"- {text}")
     must_be_fine(checks)
-    run = jaxdl.train(plan.experiment, args.workdir / "run")
+    run = jaxdl.train(experiment, args.workdir / "run")
     alone_sec = exchange_seconds(run.plan)
-    if not first:
+    if jax.process_index() > 0:
         return
-    rows = epochs_of(run, loading_sec)
-    name, record = _entry(args, plan, rows)
-    try:
-        paths = write_entry(args.workdir, name, record, rows)
-    finally:
-        page = write_report(
-            args.workdir,
-            run,
-            rows,
-            checks=checks,
-            expectations=[*plan.reasons, *expectations],
-            exchange_sec=alone_sec,
-            price_per_hour=args.price_per_hour,
-            is_rehearsal=args.rehearse,
-            entry=name,
-        )
-    print(f"written: {', '.join(str(path) for path in (*paths, page))}")
+    rows, name = epochs_of(run, before_sec), _name(args)
+    page = write_report(
+        args.workdir,
+        run,
+        rows,
+        checks=checks,
+        expectations=expectations,
+        exchange_sec=alone_sec,
+        price_per_hour=args.price_per_hour,
+        before_sec=before_sec,
+        is_rehearsal=args.rehearse,
+        entry=name,
+    )
+    print(f"written: {page}")
+    if was_resumed(run):
+        print("no entry is written: the run was stopped and went on, so its clock does not count")
+        return
+    record = _record(args, run.plan.experiment)
+    record["misc"]["reached"] = reached(rows) is not None
+    print(f"written: {', '.join(str(path) for path in write_entry(args.workdir, name, record, rows))}")
 
 
 def _experiment(args: argparse.Namespace, changes: list[str]) -> Experiment:
     """The recipe on the mesh that the arguments say. Raises ConfigError for those that do not fit."""
-    nodes = (2 if args.rehearse else 1) if args.nodes is None else args.nodes
-    devices = (1 if args.rehearse else 8) if args.gpus_per_node is None else args.gpus_per_node
+    nodes, devices = _sizes(args)
     for name, value in (("--nodes", nodes), ("--gpus-per-node", devices)):
         if value < 1:
             raise ConfigError(f"{name} {value}: give 1 or more.")
-    if args.price_per_hour is not None and args.price_per_hour < 0:
-        raise ConfigError(f"--price-per-hour {args.price_per_hour}: a price is not below zero.")
+    if args.price_per_hour is not None and not 0 <= args.price_per_hour < math.inf:
+        raise ConfigError(f"--price-per-hour {args.price_per_hour}: give dollars, 0 or more.")
     experiment = jaxdl.load(CONFIG)
     cpu_devices = nodes * devices if args.rehearse else None
     mesh = MeshConfig(replica=nodes, fsdp=devices, tensor=1, cpu_devices=cpu_devices)
     experiment = experiment.replaced({"mesh": mesh, "data.data_dir": args.data_dir})
     if args.rehearse:
         experiment = _rehearsal(experiment, args)
-    return changed(experiment, [*exchange_flags(args.exchange), *changes])
+    else:
+        # As many images at a time as a GPU of the entry had.
+        microbatches = max(1, experiment.batch_size // (nodes * devices * _IMAGES_AT_A_TIME))
+        experiment = experiment.replaced({"step.microbatches": microbatches})
+    experiment = changed(experiment, [*exchange_flags(args.exchange), *changes])
+    if not isinstance(experiment.model, ResNet) or not experiment.phases:
+        raise ConfigError("the benchmark's run is a ResNet in phases. Leave --model as it is.")
+    period = experiment.evaluation.every_epochs
+    if experiment.evaluation.every_steps is not None or (period is not None and period != round(period)):
+        raise ConfigError("--evaluation: an entry has whole epochs. Evaluate every 1, 2... of them.")
+    return experiment
+
+
+def _sizes(args: argparse.Namespace) -> tuple[int, int]:
+    """Nodes, and devices of each."""
+    nodes, devices = (2, 1) if args.rehearse else (1, 8)
+    return (
+        nodes if args.nodes is None else args.nodes,
+        devices if args.gpus_per_node is None else args.gpus_per_node,
+    )
 
 
 def _rehearsal(experiment: Experiment, args: argparse.Namespace) -> Experiment:
@@ -174,6 +206,7 @@ def _rehearsal(experiment: Experiment, args: argparse.Namespace) -> Experiment:
             "data": data,
             "model.depth": 18,
             "model.width": 16,
+            "model.norm_span": 16,
             "optimizer.learning_rate": 6.0,
             "schedule.warmup_epochs": 14.0 * length,
             "precision": Float32(),
@@ -214,40 +247,48 @@ def _digit_files(folder: Path) -> Path:
 
 
 def _chosen(workdir: Path) -> Any:
-    """The exchange of the run that is to go on; None when there is none."""
-    try:
-        return Experiment.from_json((workdir / "config.json").read_text()).exchange
-    except (OSError, ConfigError):
-        return None
+    """The exchange of the run that is to go on; None when there is none. The first process reads it for all."""
+    path = workdir / "config.json"
+    text = from_first_process(lambda: path.read_bytes() if path.is_file() else b"")
+    return Experiment.from_json(text.decode()).exchange if text else None
 
 
-def _entry(args: argparse.Namespace, plan: Plan, rows: list[Any]) -> tuple[str, dict[str, Any]]:
-    """Name and content of the entry's JSON file."""
-    mesh, experiment = plan.parts.layout.mesh, plan.experiment
-    assert not isinstance(experiment.exchange, Auto), "the plan has chosen"
-    device = mesh.devices.flat[0]
-    hardware = args.hardware or f"{mesh.size} x {device.device_kind}"
-    model = "ResNet-50 v1.5" if not args.rehearse else "ResNet-18, narrow (a rehearsal)"
+def _name(args: argparse.Namespace) -> str:
+    """The name of the entry's files."""
+    parts = (args.author, "rehearsal" if args.rehearse else "resnet50", _hardware(args), "jax")
+    return "_".join(re.sub(r"[^A-Za-z0-9]+", "-", part).strip("-").lower() or "-" for part in parts)
+
+
+def _hardware(args: argparse.Namespace) -> str:
+    kind = "CPU" if args.rehearse else "GPU"
+    nodes, devices = _sizes(args)
+    return args.hardware or f"{nodes} x {devices} {kind}"
+
+
+def _record(args: argparse.Namespace, experiment: Experiment) -> dict[str, Any]:
+    """The content of the entry's JSON file."""
+    model = experiment.model
+    assert isinstance(model, ResNet)
+    wide = "" if model.width in (None, 64) else f" of width {model.width}"
     record = {
         "version": "v1.0",
         "author": args.author,
         "authorEmail": args.author_email,
         "framework": f"jaxdl, JAX {jax.__version__}",
-        "model": model,
-        "hardware": hardware,
+        "model": f"ResNet-{model.depth} v1.5{wide}" + (" (a rehearsal)" if args.rehearse else ""),
+        "hardware": _hardware(args),
         "timestamp": datetime.now(UTC).strftime("%Y-%m-%d"),
         "misc": {
-            "experiment": experiment.model_dump(mode="json", include={"optimizer", "schedule", "precision", "phases"}),
+            "experiment": experiment.model_dump(
+                mode="json", include={"optimizer", "schedule", "precision", "phases", "exchange"}
+            ),
             "batchSize": experiment.batch_size,
-            "exchange": label(experiment.exchange),
             "rehearsal": args.rehearse,
-            "reached": bool(reached(rows)),
         },
     }
     if args.price_per_hour is not None:
         record["costPerHour"] = args.price_per_hour
-    parts = (args.author, "rehearsal" if args.rehearse else "resnet50", hardware, "jax")
-    return "_".join(re.sub(r"[^A-Za-z0-9]+", "-", part).strip("-").lower() or "-" for part in parts), record
+    return record
 
 
 if __name__ == "__main__":

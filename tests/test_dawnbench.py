@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from dawnbench_entry import PUBLISHED, Epoch, check_entry, reached, write_entry  # noqa: E402
-from dawnbench_report import epochs_of, phase_speeds  # noqa: E402
+from dawnbench_report import epochs_of, phase_speeds, was_resumed  # noqa: E402
 
 from jaxdl.config import ConfigError  # noqa: E402
 
@@ -68,6 +68,7 @@ def without(name):
         (RECORD | {"timestamp": "31.1.2026"}, PUBLISHED_TSV, "timestamp"),
         (RECORD | {"costPerHour": "12"}, PUBLISHED_TSV, "costPerHour"),
         (RECORD | {"costPerHour": -1}, PUBLISHED_TSV, "costPerHour"),
+        (RECORD | {"costPerHour": float("nan")}, PUBLISHED_TSV, "costPerHour"),
         (RECORD, None, "cannot be read"),
         (RECORD, "", "its columns are"),
         (RECORD, PUBLISHED_TSV.replace("\ttop5Accuracy", ""), "its columns are"),
@@ -113,13 +114,17 @@ def test_the_clock_stands_still_in_evaluations_and_checkpoints():
     phases = [SimpleNamespace(size=8, epochs=1), SimpleNamespace(size=16, epochs=1)]
     stretches = [SimpleNamespace(first=10 * i, num_steps=10, batch_size=50, phase=one) for i, one in enumerate(phases)]
     plan = SimpleNamespace(timeline=SimpleNamespace(stretches=stretches))
-    run = SimpleNamespace(history=history, plan=plan)
+    summary = {"num_restarts": 0, "num_rollbacks": 0}
+    run = SimpleNamespace(history=history, plan=plan, summary=summary)
     rows = epochs_of(run, 2.0)
     assert [row.epoch for row in rows] == [1, 2]
     assert [3600 * row.hours for row in rows] == pytest.approx([2 + 35, 2 + 66])
     assert [row.top5 for row in rows] == [50.0, 94.0]
     assert [one.images_per_sec for one in phase_speeds(run)] == [100.0, 300.0]
     assert phase_speeds(run)[1].step_sec == pytest.approx(50 / 300)
+    assert not was_resumed(run)
+    history["event"] = [None, "resumed from the checkpoint at step 10", None, None]
+    assert was_resumed(run)
 
 
 def script(*args):
@@ -167,6 +172,9 @@ def test_rehearsal(tmp_path):
         (["--rehearse", "--price-per-hour", "-1"], "--price-per-hour -1"),
         (["--rehearse", "--exchange", "topk,density"], "is not OPTION=VALUE"),
         (["--rehearse", "--exchange", "shouting"], "shouting"),
+        (["--rehearse", "--price-per-hour", "nan"], "--price-per-hour nan"),
+        (["--rehearse", "--author", " "], "author missing or empty"),
+        (["--rehearse", "--", "--evaluation.every-epochs", "0.5"], "whole epochs"),
     ],
 )
 def test_mistakes_are_one_message(tmp_path, args, message):

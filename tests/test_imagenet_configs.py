@@ -102,7 +102,8 @@ def test_a_smoke_run_trains(tmp_path):
     [
         ("imagenet_vit_s16.py:smoked", "defines no function `smoked()`"),
         ("imagenet_nothing.py:smoke", "no such file"),
-        ("imagenet_vit_s16.py:", "defines no function"),
+        ("imagenet_vit_s16.py:", "neither a file nor FILE:NAME"),
+        (":smoke", "neither a file nor FILE:NAME"),
     ],
 )
 def test_functions_that_are_not_there(name, message):

@@ -1,5 +1,7 @@
 """Batch norm: over groups of examples, and with statistics estimated for the evaluation."""
 
+import signal
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +16,7 @@ from jaxdl.evaluate import EvaluationConfig
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Network, ResNet, ViT
 from jaxdl.plan import make_plan
+from jaxdl.signals import Stop
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification
 from jaxdl.trainer import Session
@@ -138,6 +141,42 @@ def test_an_interrupted_run_with_estimation_is_bit_equal(tmp_path, monkeypatch):
     again = jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
     assert_bit_equal(jax.device_get(again.state), jax.device_get(whole.state))
     assert again.metrics == whole.metrics
+
+
+def test_a_signal_during_the_last_estimation_changes_nothing(tmp_path, monkeypatch):
+    """The state is saved without the estimates; when the run goes on they are made up for, and saved."""
+    whole = jaxdl.train(ESTIMATED, tmp_path / "whole", quiet=True, devices=FOUR)
+
+    def stopped(*args, **kwargs):
+        raise Stop(signal.SIGTERM)
+
+    monkeypatch.setattr(jaxdl.trainer, "estimate_norms", stopped)
+    with pytest.raises(jaxdl.Interrupted):
+        jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
+    monkeypatch.undo()
+    for _ in range(2):
+        jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
+    assert_bit_equal(saved_state(tmp_path / "cut", ESTIMATED), jax.device_get(whole.state))
+
+
+def test_micro_batches_are_estimated_one_by_one():
+    parts = ESTIMATED.replaced({"step.microbatches": 2, "steps": 4})
+    run = jaxdl.train(parts, quiet=True, devices=FOUR)
+    plan, state = run.plan, jax.device_get(run.state)
+    with TrainLoader(
+        plan.splits.train, batch_size=16, seed=parts.seed, sharding=batch_sharding(plan.parts.layout.mesh),
+        start=16, num_steps=3,
+    ) as batches:  # fmt: skip
+        images = [plan.parts.task.inputs(jax.device_get(batch), plan.parts.data_spec)[0] for batch in batches]
+    net = plan.parts.network
+    every = [
+        net.apply(state.ema_params, state.model_state, image[part::2], train=True, forget=True)[1]
+        for image in images
+        for part in (0, 1)
+    ]
+    wanted = jax.tree.map(lambda *each: np.mean(each, axis=0), *every)
+    for ours, theirs in zip(jax.tree.leaves(state.model_state), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
 
 
 def test_without_batch_norm_there_is_nothing_to_estimate():

@@ -61,13 +61,25 @@ def test_steps():
     [
         ({"milestones_epochs": ()}, "give epochs that grow"),
         ({"milestones_epochs": (3.0, 2.0)}, "give epochs that grow"),
-        ({"milestones_epochs": (0.0, 2.0)}, "before the warm-up"),
-        ({"milestones_epochs": (3.0, 5.0), "warmup_epochs": 4}, "before the warm-up"),
+        ({"milestones_epochs": (0.0, 2.0)}, "after the start"),
     ],
 )
 def test_steps_mistakes(fields, message):
     with pytest.raises(ValueError, match=message):
         Steps(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"milestones_epochs": (3.0, 5.0), "warmup_epochs": 4},
+        {"milestones_epochs": (3.0, 5.0), "warmup_steps": 31},
+        {"milestones_epochs": (3.0, 9.0)},
+    ],
+)
+def test_milestones_outside_of_the_run_are_refused(fields):
+    with pytest.raises(ConfigError, match=r"milestones-epochs 3 .: not all lie between"):
+        Steps(**fields).build(peak=PEAK, total_steps=90, steps_per_epoch=10)
 
 
 @pytest.mark.parametrize("num_warmup", [0, 1, WARMUP, TOTAL])

@@ -9,6 +9,7 @@ from runs import assert_bit_equal, saved_state, tiny_experiment
 from test_parity import IMAGES, OPTIMIZERS, losses_and_params
 
 import jaxdl
+from jaxdl.exchange import PowerSGD, Quantized, TopK
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import LAMB, LARS
@@ -31,6 +32,24 @@ def test_split_update_has_the_losses_of_one_device():
         np.testing.assert_allclose(losses, reference, rtol=1e-5, err_msg=name)
         for ours, theirs in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
             np.testing.assert_allclose(ours, theirs, atol=2e-3 * np.abs(theirs).max() + 1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "exchange",
+    [TopK(density=0.1, min_elements=64), PowerSGD(rank=2), Quantized(delay_steps=1)],
+    ids=lambda one: one.kind,
+)
+def test_the_exchange_and_its_state_are_the_same(exchange):
+    """What is exchanged is split over fsdp either way; only what happens after it differs."""
+    experiment = IMAGES.replaced(
+        {"optimizer": OPTIMIZERS["lars"], "exchange": exchange, "mesh": MESHES["replica 2 x fsdp 4"]}
+    )
+    whole = experiment.replaced({"sharding": ShardingConfig(param_sharding="replicated")})
+    reference, params = losses_and_params(whole)
+    losses, others = losses_and_params(experiment.replaced({"sharding": SPLIT}))
+    np.testing.assert_allclose(losses, reference, rtol=1e-4)
+    for ours, theirs in zip(jax.tree.leaves(others), jax.tree.leaves(params), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=5e-3 * np.abs(theirs).max() + 1e-6)
 
 
 def local_bytes(tree):

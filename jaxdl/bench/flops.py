@@ -16,9 +16,9 @@ from jaxdl.precision import Precision
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     "H200": {"bfloat16": 989e12, "float16": 989e12, "tensorfloat32": 494e12, "float32": 67e12},
-    "H100": {"bfloat16": 989e12, "float16": 989e12, "tensorfloat32": 494e12, "float32": 67e12},
-    "A100": {"bfloat16": 312e12, "float16": 312e12, "tensorfloat32": 156e12, "float32": 19.5e12},
-    "V100": {"float16": 125e12, "float32": 15.7e12},
+    "H100 80GB HBM3": {"bfloat16": 989e12, "float16": 989e12, "tensorfloat32": 494e12, "float32": 67e12},
+    "A100-SXM": {"bfloat16": 312e12, "float16": 312e12, "tensorfloat32": 156e12, "float32": 19.5e12},
+    "V100-SXM2": {"float16": 125e12, "float32": 15.7e12},
 }
 """Part of a device's name -> precision -> operations a second, dense, of the SXM module (NVIDIA's data sheets)."""
 
@@ -46,7 +46,10 @@ def step_flops(plan: Plan) -> float:
 
 
 def count(jaxpr: core.Jaxpr) -> float:
-    """Operations of the products and convolutions in a jaxpr; those in a scan's body as often as it runs."""
+    """Operations of the products and convolutions in a jaxpr; those in a scan's body as often as it runs.
+
+    Of a `while` loop nobody knows how often: its body counts once.
+    """
     total = 0.0
     for equation in jaxpr.eqns:
         name, params = equation.primitive.name, equation.params
@@ -91,7 +94,8 @@ def peak_flops(precision: Precision) -> tuple[float, str]:
     number = 1 if devices[0].platform == "cpu" else len(devices)
     size = _MATRIX if devices[0].platform != "cpu" else _MATRIX // 2
     x = jnp.ones((size, size), precision.dtype)
-    multiply = jax.jit(lambda x: (x @ x) / size)
+    with jax.default_matmul_precision(precision.matmul or "default"):
+        multiply = jax.jit(lambda x: (x @ x) / size).lower(x).compile()
     times = []
     for repeat in range(6):
         start = time.perf_counter()

@@ -19,6 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from jaxdl.bench.memory import available_bytes
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.cluster import start_devices
 from jaxdl.config import CLI_STYLE, ConfigError
@@ -58,6 +59,8 @@ SIDES = {
 _LABELS = ("one device", "all at once")
 _SPARE = 1.3
 """Times the memory that is counted."""
+_COPIES = 6
+"""Parameters, gradients and up to two arrays of the optimizer, and what is made anew of them."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,7 @@ def measure(name: str, mesh: Mesh, num_repeats: int) -> dict[str, Any]:
                 if repeat:
                     found[side][label].append(time.perf_counter() - start)
         runs.clear()
+        run = None  # It keeps its arrays.
     found["num_parameters"] = sum(x.size for x in jax.tree.leaves(parts["all on each"].network.param_shapes))
     return found
 
@@ -163,7 +167,7 @@ def _alone(parts: Parts) -> Callable[[], None] | None:
     shardings = named(parts.layout.mesh, parts.state_spec.update)
     device = parts.layout.mesh.devices.flat[0]
     shapes = jax.tree.map(lambda x, sharding: sharding.shard_shape(x.shape), parts.network.param_shapes, shardings)
-    if _available_bytes() < _SPARE * 6 * 4 * sum(map(math.prod, _shapes(shapes))):
+    if available_bytes() < _SPARE * _COPIES * 4 * sum(map(math.prod, _shapes(shapes))):
         return None
 
     def ones() -> Any:
@@ -196,7 +200,7 @@ def _together(parts: Parts) -> Callable[[], None] | None:
     shardings = named(mesh, spec.update)
     on_device = _local_bytes(spec.shapes, spec.shardings) + _local_bytes(parts.network.param_shapes, shardings)
     whole = _local_bytes(parts.network.param_shapes, named(mesh, spec.params))
-    if mesh.devices.flat[0].platform == "cpu" and _available_bytes() < _SPARE * mesh.size * (on_device + whole):
+    if mesh.devices.flat[0].platform == "cpu" and available_bytes() < _SPARE * mesh.size * (on_device + whole):
         return None
 
     def fresh() -> tuple[TrainState, Any]:
@@ -214,14 +218,6 @@ def _together(parts: Parts) -> Callable[[], None] | None:
         state = jax.block_until_ready(update(state, grads))
 
     return run
-
-
-def _available_bytes() -> int:
-    """Memory that is free or can be freed."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable"):
-            return 1024 * int(line.split()[1])
-    return 0
 
 
 def _table(name: str, found: dict[str, Any], mesh: Mesh) -> Table:

@@ -22,8 +22,8 @@ def make_torch_step(experiment: Experiment, *, num_classes: int, size: int) -> t
     """
     try:
         import torch  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise ConfigError("--against torch: PyTorch is not installed here. pip install torch.") from None
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"--against torch: PyTorch cannot be loaded here ({error}). pip install torch.") from None
     config = experiment.model
     if not isinstance(config, ResNet) or config.norm != "batch" or not _is_imagenet(config):
         raise ConfigError(
@@ -58,7 +58,7 @@ def make_torch_step(experiment: Experiment, *, num_classes: int, size: int) -> t
             float(loss.detach())
 
     how = "compiled" if device == "cuda" else "not compiled"
-    return steps, f"PyTorch {torch.__version__}, {origin}, channels-last, {how}, {device}"
+    return steps, f"PyTorch {torch.__version__}, {origin}, SGD with momentum, channels-last, {how}, {device}"
 
 
 def _is_imagenet(config: ResNet) -> bool:

@@ -79,7 +79,6 @@ def measure(command: TrainBench) -> dict[str, Any]:
     experiment = resident(command.experiment, command.image_size)
     plan = make_plan(experiment)
     sides: dict[str, Callable[[int], None]] = {}
-    sides["jaxdl"], memory = _jaxdl_side(plan)
     about = {"jaxdl": f"jaxdl, JAX {jax.__version__}"}
     if command.against is not None:
         if jax.device_count() > 1 and jax.default_backend() != "cpu":
@@ -87,14 +86,10 @@ def measure(command: TrainBench) -> dict[str, Any]:
         size = getattr(plan.parts.data_spec, "height", 0)
         classes = getattr(plan.parts.data_spec, "num_classes", 0)
         sides["torch"], about["torch"] = make_torch_step(experiment, num_classes=classes, size=size)
-    sides["update alone"] = _update_side(plan)
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in range(command.num_repeats + 1):
-        for name, run in sides.items():
-            start = time.perf_counter()
-            run(command.num_steps)
-            if repeat:  # The first round warms up.
-                times[name].append((time.perf_counter() - start) / command.num_steps)
+    jaxdl, memory = _jaxdl_side(plan)
+    times = _timed({"jaxdl": jaxdl} | sides, command)
+    del jaxdl, sides  # Their memory is needed.
+    times |= _timed({"update alone": _update_side(plan)}, command)
     spec = plan.parts.data_spec
     unit, number = ("tokens", spec.length) if isinstance(spec, TextSpec) else ("images", 1)
     flops, (peak, source) = step_flops(plan), peak_flops(experiment.precision)
@@ -112,6 +107,18 @@ def measure(command: TrainBench) -> dict[str, Any]:
         "precision": experiment.precision.kind,
         "input": f"{number} tokens" if isinstance(spec, TextSpec) else f"{spec.height} x {spec.width} pixels",
     }
+
+
+def _timed(sides: dict[str, Callable[[int], None]], command: TrainBench) -> dict[str, list[float]]:
+    """Seconds a step of each side, in turns; the first round warms up."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for repeat in range(command.num_repeats + 1):
+        for name, run in sides.items():
+            start = time.perf_counter()
+            run(command.num_steps)
+            if repeat:
+                times[name].append((time.perf_counter() - start) / command.num_steps)
+    return times
 
 
 def resident(experiment: Experiment, image_size: int | None) -> Experiment:

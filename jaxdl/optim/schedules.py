@@ -166,14 +166,23 @@ class Steps(Schedule):
     def _milestones_rise(self) -> Steps:
         if not self.milestones_epochs or list(self.milestones_epochs) != sorted({*self.milestones_epochs}):
             raise ValueError(f"milestones_epochs = {self.milestones_epochs}: give epochs that grow, such as 30 60 80.")
-        if self.milestones_epochs[0] < (self.warmup_epochs or 0) or self.milestones_epochs[0] <= 0:
-            raise ValueError(
-                f"milestones_epochs = {self.milestones_epochs}: the first comes before the warm-up has ended."
-            )
+        if self.milestones_epochs[0] <= 0:
+            raise ValueError(f"milestones_epochs = {self.milestones_epochs}: give epochs after the start.")
         return self
 
     def build(self, *, peak: float, total_steps: int, steps_per_epoch: float) -> LearningRate:
-        """As of every schedule; a milestone is rounded to a whole step. Raises ConfigError as `num_warmup_steps`."""
+        """As of every schedule; a milestone is rounded to a whole step.
+
+        Raises ConfigError as `num_warmup_steps`, and for a milestone in the warm-up or after the end.
+        """
+        num_warmup = self.num_warmup_steps(total_steps, steps_per_epoch)
+        first, last = (round(self.milestones_epochs[place] * steps_per_epoch) for place in (0, -1))
+        if first < num_warmup or last >= total_steps:
+            raise ConfigError(
+                f"--schedule.milestones-epochs {' '.join(f'{one:g}' for one in self.milestones_epochs)}: not all lie "
+                f"between the end of the warm-up, at {num_warmup / steps_per_epoch:g} epochs, and of the run, at "
+                f"{total_steps / steps_per_epoch:g}. Give others."
+            )
         constant = Constant(
             warmup_epochs=self.warmup_epochs,
             warmup_steps=self.warmup_steps,
