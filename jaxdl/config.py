@@ -200,7 +200,7 @@ def load_file(path: str | Path) -> Config:
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(f"--config {path}{_line(error, spec.origin)}: {type(error).__name__}: {what}") from error
     finally:
-        sys.path.remove(folder)
+        sys.path.pop(sys.path.index(folder))
     if not callable(make):
         raise ConfigError(f"--config {path}: defines no function `{function}()` that returns an Experiment.")
     if not isinstance(made, Config):

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import jax
 from dawnbench_entry import ALIBABA_IMAGES_PER_SEC
 
-from jaxdl.bench.memory import available_bytes
 from jaxdl.config import ConfigError
+from jaxdl.data.memory import available_bytes
 from jaxdl.data.photos import processes_of_host
 from jaxdl.exchange import Auto, Dense, Quantized, TopK
 from jaxdl.exchange.cost import Machine, predict

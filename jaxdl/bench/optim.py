@@ -19,11 +19,11 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.bench.memory import available_bytes
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.cluster import start_devices
 from jaxdl.config import CLI_STYLE, ConfigError
 from jaxdl.data import ImageSpec, TextSpec
+from jaxdl.data.memory import available_bytes
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, gpus_visible, make_mesh
 from jaxdl.models import ResNet, Transformer

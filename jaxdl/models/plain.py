@@ -79,7 +79,9 @@ class VGG(PlainConfig):
 
     @pydantic.model_validator(mode="after")
     def _norm_fits(self) -> VGG:
-        if not self.batch_norm and (self.norm_span != "replica" or self.norm_momentum is not None):
+        if not self.batch_norm and (
+            self.norm_span != type(self).model_fields["norm_span"].default or self.norm_momentum is not None
+        ):
             raise ValueError("norm_span and norm_momentum have no effect with batch_norm = False. Remove them.")
         return self
 

@@ -62,7 +62,7 @@ class ResNet(Config):
 
     @pydantic.model_validator(mode="after")
     def _norm_fits(self) -> ResNet:
-        if self.norm == "group" and self.norm_span != "replica":
+        if self.norm == "group" and self.norm_span != type(self).model_fields["norm_span"].default:
             raise ValueError(
                 f"norm_span = {self.norm_span}: group norm has no statistics over the batch. "
                 "Remove it or set norm = batch."
