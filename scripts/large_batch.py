@@ -80,6 +80,8 @@ def main() -> None:
     parser.add_argument("--factors", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args, changes = parse(parser)
+    if args.small in args.large or len(args.factors) < 1 or len(args.seeds) < 1:
+        fail("--large has other batches than --small, and there is at least one factor and one seed.")
     variants = [Variant("SGD", args.small)]
     variants += [Variant(name, size) for size in args.large for name in ("SGD", "LARS", "LARS no masks")]
     try:
@@ -87,7 +89,9 @@ def main() -> None:
         if base.epochs is None or not hasattr(base.data, "train_split"):
             raise ConfigError(f"--config {args.config}: it needs a length in epochs and data with splits.")
         warmup = Cosine(warmup_epochs=WARMUP * base.epochs)
-        base = base.replaced({"schedule": warmup, "evaluation.batch_size": 1000, "evaluation.every_epochs": 1.0})
+        base = base.replaced(
+            {"schedule": warmup, "evaluation.batch_size": 4 * args.small, "evaluation.every_epochs": 1.0}
+        )
         found = {one.name: measure(args, base, one) for one in variants}
     except ConfigError as error:
         fail(str(error))
@@ -143,8 +147,10 @@ def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
         mean = statistics.fmean(finals)
         first = mean if first is None else first
         tuned = (f"{value:.4f}" if value else "diverged" for value in one["tuned"].values())
+        best = max(one["tuned"], key=one["tuned"].__getitem__)
+        edge = " (edge)" if best in (min(one["tuned"]), max(one["tuned"])) else ""
         numbers = (f"{value:.4f}" for value in (mean, min(finals), max(finals)))
-        table.add_row(name, *tuned, f"{one['learning_rate']:g}", *numbers, f"{100 * (mean - first):+.2f} points")
+        table.add_row(name, *tuned, f"{one['learning_rate']:g}{edge}", *numbers, f"{100 * (mean - first):+.2f} points")
     Console(width=160).print(table)
     plot(args.workdir / "large_batch.png", found)
     print(f"written: {args.workdir / 'large_batch.json'}, {args.workdir / 'large_batch.png'}")
@@ -160,14 +166,18 @@ def plot(path: Path, found: dict[str, Any]) -> None:
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
     for place, (name, one) in enumerate(found.items()):
         points = [(float(factor), value) for factor, value in one["tuned"].items() if value]
-        left.plot(*zip(*points, strict=True), "o-", label=name, color=f"C{place}", markersize=4)
+        if points:  # Not all have diverged.
+            left.plot(*zip(*points, strict=True), "o-", label=name, color=f"C{place}", markersize=4)
         course = one["runs"][0]["course"]
         if course:
             middle.plot(*zip(*course, strict=True), color=f"C{place}")
         finals = [run["final"] for run in one["runs"]]
         right.plot(finals, [place] * len(finals), "o", alpha=0.7, color=f"C{place}")
         right.plot(statistics.fmean(finals), place, "k|", markersize=16)
+    factors = sorted({float(factor) for one in found.values() for factor in one["tuned"]})
     left.set(xlabel="learning rate / reference", ylabel="held-out accuracy (tuning)", xscale="log")
+    left.set_xticks(factors, [f"{factor:g}" for factor in factors])
+    left.minorticks_off()
     left.legend(fontsize=8)
     middle.set(xlabel="epoch", ylabel="test accuracy (first seed)")
     right.set_yticks(range(len(found)), list(found), fontsize=8)
