@@ -5,8 +5,9 @@ TFDS_DATA_DIR=... python scripts/large_batch.py --config configs/fashion_mnist.p
 Each variant is one optimizer at one batch size; its learning rate is tuned, at one seed, over the same factors of a
 reference: for SGD 0.2 x batch / 256 (linear scaling, Goyal et al. 2017, section 2.1), for LARS 8. Tuning trains on 90 %
 of the training split and tests on the other 10 %; then each variant trains on all of it with its best rate, once a
-seed, and is tested on the test split. All variants share schedule, momentum and weight decay. "LARS, no masks" has
-weight decay and trust ratios on biases and normalization too.
+seed, and is tested on the test split. All variants share schedule, momentum and weight decay, and compute gradients of
+as many images at a time as the small batch has, so that batch norm sees as many in each. "LARS, no masks" has weight
+decay and trust ratios on biases and normalization too.
 
 Each run has a folder of its own in the workdir; a run that is finished is not run again, one that was stopped goes on.
 Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the config of all
@@ -55,8 +56,8 @@ class Variant(NamedTuple):
         """The beginning of its runs' folders."""
         return self.name.replace(" ", "_").replace(",", "")
 
-    def changes(self, factor: float) -> dict[str, Any]:
-        """The fields of an experiment at a factor of the reference."""
+    def changes(self, factor: float, small: int) -> dict[str, Any]:
+        """The fields of an experiment at a factor of the reference, with batch norm over `small` images."""
         if self.optimizer == "SGD":
             rate = factor * SGD_REFERENCE * self.batch_size / 256
             optimizer = SGD(learning_rate=rate, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
@@ -67,7 +68,8 @@ class Variant(NamedTuple):
                 weight_decay=WEIGHT_DECAY,
                 exclude_vectors=self.optimizer != "LARS no masks",
             )
-        return {"batch_size": self.batch_size, "optimizer": optimizer}
+        microbatches = max(1, self.batch_size // small)
+        return {"batch_size": self.batch_size, "optimizer": optimizer, "step.microbatches": microbatches}
 
 
 def main() -> None:
@@ -89,9 +91,8 @@ def main() -> None:
         if base.epochs is None or not hasattr(base.data, "train_split"):
             raise ConfigError(f"--config {args.config}: it needs a length in epochs and data with splits.")
         warmup = Cosine(warmup_epochs=WARMUP * base.epochs)
-        base = base.replaced(
-            {"schedule": warmup, "evaluation.batch_size": 4 * args.small, "evaluation.every_epochs": 1.0}
-        )
+        evaluation = {"evaluation.batch_size": 4 * args.small, "evaluation.every_epochs": 1.0}
+        base = base.replaced({"schedule": warmup} | evaluation)
         found = {one.name: measure(args, base, one) for one in variants}
     except ConfigError as error:
         fail(str(error))
@@ -108,17 +109,17 @@ def measure(args: argparse.Namespace, base: Experiment, variant: Variant) -> dic
     data = base.data.model_copy(update={"train_split": "train[:90%]", "test_split": "train[90%:]"})
     tuned = {}
     for factor in args.factors:
-        experiment = base.replaced({"data": data, **variant.changes(factor)})
+        experiment = base.replaced({"data": data, **variant.changes(factor, args.small)})
         tuned[factor] = accuracy(args.workdir / f"{variant.folder}_x{factor:g}", experiment)["final"]
     best = max(tuned, key=tuned.__getitem__)
     runs = [
         accuracy(
             args.workdir / f"{variant.folder}_x{best:g}_seed{seed}",
-            base.replaced({"seed": seed, **variant.changes(best)}),
+            base.replaced({"seed": seed, **variant.changes(best, args.small)}),
         )
         for seed in args.seeds
     ]
-    rate = variant.changes(best)["optimizer"].learning_rate
+    rate = variant.changes(best, args.small)["optimizer"].learning_rate
     return {"variant": variant._asdict(), "tuned": tuned, "learning_rate": rate, "runs": runs}
 
 

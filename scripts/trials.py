@@ -32,7 +32,7 @@ def exchange_flags(exchange: str) -> list[str]:
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:
-            raise ConfigError(f"--exchanges {exchange}: {option!r} is not OPTION=VALUE.")
+            raise ConfigError(f"exchange {exchange}: {option!r} is not OPTION=VALUE.")
         found += [f"--{name if '.' in name else f'exchange.{name}'}".replace("_", "-"), value]
     return found
 
