@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -49,7 +50,7 @@ def epochs_of(run: Run, before_sec: float) -> list[Epoch]:
         phases = {name for name in history if name.startswith("seconds/")}
         counted = phases - {"seconds/eval", "seconds/checkpoint"}
         seconds = before_sec + sum(history[name][row] for name in counted if _is_number(history[name][row]))
-        found.append(Epoch(round(history["epoch"][row]), seconds / 3600, 100 * top1, 100 * top5))
+        found.append(Epoch(math.floor(history["epoch"][row] + 1e-9), seconds / 3600, 100 * top1, 100 * top5))
     return found
 
 
@@ -119,7 +120,7 @@ def write_report(
     price_per_hour: float | None,
     before_sec: float,
     is_rehearsal: bool,
-    entry: str,
+    entry: str | None,
 ) -> Path:
     """Writes report.md and accuracy.png; returns the page's path."""
     replace_file(folder / "accuracy.png", _picture(rows))
@@ -138,7 +139,8 @@ def write_report(
         lines += [f"- cost: {hours:.4f} hours at ${price_per_hour:,.2f} an hour: **${hours * price_per_hour:,.2f}**"]
     if was_resumed(run):
         lines += ["- the run was resumed or went back: the time between is missing, so it is no entry to submit"]
-    lines += [f"- entry: `{entry}.json`, `{entry}.tsv`; losses, learning rate and speed: `run/curves.png`"]
+    lines += [f"- entry: `{entry}.json`, `{entry}.tsv`" if entry else "- no entry is written"]
+    lines += ["- losses, learning rate and speed: `run/curves.png`"]
     lines += ["", "![accuracy](accuracy.png)", "", *_phases(run, exchange_sec), "", "## The published times", ""]
     lines += _published(None if is_rehearsal else target)
     lines += ["", "## The clock", "", *_clock(run, before_sec), "", "## Before the start", ""]
@@ -183,7 +185,7 @@ def _phases(run: Run, exchange_sec: float | None) -> list[str]:
         f"Exchange: {label(config)}, {sent[-1] / 1e6:,.2f} MB that a device sends in a step. By itself it took "
         f"{1e3 * exchange_sec:.1f} ms; how much of that a step hides behind its computation is not taken off."
     ]
-    return lines + [f"- {reason}" for reason in run.plan.reasons]
+    return lines
 
 
 def _clock(run: Run, before_sec: float) -> list[str]:

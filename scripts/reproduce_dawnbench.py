@@ -19,6 +19,7 @@ START = time.perf_counter()
 """Of the benchmark's clock; the imports below count."""
 
 import argparse  # noqa: E402
+import json  # noqa: E402
 import math  # noqa: E402
 import os  # noqa: E402
 import re  # noqa: E402
@@ -43,9 +44,9 @@ from jaxdl.exchange import Dense  # noqa: E402
 from jaxdl.experiment import Experiment, changed  # noqa: E402
 from jaxdl.mesh import MeshConfig  # noqa: E402
 from jaxdl.models import ResNet  # noqa: E402
-from jaxdl.plan import make_plan, settled  # noqa: E402
+from jaxdl.plan import make_devices, make_plan, settled  # noqa: E402
 from jaxdl.precision import Float32  # noqa: E402
-from jaxdl.report import Diverged  # noqa: E402
+from jaxdl.report import Diverged, replace_file  # noqa: E402
 from jaxdl.timeline import Phase  # noqa: E402
 from jaxdl.workdir import from_first_process  # noqa: E402
 
@@ -104,6 +105,7 @@ def run_all(args: argparse.Namespace, changes: list[str]) -> None:
     experiment = _experiment(args, changes)
     check_record(_record(args, experiment), Path(_name(args)))  # Not after hours of training.
     # Starting the devices and reading the data counts. What is measured to choose an exchange, and looked at, does not.
+    make_devices(experiment)
     plan = make_plan(experiment.replaced({"exchange": Dense()}))
     before_sec = time.perf_counter() - START
     spec, mesh = plan.splits.train.spec, plan.parts.layout.mesh
@@ -122,11 +124,13 @@ def run_all(args: argparse.Namespace, changes: list[str]) -> None:
         for text in expectations:
             console.print(f"- {text}")
     must_be_fine(checks)
+    clock = _first_start(args.workdir, before_sec) if jax.process_index() == 0 else None
     run = jaxdl.train(experiment, args.workdir / "run")
     alone_sec = exchange_seconds(run.plan)
     if jax.process_index() > 0:
         return
-    rows, name = epochs_of(run, before_sec), _name(args)
+    before_sec, day = clock or (before_sec, _today())
+    rows, name, counts = epochs_of(run, before_sec), _name(args), clock is not None and not was_resumed(run)
     page = write_report(
         args.workdir,
         run,
@@ -137,14 +141,15 @@ def run_all(args: argparse.Namespace, changes: list[str]) -> None:
         price_per_hour=args.price_per_hour,
         before_sec=before_sec,
         is_rehearsal=args.rehearse,
-        entry=name,
+        entry=name if counts else None,
     )
     print(f"written: {page}")
-    if was_resumed(run):
+    if not counts:
         print("no entry is written: the run was stopped and went on, so its clock does not count")
         return
     record = _record(args, run.plan.experiment)
     record["misc"]["reached"] = reached(rows) is not None
+    record["timestamp"] = day
     print(f"written: {', '.join(str(path) for path in write_entry(args.workdir, name, record, rows))}")
 
 
@@ -162,17 +167,32 @@ def _experiment(args: argparse.Namespace, changes: list[str]) -> Experiment:
     experiment = experiment.replaced({"mesh": mesh, "data.data_dir": args.data_dir})
     if args.rehearse:
         experiment = _rehearsal(experiment, args)
-    else:
-        # As many images at a time as a GPU of the entry had.
-        microbatches = max(1, experiment.batch_size // (nodes * devices * _IMAGES_AT_A_TIME))
-        experiment = experiment.replaced({"step.microbatches": microbatches})
-    experiment = changed(experiment, [*exchange_flags(args.exchange), *changes])
+    given = [*exchange_flags(args.exchange), *changes]
+    experiment = changed(experiment, given)
+    if nodes == 1 and experiment.exchange.kind not in ("auto", "dense"):
+        raise ConfigError(f"--exchange {args.exchange}: one node exchanges nothing. Leave it out, or give --nodes.")
     if not isinstance(experiment.model, ResNet) or not experiment.phases:
         raise ConfigError("the benchmark's run is a ResNet in phases. Leave --model as it is.")
     period = experiment.evaluation.every_epochs
     if experiment.evaluation.every_steps is not None or (period is not None and period != round(period)):
         raise ConfigError("--evaluation: an entry has whole epochs. Evaluate every 1, 2... of them.")
-    return experiment
+    if args.rehearse or any(flag.startswith("--step.microbatches") for flag in given):
+        return experiment
+    return fitted(experiment, nodes, devices)
+
+
+def fitted(experiment: Experiment, nodes: int, devices: int) -> Experiment:
+    """The experiment with as many images at a time on a GPU as the entry had, by micro-batches.
+
+    There are fewer of them where batch norm would not have its images in the smallest batch.
+    """
+    smallest = min(phase.batch_size or experiment.batch_size for phase in experiment.phases)
+    parts = experiment.batch_size // (nodes * devices * _IMAGES_AT_A_TIME)
+    span = getattr(experiment.model, "norm_span", 1)
+    if isinstance(span, int):
+        parts = min(parts, smallest // (nodes * span))
+    evaluated = min(experiment.evaluation.batch_size or experiment.batch_size, 2 * nodes * devices * _IMAGES_AT_A_TIME)
+    return experiment.replaced({"step.microbatches": max(1, parts), "evaluation.batch_size": evaluated})
 
 
 def _sizes(args: argparse.Namespace) -> tuple[int, int]:
@@ -253,6 +273,22 @@ def _chosen(workdir: Path) -> Any:
     return Experiment.from_json(text.decode()).exchange if text else None
 
 
+def _first_start(workdir: Path, before_sec: float) -> tuple[float, str] | None:
+    """The seconds before the training and the day of the run's first start; None when nobody noted them."""
+    path = workdir / "clock.json"
+    try:
+        if not (workdir / "run/config.json").exists():
+            replace_file(path, json.dumps({"before_sec": before_sec, "day": _today()}).encode())
+        noted = json.loads(path.read_text())
+        return float(noted["before_sec"]), str(noted["day"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _today() -> str:
+    return datetime.now(UTC).strftime("%Y-%m-%d")
+
+
 def _name(args: argparse.Namespace) -> str:
     """The name of the entry's files."""
     parts = (args.author, "rehearsal" if args.rehearse else "resnet50", _hardware(args), "jax")
@@ -277,7 +313,7 @@ def _record(args: argparse.Namespace, experiment: Experiment) -> dict[str, Any]:
         "framework": f"jaxdl, JAX {jax.__version__}",
         "model": f"ResNet-{model.depth} v1.5{wide}" + (" (a rehearsal)" if args.rehearse else ""),
         "hardware": _hardware(args),
-        "timestamp": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "timestamp": _today(),
         "misc": {
             "experiment": experiment.model_dump(
                 mode="json", include={"optimizer", "schedule", "precision", "phases", "exchange"}

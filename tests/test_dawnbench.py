@@ -15,7 +15,11 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from dawnbench_entry import PUBLISHED, Epoch, check_entry, reached, write_entry  # noqa: E402
 from dawnbench_report import epochs_of, phase_speeds, was_resumed  # noqa: E402
+from reproduce_dawnbench import CONFIG, fitted  # noqa: E402
+from reproduce_dawnbench import _first_start as first_start  # noqa: E402
 
+import jaxdl  # noqa: E402
+from jaxdl.checks import check_batches, check_norms  # noqa: E402
 from jaxdl.config import ConfigError  # noqa: E402
 
 RECORD = {
@@ -125,6 +129,27 @@ def test_the_clock_stands_still_in_evaluations_and_checkpoints():
     assert not was_resumed(run)
     history["event"] = [None, "resumed from the checkpoint at step 10", None, None]
     assert was_resumed(run)
+
+
+@pytest.mark.parametrize(("nodes", "devices"), [(1, 1), (1, 8), (4, 8), (16, 8), (256, 1)])
+def test_any_number_of_gpus_has_the_recipes_batches(nodes, devices):
+    recipe = jaxdl.load(CONFIG)
+    experiment = fitted(recipe, nodes, devices)
+    assert experiment.batch_size == recipe.batch_size
+    check_batches(experiment, nodes * devices, experiment.evaluation.batch_size)
+    check_norms(experiment, nodes, has_norms=True)
+    at_a_time = experiment.batch_size // (nodes * devices * experiment.step.microbatches)
+    assert at_a_time <= 512
+    assert experiment.evaluation.batch_size <= 512 * nodes * devices
+
+
+def test_the_clock_of_the_first_start_counts(tmp_path):
+    assert first_start(tmp_path, 5.0)[0] == 5.0
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text("{}")
+    assert first_start(tmp_path, 2.0)[0] == 5.0, "started again"
+    (tmp_path / "clock.json").unlink()
+    assert first_start(tmp_path, 2.0) is None
 
 
 def script(*args):

@@ -75,7 +75,7 @@ def _model(config: ResNet, num_classes: int) -> tuple[Any, str]:
             import torchvision  # pyright: ignore[reportMissingImports]
 
             return getattr(torchvision.models, f"resnet{config.depth}")(num_classes=num_classes), "torchvision's model"
-        except ImportError:
+        except (ImportError, RuntimeError):  # Not there, or not made for this version of PyTorch.
             pass
     return _transcribed(config, num_classes), "a transcription of torchvision's model"
 
