@@ -168,7 +168,7 @@ def test_rehearsal(tmp_path):
     assert re.search(r"1,\d\d\d to train on, \d\d\d to validate \(a rehearsal\)", done.stdout)
     assert "a device sends" in done.stdout
     assert "144 x 144 pixels" in done.stdout
-    (entry,) = tmp_path.glob("*.json")
+    (entry,) = tmp_path.glob("*_*.json")
     rows = check_entry(entry)
     assert rows[-1].epoch == 7
     assert json.loads(entry.read_text())["misc"]["rehearsal"] is True
