@@ -152,7 +152,7 @@ def train(workdir, experiment=RUN):
 def measured(workdir):
     """The rows of the history, without what depends on the clock, and without its events."""
     return [
-        {name: value for name, value in row.items() if name not in ("examples_per_sec", "input/wait")}
+        {name: value for name, value in row.items() if not name.startswith(("examples_per_sec", "input/", "seconds/"))}
         for row in rows(workdir)
         if "event" not in row
     ]

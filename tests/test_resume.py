@@ -43,7 +43,11 @@ def assert_same_run(workdir, uninterrupted):
 
     def measured(folder):
         return [
-            {name: value for name, value in row.items() if name not in ("examples_per_sec", "input/wait")}
+            {
+                name: value
+                for name, value in row.items()
+                if not name.startswith(("examples_per_sec", "input/", "seconds/"))
+            }
             for row in rows(folder)
             if "event" not in row
         ]
