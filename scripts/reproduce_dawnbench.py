@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--price-per-hour", type=float, help="dollars for all nodes together: adds the cost")
     parser.add_argument("--author", default="jaxdl", help="for the entry")
     parser.add_argument("--author-email", default="nobody@example.org", help="for the entry")
-    parser.add_argument("--hardware", help="for the entry: machines and cloud, in words; default what JAX says")
+    parser.add_argument("--hardware", help="for the entry: machines and cloud, in words; default NODES x GPUS GPU")
     return parser
 
 
