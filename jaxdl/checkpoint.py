@@ -14,6 +14,7 @@ import errno
 import functools
 import json
 import logging
+import operator
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -78,18 +79,20 @@ class Checkpoints:
         self.read_only = read_only
         self.folder = workdir.absolute() / "checkpoints"
         policies = ocp.checkpoint_managers
-        keep: list[Any] = [policies.LatestN(n=config.keep)]
-        if config.keep_best:
-            keep.append(
-                policies.BestN(
-                    get_metric_fn=lambda metrics: metrics[best_metric],
-                    reverse=best_mode == "min",
-                    n=config.keep_best,
-                    keep_checkpoints_without_metrics=False,
-                )
-            )
+        metric = operator.itemgetter(best_metric)
+        keep = [
+            policies.LatestN(n=config.keep),
+            policies.BestN(
+                get_metric_fn=metric,
+                reverse=best_mode == "min",
+                n=config.keep_best,
+                keep_checkpoints_without_metrics=False,
+            ),
+        ]
         options = ocp.CheckpointManagerOptions(
             preservation_policy=policies.AnyPreservationPolicy(keep),
+            best_fn=metric,  # With it metrics are written, and read again.
+            best_mode=best_mode,
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,

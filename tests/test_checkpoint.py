@@ -84,6 +84,11 @@ def test_keeps_the_newest_and_the_best(tmp_path):
     checkpoints.wait()
     assert checkpoints.steps == [1, 4, 5]
     checkpoints.close()
+    again = Checkpoints(tmp_path, config, best_metric="accuracy", best_mode="max")
+    for step in (6, 7):
+        again.save(state, step, evaluated_step=step, metrics={"accuracy": 0.6, "loss": 1.0})
+    again.close()
+    assert again.steps == [1, 6, 7]  # The best one is known after a resume.
 
 
 def test_a_saved_state_is_not_changed_by_the_steps_after_it(tmp_path):

@@ -187,7 +187,7 @@ def test_resnet_initial_kernels_have_the_variance_of_he():
     assert np.std(kernel) == pytest.approx(math.sqrt(2 / (9 * 256)), rel=0.01)
 
 
-@pytest.mark.parametrize(("stem", "size"), [("imagenet", 8), ("patch2", 16), ("cifar", 32)])
+@pytest.mark.parametrize(("stem", "size"), [("imagenet", 8), ("patch2", 16), ("patch4", 8), ("cifar", 32)])
 def test_stems_reduce_the_image_by_their_stride(stem, size):
     make = ResNet(depth=8, width=4, stem=stem, norm="group").build(num_classes=3, channels=3, dtype=jnp.float32)
     seen = []

@@ -20,7 +20,7 @@ from jaxdl.models.layers import Head, Norm, conv
 _IMAGENET_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 _BOTTLENECK_FROM_DEPTH = 50
 _BOTTLENECK_EXPANSION = 4
-_STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "patch2": (3, 2)}
+_STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "patch2": (3, 2), "patch4": (4, 4)}
 """Stem -> (kernel size, stride) of its convolution."""
 
 
@@ -33,9 +33,9 @@ class ResNet(Config):
     """Weighted layers: 18, 34, 50, 101, 152 (ImageNet family); 6n + 2 otherwise: 8, 14, 20, 26... (CIFAR family)."""
     width: int | None = pydantic.Field(default=None, ge=1)
     """Channels of the first stage, doubled at each later one; None takes 64 (ImageNet family) or 16 (CIFAR family)."""
-    stem: Literal["imagenet", "cifar", "patch2"] | None = None
-    """First layers. imagenet: 7x7 stride 2, then 3x3 max-pool stride 2; cifar: 3x3 stride 1; patch2: 3x3 stride 2; None
-    takes the family's."""
+    stem: Literal["imagenet", "cifar", "patch2", "patch4"] | None = None
+    """First layers. imagenet: 7x7 stride 2, then 3x3 max-pool stride 2; cifar: 3x3 stride 1; patch2: 3x3 stride 2;
+    patch4: 4x4 stride 4 (the fastest; Liu et al., arXiv 2201.03545, section 2.3); None takes the family's."""
     space_to_depth: bool = False
     """Compute the 7x7 convolution of the imagenet stem as one of 4x4 on 12 channels, four pixels in each: the same
     function and parameters, in another shape. For images of even height and width."""
