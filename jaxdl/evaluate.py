@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic
 
+from jaxdl.cluster import wait_for_all
 from jaxdl.config import Periodic
 from jaxdl.mesh import batch_sharding
 from jaxdl.state import TrainState, replicated
@@ -106,6 +107,8 @@ def estimate_norms(
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     total, count = None, 0
     for batch in batches:
+        if total is None:
+            wait_for_all()  # As before the first training batch: Gloo waits for less long than reading may take.
         poll()
         new = norm_step(state.eval_params, state.model_state, jax.random.fold_in(key, count), batch)
         total, count = new if total is None else _add(total, new), count + 1
@@ -130,6 +133,8 @@ def evaluate(
     for batch in batches:
         if len(sums) >= most:
             jax.block_until_ready(sums[-most])
+        if not sums:
+            wait_for_all()
         poll()
         sums.append(eval_step(params, model_state, batch))
     fetched = jax.device_get(sums)

@@ -1,13 +1,18 @@
-"""How a run ends: with what it returns, or early."""
+"""How a run ends: with what it returns, or early; and how the program around it does."""
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jaxdl.cluster import BROKEN, DIVERGED, ClusterError, depart
+from jaxdl.config import ConfigError, end_interrupted, fail
 from jaxdl.plan import Plan
-from jaxdl.report import plot_history
+from jaxdl.report import Diverged, plot_history
 from jaxdl.state import TrainState
 
 if TYPE_CHECKING:
@@ -42,3 +47,24 @@ class Interrupted(SystemExit):
     def __init__(self, signum: int | None, message: str) -> None:
         super().__init__(1 if signum is None else 128 + signum)
         self.message = message
+
+
+@contextlib.contextmanager
+def exit_codes() -> Iterator[None]:
+    """Context of a program that trains: what ends it early becomes a message and an exit code.
+
+    2 for the user's mistakes, 3 if training diverges, 128 + N after signal N, 75 if it broke off because of another
+    process, the network or a hang. What other processes must know of it is `jaxdl.cluster.end_together`'s.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        fail(str(error))
+    except (Diverged, ClusterError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(DIVERGED if isinstance(error, Diverged) else BROKEN) from None
+    except KeyboardInterrupt:
+        end_interrupted()
+    except Interrupted as stopped:
+        print(stopped.message, file=sys.stderr, flush=True)
+        depart(int(stopped.code or 0))

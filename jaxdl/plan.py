@@ -24,7 +24,7 @@ from jaxdl.checks import (
     check_tensor_dims,
     check_warmup,
 )
-from jaxdl.cluster import current, start_devices
+from jaxdl.cluster import start_devices, wait_for_all
 from jaxdl.compiler import Options, compiled
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, PhotoSource, Source, Splits, TextSpec
@@ -193,8 +193,7 @@ def settled(
         note = f"exchange: {label(chosen)}, as chosen when the run began"
         return experiment.replaced({"exchange": chosen}), (note,)
     gradients = exchanged_gradients(experiment, spec, mesh)
-    if (member := current()) is not None:
-        member.wait_for_all()  # Gloo gives up when a process measures 30 s after another.
+    wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     choice = auto.choose(gradients.shapes, gradients.layout, mesh)
     return experiment.replaced({"exchange": choice.config}), choice.lines
 

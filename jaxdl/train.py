@@ -10,13 +10,14 @@ from typing import Annotated, Any
 
 import tyro
 
-from jaxdl.cluster import BROKEN, DIVERGED, ClusterError, depart, end_together, launched_cpu_devices
-from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.cluster import end_together, launched_cpu_devices
+from jaxdl.config import ConfigError
 from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.outcome import exit_codes
 from jaxdl.plan import compile_train_step, make_plan
-from jaxdl.report import Diverged, print_explanation
+from jaxdl.report import print_explanation
 from jaxdl.sharding import explain
-from jaxdl.trainer import Interrupted, train
+from jaxdl.trainer import train
 from jaxdl.workdir import read_choice
 
 
@@ -38,31 +39,14 @@ class Command:
 def main(args: list[str] | None = None) -> None:
     """Runs the command line.
 
-    Exit codes: 2 for the user's mistakes, 3 if training diverges, 128 + N after signal N, 75 if it broke off because of
-    another process, the network or a hang.
+    Exit codes: see `exit_codes`.
     """
-    with end_together():
-        run(args)
-
-
-def run(args: list[str] | None) -> None:
-    """`main`, without what other processes of the run must know of the end of this one."""
-    try:
+    with end_together(), exit_codes():
         command = parse_command(sys.argv[1:] if args is None else args)
         if command.explain:
             print_plan(command.experiment, command.workdir)
         else:
             train(command.experiment, command.workdir)
-    except ConfigError as error:
-        fail(str(error))
-    except (Diverged, ClusterError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(DIVERGED if isinstance(error, Diverged) else BROKEN) from None
-    except KeyboardInterrupt:
-        end_interrupted()
-    except Interrupted as stopped:
-        print(stopped.message, file=sys.stderr, flush=True)
-        depart(int(stopped.code or 0))
 
 
 def parse_command(args: list[str]) -> Command:

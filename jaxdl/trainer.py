@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxdl.ahead import CompiledSteps
 from jaxdl.checkpoint import Restored
-from jaxdl.cluster import Watchdog, current, pulse
+from jaxdl.cluster import Watchdog, pulse, wait_for_all
 from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import estimate_norms, evaluate, max_in_flight
@@ -240,8 +240,8 @@ class Session:
             self.read_data()
         with self.watch("data"):
             batch = next(self.loader)
-            if self.first_batch and (member := current()) is not None:
-                member.wait_for_all()  # One host's first batch may take minutes, and Gloo gives up after 30 s.
+            if self.first_batch:
+                wait_for_all()  # One host's first batch may take minutes, and Gloo gives up after 30 s.
             self.first_batch = False
         with self.watch("train"):
             if not self.run_ahead:

@@ -19,7 +19,7 @@ import numpy as np
 import pydantic
 from jax.experimental import multihost_utils
 
-from jaxdl.cluster import current
+from jaxdl.cluster import current, wait_for_all
 from jaxdl.cluster.identity import flat, named
 from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import ExchangeConfig
@@ -130,8 +130,7 @@ def _check_shared(workdir: Path) -> None:
             return
         found = _appears(workdir / name)
         member = current()
-        if member is not None:
-            member.wait_for_all()  # Gloo waits for less long.
+        wait_for_all()  # Gloo waits for less long.
         every = np.ravel(multihost_utils.process_allgather(np.bool_(found)))
         missing = [process for process, one in enumerate(every) if not one]
         if missing:

@@ -15,7 +15,6 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +23,9 @@ from rich.table import Table
 from trials import exchange_flags, folder_name, parse
 
 import jaxdl
-from jaxdl.cluster import DIVERGED
-from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.config import ConfigError
 from jaxdl.mesh import MeshConfig
+from jaxdl.outcome import exit_codes
 from jaxdl.report import Diverged
 
 EXCHANGES = (
@@ -52,19 +51,8 @@ def main() -> None:
     args, changes = parse(parser)
     if args.delay:
         args.exchanges = [name for one in args.exchanges for name in (one, f"{one},delay_steps=1")]
-    try:
-        found = _compare(args, changes)
-    except ConfigError as error:
-        fail(str(error))
-    except jaxdl.Interrupted as interrupted:
-        print(interrupted.message, file=sys.stderr)
-        raise
-    except Diverged as error:
-        print(f"error: {error} Leave this exchange out of --exchanges.", file=sys.stderr)
-        raise SystemExit(DIVERGED) from None
-    except KeyboardInterrupt:
-        end_interrupted()
-    _report(found, args.workdir)
+    with exit_codes():
+        _report(_compare(args, changes), args.workdir)
 
 
 def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
@@ -81,7 +69,10 @@ def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
         for exchange, experiment in experiments.items():
             folder = args.workdir / f"{folder_name(exchange)}_seed{seed}"
             print(f"--- {exchange}, seed {seed}: {folder}", flush=True)
-            run = jaxdl.train(experiment.replaced({"seed": seed}), folder, quiet=True)
+            try:
+                run = jaxdl.train(experiment.replaced({"seed": seed}), folder, quiet=True)
+            except Diverged as error:
+                raise Diverged(f"{error} Leave this exchange out of --exchanges.") from None
             ratio = _numbers(run.history, "train/exchange/compression")
             runs[exchange].append(
                 {"seed": seed, "metrics": run.metrics, "compression": ratio[-1][1], "seconds": run.summary["seconds"]}

@@ -23,7 +23,6 @@ import json  # noqa: E402
 import math  # noqa: E402
 import os  # noqa: E402
 import re  # noqa: E402
-import sys  # noqa: E402
 from datetime import UTC, datetime  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
@@ -37,16 +36,17 @@ from rich.console import Console  # noqa: E402
 from trials import exchange_flags, parse  # noqa: E402
 
 import jaxdl  # noqa: E402
-from jaxdl.cluster import BROKEN, DIVERGED, ClusterError, depart, end_together  # noqa: E402
-from jaxdl.config import ConfigError, end_interrupted, fail  # noqa: E402
+from jaxdl.cluster import end_together  # noqa: E402
+from jaxdl.config import ConfigError  # noqa: E402
 from jaxdl.data import Digits, ImageFolder, Photos  # noqa: E402
 from jaxdl.exchange import Dense  # noqa: E402
 from jaxdl.experiment import Experiment, changed  # noqa: E402
 from jaxdl.mesh import MeshConfig  # noqa: E402
 from jaxdl.models import ResNet  # noqa: E402
+from jaxdl.outcome import exit_codes  # noqa: E402
 from jaxdl.plan import make_devices, make_plan, settled  # noqa: E402
 from jaxdl.precision import Float32  # noqa: E402
-from jaxdl.report import Diverged, replace_file  # noqa: E402
+from jaxdl.report import replace_file  # noqa: E402
 from jaxdl.timeline import Phase  # noqa: E402
 from jaxdl.workdir import from_first_process  # noqa: E402
 
@@ -63,24 +63,8 @@ _REHEARSED_SIZES = {96: 64, 128: 80, 224: 112, 288: 144}
 
 def main() -> None:
     """Checks, trains, and writes the entry and the report."""
-    with end_together():
-        _main()
-
-
-def _main() -> None:
-    try:
-        args, changes = parse(_parser())
-        run_all(args, changes)
-    except ConfigError as error:
-        fail(str(error))
-    except (ClusterError, Diverged) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(DIVERGED if isinstance(error, Diverged) else BROKEN) from None
-    except KeyboardInterrupt:
-        end_interrupted()
-    except jaxdl.Interrupted as interrupted:
-        print(interrupted.message, file=sys.stderr, flush=True)
-        depart(int(interrupted.code or 0))
+    with end_together(), exit_codes():
+        run_all(*parse(_parser()))
 
 
 def _parser() -> argparse.ArgumentParser:

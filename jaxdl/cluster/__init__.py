@@ -2,7 +2,7 @@
 
 from jaxdl.cluster.ending import depart, end_together
 from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
-from jaxdl.cluster.membership import Membership, current
+from jaxdl.cluster.membership import Membership, current, wait_for_all
 from jaxdl.cluster.pulse import pulse
 from jaxdl.cluster.rendezvous import ClusterError
 from jaxdl.cluster.start import ClusterConfig, launched_cpu_devices, start_devices
@@ -22,4 +22,5 @@ __all__ = [
     "launched_cpu_devices",
     "pulse",
     "start_devices",
+    "wait_for_all",
 ]

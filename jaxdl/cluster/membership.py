@@ -371,6 +371,12 @@ def current() -> Membership | None:
     return _current
 
 
+def wait_for_all() -> None:
+    """`Membership.wait_for_all` of this process; a process that is alone goes on."""
+    if _current is not None:
+        _current.wait_for_all()
+
+
 def begin(process: int, meeting: Meeting, *, silence_sec: float, pulse: Pulse) -> Membership:
     """Makes and starts this process's membership, for as long as it lives."""
     global _current
