@@ -9,14 +9,14 @@ from typing import NamedTuple
 import jax
 from dawnbench_entry import ALIBABA_IMAGES_PER_SEC
 
+from jaxdl.cluster import wait_for_all
 from jaxdl.config import ConfigError
 from jaxdl.data.memory import available_bytes
 from jaxdl.data.photos import processes_of_host
-from jaxdl.exchange import Auto, Dense, Quantized, TopK
+from jaxdl.exchange import Auto, Dense, Quantized, Sign, TopK
 from jaxdl.exchange.cost import Machine, predict
 from jaxdl.exchange.probe import probe
 from jaxdl.exchange.recommend import label
-from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.plan import Plan, exchanged_gradients
 from jaxdl.report.summary import versions
@@ -73,19 +73,17 @@ def data_lines(plan: Plan, *, is_rehearsal: bool) -> list[Line]:
     return [Line("images", found + ("" if fine else f", not {TRAIN_IMAGES:,} and {VALIDATION_IMAGES:,}"), fine)]
 
 
-def network_lines(experiment: Experiment, plan: Plan) -> tuple[list[Line], float | None]:
-    """The links between replicas as measured, and the predicted seconds of the experiment's exchange.
-
-    All processes call it; `plan` may have another exchange.
-    """
-    mesh, config = plan.parts.layout.mesh, experiment.exchange
+def network_lines(plan: Plan) -> tuple[list[Line], float | None]:
+    """The links between replicas as measured, and the predicted seconds of the exchange; all processes call it."""
+    mesh, config = plan.parts.layout.mesh, plan.experiment.exchange
     assert not isinstance(config, Auto), "it has been chosen"
     replicas = mesh.shape[Axis.REPLICA]
     if replicas == 1:
         return [Line("network", "one node: nothing crosses it")], None
-    gradients = exchanged_gradients(experiment, plan.splits.train.spec, mesh)
+    gradients = exchanged_gradients(plan.experiment, plan.splits.train.spec, mesh)
     methods = (config.method,) if isinstance(config, TopK) else ("threshold",)
-    bits = (config.bits,) if isinstance(config, Quantized) else (8,)
+    bits = (config.bits,) if isinstance(config, Quantized) else (1,) if isinstance(config, Sign) else (8,)
+    wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     machine: Machine = probe(mesh, methods=methods, bits=bits, num_repeats=3)
     link = machine.links[Axis.REPLICA.value]
     lines = [

@@ -2,16 +2,17 @@
 
 TFDS_DATA_DIR=... python scripts/large_batch.py --config configs/fashion_mnist.py --workdir runs/large_batch
 
-Each variant is one optimizer at one batch size; its learning rate is tuned, at one seed, over the same factors of a
-reference: for SGD 0.2 x batch / 256 (linear scaling, Goyal et al. 2017, section 2.1), for LARS 8. Tuning trains on 90 %
-of the training split and tests on the other 10 %; then each variant trains on all of it with its best rate, once a
-seed, and is tested on the test split. All variants share schedule, momentum and weight decay, and compute gradients of
-as many images at a time as the small batch has, so that batch norm sees as many in each. "LARS, no masks" has weight
-decay and trust ratios on biases and normalization too.
+Each variant is one optimizer at one batch size; its learning rate is tuned, at one seed, over the same factors of the
+same reference: 0.2 x batch / 256 (linear scaling, Goyal et al. 2017, section 2.1). Tuning trains on 90 % of the
+training split and tests on the other 10 %; then each variant trains on all of it with its best rate, once a seed, and
+is tested on the test split. All variants share schedule, momentum and weight decay, and batch norm takes its statistics
+over as many images as the small batch has in each. LARS has a trust coefficient of 0.01, so that its best rates are
+near those of SGD, which its biases and normalization are trained with; "LARS, no masks" has weight decay and trust
+ratios on those too.
 
-Each run has a folder of its own in the workdir; a run that is finished is not run again, one that was stopped goes on.
-Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the config of all
-runs: `-- --epochs 3`.
+Each run has a folder of its own in the workdir; a run that is finished or has diverged is not run again, one that was
+stopped goes on. Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the
+config of all runs: `-- --epochs 3`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +28,23 @@ from rich.table import Table
 from trials import parse, same_request
 
 import jaxdl
-from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.config import ConfigError, fail
 from jaxdl.experiment import Experiment
 from jaxdl.optim import LARS, SGD, Cosine
+from jaxdl.outcome import exit_codes
 from jaxdl.report import Diverged
 
-SGD_REFERENCE, LARS_REFERENCE = 0.2, 8.0
-"""The learning rates that the factors multiply: of SGD at a batch of 256, of LARS at every batch."""
+REFERENCE = 0.2 / 256
+"""The learning rate an image of the batch that the factors multiply."""
 
 MOMENTUM, WEIGHT_DECAY, WARMUP = 0.9, 5e-4, 0.2
 """Of all variants; the warm-up is a share of the run."""
+
+TRUST_COEFFICIENT = 0.01
+"""Of LARS. The published 0.001 needs 10 times the rate, which is far too large for what has no trust ratio."""
+
+_OWN = ("optimizer", "schedule", "batch-size", "evaluation", "seed", "model.norm-span", "data.train-split", "phases")
+"""What the script sets."""
 
 
 class Variant(NamedTuple):
@@ -58,18 +65,17 @@ class Variant(NamedTuple):
 
     def changes(self, factor: float, small: int) -> dict[str, Any]:
         """The fields of an experiment at a factor of the reference, with batch norm over `small` images."""
+        shared: dict[str, Any] = {
+            "learning_rate": factor * REFERENCE * self.batch_size,
+            "momentum": MOMENTUM,
+            "weight_decay": WEIGHT_DECAY,
+        }
         if self.optimizer == "SGD":
-            rate = factor * SGD_REFERENCE * self.batch_size / 256
-            optimizer = SGD(learning_rate=rate, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY)
+            optimizer = SGD(**shared)
         else:
-            optimizer = LARS(
-                learning_rate=factor * LARS_REFERENCE,
-                momentum=MOMENTUM,
-                weight_decay=WEIGHT_DECAY,
-                exclude_vectors=self.optimizer != "LARS no masks",
-            )
-        microbatches = max(1, self.batch_size // small)
-        return {"batch_size": self.batch_size, "optimizer": optimizer, "step.microbatches": microbatches}
+            masked = self.optimizer != "LARS no masks"
+            optimizer = LARS(**shared, trust_coefficient=TRUST_COEFFICIENT, exclude_vectors=masked)
+        return {"batch_size": self.batch_size, "optimizer": optimizer, "model.norm_span": small}
 
 
 def main() -> None:
@@ -79,29 +85,30 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--small", type=int, default=256, help="the batch that the others are measured against")
     parser.add_argument("--large", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--factors", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--factors", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args, changes = parse(parser)
-    if args.small in args.large or len(args.factors) < 1 or len(args.seeds) < 1:
-        fail("--large has other batches than --small, and there is at least one factor and one seed.")
+    if any(size <= args.small or size % args.small for size in args.large):
+        fail(f"--large {args.large}: they are multiples of --small {args.small}.")
+    for change in changes:
+        if change.lstrip("-").replace("_", "-").startswith(_OWN):
+            fail(f"{change}: the script sets that itself, for every variant. Leave it out.")
     variants = [Variant("SGD", args.small)]
     variants += [Variant(name, size) for size in args.large for name in ("SGD", "LARS", "LARS no masks")]
-    try:
-        base = jaxdl.load(args.config, changes)
-        if base.epochs is None or not hasattr(base.data, "train_split"):
-            raise ConfigError(f"--config {args.config}: it needs a length in epochs and data with splits.")
-        warmup = Cosine(warmup_epochs=WARMUP * base.epochs)
-        evaluation = {"evaluation.batch_size": 4 * args.small, "evaluation.every_epochs": 1.0}
-        base = base.replaced({"schedule": warmup} | evaluation)
-        found = {one.name: measure(args, base, one) for one in variants}
-    except ConfigError as error:
-        fail(str(error))
-    except jaxdl.Interrupted as interrupted:
-        print(interrupted.message, file=sys.stderr)
-        raise
-    except KeyboardInterrupt:
-        end_interrupted()
-    report(args, found)
+    with exit_codes():
+        base = common(args, jaxdl.load(args.config, changes))
+        report(args, {one.name: measure(args, base, one) for one in variants})
+
+
+def common(args: argparse.Namespace, base: Experiment) -> Experiment:
+    """What all runs share. Raises ConfigError for a config that cannot be compared so."""
+    if base.epochs is None or not hasattr(base.data, "train_split"):
+        raise ConfigError(f"--config {args.config}: it needs a length in epochs and data with splits.")
+    if getattr(base.model, "norm", None) != "batch":
+        raise ConfigError(f"--config {args.config}: it needs a network with batch norm.")
+    warmup = Cosine(warmup_epochs=WARMUP * base.epochs)
+    evaluation = {"evaluation.batch_size": 4 * args.small, "evaluation.every_epochs": 1.0}
+    return base.replaced({"schedule": warmup} | evaluation)
 
 
 def measure(args: argparse.Namespace, base: Experiment, variant: Variant) -> dict[str, Any]:
@@ -127,10 +134,14 @@ def accuracy(workdir: Path, experiment: Experiment) -> dict[str, Any]:
     """The final test accuracy of a run and its course, (epoch, accuracy); 0 if it diverged."""
     same_request(workdir, experiment.model_dump(mode="json"))
     print(f"--- {workdir}", flush=True)
+    diverged = workdir / "diverged.txt"
     try:
+        if diverged.exists():
+            raise Diverged(diverged.read_text())
         history = jaxdl.train(experiment, workdir, quiet=True).history
     except Diverged as error:
         print(error)
+        diverged.write_text(str(error))
         return {"final": 0.0, "course": []}
     rows = zip(history["epoch"], history["eval/accuracy"], strict=True)
     course = [(epoch, value) for epoch, value in rows if value is not None and value == value]

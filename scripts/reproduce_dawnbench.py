@@ -19,6 +19,7 @@ START = time.perf_counter()
 """Of the benchmark's clock; the imports below count."""
 
 import argparse  # noqa: E402
+import dataclasses  # noqa: E402
 import json  # noqa: E402
 import math  # noqa: E402
 import os  # noqa: E402
@@ -29,7 +30,7 @@ from typing import Any  # noqa: E402
 
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
-from dawnbench_checks import data_lines, expectation_lines, machine_lines, must_be_fine, network_lines  # noqa: E402
+from dawnbench_checks import Line, data_lines, expectation_lines, machine_lines, must_be_fine, network_lines  # noqa: E402
 from dawnbench_entry import check_record, reached, write_entry  # noqa: E402
 from dawnbench_report import epochs_of, exchange_seconds, was_resumed, write_report  # noqa: E402
 from rich.console import Console  # noqa: E402
@@ -44,7 +45,7 @@ from jaxdl.experiment import Experiment, changed  # noqa: E402
 from jaxdl.mesh import MeshConfig  # noqa: E402
 from jaxdl.models import ResNet  # noqa: E402
 from jaxdl.outcome import exit_codes  # noqa: E402
-from jaxdl.plan import make_devices, make_plan, settled  # noqa: E402
+from jaxdl.plan import make_devices, make_parts, make_plan, settled  # noqa: E402
 from jaxdl.precision import Float32  # noqa: E402
 from jaxdl.report import replace_file  # noqa: E402
 from jaxdl.timeline import Phase  # noqa: E402
@@ -94,8 +95,9 @@ def run_all(args: argparse.Namespace, changes: list[str]) -> None:
     before_sec = time.perf_counter() - START
     spec, mesh = plan.splits.train.spec, plan.parts.layout.mesh
     experiment, reasons = settled(experiment, spec, mesh, _chosen(args.workdir / "run"))
+    plan = dataclasses.replace(plan, experiment=experiment, parts=make_parts(experiment, spec, mesh, plan.timeline))
     checks = machine_lines(plan, args.workdir) + data_lines(plan, is_rehearsal=args.rehearse)
-    network, exchange_sec = network_lines(experiment, plan)
+    network, exchange_sec = network_lines(plan)
     checks += network
     expectations = [*reasons, *expectation_lines(plan, exchange_sec, is_rehearsal=args.rehearse)]
     for source in (plan.splits.train, plan.splits.test):
@@ -113,6 +115,25 @@ def run_all(args: argparse.Namespace, changes: list[str]) -> None:
     alone_sec = exchange_seconds(run.plan)
     if jax.process_index() > 0:
         return
+    try:
+        _write(args, run, clock, before_sec, checks, expectations, alone_sec)
+    except OSError as error:
+        text = (
+            f"error: {args.workdir}: the report is not written: {error.strerror}. Make room there (or make it writable)"
+        )
+        raise jaxdl.Interrupted(None, f"{text}; the training is done, and the same command writes it.") from None
+
+
+def _write(
+    args: argparse.Namespace,
+    run: jaxdl.Run,
+    clock: tuple[float, str] | None,
+    before_sec: float,
+    checks: list[Line],
+    expectations: list[str],
+    alone_sec: float | None,
+) -> None:
+    """The report, and the entry if the run's clock counts. Raises OSError when they cannot be written."""
     before_sec, day = clock or (before_sec, _today())
     rows, name, counts = epochs_of(run, before_sec), _name(args), clock is not None and not was_resumed(run)
     page = write_report(
@@ -234,11 +255,21 @@ def _stand_in(experiment: Experiment) -> Any:
 
 
 def _digit_files(folder: Path) -> Path:
-    """scikit-learn's digits as image files of 64 x 64 pixels, in `folder`, which is made unless it is there."""
+    """scikit-learn's digits as image files of 64 x 64 pixels, in `folder`, which is made unless it is there.
+
+    Raises ConfigError when it cannot be written.
+    """
+    try:
+        if not (folder / "done").exists():
+            _write_digits(folder)
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}. Make room there, or choose another --workdir.") from None
+    return folder
+
+
+def _write_digits(folder: Path) -> None:
     from PIL import Image
 
-    if (folder / "done").exists():
-        return folder
     splits = Digits().build()
     for name, source in (("train", splits.train), ("val", splits.test)):
         rows = source.batch(np.arange(len(source)))
@@ -247,14 +278,24 @@ def _digit_files(folder: Path) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(image[..., 0]).convert("RGB").resize((64, 64), Image.Resampling.BICUBIC).save(path)
     (folder / "done").write_text("")
-    return folder
 
 
 def _chosen(workdir: Path) -> Any:
     """The exchange of the run that is to go on; None when there is none. The first process reads it for all."""
     path = workdir / "config.json"
-    text = from_first_process(lambda: path.read_bytes() if path.is_file() else b"")
-    return Experiment.from_json(text.decode()).exchange if text else None
+
+    def read() -> bytes:
+        try:
+            return path.read_bytes() if path.is_file() else b""
+        except OSError as error:
+            return (error.strerror or "unreadable").encode()
+
+    if not (text := from_first_process(read).decode(errors="replace")):
+        return None
+    try:
+        return Experiment.from_json(text).exchange
+    except ValueError:
+        raise ConfigError(f"{path}: not the config of a run ({text[:60]}...). Choose another --workdir.") from None
 
 
 def _first_start(workdir: Path, before_sec: float) -> tuple[float, str] | None:
