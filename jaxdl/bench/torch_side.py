@@ -16,7 +16,8 @@ _EXPANSION = 4
 def make_torch_step(experiment: Experiment, *, num_classes: int, size: int) -> tuple[Callable[[int], None], str]:
     """A function that makes so many training steps on resident data and waits for their end, and what it is.
 
-    The optimizer is SGD with momentum also where the experiment's is LARS, which PyTorch has not. The model is
+    Micro-batches, clipping, weight decay and the average of the parameters are the experiment's. The optimizer is SGD
+    with momentum also where the experiment's is LARS, which PyTorch has not. The model is
     torchvision's where that is installed, else a transcription. On GPUs it is compiled, on CPUs it runs as it is.
     Raises ConfigError for what cannot be compared.
     """
@@ -37,25 +38,33 @@ def make_torch_step(experiment: Experiment, *, num_classes: int, size: int) -> t
     torch.backends.cudnn.benchmark = True
     model, origin = _model(config, num_classes)
     model = model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=_momentum(experiment))
+    optimizer = _optimizer(experiment, model)
     scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
     image = torch.randn(experiment.batch_size, 3, size, size, device=device).to(memory_format=torch.channels_last)
     label = torch.randint(num_classes, (experiment.batch_size,), device=device)
     smoothing = getattr(experiment.task, "label_smoothing", 0.0)
     forward = torch.compile(model) if device == "cuda" else model
+    step, params = experiment.step, list(model.parameters())
+    average = [one.detach().clone() for one in params] if step.ema_decay is not None else []
 
     def steps(number: int) -> None:
         for _ in range(number):
             optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-                loss = torch.nn.functional.cross_entropy(forward(image), label, label_smoothing=smoothing)
-            scaler.scale(loss).backward()
+            for part, answer in zip(image.chunk(step.microbatches), label.chunk(step.microbatches), strict=True):
+                with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+                    loss = torch.nn.functional.cross_entropy(forward(part), answer, label_smoothing=smoothing)
+                scaler.scale(loss / step.microbatches).backward()
+            if step.clip_norm is not None:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(params, step.clip_norm)
             scaler.step(optimizer)
             scaler.update()
+            if step.ema_decay is not None:
+                torch._foreach_lerp_(average, [one.detach() for one in params], 1 - step.ema_decay)
         if device == "cuda":
             torch.cuda.synchronize()
         else:
-            float(loss.detach())
+            float(params[0].detach().ravel()[0])
 
     how = "compiled" if device == "cuda" else "not compiled"
     return steps, f"PyTorch {torch.__version__}, {origin}, SGD with momentum, channels-last, {how}, {device}"
@@ -65,8 +74,20 @@ def _is_imagenet(config: ResNet) -> bool:
     return len(config.blocks) == 4 and config.stem in (None, "imagenet")
 
 
-def _momentum(experiment: Experiment) -> float:
-    return experiment.optimizer.momentum if isinstance(experiment.optimizer, SGD | LARS) else 0.9
+def _optimizer(experiment: Experiment, model: Any) -> Any:
+    """SGD as the experiment's, or as near as PyTorch has it, with weight decay on what has more than one dimension."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    config = experiment.optimizer
+    momentum, nesterov = (config.momentum, config.nesterov) if isinstance(config, SGD | LARS) else (0.9, False)
+    groups = [
+        {
+            "params": [one for one in model.parameters() if (one.ndim > 1) == decays],
+            "weight_decay": getattr(config, "weight_decay", 0.0) if decays else 0.0,
+        }
+        for decays in (True, False)
+    ]
+    return torch.optim.SGD(groups, lr=1e-3, momentum=momentum, nesterov=nesterov)
 
 
 def _model(config: ResNet, num_classes: int) -> tuple[Any, str]:
