@@ -116,3 +116,16 @@ def test_a_part_that_one_cannot_read_is_damage_for_both(story, tmp_path):
         assert "No whole checkpoint is left" in output
     assert any("another process could not read its part" in output for _, output in ended)
     assert sorted(path.name for path in (tmp_path / "checkpoints" / "damaged").iterdir()) == ["step_32", "step_40"]
+
+
+def test_they_estimate_the_statistics_of_batch_norm_as_one_process_does(tmp_path):
+    changes = {"evaluation.norm_batches": 2, "steps": 4, "mesh.cpu_devices": 2}
+    config = write_config(tmp_path, experiment := tiny_experiment().replaced(changes))
+    ended = [finish(process) for process in start_pair(config, tmp_path / "run")]
+    assert [code for code, _ in ended] == [0, 0], ended
+    alone = jaxdl.train(experiment.replaced({"mesh.cpu_devices": None}), quiet=True, devices=jax.devices()[:4])
+    np.testing.assert_allclose(rows(tmp_path / "run")[-1]["eval/loss"], alone.metrics["loss"], rtol=1e-4)
+    state = saved_state(tmp_path / "run", experiment)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-5), state.model_state, alone.state.model_state
+    )
