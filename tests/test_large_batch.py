@@ -1,0 +1,76 @@
+"""scripts/large_batch.py: what its variants are, what it refuses, and that no run is made twice."""
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from runs import ROOT, tiny_experiment
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import large_batch
+
+import jaxdl
+from jaxdl.mesh import MeshConfig
+
+
+def test_variants_differ_in_the_optimizer_and_share_the_rest():
+    found = {
+        name: tiny_experiment().replaced(large_batch.Variant(name, 64).changes(0.5, 16))
+        for name in ("SGD", "LARS", "LARS no masks")
+    }
+    assert {one.optimizer.learning_rate for one in found.values()} == {0.5 * 0.2 * 64 / 256}
+    assert {(one.batch_size, one.model.norm_span, one.optimizer.weight_decay) for one in found.values()} == {
+        (64, 16, large_batch.WEIGHT_DECAY)
+    }
+    assert [one.optimizer.kind for one in found.values()] == ["sgd", "lars", "lars"]
+    assert [one.optimizer.exclude_vectors for one in found.values()][1:] == [True, False]
+
+
+def test_a_run_that_finished_or_diverged_is_not_made_again(tmp_path, monkeypatch):
+    one = {"mesh": MeshConfig(), "steps": 4}
+    fine = tiny_experiment().replaced(one)
+    wild = fine.replaced({"optimizer.learning_rate": 1e30, "guard.rollback_after": 1, "guard.max_rollbacks": 0})
+    train, count = jaxdl.train, []
+    monkeypatch.setattr(jaxdl, "train", lambda *args, **more: count.append(args) or train(*args, **more))
+    first = [large_batch.accuracy(tmp_path / name, each) for name, each in (("fine", fine), ("wild", wild))]
+    assert first[0]["final"] > 0
+    assert first[1] == {"final": 0.0, "course": []}
+    assert [large_batch.accuracy(tmp_path / "fine", fine), large_batch.accuracy(tmp_path / "wild", wild)] == first
+    assert len(count) == 3
+
+
+def test_the_table_and_the_picture(tmp_path, capsys):
+    args = SimpleNamespace(workdir=tmp_path, config="tiny.py", factors=[0.5, 1.0, 2.0])
+    course = [(1.0, 0.5), (2.0, 0.75)]
+    found = {
+        name: {
+            "variant": {},
+            "tuned": {0.5: low, 1.0: 0.8, 2.0: 0.7},
+            "learning_rate": 0.2,
+            "runs": [{"final": final, "course": course} for final in (0.7, 0.8 + shift)],
+        }
+        for name, low, shift in (("SGD, 256", 0.9, 0.0), ("LARS, 2,048", 0.0, 0.1))
+    }
+    large_batch.report(args, found)
+    text = capsys.readouterr().out
+    assert "diverged" in text
+    assert text.count("(edge)") == 1
+    assert "+5.00 points" in text
+    assert (tmp_path / "large_batch.png").stat().st_size > 5_000
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--large", "300"], "multiples of --small 256"),
+        (["--", "--optimizer.momentum", "0.5"], "--optimizer.momentum: the script sets that itself"),
+        (["--", "--model.norm", "group"], "batch norm"),
+    ],
+)
+def test_mistakes_are_one_message(tmp_path, args, message):
+    command = [sys.executable, str(ROOT / "scripts/large_batch.py"), "--config", "configs/fashion_mnist.py"]
+    done = subprocess.run([*command, "--workdir", tmp_path, *args], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
