@@ -24,9 +24,10 @@ REPLICATED = ShardingConfig(param_sharding="replicated", update_sharding="sharde
 def imagenet(**photos: object) -> TFDS:
     """ImageNet, with `photos` as the fields of `Photos`.
 
-    For a data set on a slow disk add a cache: --data.photos.cache.memory-bytes, --data.photos.cache.disk.
+    Its `test` split, where there is one, has no labels. For a data set on a slow disk add a cache:
+    --data.photos.cache.memory-bytes, --data.photos.cache.disk.
     """
-    return TFDS(name="imagenet2012", photos=Photos(**photos))  # pyright: ignore[reportArgumentType]
+    return TFDS(name="imagenet2012", test_split="validation", photos=Photos(**photos))  # pyright: ignore[reportArgumentType]
 
 
 def mesh() -> MeshConfig:

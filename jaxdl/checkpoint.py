@@ -14,7 +14,6 @@ import errno
 import functools
 import json
 import logging
-import operator
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from jax import lax
 
 from jaxdl.config import ConfigError, Periodic
 from jaxdl.exchange import resplit
+from jaxdl.keeping import Best
 from jaxdl.state import TrainState
 from jaxdl.workdir import all_processes, check_room, disk_reason
 
@@ -79,20 +79,9 @@ class Checkpoints:
         self.read_only = read_only
         self.folder = workdir.absolute() / "checkpoints"
         policies = ocp.checkpoint_managers
-        metric = operator.itemgetter(best_metric)
-        keep = [
-            policies.LatestN(n=config.keep),
-            policies.BestN(
-                get_metric_fn=metric,
-                reverse=best_mode == "min",
-                n=config.keep_best,
-                keep_checkpoints_without_metrics=False,
-            ),
-        ]
+        self._metric, self._best = best_metric, Best(self.folder, config.keep_best, best_mode)
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy(keep),
-            best_fn=metric,  # With it metrics are written, and read again.
-            best_mode=best_mode,
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(n=config.keep), self._best]),
             cleanup_tmp_directories=not read_only,
             create=not read_only,
             read_only=read_only,
@@ -119,8 +108,11 @@ class Checkpoints:
         items = _items(state)
         prints = jax.device_get(self._fingerprint(items))
         shapes = {name: list(x.shape) for name, x in items["exchange"].items()}
+        score = None if metrics is None else metrics[self._metric]
+        self._best.add(step, score)
         meta = {
             "evaluated_step": evaluated_step,
+            "score": score,
             "fingerprints": jax.tree.map(int, prints),
             "exchange_shapes": shapes,
         }
@@ -129,7 +121,7 @@ class Checkpoints:
 
         def start() -> None:
             with _quiet_orbax():
-                self._manager.save(step, args=ocp.args.Composite(**arguments), metrics=metrics, force=True)
+                self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
 
         room = functools.partial(check_room, self.folder, sum(x.nbytes for x in jax.tree.leaves(items)))
         # Asked before anything is written: processes that wait for one that cannot write its part wait long.

@@ -42,7 +42,7 @@ class Run:
 
 
 class Interrupted(SystemExit):
-    """The run ended early; `code` is 128 + the signal's number, as a shell has it, or 1 when the state is not saved."""
+    """The run ended early; `code` is 128 + the signal's number, as a shell has it, or 1 when its end is not saved."""
 
     def __init__(self, signum: int | None, message: str) -> None:
         super().__init__(1 if signum is None else 128 + signum)
@@ -54,7 +54,8 @@ def exit_codes() -> Iterator[None]:
     """Context of a program that trains: what ends it early becomes a message and an exit code.
 
     2 for the user's mistakes, 3 if training diverges, 128 + N after signal N, 75 if it broke off because of another
-    process, the network or a hang. What other processes must know of it is `jaxdl.cluster.end_together`'s.
+    process, the network or a hang, 1 if its end could not be saved. What other processes must know of it is
+    `jaxdl.cluster.end_together`'s.
     """
     try:
         yield

@@ -36,7 +36,7 @@ class TrainState:
     exchange_state: Any
     """The gradient exchange's state; empty with one replica."""
     loss_scale: LossScale
-    """The dynamic loss scale; empty without float16."""
+    """The loss scale; empty without float16."""
     guard: Guard
     """Counters and statistics of the guard against bad numbers; empty when it is off."""
     key: Any

@@ -1,4 +1,4 @@
-"""What reproduce_dawnbench.py looks at before the clock starts, machine, data, network; and what is to be expected."""
+"""What reproduce_dawnbench.py looks at before the training, machine, data, network; and what is to be expected."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ MOMENTUM, WEIGHT_DECAY, WARMUP = 0.9, 5e-4, 0.2
 TRUST_COEFFICIENT = 0.01
 """Of LARS. The published 0.001 needs 10 times the rate, which is far too large for what has no trust ratio."""
 
-_OWN = ("optimizer", "schedule", "batch-size", "evaluation", "seed", "model.norm-span", "data.train-split", "phases")
+_OWN = ("optimizer", "schedule", "batch-size", "evaluation", "seed", "model.norm-span", "data.t", "phases")
 """What the script sets."""
 
 

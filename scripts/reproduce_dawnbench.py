@@ -4,8 +4,8 @@ TFDS_DATA_DIR=... python scripts/reproduce_dawnbench.py --nodes 1 --gpus-per-nod
 
 On several nodes start it once a node, as python -m jaxdl.train is (docs/clusters.md): srun, mpirun, or
 python -m jaxdl.launch local. The recipe is configs/imagenet_resnet50_dawnbench.py; everything after `--` changes it.
-Before the clock starts, the machine, the data and the network are looked at. A run that was stopped goes on in the same
-workdir; it is then no entry to submit.
+First, while the clock stands still, the machine, the data and the network are looked at. A run that was stopped goes on
+in the same workdir; it is then no entry to submit.
 
 --rehearse does all of it in minutes on a CPU: a small ResNet in the same phases at smaller sizes, on virtual devices,
 with `imagenet2012` of the data folder if that is a small stand-in, else with scikit-learn's digits as image files.
@@ -40,7 +40,7 @@ import jaxdl  # noqa: E402
 from jaxdl.cluster import end_together  # noqa: E402
 from jaxdl.config import ConfigError  # noqa: E402
 from jaxdl.data import Digits, ImageFolder, Photos  # noqa: E402
-from jaxdl.exchange import Dense  # noqa: E402
+from jaxdl.exchange import Auto, Dense  # noqa: E402
 from jaxdl.experiment import Experiment, changed  # noqa: E402
 from jaxdl.mesh import MeshConfig  # noqa: E402
 from jaxdl.models import ResNet  # noqa: E402
@@ -136,6 +136,11 @@ def _write(
     """The report, and the entry if the run's clock counts. Raises OSError when they cannot be written."""
     before_sec, day = clock or (before_sec, _today())
     rows, name, counts = epochs_of(run, before_sec), _name(args), clock is not None and not was_resumed(run)
+    if not rows or rows[-1].epoch != math.floor(run.plan.timeline.epoch(run.plan.total_steps) + 1e-9):
+        raise ConfigError(
+            f"{args.workdir / 'run'}: its evaluations are not all in metrics.jsonl (a full disk?), so there is nothing "
+            "to report. Choose another --workdir."
+        )
     page = write_report(
         args.workdir,
         run,
@@ -293,17 +298,24 @@ def _chosen(workdir: Path) -> Any:
     if not (text := from_first_process(read).decode(errors="replace")):
         return None
     try:
-        return Experiment.from_json(text).exchange
+        exchange = Experiment.from_json(text).exchange
+        return None if isinstance(exchange, Auto) else exchange
     except ValueError:
         raise ConfigError(f"{path}: not the config of a run ({text[:60]}...). Choose another --workdir.") from None
 
 
 def _first_start(workdir: Path, before_sec: float) -> tuple[float, str] | None:
-    """The seconds before the training and the day of the run's first start; None when nobody noted them."""
+    """The seconds before the training and the day of the run's first start; None when nobody noted them.
+
+    Raises ConfigError when they cannot be noted.
+    """
     path = workdir / "clock.json"
-    try:
-        if not (workdir / "run/config.json").exists():
+    if not (workdir / "run/config.json").exists():
+        try:
             replace_file(path, json.dumps({"before_sec": before_sec, "day": _today()}).encode())
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}. Make room there, or choose another --workdir.") from None
+    try:
         noted = json.loads(path.read_text())
         return float(noted["before_sec"]), str(noted["day"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.bench import optim, train
+from jaxdl.bench import optim, torch_side, train
 from jaxdl.bench.flops import count, step_flops
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages, SyntheticText
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import ResNet, Transformer
+from jaxdl.optim import LARS, SGD, AdamW
 from jaxdl.plan import make_plan
-from jaxdl.tasks import LanguageModelling
+from jaxdl.step import StepConfig
+from jaxdl.tasks import Classification, LanguageModelling
 
 ONE = MeshConfig(replica=1, fsdp=1)
 
@@ -101,6 +103,46 @@ def test_photographs_are_made_up(tmp_path):
 def test_train_mistakes(args, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         train.parse_command(["--config", "configs/digits.py", *args])
+
+
+def against_torch(**changes):
+    data = SyntheticImages(height=32, width=32, channels=1, num_classes=4, num_train=64, num_test=16)
+    model = ResNet(depth=18, width=4)
+    return Experiment(**({"data": data, "model": model, "batch_size": 8, "steps": 1, "optimizer": SGD()} | changes))
+
+
+def test_pytorch_trains_the_same_network():
+    torch = pytest.importorskip("torch")
+    experiment = against_torch(
+        optimizer=LARS(learning_rate=1.0, weight_decay=1e-3, nesterov=True),
+        step=StepConfig(microbatches=2, clip_norm=1.0, ema_decay=0.9),
+    )
+    steps, about = torch_side.make_torch_step(experiment, num_classes=4, size=32, channels=1)
+    steps(2)
+    assert "a transcription" in about
+    model = torch_side._transcribed(experiment.model, 4, 1)
+    plan = make_plan(experiment.replaced({"mesh": ONE}), jax.devices()[:1])
+    sizes = jax.tree.leaves(jax.tree.map(lambda x: x.size, plan.parts.network.param_shapes))
+    assert sorted(one.numel() for one in model.parameters()) == sorted(sizes)
+    decayed, kept = torch_side._optimizer(experiment, model).param_groups
+    assert {one.ndim for one in decayed["params"]} == {2, 4}
+    assert {one.ndim for one in kept["params"]} == {1}
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (1e-3, 0.0)
+    del torch
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"optimizer": AdamW()}, "the optimizer is adamw"),
+        ({"task": Classification(mixup=0.2)}, "mixes no images"),
+        ({"model": ResNet(depth=8)}, "only ResNet-18 to 152"),
+    ],
+)
+def test_what_cannot_be_compared_with_pytorch_is_refused(changes, message):
+    pytest.importorskip("torch")
+    with pytest.raises(ConfigError, match=message):
+        torch_side.make_torch_step(against_torch(**changes), num_classes=4, size=32, channels=1)
 
 
 @pytest.mark.parametrize("name", list(optim.MODELS))

@@ -21,7 +21,7 @@ FLOORS = [
     {"sharding", "precision", "collectives", "signals", "guard", "compiler"},
     {"models", "optim", "exchange", "data", "report", "timeline"},
     {"state", "tasks"},
-    {"step", "workdir"},
+    {"step", "workdir", "keeping"},
     {"checkpoint"},
     {"evaluate"},
     {"experiment"},
@@ -40,6 +40,7 @@ MEASURES_FILES = {"bench/input.py", "bench/input_sides.py"}
 READ_FILES = {
     "config": "load_file runs a config file",
     "predictor": "restore reads a finished run",
+    "keeping": "the scores of the checkpoints that are there",
     "cluster": "the hosts compare the hashes of jaxdl's own source files",
 }
 HEAVY = {

@@ -13,34 +13,35 @@ from jaxdl.optim import LARS, SGD
 _EXPANSION = 4
 
 
-def make_torch_step(experiment: Experiment, *, num_classes: int, size: int) -> tuple[Callable[[int], None], str]:
+def make_torch_step(
+    experiment: Experiment, *, num_classes: int, size: int, channels: int
+) -> tuple[Callable[[int], None], str]:
     """A function that makes so many training steps on resident data and waits for their end, and what it is.
 
     Micro-batches, clipping, weight decay and the average of the parameters are the experiment's. The optimizer is SGD
-    with momentum also where the experiment's is LARS, which PyTorch has not. The model is
-    torchvision's where that is installed, else a transcription. On GPUs it is compiled, on CPUs it runs as it is.
+    with momentum also where the experiment's is LARS, which PyTorch has not. The model is torchvision's where that is
+    installed, else a transcription. On GPUs it is compiled, on CPUs it runs as it is.
     Raises ConfigError for what cannot be compared.
     """
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except (ImportError, OSError) as error:
         raise ConfigError(f"--against torch: PyTorch cannot be loaded here ({error}). pip install torch.") from None
-    config = experiment.model
-    if not isinstance(config, ResNet) or config.norm != "batch" or not _is_imagenet(config):
-        raise ConfigError(
-            "--against torch: only ResNet-18 to 152 with batch norm and the imagenet stem are written for PyTorch. "
-            "Measure another model without --against."
-        )
+    _check(experiment)
+    model_config = experiment.model
+    assert isinstance(model_config, ResNet)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(experiment.precision.kind)
     torch.backends.cuda.matmul.allow_tf32 = experiment.precision.kind == "tensorfloat32"
     torch.backends.cudnn.allow_tf32 = experiment.precision.kind == "tensorfloat32"
     torch.backends.cudnn.benchmark = True
-    model, origin = _model(config, num_classes)
+    model, origin = _model(model_config, num_classes, channels)
     model = model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore
     optimizer = _optimizer(experiment, model)
     scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
-    image = torch.randn(experiment.batch_size, 3, size, size, device=device).to(memory_format=torch.channels_last)
+    image = torch.randn(experiment.batch_size, channels, size, size, device=device).to(
+        memory_format=torch.channels_last
+    )
     label = torch.randint(num_classes, (experiment.batch_size,), device=device)
     smoothing = getattr(experiment.task, "label_smoothing", 0.0)
     forward = torch.compile(model) if device == "cuda" else model
@@ -70,38 +71,53 @@ def make_torch_step(experiment: Experiment, *, num_classes: int, size: int) -> t
     return steps, f"PyTorch {torch.__version__}, {origin}, SGD with momentum, channels-last, {how}, {device}"
 
 
+def _check(experiment: Experiment) -> None:
+    """Raises ConfigError for what is not written for PyTorch."""
+    config, kind, task = experiment.model, experiment.optimizer.kind, experiment.task
+    if not isinstance(config, ResNet) or config.norm != "batch" or not _is_imagenet(config):
+        raise ConfigError(
+            "--against torch: only ResNet-18 to 152 with batch norm and the imagenet stem are written for PyTorch. "
+            "Measure another model without --against."
+        )
+    if not isinstance(experiment.optimizer, SGD | LARS):
+        raise ConfigError(f"--against torch: the optimizer is {kind}; PyTorch's side has SGD, in place of LARS too.")
+    if getattr(task, "mixup", 0) or getattr(task, "cutmix", 0):
+        raise ConfigError("--against torch: PyTorch's side mixes no images. Add --task.mixup 0 --task.cutmix 0.")
+
+
 def _is_imagenet(config: ResNet) -> bool:
     return len(config.blocks) == 4 and config.stem in (None, "imagenet")
 
 
 def _optimizer(experiment: Experiment, model: Any) -> Any:
-    """SGD as the experiment's, or as near as PyTorch has it, with weight decay on what has more than one dimension."""
+    """SGD as the experiment's, or as near to its LARS as PyTorch has it."""
     import torch  # pyright: ignore[reportMissingImports]
 
     config = experiment.optimizer
-    momentum, nesterov = (config.momentum, config.nesterov) if isinstance(config, SGD | LARS) else (0.9, False)
+    assert isinstance(config, SGD | LARS)
+    momentum = max(config.momentum, config.momentum_at_peak or 0)
     groups = [
         {
-            "params": [one for one in model.parameters() if (one.ndim > 1) == decays],
-            "weight_decay": getattr(config, "weight_decay", 0.0) if decays else 0.0,
+            "params": [one for one in model.parameters() if (one.ndim > 1 or not config.exclude_vectors) == decays],
+            "weight_decay": config.weight_decay if decays else 0.0,
         }
         for decays in (True, False)
     ]
-    return torch.optim.SGD(groups, lr=1e-3, momentum=momentum, nesterov=nesterov)
+    return torch.optim.SGD(groups, lr=1e-3, momentum=momentum, nesterov=config.nesterov)
 
 
-def _model(config: ResNet, num_classes: int) -> tuple[Any, str]:
-    if config.width in (None, 64):
+def _model(config: ResNet, num_classes: int, channels: int) -> tuple[Any, str]:
+    if config.width in (None, 64) and channels == 3:
         try:
             import torchvision  # pyright: ignore[reportMissingImports]
 
             return getattr(torchvision.models, f"resnet{config.depth}")(num_classes=num_classes), "torchvision's model"
         except (ImportError, RuntimeError):  # Not there, or not made for this version of PyTorch.
             pass
-    return _transcribed(config, num_classes), "a transcription of torchvision's model"
+    return _transcribed(config, num_classes, channels), "a transcription of torchvision's model"
 
 
-def _transcribed(config: ResNet, num_classes: int) -> Any:
+def _transcribed(config: ResNet, num_classes: int, channels: int) -> Any:
     """The layers of torchvision's ResNet, v1.5: the stride of a bottleneck lies in its 3x3 convolution."""
     from torch import nn  # pyright: ignore[reportMissingImports]
 
@@ -130,7 +146,7 @@ def _transcribed(config: ResNet, num_classes: int) -> Any:
             return self.relu(y + self.shortcut(x))
 
     width = config.width or 64
-    layers: list[Any] = [conv_norm(3, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
+    layers: list[Any] = [conv_norm(channels, width, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     incoming = width
     for stage, count in enumerate(config.blocks):
         for block in range(count):

@@ -83,9 +83,12 @@ def measure(command: TrainBench) -> dict[str, Any]:
     if command.against is not None:
         if jax.device_count() > 1 and jax.default_backend() != "cpu":
             raise ConfigError("--against torch: PyTorch is measured on one GPU. Set CUDA_VISIBLE_DEVICES=0.")
-        size = getattr(plan.parts.data_spec, "height", 0)
-        classes = getattr(plan.parts.data_spec, "num_classes", 0)
-        sides["torch"], about["torch"] = make_torch_step(experiment, num_classes=classes, size=size)
+        spec = plan.parts.data_spec
+        if isinstance(spec, TextSpec):
+            raise ConfigError("--against torch: only for images.")
+        sides["torch"], about["torch"] = make_torch_step(
+            experiment, num_classes=spec.num_classes, size=spec.height, channels=spec.channels
+        )
     jaxdl, memory = _jaxdl_side(plan)
     times = _timed({"jaxdl": jaxdl} | sides, command)
     del jaxdl, sides  # Their memory is needed.

@@ -118,13 +118,17 @@ class Head(nnx.Module):
 def conv(
     incoming: int, outgoing: int, size: int, stride: int, rngs: nnx.Rngs, *, dtype: Any, use_bias: bool = False
 ) -> nnx.Conv:
-    """A convolution. The same padding on both sides: "SAME" would shift the image when the stride is 2."""
+    """A convolution. The same padding on both sides: "SAME" would shift the image when the stride is 2.
+
+    One whose kernels lie beside each other has none.
+    """
+    padding = 0 if size == stride else size // 2
     return nnx.Conv(
         incoming,
         outgoing,
         (size, size),
         strides=stride,
-        padding=((size // 2, size // 2),) * 2,
+        padding=((padding, padding),) * 2,
         use_bias=use_bias,
         dtype=dtype,
         kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),

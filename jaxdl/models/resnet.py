@@ -35,7 +35,7 @@ class ResNet(Config):
     """Channels of the first stage, doubled at each later one; None takes 64 (ImageNet family) or 16 (CIFAR family)."""
     stem: Literal["imagenet", "cifar", "patch2", "patch4"] | None = None
     """First layers. imagenet: 7x7 stride 2, then 3x3 max-pool stride 2; cifar: 3x3 stride 1; patch2: 3x3 stride 2;
-    patch4: 4x4 stride 4 (the fastest; Liu et al., arXiv 2201.03545, section 2.3); None takes the family's."""
+    patch4: 4x4 stride 4 without padding (Liu et al., arXiv 2201.03545, section 2.3); None takes the family's."""
     space_to_depth: bool = False
     """Compute the 7x7 convolution of the imagenet stem as one of 4x4 on 12 channels, four pixels in each: the same
     function and parameters, in another shape. For images of even height and width."""
