@@ -7,8 +7,8 @@ same reference: 0.2 x batch / 256 (linear scaling, Goyal et al. 2017, section 2.
 training split and tests on the other 10 %; then each variant trains on all of it with its best rate, once a seed, and
 is tested on the test split. All variants share schedule, momentum and weight decay, and batch norm takes its statistics
 over as many images as the small batch has in each. LARS has a trust coefficient of 0.01, so that its best rates are
-near those of SGD, which its biases and normalization are trained with; "LARS, no masks" has weight decay and trust
-ratios on those too.
+near those of SGD, which its biases and normalization are trained with; "LARS no masks", only at the first large batch,
+has weight decay and trust ratios on those too.
 
 Each run has a folder of its own in the workdir; a run that is finished or has diverged is not run again, one that was
 stopped goes on. Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the
@@ -85,7 +85,7 @@ def main() -> None:
     parser.add_argument("--workdir", type=Path, required=True)
     parser.add_argument("--small", type=int, default=256, help="the batch that the others are measured against")
     parser.add_argument("--large", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--factors", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0])
+    parser.add_argument("--factors", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args, changes = parse(parser)
     if any(size <= args.small or size % args.small for size in args.large):
@@ -93,11 +93,15 @@ def main() -> None:
     for change in changes:
         if change.lstrip("-").replace("_", "-").startswith(_OWN):
             fail(f"{change}: the script sets that itself, for every variant. Leave it out.")
-    variants = [Variant("SGD", args.small)]
-    variants += [Variant(name, size) for size in args.large for name in ("SGD", "LARS", "LARS no masks")]
     with exit_codes():
         base = common(args, jaxdl.load(args.config, changes))
-        report(args, {one.name: measure(args, base, one) for one in variants})
+        report(args, {one.name: measure(args, base, one) for one in variants(args.small, args.large)})
+
+
+def variants(small: int, large: list[int]) -> list[Variant]:
+    """What is compared: SGD at the small batch, both optimizers at the large ones, without masks at the first one."""
+    both = [Variant(name, size) for size in large for name in ("SGD", "LARS")]
+    return [Variant("SGD", small), *both[:2], Variant("LARS no masks", large[0]), *both[2:]]
 
 
 def common(args: argparse.Namespace, base: Experiment) -> Experiment:

@@ -23,6 +23,8 @@ def test_variants_differ_in_the_optimizer_and_share_the_rest():
     assert {(one.batch_size, one.model.norm_span, one.optimizer.weight_decay) for one in found.values()} == {
         (64, 16, large_batch.WEIGHT_DECAY)
     }
+    names = [one.name for one in large_batch.variants(256, [2048, 8192])]
+    assert names == ["SGD, 256", "SGD, 2,048", "LARS, 2,048", "LARS no masks, 2,048", "SGD, 8,192", "LARS, 8,192"]
     assert [one.optimizer.kind for one in found.values()] == ["sgd", "lars", "lars"]
     assert [one.optimizer.exclude_vectors for one in found.values()][1:] == [True, False]
 
