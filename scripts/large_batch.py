@@ -194,6 +194,9 @@ def plot(path: Path, found: dict[str, Any]) -> None:
     left.set(xlabel="learning rate / reference", ylabel="held-out accuracy (tuning)", xscale="log")
     left.set_xticks(factors, [f"{factor:g}" for factor in factors])
     left.minorticks_off()
+    highest = max((value for one in found.values() for value in one["tuned"].values()), default=1.0)
+    for axes in (left, middle):  # What is far below the best is of no interest.
+        axes.set_ylim(highest - 0.15, highest + 0.01)
     left.legend(fontsize=8)
     middle.set(xlabel="epoch", ylabel="test accuracy (first seed)")
     right.set_yticks(range(len(found)), list(found), fontsize=8)
