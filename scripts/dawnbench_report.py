@@ -99,7 +99,8 @@ def exchange_seconds(plan: Plan, num_repeats: int = 5) -> float | None:
     state = make_exchange_state(plan)
     key, times = jax.random.key(1), []
     exchange = exchanged_on_mesh(parts.exchange, spec.grads, spec.specs.exchange_state, mesh, wanted=spec.update)
-    exchanged = jax.jit(exchange).lower(grads, state, key).compile()
+    kept = jax.tree.map(lambda x: x.sharding, state)  # It is handed in again.
+    exchanged = jax.jit(exchange, out_shardings=(None, kept, None)).lower(grads, state, key).compile()
     wait_for_all()  # Gloo gives up when a process has compiled for 30 s longer than another.
     for repeat in range(num_repeats + 1):
         start = time.perf_counter()

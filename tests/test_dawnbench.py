@@ -8,19 +8,23 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import pytest
+from runs import tiny_experiment
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from dawnbench_entry import PUBLISHED, Epoch, check_entry, reached, write_entry  # noqa: E402
-from dawnbench_report import epochs_of, phase_speeds, was_resumed  # noqa: E402
+from dawnbench_report import epochs_of, exchange_seconds, phase_speeds, was_resumed  # noqa: E402
 from reproduce_dawnbench import CONFIG, fitted  # noqa: E402
 from reproduce_dawnbench import _first_start as first_start  # noqa: E402
 
 import jaxdl  # noqa: E402
 from jaxdl.checks import check_batches, check_norms  # noqa: E402
 from jaxdl.config import ConfigError  # noqa: E402
+from jaxdl.exchange import PowerSGD, TopK  # noqa: E402
+from jaxdl.plan import make_plan  # noqa: E402
 
 RECORD = {
     "version": "v1.0",
@@ -155,6 +159,16 @@ def test_the_clock_of_the_first_start_counts(tmp_path):
 def script(*args):
     command = [sys.executable, str(ROOT / "scripts/reproduce_dawnbench.py"), *map(str, args)]
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("exchange", [TopK(density=0.05), PowerSGD(rank=2)])
+def test_an_exchange_is_measured_by_itself(exchange):
+    """Its state is handed in again, split as before."""
+    mesh = {"replica": 2, "fsdp": 2, "tensor": 1}
+    plan = make_plan(tiny_experiment(exchange=exchange, mesh=mesh), jax.devices()[:4])
+    assert exchange_seconds(plan, num_repeats=2) > 0
+    alone = make_plan(tiny_experiment(mesh=mesh | {"replica": 1}), jax.devices()[:2])
+    assert exchange_seconds(alone) is None
 
 
 def test_rehearsal(tmp_path):
