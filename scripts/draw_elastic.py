@@ -20,7 +20,8 @@ from rich.console import Console
 from trials import parse, read_rows, same_request, train_on_hosts
 
 import jaxdl
-from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.config import ConfigError
+from jaxdl.outcome import exit_codes
 
 CHANGES = ("--exchange", "topk", "--exchange.density", "0.01", "--batch-size", "240", "--epochs", "None")
 WINDOW_STEPS = 50
@@ -37,14 +38,10 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     args, changes = parse(parser)
     changes = [*CHANGES, "--steps", str(args.steps), *changes]
-    try:
+    with exit_codes():
         check(args, jaxdl.load(args.config, changes))  # A mistake is told before the first run.
         elastic = run(args, changes, args.workdir / "elastic", args.hosts, args.seeds[0])
         whole = [run(args, changes, args.workdir / f"seed{seed}", args.hosts[:1], seed) for seed in args.seeds]
-    except ConfigError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        end_interrupted()
     report(args, elastic, whole)
 
 

@@ -24,7 +24,8 @@ from rich.table import Table
 from trials import exchange_flags, finished, folder_name, parse, read_rows, same_request, train_on_hosts
 
 import jaxdl
-from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.config import ConfigError
+from jaxdl.outcome import exit_codes
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--devices-per-host", type=int, default=2)
     args, changes = parse(parser)
-    try:
+    with exit_codes():
         for exchange in args.exchanges:  # A mistake is told before the first run.
             base = jaxdl.load(args.config, [*exchange_flags(exchange), *changes])
         if base.task.best_mode != "max":
@@ -52,10 +53,6 @@ def main() -> None:
             for rate in args.rates
             for exchange in args.exchanges
         ]
-    except ConfigError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        end_interrupted()
     report(args, runs)
 
 

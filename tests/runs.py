@@ -81,6 +81,15 @@ def rows(workdir: Path) -> list[dict]:
     return [json.loads(line) for line in lines]
 
 
+def measured(workdir: Path) -> list[dict]:
+    """The rows of the history, without what depends on the clock, and without its events."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith(("examples_per_sec", "input/", "seconds/"))}
+        for row in rows(workdir)
+        if "event" not in row
+    ]
+
+
 def has_step(workdir: Path, step: int):
     """A condition: the run has reported this step."""
     return lambda: any(row["step"] >= step and "train/loss" in row for row in rows(workdir))

@@ -112,7 +112,7 @@ def against_torch(**changes):
 
 
 def test_pytorch_trains_the_same_network():
-    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch")
     experiment = against_torch(
         optimizer=LARS(learning_rate=1.0, weight_decay=1e-3, nesterov=True),
         step=StepConfig(microbatches=2, clip_norm=1.0, ema_decay=0.9),
@@ -128,7 +128,6 @@ def test_pytorch_trains_the_same_network():
     assert {one.ndim for one in decayed["params"]} == {2, 4}
     assert {one.ndim for one in kept["params"]} == {1}
     assert (decayed["weight_decay"], kept["weight_decay"]) == (1e-3, 0.0)
-    del torch
 
 
 @pytest.mark.parametrize(

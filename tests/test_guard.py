@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 from faulty_train import GRADIENT, LOSS, make_labels_poisonous, poison_batches, poisoned
-from runs import assert_bit_equal, rows, saved_state, tiny_experiment
+from runs import assert_bit_equal, measured, rows, saved_state, tiny_experiment
 
 import jaxdl
 from jaxdl import ahead, trainer
@@ -147,15 +147,6 @@ def bad_batches(monkeypatch, compiled):
 
 def train(workdir, experiment=RUN):
     return jaxdl.train(experiment, workdir, quiet=True, devices=FOUR)
-
-
-def measured(workdir):
-    """The rows of the history, without what depends on the clock, and without its events."""
-    return [
-        {name: value for name, value in row.items() if not name.startswith(("examples_per_sec", "input/", "seconds/"))}
-        for row in rows(workdir)
-        if "event" not in row
-    ]
 
 
 def events(workdir):

@@ -12,6 +12,7 @@ from runs import (
     finish,
     has_step,
     kill,
+    measured,
     rows,
     saved_state,
     start,
@@ -40,17 +41,6 @@ def uninterrupted(tmp_path_factory, config):
 
 def assert_same_run(workdir, uninterrupted):
     assert_bit_equal(saved_state(workdir, EXPERIMENT), saved_state(uninterrupted, EXPERIMENT))
-
-    def measured(folder):
-        return [
-            {
-                name: value
-                for name, value in row.items()
-                if not name.startswith(("examples_per_sec", "input/", "seconds/"))
-            }
-            for row in rows(folder)
-            if "event" not in row
-        ]
 
     assert measured(workdir) == measured(uninterrupted), "the history should have no gap, no repetition, no difference"
 
