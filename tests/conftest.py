@@ -1,20 +1,31 @@
 """Eight virtual CPU devices for every test, set before JAX starts; fewer are a failure, never a skip."""
 
 import atexit
+import importlib.metadata
 import os
 import shutil
 import tempfile
 
-# Many tests, and the processes that they start, compile the same programs.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxdl-programs-")
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+FIRST_PROCESS = "PYTEST_XDIST_WORKER" not in os.environ
+"""Whether this process is pytest's own and not one of the workers, which inherit its environment."""
+
+if FIRST_PROCESS:
+    # Many tests, and the processes that they start, compile the same programs.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="jaxdl-programs-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_NUM_CPU_DEVICES"] = "8"
+    # Each program runs a few times on little data: compiling it is what takes time.
+    fast_compile = ["--xla_backend_optimization_level=0"]
+    if importlib.metadata.version("jaxlib") < "0.11":  # Later ones do not know the flag.
+        fast_compile.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *fast_compile]).strip()
 
 import jax
 import pytest
 
-atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+if FIRST_PROCESS:
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True, scope="session")

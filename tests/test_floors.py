@@ -3,11 +3,10 @@
 import ast
 import itertools
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).parent.parent
 MODULES = {path.relative_to(ROOT / "jaxdl").as_posix(): path for path in sorted((ROOT / "jaxdl").rglob("*.py"))}
@@ -101,15 +100,16 @@ def called_names(tree):
             yield node.lineno, name
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if room(name) != "__init__"])
-def test_imports_go_down_only(name):
-    own = room(name)
-    assert own in FLOOR, f"{own} has no floor yet: give it one in FLOORS"
-    for line, other in imported_rooms(TREES[name]):
-        if other == own:
-            continue
-        assert other in FLOOR, f"{name}:{line} imports jaxdl.{other}, which has no floor"
-        assert FLOOR[other] < FLOOR[own], f"{name}:{line}: {own} may not import {other}, which is not below it"
+def test_imports_go_down_only():
+    rooms = {room(name) for name in MODULES} - {"__init__"}
+    assert rooms == FLOOR.keys(), "give each room of the package a floor in FLOORS, and no others"
+    found = [
+        f"{name}:{line}: {room(name)} may not import {other}, which is not below it"
+        for name, tree in TREES.items()
+        for line, other in imported_rooms(tree)
+        if room(name) != "__init__" and other != room(name) and FLOOR.get(other, math.inf) >= FLOOR[room(name)]
+    ]
+    assert not found, "\n".join(found)
 
 
 def test_the_check_of_imports_sees_all_forms():
@@ -142,76 +142,101 @@ def test_the_rooms_are_those_of_the_design():
     assert not [name for name in MODULES if Path(name).stem in ("utils", "helpers", "common", "misc")]
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_only_some_rooms_mention_shard_map(name):
-    if room(name) in MENTION_SHARD_MAP:
-        return
-    mentions = [
-        node.lineno
-        for node in ast.walk(TREES[name])
+def test_only_some_rooms_mention_shard_map():
+    found = [
+        f"{name}:{node.lineno} uses shard_map: that belongs in {MENTION_SHARD_MAP}"
+        for name, tree in TREES.items()
+        if room(name) not in MENTION_SHARD_MAP
+        for node in ast.walk(tree)
         if (isinstance(node, ast.Attribute) and "shard_map" in node.attr)
         or (isinstance(node, ast.Name) and "shard_map" in node.id)
         or (isinstance(node, ast.alias) and "shard_map" in node.name)
     ]
-    assert not mentions, f"{name} uses shard_map in lines {mentions}: that belongs in {MENTION_SHARD_MAP}"
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_only_some_rooms_touch_the_disk(name):
+def calls_to_the_disk(name):
+    """The calls of a module that its room may not make."""
     own = room(name)
     if own in TOUCH_THE_DISK or name in MEASURES_FILES:
-        return
+        return []
     forbidden = WRITING_CALLS if own in READ_FILES else WRITING_CALLS | READING_CALLS
     if own in ("mesh", "sample", "bench"):
         # The device files of GPUs; a text is loaded into a tokenizer; `jaxdl.load`.
         forbidden = forbidden - {"glob", "load"}
-    calls = [(line, called) for line, called in called_names(TREES[name]) if called in forbidden]
-    assert not calls, f"{name} touches the disk in {calls}: that belongs in {TOUCH_THE_DISK}"
+    return [(line, called) for line, called in called_names(TREES[name]) if called in forbidden]
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "mesh.py"])
-def test_axis_names_are_written_in_mesh_only(name):
-    allowed = docstrings(TREES[name])
-    for node in ast.walk(TREES[name]):
+def test_only_some_rooms_touch_the_disk():
+    found = [
+        f"{name}:{line} calls {called}, which touches the disk: that belongs in {TOUCH_THE_DISK}"
+        for name in MODULES
+        for line, called in calls_to_the_disk(name)
+    ]
+    assert not found, "\n".join(found)
+
+
+def spelt_axes(tree):
+    """(line, axis) of the mesh axes that a module spells out."""
+    allowed = docstrings(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "norm_span":
             # A user's word for what statistics are taken over: one replica (which happens to be an axis) or the mesh.
             allowed |= {
                 id(part) for part in ast.walk(node) if isinstance(part, ast.Constant) and part.value == "replica"
             }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and node.value in ("replica", "fsdp", "tensor") and id(node) not in allowed:
+            yield node.lineno, node.value
+
+
+def test_axis_names_are_written_in_mesh_only():
     found = [
-        (node.lineno, node.value)
-        for node in ast.walk(TREES[name])
-        if isinstance(node, ast.Constant) and node.value in ("replica", "fsdp", "tensor") and id(node) not in allowed
+        f"{name}:{line} spells the mesh axis {axis}: use jaxdl.mesh.Axis"
+        for name, tree in TREES.items()
+        if name != "mesh.py"
+        for line, axis in spelt_axes(tree)
     ]
-    assert not found, f"{name} spells mesh axes in {found}: use jaxdl.mesh.Axis"
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_nothing_grows_too_large(name):
-    lines = MODULES[name].read_text().count("\n")
-    assert lines < MAX_FILE_LINES, f"{name} has {lines} lines: give a part of it a room of its own"
-    for node in ast.walk(TREES[name]):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = node.end_lineno - node.lineno + 1
-            assert length < MAX_FUNCTION_LINES, f"{name}:{node.lineno}: {node.name} has {length} lines"
+def test_nothing_grows_too_large():
+    found = []
+    for name, tree in TREES.items():
+        lines = MODULES[name].read_text().count("\n")
+        if lines >= MAX_FILE_LINES:
+            found.append(f"{name} has {lines} lines: give a part of it a room of its own")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = node.end_lineno - node.lineno + 1
+                if length >= MAX_FUNCTION_LINES:
+                    found.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
+    assert not found, "\n".join(found)
 
 
-@pytest.mark.parametrize("name", list(MODULES))
-def test_heavy_packages_are_imported_when_they_are_used(name):
+def early_imports(tree):
+    """(line, module) of the imports that run when the module itself is imported."""
     late = {
         id(inner)
-        for node in ast.walk(TREES[name])
+        for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef)
         or (isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING")
         for inner in ast.walk(node)
     }
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and id(node) not in late:
             names = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
-            heavy = [one for one in names if one.split(".")[0] in HEAVY or one.startswith("matplotlib.pyplot")]
-            assert not heavy, (
-                f"{name}:{node.lineno} imports {heavy} at the top: import it in the function that needs it"
-            )
+            yield from ((node.lineno, one) for one in names)
+
+
+def test_heavy_packages_are_imported_when_they_are_used():
+    found = [
+        f"{name}:{line} imports {module} at the top: import it in the function that needs it"
+        for name, tree in TREES.items()
+        for line, module in early_imports(tree)
+        if module.split(".")[0] in HEAVY or module.startswith("matplotlib.pyplot")
+    ]
+    assert not found, "\n".join(found)
 
 
 def in_a_fresh_process(code):
