@@ -13,8 +13,9 @@ from jaxdl.timeline import Stretch
 class CompiledSteps:
     """The steps of each stretch of a plan, compiled once for each size of batch and image."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, end: int) -> None:
+        """Stretches that begin at the step `end`, where the run ends, or later are not compiled ahead."""
+        self._plan, self._end = plan, end
         self._futures: dict[tuple[Any, ...], Future[Any]] = {}
 
     def of(self, stretch: Stretch) -> StepFunctions:
@@ -25,7 +26,7 @@ class CompiledSteps:
             self._compile(stretch, future)
         steps = future.result()
         later = self._plan.timeline.stretches[stretch.index + 1 :]
-        if later and _shape(later[0]) not in self._futures:
+        if later and later[0].first < self._end and _shape(later[0]) not in self._futures:
             self._futures[_shape(later[0])] = Future()
             # A daemon: a run that is stopped does not wait for what it will not need.
             args = (later[0], self._futures[_shape(later[0])])

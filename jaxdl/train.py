@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ class Command:
     """The folder of the run; started again with the same folder, it resumes. Without one nothing is kept."""
     devices: int | None = None
     """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
+    max_steps: int | None = None
+    """Stop after this many steps of the experiment, as a trial; the same command without it resumes."""
     explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print how the parameters lie on the mesh and the memory the step needs, and stop."""
 
@@ -46,7 +49,7 @@ def main(args: list[str] | None = None) -> None:
         if command.explain:
             print_plan(command.experiment, command.workdir)
         else:
-            train(command.experiment, command.workdir)
+            train(command.experiment, command.workdir, max_steps=command.max_steps)
 
 
 def parse_command(args: list[str]) -> Command:
@@ -67,7 +70,7 @@ def parse_command(args: list[str]) -> Command:
             f"--devices {command.devices} and --mesh.cpu-devices {given} mean the same: give one of them."
         )
     changed = command.experiment.replaced({"mesh.cpu_devices": command.devices})
-    return Command(command.config, changed, command.workdir, command.devices, command.explain)
+    return dataclasses.replace(command, experiment=changed)
 
 
 def print_plan(experiment: Experiment, workdir: Path | None = None) -> None:

@@ -19,6 +19,7 @@ from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import estimate_norms, evaluate, max_in_flight
 from jaxdl.experiment import Experiment
+from jaxdl.length import check_not_past, early_end_note, end_step
 from jaxdl.mesh import Axis, Device, batch_sharding
 from jaxdl.outcome import Interrupted, Run
 from jaxdl.plan import Plan, make_initial_state, make_plan
@@ -37,6 +38,7 @@ def train(
     *,
     quiet: bool | None = None,
     devices: Sequence[Device] | None = None,
+    max_steps: int | None = None,
 ) -> Run:
     """Trains, and returns the run. With a `workdir`, everything is kept there, and the same call resumes.
 
@@ -45,6 +47,8 @@ def train(
       workdir: the folder for checkpoints, metrics and curves; without one the run leaves nothing on disk.
       quiet: True for one line a report, False for a live display; by default that is for terminals only.
       devices: the devices of the mesh; all by default.
+      max_steps: stop after this many steps of the experiment, as a trial: schedules stay those of the whole run, the
+        last step is evaluated and saved, and the same call without it resumes.
 
     Raises:
       ConfigError: for a config that cannot be run here, before anything is compiled.
@@ -63,7 +67,8 @@ def train(
         log = functools.partial(open, workdir / f"hang-{jax.process_index()}.txt", "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         console = Console(quiet=jax.process_index() > 0)
-        return Session(plan, workdir, stop, watch, stack, console, quiet).run()
+        end = end_step(plan.timeline, max_steps)
+        return Session(plan, workdir, stop, watch, stack, console, quiet, end=end).run()
 
 
 def _tell_of_another(text: str) -> None:
@@ -83,7 +88,10 @@ class Session:
         stack: contextlib.ExitStack,
         console: Console,
         quiet: bool | None = None,
+        *,
+        end: int | None = None,
     ) -> None:
+        self.end = plan.total_steps if end is None else end
         self.plan, self.parts, self.stop, self.watch, self.stack = plan, plan.parts, stop, watch, stack
         self.experiment, self.workdir = plan.experiment, workdir
         self.first = jax.process_index() == 0
@@ -116,13 +124,13 @@ class Session:
         """The whole run."""
         try:
             self.prepare()
-            anew = self.step < self.plan.total_steps or self.evaluated_step < self.step
+            anew = self.step < self.end or self.evaluated_step < self.step
             self.tell_of_the_start(anew)
             if not anew:
-                return self.finish("finished", anew=False)
+                return self.finish_at_end(anew=False)
             self.compile()
             self.start_loop()
-            while self.step < self.plan.total_steps:
+            while self.step < self.end:
                 try:
                     self.advance()
                 except BadRow as row:
@@ -135,11 +143,24 @@ class Session:
             signum = None if lost else signal.signum
             raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}") from None
         with self.watch("checkpoint"):
-            lost = self.saver.lost(self.step) if self.saver else None
+            lost = self.saver.lost(self.step) if self.saver and not self.is_not_saved else None
         if lost:
             self.finish("interrupted")
             raise Interrupted(None, f"error: {lost}")
-        return self.finish("finished")
+        return self.finish_at_end()
+
+    @property
+    def is_not_saved(self) -> bool:
+        """Whether this step ends a streak of bad ones, of which no checkpoint is written before the end of the run."""
+        return self.recovery.in_row and self.step < self.plan.total_steps
+
+    def finish_at_end(self, *, anew: bool = True) -> Run:
+        """`finish` at the full length of the run, or at the earlier end that `max_steps` asks for."""
+        if self.step == self.plan.total_steps:
+            return self.finish("finished", anew=anew)
+        kept = self.saver is not None and not self.is_not_saved
+        self.reporter.note(early_end_note(self.step, self.plan.timeline, kept=kept))
+        return self.finish("stopped", anew=anew)
 
     def prepare(self) -> None:
         """Makes or restores the state, and opens the reports."""
@@ -148,6 +169,7 @@ class Session:
             self.stack.callback(self.saver.checkpoints.close)
             self.recovery.load(self.saver.checkpoints)
         self.begin(self.stop.run)
+        check_not_past(self.step, self.end, self.plan.timeline)
         self.reporter.open(self.step, self.evaluated_step)
         for reason in self.plan.reasons:
             self.reporter.note(reason)
@@ -190,7 +212,7 @@ class Session:
 
     def compile(self) -> None:
         """Compiles the train step and the evaluation of the last step done; a signal is noticed meanwhile."""
-        self.compiled = CompiledSteps(self.plan)
+        self.compiled = CompiledSteps(self.plan, self.end)
         self.enter(self.plan.timeline.stretch(max(0, self.step - 1)))
 
     def enter(self, stretch: Stretch) -> None:
@@ -212,9 +234,9 @@ class Session:
 
     def read_data(self) -> None:
         """Starts to read the batches of the steps to come, up to the end of the stretch."""
-        if self.step < self.plan.total_steps and self.plan.timeline.stretch(self.step) != self.stretch:
+        if self.step < self.end and self.plan.timeline.stretch(self.step) != self.stretch:
             self.enter(self.plan.timeline.stretch(self.step))
-        left = self.stretch.first + self.stretch.num_steps - self.step
+        left = min(self.stretch.first + self.stretch.num_steps, self.end) - self.step
         self.loader = self.batches(self.plan.timeline.position(self.step), left)
         self.stack.callback(self.loader.close)
         self.first_batch = True
@@ -269,7 +291,7 @@ class Session:
 
     def due(self, period: Periodic) -> bool:
         """Whether the step just completed crosses a multiple of the period, or is the last."""
-        return self.plan.timeline.due(self.step, period)
+        return self.step == self.end or self.plan.timeline.due(self.step, period)
 
     def evaluate(self) -> None:
         """Evaluates the state on all of the held-out data."""
@@ -301,7 +323,7 @@ class Session:
         """Starts writing a checkpoint of this step, unless there is one, or the last steps were bad."""
         if self.saver is None:
             return
-        if self.recovery.in_row and self.step < self.plan.total_steps:
+        if self.is_not_saved:
             return self.reporter.event(self.step, f"no checkpoint of step {self.step}: the last steps are bad")
         assert self.state is not None
         with self.watch("checkpoint"):
@@ -318,7 +340,7 @@ class Session:
         self.save()
         return self.saver.saved_for_resume(self.step)
 
-    def finish(self, status: Literal["finished", "interrupted"], *, anew: bool = True) -> Run:
+    def finish(self, status: Literal["finished", "stopped", "interrupted"], *, anew: bool = True) -> Run:
         """Writes the curves and the summary (unless nothing was done `anew`); returns the run."""
         mesh = {axis.value: self.parts.layout.mesh.shape[axis.value] for axis in Axis}
         summary = self.reporter.finish(status, step=self.step, mesh=mesh, anew=anew)

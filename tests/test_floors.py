@@ -24,7 +24,7 @@ FLOORS = [
     {"checkpoint"},
     {"evaluate"},
     {"experiment"},
-    {"checks"},
+    {"checks", "length"},
     {"plan"},
     {"recovery", "saving", "outcome", "ahead"},
     {"trainer", "predictor", "launch"},

@@ -210,7 +210,12 @@ class Reporter:
             self.note(f"profile written to {self._folder / 'profile'}")
 
     def finish(
-        self, status: Literal["finished", "interrupted"], *, step: int, mesh: Mapping[str, int], anew: bool = True
+        self,
+        status: Literal["finished", "stopped", "interrupted"],
+        *,
+        step: int,
+        mesh: Mapping[str, int],
+        anew: bool = True,
     ) -> dict[str, Any]:
         """Draws the curves, writes and prints the summary, and returns it.
 

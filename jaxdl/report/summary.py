@@ -24,7 +24,7 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxdl")
 
 def make_summary(
     *,
-    status: Literal["finished", "interrupted"],
+    status: Literal["finished", "stopped", "interrupted"],
     steps: int,
     total_steps: int,
     metrics: Mapping[str, Any],
@@ -37,10 +37,10 @@ def make_summary(
 ) -> dict[str, Any]:
     """The content of summary.json.
 
-    `steps` of `total_steps` were completed; `metrics` are the last ones; `seconds` is wall time per phase (see
-    `Stopwatch.seconds`); `mesh` is axis -> size; `devices` is `describe_devices()` unless given; `extra` is any further
-    JSON, kept under "extra"; `num_restarts` counts the launcher's, `num_rollbacks` returns to a checkpoint after bad
-    steps. A metric that is not finite is `null`.
+    `status` is "stopped" when `max_steps` ended the run early; `steps` of `total_steps` were completed; `metrics` are
+    the last ones; `seconds` is wall time per phase (see `Stopwatch.seconds`); `mesh` is axis -> size; `devices` is
+    `describe_devices()` unless given; `extra` is any further JSON, kept under "extra"; `num_restarts` counts the
+    launcher's, `num_rollbacks` returns to a checkpoint after bad steps. A metric that is not finite is `null`.
     """
     summary: dict[str, Any] = {
         "status": status,
