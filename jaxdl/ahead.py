@@ -18,6 +18,11 @@ class CompiledSteps:
         self._plan, self._end = plan, end
         self._futures: dict[tuple[Any, ...], Future[Any]] = {}
 
+    def ready(self, stretch: Stretch) -> bool:
+        """Whether the steps of a stretch are compiled already, or are known not to compile."""
+        future = self._futures.get(_shape(stretch))
+        return future is not None and future.done()
+
     def of(self, stretch: Stretch) -> StepFunctions:
         """The steps of a stretch; starts to compile those of the next. Raises what compiling raises."""
         future = self._futures.get(_shape(stretch))

@@ -38,7 +38,7 @@ class Run:
 
     def plot(self) -> Figure:
         """The run's curves as a matplotlib figure."""
-        return plot_history(self.history)
+        return plot_history(self.history, objective=self.plan.parts.task.objective)
 
 
 class Interrupted(SystemExit):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -111,7 +112,8 @@ class Session:
             total_steps=plan.total_steps,
             epoch_at=plan.timeline.epoch,
             batch_size_at=lambda step: plan.timeline.stretch(step - 1).batch_size,
-            task_metrics=lambda sums: self.parts.task.metrics(sums, self.parts.data_spec),
+            task=self.parts.task,
+            spec=self.parts.data_spec,
             observe=self.recovery.observe,
             input_activity=plan.splits.train.activity,
         )
@@ -218,7 +220,8 @@ class Session:
     def enter(self, stretch: Stretch) -> None:
         """From here on the steps are those of the stretch; what it needs has been compiled meanwhile, or is now."""
         self.stretch = stretch
-        self.reporter.status("compiling")
+        if not self.compiled.ready(stretch):
+            self.reporter.status("compiling")
         with self.watch("compile"):
             self.steps = self.stop.run(lambda: self.compiled.of(stretch))
 
@@ -261,9 +264,12 @@ class Session:
             self.loader.close()
             self.read_data()
         with self.watch("data"):
+            if self.first_batch:
+                self.reporter.doing("reading data")
             batch = next(self.loader)
             if self.first_batch:
                 wait_for_all()  # One host's first batch may take minutes, and Gloo gives up after 30 s.
+                self.reporter.doing("training")
             self.first_batch = False
         with self.watch("train"):
             if not self.run_ahead:
@@ -305,7 +311,8 @@ class Session:
         with self.watch("eval"), eval_batches(source, batch_size=size, sharding=sharding) as batches:
             params, model_state = self.state.eval_params, self.state.model_state
             step = self.steps.evaluate
-            self.metrics = evaluate(self.parts, step, params, model_state, batches, poll=self.stop.poll)
+            poll = self.reporter.counted(self.stop.poll, math.ceil(len(source) / size))
+            self.metrics = evaluate(self.parts, step, params, model_state, batches, poll=poll)
         self.evaluated_step = self.step
         self.reporter.evaluated(self.step, self.metrics)
         if self.step == self.plan.total_steps:

@@ -83,8 +83,9 @@ def rows(workdir: Path) -> list[dict]:
 
 def measured(workdir: Path) -> list[dict]:
     """The rows of the history, without what depends on the clock, and without its events."""
+    clock = ("examples_per_sec", "tokens_per_sec", "input/", "seconds/")
     return [
-        {name: value for name, value in row.items() if not name.startswith(("examples_per_sec", "input/", "seconds/"))}
+        {name: value for name, value in row.items() if not name.startswith(clock)}
         for row in rows(workdir)
         if "event" not in row
     ]

@@ -69,6 +69,12 @@ def writer(text):
     return jaxdl.restore(text.workdir)
 
 
+def test_the_throughput_of_text_is_in_tokens(text):
+    rates = [(a, b) for a, b in zip(text.history["examples_per_sec"], text.history["tokens_per_sec"]) if a == a]
+    assert rates
+    assert [tokens for _, tokens in rates] == pytest.approx([LENGTH * examples for examples, _ in rates])
+
+
 def files_of(folder):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 

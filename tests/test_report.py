@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import struct
 import time
 
@@ -27,7 +28,7 @@ from jaxdl.report import (
 )
 from jaxdl.report import plots as plots_module
 from jaxdl.report.history import METRICS_FILE, TENSORBOARD_FOLDER, replace_file
-from jaxdl.report.progress import format_duration, format_number
+from jaxdl.report.lines import format_duration, format_number
 
 
 def lines_of(workdir):
@@ -213,7 +214,8 @@ def test_format_row_is_the_documented_line():
     assert format_row(row, 840) == line
     evaluated = {"step": 840, "eval/loss": 0.5, "eval/accuracy": 0.98764, "x": None, "train/loss": math.nan}
     assert format_row(evaluated, 840) == "step 840/840  loss nan  eval/loss 0.5  eval/accuracy 0.9876"
-    assert "9,000 tokens/s" in format_row({"step": 1, "examples_per_sec": 9000.0}, 2, unit="tokens")
+    text = {"step": 1, "examples_per_sec": 90.0, "tokens_per_sec": 9000.0}
+    assert format_row(text, 2, unit="tokens") == "step 1/2  9,000 tokens/s"
     assert "  lr 1e-05" in format_row({"step": 1, "learning_rate": 1e-5}, 2)
 
 
@@ -248,6 +250,7 @@ def test_plain_lines_where_there_is_no_terminal():
         progress.warn("the disk is slow")
     assert output.getvalue().splitlines() == [
         "resumed from step [0]",
+        "compiling ...",
         "step 3/100  loss 0.5  1,000 examples/s  eta 0:00:02",
         "step 3/100  eval/accuracy 0.25",
         "warning: the disk is slow",
@@ -283,6 +286,79 @@ def test_a_terminal_gets_a_bar_and_keeps_evaluations():
     assert quiet.getvalue() == "step 1/500  loss 0.5\n"
 
 
+WIDE_ROW = {"step": 12345, "epoch": 5.3, "train/loss": 0.12341, "examples_per_sec": 12345.4, "eta_sec": 31.2} | {
+    f"eval/metric_{number}": number + 0.1234 for number in range(9)
+}
+
+
+@pytest.mark.parametrize("width", [24, 40, 79, 80, 100, 140])
+@pytest.mark.parametrize("quiet", [False, True])
+def test_no_number_is_lost_on_a_narrow_terminal(width, quiet):
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=width, color_system=None, _environ={"TERM": "xterm"})
+    with Progress(99999, 0, examples_per_step=64, console=console, quiet=quiet) as progress:
+        progress.report(WIDE_ROW)
+        progress.note("the step waits for its data 25 % of the time; the slow stage is 'decode', 80 % of the work")
+    text = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", output.getvalue())
+    lines = re.split("[\r\n]+", text)
+    assert max(map(len, lines)) <= width
+    whole = format_row(WIDE_ROW, 99999)
+    for part in whole.split("  "):
+        assert any(part in line for line in lines), part
+    if width == 80:  # One line of the row is not the whole row, and the bar fits too.
+        assert whole not in text
+
+
+def test_a_pipe_gets_whole_lines():
+    output = io.StringIO()
+    Progress(99999, 0, examples_per_step=64, console=Console(file=output, width=40)).report(WIDE_ROW)
+    assert output.getvalue() == format_row(WIDE_ROW, 99999) + "\n"
+    assert len(output.getvalue()) > 200
+
+
+def test_plain_lines_say_what_takes_long_and_how_long(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("jaxdl.report.progress.time.perf_counter", lambda: now[0])
+    output = io.StringIO()
+    progress = Progress(9, 0, examples_per_step=32, console=Console(file=output))
+    progress.status("compiling")
+    now[0] += 75
+    for number in range(2):  # The second time it is known what comes.
+        progress.status("evaluating")
+        for done in range(4):
+            progress.part(done, 4)
+            now[0] += 6
+        progress.status("training")
+        progress.report({"step": number, "train/loss": 1.0})
+    progress.status("compiling")
+    progress.status("saving")
+    assert output.getvalue().splitlines() == [
+        "compiling ...",
+        "compiling: 0:01:15",
+        "evaluating ...",
+        "evaluating 2/4",
+        "evaluating: 24.0 s",
+        "step 0/9  loss 1",
+        "evaluating 2/4",
+        "step 1/9  loss 1",
+        "compiling ...",  # In less than a second.
+    ]
+
+
+def test_a_notebook_is_not_flooded(monkeypatch):
+    now, said = [100.0], []
+    monkeypatch.setattr("jaxdl.report.progress.time.perf_counter", lambda: now[0])
+    console = Console(file=io.StringIO(), force_jupyter=True)
+    progress = Progress(100, 0, examples_per_step=32, console=console)
+    monkeypatch.setattr(progress, "_say", lambda text, style: said.append(text))
+    for step in range(1, 101):
+        now[0] += 1
+        progress.report({"step": step, "train/loss": 1.0})
+    progress.report({"step": 100, "eval/loss": 1.0})
+    assert len(said) == 12  # Of step 1, every 10 s, the last one, and the evaluation.
+    assert said[-2:] == ["step 100/100  loss 1", "step 100/100  eval/loss 1"]
+
+
 def test_rate_and_time_left_leave_out_what_is_not_training(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("jaxdl.report.progress.time.perf_counter", lambda: now[0])
@@ -306,7 +382,7 @@ def test_rate_and_time_left_leave_out_what_is_not_training(monkeypatch):
         progress.advance(step)
     assert progress.steps_per_sec() == pytest.approx(5, rel=0.03)
     progress.report({"step": 300, "train/loss": 1.0})
-    assert output.getvalue() == "step 300/1000  loss 1  160 examples/s  eta 0:02:20\n"
+    assert output.getvalue().splitlines()[-1] == "step 300/1000  loss 1  160 examples/s  eta 0:02:20"
 
 
 def test_the_window_is_about_ten_seconds(monkeypatch):
@@ -465,6 +541,19 @@ def test_the_best_evaluation_is_the_lowest_loss_and_the_highest_accuracy():
     loss, accuracy = plot_history(columns).axes
     assert last_label(loss) == "best 1 at step 2"
     assert last_label(accuracy) == "best 50.00 % at step 1"
+
+
+def test_the_legend_says_how_the_training_loss_differs():
+    figure = plot_history(make_columns(), objective="with label smoothing 0.1")
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert labels[:2] == ["training, with label smoothing 0.1", "evaluation, without label smoothing 0.1"]
+    assert figure.axes[1].get_legend().get_texts()[0].get_text() == "evaluation", "of the loss only"
+
+
+def test_of_text_the_throughput_is_drawn_in_tokens():
+    columns = {"step": [1, 2], "examples_per_sec": [1.0, 2.0], "tokens_per_sec": [64.0, 128.0]}
+    (axes,) = plot_history(columns).axes
+    assert axes.get_ylabel() == "tokens / s"
 
 
 def test_smoothing_keeps_a_constant_drops_a_spike_and_does_not_lag():

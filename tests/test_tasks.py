@@ -9,7 +9,7 @@ import pytest
 from jaxdl.config import ConfigError
 from jaxdl.tasks import Classification, LanguageModelling, Task
 
-IMAGES = SimpleNamespace(mean=(100.0, 120.0, 140.0), std=(50.0, 60.0, 70.0))
+IMAGES = SimpleNamespace(num_classes=6, mean=(100.0, 120.0, 140.0), std=(50.0, 60.0, 70.0))
 TEXT = SimpleNamespace(bytes_per_token=3.5)
 
 
@@ -54,6 +54,19 @@ def test_classification_sums(masked, train):
     metrics = task.metrics({name: float(value) for name, value in sums.items()}, IMAGES)
     assert metrics["loss"] == pytest.approx(losses[counts].mean(), rel=1e-5)
     assert metrics[task.best_metric] == float(sums["correct"]) / counts.sum()
+
+
+@pytest.mark.parametrize("num_classes", [3, 5, 6])
+def test_top_5_is_reported_only_where_there_are_more_classes(num_classes):
+    sums = {"loss": 1.0, "weight": 4.0, "correct": 1.0, "correct_top5": 4.0}
+    metrics = Classification().metrics(sums, SimpleNamespace(num_classes=num_classes))
+    assert set(metrics) == {"loss", "accuracy"} | ({"accuracy_top5"} if num_classes > 5 else set())
+
+
+def test_what_the_training_loss_has_that_of_the_evaluation_lacks():
+    assert Classification(augment="flip").objective == LanguageModelling().objective == ""
+    assert Classification(label_smoothing=0.1, mixup=0.2).objective == "with label smoothing 0.1, mixup 0.2"
+    assert LanguageModelling(z_loss=1e-4).objective == "with z-loss 0.0001"
 
 
 def test_ties_go_to_the_lower_class():

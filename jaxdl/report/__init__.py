@@ -2,8 +2,9 @@
 
 from jaxdl.report.explanation import print_explanation
 from jaxdl.report.history import History, ReportConfig, last_evaluated_step, replace_file
+from jaxdl.report.lines import format_row
 from jaxdl.report.plots import plot_history
-from jaxdl.report.progress import Progress, format_row
+from jaxdl.report.progress import Progress
 from jaxdl.report.reporter import RESTARTED, WENT_BACK, Diverged, Reporter
 from jaxdl.report.stopwatch import Stopwatch
 from jaxdl.report.summary import make_summary, print_summary, write_summary

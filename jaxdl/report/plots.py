@@ -26,8 +26,12 @@ EVENT_COLOR, MOST_NAMED_EVENTS = "#8a8f99", 8
 Columns = Mapping[str, Sequence[Any]]
 
 
-def plot_history(columns: Columns, path: Path | None = None, *, title: str | None = None) -> Figure:
+def plot_history(
+    columns: Columns, path: Path | None = None, *, title: str | None = None, objective: str = ""
+) -> Figure:
     """Draws the columns of a History over steps, epochs on top; given a path, writes a PNG there, whole or not at all.
+
+    `objective` says how the training loss differs from that of the evaluation: "with label smoothing 0.1".
 
     Panels: loss (training raw and smoothed, evaluation); one for each other eval/ metric, with train/ of the same name;
     learning rate; throughput. Only those that have data. Events are dotted lines. Values that are not finite are left
@@ -36,7 +40,7 @@ def plot_history(columns: Columns, path: Path | None = None, *, title: str | Non
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = _panels(columns)
+    panels = _panels(columns, objective)
     num_columns = 1 if len(panels) <= 1 else 2
     num_rows = max(1, math.ceil(len(panels) / num_columns))
     size = (11.5 if num_columns == 2 else 8.0, 3.6 * num_rows + 0.5)
@@ -65,15 +69,16 @@ def plot_history(columns: Columns, path: Path | None = None, *, title: str | Non
     return figure
 
 
-def _panels(columns: Columns) -> list[Callable[[Axes], None]]:
+def _panels(columns: Columns, objective: str) -> list[Callable[[Axes], None]]:
     """A drawing function for every panel that has something to show."""
 
     def has(name: str) -> bool:
         return len(_points(columns, name)[0]) > 0
 
+    speed = "tokens_per_sec" if has("tokens_per_sec") else "examples_per_sec"
     panels: list[Callable[[Axes], None]] = []
     if has("train/loss") or has("eval/loss"):
-        panels.append(lambda axes: _metric(axes, columns, "loss"))
+        panels.append(lambda axes: _metric(axes, columns, "loss", objective))
     for name in columns:
         base = name.removeprefix("eval/")
         if base != name and base != "loss" and has(name):
@@ -82,26 +87,26 @@ def _panels(columns: Columns) -> list[Callable[[Axes], None]]:
         last = name.rsplit("/", 1)[-1]
         if last in ("learning_rate", "lr") and has(name):
             panels.append(lambda axes, name=name: _rate(axes, columns, name))
-        elif last in ("examples_per_sec", "tokens_per_sec") and has(name):
+        elif last == speed and has(name):
             panels.append(lambda axes, name=name: _speed(axes, columns, name))
     return panels
 
 
-def _metric(axes: Axes, columns: Columns, base: str) -> None:
+def _metric(axes: Axes, columns: Columns, base: str, objective: str = "") -> None:
     """Training (raw light, smoothed strong) and evaluation of one metric, its best evaluation marked."""
+    training = f"training, {objective}" if objective else "training"
+    evaluation = f"evaluation, {objective.replace('with', 'without', 1)}" if objective else "evaluation"
     axes.set_title(_words(base))
     steps, values = _points(columns, f"train/{base}")
     if len(steps):
         many = len(steps) > FEW_POINTS
-        axes.plot(
-            steps, values, color=TRAIN_COLOR, alpha=0.25 if many else 1.0, lw=1, **_marks(steps), label="training"
-        )
+        axes.plot(steps, values, color=TRAIN_COLOR, alpha=0.25 if many else 1.0, lw=1, **_marks(steps), label=training)
         if many:
             axes.lines[-1].set_label("_raw")
-            axes.plot(steps, _smooth(values), color=TRAIN_COLOR, lw=2, label="training")
+            axes.plot(steps, _smooth(values), color=TRAIN_COLOR, lw=2, label=training)
     eval_steps, eval_values = _points(columns, f"eval/{base}")
     if len(eval_steps):
-        axes.plot(eval_steps, eval_values, color=EVAL_COLOR, lw=2, **_marks(eval_steps), label="evaluation")
+        axes.plot(eval_steps, eval_values, color=EVAL_COLOR, lw=2, **_marks(eval_steps), label=evaluation)
         best = int(np.argmin(eval_values) if any(word in base for word in LOWER_IS_BETTER) else np.argmax(eval_values))
         label = f"best {_readable(base, eval_values[best])} at step {int(eval_steps[best]):,}"
         axes.plot(eval_steps[best], eval_values[best], "o", ms=9, mfc="white", mec=EVAL_COLOR, mew=2, label=label)

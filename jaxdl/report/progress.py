@@ -15,11 +15,28 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from jaxdl.report.lines import (
+    fitted,
+    format_duration,
+    format_number,
+    format_row,
+    format_seconds,
+    is_live,
+    is_throughput,
+    label,
+)
+
 WINDOW_SEC = 10.0
 """The rate is taken over this much of the recent past, or more when a step is longer than SAMPLE_SEC."""
 SAMPLE_SEC = 0.2
 REFRESHES_PER_SEC = 8
 TRAINING = "training"
+SAID_ALWAYS, SAID_ONCE = ("compiling",), ("reading data", "evaluating")
+"""What plain lines say when it begins, and how long it took; the second only for the first time."""
+WORTH_SAYING_SEC = 1.0
+HEARTBEAT_SEC = 10.0
+"""Plain lines of a part of the run that takes longer come so often; in a notebook, those of training too."""
+MIN_BAR_WIDTH = 10
 
 
 class Progress:
@@ -27,12 +44,13 @@ class Progress:
 
     On a terminal: a live bar with step, epoch, rate, time left, the latest metrics and what the run is doing; rows with
     evaluation metrics and notes stay above it. Elsewhere (a file, a pipe, a notebook, a dumb terminal): one plain line
-    per report, see `format_row`. `quiet=True` asks for the plain lines on a terminal too, False forces the bar.
-    For a process that should say nothing, pass `Console(quiet=True)`.
+    per report, see `format_row`; a notebook gets one every `HEARTBEAT_SEC` seconds at most, and all evaluations.
+    `quiet=True` asks for the plain lines on a terminal too, False forces the bar. For a process that should say
+    nothing, pass `Console(quiet=True)`.
 
     `total_steps` and `start_step` (0, or where the run was resumed) count steps of the whole run; `examples_per_step`
-    is the global batch in `unit`s, see `pace`; `epoch_at` says how many epochs a number of steps is. The rate counts
-    time in the state "training" only; the time left goes by it, so evaluations to come are not in it.
+    is the global batch in `unit`s ("examples", "tokens"), see `pace`; `epoch_at` says how many epochs a number of steps
+    is. The rate counts time in the state "training" only; the time left is computed from it, without evaluations.
     """
 
     def __init__(
@@ -54,7 +72,10 @@ class Progress:
         self._console = console or Console()
         self._live: Live | None = None
         self._use_live = not self._console.quiet and (is_live(self._console) if quiet is None else not quiet)
-        self._status = "starting"
+        self._status, self._since = "starting", time.perf_counter()
+        self._said: set[str] = set()
+        self._part: tuple[int, int] | None = None
+        self._last_line = -math.inf
         self._metrics: dict[str, Any] = {}
         self._spinner = Spinner("dots", style="cyan")
         self._samples = _samples()
@@ -109,29 +130,54 @@ class Progress:
         row = dict(row)
         self._step = max(self._step, int(row.get("step", self._step)))
         self._metrics |= {
-            name: value for name, value in row.items() if name not in ("step", "epoch", "examples_per_sec")
+            name: value for name, value in row.items() if name not in ("step", "epoch") and not is_throughput(name)
         }
         evaluated = any(name.startswith("eval/") for name in row)
         if not evaluated:
             rate, eta_sec = self.steps_per_sec(), self.eta_sec()
             if rate is not None:
-                row.setdefault("examples_per_sec", rate * self._examples_per_step)
+                row.setdefault(f"{self._unit}_per_sec", rate * self._examples_per_step)
             if eta_sec is not None:
                 row.setdefault("eta_sec", eta_sec)
-        if self._live is None or evaluated:
-            self._say(format_row(row, self.total_steps, unit=self._unit), "bold" if evaluated else "")
+        if evaluated or (self._live is None and not self._too_soon(row)):
+            width = self._console.width if self._console.is_terminal else None
+            self._say(format_row(row, self.total_steps, unit=self._unit, width=width), "bold" if evaluated else "")
+
+    def _too_soon(self, row: Mapping[str, Any]) -> bool:
+        """Whether a notebook, which keeps every line, has had one of training a moment ago."""
+        now = time.perf_counter()
+        if self._console.is_jupyter and now - self._last_line < HEARTBEAT_SEC and row["step"] < self.total_steps:
+            return True
+        self._last_line = now
+        return False
 
     def status(self, word: str) -> None:
         """What the run does now: "compiling", "training", "evaluating", "saving"; the rate counts "training" only."""
         if word == self._status:
             return
+        now = time.perf_counter()
         if self._status == TRAINING:
-            self._sample(time.perf_counter())
-        self._status = word
+            self._sample(now)
+        elif self._is_said(self._status) and now - self._since >= WORTH_SAYING_SEC:
+            self._say(f"{self._status}: {format_seconds(now - self._since)}", "dim")
+        self._said.add(self._status)
+        self._status, self._since, self._last_line, self._part = word, now, now, None
+        if self._is_said(word) and not self._use_live:
+            self._say(f"{word} ...", "")
         if word == TRAINING:
             # The pause must not look like slow steps: the window starts anew, and the old rate holds until then.
             self._samples = _samples()
             self._sample(time.perf_counter())
+
+    def _is_said(self, word: str) -> bool:
+        return word in SAID_ALWAYS or (word in SAID_ONCE and word not in self._said)
+
+    def part(self, done: int, total: int) -> None:
+        """How far what the run does now has come, such as the batches of an evaluation."""
+        self._part, now = (done, total), time.perf_counter()
+        if not self._use_live and now - self._last_line >= HEARTBEAT_SEC:
+            self._last_line = now
+            self._say(f"{self._status} {done:,}/{total:,}", "")
 
     def note(self, text: str) -> None:
         """Prints a message that stays, such as "resumed from step 300"."""
@@ -163,89 +209,51 @@ class Progress:
         self._next_sample = now + SAMPLE_SEC
 
     def _say(self, text: str, style: str) -> None:
-        if self._use_live:
-            self._console.print(Text(text, style=style), soft_wrap=True)
+        if self._console.is_terminal:
+            self._console.print(Text(text, style=style if self._use_live else ""))
         elif not self._console.quiet:
             print(text, file=self._console.file, flush=True)
 
     def _render(self) -> RenderableType:
-        """The bar, two lines; called by rich's own thread."""
-        step, rate, eta_sec, metrics = self._step, self.steps_per_sec(), self.eta_sec(), dict(self._metrics)
-        self._spinner.text = Text(f"{self._status:<10}", style="cyan")
-        cells: list[RenderableType] = [
-            self._spinner,
-            ProgressBar(total=max(self.total_steps, 1), completed=step, complete_style="cyan", finished_style="green"),
-            Text(f"{step:,}/{self.total_steps:,}"),
-        ]
-        if self._epoch_at is not None:
-            cells.append(Text(f"epoch {self._epoch_at(step):.1f}", style="magenta"))
-        if rate is not None:
-            cells.append(Text(f"{rate * self._examples_per_step:,.0f} {self._unit}/s", style="green"))
-        if eta_sec is not None:
-            cells.append(Text(f"eta {format_duration(eta_sec)}", style="dim"))
-        line = Table.grid(padding=(0, 2), expand=True)
-        for index in range(len(cells)):
-            line.add_column(ratio=1 if index == 1 else None, no_wrap=True)
-        line.add_row(*cells)
+        """The bar and the metrics below it, no line wider than the terminal; called by rich's own thread."""
+        metrics, width = dict(self._metrics), self._console.width
+        line = self._bar(width)
         if not metrics:
             return line
-        values = Text("  ".join(f"{_label(name)} {format_number(value)}" for name, value in metrics.items()))
-        values.no_wrap, values.overflow = True, "ellipsis"
-        return Group(line, values)
+        values = fitted((f"{label(name)} {format_number(value)}" for name, value in metrics.items()), width)
+        return Group(line, Text("\n".join(values)))
 
-
-def format_row(row: Mapping[str, Any], total_steps: int, *, unit: str = "examples") -> str:
-    """One plain line for a row of the history, easy to grep; fields that the row lacks are left out.
-
-    `step 120/840  epoch 5.3  loss 0.1234  lr 0.05  12,345 examples/s  eta 0:00:31`. "train/" is not written, "eval/"
-    is. The time left comes from "eta_sec".
-    """
-    parts = [f"step {row['step']}/{total_steps}"]
-    if row.get("epoch") is not None:
-        parts.append(f"epoch {row['epoch']:.1f}")
-    last = ("examples_per_sec", "eta_sec")
-    shown = [name for name in row if name not in ("step", "epoch", *last) and row[name] is not None]
-    shown.sort(key=lambda name: name != "train/loss")
-    parts += [f"{_label(name)} {format_number(row[name])}" for name in shown]
-    if row.get("examples_per_sec") is not None:
-        parts.append(f"{float(row['examples_per_sec']):,.0f} {unit}/s")
-    if row.get("eta_sec") is not None:
-        parts.append(f"eta {format_duration(row['eta_sec'])}")
-    return "  ".join(parts)
-
-
-def format_number(value: Any) -> str:
-    """A number in about four digits: 0.1234, 0.05, 1e-05, 12,345. Anything else as it is."""
-    if isinstance(value, str | bool) or value is None:
-        return str(value)
-    if isinstance(value, int):
-        return f"{value:,}"
-    value = float(value)
-    return f"{value:,.0f}" if math.isfinite(value) and abs(value) >= 1000 else f"{value:.4g}"
-
-
-def format_duration(seconds: float) -> str:
-    """Seconds as h:mm:ss, with days in front from a day on; "?" when not finite."""
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, whole_sec = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    days, hours = divmod(hours, 24)
-    return (f"{days}d " if days else "") + f"{hours}:{minutes:02d}:{whole_sec:02d}"
-
-
-def is_live(console: Console) -> bool:
-    """Whether the console is a terminal that can redraw. A notebook is not: there the bar would need widgets."""
-    return console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal and not console.quiet
+    def _bar(self, width: int) -> RenderableType:
+        """One line: what the run does, how far it is, its rate. Where the terminal is narrow, the less needed go."""
+        step, rate, eta_sec, part = self._step, self.steps_per_sec(), self.eta_sec(), self._part
+        doing = self._status
+        if part is not None:
+            doing += f" {part[0]:,}/{part[1]:,}"
+        elif doing != TRAINING:
+            doing += f" {format_duration(time.perf_counter() - self._since)}"
+        cells = {"steps": Text(f"{step:,}/{self.total_steps:,}")}
+        if self._epoch_at is not None:
+            cells["epoch"] = Text(f"epoch {self._epoch_at(step):.1f}", style="magenta")
+        if rate is not None:
+            cells["rate"] = Text(f"{rate * self._examples_per_step:,.0f} {self._unit}/s", style="green")
+        if eta_sec is not None:
+            cells["eta"] = Text(f"eta {format_duration(eta_sec)}", style="dim")
+        self._spinner.text = Text(f"{doing:<10}", style="cyan")
+        first = 2 + max(10, len(doing))
+        for name in ("epoch", "rate", "eta"):
+            if first + sum(2 + cell.cell_len for cell in cells.values()) + 2 + MIN_BAR_WIDTH > width:
+                cells.pop(name, None)
+        line = Table.grid(padding=(0, 2), expand=True)
+        shown: list[RenderableType] = [self._spinner, *cells.values()]
+        if first + sum(2 + cell.cell_len for cell in cells.values()) + 2 + MIN_BAR_WIDTH <= width:
+            total = max(self.total_steps, 1)
+            shown.insert(1, ProgressBar(total=total, completed=step, complete_style="cyan", finished_style="green"))
+        for cell in shown:
+            line.add_column(ratio=1 if isinstance(cell, ProgressBar) else None, no_wrap=True)
+        line.add_row(*shown)
+        return line
 
 
 def _samples() -> deque[tuple[float, int]]:
     """An empty window of (time, step) pairs."""
     return deque(maxlen=round(WINDOW_SEC / SAMPLE_SEC) + 1)
-
-
-def _label(name: str) -> str:
-    name = name.removeprefix("train/").removeprefix("exchange/")
-    names = {"learning_rate": "lr", "input/wait": "data_wait"}
-    names |= {f"input/hits/{tier}": f"from_{tier}" for tier in ("memory", "disk")}
-    return names.get(name, name)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 import jax
 import numpy as np
@@ -33,6 +34,25 @@ Observe = Callable[[int, Sequence[Mapping[str, Any]]], None]
 """Is told the first of some steps that have been reported, and the metrics of each; may raise."""
 
 
+class Scored(Protocol):
+    """What is read of a task, see `jaxdl.tasks.Task`."""
+
+    unit: ClassVar[str]
+
+    @property
+    def objective(self) -> str:
+        """How the training loss differs from that of the evaluation."""
+        ...
+
+    def units_per_example(self, spec: Any) -> int:
+        """How many of `unit` one training example has."""
+        ...
+
+    def metrics(self, sums: Mapping[str, float], spec: Any) -> dict[str, float]:
+        """From sums over examples to metrics."""
+        ...
+
+
 class Reporter:
     """Everything that a run tells while it runs. Metrics of steps are fetched one step late, many at a time.
 
@@ -45,7 +65,8 @@ class Reporter:
       total_steps: the length of the run.
       epoch_at: how many epochs a number of steps is.
       batch_size_at: examples in a step, by its number (1 is the first).
-      task_metrics: from sums over examples to metrics.
+      task: from sums over examples to metrics; the unit of the throughput.
+      spec: describes the data to the task.
       input_activity: what the source of the training data has done so far, see `InputWatch`.
       observe: is told the metrics of steps when they are reported; what it raises is raised by `add` and `flush`.
     """
@@ -61,13 +82,15 @@ class Reporter:
         total_steps: int,
         epoch_at: Callable[[int], float],
         batch_size_at: Callable[[int], int],
-        task_metrics: Callable[[Mapping[str, float]], dict[str, float]],
+        task: Scored,
+        spec: Any,
         observe: Observe,
         input_activity: Callable[[], Activity | None] = lambda: None,
     ) -> None:
         self._config, self._folder, self._watch, self._console, self._quiet = config, folder, watch, console, quiet
         self._total_steps, self._epoch_at, self._batch_size_at = total_steps, epoch_at, batch_size_at
-        self._task_metrics, self._observe = task_metrics, observe
+        self._task, self._spec, self._observe = task, spec, observe
+        self._units = task.units_per_example(spec)
         self._stack = ExitStack()
         self._window: list[Any] = []
         self._window_end, self._since_sec, self._since_data_sec = 0, 0.0, 0.0
@@ -82,7 +105,8 @@ class Reporter:
         self._progress = Progress(
             self._total_steps,
             step,
-            examples_per_step=self._batch_size_at(step + 1),
+            examples_per_step=self._batch_size_at(step + 1) * self._units,
+            unit=self._task.unit,
             epoch_at=self._epoch_at,
             console=self._console,
             quiet=self._quiet,
@@ -130,9 +154,24 @@ class Reporter:
         if word == "training":
             self._begin_window()
             if self._progress is not None:
-                self._progress.pace(self._batch_size_at(self._window_end + 1))
+                self._progress.pace(self._batch_size_at(self._window_end + 1) * self._units)
+        self.doing(word)
+
+    def doing(self, word: str) -> None:
+        """The same for the display alone: the rate in the history counts on."""
         if self._progress is not None:
             self._progress.status(word)
+
+    def counted(self, poll: Callable[[], None], total: int) -> Callable[[], None]:
+        """`poll`, which is called before each of `total` batches, and shows how many of them are done."""
+        done = itertools.count()
+
+        def counting() -> None:
+            poll()
+            if self._progress is not None:
+                self._progress.part(next(done), total)
+
+        return counting
 
     def note(self, text: str) -> None:
         """A message that stays on the display."""
@@ -176,14 +215,14 @@ class Reporter:
             for name in fetched[0]
             if name.startswith("sums/")
         }
-        row = {f"train/{name}": value for name, value in self._task_metrics(sums).items()}
+        row = {f"train/{name}": value for name, value in self._task.metrics(sums, self._spec).items()}
         others = {name: value for name, value in fetched[-1].items() if not name.startswith("sums/")}
         others.pop("bad_in_row", None)
         row |= {f"train/{name}": float(value) for name, value in others.items()}
         spent = max(self._training_sec() - self._since_sec, 1e-9)
         waited = self._watch.seconds().get("data", 0.0) - self._since_data_sec
-        batch_size = self._batch_size_at(self._window_end + 1)
-        row |= {"examples_per_sec": len(fetched) * batch_size / spent}
+        rate = len(fetched) * self._batch_size_at(self._window_end + 1) / spent
+        row |= {"examples_per_sec": rate, f"{self._task.unit}_per_sec": rate * self._units}
         row |= self._input.report(min(1.0, waited / spent))
         self._window_end += len(fetched)
         self._begin_window()
@@ -236,7 +275,7 @@ class Reporter:
             )
             if self._folder is not None:
                 folder, columns = self._folder, self.history.columns()
-                self._try("curves.png", lambda: plot_history(columns, folder / "curves.png"))
+                self._try("curves.png", lambda: self._plot(columns, folder / "curves.png"))
                 self._try(SUMMARY_FILE, functools.partial(write_summary, folder / SUMMARY_FILE, summary))
         if self._progress is not None:
             self._progress.stop()
@@ -256,6 +295,9 @@ class Reporter:
         except OSError as error:
             self.note(f"{name} could not be written: {error.strerror}")
 
+    def _plot(self, columns: Mapping[str, Sequence[Any]], path: Path) -> None:
+        plot_history(columns, path, objective=self._task.objective)
+
     def _begin_window(self) -> None:
         self._since_sec, self._since_data_sec = self._training_sec(), self._watch.seconds().get("data", 0.0)
 
@@ -267,7 +309,11 @@ class Reporter:
         whole = {"step": step, "epoch": self._epoch_at(step), **row}
         self.history.write(whole)
         if self._progress is not None:
-            self._progress.report({name: value for name, value in whole.items() if _worth_a_look(name, value)})
+            shown = {name: value for name, value in whole.items() if _worth_a_look(name, value)}
+            if self._task.objective and "train/loss" in shown:
+                # Beside "eval/loss" it would look like the same quantity.
+                shown["train/objective"] = shown.pop("train/loss")
+            self._progress.report(shown)
 
 
 def _worth_a_look(name: str, value: Any) -> bool:

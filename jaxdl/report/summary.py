@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxdl.report.history import json_value, replace_file
-from jaxdl.report.progress import format_duration, format_number, is_live
+from jaxdl.report.lines import format_duration, format_number, is_live
 
 SUMMARY_FILE = "summary.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxdl")

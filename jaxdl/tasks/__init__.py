@@ -24,6 +24,17 @@ class Task(Protocol):
     """The metric by which checkpoints are compared."""
     best_mode: ClassVar[Literal["max", "min"]]
     """Whether a higher or a lower `best_metric` is better."""
+    unit: ClassVar[str]
+    """What the throughput counts, in the plural: "examples" or "tokens"."""
+
+    @property
+    def objective(self) -> str:
+        """How the training loss differs from that of the evaluation, "with ..."; empty when they are the same."""
+        ...
+
+    def units_per_example(self, spec: Any) -> int:
+        """How many of `unit` one training example has."""
+        ...
 
     def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
         """The training batch, changed at random; a pure function of (key, row) for each row of the global batch."""

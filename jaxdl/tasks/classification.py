@@ -12,6 +12,8 @@ import pydantic
 from jaxdl.config import Config, ConfigError, Kind
 
 _DEFAULT_CROP_PADDING = 4
+_TOP = 5
+"""Top-5 accuracy says something only where there are more classes than these."""
 
 
 class ImageSpec(Protocol):
@@ -20,6 +22,11 @@ class ImageSpec(Protocol):
     @property
     def mean(self) -> tuple[float, ...]:
         """Mean of each channel, in grey levels from 0 to 255."""
+        ...
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
         ...
 
     @property
@@ -52,6 +59,7 @@ class Classification(Config):
     modality: ClassVar[str] = "images"
     best_metric: ClassVar[str] = "accuracy"
     best_mode: ClassVar[Literal["max", "min"]] = "max"
+    unit: ClassVar[str] = "examples"
 
     @pydantic.model_validator(mode="after")
     def _padding_fits(self) -> Classification:
@@ -61,6 +69,18 @@ class Classification(Config):
                 "Remove it or set augment = crop_flip."
             )
         return self
+
+    @property
+    def objective(self) -> str:
+        """Label smoothing, mixup and cutmix, as far as they change the training loss; empty when none does."""
+        changes = {"label smoothing": self.label_smoothing, "mixup": self.mixup, "cutmix": self.cutmix}
+        used = [f"{name} {value:g}" for name, value in changes.items() if value]
+        return f"with {', '.join(used)}" if used else ""
+
+    def units_per_example(self, spec: ImageSpec) -> int:
+        """One: the throughput counts images."""
+        del spec
+        return 1
 
     def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
         """The batch with randomly changed images, still uint8.
@@ -150,21 +170,20 @@ class Classification(Config):
             "loss": jnp.sum(jnp.where(mask, loss, 0)),
             "weight": self.weight(batch),
             "correct": jnp.sum(mask & (place < 1), dtype=jnp.float32),
-            "correct_top5": jnp.sum(mask & (place < 5), dtype=jnp.float32),
+            "correct_top5": jnp.sum(mask & (place < _TOP), dtype=jnp.float32),
         }
 
     def metrics(self, sums: Mapping[str, float], spec: ImageSpec) -> dict[str, float]:
         """Means over the examples: "loss" in nats, "accuracy" and "accuracy_top5" from 0 to 1.
 
-        Raises ConfigError when there was no example.
+        With five classes or fewer there is no "accuracy_top5": it would always be 1. Raises ConfigError when there was
+        no example.
         """
-        del spec
         weight = counted_weight(sums)
-        return {
-            "loss": float(sums["loss"]) / weight,
-            "accuracy": float(sums["correct"]) / weight,
-            "accuracy_top5": float(sums["correct_top5"]) / weight,
-        }
+        metrics = {"loss": float(sums["loss"]) / weight, "accuracy": float(sums["correct"]) / weight}
+        if spec.num_classes > _TOP:
+            metrics["accuracy_top5"] = float(sums["correct_top5"]) / weight
+        return metrics
 
     def predictions(self, outputs: jax.Array) -> jax.Array:
         """Probability of each class, float32 [batch, num_classes]."""

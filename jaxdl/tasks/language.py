@@ -21,6 +21,11 @@ class TextSpec(Protocol):
     """What this task reads of a data set's description."""
 
     @property
+    def length(self) -> int:
+        """Number of target tokens of a training example."""
+        ...
+
+    @property
     def bytes_per_token(self) -> float:
         """Mean number of UTF-8 bytes that a token stands for."""
         ...
@@ -40,6 +45,16 @@ class LanguageModelling(Config):
     modality: ClassVar[str] = "text"
     best_metric: ClassVar[str] = "bits_per_byte"
     best_mode: ClassVar[Literal["max", "min"]] = "min"
+    unit: ClassVar[str] = "tokens"
+
+    @property
+    def objective(self) -> str:
+        """The z-loss, which only the training loss has; empty without one."""
+        return f"with z-loss {self.z_loss:g}" if self.z_loss else ""
+
+    def units_per_example(self, spec: TextSpec) -> int:
+        """The target tokens of one training window."""
+        return spec.length
 
     def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
         """The batch itself: text is not changed."""
