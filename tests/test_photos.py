@@ -192,7 +192,7 @@ def test_damaged_images_are_named_counted_and_passed_over(workers, damaged, open
         {name: value.copy() for name, value in one.items()}
         for one in splits.test.eval_batches(iter([np.arange(4), np.arange(4, 8)]))
     ]
-    assert [line.split(" is passed over: ")[0] for line in sorted(told)] == [
+    assert [line.split(" is skipped: ")[0] for line in sorted(told)] == [
         "damaged: train/a/3.jpg", "damaged: train/b/1.jpg", "damaged: val/a/0.jpg",
     ]  # fmt: skip
     assert evaluated[0]["mask"].tolist() == [False, True, True, True]

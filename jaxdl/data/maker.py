@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxdl.data.damage import Bad, most_bad
 from jaxdl.data.photo import BadImage, Photo, Scratch
+from jaxdl.data.private import why_not
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.remote import Outage
 from jaxdl.data.store import ENCODED, PIXELS, Record, Store
@@ -66,13 +68,13 @@ class Work:
 class Made(NamedTuple):
     """What there is to say of rows that were made: labels, whether each has an example, and how it went.
 
-    `bad`: (name, why) of examples that could not be used; `tiers`: how many examples came from each; `seconds`: of each
+    `bad`: examples that could not be used, each once; `tiers`: how many examples came from each; `seconds`: of each
     stage, which `passed` many went through; `problems`: tiers that were turned off, and why.
     """
 
     labels: list[int]
     valid: list[bool]
-    bad: list[tuple[str, str]]
+    bad: Bad
     tiers: Counter[str]
     seconds: defaultdict[str, float]
     passed: Counter[str]
@@ -98,11 +100,11 @@ class Maker:
 
     def make(self, work: Work, images: np.ndarray) -> Made:
         """Fills `images`, uint8 [row, size, size, 3]. In training, an example that is bad gives way to the next."""
-        made = Made([], [], [], Counter(), defaultdict(float), Counter(), self._problems, [])
+        made = Made([], [], {}, Counter(), defaultdict(float), Counter(), self._problems, [])
         for row, (index, epoch) in enumerate(zip(work.indices, work.epochs, strict=True)):
             index, epoch = int(index), int(epoch)
             if work.view is None:
-                if not made.outages and len(made.bad) <= self._recipe.max_bad:  # Otherwise the run ends.
+                if not self._ends(work.split, made):
                     self._fetch(work.split, index, made)
                 continue
             label = self._row(work, work.view, index, epoch, images[row], made) if index >= 0 else None
@@ -121,14 +123,19 @@ class Maker:
         try:
             return Store(plan.folder, len(split.records), plan.budget, form=form, verify=plan.verify)
         except OSError as error:
-            self._problems[f"{plan.name} cache"] = f"{plan.folder}: {error.strerror or error}"
+            self._problems[f"{plan.name} cache"] = why_not(plan.folder, error)
             return None
+
+    def _ends(self, split: int, made: Made) -> bool:
+        """Whether what is known of the rows that are being made ends the run."""
+        bad, size = len(made.bad), len(self._recipe.splits[split].records)
+        return bool(made.outages) or bad > most_bad(self._recipe.max_bad, size)
 
     def _row(self, work: Work, view: View, index: int, epoch: int, out: np.ndarray, made: Made) -> int | None:
         """One row; returns its label, or None when an example to evaluate is bad."""
         count = len(self._recipe.splits[work.split].records)
         for tried in range(count if view.train else 1):
-            if made.outages or len(made.bad) > self._recipe.max_bad:  # The run ends: no sense in trying all the others.
+            if self._ends(work.split, made):  # No sense in trying all the others.
                 return None
             found = self._image(work, view, (index + tried) % count, epoch, out, made)
             if found is not None:
@@ -153,7 +160,7 @@ class Maker:
             view.finish(out, random)
             del pixels
         except Exception as error:  # Libraries raise many kinds; of one image none is worth a run.
-            made.bad.append((self._recipe.splits[work.split].records.name(index), _why(error)))
+            made.bad[work.split, index] = self._recipe.splits[work.split].records.name(index), _why(error)
             return None
         if tier is not None:
             tier.release()
@@ -193,7 +200,7 @@ class Maker:
             made.outages.append(str(error))
             return None
         except Exception as error:  # As above.
-            made.bad.append((plans.records.name(index), _why(error)))
+            made.bad[split, index] = plans.records.name(index), _why(error)
             return None
         made.tiers[ORIGIN] += 1
         self._store(lacking, index, record, made)

@@ -1,7 +1,8 @@
 """Folders in memory that the processes of a host share: the home of the cache's memory tier.
 
-A folder lies in /dev/shm and belongs to those that hold its lock. What a killed process leaves is removed by the next
-start of any run (or taken over, if it is the same cache), and the last process to end in good order removes it.
+A folder is in /dev/shm, is this user's alone, and belongs to the processes that hold its lock. What a killed process
+leaves is removed by the next start of any run (or taken over, if it is the same cache), and the last process to end in
+good order removes it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+from jaxdl.config import ConfigError
+from jaxdl.data.private import NotPrivate, open_own, open_private, private_folder
 
 _held: dict[Path, tuple[int, int]] = {}
 """The locks of this process: folder -> file descriptor, and how often it is held."""
@@ -25,27 +30,58 @@ def memory_folder() -> Path:
 
 
 def shared_path(key: str) -> Path:
-    """Where the folder of a cache lies."""
-    return memory_folder() / f"jaxdl-{os.getuid()}-{key}"
+    """The folder of a cache."""
+    return memory_folder() / f"jaxdl-{os.geteuid()}-{key}"
+
+
+def check_shared(key: str) -> None:
+    """Raises ConfigError if `shared_folder` would: its path is taken by a link, or by what others can write to."""
+    with contextlib.suppress(FileNotFoundError), _refused():
+        os.close(open_private(shared_path(key)))
 
 
 def shared_folder(key: str) -> Path:
-    """The folder of a cache, held until `release` or the end; made if no process has it. Clears away abandoned ones."""
+    """The folder of a cache, held until `release` or the end; made if no process has it. Removes abandoned ones.
+
+    Raises ConfigError when its path is taken by a link, by another user's folder, or by one that others can write to.
+    """
     folder = shared_path(key)
     if folder in _held:
         lock, times = _held[folder]
         _held[folder] = lock, times + 1
         return folder
     clear_abandoned(keep=folder)
-    while True:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):  # Another process has just removed it.
-            lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(lock, fcntl.LOCK_SH)
-            if _is_at(lock, folder / "lock"):
-                _held[folder] = lock, 1
-                return folder
-            os.close(lock)
+    with _refused():
+        while (lock := _lock(folder)) is None:
+            pass
+    _held[folder] = lock, 1
+    return folder
+
+
+@contextlib.contextmanager
+def _refused() -> Iterator[None]:
+    try:
+        yield
+    except NotPrivate as error:
+        raise ConfigError(
+            f"the memory cache cannot use {error} Or do without it: --data.photos.cache.memory-bytes 0."
+        ) from None
+
+
+def _lock(folder: Path) -> int | None:
+    """Makes and locks the folder; None if another process has just removed it."""
+    opened = private_folder(folder)
+    try:
+        lock = open_own(opened, folder / "lock", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if _is_at(lock, folder / "lock"):
+            return lock
+        os.close(lock)
+    except FileNotFoundError:
+        pass
+    finally:
+        os.close(opened)
+    return None
 
 
 def clear_abandoned(keep: Path | None = None) -> None:
@@ -73,15 +109,21 @@ def _release_all() -> None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes a folder whose lock nobody holds."""
+    """Removes a folder of this user's whose lock nobody holds; never a link, nor what it points to."""
     try:
-        lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+        opened = open_private(folder)
+    except OSError:  # Not ours to remove, or just removed.
+        return
+    try:
+        lock = open_own(opened, folder / "lock", os.O_RDWR | os.O_CREAT)
     except OSError:
         return
+    finally:
+        os.close(opened)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(lock, folder / "lock"):
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)  # It refuses a link, also one that comes while it works.
     except BlockingIOError:
         pass
     finally:

@@ -23,11 +23,12 @@ import pydantic
 from jaxdl.cluster import ClusterError
 from jaxdl.config import Config, ConfigError
 from jaxdl.data.colours import Jitter
+from jaxdl.data.damage import Damage
 from jaxdl.data.maker import Made, Recipe, SplitPlan, TierPlan, Work
-from jaxdl.data.memory import clear_abandoned, release, shared_folder, shared_path
+from jaxdl.data.memory import check_shared, clear_abandoned, release, shared_folder, shared_path
 from jaxdl.data.pool import Pool
 from jaxdl.data.records import Records
-from jaxdl.data.source import Activity, ImageSpec, Source, Splits, TrainRows
+from jaxdl.data.source import Activity, ImageSpec, Source, Splits, TrainRows, check_classes
 from jaxdl.data.view import Erasing, View
 
 IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
@@ -97,7 +98,8 @@ class Photos(Config):
     """Worker processes of each process; None takes the CPUs that it may use (its share of the host's), 0 makes the
     batches without any."""
     max_bad: int = pydantic.Field(default=100, ge=0)
-    """So many images may turn out to be damaged (each is named, and another takes its place); one more is an error."""
+    """So many images may turn out to be damaged (each is named, and another takes its place); one more is an error, as
+    is more than half of a split."""
     cache: Cache = Cache()
     """Tiers of the cache."""
 
@@ -114,10 +116,13 @@ class Photos(Config):
 
     def build(self, train: Records, test: Records, num_classes: int, *, name: str) -> Splits:
         """The sources of two splits. `name` is the data set's, for messages and the folders of the cache."""
-        for records, split in ((train, "train"), (test, "test")):
+        for records, split in ((train, "training"), (test, "held-out")):
             if len(records) == 0:
-                raise ConfigError(f"{name}: its {split} split has no examples.")
+                raise ConfigError(f"{name}: its {split} split has no examples. Choose another, or add images to it.")
+        check_classes(num_classes, name)
         studio = Studio(self, (train, test), name)
+        if self.cache.memory_bytes:
+            check_shared(studio.cache_key())
         spec = ImageSpec(self.size, self.size, 3, num_classes, self.mean, self.std)
         sources = [PhotoSource(studio, split, self.view(train=split == 0), spec) for split in (0, 1)]
         return Splits(*sources)
@@ -152,7 +157,7 @@ class Studio:
         self._pool: Pool | None = None
         self._num_workers = num_cpus() if config.workers is None else config.workers
         self._lock = threading.Lock()
-        self._bad: dict[str, str] = {}
+        self._damage = Damage(name, [len(one) for one in records], config.max_bad)
         self._told: set[str] = set()
         self._held: Path | None = None
         self._nothing: tuple[int, np.ndarray] | None = None
@@ -236,32 +241,26 @@ class Studio:
             return Activity(Counter(self._activity.tiers), dict(self._activity.seconds), Counter(self._activity.passed))
 
     def account(self, made: Made) -> None:
-        """Adds up what workers say.
+        """Adds up what workers report.
 
-        Raises ConfigError when more examples are bad than may be, and ClusterError when they cannot be reached: the run
-        breaks off, and may go on when the network does.
+        Raises ConfigError when too many examples are damaged, and ClusterError when they cannot be reached: the run
+        ends, and can be resumed when the network is back.
         """
         with self._lock:
             self._activity.tiers.update(made.tiers)
             self._activity.passed.update(made.passed)
             for stage, spent in made.seconds.items():
                 self._activity.seconds[stage] = self._activity.seconds.get(stage, 0.0) + spent
-            new = {name: why for name, why in made.bad if name not in self._bad}
-            self._bad.update(new)
+            damaged = self._damage.add(made.bad)
             problems = {name: why for name, why in made.problems.items() if name not in self._told}
             self._told.update(problems)
         if made.outages:
             raise ClusterError(f"{self.name}: images are out of reach: {made.outages[0]}")
-        for name, why in new.items():
-            self.warn(f"{self.name}: {name} is passed over: {why}")
+        for warning in damaged:
+            self.warn(warning)
         for name, why in problems.items():
-            self.warn(f"{self.name}: the {name} takes nothing more ({why}); training goes on without")
-        if len(self._bad) > self.config.max_bad:
-            name, why = next(reversed(self._bad.items()))
-            raise ConfigError(
-                f"{self.name}: {len(self._bad)} images are damaged, more than photos.max_bad = {self.config.max_bad}; "
-                f"the last is {name}: {why}. Mend the data, or raise the limit."
-            )
+            self.warn(f"{self.name}: the {name} takes nothing more: {why.rstrip('.')}. Training continues without it.")
+        self._damage.check()
 
 
 class PhotoSource(Source):

@@ -185,6 +185,15 @@ class Splits:
         return {name: {"examples": len(source), "content": source.content()} for name, source in splits.items()}
 
 
+def check_classes(num_classes: int, name: str) -> None:
+    """Raises ConfigError for a data set with which a classifier has nothing to learn."""
+    if num_classes < 2:
+        raise ConfigError(
+            f"{name}: it has {'1 class' if num_classes == 1 else 'no classes'}: a classifier learns nothing from fewer "
+            "than 2. Give it data with 2 classes or more."
+        )
+
+
 class ImageArrays(Source):
     """Images held in memory: images uint8 [example, height, width, channel], labels [example]."""
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxdl.data.photo import Scratch
+from jaxdl.data.private import open_own, private_folder, why_not
 
 _ENTRY = np.dtype(
     [
@@ -55,7 +56,7 @@ class Store:
     """Records 0 .. count-1 in a folder, up to `budget` bytes in all; the first ones that come stay.
 
     Args:
-      folder: made when it is not there.
+      folder: made when it is not there; only this user may write to it.
       count: number of records.
       budget: bytes that the segments may take.
       form: of every record, `ENCODED` or `PIXELS`.
@@ -63,6 +64,7 @@ class Store:
 
     Raises:
       OSError: when the folder cannot be made or opened.
+      NotPrivate: an OSError, when the folder or a file in it is a link, or the folder is another user's.
     """
 
     def __init__(self, folder: Path, count: int, budget: int, *, form: int, verify: bool) -> None:
@@ -79,14 +81,20 @@ class Store:
         self._own: tuple[int, int] | None = None
         """File descriptor and number of the segment that this process writes."""
         self._end = self._room = 0
-        folder.mkdir(parents=True, exist_ok=True)
-        self._index_file = os.open(folder / "index", os.O_RDWR | os.O_CREAT, 0o600)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._opened = private_folder(folder)
+        try:
+            self._index_file = open_own(self._opened, folder / "index", os.O_RDWR | os.O_CREAT)
+        except OSError:
+            os.close(self._opened)
+            raise
         try:
             if os.fstat(self._index_file).st_size < count * _ENTRY.itemsize:
                 # A hole in a file in memory would be filled when it is read, and kill the process if there is no room.
                 os.posix_fallocate(self._index_file, 0, count * _ENTRY.itemsize)
         except OSError:
             os.close(self._index_file)
+            os.close(self._opened)
             raise
         self._index = np.frombuffer(mmap.mmap(self._index_file, count * _ENTRY.itemsize, prot=mmap.PROT_READ), _ENTRY)
 
@@ -143,7 +151,7 @@ class Store:
                 self._end = _aligned(self._end + length)
                 _write(self._index_file, entry.tobytes(), index * _ENTRY.itemsize)
             except OSError as error:
-                self.problem = f"{self.folder}: {error.strerror or error}"
+                self.problem = why_not(self.folder, error)
                 return False
         return True
 
@@ -157,7 +165,8 @@ class Store:
                 self._own = None
             if self._index_file >= 0:
                 os.close(self._index_file)
-                self._index_file = -1
+                os.close(self._opened)
+                self._index_file = self._opened = -1
                 for file in self._files.values():
                     os.close(file)
                 self._files.clear()
@@ -170,7 +179,7 @@ class Store:
     def _read(self, segment: int, offset: int, length: int) -> np.ndarray:
         """Bytes of a segment."""
         if segment not in self._files:
-            self._files[segment] = os.open(self.folder / f"segment-{segment:05d}", os.O_RDONLY)
+            self._files[segment] = self._open_segment(segment, os.O_RDONLY)
         data, read = self._scratch.take("record", (length,)), 0
         while read < length:
             found = os.preadv(self._files[segment], [data[read:].data], offset + read)
@@ -183,12 +192,18 @@ class Store:
         """Bytes of a segment, as they lie in memory."""
         found = self._maps.get(segment)
         if found is None or len(found) < offset + length:
-            with open(self.folder / f"segment-{segment:05d}", "rb") as file:
-                found = self._maps[segment] = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+            file = self._open_segment(segment, os.O_RDONLY)
+            try:
+                found = self._maps[segment] = mmap.mmap(file, 0, prot=mmap.PROT_READ)
+            finally:
+                os.close(file)
             if len(found) < offset + length:
                 raise ValueError(f"segment {segment} ends before {offset + length}")
         self._last = found, offset, length
         return np.frombuffer(found, np.uint8, length, offset)
+
+    def _open_segment(self, number: int, flags: int) -> int:
+        return open_own(self._opened, self.folder / f"segment-{number:05d}", flags)
 
     def _make_room(self, length: int) -> bool:
         """Sees to it that `length` bytes can be appended to this process's segment; False when the store is full."""
@@ -215,7 +230,7 @@ class Store:
     def _take_segment(self) -> tuple[int, int]:
         """The first segment that no process writes; goes on behind its last whole record."""
         for number in range(2**16):
-            file = os.open(self.folder / f"segment-{number:05d}", os.O_RDWR | os.O_CREAT, 0o600)
+            file = self._open_segment(number, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
