@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from rich.console import Console
 
 from jaxdl.checks import (
     check_batches,
@@ -51,6 +52,7 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, Device, batch_ways, make_mesh
 from jaxdl.models import Network
 from jaxdl.optim import momentum_course
+from jaxdl.report import Start
 from jaxdl.sharding import STACKED, Layout, grad_specs, named
 from jaxdl.state import TrainState, init_state, make_state_spec, replicated
 from jaxdl.step import Parts, make_train_step
@@ -92,20 +94,26 @@ def make_plan(
     devices: Sequence[Device] | None = None,
     *,
     chosen: Callable[[], ExchangeConfig | None] = lambda: None,
+    start: Start | None = None,
 ) -> Plan:
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh; `chosen` gives what an exchange that is to be chosen was before, and
-    is called by all processes.
+    is called by all processes. `start` prints what is done and found.
     """
+    start = start or Start(Console(quiet=True))
     if experiment.epochs is None and experiment.steps is None and not experiment.phases:
         raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
-    mesh = make_devices(experiment, devices)
+    with start.doing("starting the devices"):
+        mesh = make_devices(experiment, devices)
+    start.devices(mesh)
     before = chosen() if isinstance(experiment.exchange, Auto) else None
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
     check_batches(experiment, batch_ways(mesh), eval_batch_size)
-    splits = experiment.data.build()
-    check_same_examples(splits)
+    with start.doing("reading the data"):
+        splits = experiment.data.build()
+        check_same_examples(splits)
+    start.data(experiment.data, splits)
     check_phases(experiment, splits)
     timeline = make_timeline(
         len(splits.train),
@@ -123,8 +131,9 @@ def make_plan(
         )
     check_warmup(experiment, total_steps)
     asked = experiment
-    experiment, reasons = settled(asked, splits.train.spec, mesh, before)
-    parts = make_parts(experiment, splits.train.spec, mesh, timeline)
+    with start.doing("choosing the exchange" if isinstance(asked.exchange, Auto) else "tracing the model"):
+        experiment, reasons = settled(asked, splits.train.spec, mesh, before)
+        parts = make_parts(experiment, splits.train.spec, mesh, timeline)
     has_norms = bool(jax.tree.leaves(parts.state_spec.shapes.model_state))
     check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=has_norms)
     plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons)

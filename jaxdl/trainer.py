@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from rich.console import Console
 
 from jaxdl.ahead import CompiledSteps
 from jaxdl.checkpoint import Restored
@@ -25,7 +24,7 @@ from jaxdl.mesh import Axis, Device, batch_sharding
 from jaxdl.outcome import Interrupted, Run
 from jaxdl.plan import Plan, make_initial_state, make_plan
 from jaxdl.recovery import BadRow, Recovery, pass_over, restarted
-from jaxdl.report import Reporter, Stopwatch
+from jaxdl.report import Reporter, Start, Stopwatch
 from jaxdl.saving import Saver
 from jaxdl.signals import Stop, StopSignals
 from jaxdl.state import TrainState
@@ -58,18 +57,19 @@ def train(
     """
     watch = Stopwatch(on_change=pulse.enter)
     workdir = None if workdir is None else Path(workdir)
+    start = Start(quiet=quiet)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
+        stack.callback(start.close)
         try:
-            plan = stop.run(lambda: make_plan(experiment, devices, chosen=lambda: read_choice(workdir)))
+            plan = stop.run(lambda: make_plan(experiment, devices, chosen=lambda: read_choice(workdir), start=start))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:
             stop.share(every_polls=experiment.report.every_steps)
         log = functools.partial(open, workdir / f"hang-{jax.process_index()}.txt", "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
-        console = Console(quiet=jax.process_index() > 0)
         end = end_step(plan.timeline, max_steps)
-        return Session(plan, workdir, stop, watch, stack, console, quiet, end=end).run()
+        return Session(plan, workdir, stop, watch, stack, start, end=end).run()
 
 
 def _tell_of_another(text: str) -> None:
@@ -87,13 +87,13 @@ class Session:
         stop: StopSignals,
         watch: Stopwatch,
         stack: contextlib.ExitStack,
-        console: Console,
-        quiet: bool | None = None,
+        start: Start,
         *,
         end: int | None = None,
     ) -> None:
         self.end = plan.total_steps if end is None else end
         self.plan, self.parts, self.stop, self.watch, self.stack = plan, plan.parts, stop, watch, stack
+        self.start = start
         self.experiment, self.workdir = plan.experiment, workdir
         self.first = jax.process_index() == 0
         self.run_ahead = max_in_flight() > 1
@@ -107,8 +107,8 @@ class Session:
             self.experiment.report,
             workdir if self.first else None,
             watch,
-            console=console,
-            quiet=quiet,
+            console=start.console,
+            quiet=start.quiet,
             total_steps=plan.total_steps,
             epoch_at=plan.timeline.epoch,
             batch_size_at=lambda step: plan.timeline.stretch(step - 1).batch_size,
@@ -144,6 +144,7 @@ class Session:
             self.finish("interrupted")
             signum = None if lost else signal.signum
             raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}") from None
+        self.reporter.doing("saving")
         with self.watch("checkpoint"):
             lost = self.saver.lost(self.step) if self.saver and not self.is_not_saved else None
         if lost:
@@ -166,12 +167,15 @@ class Session:
 
     def prepare(self) -> None:
         """Makes or restores the state, and opens the reports."""
+        self.start.plan(self.plan, self.end)
         if self.workdir is not None:
             self.saver = Saver(self.plan, self.workdir, self.reporter)
             self.stack.callback(self.saver.checkpoints.close)
             self.recovery.load(self.saver.checkpoints)
         self.begin(self.stop.run)
         check_not_past(self.step, self.end, self.plan.timeline)
+        self.start.workdir(self.workdir, self.step if self.restored else None)
+        self.start.close()
         self.reporter.open(self.step, self.evaluated_step)
         for reason in self.plan.reasons:
             self.reporter.note(reason)
@@ -179,13 +183,13 @@ class Session:
     def begin(self, call: Callable[[Callable[[], Any]], Any]) -> None:
         """Goes on from the newest checkpoint, or from the start if there is none. `call` calls what takes long."""
         self.state, self.step, self.evaluated_step = None, 0, -1  # Its memory is needed for what comes.
-        with self.watch("checkpoint"):
+        with self.watch("checkpoint"), self.start.doing("looking for a checkpoint" if self.saver else ""):
             self.restored: Restored | None = call(self.saver.restore) if self.saver else None
         if self.saver and self.restored:
             self.state, self.step = self.restored.state, self.restored.step
             self.evaluated_step = self.saver.evaluated_step(self.restored)
         else:
-            with self.watch("compile"):
+            with self.watch("compile"), self.start.doing("making the initial parameters"):
                 self.state = call(lambda: make_initial_state(self.plan))
 
     def tell_of_the_start(self, anew: bool) -> None:

@@ -29,6 +29,7 @@ from jaxdl.report import (
 from jaxdl.report import plots as plots_module
 from jaxdl.report.history import METRICS_FILE, TENSORBOARD_FOLDER, replace_file
 from jaxdl.report.lines import format_duration, format_number
+from jaxdl.report.summary import what_next
 
 
 def lines_of(workdir):
@@ -603,9 +604,26 @@ def test_a_package_that_is_absent_has_an_unknown_version(monkeypatch):
     assert summary_of(None)["versions"]["no-such-package-here"] == "unknown"
 
 
+def test_the_end_says_where_the_run_is_and_how_to_go_on(tmp_path):
+    assert what_next(None, "finished", "images") == [
+        ("kept", "nothing; give --workdir FOLDER to keep checkpoints and curves")
+    ]
+    assert what_next(tmp_path, "finished", "text") == [], "only what is there"
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "curves.png").touch()
+    found = dict(what_next(tmp_path, "stopped", "text"))
+    assert found == {
+        "curves": f"{tmp_path}/curves.png",
+        "checkpoints": f"{tmp_path}/checkpoints",
+        "use it": f"python -m jaxdl.sample --workdir {tmp_path} --prompt ...",
+        "resume": "start the same command again without --max-steps",
+    }
+    assert dict(what_next(tmp_path, "interrupted", "images"))["resume"] == "start the same command again"
+
+
 def test_summary_on_the_console():
     plain, fancy = io.StringIO(), io.StringIO()
-    print_summary(summary_of(None), Console(file=plain))
+    print_summary(summary_of(None), Console(file=plain), [("curves", "runs/x/curves.png")])
     assert plain.getvalue().splitlines() == [
         "interrupted  step 300 of 840",
         "eval/accuracy  0.5",
@@ -613,6 +631,7 @@ def test_summary_on_the_console():
         "wall time  0:00:10: train 0:00:09 (90%), eval 0:00:01 (10%)",
         "mesh  replica 2 x fsdp 4 x tensor 1",
         "devices  8 x cpu (cpu), 1 process",
+        "curves  runs/x/curves.png",
     ]
     print_summary(summary_of(None), Console(file=fancy, force_terminal=True, width=100, _environ={"TERM": "xterm"}))
     assert "replica 2 x fsdp 4 x tensor 1" in fancy.getvalue()

@@ -1,9 +1,12 @@
 """Whole runs from Python: what they return, write, compile and refuse."""
 
+import contextlib
 import errno
+import io
 import json
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -21,6 +24,7 @@ from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.optim import SGD
 from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.report import Diverged
+from jaxdl.report.lines import format_number
 from jaxdl.signals import StopSignals
 from jaxdl.train import main
 
@@ -30,7 +34,7 @@ TINY = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), report={"every_steps"
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A whole run: `(run, workdir, names of what XLA compiled)`."""
+    """A whole run: `(run, workdir, names of what XLA compiled)`; what it printed is in `workdir`.txt."""
     names = []
 
     class Listener(logging.Handler):
@@ -45,10 +49,12 @@ def finished(tmp_path_factory):
     # For all threads: the steps are compiled in one of their own, so that signals are noticed meanwhile.
     jax.config.update("jax_log_compiles", True)
     try:
-        run = jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            run = jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
     finally:
         jax.config.update("jax_log_compiles", False)
         logger.removeHandler(handler)
+    workdir.with_suffix(".txt").write_text(printed.getvalue())
     return run, workdir, names
 
 
@@ -69,6 +75,36 @@ def test_what_a_run_returns(finished):
     assert run.metrics == {name: frame[f"eval/{name}"].iloc[-1] for name in ("loss", "accuracy")}  # 4 classes
     assert int(run.state.step) == 12
     assert run.plot().axes
+
+
+def test_what_a_run_prints_on_a_pipe(finished):
+    run, workdir, _ = finished
+    lines = [
+        re.sub(r": \d[\d:.]*( s)?$", ": N s", line) for line in workdir.with_suffix(".txt").read_text().split("\n")
+    ]
+    first, last = (next(i for i, line in enumerate(lines) if line.startswith(word)) for word in ("step ", "finished "))
+    in_order = [
+        "starting the devices ...", "devices    4 virtual", "reading the data ...", "data       synthetic",
+        "model      resnet", "length     2 epochs = 12 steps", "making the initial parameters ...",
+        f"workdir    {workdir}, new", "compiling ...", "reading data ...",
+    ]  # fmt: skip
+    found = [next(i for i, line in enumerate(lines) if line.startswith(begin)) for begin in in_order]
+    assert found == sorted(found)
+    assert found[-1] < first
+    assert "compiling: N s" in lines[:first], "it takes more than a second"
+    metrics = [line for line in lines if line.startswith("step ")]
+    assert [line.split()[1] for line in metrics] == [f"{step}/12" for step in (4, 4, 8, 8, 12, 12)]
+    assert re.fullmatch(
+        r"step 4/12  epoch 0\.7  loss \S+  accuracy \S+  grad_norm \S+  lr \S+  .*\S+ examples/s  eta \S+", metrics[0]
+    )
+    assert f"eval/loss {format_number(run.metrics['loss'])}" in metrics[-1]
+    end = dict(line.split("  ", 1) for line in lines[last:] if line)
+    assert end["finished"] == "step 12 of 12"
+    assert end["loss"] == format_number(run.metrics["loss"])
+    assert end["curves"] == str(workdir / "curves.png")
+    assert end["use it"] == f'jaxdl.restore("{workdir}").predict(images)'
+    assert len(end) <= 12
+    assert "resume" not in end
 
 
 def test_what_a_run_leaves_in_its_workdir(finished):
@@ -93,12 +129,13 @@ def contents(workdir):
     }
 
 
-def test_a_finished_run_started_again_does_nothing(finished):
+def test_a_finished_run_started_again_does_nothing(finished, capsys):
     run, workdir, _ = finished
     before = contents(workdir)
     again = jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
     assert again.metrics == run.metrics
     assert again.summary == run.summary
+    assert f"workdir    {workdir}, resumes from step 12\n" in capsys.readouterr().out
     assert contents(workdir) == before
 
 

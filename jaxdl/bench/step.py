@@ -19,7 +19,7 @@ from jaxdl.config import ConfigError
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.optim import Constant
 from jaxdl.plan import make_initial_state, make_plan
-from jaxdl.report import ReportConfig, Stopwatch
+from jaxdl.report import ReportConfig, Start, Stopwatch
 from jaxdl.signals import StopSignals
 from jaxdl.trainer import Session
 
@@ -81,7 +81,7 @@ def measure(experiment: Experiment, *, num_steps: int, num_repeats: int) -> dict
     plan = make_plan(experiment.replaced(far))
     times: dict[str, list[float]] = {"bare step": [], "loop": []}
     with tempfile.TemporaryDirectory() as folder, StopSignals() as stop, contextlib.ExitStack() as stack:
-        session = Session(plan, Path(folder), stop, Stopwatch(), stack, Console(quiet=True))
+        session = Session(plan, Path(folder), stop, Stopwatch(), stack, Start(Console(quiet=True)))
         session.prepare()
         session.compile()
         session.start_loop()

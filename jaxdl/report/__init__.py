@@ -6,6 +6,7 @@ from jaxdl.report.lines import format_row
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress
 from jaxdl.report.reporter import RESTARTED, WENT_BACK, Diverged, Reporter
+from jaxdl.report.start import Start
 from jaxdl.report.stopwatch import Stopwatch
 from jaxdl.report.summary import make_summary, print_summary, write_summary
 
@@ -17,6 +18,7 @@ __all__ = [
     "Progress",
     "ReportConfig",
     "Reporter",
+    "Start",
     "Stopwatch",
     "format_row",
     "last_evaluated_step",

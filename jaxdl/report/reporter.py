@@ -20,7 +20,15 @@ from jaxdl.report.inputs import Activity, InputWatch
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress
 from jaxdl.report.stopwatch import Stopwatch
-from jaxdl.report.summary import SUMMARY_FILE, make_summary, print_summary, read_summary, write_summary
+from jaxdl.report.summary import (
+    CURVES_FILE,
+    SUMMARY_FILE,
+    make_summary,
+    print_summary,
+    read_summary,
+    what_next,
+    write_summary,
+)
 
 RESTARTED, WENT_BACK = "restarted", "went back"
 """How the events of a restart and of going back to a checkpoint begin."""
@@ -38,6 +46,7 @@ class Scored(Protocol):
     """What is read of a task, see `jaxdl.tasks.Task`."""
 
     unit: ClassVar[str]
+    modality: ClassVar[str]
 
     @property
     def objective(self) -> str:
@@ -273,13 +282,15 @@ class Reporter:
                 num_restarts=self.history.num_events(RESTARTED),
                 num_rollbacks=self.history.num_events(WENT_BACK),
             )
+            self.doing("drawing curves")
             if self._folder is not None:
                 folder, columns = self._folder, self.history.columns()
-                self._try("curves.png", lambda: self._plot(columns, folder / "curves.png"))
+                self._try(CURVES_FILE, lambda: self._plot(columns, folder / CURVES_FILE))
                 self._try(SUMMARY_FILE, functools.partial(write_summary, folder / SUMMARY_FILE, summary))
+        self.doing(status)
         if self._progress is not None:
             self._progress.stop()
-        print_summary(summary, self._console)
+        print_summary(summary, self._console, what_next(self._folder, status, self._task.modality))
         return summary
 
     def _seconds(self) -> Counter[str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from rich.text import Text
 from jaxdl.report.history import json_value, replace_file
 from jaxdl.report.lines import format_duration, format_number, is_live
 
-SUMMARY_FILE = "summary.json"
+SUMMARY_FILE, CURVES_FILE = "summary.json", "curves.png"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxdl")
 
 
@@ -93,10 +94,30 @@ def describe_devices() -> dict[str, Any]:
     }
 
 
-def print_summary(summary: Mapping[str, Any], console: Console | None = None) -> None:
-    """Prints what `make_summary` returned: a small table on a terminal, plain `name  value` lines elsewhere."""
+def what_next(folder: Path | None, status: str, modality: str) -> list[tuple[str, str]]:
+    """(name, value) of where a run is kept, how it is used and how it resumes; `modality` is "images" or "text"."""
+    if folder is None:
+        return [("kept", "nothing; give --workdir FOLDER to keep checkpoints and curves")]
+    found = [("curves", str(folder / CURVES_FILE))] if (folder / CURVES_FILE).exists() else []
+    if (folder / "checkpoints").is_dir():
+        found.append(("checkpoints", str(folder / "checkpoints")))
+        text = modality == "text"
+        use = f"python -m jaxdl.sample --workdir {shlex.quote(str(folder))} --prompt ..."
+        found.append(("use it", use if text else f'jaxdl.restore("{folder}").predict(images)'))
+    if status != "finished":
+        found.append(("resume", "start the same command again" + (" without --max-steps" * (status == "stopped"))))
+    return found
+
+
+def print_summary(
+    summary: Mapping[str, Any], console: Console | None = None, further: Sequence[tuple[str, str]] = ()
+) -> None:
+    """Prints what `make_summary` returned: a small table on a terminal, plain `name  value` lines elsewhere.
+
+    `further` (name, value) pairs follow, see `what_next`.
+    """
     console = console or Console()
-    lines = summary_lines(summary)
+    lines = [*summary_lines(summary), *further]
     if not is_live(console):
         if not console.quiet:
             print("\n".join(f"{name}  {value}" for name, value in lines), file=console.file, flush=True)

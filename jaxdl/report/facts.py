@@ -1,0 +1,97 @@
+"""What is known of a run before its first step, in one line each: devices, data, model, steps, optimizer, exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxdl.config import Config
+from jaxdl.mesh import Axis, batch_ways
+from jaxdl.report.explanation import readable_bytes
+from jaxdl.report.lines import format_number
+
+
+def describe_config(config: Config, *always: str) -> str:
+    """The kind of a config, the fields named in `always`, and all that are not at their defaults.
+
+    `sgd, learning rate 0.2, nesterov, weight decay 0.0005`. Configs inside it are left out.
+    """
+    parts = [str(getattr(config, "kind", type(config).__name__.lower()))]
+    for name, field in type(config).model_fields.items():
+        value = getattr(config, name)
+        if name == "kind" or isinstance(value, Config) or (name not in always and value == field.default):
+            continue
+        words = name.replace("_", " ")
+        if value is None or value is False:
+            parts.append(f"{words} {'none' if value is None else 'off'}")
+        elif value is True:
+            parts.append(words)
+        else:
+            values = value if isinstance(value, tuple | list) else (value,)
+            parts.append(f"{words} {' '.join(_plain(one) for one in values)}")
+    return ", ".join(parts)
+
+
+def _plain(value: Any) -> str:
+    return format_number(value) if isinstance(value, int | float) else str(value)
+
+
+def devices_fact(mesh: Mesh) -> str:
+    """`8 virtual CPU devices: replica 2 x fsdp 4 x tensor 1`."""
+    first, count = mesh.devices.flat[0], mesh.devices.size
+    kind = f"{'virtual ' if count > 1 else ''}CPU" if first.platform == "cpu" else first.device_kind
+    shape = " x ".join(f"{axis.value} {mesh.shape[axis]}" for axis in Axis)
+    processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+    return f"{count:,} {kind} device{'s' if count > 1 else ''}{processes}: {shape}"
+
+
+def data_fact(config: Config, splits: Any) -> str:
+    """`digits: 1,438 training and 359 held-out images of 8 x 8 x 1, 10 classes`; `splits` are the data as read."""
+    spec = splits.train.spec
+    if spec.modality == "text":
+        noun, what = "windows", f"{spec.length:,} tokens, vocabulary of {spec.vocab_size:,}"
+    else:
+        noun, what = "images", f"{spec.height} x {spec.width} x {spec.channels}, {spec.num_classes:,} classes"
+    name = getattr(config, "name", None)
+    kind = f"{getattr(config, 'kind', 'data')}{f' {name}' if name else ''}"
+    return f"{kind}: {len(splits.train):,} training and {len(splits.test):,} held-out {noun} of {what}"
+
+
+def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
+    """(name, value) of what a `jaxdl.plan.Plan` decides; the run ends after `end` steps."""
+    experiment, parts = plan.experiment, plan.parts
+    sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.network.param_shapes)]
+    yield (
+        "model",
+        f"{describe_config(experiment.model)}: {sum(sizes):,} parameters ({readable_bytes(4 * sum(sizes))} in float32)",
+    )
+    objective = parts.task.objective
+    if objective:
+        yield "loss", f'{objective} in training, reported as "objective"; without in evaluations'
+    yield "length", _length(plan, end)
+    schedule = experiment.schedule
+    yield "optimizer", f"{describe_config(experiment.optimizer, 'learning_rate')}; schedule {describe_config(schedule)}"
+    yield "precision", describe_config(experiment.precision)
+    replicas = parts.layout.mesh.shape[Axis.REPLICA]
+    exchange = f"{describe_config(experiment.exchange)}, over {replicas} replicas"
+    yield "exchange", exchange if replicas > 1 else "none: there is one replica"
+
+
+def _length(plan: Any, end: int) -> str:
+    """`30 epochs = 675 steps, batch 64 (8 a device)`."""
+    experiment, timeline = plan.experiment, plan.timeline
+    epochs = experiment.epochs or timeline.epoch(plan.total_steps)
+    text = f"{epochs:,.4g} epoch{'' if epochs == 1 else 's'} = {plan.total_steps:,} steps"
+    if experiment.phases:
+        sizes = ", ".join(f"{phase.size}" for phase in experiment.phases)
+        text += f" in {len(experiment.phases)} phases of {sizes} pixels"
+    batches = dict.fromkeys(stretch.batch_size for stretch in timeline.stretches)
+    ways = batch_ways(plan.parts.layout.mesh)
+    text += f", batch {', then '.join(f'{size:,} ({size / ways:,.4g} a device)' for size in batches)}"
+    if experiment.step.microbatches > 1:
+        text += f" in {experiment.step.microbatches} micro-batches"
+    return text + (f"; stops after {end:,} (--max-steps)" if end < plan.total_steps else "")
