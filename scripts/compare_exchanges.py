@@ -26,7 +26,7 @@ import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.mesh import MeshConfig
 from jaxdl.outcome import exit_codes
-from jaxdl.report import Diverged
+from jaxdl.report import Diverged, style
 
 EXCHANGES = (
     "dense",
@@ -110,33 +110,40 @@ def _report(found: dict[str, Any], workdir: Path) -> None:
             f"{results[0]['compression']:.1f}",
         )
     Console(width=140).print(table)
-    _plot(found, workdir / "comparison.png")
+    (workdir / "comparison.png").write_bytes(figure(found))
     print(f"written: {workdir / 'comparison.json'}, {workdir / 'comparison.png'}")
 
 
-def _plot(found: dict[str, Any], path: Path) -> None:
-    import matplotlib as mpl
+def figure(found: dict[str, Any]) -> bytes:
+    """A PNG: the training loss of one seed, and the final metric of all.
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 4.5), layout="constrained")
+    Args:
+      found: what is written to comparison.json.
+    """
+    chosen, runs = style.looks(list(found["runs"])), found["runs"]
+    height = max(4.3, 0.5 * len(runs) + 1.5) + 2 * style.legend_inches(len(runs), 3)
+    drawn = style.new_figure(13, height, f"{found['config']}: what an exchange costs in learning, measured")
+    left, right = drawn.subplots(1, 2)
+    shown: list[float] = []
     for exchange, curve in found["curves"].items():
         window = max(1, len(curve) // 100)
         steps = [step for step, _ in curve][window - 1 :]
         losses = [loss for _, loss in curve]
         smooth = [statistics.fmean(losses[end - window : end]) for end in range(window, len(losses) + 1)]
-        left.plot(steps, smooth, label=exchange, linewidth=1.2)
-    left.set(xlabel="step", ylabel="training loss", yscale="log")
-    left.legend(fontsize=8)
-    for place, results in enumerate(found["runs"].values()):
-        values = [result["metrics"][found["metric"]] for result in results]
-        right.plot(values, [place] * len(values), "o", alpha=0.7)
-        right.plot(statistics.fmean(values), place, "k|", markersize=16)
-    right.set_yticks(range(len(found["runs"])), list(found["runs"]), fontsize=8)
-    right.invert_yaxis()
-    right.set(xlabel=f"final {found['metric']} (each seed, and their mean)")
-    figure.savefig(path, dpi=120)
+        every = max(1, len(smooth) // 8)
+        look = chosen[exchange]
+        left.plot(steps, smooth, color=look.color, marker=look.mark, markevery=every, lw=1.3, **style.MEASURED)
+        shown += smooth
+    style.dress(left, "Training loss of the first seed", x="step", y="training loss, mean of 1 % of the reports")
+    if shown and min(shown) > 0:
+        style.log_axis(left, "y", shown)
+    values = {name: [one["metrics"][found["metric"]] for one in results] for name, results in runs.items()}
+    style.dress(right, "At the end", x=f"final {found['metric'].replace('_', ' ')}")
+    style.seed_dots(right, values, chosen)
+    right.locator_params(axis="x", nbins=6)
+    names = [style.line_entry(name, look.color, look.mark, **style.MEASURED) for name, look in chosen.items()]
+    style.legend(drawn, [*names, style.mean_entry()])
+    return style.png(drawn)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 import time
@@ -21,7 +20,7 @@ from jaxdl.exchange.recommend import label
 from jaxdl.mesh import Axis
 from jaxdl.outcome import Run
 from jaxdl.plan import Plan, make_exchange_state
-from jaxdl.report import replace_file
+from jaxdl.report import replace_file, style
 from jaxdl.sharding import is_spec
 
 
@@ -125,7 +124,7 @@ def write_report(
     entry: str | None,
 ) -> Path:
     """Writes report.md and accuracy.png; returns the page's path."""
-    replace_file(folder / "accuracy.png", _picture(rows))
+    replace_file(folder / "accuracy.png", figure(rows))
     target, last = reached(rows), rows[-1]
     result = (
         f"**{TARGET:g} % top-5 after epoch {target.epoch}: {_time(3600 * target.hours)}**"
@@ -204,32 +203,31 @@ def _clock(run: Run, before_sec: float) -> list[str]:
     ]
 
 
-def _picture(rows: Sequence[Epoch]) -> bytes:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+def figure(rows: Sequence[Epoch]) -> bytes:
+    """A PNG: top-5 and top-1 of every evaluation over the minutes of the clock."""
+    drawn = style.new_figure(8.5, 5, "Validation accuracy, measured")
+    axes = drawn.subplots()
     minutes = [60 * row.hours for row in rows]
-    axes.plot(minutes, [row.top5 for row in rows], "o-", markersize=4, label="top-5")
-    axes.plot(minutes, [row.top1 for row in rows], "o-", markersize=4, label="top-1")
-    axes.axhline(TARGET, color="black", linewidth=1, linestyle="--", label=f"target, {TARGET:g} % top-5")
+    every = max(1, len(rows) // 40)
+    lines = {
+        "top-5": ([row.top5 for row in rows], "#0072b2", "o"),
+        "top-1": ([row.top1 for row in rows], "#e69f00", "s"),
+    }
+    entries = []
+    for name, (values, color, mark) in lines.items():
+        axes.plot(minutes, values, color=color, marker=mark, lw=1.4, markevery=every, **style.MEASURED)
+        entries.append(style.line_entry(name, color, mark, **style.MEASURED))
+    axes.axhline(TARGET, color=style.INK, lw=1, ls=":")
+    entries.append(style.line_entry(f"target: {TARGET:g} % top-5", style.INK, ls=":"))
     if (target := reached(rows)) is not None:
-        axes.annotate(
-            _time(3600 * target.hours),
-            (60 * target.hours, target.top5),
-            xytext=(0, -28),
-            textcoords="offset points",
-            ha="center",
-            arrowprops={"arrowstyle": "->"},
-        )
-    axes.set(xlabel="minutes on the clock", ylabel="validation accuracy, %", ylim=(0, 101), xlim=(0, None))
-    axes.legend(loc="lower right")
-    image = io.BytesIO()
-    figure.savefig(image, format="png", dpi=120)
-    plt.close(figure)
-    return image.getvalue()
+        axes.plot(60 * target.hours, target.top5, "*", color=style.INK, ms=13, mec="white", mew=0.6)
+        label = f"reached after {_time(3600 * target.hours)}"
+        entries.append(style.line_entry(label, style.INK, "*", ls="", ms=13, mec="white"))
+    style.dress(axes, x="minutes on the clock", y="accuracy, %")
+    axes.set(ylim=(0, 101), xlim=(0, None))
+    axes.locator_params(axis="x", nbins=8)
+    style.legend(drawn, entries)
+    return style.png(drawn)
 
 
 def _time(seconds: float) -> str:

@@ -22,10 +22,12 @@ from trials import parse, read_rows, same_request, train_on_hosts
 import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.outcome import exit_codes
+from jaxdl.report import style
 
 CHANGES = ("--exchange", "topk", "--exchange.density", "0.01", "--batch-size", "240", "--epochs", "None")
 WINDOW_STEPS = 50
 """Losses are averaged over this many steps: single batches differ far more than runs do."""
+_BAND = "#d5dae3"
 
 
 def main() -> None:
@@ -101,10 +103,19 @@ def report(args: argparse.Namespace, elastic: dict[str, Any], whole: list[dict[s
     away = np.abs(mine - curves.mean(0)) / curves.std(0, ddof=1)
     inside = (mine >= curves.min(0)) & (mine <= curves.max(0))
     accuracies = [one["accuracy"] for one in whole]
+    shown = {
+        "ends": ends,
+        "loss": mine,
+        "least_of_seeds": curves.min(0),
+        "most_of_seeds": curves.max(0),
+        "deviations_from_mean": (mine - curves.mean(0)) / curves.std(0, ddof=1),
+    }
     found = {
         "hosts": elastic["hosts"],
         "stops": elastic["stops"],
         "seeds": args.seeds,
+        "window_steps": WINDOW_STEPS,
+        "curves": {name: values.tolist() for name, values in shown.items()},
         "accuracy": elastic["accuracy"],
         "accuracies_of_seeds": accuracies,
         "share_of_curve_between_the_seeds": float(inside.mean()),
@@ -114,42 +125,48 @@ def report(args: argparse.Namespace, elastic: dict[str, Any], whole: list[dict[s
         "most_relative_spread_of_seeds": float(np.max((curves.max(0) - curves.min(0)) / curves.mean(0))),
     }
     (args.workdir / "elastic.json").write_text(json.dumps(found, indent=2) + "\n")
-    draw(args, ends, mine, curves, elastic)
+    (args.workdir / "elastic.png").write_bytes(figure(found))
     console = Console()
-    console.print(found)
+    console.print({name: value for name, value in found.items() if name != "curves"})
     console.print(f"picture: {args.workdir / 'elastic.png'}")
 
 
-def draw(
-    args: argparse.Namespace, ends: np.ndarray, mine: np.ndarray, curves: np.ndarray, elastic: dict[str, Any]
-) -> None:
-    """The loss of the elastic run in the band of the seeds, and its distance from their mean in their deviations."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def figure(found: dict[str, Any]) -> bytes:
+    """A PNG: the loss of the elastic run in the band of the seeds, and its distance from their mean.
 
-    figure = Figure(figsize=(9, 6), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    mean, deviation = curves.mean(0), curves.std(0, ddof=1)
-    upper.fill_between(
-        ends, curves.min(0), curves.max(0), color="#2f6fde", alpha=0.25, lw=0, label=f"{len(curves)} seeds, all"
-    )
-    upper.plot(ends, mean, color="#2f6fde", lw=1, label=f"their mean, {elastic['hosts'][0]} hosts throughout")
-    upper.plot(ends, mine, color="#e4572e", lw=1.6, label=f"hosts {' → '.join(map(str, elastic['hosts']))}")
-    lower.axhspan(-2, 2, color="#2f6fde", alpha=0.15, lw=0)
-    lower.plot(ends, (mine - mean) / deviation, color="#e4572e", lw=1.2)
-    for step, hosts in zip([0, *elastic["stops"]], elastic["hosts"], strict=False):
+    Args:
+      found: what `report` writes to elastic.json.
+    """
+    curves, hosts, window = found["curves"], found["hosts"], found["window_steps"]
+    color, ends = style.EXCHANGE_COLORS["topk"], curves["ends"]
+    drawn = style.new_figure(9.5, 6.6, "Top-k with error feedback: one run resumed with fewer and more hosts")
+    upper, lower = drawn.subplots(2, 1, sharex=True, height_ratios=(5, 2))
+    low, high = curves["least_of_seeds"], curves["most_of_seeds"]
+    upper.fill_between(ends, low, high, color=_BAND, lw=0)
+    upper.plot(ends, curves["loss"], color=color, lw=1.8)
+    lower.axhspan(-2, 2, color=_BAND, lw=0)
+    lower.plot(ends, curves["deviations_from_mean"], color=color, lw=1.4)
+    style.dress(upper, y=f"training loss, mean of {window} steps")
+    style.dress(lower, x="step", y="from the mean of the\nseeds, in standard\ndeviations")
+    style.log_axis(upper, "y", [*low, *high, *curves["loss"]])
+    lower.set_ylim(min(-2.6, *curves["deviations_from_mean"]), max(2.6, *curves["deviations_from_mean"]))
+    for step in (0, *found["stops"]):
         for axes in (upper, lower):
-            axes.axvline(step, color="#8a8f99", lw=0.8, ls=":")
-        upper.annotate(f"{hosts} hosts", (step, 1), (6, -14), xycoords=("data", "axes fraction"),
-                       textcoords="offset points", color="#2b2d33")  # fmt: skip
-    upper.set_ylabel(f"training loss, mean of {WINDOW_STEPS} steps")
-    upper.set_yscale("log")
-    lower.set_ylabel("from the mean,\nin deviations of seeds")
-    lower.set_xlabel("step")
-    upper.legend(loc="lower left")
-    upper.set_title("Top-k with error feedback: the run goes on with fewer and more hosts", loc="left")
-    figure.savefig(args.workdir / "elastic.png")
+            axes.axvline(step, color=style.GREY, lw=0.8, ls=":")
+    style.legend(
+        drawn,
+        [
+            style.line_entry(f"measured: hosts {' → '.join(map(str, hosts))}", color, lw=1.8),
+            style.patch_entry(
+                f"measured: range of {len(found['seeds'])} seeds on {hosts[0]} hosts throughout (below: 2 deviations)",
+                color=_BAND,
+            ),
+        ],
+        width=72,
+    )
+    stretches = zip((0, *found["stops"]), hosts, strict=False)
+    style.label_top(upper, [(step, f"{number} host{'s' * (number > 1)} from here") for step, number in stretches])
+    return style.png(drawn)
 
 
 if __name__ == "__main__":

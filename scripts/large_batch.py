@@ -32,7 +32,7 @@ from jaxdl.config import ConfigError, fail
 from jaxdl.experiment import Experiment
 from jaxdl.optim import LARS, SGD, Cosine
 from jaxdl.outcome import exit_codes
-from jaxdl.report import Diverged
+from jaxdl.report import Diverged, style
 
 REFERENCE = 0.2 / 256
 """The learning rate an image of the batch that the factors multiply."""
@@ -168,41 +168,47 @@ def report(args: argparse.Namespace, found: dict[str, Any]) -> None:
         numbers = (f"{value:.4f}" for value in (mean, min(finals), max(finals)))
         table.add_row(name, *tuned, f"{one['learning_rate']:g}{edge}", *numbers, f"{100 * (mean - first):+.2f} points")
     Console(width=160).print(table)
-    plot(args.workdir / "large_batch.png", found)
+    (args.workdir / "large_batch.png").write_bytes(figure(found))
     print(f"written: {args.workdir / 'large_batch.json'}, {args.workdir / 'large_batch.png'}")
 
 
-def plot(path: Path, found: dict[str, Any]) -> None:
-    """Draws the tuning, the course of one seed and the final accuracies."""
-    import matplotlib as mpl
+def figure(found: dict[str, Any]) -> bytes:
+    """A PNG: the tuning, the course of one seed where there is one, and the final accuracies.
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.5), layout="constrained")
-    for place, (name, one) in enumerate(found.items()):
-        points = [(float(factor), value) for factor, value in one["tuned"].items() if value]
-        if points:  # Not all have diverged.
-            left.plot(*zip(*points, strict=True), "o-", label=name, color=f"C{place}", markersize=4)
+    Args:
+      found: what `report` writes to large_batch.json.
+    """
+    chosen = style.looks(list(found), style.OPTIMIZER_COLORS)
+    with_course = any(one["runs"][0]["course"] for one in found.values())
+    height = max(4.3, 0.42 * len(found) + 1.5) + style.legend_inches(len(found))
+    drawn = style.new_figure(16 if with_course else 12, height, "SGD and LARS at large batches, measured")
+    panels = list(drawn.subplots(1, 2 + with_course))
+    highest = max((value for one in found.values() for value in one["tuned"].values()), default=1.0)
+    floor = highest - 0.15  # What is far below the best is of no interest.
+    left, right = panels[0], panels[-1]
+    for name, one in found.items():
+        look = chosen[name]
+        points = [(float(factor), value) for factor, value in one["tuned"].items()]
+        left.plot(*zip(*points, strict=True), color=look.color, marker=look.mark, **style.MEASURED)
+        low = [factor for factor, value in points if value < floor]
+        left.plot(low, [floor + 0.004] * len(low), "v", mfc="none", mec=look.color, ms=6)
         course = one["runs"][0]["course"]
         if course:
-            middle.plot(*zip(*course, strict=True), color=f"C{place}")
-        finals = [run["final"] for run in one["runs"]]
-        right.plot(finals, [place] * len(finals), "o", alpha=0.7, color=f"C{place}")
-        right.plot(statistics.fmean(finals), place, "k|", markersize=16)
-    factors = sorted({float(factor) for one in found.values() for factor in one["tuned"]})
-    left.set(xlabel="learning rate / reference", ylabel="held-out accuracy (tuning)", xscale="log")
-    left.set_xticks(factors, [f"{factor:g}" for factor in factors])
-    left.minorticks_off()
-    highest = max((value for one in found.values() for value in one["tuned"].values()), default=1.0)
-    for axes in (left, middle):  # What is far below the best is of no interest.
-        axes.set_ylim(highest - 0.15, highest + 0.01)
-    left.legend(fontsize=8)
-    middle.set(xlabel="epoch", ylabel="test accuracy (first seed)")
-    right.set_yticks(range(len(found)), list(found), fontsize=8)
-    right.invert_yaxis()
-    right.set(xlabel="final test accuracy (each seed, and their mean)")
-    figure.savefig(path, dpi=120)
+            panels[1].plot(*zip(*course, strict=True), color=look.color, marker=look.mark, **style.MEASURED)
+    factors = [float(factor) for one in found.values() for factor in one["tuned"]]
+    style.dress(left, "Tuning", x="learning rate / (0.2 x batch / 256)", y="accuracy on 10 % held out, one seed")
+    style.log_axis(left, "x", factors, ticks_at_values=True)
+    for axes in panels[:-1]:
+        axes.set_ylim(floor, highest + 0.01)
+    if with_course:
+        style.dress(panels[1], "Course of the first seed", x="epoch", y="test accuracy")
+    style.dress(right, "At the best rate", x="final test accuracy")
+    style.seed_dots(right, {name: [run["final"] for run in one["runs"]] for name, one in found.items()}, chosen)
+    right.locator_params(axis="x", nbins=6)
+    names = [style.line_entry(name, look.color, look.mark, **style.MEASURED) for name, look in chosen.items()]
+    below = style.line_entry("below the panel, or diverged", style.GREY, "v", ls="", mfc="none", ms=6)
+    style.legend(drawn, [*names, below, style.mean_entry()])
+    return style.png(drawn)
 
 
 if __name__ == "__main__":

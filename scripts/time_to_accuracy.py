@@ -25,7 +25,9 @@ from trials import exchange_flags, finished, folder_name, parse, read_rows, same
 
 import jaxdl
 from jaxdl.config import ConfigError
+from jaxdl.launch.netns import parse_rate
 from jaxdl.outcome import exit_codes
+from jaxdl.report import style
 
 
 def main() -> None:
@@ -119,8 +121,9 @@ def report(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
                 ", ".join(f"{ratio:.2f}" for ratio in ratios),
             )
     Console(width=140).print(table)
-    (args.workdir / "times.json").write_text(json.dumps({"runs": runs, "summary": summary}, indent=2) + "\n")
-    draw(args, runs)
+    found = {"target": args.target, "runs": runs, "summary": summary}
+    (args.workdir / "times.json").write_text(json.dumps(found, indent=2) + "\n")
+    (args.workdir / "times.png").write_bytes(figure(runs, args.target))
     print(f"written: {args.workdir / 'times.json'}, {args.workdir / 'times.png'}")
 
 
@@ -129,24 +132,26 @@ def select(runs: list[dict[str, Any]], rate: str, exchange: str) -> list[dict[st
     return [one for one in runs if (one["rate"], one["exchange"]) == (rate, exchange)]
 
 
-def draw(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
-    """The time of each run, a panel for each rate."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.5 * len(args.rates) + 1, 0.7 * len(args.exchanges) + 1.6), dpi=140, layout="constrained")
-    FigureCanvasAgg(figure)
-    for axes, rate in zip(figure.subplots(1, len(args.rates), sharey=True, squeeze=False)[0], args.rates, strict=True):
-        for place, exchange in enumerate(args.exchanges):
-            seconds = [one["seconds"] for one in select(runs, rate, exchange) if one["seconds"] is not None]
-            axes.plot(seconds, [place] * len(seconds), "o", alpha=0.8)
-        axes.margins(x=0.1, y=0.4)
-        axes.set(title=f"{rate} a host", xlabel=f"seconds of training to {args.target:g}")
-        axes.set_xlim(left=0)
-        axes.set_yticks(range(len(args.exchanges)), [one.replace(",", ",\n") for one in args.exchanges])
-        axes.grid(axis="x", alpha=0.3)
-    axes.invert_yaxis()
-    figure.savefig(args.workdir / "times.png")
+def figure(runs: list[dict[str, Any]], target: float) -> bytes:
+    """A PNG: the time of each run that reached the target, a panel for each rate."""
+    rates, exchanges = ([*dict.fromkeys(one[key] for one in runs)] for key in ("rate", "exchange"))
+    chosen = style.looks(exchanges)
+    drawn = style.new_figure(
+        4.2 * len(rates) + 2.5, 0.6 * len(exchanges) + 2.2, f"Training time to test accuracy {target:g}, measured"
+    )
+    for axes, rate in zip(drawn.subplots(1, len(rates), sharex=True, squeeze=False)[0], rates, strict=True):
+        groups = {
+            exchange: [one["seconds"] for one in select(runs, rate, exchange) if one["seconds"] is not None]
+            for exchange in exchanges
+        }
+        style.dress(axes, f"link of a host: {parse_rate(rate) / 1e6:g} Mbit/s", x="seconds of training")
+        style.seed_dots(axes, groups, chosen)
+        if axes.get_subplotspec().colspan.start:  # pyright: ignore
+            axes.tick_params(labelleft=False)
+        axes.set_xlim(0, 1.05 * max((one["seconds"] for one in runs if one["seconds"] is not None), default=1.0))
+        axes.locator_params(axis="x", nbins=6)
+    style.legend(drawn, [style.measured_entry("one seed", line=False), style.mean_entry()])
+    return style.png(drawn)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from jaxdl.bench.cluster_report import (
     Turn,
     best,
     choose_rate,
+    curves,
     dense_ratio,
     figure,
     host_bytes,
@@ -150,7 +151,14 @@ def test_tables_and_figure():
     assert "topk block is 1.27x faster than dense, +10.0 % over the floor" in lines[0]
     assert "dense" in lines[-1]
     assert "-21.4 %" in lines[-1]
-    assert figure(rates, "title").startswith(b"\x89PNG")
+    at, series = curves(rates[::-1])
+    assert at == pytest.approx([0.4, 0.4])
+    assert list(series) == [FLOOR, BASELINE, "topk block"]
+    assert series[FLOOR].modelled_over_floor == [None, None]
+    assert series["topk block"].over_floor == pytest.approx([1.1, 1.1])
+    assert series["topk block"].times_faster == pytest.approx([1.4 / 1.1] * 2)
+    assert series["topk block"].modelled_over_floor == pytest.approx([1.1, 1.1])
+    assert figure(at, series, "title").startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

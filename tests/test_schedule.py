@@ -353,7 +353,8 @@ def test_tables_figure_and_json():
     assert schedule.summary_table(found, "title").row_count == 2
     assert schedule.messages_table(found["dense"], "dense").row_count == 2
     assert schedule.inner_messages(found["dense"]) == {"all-reduce": (1, 6e6, pytest.approx(6e-5))}
-    assert schedule.figure(found).startswith(b"\x89PNG")
-    [one] = json.loads(json.dumps(schedule.as_json(found["topk"])))["messages"]
+    values = json.loads(json.dumps({name: schedule.as_json(one) for name, one in found.items()}))
+    assert schedule.figure(values).startswith(b"\x89PNG")
+    [one] = values["topk"]["messages"]
     assert one["axes"] == ["replica"]
     assert one["kernels"] == {"fusion": 1}

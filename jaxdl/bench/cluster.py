@@ -30,6 +30,7 @@ from jaxdl.bench.cluster_hosts import HostFailed, Workers
 from jaxdl.bench.cluster_report import (
     Turn,
     choose_rate,
+    curves,
     figure,
     host_bytes,
     make_rows,
@@ -107,15 +108,19 @@ def main(args: list[str]) -> None:
         raise SystemExit(1) from None
     for line in summary(found["rows"]):
         console.print(f"  - {line}", soft_wrap=True)
-    title = f"{command.hosts} hosts x {command.devices_per_host} devices, {found['num_parameters']:,} parameters"
+    hosts = f"{command.hosts} hosts x {command.devices_per_host} devices"
+    title = f"Emulated cluster: {hosts}, {found['num_parameters']:,} parameters"
+    at, series = curves(found["rows"])
+    drawn = {"title": title, "dense_over_computation": at, "series": {k: v._asdict() for k, v in series.items()}}
     if command.plot:
-        replace_file(command.plot, figure(found["rows"], title))
+        replace_file(command.plot, figure(at, series, title))
     found["rows"] = [
         asdict(row) | {"error": row.error, "exchange_error": row.exchange_error}
         for rows in found["rows"]
         for row in rows
     ]
-    write_json(command.json, found | {"hosts": command.hosts, "devices_per_host": command.devices_per_host})
+    about = {"hosts": command.hosts, "devices_per_host": command.devices_per_host}
+    write_json(command.json, found | about | drawn)
 
 
 def parse_command(args: Sequence[str]) -> ClusterBench:

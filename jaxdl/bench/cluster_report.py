@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from jaxdl.bench.cluster_variants import BASELINE, FLOOR, VARIANTS, floor_of
+from jaxdl.report import style
 
 _HEADER_SHARE = 0.06
 """What Ethernet, IP and TCP headers and acknowledgements add to the bytes of an exchange, about."""
@@ -60,6 +60,17 @@ class Row:
         if self.exchange_sec < 0.05 * self.floor_sec:
             return None
         return (self.predicted_step_sec - self.floor_sec) / self.exchange_sec - 1
+
+
+class Curves(NamedTuple):
+    """One variant at all rates."""
+
+    over_floor: Sequence[float]
+    """Measured step over the step without exchange."""
+    times_faster: Sequence[float]
+    """Measured step of the dense exchange over this one's."""
+    modelled_over_floor: Sequence[float | None]
+    """As `over_floor`, with the exchange's time by the cost model; None where that is not known."""
 
 
 def choose_rate(ratio: float, *, host_bytes: float, floor_sec: float) -> str:
@@ -176,38 +187,40 @@ def summary(rates: Sequence[Sequence[Row]]) -> list[str]:
     return lines
 
 
-def figure(rates: Sequence[Sequence[Row]], title: str) -> bytes:
-    """A PNG: step over floor and speed-up over dense, by what the dense exchange costs."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
+def curves(rates: Sequence[Sequence[Row]]) -> tuple[list[float], dict[str, Curves]]:
+    """What the dense exchange costs over computation, at each rate in rising order; and by variant what is drawn."""
     ordered = sorted(rates, key=dense_ratio)
-    at = [dense_ratio(rows) for rows in ordered]
-    drawn = Figure(figsize=(12, 5), dpi=140, facecolor="white", layout="constrained")
-    canvas = FigureCanvasAgg(drawn)
-    left, right = drawn.subplots(1, 2)
-    for number, variant in enumerate(row.variant for row in ordered[0]):
+    found = {}
+    for variant in (row.variant for row in ordered[0]):
         own = [next(row for row in rows if row.variant == variant) for rows in ordered]
-        style: dict[str, Any] = {"color": f"C{number}", "marker": "o", "ms": 4, "lw": 1.5}
-        if variant in (FLOOR, BASELINE):
-            style |= {"color": "#2b2d33", "ls": "--" if variant == FLOOR else "-"}
-        left.plot(at, [1 + row.overhead for row in own], label=variant, **style)
-        right.plot(at, [row.speedup for row in own], **style)
-        if variant != FLOOR:
-            left.plot(at, [row.predicted_step_sec / row.floor_sec for row in own], "x", ms=5, color=style["color"])
-    left.set(ylabel="step / step without exchange (x: predicted)", yscale="log")
-    right.set(ylabel="times faster than the dense exchange between hosts")
-    highest = max(1 + row.overhead for rows in ordered for row in rows)
-    marks = [mark for mark in (1, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16, 32, 64) if mark <= 1.1 * highest]
-    left.set_yticks(marks, [f"{mark:g}" for mark in marks])
-    left.set_yticks([], minor=True)
-    for one in (left, right):
-        one.set(xscale="log", xlabel="dense exchange / computation")
-        one.set_xticks(at, [f"{ratio:.2g}" for ratio in at])
-        one.set_xticks([], minor=True)
-        one.grid(alpha=0.25)
-    left.legend(frameon=False, fontsize=8)
-    drawn.suptitle(title, fontsize=11)
-    image = io.BytesIO()
-    canvas.print_png(image)
-    return image.getvalue()
+        modelled = [None if variant == FLOOR else row.predicted_step_sec / row.floor_sec for row in own]
+        found[variant] = Curves([1 + row.overhead for row in own], [row.speedup for row in own], modelled)
+    return [dense_ratio(rows) for rows in ordered], found
+
+
+def figure(at: Sequence[float], series: Mapping[str, Curves], title: str) -> bytes:
+    """A PNG: step over floor and speed-up over dense, by what the dense exchange costs."""
+    height = max(4.6, 0.19 * len(series) + 1.3) + style.legend_inches(2)
+    drawn = style.new_figure(12.5, height, title)
+    left, right = drawn.subplots(1, 2)
+    chosen = style.looks(list(series))
+    for name, one in series.items():
+        color, mark = chosen[name].color, chosen[name].mark
+        left.plot(at, one.over_floor, color=color, marker=mark, lw=1.5, **style.MEASURED)
+        right.plot(at, one.times_faster, color=color, marker=mark, lw=1.5, **style.MEASURED)
+        modelled = [float("nan") if value is None else value for value in one.modelled_over_floor]
+        left.plot(at, modelled, color=color, marker=mark, lw=1, **style.MODELLED)
+    known = [value for one in series.values() for value in (*one.over_floor, *one.modelled_over_floor) if value]
+    x = "dense exchange / computation (slower link →)"
+    style.dress(left, "Step time", x=x, y="step / step without exchange")
+    style.dress(right, "Against the dense exchange between hosts", x=x, y="times faster than dense")
+    style.log_axis(left, "y", known, most=9)
+    for panel in (left, right):
+        style.log_axis(panel, "x", at, ticks_at_values=True)
+    style.legend(
+        drawn,
+        [style.measured_entry("measured, median of the rounds"), style.modelled_entry("modelled: floor + cost model")],
+    )
+    for panel, last in ((left, lambda one: one.over_floor[-1]), (right, lambda one: one.times_faster[-1])):
+        style.label_ends(panel, [(last(one), name, chosen[name]) for name, one in series.items()])
+    return style.png(drawn)

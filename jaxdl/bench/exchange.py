@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import statistics
 import time
@@ -20,6 +19,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from jaxdl.bench.exchange_plot import figure
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.cluster import start_devices
 from jaxdl.collectives.select import METHODS, Method
@@ -353,42 +353,3 @@ def as_json(command: ExchangeBench, machine: Machine, rows: Sequence[Row], found
         "recommended": label(found.best),
         "reasons": found.reasons,
     }
-
-
-def figure(rows: Sequence[Row], gradients: Gradients, machine: Machine, title: str) -> bytes:
-    """A PNG: predicted and measured times of every exchange; times of top-k by density, and of dense."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    drawn = Figure(figsize=(12, 0.32 * len(rows) + 2.2), dpi=140, facecolor="white", layout="constrained")
-    canvas = FigureCanvasAgg(drawn)
-    bars, curve = drawn.subplots(1, 2, width_ratios=(3, 2))
-    places, height = np.arange(len(rows)), 0.38
-    bars.barh(
-        places - height / 2, [1e3 * row.cost.total_sec for row in rows], height, color="#b9c4d6", label="predicted"
-    )
-    bars.barh(places + height / 2, [1e3 * row.measured_sec for row in rows], height, color="#2f6fde", label="measured")
-    bars.set_yticks(places, [label(row.config) for row in rows], fontsize=8)
-    bars.invert_yaxis()
-    bars.set_xlabel("ms an exchange")
-    bars.legend(frameon=False, fontsize=8)
-    dense = next(row for row in rows if row.config == Dense())
-    top_k = [(row.config, row) for row in rows if isinstance(row.config, TopK)]
-    shown = next(config for config, _ in top_k if config.algorithm == "all_to_all")
-    densities = np.logspace(-4, 0, 60)
-    for algorithm, color in (("all_gather", "#e4572e"), ("all_to_all", "#1b998b")):
-        configs = [shown.model_copy(update={"algorithm": algorithm, "density": float(one)}) for one in densities]
-        times = [1e3 * predict(config, gradients, machine).total_sec for config in configs]
-        curve.plot(densities, times, color=color, label=f"topk {shown.method}, {algorithm}, predicted")
-        same = {"algorithm": algorithm, "method": shown.method, "wire": "packed"}
-        points = [one for one in top_k if {name: getattr(one[0], name) for name in same} == same]
-        at = [config.density for config, _ in points]
-        curve.plot(at, [1e3 * row.measured_sec for _, row in points], "o", color=color)
-    curve.axhline(1e3 * dense.cost.total_sec, color="#2b2d33", lw=1, ls="--", label="dense float32, predicted")
-    curve.axhline(1e3 * dense.measured_sec, color="#2b2d33", lw=1, label="dense float32, measured")
-    curve.set(xscale="log", yscale="log", xlabel="density", ylabel="ms an exchange")
-    curve.legend(frameon=False, fontsize=8)
-    drawn.suptitle(title, fontsize=11)
-    image = io.BytesIO()
-    canvas.print_png(image)
-    return image.getvalue()

@@ -8,11 +8,10 @@ H100, each replica a host, on a machine without a GPU. Nothing is run: real kern
 
 from __future__ import annotations
 
-import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -28,7 +27,10 @@ from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.mesh import Axis
 from jaxdl.plan import compile_train_step, compiler_options, make_plan
-from jaxdl.report import replace_file
+from jaxdl.report import replace_file, style
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 STREAMS = "xla_gpu_executable_num_communication_streams"
 
@@ -80,9 +82,10 @@ def main(args: list[str]) -> None:
         found[name] = play(hlo.parse(text), plan.parts.layout.mesh.shape, links)
         console.print(messages_table(found[name], name))
     console.print(summary_table(found, f"{command.config}, {gbps:g} Gb/s"))
-    write_json(command.json, {name: as_json(timeline) for name, timeline in found.items()})
+    values = {name: as_json(timeline) for name, timeline in found.items()}
+    write_json(command.json, values)
     if command.plot:
-        replace_file(command.plot, figure(found))
+        replace_file(command.plot, figure(values))
 
 
 def exchanges(command: ScheduleBench) -> list[Any]:
@@ -179,6 +182,7 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
         "compute_sec": timeline.compute_sec,
         "step_sec": timeline.total_sec,
         "backward_sec": list(timeline.backward),
+        "spans": timeline.spans,
         "messages": [
             {
                 "kind": one.kind,
@@ -199,33 +203,43 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def figure(found: dict[str, Timeline]) -> bytes:
-    """A PNG: for each exchange kernels, messages inside a replica, and messages over the slow network, over time."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def figure(found: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """A PNG: for each exchange kernels, messages inside a replica, and messages over the slow network, over time.
 
-    colors = {"forward": "#7fa8d8", "backward": "#2f5f9e", "rest": "#b8b8b8"}
-    drawn = Figure(figsize=(13, 0.6 + 1.5 * len(found)), layout="constrained")
-    canvas = FigureCanvasAgg(drawn)
+    Args:
+      found: by exchange what `as_json` gives.
+    """
+    colors = {"forward": style.FORWARD, "backward": style.BACKWARD, "rest": style.OTHER_KERNELS}
+    chosen = style.looks(list(found))
+    inner = any(Axis.REPLICA.value not in message["axes"] for one in found.values() for message in one["messages"])
+    rows = ["kernels", *(["inside replicas"] if inner else []), "over replicas"]
+    heights = 0.22 * len(rows) + 0.62
+    drawn = style.new_figure(12.5, 1.2 + heights * len(found), "One training step: kernels and messages, all modelled")
     panels = drawn.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, (name, timeline) in zip(panels, found.items(), strict=True):
+    for panel, (name, one) in zip(panels, found.items(), strict=True):
         for what, color in colors.items():
-            _bars(panel, 2, [(begin, end) for begin, end, one in timeline.spans if one == what], color)
-        inner = [(one.begin_sec, one.end_sec) for one in timeline.messages if not one.over_replica]
-        _bars(panel, 1, inner, "#8f6fb0")
-        _bars(panel, 0, [(one.begin_sec, one.end_sec) for one in timeline.exchange], "#d9622b")
-        panel.set_yticks([0, 1, 2], ["over replicas", "inside", "kernels"], fontsize=8)
-        panel.set_ylim(-0.5, 2.5)
-        panel.set_title(
-            f"{name}: {1e3 * timeline.total_sec:.1f} ms, {100 * timeline.hidden_share:.0f} % of the bytes hidden",
-            loc="left",
-            fontsize=9,
-        )
-    panels[-1].set_xlabel("ms (kernels: forward light, backward dark, the rest grey)")
-    image = io.BytesIO()
-    canvas.print_png(image)
-    return image.getvalue()
+            _bars(panel, 0, [(begin, end) for begin, end, which in one["spans"] if which == what], color)
+        for message in one["messages"]:
+            over = Axis.REPLICA.value in message["axes"]
+            color = chosen[name].color if over else style.INNER_MESSAGES
+            _bars(panel, len(rows) - 1 if over else 1, [(message["begin_sec"], message["end_sec"])], color)
+        title = f"{name}: {1e3 * one['step_sec']:.1f} ms, {100 * one['hidden_share']:.0f} % of the bytes hidden"
+        style.dress(panel, style.wrapped(title, 110))
+        style.rows_of_names(panel, rows)
+    panels[-1].set_xlabel("ms since the step began", color=style.GREY, fontsize=style.SMALL)
+    panels[-1].set_xlim(left=0)
+    entries = [
+        style.patch_entry("kernels: forward pass", color=style.FORWARD),
+        style.patch_entry("kernels: backward pass", color=style.BACKWARD),
+        style.patch_entry("kernels: all others", color=style.OTHER_KERNELS),
+        style.patch_entry("message over replicas, in the colour of its exchange", fc="none", ec=style.INK),
+    ]
+    if inner:
+        entries.append(style.patch_entry("message inside replicas", color=style.INNER_MESSAGES))
+    style.legend(drawn, entries, width=60)
+    return style.png(drawn)
 
 
-def _bars(panel: Any, row: int, spans: Sequence[tuple[float, float]], color: str) -> None:
-    panel.broken_barh([(1e3 * begin, 1e3 * (end - begin)) for begin, end in spans], (row - 0.4, 0.8), color=color)
+def _bars(panel: Axes, row: int, spans: Sequence[tuple[float, float]], color: str) -> None:
+    places = [(1e3 * begin, 1e3 * (end - begin)) for begin, end in spans]
+    panel.broken_barh(places, (row - 0.4, 0.8), color=color, lw=0)

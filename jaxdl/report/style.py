@@ -1,0 +1,306 @@
+"""The one look of all figures: sizes, colours by meaning, measured and modelled values told apart, labels that fit.
+
+What is measured is drawn solid, with filled marks; what a model predicts is drawn dashed, with hollow marks; and
+`legend` has an entry for each of the two. An exchange has the colour of its kind in every figure, the variants of a
+kind differ in mark and shade. Colours are those of Okabe and Ito (2008), which people with any of the common colour
+deficiencies tell apart. No pyplot: figures need no display and may be drawn in any thread.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.text import Annotation
+
+INK, GREY, GRID, SPINE = "#2b2d33", "#6b7079", "#e9ebef", "#c9ccd3"
+DPI, TITLE, SUBTITLE, SMALL = 140, 12, 10.5, 9
+"""Dots an inch; then sizes of type in points: a figure's title, a panel's, and everything else."""
+
+EXCHANGE_COLORS: Mapping[str, str] = {
+    "no": "#b9bec7",
+    "dense": INK,
+    "topk": "#d55e00",
+    "quantized": "#0072b2",
+    "powersgd": "#009e73",
+    "sign": "#cc79a7",
+}
+"""By the kind of exchange, the first word of its name; "no exchange" is the floor."""
+OPTIMIZER_COLORS: Mapping[str, str] = {"SGD": "#56b4e9", "LARS": "#e69f00"}
+OTHER_COLOR = "#7b4fc9"
+FORWARD, BACKWARD, OTHER_KERNELS, INNER_MESSAGES = "#c3cede", "#7587a6", "#e6d9a8", "#56b4e9"
+"""What fills a device's time: kernels of the forward pass, the backward pass and all else, messages in a replica."""
+KIND_MARKS: Mapping[str, str] = {"no": ".", "dense": "o", "topk": "s", "quantized": "D", "powersgd": "^", "sign": "v"}
+VARIANT_MARKS = "<>phd8*P"
+MOST_SHADE = 0.4
+"""How much white the lightest variant of a kind has."""
+MEASURED: Mapping[str, Any] = {"ls": "-", "ms": 5.5}
+MODELLED: Mapping[str, Any] = {"ls": (0, (4, 2.5)), "ms": 7, "mfc": "none", "mew": 1.3}
+
+
+@dataclass(frozen=True)
+class Look:
+    """How a series is drawn in every panel of a figure."""
+
+    color: str
+    mark: str
+    text_color: str
+    """Of its kind: darker than the lines of variants, since letters are thin."""
+
+
+def looks(names: Sequence[str], colors: Mapping[str, str] = EXCHANGE_COLORS) -> dict[str, Look]:
+    """A look for each name: the colour by its first word; names that share the word differ in mark and in shade."""
+    kinds = {name: kind_of(name) for name in names}
+    found: dict[str, Look] = {}
+    for name, kind in kinds.items():
+        alike = [one for one in kinds if kinds[one] == kind]
+        alike.sort(key=lambda one: one != kind)  # The plain kind first: its variants are the lighter ones.
+        place = alike.index(name)
+        shade = MOST_SHADE * place / (len(alike) - 1) if place else 0.0
+        mark = VARIANT_MARKS[(place - 1) % len(VARIANT_MARKS)] if place else KIND_MARKS.get(kind, "o")
+        color = colors.get(kind, OTHER_COLOR)
+        found[name] = Look(_lighter(color, shade), mark, GREY if kind == "no" else color)
+    return found
+
+
+def kind_of(name: str) -> str:
+    """The first word of a name: `topk` of "topk exact" and of "topk,density=0.01"."""
+    return re.split(r"[ ,]", name, maxsplit=1)[0]
+
+
+def _lighter(color: str, share: float) -> str:
+    from matplotlib.colors import to_hex, to_rgb
+
+    red, green, blue = (part + share * (1 - part) for part in to_rgb(color))
+    return to_hex((red, green, blue))
+
+
+def new_figure(width: float, height: float, title: str = "") -> Figure:
+    """An empty figure of so many inches; a long title is broken into lines."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=DPI, facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # pyright: ignore
+    if title:
+        lines = textwrap.fill(title, int(9.0 * width))
+        figure.suptitle(lines, fontsize=TITLE, fontweight="bold", color=INK, x=0.01, ha="left")
+    return figure
+
+
+def dress(axes: Axes, title: str = "", *, x: str = "", y: str = "") -> None:
+    """Title, names of the axes with their units, grid and spines of a panel."""
+    if title:
+        axes.set_title(title, loc="left", fontsize=SUBTITLE, fontweight="bold", color=INK)
+    axes.set_xlabel(x, color=GREY, fontsize=SMALL)
+    axes.set_ylabel(y, color=GREY, fontsize=SMALL)
+    axes.grid(color=GRID, lw=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(which="both", colors=GREY, length=0, labelsize=SMALL)
+    axes.ticklabel_format(style="plain", useOffset=False)
+    axes.tick_params(axis="x", pad=6)  # Else a 0 of both axes overlaps at the corner.
+    for side, spine in axes.spines.items():
+        spine.set_visible(side == "bottom")
+        spine.set_color(SPINE)
+
+
+def rows_of_names(axes: Axes, names: Sequence[str], width: int = 30) -> None:
+    """Makes the vertical axis one of rows, the first on top, each with its name."""
+    axes.set_yticks(range(len(names)), [wrapped(name, width) for name in names], fontsize=SMALL, color=INK)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.grid(visible=False, axis="y")
+
+
+def wrapped(name: str, width: int) -> str:
+    """The name in lines of at most so many characters, broken at spaces and commas where that is possible."""
+    return textwrap.fill(re.sub(r",(?=[^\s\d])", ", ", name), width)
+
+
+def log_axis(
+    axes: Axes, name: Literal["x", "y"], values: Sequence[float], *, most: int = 7, ticks_at_values: bool = False
+) -> None:
+    """A logarithmic scale over the values, with at most so many ticks in plain numbers.
+
+    With `ticks_at_values` they are at the values themselves, if those are few and apart enough to be read.
+    """
+    from matplotlib.ticker import MaxNLocator
+
+    at, low, high = sorted(set(values)), min(values), max(values)
+    margin = (high / low) ** 0.05 if high > low else 1.1
+    first, last = low / margin, high * margin
+    apart = all(after / before > (last / first) ** 0.08 for before, after in itertools.pairwise(at))
+    if ticks_at_values and apart and len(at) <= most:
+        ticks = list(at)
+    elif last / first < 3:
+        ticks = [float(tick) for tick in MaxNLocator(most - 1).tick_values(first, last)]
+    else:
+        powers = range(math.floor(math.log10(first)), math.ceil(math.log10(last)) + 1)
+        ticks = []
+        for leads in ((1,), (1, 3), (1, 2, 5), (1, 1.5, 2, 3, 4, 6, 8)):
+            finer = [lead * 10.0**power for power in powers for lead in leads if first <= lead * 10.0**power <= last]
+            ticks = finer if len(finer) <= most or not ticks else ticks
+        ticks = ticks[:: math.ceil(len(ticks) / most)]
+    axes.set(**{f"{name}scale": "log", f"{name}lim": (first, last)})
+    axis = axes.xaxis if name == "x" else axes.yaxis
+    axis.set_ticks([tick for tick in ticks if first <= tick <= last], minor=False)
+    axis.set_major_formatter(lambda value, _: plain(value))
+    axis.set_ticks([], minor=True)
+
+
+def plain(value: float) -> str:
+    """A tick's number, without a power of ten where that is short enough: 0.002, 1.5, 20,000."""
+    if 1e3 <= value < 1e7:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if 1e-4 <= value < 1e3 else f"{value:.0e}"
+
+
+def line_entry(label: str, color: str = GREY, mark: str = "", **style: Any) -> Artist:
+    """An entry of a legend: a line, with its mark if there is one."""
+    from matplotlib.lines import Line2D
+
+    return Line2D([], [], color=color, marker=mark or None, label=label, **style)
+
+
+def patch_entry(label: str, **style: Any) -> Artist:
+    """An entry of a legend: a filled area."""
+    from matplotlib.patches import Patch
+
+    return Patch(label=label, **style)
+
+
+def measured_entry(label: str = "measured", *, line: bool = True) -> Artist:
+    """What a solid line with filled marks means."""
+    return line_entry(label, mark="o", **{**MEASURED, **({} if line else {"ls": ""})})
+
+
+def modelled_entry(label: str = "modelled", *, line: bool = True) -> Artist:
+    """What a dashed line with hollow marks means."""
+    return line_entry(label, mark="o", **{**MODELLED, **({} if line else {"ls": ""})})
+
+
+def legend(figure: Figure, entries: Sequence[Artist], *, width: int = 44) -> None:
+    """Below the panels, over no data, in as many columns as the figure has room for."""
+    labels = [wrapped(str(entry.get_label()), width) for entry in entries]
+    longest = max(len(line) for label in labels for line in label.splitlines())
+    column = (0.62 * longest + 4.5) * SMALL / 72  # A character is about 0.6 em wide, and the handle 4 em.
+    num_columns = max(1, min(len(entries), int(figure.get_size_inches()[0] / column)))
+    figure.legend(
+        entries, labels, loc="outside lower center", ncols=num_columns, frameon=False, fontsize=SMALL, labelcolor=INK
+    )
+
+
+def legend_inches(num_entries: int, per_row: int = 4) -> float:
+    """About the height that a legend of so many entries adds to a figure."""
+    return 0.2 * math.ceil(num_entries / per_row) + 0.1
+
+
+def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
+    """Centres near the `wanted` ones, in the same order, of intervals of these sizes that do not overlap.
+
+    The least sum of squared moves (isotonic regression by pooling adjacent violators); inside `low` to `high` where
+    all of them fit there, else around its middle.
+    """
+    order = sorted(range(len(wanted)), key=wanted.__getitem__)
+    if not order:
+        return []
+    offsets = [0.0]
+    for before, after in itertools.pairwise(order):
+        offsets.append(offsets[-1] + (sizes[before] + sizes[after]) / 2)
+    pools: list[tuple[float, int]] = []
+    for place, index in enumerate(order):
+        pool = (wanted[index] - offsets[place], 1)
+        while pools and pools[-1][0] > pool[0]:
+            mean, count = pools.pop()
+            pool = ((mean * count + pool[0] * pool[1]) / (count + pool[1]), count + pool[1])
+        pools.append(pool)
+    least, most = low + sizes[order[0]] / 2, high - sizes[order[-1]] / 2 - offsets[-1]
+    if least > most:
+        least = most = (least + most) / 2
+    moved = [min(max(mean, least), most) for mean, count in pools for _ in range(count)]
+    found = [0.0] * len(order)
+    for place, index in enumerate(order):
+        found[index] = moved[place] + offsets[place]
+    return found
+
+
+def label_ends(axes: Axes, ends: Iterable[tuple[float, str, Look]]) -> None:
+    """Names lines at the right edge: (last value, name, look) each, moved apart where they would overlap.
+
+    To be called when all else is drawn, since the place of the panel has to be known.
+    """
+    style = {"xycoords": ("axes fraction", "data"), "va": "center", **_NOTE}
+    notes = [
+        axes.annotate(text, (1, at), (16, 0), color=look.text_color, **_line(look.color, 0, 0.5), **style)
+        for at, text, look in ends
+    ]
+
+    _move_apart(axes, notes, vertical=True)
+
+
+def label_top(axes: Axes, places: Iterable[tuple[float, str]]) -> None:
+    """Names places of the horizontal axis above the panel, moved apart where they would overlap; to be called last."""
+    style = {"xycoords": ("data", "axes fraction"), "ha": "center", **_NOTE}
+    notes = [axes.annotate(text, (at, 1), (0, 10), color=INK, **_line(GREY, 0.5, 0), **style) for at, text in places]
+    _move_apart(axes, notes, vertical=False)
+
+
+_NOTE: Mapping[str, Any] = {"textcoords": "offset points", "fontsize": SMALL, "annotation_clip": False}
+
+
+def _line(color: str, across: float, up: float) -> dict[str, Any]:
+    """A thin line from a label to what it names, that leaves the label at this part of its width and height."""
+    arrow = {"arrowstyle": "-", "color": color, "lw": 0.7, "shrinkA": 1, "shrinkB": 1, "relpos": (across, up)}
+    return {"arrowprops": arrow}
+
+
+def _move_apart(axes: Axes, notes: Sequence[Annotation], *, vertical: bool) -> None:
+    from matplotlib.text import Text
+
+    figure: Figure = axes.get_figure(root=True)  # pyright: ignore
+    figure.draw_without_rendering()
+    renderer = figure.canvas.get_renderer()  # pyright: ignore
+    boxes = [Text.get_window_extent(note, renderer) for note in notes]  # Of the text alone, without its line.
+    panel, point = axes.get_window_extent(renderer), figure.dpi / 72
+    if vertical:
+        at, sizes = [(box.y0 + box.y1) / 2 for box in boxes], [box.height + point for box in boxes]
+        after = spread(at, sizes, panel.y0, panel.y1)
+    else:
+        at, sizes = [(box.x0 + box.x1) / 2 for box in boxes], [box.width + 8 * point for box in boxes]
+        after = spread(at, sizes, panel.x0, panel.x1)
+    for note, old, new in zip(notes, at, after, strict=True):
+        x, y = note.get_position()
+        shift = (new - old) / point
+        note.set_position((x, y + shift) if vertical else (x + shift, y))
+
+
+def png(figure: Figure) -> bytes:
+    """The figure as a PNG file."""
+    image = io.BytesIO()
+    figure.savefig(image, format="png")
+    return image.getvalue()
+
+
+def seed_dots(axes: Axes, groups: Mapping[str, Sequence[float]], chosen: Mapping[str, Look]) -> None:
+    """A row for each name: a measured value for each seed, and a tall bar at their mean."""
+    for place, (name, values) in enumerate(groups.items()):
+        look = chosen[name]
+        axes.plot(values, [place] * len(values), look.mark, color=look.color, ms=7, alpha=0.85, mec="white", mew=0.6)
+        if values:
+            axes.plot(sum(values) / len(values), place, "|", color=INK, ms=17, mew=1.4)
+    rows_of_names(axes, list(groups))
+
+
+def mean_entry() -> Artist:
+    """What the bar of `seed_dots` means."""
+    return line_entry("mean of the seeds", INK, "|", ls="", ms=12, mew=1.4)

@@ -1,0 +1,62 @@
+"""Draws the figures of docs/ from their data: `python scripts/draw_docs.py`, or with names, `draw_docs.py cluster`.
+
+docs/data/NAME.json holds what docs/NAME.png shows; its "source" says which measurement it comes from. The JSON files of
+the measurements themselves have the same fields, so a new measurement is drawn by putting its file there:
+
+    cluster            python -m jaxdl.bench cluster --json docs/data/cluster.json
+    elastic            scripts/draw_elastic.py writes WORKDIR/elastic.json
+    time_to_accuracy   scripts/time_to_accuracy.py writes WORKDIR/times.json
+    schedule           python -m jaxdl.bench schedule --json FILE: the value of "found"
+    large_batch        scripts/large_batch.py writes WORKDIR/large_batch.json: the value of "found"
+
+docs/idea.png is drawn by scripts/draw_idea.py; docs/curves.png is the curves.png of a run (RESULTS.md, Training).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import draw_elastic
+import large_batch
+import time_to_accuracy
+
+from jaxdl.bench import cluster_report, schedule
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def cluster(data: dict[str, Any]) -> bytes:
+    """The figure of `python -m jaxdl.bench cluster`."""
+    series = {name: cluster_report.Curves(**one) for name, one in data["series"].items()}
+    return cluster_report.figure(data["dense_over_computation"], series, data["title"])
+
+
+FIGURES: Mapping[str, Callable[[dict[str, Any]], bytes]] = {
+    "cluster": cluster,
+    "elastic": draw_elastic.figure,
+    "large_batch": lambda data: large_batch.figure(data["found"]),
+    "schedule": lambda data: schedule.figure(data["found"]),
+    "time_to_accuracy": lambda data: time_to_accuracy.figure(data["runs"], data["target"]),
+}
+
+
+def read(name: str) -> dict[str, Any]:
+    """The data of a figure."""
+    return json.loads((DOCS / "data" / f"{name}.json").read_text())
+
+
+def main() -> None:
+    """Draws the figures that are named, or all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*FIGURES, []], help=", ".join(FIGURES))
+    for name in parser.parse_args().names or FIGURES:
+        (DOCS / f"{name}.png").write_bytes(FIGURES[name](read(name)))
+        print(DOCS / f"{name}.png")
+
+
+if __name__ == "__main__":
+    main()
