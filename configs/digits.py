@@ -2,7 +2,7 @@
 
 python -m jaxdl.train --config configs/digits.py --workdir runs/digits
 
-Expect: test accuracy 0.997 after 30 epochs. Time: half a minute on 2 CPU cores.
+Expect: test accuracy 0.992 to 1.000 after 30 epochs (three seeds). Time: about a minute on 2 shared CPU cores.
 """
 
 from jaxdl.data import Digits

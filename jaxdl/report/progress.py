@@ -165,7 +165,7 @@ class Progress:
         if self._is_said(word) and not self._use_live:
             self._say(f"{word} ...", "")
         if word == TRAINING:
-            # The pause must not look like slow steps: the window starts anew, and the old rate holds until then.
+            # The pause must not look like slow steps: the window is emptied; until it fills, the old rate is shown.
             self._samples = _samples()
             self._sample(time.perf_counter())
 
@@ -229,7 +229,7 @@ class Progress:
         doing = self._status
         if part is not None:
             doing += f" {part[0]:,}/{part[1]:,}"
-        elif doing != TRAINING:
+        elif doing != TRAINING and time.perf_counter() - self._since >= WORTH_SAYING_SEC:
             doing += f" {format_duration(time.perf_counter() - self._since)}"
         cells = {"steps": Text(f"{step:,}/{self.total_steps:,}")}
         if self._epoch_at is not None:

@@ -77,7 +77,7 @@ class Reporter:
       task: from sums over examples to metrics; the unit of the throughput.
       spec: describes the data to the task.
       input_activity: what the source of the training data has done so far, see `InputWatch`.
-      observe: is told the metrics of steps when they are reported; what it raises is raised by `add` and `flush`.
+      observe: receives the metrics of steps when they are reported; what it raises is raised by `add` and `flush`.
     """
 
     def __init__(
@@ -321,9 +321,8 @@ class Reporter:
         self.history.write(whole)
         if self._progress is not None:
             shown = {name: value for name, value in whole.items() if _worth_a_look(name, value)}
-            if self._task.objective and "train/loss" in shown:
-                # Beside "eval/loss" it would look like the same quantity.
-                shown["train/objective"] = shown.pop("train/loss")
+            if self._task.objective:  # Beside "eval/loss" its name would make it look like the same quantity.
+                shown = {"train/objective" if name == "train/loss" else name: shown[name] for name in shown}
             self._progress.report(shown)
 
 
