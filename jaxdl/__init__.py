@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxdl.config import ConfigError
+    from jaxdl.errors import ConfigError
     from jaxdl.experiment import Experiment, load
     from jaxdl.outcome import Interrupted, Run
     from jaxdl.predictor import Predictor, restore
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "ConfigError": "jaxdl.config",
+    "ConfigError": "jaxdl.errors",
     "Experiment": "jaxdl.experiment",
     "load": "jaxdl.experiment",
     "Interrupted": "jaxdl.outcome",

@@ -1,4 +1,4 @@
-"""The base class of every config, how a config file is loaded, and how the command line changes it. No jax here.
+"""The base class of every config, and how a config file is loaded. No jax here.
 
 A config is a frozen pydantic model that stands beside the code it configures and builds it. A *choice* (which
 optimizer, model, data set...) is a field whose type is a union of config classes, each told apart by its literal
@@ -7,26 +7,26 @@ optimizer, model, data set...) is a field whose type is a union of config classe
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import sys
 import traceback
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeGuard, TypeVar, Union
 
 import pydantic
 import tyro
 
+from jaxdl.errors import ConfigError
+from jaxdl.startup import check_source, find_config
+
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 Kind = tyro.conf.Suppress
 """Marks the `kind` field of a choice, `kind: Annotated[Literal["sgd"], Kind] = "sgd"`: it is no option of its own."""
-
-
-class ConfigError(ValueError):
-    """What the user wrote cannot be run. The message has the value, why not, and what to do instead."""
 
 
 class Config(pydantic.BaseModel):
@@ -39,6 +39,14 @@ class Config(pydantic.BaseModel):
     def __init__(self, **values: Any) -> None:
         with one_message():
             super().__init__(**values)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self).model_fields:
+            raise ConfigError(
+                f"{name}: a config is frozen. Make a changed copy instead, replaced({{{name!r}: ...}}), as in "
+                f"experiment = experiment.replaced({{'steps': 100}})."
+            )
+        super().__setattr__(name, value)
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -70,7 +78,7 @@ class Config(pydantic.BaseModel):
             path: value for path, value in overrides.items() if path in choices(type(self)) and isinstance(value, str)
         }
         for path, name in kinds.items():
-            if _get(self, path).kind != name:
+            if field_at(self, path).kind != name:
                 _set(values, path, make_choice(type(self), path, name).model_dump())
         for path, value in overrides.items():
             if path not in kinds:
@@ -90,29 +98,80 @@ class one_message:
             raise ConfigError(describe(error)) from None
 
 
-def describe(error: pydantic.ValidationError) -> str:
-    """The problems of a pydantic error in a line each, `optimizer.learning_rate: what is wrong (got value)`."""
-    return "\n".join(f"{'.'.join(where)}: {what}" if where else what for where, what in _problems(error))
+def describe(error: pydantic.ValidationError, name: Callable[[str, str, str], str] | None = None) -> str:
+    """The problems of a pydantic error in a line each, `optimizer.learning_rate: what is wrong (got value)`.
+
+    `name` writes the line from the dotted field, what is wrong, and the value, where it is not in the text.
+    """
+    return "\n".join((name or _in_python)(".".join(where), what, given) for where, what, given in _problems(error))
 
 
-def _problems(error: pydantic.ValidationError) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Each problem of a pydantic error: (names of the field and those around it, what is wrong)."""
+def _in_python(path: str, what: str, given: str) -> str:
+    return (f"{path}: " if path else "") + what + (f" (got {given})" if given else "")
+
+
+def _problems(error: pydantic.ValidationError) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """Each problem of a pydantic error: (names of the field and those around it, what is wrong, the value or "")."""
     for problem in error.errors():
         where, what = tuple(str(part) for part in problem["loc"]), problem["msg"]
         context = problem.get("ctx", {})
         cause = context.get("error")
         if isinstance(cause, ConfigError) and isinstance(cause.__context__, pydantic.ValidationError):
             # A config inside this one: its own report. In a choice, the name of the kind follows that of the field.
-            yield from ((where[:1] + inner, what) for inner, what in _problems(cause.__context__))
+            yield from ((where[:1] + inner, text, given) for inner, text, given in _problems(cause.__context__))
         elif problem["type"] == "extra_forbidden":
-            yield where, "there is no such field; --help lists the fields"
+            yield where, _no_such_field(error.title, where[-1]), ""
         elif problem["type"] == "union_tag_invalid":
             kinds = context["expected_tags"].replace("'", "")
-            yield where, f"there is no such kind (got {context['tag']!r}); choose one of {kinds}"
+            yield where, f"there is no such kind (got {context['tag']!r}); choose one of {kinds}", ""
+        elif problem["type"] in ("union_tag_not_found", "model_type", "model_attributes_type"):
+            yield where, _not_a_config(error.title, where, problem["input"]), ""
         elif problem["type"] == "value_error":
-            yield where, what.removeprefix("Value error, ")
+            yield where, what.removeprefix("Value error, "), ""
         else:
-            yield where, f"{what} (got {problem['input']!r})"
+            yield where, what, repr(problem["input"])
+
+
+def _no_such_field(title: str, name: str) -> str:
+    """What to say of a field that the config class called `title` does not have."""
+    fields = [name for name in _class_called(title).model_fields if name != "kind"]
+    near = difflib.get_close_matches(name, fields, n=1)
+    return (
+        "there is no such field. "
+        + (f"Did you mean {near[0]}? " if near else "")
+        + f"{title} has {', '.join(sorted(fields))}"
+    )
+
+
+def _not_a_config(title: str, where: tuple[str, ...], value: Any) -> str:
+    """What to say of a value that should be a config object, for the field `where` of the class called `title`."""
+    field = _class_called(title).model_fields.get(where[0])
+    kinds = _members(field.annotation) if field is not None else []
+    names = ", ".join(f"{one.__name__}()" for one in kinds)
+    if isinstance(value, type):
+        return f"{value.__name__} is a class, not an object. Write {value.__name__}(...)" + (
+            "" if value in kinds or not kinds else f", of one of {names}"
+        )
+    if isinstance(value, str) and kinds:
+        named = [one for one in kinds if one.model_fields["kind"].default == value]
+        advice = f"{named[0].__name__}(...)" if named else f"one of {names}"
+        return f"{value!r} is a text; give an object: {advice}. By name it is given in overrides or on the command line"
+    what = f"an object of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+    if callable(getattr(value, "init", None)) and callable(getattr(value, "update", None)):
+        what = "an optax transformation"
+    return f"{what} is no config. Give " + (
+        f"an object of one of {names}" if kinds else "an object of its config class"
+    )
+
+
+def _class_called(title: str) -> type[Config]:
+    """The config class of this name: pydantic's reports have no more of it."""
+    found: list[type[Config]] = [Config]
+    for one in found:
+        if one.__name__ == title:
+            return one
+        found += one.__subclasses__()
+    raise AssertionError(f"there is no config class {title}")
 
 
 def _set(values: dict[str, Any], path: str, value: Any) -> None:
@@ -130,7 +189,11 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
             f"{path}: a kind has fields of its own. Give {where} = {value!r}, then the fields of that kind."
         )
     if last not in values:
-        raise ConfigError(f"{path}: there is no such field; one of {', '.join(sorted(values))} was expected.")
+        near = difflib.get_close_matches(last, values, n=1)
+        raise ConfigError(
+            f"{path}: there is no such field; one of {', '.join(sorted(values))} was expected."
+            + (f" Did you mean {'.'.join([*parents, near[0]])}?" if near else "")
+        )
     values[last] = value
 
 
@@ -159,6 +222,14 @@ def choices(cls: type[Config], prefix: str = "") -> dict[str, dict[str, type[Con
     return found
 
 
+def field_at(config: Config, path: str) -> Any:
+    """The value of a dotted field."""
+    value: Any = config
+    for part in path.split("."):
+        value = getattr(value, part)
+    return value
+
+
 def make_choice(cls: type[Config], path: str, name: str) -> Config:
     """The kind called `name` of the choice at `path`, with its defaults. Raises ConfigError for an unknown name."""
     kinds = choices(cls)[path]
@@ -168,24 +239,17 @@ def make_choice(cls: type[Config], path: str, name: str) -> Config:
         return kinds[name]()
 
 
-def load_file(path: str | Path) -> Config:
+def load_file(given: str | Path) -> Config:
     """Runs `config()` of a Python file, or with `FILE:NAME` its function `NAME`, and returns the config.
 
-    The file may import others from its folder. Raises ConfigError when that is not possible.
+    Instead of a file, the name of a config that comes with jaxdl will do: `digits`. The file may import others from its
+    folder. Raises ConfigError when that is not possible.
     """
-    path, function = Path(path), "config"
-    if not path.is_file() and ":" in path.name:
-        name, function = path.name.rsplit(":", 1)
-        if not name or not function.isidentifier():
-            raise ConfigError(
-                f"--config {path}: neither a file nor FILE:NAME, a file and the name of a function in it."
-            )
-        path = path.with_name(name)
-    if not path.is_file():
-        raise ConfigError(f"--config {path}: no such file; the examples are in configs/.")
+    check_source(given)
+    path, function = find_config(given)
     spec = importlib.util.spec_from_file_location(f"jaxdl_config_{path.stem}", path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"--config {path}: not a Python file (its name must end in .py).")
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # Dataclasses and pydantic look types up there.
     folder = str(path.resolve().parent)
@@ -195,86 +259,25 @@ def load_file(path: str | Path) -> Config:
         make = getattr(module, function, None)
         made = make() if callable(make) else None
     except ConfigError as error:
-        raise ConfigError(f"--config {path}{_line(error, spec.origin)}: {error}") from None
+        raise ConfigError(f"--config {given}{_line(error, spec.origin)}: {error}") from None
+    except SystemExit as error:
+        where = _line(error, spec.origin)
+        raise ConfigError(f"--config {given}{where}: it ends the program (sys.exit or exit). Remove that.") from None
     except Exception as error:
-        what = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise ConfigError(f"--config {path}{_line(error, spec.origin)}: {type(error).__name__}: {what}") from error
+        raise ConfigError(f"--config {given}{_line(error, spec.origin)}: {type(error).__name__}: {error}") from error
     finally:
         sys.path.pop(sys.path.index(folder))
     if not callable(make):
-        raise ConfigError(f"--config {path}: defines no function `{function}()` that returns an Experiment.")
+        raise ConfigError(f"--config {given}: defines no function `{function}()` that returns an Experiment.")
     if not isinstance(made, Config):
-        raise ConfigError(f"--config {path}: {function}() returned {type(made).__name__}, not an Experiment.")
+        raise ConfigError(f"--config {given}: {function}() returned {type(made).__name__}, not an Experiment.")
     return made
 
 
-def _line(error: Exception, filename: str | None) -> str:
+def _line(error: BaseException, filename: str | None) -> str:
     """`, line 12`: where in the file the error came from, or nothing if it has no part in it."""
-    if isinstance(error, SyntaxError) and error.filename == filename:
-        return f", line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
     return f", line {lines[-1]}" if lines else ""
-
-
-def take_choices(config: ConfigT, args: Sequence[str]) -> tuple[ConfigT, list[str]]:
-    """Applies `--optimizer lars` and the like to the config; returns it and the arguments that are left."""
-    known, rest, left = choices(type(config)), list(args), []
-    switched: dict[str, str] = {}
-    while rest:
-        flag, equals, value = rest.pop(0).partition("=")
-        path = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or path not in known:
-            left.append(flag + equals + value)
-            continue
-        if not equals and (not rest or rest[0].startswith("-")):
-            raise ConfigError(f"{flag}: needs the name of a kind, one of {', '.join(known[path])}.")
-        switched[path] = value if equals else rest.pop(0)
-    return config.replaced(switched), left
-
-
-def parse(config: ConfigT, args: Sequence[str], *, prog: str | None = None) -> ConfigT:
-    """The config changed by command-line arguments, `--mesh.replica 4 --optimizer lars`.
-
-    Every field is an option whose default is the value in `config`. Prints help or the problem and exits (code 0 or 2)
-    as command lines do. Raises ConfigError for values that do not fit together.
-    """
-    chosen, rest = take_choices(config, args)
-    return tyro.cli(
-        type(chosen), args=rest, default=chosen, prog=prog, config=CLI_STYLE, description=choices_help(chosen)
-    )
-
-
-CLI_STYLE = (tyro.conf.AvoidSubcommands,)
-"""How configs become options: choices are switched by `take_choices`, so that no subcommands are needed."""
-
-
-def choices_help(config: Config) -> str:
-    """The text of `--help` on choices: each with its kinds, the current one first."""
-    lines = ["Every field is an option. These switch a whole part, before its own fields are set:"]
-    for path, kinds in choices(type(config)).items():
-        current = _get(config, path).kind
-        others = [name for name in kinds if name != current]
-        lines.append(f"  --{path.replace('_', '-')} {current}" + (f" (or {', '.join(others)})" if others else ""))
-    return "\n".join(lines)
-
-
-def _get(config: Config, path: str) -> Any:
-    value: Any = config
-    for part in path.split("."):
-        value = getattr(value, part)
-    return value
-
-
-def fail(message: str) -> typing.NoReturn:
-    """Ends the program as the user's mistake: the message on stderr, exit code 2."""
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
-
-
-def end_interrupted() -> typing.NoReturn:
-    """Ends the program after Ctrl-C: one line on stderr, exit code 130 (128 + SIGINT) as in shells."""
-    print("interrupted", file=sys.stderr)
-    raise SystemExit(130)
 
 
 class Periodic(Config):

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import io
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pydantic
-import tyro
 
 from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.cluster import ClusterConfig
 from jaxdl.compiler import CompilerConfig
-from jaxdl.config import CLI_STYLE, Config, ConfigError, choices_help, load_file, parse, take_choices
+from jaxdl.config import Config, ConfigError, load_file
 from jaxdl.data import DataConfig, Digits
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeConfig, TopK
@@ -25,9 +19,11 @@ from jaxdl.guard import GuardConfig
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import VGG, AlexNet, ResNet, Transformer, ViT
 from jaxdl.optim import SGD, Cosine, OptimizerConfig, ScheduleConfig
+from jaxdl.options import choices_help, parse, parse_options, take_choices
 from jaxdl.precision import Float32, Precision
 from jaxdl.report import ReportConfig
 from jaxdl.sharding import ShardingConfig
+from jaxdl.startup import find_config, given_config, no_config
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification, LanguageModelling
 from jaxdl.timeline import Phase
@@ -135,35 +131,51 @@ def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
     Overrides are dotted fields, `{"optimizer": "lars", "optimizer.learning_rate": 2.0}`, or command-line arguments,
     `["--optimizer", "lars", "--optimizer.learning-rate", "2"]`. Raises ConfigError for what does not fit.
     """
+    if not isinstance(path, str | Path):
+        raise ConfigError(f"load: {path!r} is no path. Give that of a config file, for example configs/digits.py.")
     experiment = load_experiment(path)
-    return experiment.replaced(overrides) if isinstance(overrides, Mapping) else changed(experiment, overrides)
+    if isinstance(overrides, Mapping):
+        return experiment.replaced(overrides)
+    if isinstance(overrides, str):
+        raise ConfigError(f"overrides: {overrides!r} is one text. Give a dictionary, or a list of arguments.")
+    return changed(experiment, overrides)
 
 
 def changed(experiment: Experiment, args: Sequence[str]) -> Experiment:
     """The experiment changed by command-line arguments. Raises ConfigError for what does not fit."""
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            parsed = parse(experiment, list(args))
-    except SystemExit as end:
-        if end.code:  # A mistake; 0 is the end after --help.
-            raise ConfigError(_without_frame(printed.getvalue())) from None
-        raise
-    print(printed.getvalue(), end="", file=sys.stderr)  # A warning.
-    return parsed
+    return parse(experiment, list(args))
 
 
-def _without_frame(text: str) -> str:
-    """What a command line prints of a mistake, in a box of lines around it, as one line of words."""
-    return " ".join(re.sub("[\u2500-\u257f]", " ", text).split())
+def as_experiment(given: Experiment | str | Path) -> Experiment:
+    """The experiment itself, or that of a config file. Raises ConfigError when it is neither."""
+    if isinstance(given, Experiment):
+        return given
+    if isinstance(given, str | Path):
+        return load_experiment(given)
+    raise ConfigError(f"{given!r}: not an Experiment. Give one, from jaxdl.load(FILE) or made in Python, or the file.")
 
 
 def load_experiment(path: str | Path) -> Experiment:
-    """The experiment that `config()` of a file returns. Raises ConfigError when it cannot be run or returns another."""
+    """The experiment that `config()` of a file returns, or that of a run's config.json.
+
+    Raises ConfigError when there is none or it cannot be run.
+    """
+    if find_config(path)[0].suffix == ".json":
+        return _from_run(find_config(path)[0])
     experiment = load_file(path)
     if not isinstance(experiment, Experiment):
         raise ConfigError(f"--config {path}: config() returned {type(experiment).__name__}, not an Experiment.")
     return experiment
+
+
+def _from_run(path: Path) -> Experiment:
+    """The experiment of a run's config.json."""
+    try:
+        return Experiment.from_json(path.read_text(encoding="utf-8"))
+    except (ConfigError, ValueError) as error:
+        raise ConfigError(f"--config {path}: not the config.json of a run of this version: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}.") from None
 
 
 def parse_command_line(
@@ -172,28 +184,16 @@ def parse_command_line(
     """The command line of a program about one experiment, and the experiment of its file with the choices switched.
 
     `command` is a dataclass whose first fields are the config's path and the experiment; the others are the program's
-    own options; `intro` stands above them in the help. Raises ConfigError, or exits as tyro does (0 after --help, 2 for
-    a mistake).
+    own options; `intro` stands above them in the help. Raises ConfigError for a mistake; exits after `--help`, which
+    prints `about` where there is no `--config`.
     """
-    path, experiment, left = read_command_line(args, about=about, prog=prog)
-    default = command(path, experiment)
-    description = intro + choices_help(experiment)
-    parsed = tyro.cli(type(default), args=left, default=default, prog=prog, config=CLI_STYLE, description=description)
-    return parsed, experiment
-
-
-def read_command_line(args: Sequence[str], *, about: str, prog: str) -> tuple[Path, Experiment, list[str]]:
-    """The file that `--config` names, its experiment with the choices of `args` switched, and the `args` that are left.
-
-    Raises ConfigError when there is no `--config`; then `--help` prints `about` and exits.
-    """
-    finder = argparse.ArgumentParser(prog=prog, add_help=False, allow_abbrev=False)
-    finder.add_argument("--config", type=Path)
-    path = finder.parse_known_args(args)[0].config
+    path = given_config(args)
     if path is None:
-        if "--help" in args or "-h" in args:
+        if {"--help", "-h"} & set(args):
             print(f"{about}\n\nWith --config FILE --help: every option, with its default in that file.")
             raise SystemExit(0)
-        raise ConfigError("which experiment? Give --config FILE, for example --config configs/digits.py.")
+        raise ConfigError(no_config(prog))
     experiment, left = take_choices(load_experiment(path), args)
-    return path, experiment, left
+    default = command(Path(path), experiment)
+    description = intro + choices_help(experiment)
+    return parse_options(type(default), left, default=default, prog=prog, description=description), experiment

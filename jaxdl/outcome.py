@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdl.cluster import BROKEN, DIVERGED, ClusterError, depart
-from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.errors import ConfigError, end_interrupted, fail
 from jaxdl.plan import Plan
 from jaxdl.report import Diverged, plot_history
 from jaxdl.state import TrainState

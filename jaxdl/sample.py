@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-import tyro
-
-from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.options import parse_options
 from jaxdl.predictor import restore
 
 
@@ -29,8 +29,8 @@ class Sample:
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line; exits with 2 for the user's mistakes, 130 after Ctrl-C."""
-    command = tyro.cli(Sample, args=args, prog="python -m jaxdl.sample")
     try:
+        command = parse_options(Sample, sys.argv[1:] if args is None else args, prog="python -m jaxdl.sample")
         text = restore(command.workdir).generate(
             command.prompt, num_tokens=command.num_tokens, temperature=command.temperature, seed=command.seed
         )

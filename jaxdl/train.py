@@ -1,96 +1,57 @@
-"""The command line: `python -m jaxdl.train --config configs/digits.py --workdir runs/digits`."""
+"""The command line: `python -m jaxdl.train --config configs/digits.py --workdir runs/digits`.
+
+Nothing heavy is imported before the command line has been looked at and its first words are on the screen.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import types
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from jaxdl.cluster import end_together, launched_cpu_devices
-from jaxdl.config import ConfigError
-from jaxdl.experiment import Experiment, parse_command_line
-from jaxdl.outcome import exit_codes
-from jaxdl.plan import compile_train_step, make_plan
-from jaxdl.report import print_explanation
-from jaxdl.sharding import explain
-from jaxdl.trainer import train
-from jaxdl.workdir import read_choice
+from jaxdl import __version__
+from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.startup import PROG, check_source, find_config, first_look, is_first_process, overview
 
 
-@dataclass(frozen=True)
-class Command:
-    """The options of a run that are not part of the experiment."""
-
-    config: Path
-    """The experiment: a Python file with a function config()."""
-    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
-    workdir: Path | None = None
-    """The folder of the run; started again with the same folder, it resumes. Without one nothing is kept."""
-    devices: int | None = None
-    """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
-    max_steps: int | None = None
-    """Stop after this many steps of the experiment, as a trial; the same command without it resumes."""
-    explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print how the parameters lie on the mesh and the memory the step needs, and stop."""
-
-
-def main(args: list[str] | None = None) -> None:
+def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
     """Runs the command line.
 
-    Exit codes: see `exit_codes`.
+    Exit codes: see `jaxdl.outcome.exit_codes`.
     """
-    with end_together(), exit_codes():
-        command = parse_command(sys.argv[1:] if args is None else args)
-        if command.explain:
-            print_plan(command.experiment, command.workdir)
-        else:
-            train(command.experiment, command.workdir, max_steps=command.max_steps)
+    line = sys.argv[1:] if args is None else args
+    try:
+        begin(line, prog)
+        from jaxdl.command import run
+    except ConfigError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        end_interrupted()
+    run(line, prog)
 
 
-def parse_command(args: list[str]) -> Command:
-    """The command line as a Command. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
-    prog = "python -m jaxdl.train"
-    command, experiment = parse_command_line(Command, args, about=str(__doc__), prog=prog)
-    given, launched = command.experiment.mesh.cpu_devices, launched_cpu_devices()
-    asked = command.devices or (given if given != experiment.mesh.cpu_devices else None)
-    if launched is not None and asked not in (None, launched):
-        raise ConfigError(
-            f"--devices {asked}: the launcher gives each process {launched}. Leave it out, or start the launcher with "
-            f"--devices-per-host {asked}."
-        )
-    if command.devices is None:
-        return command
-    if given not in (experiment.mesh.cpu_devices, command.devices):
-        raise ConfigError(
-            f"--devices {command.devices} and --mesh.cpu-devices {given} mean the same: give one of them."
-        )
-    changed = command.experiment.replaced({"mesh.cpu_devices": command.devices})
-    return dataclasses.replace(command, experiment=changed)
+def begin(args: list[str], prog: str) -> None:
+    """Looks at the command line and prints what it starts. Raises ConfigError; exits after `--help` without a config.
 
-
-def print_plan(experiment: Experiment, workdir: Path | None = None) -> None:
-    """Prints the table of `--explain`: parameters, shapes, specs, bytes, and the memory of the compiled step.
-
-    Where the exchange is to be chosen it is measured, unless it was chosen for the run in `workdir`.
+    With `--help` nothing is started: `jaxdl.command` prints it.
     """
-    plan = make_plan(experiment, chosen=lambda: read_choice(workdir))
-    for reason in plan.reasons:
-        print(reason)
-    spec = plan.parts.state_spec
-    rows = explain(spec.shapes.params, spec.params, plan.parts.layout.mesh)
-    memory = compile_train_step(plan).memory_analysis()
-    print_explanation(rows, dict(plan.parts.layout.mesh.shape), memory)
+    helped = "--help" in args or "-h" in args
+    if helped and not any(arg.partition("=")[0] == "--config" for arg in args):
+        print(overview(prog))
+        raise SystemExit(0)
+    values = first_look([arg for arg in args if arg not in ("--help", "-h")], prog)
+    check_source(values["config"])
+    if not helped and is_first_process():
+        where = f" -> {values['workdir']}" if "workdir" in values else ""
+        print(f"jaxdl {__version__}: {find_config(values['config'])[0]}{where}, loading JAX", flush=True)
 
 
 class _CallableModule(types.ModuleType):
     """`jaxdl.train` is this module and the function of that name: the module can be called as the function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from jaxdl.trainer import train
+
         return train(*args, **kwargs)
 
 

@@ -18,7 +18,7 @@ from jaxdl.cluster import Watchdog, pulse, wait_for_all
 from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import estimate_norms, evaluate, max_in_flight
-from jaxdl.experiment import Experiment
+from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.length import check_not_past, early_end_note, end_step
 from jaxdl.mesh import Axis, Device, batch_sharding
 from jaxdl.outcome import Interrupted, Run
@@ -33,7 +33,7 @@ from jaxdl.workdir import read_choice
 
 
 def train(
-    experiment: Experiment,
+    experiment: Experiment | str | Path,
     workdir: str | Path | None = None,
     *,
     quiet: bool | None = None,
@@ -43,7 +43,7 @@ def train(
     """Trains, and returns the run. With a `workdir`, everything is kept there, and the same call resumes.
 
     Args:
-      experiment: what to train, from `jaxdl.load` or made in Python.
+      experiment: what to train, from `jaxdl.load` or made in Python; or the config file.
       workdir: the folder for checkpoints, metrics and curves; without one the run leaves nothing on disk.
       quiet: True for one line a report, False for a live display; by default that is for terminals only.
       devices: the devices of the mesh; all by default.
@@ -55,6 +55,7 @@ def train(
       Interrupted: after SIGTERM or SIGINT, when the state has been saved; or when its end could not be saved.
       Diverged: when too many steps in a row are bad and there is no way back any more, see `GuardConfig`.
     """
+    experiment = as_experiment(experiment)
     watch = Stopwatch(on_change=pulse.enter)
     workdir = None if workdir is None else Path(workdir)
     start = Start(quiet=quiet)

@@ -28,7 +28,7 @@ from rich.table import Table
 from trials import parse, same_request
 
 import jaxdl
-from jaxdl.config import ConfigError, fail
+from jaxdl.errors import ConfigError, fail
 from jaxdl.experiment import Experiment
 from jaxdl.optim import LARS, SGD, Cosine
 from jaxdl.outcome import exit_codes

@@ -16,9 +16,9 @@ from runs import finish, has_step, tiny_experiment, wait_for, write_config
 from test_processes import start_pair
 
 from jaxdl.cluster import place, start, start_devices
+from jaxdl.command import parse_command
 from jaxdl.config import ConfigError
 from jaxdl.mesh import MeshConfig
-from jaxdl.train import parse_command
 
 EXPERIMENT = tiny_experiment(
     steps=100_000,

@@ -10,17 +10,19 @@ import pytest
 import jaxdl
 from jaxdl import sample
 from jaxdl.bench import step
-from jaxdl.config import Config, ConfigError, choices, load_file, make_choice, parse
+from jaxdl.command import parse_command
+from jaxdl.config import Config, ConfigError, choices, load_file, make_choice
 from jaxdl.data import Digits, SyntheticImages, SyntheticText
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LARS, SGD, Cosine, Polynomial
+from jaxdl.options import parse
 from jaxdl.plan import make_plan
 from jaxdl.precision import Float16
 from jaxdl.sharding import ShardingConfig
 from jaxdl.tasks import Classification, LanguageModelling
-from jaxdl.train import main, parse_command
+from jaxdl.train import main
 
 ROOT = Path(__file__).parent.parent
 DIGITS = str(ROOT / "configs" / "digits.py")
@@ -229,18 +231,18 @@ def test_compilations_are_seen_by_the_fixture(compilations):
         (["--bogus"], ["--bogus", "--help"]),
         (["--optimizer.learning-rate", "fast"], ["--optimizer.learning-rate", "fast"]),
         (["--batch-size", "3.5"], ["--batch-size", "3.5"]),
-        (["--batch-size", "0"], ["batch_size", "0", "greater than or equal to 1"]),
-        (["--optimizer.learning-rate", "-1"], ["learning_rate", "-1", "greater than 0"]),
+        (["--batch-size", "0"], ["--batch-size 0: must be greater than or equal to 1"]),
+        (["--optimizer.learning-rate", "-1"], ["--optimizer.learning-rate -1: must be greater than 0"]),
         (["--optimizer.learning-rate"], ["--optimizer.learning-rate"]),
         (["--model.depth", "21"], ["21", "20", "32"]),
         (["--optimizer", "larz"], ["--optimizer larz", "sgd, adamw, lars, lamb"]),
         (["--optimizer"], ["--optimizer", "sgd, adamw, lars, lamb"]),
         (["--optimizer", "--steps", "3"], ["--optimizer", "sgd, adamw, lars, lamb"]),
         (["--steps", "10"], ["epochs = 30", "steps = 10", "--epochs None or --steps None"]),
-        (["--epochs", "inf"], ["epochs", "finite", "inf"]),
+        (["--epochs", "inf"], ["--epochs inf", "finite"]),
         (["--epochs", "1e308"], ["--epochs 1e+308", "2,147,483,647"]),
-        (["--optimizer.learning-rate", "nan"], ["learning_rate", "finite", "nan"]),
-        (["--seed", "4294967296"], ["seed", "4294967296", "less than 4294967296"]),
+        (["--optimizer.learning-rate", "nan"], ["--optimizer.learning-rate nan", "finite"]),
+        (["--seed", "4294967296"], ["--seed 4294967296", "less than 4294967296"]),
         (["--report.profile-start-step", "675"], ["--report.profile-start-step 675", "675 steps"]),
         (["--sharding.tensor-dims", "chanel_out"], ["--sharding.tensor-dims chanel_out", "channel_out, classes"]),
         (["--epochs", "None"], ["--epochs or --steps"]),
@@ -270,7 +272,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(args, words, capsys, compilati
     printed = capsys.readouterr()
     message = " ".join(re.sub(r"[│╭╮╰╯─]", " ", printed.err).split())
     assert exit.value.code == 2
-    assert printed.out == ""
+    assert printed.out.count("\n") <= 1, "nothing but the first words"
     assert "Traceback" not in message
     assert message.count("error:") <= 1
     missing = [word for word in words if word not in message]
@@ -280,7 +282,10 @@ def test_a_mistake_is_one_message_and_exit_code_2(args, words, capsys, compilati
 
 BROKEN_FILES = {
     "syntax": ("def config():\n    return (\n", ["line 2", "SyntaxError", "never closed"]),
-    "import": ("import jaxdl_has_no_such_module\n", ["line 1", "ModuleNotFoundError", "jaxdl_has_no_such_module"]),
+    "import": (
+        "import jaxdl_has_no_such_module\nfrom x import config\n",
+        ["line 1", "ModuleNotFoundError", "jaxdl_has_no_such_module"],
+    ),
     "name": ("\ndef config():\n    return Experimant()\n", ["line 3", "NameError", "Experimant"]),
     "no config()": ("experiment = 3\n", ["config()", "Experiment"]),
     "not a function": ("config = 3\n", ["config()", "Experiment"]),
@@ -325,7 +330,7 @@ def test_a_broken_config_file_is_one_line_with_its_place(name, tmp_path, capsys,
     [
         (["--config", "nowhere.py"], ["nowhere.py", "no such file", "configs/"]),
         (["--config", str(ROOT / "LICENSE")], ["not a Python file", ".py"]),
-        (["--config", str(ROOT / "configs")], ["no such file"]),
+        (["--config", str(ROOT / "configs")], ["a folder", "configs/digits.py"]),
         (["--optimizer", "lars"], ["--config FILE"]),
         ([], ["--config FILE"]),
         (["--config"], ["--config"]),
@@ -371,7 +376,7 @@ def test_a_wrong_override_is_one_line(overrides, message):
     [
         (["--optimizer.lr", "2"], ["--optimizer.lr", "--help"]),
         (["--batch-size", "many"], ["--batch-size", "many"]),
-        (["--batch-size", "0"], ["batch_size", "greater than or equal to 1"]),
+        (["--batch-size", "0"], ["--batch-size 0", "greater than or equal to 1"]),
         (["--optimizer", "larz"], ["sgd, adamw, lars, lamb"]),
     ],
     ids=" ".join,
@@ -388,7 +393,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("jaxdl.train.print_plan", interrupted)
+    monkeypatch.setattr("jaxdl.command.print_plan", interrupted)
     monkeypatch.setattr("jaxdl.sample.restore", interrupted)
     for end in (lambda: main(["--config", DIGITS, "--explain"]), lambda: sample.main(["--workdir", "anywhere"])):
         with pytest.raises(SystemExit) as exit:

@@ -22,9 +22,9 @@ from job_files import (
     words,
 )
 
+from jaxdl.command import Command
 from jaxdl.config import ConfigError
 from jaxdl.launch.jobs import COMMANDS
-from jaxdl.train import Command
 
 __all__ = ["no_cluster"]
 
@@ -51,7 +51,7 @@ def test_the_file_says_what_the_mesh_will_be(cluster):
         ([], [*TRAIN, "--devices", "many"], "argument --devices: invalid int value: 'many'"),
         ([], [*TRAIN, "--seed", "1\n2"], "a character that cannot be written"),
         (["--restarts", "2"], [*TRAIN[:5], "--mesh.replica", "4"], "--restarts 2 without a --workdir"),
-        (["--name", "My Job"], TRAIN, "name: 'My Job' does not have the form of a job's name"),
+        (["--name", "My Job"], TRAIN, "--name My Job: 'My Job' does not have the form of a job's name"),
         (["--restarts", "-1"], TRAIN, "restarts"),
         (["--interface", "eth0; rm"], TRAIN, "'eth0; rm' does not have the form of network interfaces"),
     ],

@@ -87,7 +87,7 @@ def test_a_trial_as_long_as_the_run_is_the_run(straight):
 def test_trials_that_are_refused(tmp_path, straight, capsys):
     config = write_config(tmp_path, EXPERIMENT.replaced({"mesh.fsdp": 4}))
     message = refusal(capsys, "--config", config, "--max-steps", 0)
-    assert message == "error: --max-steps 0: give a whole number of steps, 1 or more, or leave it out."
+    assert message == "error: --max-steps 0: give a whole number, 1 or more, or leave it out."
     message = refusal(capsys, "--config", config, "--workdir", straight[1], "--max-steps", 5)
     assert "--max-steps 5: the run in this --workdir has done 8 steps already" in message
 

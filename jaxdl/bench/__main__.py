@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from jaxdl.bench import cluster, exchange, input, optim, schedule, scheme, select, step, traffic, train
-from jaxdl.config import ConfigError, end_interrupted, fail
+from jaxdl.errors import ConfigError, end_interrupted, fail
 
 BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "step": ("the training loop's time per step over that of the bare jitted step", step.main),

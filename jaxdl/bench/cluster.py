@@ -40,13 +40,14 @@ from jaxdl.bench.cluster_report import (
 from jaxdl.bench.cluster_variants import BASELINE, FLOOR, VARIANTS, floor_of
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.cluster import ClusterConfig
-from jaxdl.config import CLI_STYLE, ConfigError, choices_help, take_choices
+from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages
 from jaxdl.experiment import Experiment, load_experiment
 from jaxdl.launch.netns import Network, check_possible, parse_rate
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Constant
+from jaxdl.options import choices_help, parse_options, take_choices
 from jaxdl.report import replace_file
 
 PROG = "python -m jaxdl.bench cluster"
@@ -124,18 +125,17 @@ def main(args: list[str]) -> None:
 
 
 def parse_command(args: Sequence[str]) -> ClusterBench:
-    """The command line. Raises ConfigError for values that do not fit, or exits as tyro does."""
+    """The command line. Raises ConfigError for values that do not fit, or exits after --help."""
     given, left = default_experiment(), list(args)
     if "--config" in left[:-1]:
         given = load_experiment(left[left.index("--config") + 1])
     experiment, left = take_choices(given, left)
     description = f"{__doc__}\n{choices_help(experiment)}"
-    command = tyro.cli(
+    command = parse_options(
         ClusterBench,
         args=left,
         default=ClusterBench(experiment=experiment),
         prog=PROG,
-        config=CLI_STYLE,
         description=description,
     )
     _check(command, given)

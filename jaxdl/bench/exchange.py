@@ -13,7 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -23,7 +22,7 @@ from jaxdl.bench.exchange_plot import figure
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.cluster import start_devices
 from jaxdl.collectives.select import METHODS, Method
-from jaxdl.config import CLI_STYLE, ConfigError
+from jaxdl.config import ConfigError
 from jaxdl.exchange import (
     Dense,
     Exchange,
@@ -40,6 +39,7 @@ from jaxdl.exchange.cost import Cost, ExchangeChoice, Gradients, Machine, break_
 from jaxdl.exchange.probe import probe
 from jaxdl.exchange.recommend import MIN_SPEEDUP, Recommendation, label, recommend
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
+from jaxdl.options import parse_options
 from jaxdl.report import replace_file
 
 _NUM_LAYERS = 8
@@ -134,10 +134,8 @@ def main(args: list[str]) -> None:
 
 
 def parse_command(args: list[str]) -> ExchangeBench:
-    """The command line. Raises ConfigError for values that do not fit, or exits as tyro does."""
-    command = tyro.cli(
-        ExchangeBench, args=args, prog="python -m jaxdl.bench exchange", config=CLI_STYLE, description=str(__doc__)
-    )
+    """The command line. Raises ConfigError for values that do not fit, or exits after --help."""
+    command = parse_options(ExchangeBench, args=args, prog="python -m jaxdl.bench exchange", description=str(__doc__))
     if command.num_elements < 1000:
         raise ConfigError(f"--num-elements {command.num_elements}: too few to measure. Give 1000 or more.")
     if command.num_repeats < 1:

@@ -24,16 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
 from jaxdl.bench.input_sides import BATCH, SIDES
 from jaxdl.bench.output import check_folder, write_json
-from jaxdl.config import CLI_STYLE, ConfigError
+from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.photos import num_cpus
+from jaxdl.options import parse_options
 
 _HEIGHT, _WIDTH, _BYTES, _MADE = 375, 500, 110_000, 384
 """Of the images that are made: those of an average photograph of ImageNet; and how many: no CPU caches all of them."""
@@ -69,7 +69,7 @@ class InputBench:
 
 def main(args: list[str]) -> None:
     """Runs the measurement and prints the table."""
-    command = tyro.cli(InputBench, args=args, prog="python -m jaxdl.bench input", config=CLI_STYLE,
+    command = parse_options(InputBench, args=args, prog="python -m jaxdl.bench input",
                        description=str(__doc__))  # fmt: skip
     for name in ("num_images", "num_rounds", "size", "workers"):
         value = getattr(command, name)

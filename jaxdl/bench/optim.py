@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import tyro
 from jax.sharding import Mesh
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -21,13 +20,14 @@ from rich.table import Table
 
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.cluster import start_devices
-from jaxdl.config import CLI_STYLE, ConfigError
+from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, TextSpec
 from jaxdl.data.memory import available_bytes
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, gpus_visible, make_mesh
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LAMB, LARS
+from jaxdl.options import parse_options
 from jaxdl.plan import make_parts
 from jaxdl.sharding import ShardingConfig, named
 from jaxdl.state import TrainState, init_state
@@ -80,7 +80,7 @@ class OptimBench:
 def main(args: list[str]) -> None:
     """Runs the measurement and prints it."""
     prog = "python -m jaxdl.bench optim"
-    command = tyro.cli(OptimBench, args=args, prog=prog, config=CLI_STYLE, description=str(__doc__))
+    command = parse_options(OptimBench, args=args, prog=prog, description=str(__doc__))
     if command.devices < 2 or command.num_repeats < 1:
         raise ConfigError("--devices has to be 2 or more, and --num-repeats 1 or more.")
     check_folder("--json", command.json)

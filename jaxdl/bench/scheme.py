@@ -92,7 +92,7 @@ def main(args: list[str]) -> None:
 
 
 def parse_command(args: list[str]) -> SchemeBench:
-    """The command line as a SchemeBench. Raises ConfigError, or exits as tyro does."""
+    """The command line as a SchemeBench. Raises ConfigError, or exits after --help."""
     prog = "python -m jaxdl.bench scheme"
     return parse_command_line(SchemeBench, args, about=str(__doc__), prog=prog, intro=f"{__doc__}\n\n")[0]
 

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tyro
 from jax import lax
 from rich.console import Console
 from rich.table import Table
@@ -23,7 +22,8 @@ from rich.table import Table
 from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.collectives.select import METHODS, select_top_k
-from jaxdl.config import CLI_STYLE, ConfigError
+from jaxdl.config import ConfigError
+from jaxdl.options import parse_options
 
 ORACLE, READ = "lax.top_k", "one read"
 MAX_RECALL_ELEMENTS = 4_000_000
@@ -79,9 +79,9 @@ def main(args: list[str]) -> None:
 
 
 def parse_command(args: list[str]) -> SelectBench:
-    """The command line. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
+    """The command line. Raises ConfigError, or exits after --help."""
     prog = "python -m jaxdl.bench select"
-    command = tyro.cli(SelectBench, args=args, prog=prog, config=CLI_STYLE, description=str(__doc__))
+    command = parse_options(SelectBench, args=args, prog=prog, description=str(__doc__))
     for name in ("num_elements", "num_repeats"):
         value = getattr(command, name)
         if value < 1:

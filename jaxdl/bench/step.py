@@ -53,7 +53,7 @@ def main(args: list[str]) -> None:
 
 
 def parse_command(args: list[str]) -> StepBench:
-    """The command line as a StepBench. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
+    """The command line as a StepBench. Raises ConfigError, or exits after --help."""
     prog = "python -m jaxdl.bench step"
     command, experiment = parse_command_line(StepBench, args, about=str(__doc__), prog=prog)
     for name in ("epochs", "steps"):

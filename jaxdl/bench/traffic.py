@@ -19,7 +19,7 @@ from rich.table import Table
 
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.bench.wire import lowered_text, sent_bytes
-from jaxdl.config import CLI_STYLE, Config, ConfigError
+from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import (
     Dense,
     Exchange,
@@ -33,6 +33,7 @@ from jaxdl.exchange import (
     state_specs,
 )
 from jaxdl.mesh import Axis
+from jaxdl.options import parse_options
 
 EXCHANGES: dict[str, Any] = {
     "dense float32": Dense(),
@@ -78,9 +79,7 @@ class Row:
 
 def main(args: list[str]) -> None:
     """Prints the table."""
-    command = tyro.cli(
-        TrafficBench, args=args, prog="python -m jaxdl.bench traffic", config=CLI_STYLE, description=__doc__
-    )
+    command = parse_options(TrafficBench, args=args, prog="python -m jaxdl.bench traffic", description=__doc__)
     check_folder("--json", command.json_path)
     rows = measure(command)
     table = Table(title=f"{command.num_elements:,} parameters on replica {command.replica} x fsdp {command.fsdp}")

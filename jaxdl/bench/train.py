@@ -61,7 +61,7 @@ def main(args: list[str]) -> None:
 
 
 def parse_command(args: list[str]) -> TrainBench:
-    """The command line as a TrainBench. Raises ConfigError, or exits as tyro does (0 after --help, 2 for a mistake)."""
+    """The command line as a TrainBench. Raises ConfigError, or exits after --help."""
     prog = "python -m jaxdl.bench train"
     command, _ = parse_command_line(TrainBench, args, about=str(__doc__), prog=prog)
     for name in ("num_steps", "num_repeats", "image_size"):

@@ -17,9 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxdl.cluster import BROKEN, ClusterError
-from jaxdl.config import ConfigError, end_interrupted, fail, load_file, parse, take_choices
+from jaxdl.config import load_file
 from jaxdl.data.photos import PhotoSource, Studio
 from jaxdl.data.store import num_records
+from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.options import parse
 
 _PIECE = 64
 """Images in a piece of work."""
@@ -51,8 +53,7 @@ def _experiment(args: list[str]) -> tuple[Any, str]:
     experiment: Any = load_file(Path(args[1]))
     if not hasattr(experiment, "data"):
         raise ConfigError(f"--config {args[1]}: config() returned {type(experiment).__name__}, which has no data.")
-    experiment, left = take_choices(experiment, args[2:])
-    changed: Any = parse(experiment, left)
+    changed: Any = parse(experiment, args[2:])
     return changed.data, args[1]
 
 

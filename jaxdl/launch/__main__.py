@@ -13,9 +13,10 @@ from typing import Annotated, TypeVar
 
 import tyro
 
-from jaxdl.config import CLI_STYLE, ConfigError, end_interrupted, fail
+from jaxdl.errors import ConfigError, end_interrupted, fail
 from jaxdl.launch.netns import Network
 from jaxdl.launch.processes import Host, Launch, local_hosts, resolved, signals_to
+from jaxdl.options import parse_options
 
 _PROG = "python -m jaxdl.launch"
 
@@ -80,7 +81,7 @@ HERE: dict[str, tuple[str, Callable[[list[str]], int]]] = {
 def parse(name: str, kind: type[OptionsT], args: list[str]) -> tuple[OptionsT, list[str]]:
     """The options in front of `--` and the command after it. Raises ConfigError."""
     own, command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
-    options = tyro.cli(kind, args=own, prog=f"{_PROG} {name}", config=CLI_STYLE, description=inspect.getdoc(kind))
+    options = parse_options(kind, own, prog=f"{_PROG} {name}", description=inspect.getdoc(kind))
     return options, command
 
 

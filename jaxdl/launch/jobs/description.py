@@ -14,13 +14,13 @@ from pathlib import PurePosixPath
 from typing import Annotated, TypeVar
 
 import pydantic
-import tyro
 
 import jaxdl.mesh
 from jaxdl.cluster.exits import DELIBERATE
-from jaxdl.config import CLI_STYLE, Config, ConfigError
+from jaxdl.config import Config, ConfigError
 from jaxdl.experiment import Experiment, load
 from jaxdl.mesh import Axis
+from jaxdl.options import parse_options
 
 JobT = TypeVar("JobT", bound="Job")
 
@@ -133,11 +133,11 @@ class Command:
 def read_job(cls: type[JobT], args: Sequence[str], *, program: str, about: str) -> tuple[JobT, Command]:
     """The options in front of `--` and the checked command behind it. Warnings go to stderr.
 
-    Raises ConfigError for values and commands that cannot be run, or exits as tyro does.
+    Raises ConfigError for values and commands that cannot be run, or exits after --help.
     """
     prog = f"python -m jaxdl.launch {program}"
     where = args.index("--") if "--" in args else len(args)
-    job = tyro.cli(cls, args=list(args[:where]), prog=prog, description=about, config=CLI_STYLE)
+    job = parse_options(cls, list(args[:where]), prog=prog, description=about)
     words = tuple(args[where + 1 :])
     if not words:
         raise ConfigError(
@@ -186,6 +186,7 @@ def _own_options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     finder.add_argument("--config")
     finder.add_argument("--workdir")
     finder.add_argument("--devices", type=int)
+    finder.add_argument("--max-steps", type=int)
     finder.add_argument("--explain", action="store_true")
     try:
         return finder.parse_known_args(args)

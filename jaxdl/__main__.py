@@ -1,0 +1,60 @@
+"""The command `jaxdl`, also `python -m jaxdl`: what there is, and each of it by name."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+from jaxdl import __version__
+from jaxdl.errors import end_interrupted, fail
+
+COMMANDS = {
+    "train": ("jaxdl.train", "trains an experiment: --config FILE --workdir FOLDER"),
+    "sample": ("jaxdl.sample", "prints text from a trained language model"),
+    "data": ("jaxdl.data.__main__", "prepares the data of an experiment before it trains"),
+    "launch": ("jaxdl.launch.__main__", "starts many processes: on this machine, or by a job file for a cluster"),
+    "bench": ("jaxdl.bench.__main__", "measures: exchanges, steps, the input pipeline, start-up"),
+}
+"""Name -> (module with a function main(args), what it does)."""
+
+
+def main(args: list[str] | None = None) -> None:
+    """Runs one command; exits with 2 for the user's mistakes, 130 after Ctrl-C."""
+    line = sys.argv[1:] if args is None else args
+    if not line or line[0] in ("-h", "--help", "help"):
+        print(help_text())
+        raise SystemExit(0)
+    if line[0] in ("-V", "--version", "version"):
+        print(f"jaxdl {__version__}")
+        raise SystemExit(0)
+    if line[0] not in COMMANDS:
+        import difflib
+
+        near = difflib.get_close_matches(line[0], COMMANDS, n=1)
+        begin = "train" if line[0].startswith("-") or line[0].endswith(".py") else near[0] if near else ""
+        fail(
+            f"{line[0]}: there is no such command; choose one of {', '.join(COMMANDS)}."
+            + (f" Did you mean: jaxdl {begin}?" if begin else "")
+        )
+    try:
+        importlib.import_module(COMMANDS[line[0]][0]).main(line[1:])
+    except KeyboardInterrupt:
+        end_interrupted()
+
+
+def help_text() -> str:
+    """What `jaxdl --help` prints."""
+    commands = "\n".join(f"  {name:8} {about}" for name, (_, about) in COMMANDS.items())
+    return f"""jaxdl {__version__}: a JAX trainer for clusters whose network is slower than their GPUs
+
+usage: jaxdl COMMAND [OPTIONS]      (also: python -m jaxdl COMMAND, python -m jaxdl.train ...)
+
+{commands}
+
+  jaxdl train --config digits --workdir runs/digits     trains a small model, in a minute on a CPU
+  jaxdl COMMAND --help                                  the options of a command
+  jaxdl --version                                       the version"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""The options of `python -m jaxdl.train`, and what they start. `jaxdl.train` looks at the command line first."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jaxdl.cluster import end_together, launched_cpu_devices
+from jaxdl.config import ConfigError
+from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.outcome import exit_codes
+from jaxdl.plan import compile_train_step, make_plan
+from jaxdl.report import print_explanation
+from jaxdl.sharding import explain
+from jaxdl.startup import PROG
+from jaxdl.trainer import train
+from jaxdl.workdir import read_choice
+
+
+@dataclass(frozen=True)
+class Command:
+    """The options of a run that are not part of the experiment."""
+
+    config: Path
+    """The experiment: a Python file with a function config()."""
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
+    workdir: Path | None = None
+    """The folder of the run; started again with the same folder, it resumes. Without one nothing is kept."""
+    devices: int | None = None
+    """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
+    max_steps: int | None = None
+    """Stop after this many steps of the experiment, as a trial; the same command without it resumes."""
+    explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print how the parameters lie on the mesh and the memory the step needs, and stop."""
+
+
+def run(args: list[str], prog: str = PROG) -> None:
+    """Runs the command line.
+
+    Exit codes: see `exit_codes`.
+    """
+    with end_together(), exit_codes():
+        command = parse_command(args, prog)
+        if command.explain:
+            print_plan(command.experiment, command.workdir)
+        else:
+            train(command.experiment, command.workdir, max_steps=command.max_steps)
+
+
+def parse_command(args: list[str], prog: str = PROG) -> Command:
+    """The command line as a Command. Raises ConfigError, or exits after --help."""
+    command, experiment = parse_command_line(Command, args, about=str(__doc__), prog=prog)
+    given, launched = command.experiment.mesh.cpu_devices, launched_cpu_devices()
+    asked = command.devices or (given if given != experiment.mesh.cpu_devices else None)
+    if launched is not None and asked not in (None, launched):
+        raise ConfigError(
+            f"--devices {asked}: the launcher gives each process {launched}. Leave it out, or start the launcher with "
+            f"--devices-per-host {asked}."
+        )
+    if command.devices is None:
+        return command
+    if given not in (experiment.mesh.cpu_devices, command.devices):
+        raise ConfigError(
+            f"--devices {command.devices} and --mesh.cpu-devices {given} mean the same: give one of them."
+        )
+    changed = command.experiment.replaced({"mesh.cpu_devices": command.devices})
+    return dataclasses.replace(command, experiment=changed)
+
+
+def print_plan(experiment: Experiment, workdir: Path | None = None) -> None:
+    """Prints the table of `--explain`: parameters, shapes, specs, bytes, and the memory of the compiled step.
+
+    Where the exchange is to be chosen it is measured, unless it was chosen for the run in `workdir`.
+    """
+    plan = make_plan(experiment, chosen=lambda: read_choice(workdir))
+    for reason in plan.reasons:
+        print(reason)
+    spec = plan.parts.state_spec
+    rows = explain(spec.shapes.params, spec.params, plan.parts.layout.mesh)
+    memory = compile_train_step(plan).memory_analysis()
+    print_explanation(rows, dict(plan.parts.layout.mesh.shape), memory)
