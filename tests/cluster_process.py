@@ -5,15 +5,16 @@ Its options: {"address": "127.0.0.1:1234", "num_processes": 3, "process": 1, "at
 
 import atexit
 import os
+import resource
 import signal
 import sys
 import threading
 import time
 
 from jaxdl.cluster import ClusterError, Watchdog, depart, end_together, membership, pulse
-from jaxdl.cluster.membership import begin
 from jaxdl.cluster.place import Place
 from jaxdl.cluster.rendezvous import meet
+from jaxdl.cluster.roles import begin
 from jaxdl.config import ConfigError, fail
 from jaxdl.signals import Stop, StopSignals
 
@@ -65,7 +66,7 @@ def main(options):
     place = Place(options["address"], options["num_processes"], options["process"])
     told = {"versions": {}, "files": {}, "config": {}, "devices": 2} | options.get("told", {})
     try:
-        meeting = meet(place, told, timeout_sec=options.get("timeout_sec", 30), uses_gloo=options.get("gloo", False))
+        meeting = meet(place, told, timeout_sec=options.get("timeout_sec", 30), token=options.get("token"))
         begin(place.process, meeting, silence_sec=options.get("silence_sec", 30), pulse=pulse)
         print("together", meeting.hosts, flush=True)
         loop(options)
@@ -82,6 +83,8 @@ def enter(options, out, error):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)
     os.environ["JAXDL_HOST"] = options["host"]
+    if "open_files" in options:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (options["open_files"], options["open_files"]))
     membership._SAME_END_SEC = 1.0
     try:
         with end_together():

@@ -170,7 +170,7 @@ def test_the_loss_of_one_ends_the_other(lost, tmp_path):
     code, output = finish(pair[1 - lost])
     assert time.monotonic() - before < 20
     assert code == 75, output
-    assert re.search(rf"\(process {lost}\) has gone without a word .*last heard of.*\n$", output), output
+    assert re.search(rf"\(process {lost}\) exited unexpectedly .*last heard of.*\n$", output), output
     assert finish(pair[lost])[0] == -signal.SIGKILL
 
 

@@ -11,9 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxdl.cluster.messages import printable
+
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "jaxdl")
 _MOST_NAMED = 5
-_QUOTE = '"'
+_MOST_CHARACTERS = 200
 
 
 def describe_process(config: Mapping[str, Any] | None, num_devices: int | None) -> dict[str, Any]:
@@ -100,10 +102,16 @@ def _unequal(told: Sequence[Mapping[str, Any]], hosts: Sequence[str], *, with_va
             groups.setdefault(json.dumps(one.get(name, "not there")), []).append(process)
         first, *others = groups.items()
         if with_values:
-            rest = ", but ".join(f"{value.strip(_QUOTE)} on {named(processes, hosts)}" for value, processes in others)
-            parts.append(f"{name} is {first[0].strip(_QUOTE)} on {named(first[1], hosts)}, but {rest}")
+            rest = ", but ".join(f"{_shown(value)} on {named(processes, hosts)}" for value, processes in others)
+            parts.append(f"{_shown(name)} is {_shown(first[0])} on {named(first[1], hosts)}, but {rest}")
         else:
             rest = ", ".join(named(processes, hosts) for _, processes in others)
-            parts.append(f"{name} on {named(first[1], hosts)} is another than on {rest}")
+            parts.append(f"{_shown(name)} on {named(first[1], hosts)} is another than on {rest}")
     more = len(different) - _MOST_NAMED
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
+
+
+def _shown(text: str) -> str:
+    """A name or a JSON value as a message has it: without quotes, and cut where it is long."""
+    text = printable(text.strip('"'))
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:_MOST_CHARACTERS]}..."

@@ -8,7 +8,10 @@ import socket
 from dataclasses import dataclass
 from typing import Any
 
+from jaxdl.cluster.messages import MAX_NAME, MAX_PROCESSES, printable
 from jaxdl.config import ConfigError
+
+_NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 @dataclass(frozen=True)
@@ -32,11 +35,19 @@ class Place:
 
 
 def several_processes() -> bool:
-    """Whether this process is one of several, as a launcher, Slurm or Open MPI started it, or the user says."""
+    """Whether this process is one of several, as a launcher, Slurm or Open MPI started it, or the user says.
+
+    A number of processes above 1, or of this one above 0, says so even without an address: training alone would not be
+    what is wanted, so `find_place` asks the cluster for the rest, or refuses. Raises ConfigError for what is no number.
+    """
     if "JAX_COORDINATOR_ADDRESS" in os.environ or os.environ.get("JAXDL_DISTRIBUTED") == "1":
         return True
-    tasks = os.environ.get("SLURM_NTASKS") or os.environ.get("OMPI_COMM_WORLD_SIZE") or "1"
-    return int(tasks) > 1 and ("SLURM_STEP_NODELIST" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ)
+    count, process = (_process_number(name) for name in _NUMBERS)
+    if (count, process) != (None, None) and (count, process or 0) != (1, 0):
+        return True
+    name = "SLURM_NTASKS" if os.environ.get("SLURM_NTASKS") else "OMPI_COMM_WORLD_SIZE"
+    tasks = _process_number(name) or 1
+    return tasks > 1 and ("SLURM_STEP_NODELIST" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ)
 
 
 def find_place(timeout_sec: float) -> Place | None:
@@ -46,8 +57,8 @@ def find_place(timeout_sec: float) -> Place | None:
     """
     given = (
         os.environ.get("JAX_COORDINATOR_ADDRESS"),
-        _process_number("JAX_NUM_PROCESSES"),
-        _process_number("JAX_PROCESS_ID"),
+        _process_number(_NUMBERS[0]),
+        _process_number(_NUMBERS[1]),
     )
     if None in given:
         found = _detected(given, timeout_sec)
@@ -58,13 +69,21 @@ def find_place(timeout_sec: float) -> Place | None:
     if address is None or num_processes is None or process is None:
         names = ("the coordinator's address", "the number of processes", "the number of this process")
         missing = " and ".join(name for name, value in zip(names, given, strict=True) if value is None)
+        numbers = " ".join(f"{name}={os.environ[name]}" for name in _NUMBERS if name in os.environ)
+        beginning = f"{numbers}: the" if numbers else "the"
         raise ConfigError(
-            f"the processes of the run cannot find each other: {missing} is not known. Set JAX_COORDINATOR_ADDRESS, "
-            "JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them, or none (nor JAXDL_DISTRIBUTED) for one process."
+            f"{beginning} processes of the run cannot find each other: {missing} is not known. Set "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them, or none (nor "
+            "JAXDL_DISTRIBUTED) for one process."
         )
     host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={address}: not of the form host:port. Set it to process 0's.")
+    if not _can_be_looked_up(host) or not port.isdecimal() or not 0 < int(port) < 2**16:
+        shown = printable(address[:MAX_NAME])
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={shown}: not of the form host:port. Set it to process 0's.")
+    if not 0 < num_processes <= MAX_PROCESSES:
+        raise ConfigError(
+            f"JAX_NUM_PROCESSES={num_processes}: a run has 1 to {MAX_PROCESSES} processes. Set it to their number."
+        )
     if not 0 <= process < num_processes:
         raise ConfigError(
             f"JAX_PROCESS_ID={process}: {num_processes} processes have the numbers 0 to {num_processes - 1}. Set it to "
@@ -87,14 +106,23 @@ def _detected(given: tuple[str | None, int | None, int | None], timeout_sec: flo
 def _process_number(name: str) -> int | None:
     """The number in an environment variable; None, where it is not set, lets JAX ask the cluster."""
     value = os.environ.get(name)
-    if value is not None and not value.isdecimal():
-        raise ConfigError(f"{name}={value}: not a number. Set it to one, or unset it where JAX can ask the cluster.")
+    if value is not None and (not value.isdecimal() or len(value) > 18):
+        shown = printable(value[:MAX_NAME])
+        raise ConfigError(f"{name}={shown}: not a number. Set it to one, or unset it where JAX can ask the cluster.")
     return None if value is None else int(value)
+
+
+def _can_be_looked_up(host: str) -> bool:
+    """Whether a text may be a host's name or address at all: nameless, overlong or unprintable ones are not asked."""
+    try:
+        return bool(host) and host.isprintable() and bool(host.encode("idna"))
+    except UnicodeError:
+        return False
 
 
 def host_name() -> str:
     """The name by which messages speak of this host."""
-    return os.environ.get("JAXDL_HOST") or socket.gethostname()
+    return printable((os.environ.get("JAXDL_HOST") or socket.gethostname())[:MAX_NAME]) or "?"
 
 
 def resolved(host: str) -> list[str]:
@@ -114,12 +142,12 @@ def loopback(host: str) -> str | None:
 
 def network_address() -> str | None:
     """An address of this machine by which others may reach it; None without a network. Nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("10.255.255.255", 9))
             address = str(probe.getsockname()[0])
-        except OSError:
-            return None
+    except OSError:
+        return None
     return None if ipaddress.ip_address(address).is_loopback else address
 
 
@@ -127,10 +155,10 @@ def is_own_address(host: str) -> bool:
     """Whether a name stands for an address of this machine."""
     for address in resolved(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            try:
+        try:
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind((address, 0))
-            except OSError:
-                continue
-            return True
+        except OSError:
+            continue
+        return True
     return False

@@ -12,10 +12,12 @@ import pydantic
 
 from jaxdl.cluster.ending import conclude
 from jaxdl.cluster.identity import describe_process, difference, unequal_counts
-from jaxdl.cluster.membership import begin, current
+from jaxdl.cluster.membership import current
 from jaxdl.cluster.place import Place, find_place, host_name, several_processes
 from jaxdl.cluster.pulse import pulse
 from jaxdl.cluster.rendezvous import ClusterError, meet
+from jaxdl.cluster.roles import begin
+from jaxdl.cluster.token import run_token
 from jaxdl.config import Config, ConfigError
 
 if TYPE_CHECKING:
@@ -52,7 +54,8 @@ def start_devices(
 
     Several processes are recognised by `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), by a
     multi-task Slurm or Open MPI job, or, where JAX detects the cluster otherwise, by `JAXDL_DISTRIBUTED=1`. All must
-    have been given the same `experiment`. Under jaxdl's launcher its number of devices counts, not the config's.
+    have been given the same `experiment`, and the same `JAXDL_RUN_TOKEN` or none. Under jaxdl's launcher its number of
+    devices counts, not the config's.
 
     Raises:
       ConfigError: when JAX already runs on other devices, when it is not said which processes there are, or when they
@@ -87,7 +90,9 @@ def _join(cluster: ClusterConfig, told: Mapping[str, Any], *, on_cpu: bool) -> N
     place = find_place(cluster.start_timeout_sec)
     if place is not None and place.num_processes > 1:
         on_cpu = on_cpu or getattr(jax.config, "jax_platforms", None) == "cpu"
-        meeting = meet(place, told, timeout_sec=cluster.start_timeout_sec, uses_gloo=on_cpu)
+        meeting = meet(place, told, timeout_sec=cluster.start_timeout_sec, uses_gloo=on_cpu, token=run_token())
+        if meeting.note:
+            print(f"note: {meeting.note}", file=sys.stderr)
         begin(place.process, meeting, silence_sec=cluster.silence_timeout_sec, pulse=pulse)
         sys.excepthook = lambda kind, error, trace: conclude(error)  # For programs without `end_together`.
     _initialize(cluster, place)

@@ -9,8 +9,8 @@ import socket
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
-_MAX_LINE_BYTES = 4 * 2**20
-"""The hello of a process holds its whole config, some 10 KB; a stranger's stream without line ends must stop soon."""
+MAX_LINE_BYTES = 4 * 2**20
+"""No message is longer; a stream without line ends is cut here."""
 _MAX_UNSENT_BYTES = 16 * 2**20
 """More than this waits only for a peer that does not read; silence has told of it long before."""
 
@@ -19,12 +19,20 @@ class Lost(Exception):
     """The connection is over; the message says by what."""
 
 
-class Line:
-    """A TCP connection that carries JSON objects. Takes over the socket."""
+class NoMessage(Lost):
+    """What comes is no message: nothing that follows can be understood."""
 
-    def __init__(self, connection: socket.socket) -> None:
+
+class Line:
+    """A TCP connection that carries JSON objects. Takes over the socket.
+
+    `limit_bytes` bounds what is kept of a line that has not ended yet.
+    """
+
+    def __init__(self, connection: socket.socket, *, limit_bytes: int = MAX_LINE_BYTES) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.limit_bytes = limit_bytes
         self._socket = connection
         self._received = bytearray()
         self._unsent = bytearray()
@@ -37,6 +45,11 @@ class Line:
     def waits_to_send(self) -> bool:
         """Whether something is left that the connection did not take yet."""
         return bool(self._unsent)
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """How much has come of a line that has not ended yet."""
+        return len(self._received)
 
     def same_machine(self) -> bool:
         """Whether the other end is on this machine (in this network namespace): both ends have one address."""
@@ -64,8 +77,31 @@ class Line:
 
     def receive(self) -> list[dict[str, Any]]:
         """The messages that have come since. Raises Lost when the connection is over or what comes is no message."""
+        whole, over = self._read()
+        messages = [_parsed(line) for line in whole]
+        if over is not None and not messages:
+            raise Lost(over)
+        return messages  # If it is over, the next call says so.
+
+    def receive_one(self) -> dict[str, Any] | None:
+        """The message of a peer that may send one and no more before it is answered; None until all of it is here.
+
+        Raises Lost as `receive` does, and when more comes.
+        """
+        whole, over = self._read()
+        if len(whole) > 1 or (whole and self._received):
+            raise NoMessage("it sends more than one message")
+        if whole:
+            return _parsed(whole[0])
+        if over is not None:
+            raise Lost(over)
+        return None
+
+    def _read(self) -> tuple[list[bytes], str | None]:
+        """(whole lines, by what the connection is over). At most `limit_bytes` and a little are taken at once."""
         over: str | None = None
-        while True:
+        ended = False
+        while len(self._received) <= self.limit_bytes:
             try:
                 data = self._socket.recv(2**16)
             except (BlockingIOError, InterruptedError):
@@ -77,14 +113,15 @@ class Line:
                 over = "its connection closed"
                 break
             self._received += data
-            if len(self._received) > _MAX_LINE_BYTES:
-                raise Lost("it sends something else")
-        *whole, rest = self._received.split(b"\n")
-        self._received = bytearray(rest)
-        messages = [_parsed(line) for line in whole if line]
-        if over is not None and not messages:
-            raise Lost(over)
-        return messages  # If it is over, the next call says so.
+            ended = ended or b"\n" in data
+        whole: list[bytes] = []
+        if ended:  # What came earlier has no line end: a drip of bytes must not have it searched again each time.
+            *parts, rest = bytes(self._received).split(b"\n")
+            self._received = bytearray(rest)
+            whole = [line for line in parts if line.strip()]
+        if len(self._received) > self.limit_bytes or any(len(line) > self.limit_bytes for line in whole):
+            raise NoMessage(f"it sends a line of more than {self.limit_bytes} bytes")
+        return whole, over
 
     def close(self) -> None:
         """Ends the connection."""
@@ -112,13 +149,13 @@ def ready(waited: Iterable[WaitedT], timeout_sec: float) -> list[WaitedT]:
     return [by_number[number] for number, _ in poll.poll(max(0.0, timeout_sec) * 1000)]
 
 
-def _parsed(line: bytes | bytearray) -> dict[str, Any]:
+def _parsed(line: bytes) -> dict[str, Any]:
     try:
         message = json.loads(line)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError, as is a number of too many digits.
         message = None
     if not isinstance(message, dict):
-        raise Lost("it sends something else")
+        raise NoMessage("it sends something else")
     return message
 
 

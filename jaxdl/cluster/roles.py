@@ -1,0 +1,172 @@
+"""The two sides of a membership: process 0, which hears all and decides, and every other process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from jaxdl.cluster.exits import BROKEN, FAREWELL_SEC
+from jaxdl.cluster.identity import named
+from jaxdl.cluster.meeting import Meeting
+from jaxdl.cluster.membership import Membership, set_current
+from jaxdl.cluster.messages import (
+    MAX_REASON,
+    Arrived,
+    Beat,
+    Bye,
+    End,
+    Failed,
+    FromFirst,
+    Hang,
+    Held,
+    Hold,
+    Passed,
+    Signalled,
+    StopAt,
+    ToFirst,
+    read_from_first,
+    read_to_first,
+)
+from jaxdl.cluster.pulse import Pulse
+from jaxdl.cluster.wire import Lost, ready
+
+
+class Coordinator(Membership):
+    """Process 0's: hears all the others, decides, and reports to all."""
+
+    def __init__(self, meeting: Meeting, *, silence_sec: float, pulse: Pulse) -> None:
+        super().__init__(0, meeting, silence_sec=silence_sec, pulse=pulse)
+        self._where: dict[int, tuple[int | None, str]] = {}
+        self._stopping, self._counts = 0, dict[int, int]()
+        self._arrived = dict.fromkeys(range(len(self.hosts)), 0)
+        self._ended = False
+
+    def _deliver(self, message: ToFirst) -> None:
+        self._hear(0, message)
+        if isinstance(message, Beat | Bye):
+            for process in list(self._lines):
+                self._send(process, message)
+
+    def _understood(self, fields: Mapping[str, Any]) -> ToFirst:
+        return read_to_first(fields)
+
+    def _hear(self, process: int, message: ToFirst) -> None:
+        match message:
+            case Beat():
+                self._where[process] = (message.step, message.phase)
+            case Bye():
+                self._leaving.add(process)
+            case Failed():
+                self._leaving.add(process)
+                self._end_all(f"{self._name(process)}: {message.reason}", message.code)
+            case Hang():
+                self._end_all(self._who_hangs(message.idle_sec), BROKEN, dump=True)
+            case Signalled():
+                if not self._stopping:
+                    self._stopping = message.signum
+                    self._tell(Hold())
+            case Arrived():
+                before = min(self._arrived.values())
+                self._arrived[process] = message.times
+                if min(self._arrived.values()) > before:
+                    self._tell(Passed(times=min(self._arrived.values())))
+            case Held():
+                self._counts[process] = message.polls
+                self._settle()
+
+    def _gone(self, process: int, how: str) -> None:
+        super()._gone(process, how)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Says where to stop, once all that remain have said where they hold."""
+        if self._counts and {0, *self._lines} <= set(self._counts):
+            self._tell(StopAt(poll=max(self._counts.values()) + 1, signum=self._stopping))
+            self._counts = {}
+
+    def _lost(self, process: int, how: str) -> None:
+        step, phase = self._where.get(process, (None, "start"))
+        self._end_all(f"{self._name(process)} {how}; {_last(step, phase)}", BROKEN)
+
+    def _end_all(self, reason: str, code: int, *, dump: bool = False) -> None:
+        if not self._ended:  # What others say once they end because of this is not the reason.
+            self._ended = True
+            self._tell(End(reason=reason[:MAX_REASON], code=code, dump=dump))
+
+    def _tell(self, message: FromFirst) -> None:
+        for process in list(self._lines):
+            self._send(process, message)
+        self._obey(message)
+
+    def _is_heard(self) -> bool:
+        return not self._lines
+
+    def _see_off(self) -> None:
+        """Waits until the others have gone: JAX aborts them, with a message of its own, when this process is gone."""
+        end = time.monotonic() + FAREWELL_SEC
+        while self._lines and time.monotonic() < end:
+            for process, line in list(self._lines.items()):
+                try:
+                    line.flush()
+                    line.receive()
+                except Lost:
+                    del self._lines[process]
+            ready(self._lines.values(), 0.05)
+
+    def _who_hangs(self, idle_sec: float) -> str:
+        groups: dict[tuple[int | None, str], list[int]] = {}
+        for process in range(len(self.hosts)):
+            groups.setdefault(self._where.get(process, (None, "start")), []).append(process)
+        # The many wait for the few.
+        by_size = sorted(groups.items(), key=lambda item: len(item[1]))
+        parts = [
+            f"{named(processes, self.hosts)}: {_last(step, phase).removeprefix('last heard of ')}"
+            for (step, phase), processes in by_size
+        ]
+        return f"no step has been finished for {idle_sec:.0f} s, and the stacks were written; {'; '.join(parts)}"
+
+
+class Worker(Membership):
+    """Every other process's: reports to process 0, and does as it says."""
+
+    def __init__(self, process: int, meeting: Meeting, *, silence_sec: float, pulse: Pulse) -> None:
+        super().__init__(process, meeting, silence_sec=silence_sec, pulse=pulse)
+        self._first: tuple[int | None, str] = (None, "start")
+
+    def _deliver(self, message: ToFirst) -> None:
+        self._send(0, message)
+
+    def _understood(self, fields: Mapping[str, Any]) -> FromFirst:
+        return read_from_first(fields)
+
+    def _hear(self, process: int, message: FromFirst) -> None:
+        match message:
+            case Beat():
+                self._first = (message.step, message.phase)
+            case Bye():
+                self._leaving.add(process)
+            case _:
+                self._obey(message)
+
+    def _is_heard(self) -> bool:
+        return self._told.is_set() or not self._lines
+
+    def _see_off(self) -> None:
+        return  # Nobody waits for a worker that ends because of another process.
+
+    def _lost(self, process: int, how: str) -> None:
+        cut = f" (or {self.hosts[self.process]} is cut off)" if "silent" in how else ""
+        self._end(f"{self._name(process)} {how}{cut}; {_last(*self._first)}", BROKEN)
+
+
+def _last(step: int | None, phase: str) -> str:
+    return f"last heard of {f'after step {step}' if step is not None else 'before it began to train'} (phase {phase})"
+
+
+def begin(process: int, meeting: Meeting, *, silence_sec: float, pulse: Pulse) -> Membership:
+    """Makes and starts this process's membership, for as long as it lives."""
+    kind = Coordinator(meeting, silence_sec=silence_sec, pulse=pulse) if process == 0 else None
+    member = kind or Worker(process, meeting, silence_sec=silence_sec, pulse=pulse)
+    set_current(member)
+    return member

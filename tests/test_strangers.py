@@ -1,0 +1,402 @@
+"""Strangers on the rendezvous port, the run's token, and what is no message: no start is disturbed by them."""
+
+import errno
+import json
+import os
+import random
+import socket
+import sys
+import threading
+import time
+
+import pytest
+from strangers import MALFORMED, TOKEN, WELL_FORMED, Strangers, free_port, meet_in_threads
+from test_cluster import connected, ends, folder, start
+
+from jaxdl.cluster import door, membership, token
+from jaxdl.cluster.meeting import ClusterError, Meeting
+from jaxdl.cluster.pulse import Pulse
+from jaxdl.cluster.roles import Coordinator, Worker
+from jaxdl.cluster.wire import Line
+from jaxdl.config import ConfigError
+
+__all__ = ["folder"]
+
+
+@pytest.fixture(autouse=True)
+def no_thread_fails(monkeypatch):
+    failed = []
+    monkeypatch.setattr(threading, "excepthook", lambda args: failed.append(args.exc_value))
+    yield
+    assert not [one for one in failed if not isinstance(one, SystemExit)]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_start_among_strangers(seed):
+    """With a token also among those who say a perfect hello; without one every well-formed hello is believed."""
+    chance = random.Random(seed)
+    port, num_processes = free_port(), chance.choice([2, 2, 3, 5])
+    with_token = seed % 2 == 0
+    words = list(MALFORMED.values()) + (list(WELL_FORMED.values()) * 4 if with_token else [])
+    with Strangers(port, seed) as strangers:
+        strangers.mix(chance.randrange(2, 12), words)
+        delays = [0.0] + [chance.random() * 0.3 for _ in range(num_processes - 1)]
+        results = meet_in_threads(port, tokens=[TOKEN if with_token else None] * num_processes, delays=delays)
+    assert all(isinstance(result, Meeting) for result in results), results
+    assert len(results[0].lines) == num_processes - 1
+    assert {len(result.hosts) for result in results} == {num_processes}
+    if results[0].note:
+        assert "no process" in results[0].note
+        assert "127.0.0.1" in results[0].note
+    assert TOKEN not in str(results)
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_hello_comes_from_a_stranger(name):
+    port = free_port()
+    with Strangers(port, 0) as strangers:
+        strangers.later(lambda: strangers.say(MALFORMED[name]))
+        first, second = meet_in_threads(port, tokens=[None, None], delays=[0, 0.1])
+    assert isinstance(second, Meeting)
+    assert first.note == (
+        "1 connection was no process of this run and was closed: 1 sent no hello of jaxdl (127.0.0.1)."
+    )
+    assert "evil" not in first.hosts
+
+
+@pytest.mark.parametrize("name", WELL_FORMED)
+def test_with_a_token_a_perfect_hello_is_not_believed(name):
+    port = free_port()
+    with Strangers(port, 0) as strangers:
+        strangers.later(lambda: strangers.say(WELL_FORMED[name]))
+        first, second = meet_in_threads(port, tokens=[TOKEN, TOKEN], delays=[0, 0.1])
+    assert isinstance(second, Meeting)
+    assert "1 did not know the run's token (127.0.0.1, as process " in first.note
+    assert "evil" not in first.hosts
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("another process 0", "2 processes say that they are process 0, on evil"),
+        ("another count", "evil (process 1) expects 3 processes, but"),
+        ("another version", "evil (process 1) has another version of jaxdl"),
+        ("another experiment", "the same experiment: batch_size is 8 on"),
+        ("a false proof", "evil (process 1) has a run token (JAXDL_RUN_TOKEN), but"),
+    ],
+)
+def test_without_a_token_it_is_and_the_reason_is_said(name, message, monkeypatch):
+    from jaxdl.cluster import gathering
+
+    monkeypatch.setattr(gathering, "_LINGER_SEC", 0.2)
+    port = free_port()
+    with Strangers(port, 0) as strangers:
+        strangers.later(lambda: strangers.say(WELL_FORMED[name]))
+        first = meet_in_threads(port, tokens=[None], num_processes=2)[0]
+    assert isinstance(first, ConfigError)
+    assert message in str(first)
+
+
+# The token.
+
+
+def test_one_without_the_token_is_told_so_and_named_when_the_time_is_up():
+    for other in (None, "another-token-of-16"):
+        first, second = meet_in_threads(free_port(), tokens=[TOKEN, other], timeout_sec=1.0)
+        assert isinstance(second, ConfigError), second
+        has = "none" if other is None else "another one"
+        assert f"has a run token (JAXDL_RUN_TOKEN), and process 1 on {socket.gethostname()} has {has}." in str(second)
+        assert isinstance(first, ClusterError)
+        assert "process 1 of 2 has not come within 1 s" in str(first)
+        assert f"1 did not know the run's token (127.0.0.1, as process 1 on {socket.gethostname()})" in str(first)
+        for error in (first, second):
+            assert TOKEN not in str(error)
+            assert "another-token" not in str(error)
+
+
+def test_a_token_that_process_0_lacks_is_named_to_both(monkeypatch):
+    from jaxdl.cluster import gathering
+
+    monkeypatch.setattr(gathering, "_LINGER_SEC", 0.2)
+    results = meet_in_threads(free_port(), tokens=[None, TOKEN])
+    for result in results:
+        assert isinstance(result, ConfigError), results
+        assert "(process 1) has a run token (JAXDL_RUN_TOKEN), but" in str(result)
+        assert "(process 0) has none. Start all processes together" in str(result)
+
+
+def test_a_process_0_that_does_not_know_the_token_is_not_believed():
+    with socket.create_server(("127.0.0.1", 0)) as false:
+
+        def answer():
+            connection, _ = false.accept()
+            with connection, connection.makefile() as said:
+                connection.sendall(json.dumps({"nonce": "0" * 32}).encode() + b"\n")
+                proofs.append(json.loads(said.readline())["proof"])
+                verdict = {"verdict": None, "mistake": False, "hosts": ["evil", "a"], "proof": proofs[0]}
+                connection.sendall(json.dumps(verdict).encode() + b"\n")
+
+        proofs = []
+        thread = threading.Thread(target=answer)
+        thread.start()
+        [result] = meet_in_threads(false.getsockname()[1], tokens=[TOKEN], timeout_sec=0.3, first=1, num_processes=2)
+        thread.join()
+    assert isinstance(result, ClusterError)
+    assert TOKEN not in str(result)
+    assert "something answered, but" in str(result)
+
+
+def test_proofs():
+    given = {"host_nonce": "a" * 32, "guest_nonce": "b" * 32, "process": 1}
+    own = token.proof(TOKEN, "guest", **given)
+    assert token.proves(own, token.proof(TOKEN, "guest", **given))
+    assert not token.proves(None, own)
+    for other in (
+        token.proof(TOKEN, "host", **given),
+        token.proof(TOKEN + "x", "guest", **given),
+        token.proof(TOKEN, "guest", **given | {"process": 2}),
+        token.proof(TOKEN, "guest", **given | {"host_nonce": "c" * 32}),
+    ):
+        assert not token.proves(other, own)
+    assert TOKEN not in own
+
+
+def test_tokens_of_the_environment(monkeypatch):
+    monkeypatch.delenv("JAXDL_RUN_TOKEN", raising=False)
+    assert token.run_token() is None
+    assert token.make_token() != token.make_token()
+    monkeypatch.setenv("JAXDL_RUN_TOKEN", token.make_token())
+    assert token.run_token() == os.environ["JAXDL_RUN_TOKEN"]
+    monkeypatch.setenv("JAXDL_RUN_TOKEN", "")
+    with pytest.raises(ConfigError, match="JAXDL_RUN_TOKEN is empty"):
+        token.run_token()
+    monkeypatch.setenv("JAXDL_RUN_TOKEN", "letmein")
+    with pytest.raises(ConfigError, match="has 7 characters and could be guessed") as error:
+        token.run_token()
+    assert "letmein" not in str(error.value)
+
+
+# Bounds.
+
+
+class Listener:
+    """Stands for a listening socket: what `accept` does is in `answers`."""
+
+    def __init__(self, *answers):
+        self.answers, self.num_calls = list(answers), 0
+        self._file = open(os.devnull)  # noqa: SIM115
+
+    def setblocking(self, _):
+        pass
+
+    def fileno(self):
+        return self._file.fileno()
+
+    def close(self):
+        self._file.close()
+
+    def accept(self):
+        self.num_calls += 1
+        answer = self.answers.pop(0) if self.answers else BlockingIOError()
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def peers(count):
+    """(the accepted ends with an address, the other ends)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        others = [socket.create_connection(server.getsockname()) for _ in range(count)]
+        return [server.accept()[0] for _ in others], others
+
+
+def test_without_descriptors_nothing_is_tried_all_the_time():
+    full = [OSError(errno.EMFILE, "Too many open files") for _ in range(100)]
+    listener = Listener(*full)
+    entrance = door.Door(listener)
+    now = 1000.0
+    entrance.accept(now)
+    assert entrance.is_open(now), "the reserve was given up for the next connection"
+    entrance.tidy(now)
+    entrance.accept(now)
+    assert not entrance.is_open(now)
+    assert not entrance.is_open(now + 0.1)
+    assert entrance.is_open(now + 0.3)
+    assert listener.num_calls == 2
+    assert "ran out of file descriptors 2 times" in entrance.seen.note()
+    entrance.close()
+
+
+def test_without_descriptors_the_oldest_strangers_go_but_not_the_newest():
+    accepted, others = peers(4)
+    answers = [(one, ("10.0.0.1", 1)) for one in accepted]
+    entrance = door.Door(Listener(*answers, BlockingIOError(), *[OSError(errno.ENFILE, "")] * 3))
+    entrance.accept(1000.0)
+    entrance.accept(1000.01)
+    assert len(entrance.strangers) == 4, "each has a moment to say its hello"
+    assert not entrance.is_open(1000.02)
+    oldest = entrance.strangers[0]
+    entrance.accept(1000.1)
+    assert len(entrance.strangers) == 2
+    assert oldest not in entrance.strangers
+    entrance.close()
+    for one in others:
+        one.close()
+
+
+def test_a_flood_from_one_address_does_not_push_out_another(monkeypatch):
+    monkeypatch.setattr(door, "MAX_STRANGERS", 4)
+    accepted, others = peers(9)
+    addresses = ["10.0.0.7"] + ["10.0.0.1"] * 8
+    entrance = door.Door(Listener(*[(one, (name, 1)) for one, name in zip(accepted, addresses, strict=True)]))
+    entrance.accept(1000.0)
+    assert [one.address for one in entrance.strangers] == ["10.0.0.7"] + ["10.0.0.1"] * 3
+    assert entrance.seen.note().endswith("closed: 5 said nothing (10.0.0.1).")
+    entrance.tidy(1000.0 + door.STRANGER_SEC)
+    assert not entrance.strangers
+    entrance.close()
+    for one in others:
+        one.close()
+
+
+def test_what_strangers_keep_together_is_bounded(monkeypatch):
+    monkeypatch.setattr(door, "MAX_KEPT_BYTES", 10_000)
+    accepted, others = peers(3)
+    entrance = door.Door(Listener(*[(one, ("10.0.0.1", 1)) for one in accepted]))
+    entrance.accept(1000.0)
+    for other, count in zip(others, (4000, 6000, 3000), strict=True):
+        other.sendall(b"x" * count)
+    time.sleep(0.05)
+    for stranger in entrance.strangers:
+        assert stranger.line.receive_one() is None
+    entrance.tidy(1000.0)
+    assert [one.line.num_kept_bytes for one in entrance.strangers] == [4000, 3000]
+    entrance.close()
+    for one in others:
+        one.close()
+
+
+def test_addresses_are_counted_within_bounds():
+    seen = door.Refused()
+    for number in range(5000):
+        seen.add(door.SILENT, f"10.0.{number // 256}.{number % 256}")
+    assert len(seen.counts[door.SILENT]) <= 1001
+    assert seen.note().startswith("5000 connections were no processes of this run and were closed: 5000 said nothing (")
+    assert "more addresses" in seen.note()
+    assert len(seen.note()) < 300
+
+
+def test_a_real_process_with_few_descriptors_meets_the_others_in_a_flood():
+    """200 silent connections, and room for 40 open files: process 0 lives, and the genuine one gets in."""
+    port = free_port()
+    shared = {"address": f"127.0.0.1:{port}", "num_processes": 2, "steps": 5, "token": TOKEN}
+    first = start([{"process": 0, "open_files": 40}], **shared)
+    flood = [connected(port) for _ in range(200)]
+    results = ends([*first, *start([{"process": 1}], **shared)])
+    assert [code for code, _, _ in results] == [0, 0], results
+    for one in flood:
+        one.close()
+
+
+def test_after_the_meeting_the_port_is_free_and_strangers_are_cut_off():
+    port = free_port()
+    with Strangers(port, 0) as strangers:
+        strangers.later(lambda: strangers.say(b""))
+        meet_in_threads(port, tokens=[None, None], delays=[0, 0.1])
+        [silent] = strangers._open
+        silent.settimeout(5)
+        assert b"nonce" in silent.recv(1000)
+        assert silent.recv(1000) == b"", "closed"
+        with socket.socket() as jax_s:
+            jax_s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            jax_s.bind(("", port))
+
+
+# After the meeting.
+
+NO_MESSAGES = {
+    b'{"kind": "beat"}\n': "beat.step: Field required",
+    b'{"kind": "beat", "step": true, "phase": "train"}\n': "beat.step: ",
+    b'{"kind": "beat", "step": -1, "phase": "train"}\n': "beat.step: ",
+    b'{"kind": "beat", "step": 1, "phase": "train", "more": 1}\n': "beat.more: ",
+    b'{"kind": ["beat"]}\n': "no message of jaxdl (",
+    b'{"beat": 1}\n': "Unable to extract tag",
+    b"[1]\n": "it sends something else",
+    b"\xff\xfe\n": "it sends something else",
+    b"[" * 100_000 + b"\n": "it sends something else",
+}
+TO_FIRST = NO_MESSAGES | {
+    b'{"kind": "end", "reason": "x", "code": 2, "dump": false}\n': "does not match any of the expected tags",
+    b'{"kind": "signal", "signum": 1000}\n': "signal.signum: ",
+    b'{"kind": "failed", "reason": "x", "code": "2"}\n': "failed.code: ",
+    b'{"kind": "hang", "idle_sec": NaN}\n': "hang.idle_sec: ",
+    b'{"kind": "held", "polls": 1.5}\n': "held.polls: ",
+    b'{"kind": "arrived", "times": null}\n': "arrived.times: ",
+}
+FROM_FIRST = NO_MESSAGES | {
+    b'{"kind": "stop", "poll": "4", "signum": 15}\n': "stop.poll: ",
+    b'{"kind": "stop", "poll": 4}\n': "stop.signum: Field required",
+    b'{"kind": "passed"}\n': "passed.times: ",
+    b'{"kind": "end", "reason": ["x"], "code": 2, "dump": false}\n': "end.reason: ",
+    b'{"kind": "held", "polls": 1}\n': "does not match any of the expected tags",
+}
+
+
+@pytest.fixture
+def alone_with_one(monkeypatch):
+    """Starts one side of a membership of two; returns its only peer's socket, and what waits for its end."""
+    opened = []
+
+    def begin(side):
+        ended, reasons = threading.Event(), []
+
+        def end(reason, code, **_):
+            reasons.append((reason, code))
+            ended.set()
+            sys.exit()  # The thread, as the process would.
+
+        monkeypatch.setattr(membership, "end_process", end)
+        [[own], [other]] = peers(1)
+        meeting = Meeting(["host0", "host1"], {1 - side: Line(own)})
+        given = {"silence_sec": 30, "pulse": Pulse()}
+        member = Coordinator(meeting, **given) if side == 0 else Worker(1, meeting, **given)
+        member.start()
+        opened.extend([own, other, member._wake, member._woken])
+
+        def reason():
+            assert ended.wait(10)
+            return reasons[0]
+
+        return other, reason
+
+    yield begin
+    for one in opened:
+        one.close()
+
+
+@pytest.mark.parametrize(("side", "words"), [*[(0, one) for one in TO_FIRST], *[(1, one) for one in FROM_FIRST]])
+def test_a_member_that_sends_no_message_is_lost_with_the_reason(side, words, alone_with_one):
+    peer, end = alone_with_one(side)
+    peer.sendall(words)
+    reason, code = end()
+    assert code == 75
+    assert reason.startswith(f"host{1 - side} (process {1 - side}) sent something that is no message of jaxdl (")
+    assert (TO_FIRST if side == 0 else FROM_FIRST)[words] in reason
+    assert "\n" not in reason
+
+
+def test_text_of_others_cannot_command_a_terminal(alone_with_one):
+    peer, end = alone_with_one(0)
+    reason = "\x1b[2Jerror: \n all is well" + "x" * 20_000
+    peer.sendall(json.dumps({"kind": "failed", "reason": reason, "code": 1}).encode() + b"\n")
+    said, _ = end()
+    assert said.startswith("host1 (process 1): ?[2Jerror: ? all is wellxxx")
+    assert len(said) <= 10_000
+
+
+def test_a_defect_in_the_thread_that_watches_ends_the_process(alone_with_one, monkeypatch):
+    monkeypatch.setattr(Coordinator, "_understood", lambda *_: 1 // 0)
+    peer, end = alone_with_one(0)
+    peer.sendall(b"{}\n")
+    assert end() == ("the thread that watches over the other processes failed (ZeroDivisionError: "
+                     "integer division or modulo by zero)", 75)  # fmt: skip
