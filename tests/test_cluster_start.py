@@ -16,6 +16,7 @@ from runs import finish, has_step, tiny_experiment, wait_for, write_config
 from test_processes import start_pair
 
 from jaxdl.cluster import place, start, start_devices
+from jaxdl.cluster.meeting import Meeting
 from jaxdl.command import parse_command
 from jaxdl.config import ConfigError
 from jaxdl.mesh import MeshConfig
@@ -101,16 +102,17 @@ def test_how_several_processes_are_recognised(environment, several, monkeypatch)
     assert place.several_processes() is several
 
 
-def test_a_process_meets_the_others_before_jax_does(monkeypatch):
+def test_a_process_meets_the_others_before_jax_does(monkeypatch, capsys):
     calls = []
     for name, value in {"COORDINATOR_ADDRESS": "localhost:1", "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
         monkeypatch.setenv(f"JAX_{name}", value)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)
-    monkeypatch.setattr(start, "meet", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(start, "meet", lambda *args, **_: calls.append(args) or Meeting([], {}, "a stranger came."))
     monkeypatch.setattr(start, "begin", lambda *_, **__: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
     start_devices(MeshConfig(), start.ClusterConfig(start_timeout_sec=7, silence_timeout_sec=60), experiment={"a": 1})
     (where, told), arguments = calls
+    assert capsys.readouterr().err == "note: a stranger came.\n"
     assert where == place.Place("localhost:1", 2, 1)
     assert told["config"] == {"a": 1}
     assert arguments["initialization_timeout"] == 7
