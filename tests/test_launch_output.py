@@ -65,6 +65,16 @@ def test_lines_of_many_threads_stay_whole():
         assert own == [f"host{index}    | host{index} {number}" for number in range(200)]
 
 
+def test_gloo_is_heard_only_when_a_connection_is_missing():
+    stdout = io.StringIO()
+    printer = Printer(["host0"], stdout, io.StringIO())
+    for count in (3, 2):
+        line = f"[Gloo] Rank 1 is connected to {count} peer ranks. Expected number of connected peer ranks is : 3"
+        printer.print("host0", line)
+    assert "connected to 2 peer" in stdout.getvalue()
+    assert "connected to 3 peer" not in stdout.getvalue()
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
 def test_what_a_stream_does_not_take_stops_nobody():
     closed = []

@@ -61,6 +61,12 @@ def _last_written(line: bytes) -> str:
     return _MOVES.sub("", shown.decode(errors="replace"))
 
 
+_CONNECTED = re.compile(
+    r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1"
+)
+"""What each process prints for each of its groups when nothing is wrong; XLA has no setting against it."""
+
+
 class Printer:
     """Prints whole lines of many hosts to stdout and stderr, each behind `host0 | `, coloured on a terminal.
 
@@ -87,7 +93,9 @@ class Printer:
                 self._prefixes[name, stream] = prefix
 
     def print(self, name: str, line: str, *, error: bool = False) -> None:
-        """Prints a line of the host `name`, to stderr if `error`."""
+        """Prints a line of the host `name`, to stderr if `error`, unless it is Gloo's that all is connected."""
+        if _CONNECTED.fullmatch(line.rstrip()):
+            return
         stream = self._streams[error]
         with self._lock:
             if stream in self._closed:
