@@ -14,7 +14,7 @@ from jaxdl.config import ConfigError
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.outcome import exit_codes
 from jaxdl.plan import compile_train_step, make_plan
-from jaxdl.report import print_explanation
+from jaxdl.report import Start, print_explanation
 from jaxdl.sharding import explain
 from jaxdl.startup import PROG
 from jaxdl.trainer import train
@@ -76,10 +76,12 @@ def print_plan(experiment: Experiment, workdir: Path | None = None) -> None:
 
     Where the exchange is to be chosen it is measured, unless it was chosen for the run in `workdir`.
     """
-    plan = make_plan(experiment, chosen=lambda: read_choice(workdir))
+    start = Start()
+    plan = make_plan(experiment, chosen=lambda: read_choice(workdir), start=start)
     for reason in plan.reasons:
         print(reason)
     spec = plan.parts.state_spec
     rows = explain(spec.shapes.params, spec.params, plan.parts.layout.mesh)
-    memory = compile_train_step(plan).memory_analysis()
+    with start.doing("compiling"):
+        memory = compile_train_step(plan).memory_analysis()
     print_explanation(rows, dict(plan.parts.layout.mesh.shape), memory)

@@ -5,7 +5,9 @@ import math
 import re
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh
 from rich.console import Console
 from runs import tiny_experiment
 
@@ -108,7 +110,10 @@ def test_only_the_first_process_prints(monkeypatch, capsys):
     with Start().doing("starting the devices"):
         pass
     assert capsys.readouterr().out == ""
-    monkeypatch.setenv("JAX_PROCESS_ID", "0")
+    start = Start()
+    start.devices(Mesh(np.asarray(FOUR).reshape(4, 1, 1), ("replica", "fsdp", "tensor")))
+    assert "replica 4" in capsys.readouterr().out, "a single process in a Slurm task: JAX knows it is the first"
+    monkeypatch.setenv("SLURM_PROCID", "0")
     with Start().doing("starting the devices"):
         pass
     assert capsys.readouterr().out == "starting the devices ...\n"

@@ -62,9 +62,9 @@ def _last_written(line: bytes) -> str:
 
 
 _CONNECTED = re.compile(
-    r"\[Gloo\] Rank \d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1"
+    r"(?:\[Gloo\] Rank )*\d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1"
 )
-"""What each process prints for each of its groups when nothing is wrong; XLA has no setting against it."""
+"""What Gloo prints for each group when nothing is wrong, its threads into each other's lines; there is no setting."""
 
 
 class Printer:

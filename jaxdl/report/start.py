@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import textwrap
 import time
 from collections.abc import Iterator
@@ -20,9 +19,8 @@ from rich.text import Text
 from jaxdl.config import Config
 from jaxdl.report.facts import data_fact, devices_fact, plan_facts
 from jaxdl.report.lines import format_duration, format_seconds, is_live
+from jaxdl.startup import is_first_process
 
-PROCESS_NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-"""Environment variables with the number of this process in a run of several."""
 NAME_WIDTH = 11
 WORTH_SAYING_SEC = 1.0
 
@@ -36,10 +34,14 @@ class Start:
     """
 
     def __init__(self, console: Console | None = None, quiet: bool | None = None) -> None:
-        self.console, self.quiet = console or Console(quiet=not _is_first()), quiet
-        self._use_live = not self.console.quiet and (is_live(self.console) if quiet is None else not quiet)
+        self._guessed = console is None
+        self.console, self.quiet = console or Console(quiet=not is_first_process()), quiet
         self._live: Live | None = None
         self._closed = False
+
+    @property
+    def _use_live(self) -> bool:
+        return not self.console.quiet and (is_live(self.console) if self.quiet is None else not self.quiet)
 
     @contextlib.contextmanager
     def doing(self, text: str) -> Iterator[None]:
@@ -76,8 +78,9 @@ class Start:
                 self._say(label + line)
 
     def devices(self, mesh: Mesh) -> None:
-        """Prints the devices; from here on it is known which process is the first."""
-        self.console.quiet = self.console.quiet or jax.process_index() > 0
+        """Prints the devices; from here on it is known which process is the first: the only one to print."""
+        if self._guessed:
+            self.console.quiet = jax.process_index() > 0
         self.fact("devices", devices_fact(mesh))
 
     def data(self, config: Config, splits: Any) -> None:
@@ -119,8 +122,3 @@ class Start:
 
     def _say(self, text: str) -> None:
         print(text, file=self.console.file, flush=True)
-
-
-def _is_first() -> bool:
-    """Whether this process is the first of its run, as far as that is known before the processes have met."""
-    return next((os.environ[name] for name in PROCESS_NUMBERS if os.environ.get(name)), "0") == "0"
