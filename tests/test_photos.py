@@ -253,7 +253,7 @@ def test_tar_files_hold_the_same_images(folder, tmp_path, opened):
     wanted = {(path.read_bytes(), "abc".index(path.parent.name)) for path in (folder / "train").glob("*/*.jpg")}
     assert stored == wanted
     assert records.name(0).endswith("/a0.jpg")
-    assert len(list((tmp_path / "cache").glob("tars-*.npy"))) == 2
+    assert len(list((tmp_path / "cache").glob("tars-*.table"))) == 2
     again = opened(data).train.studio.records[0]
     assert {again.read(index) for index in range(24)} == wanted, "from the kept table"
     assert pickle.loads(pickle.dumps(again)).read(5) == again.read(5)

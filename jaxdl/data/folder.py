@@ -17,6 +17,10 @@ from jaxdl.data.source import DataSet, Splits
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
 
+_NAMES = "utf-8", "surrogateescape"
+"""The encoding of file names, which need not be UTF-8: as Python's own."""
+
+
 class ImageFolder(DataSet):
     """Image files in a folder for each class, as `train/cat/1.jpg` and `val/cat/2.jpg`."""
 
@@ -33,17 +37,30 @@ class ImageFolder(DataSet):
     def build(self) -> Splits:
         """Training and held-out images. The classes are numbered in the order of their folders' names.
 
-        Raises ConfigError when there is no image, or a class is held out that is not trained on.
+        Raises ConfigError when there is no image, fewer than 2 classes, a class without training images, or one that
+        is held out and not trained on.
         """
         if not self.path:
             raise ConfigError("--data.path is not set: name the folder with the images.")
         root = self.path.rstrip("/")
         found = [self._find(f"{root}/{one}") for one in (self.train_folder, self.test_folder)]
         classes = sorted({_class(one) for one in found[0]})
+        if empty := remote.empty_folders(f"{root}/{self.train_folder}", classes):
+            raise ConfigError(
+                f"{root}/{self.train_folder}/{empty[0]}: the folder of a class without an image (one of "
+                f"{', '.join(IMAGE_SUFFIXES)}). Put its images there, or remove it."
+            )
+        if len(classes) < 2:
+            raise ConfigError(
+                f"{root}/{self.train_folder}: all of its {len(found[0]):,} images are of one class, {classes[0]!r}, so "
+                f"there is nothing to tell apart. Make a folder for each class, such as {self.train_folder}/cat/1.jpg "
+                f"and {self.train_folder}/dog/1.jpg."
+            )
         unknown = sorted({_class(one) for one in found[1]} - set(classes))
         if unknown:
             raise ConfigError(
-                f"{root}/{self.test_folder}: it has {', '.join(unknown[:5])}, which {self.train_folder} has not."
+                f"{root}/{self.test_folder}: it has {', '.join(unknown[:5])}, which {self.train_folder} has not. "
+                "Remove it, or add its images to the training data."
             )
         train, test = (FolderRecords(one, classes) for one in found)
         return self.photos.build(train, test, len(classes), name=root.rsplit("/", 1)[-1])
@@ -68,13 +85,13 @@ class FolderRecords(Records):
         self._root = found[0].address[: -len(found[0].name)]
         assert all(one.address == self._root + one.name for one in found)
         # One array, which worker processes share: a list of a million takes long to send, and much memory in each.
-        names = "\n".join(one.name for one in found).encode()
+        names = "\n".join(one.name for one in found).encode(*_NAMES)
         self._names = np.frombuffer(names, np.uint8)
-        self._ends = np.cumsum([len(one.name.encode()) + 1 for one in found])
+        self._ends = np.cumsum([len(one.name.encode(*_NAMES)) + 1 for one in found])
         sizes = np.array([one.num_bytes for one in found], np.int64)
         self._content = hashlib.sha256(names + sizes.tobytes()).hexdigest()
         marks = "\n".join(f"{one.name} {one.num_bytes} {one.version}" for one in found)
-        self._identity = f"{self._root} {hashlib.sha256(marks.encode()).hexdigest()}"
+        self._identity = f"{self._root} {hashlib.sha256(marks.encode(*_NAMES)).hexdigest()}"
 
     @property
     def identity(self) -> str:
@@ -100,8 +117,9 @@ class FolderRecords(Records):
 
     def name(self, index: int) -> str:
         """Its path, from the name of the folder on."""
-        return self._root.rstrip("/").rsplit("/", 1)[-1] + "/" + self._below(index)
+        path = self._root.rstrip("/").rsplit("/", 1)[-1] + "/" + self._below(index)
+        return path.encode(*_NAMES).decode(errors="replace")
 
     def _below(self, index: int) -> str:
         start = int(self._ends[index - 1]) if index else 0
-        return self._names[start : int(self._ends[index]) - 1].tobytes().decode()
+        return self._names[start : int(self._ends[index]) - 1].tobytes().decode(*_NAMES)

@@ -8,13 +8,13 @@ import fnmatch
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxdl.config import ConfigError
 
-_PAUSES_SEC = (0.2, 1.0, 4.0, 16.0)
+PAUSES_SEC = (0.2, 1.0, 4.0, 16.0)
 """Before a read is tried again: networks and their disks have bad moments."""
 _PASSING = (
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ENOTCONN,
@@ -56,12 +56,20 @@ def find(address: str, suffixes: tuple[str, ...]) -> list[Found]:
             for one in rows
         ]
         return sorted(found, key=lambda one: one.name)
-    folder = Path(address).expanduser()
-    if not folder.is_dir():
-        raise ConfigError(f"{address}: no such folder.")
-    found = []
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        folders.sort()
+    with reading(address):
+        return sorted(_find_local(Path(address).expanduser(), suffixes), key=lambda one: one.name)
+
+
+def _find_local(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Found]:
+    if not os.path.isdir(folder):
+        os.stat(folder)  # It says why, other than isdir.
+        raise ConfigError(f"{folder}: it is a file, not a folder.")
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))  # .ipynb_checkpoints is no class.
+        for name in folders:
+            path = os.path.join(parent, name)
+            if os.path.islink(path) and Path(parent).resolve().is_relative_to(Path(path).resolve()):
+                raise ConfigError(f"{path}: it is a link to a folder that it is in. Remove it.")
         for name in names:
             if name.lower().endswith(suffixes) and not name.startswith("."):
                 path = os.path.join(parent, name)
@@ -70,8 +78,31 @@ def find(address: str, suffixes: tuple[str, ...]) -> list[Found]:
                 except FileNotFoundError:
                     raise ConfigError(f"{path}: it points to a file that is not there. Remove it.") from None
                 below = os.path.relpath(path, folder).replace(os.sep, "/")
-                found.append(Found(path, below, status.st_size, str(status.st_mtime_ns)))
-    return sorted(found, key=lambda one: one.name)
+                yield Found(path, below, status.st_size, str(status.st_mtime_ns))
+
+
+def empty_folders(address: str, filled: Collection[str]) -> list[str]:
+    """The folders directly in a local folder that are not among `filled`; hidden ones do not count."""
+    if is_remote(address):
+        return []  # There a folder is part of a file's name.
+    with reading(address), os.scandir(Path(address).expanduser()) as entries:
+        found = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    return sorted(set(found) - set(filled))
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+@contextlib.contextmanager
+def reading(address: str) -> Iterator[None]:
+    """Turns what the system says of a local folder into a message for the user."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise ConfigError(f"{address}: no such folder.") from None
+    except OSError as error:
+        raise ConfigError(f"{error.filename or address}: it cannot be read ({error.strerror}).") from None
 
 
 def expand(pattern: str) -> list[Found]:
@@ -79,6 +110,8 @@ def expand(pattern: str) -> list[Found]:
     braces = re.search(r"\{(\d+)\.\.(\d+)\}", pattern)
     if braces is not None:
         first, last = braces.groups()
+        if int(last) < int(first):
+            raise ConfigError(f"{pattern}: {{{first}..{last}}} stands for no number. Write the smaller one first.")
         names = [
             pattern[: braces.start()] + str(number).zfill(len(first)) + pattern[braces.end() :]
             for number in range(int(first), int(last) + 1)
@@ -96,15 +129,11 @@ def expand(pattern: str) -> list[Found]:
         ]
     else:
         path = Path(pattern).expanduser()
-        names = (
-            sorted(one for one in os.listdir(path.parent) if fnmatch.fnmatch(one, path.name))
-            if path.parent.is_dir()
-            else []
-        )
         found = []
-        for name in names:
-            status = (path.parent / name).stat()
-            found.append(Found(str(path.parent / name), name, status.st_size, str(status.st_mtime_ns)))
+        with reading(str(path.parent)):
+            for name in sorted(one for one in os.listdir(path.parent) if fnmatch.fnmatch(one, path.name)):
+                status = (path.parent / name).stat()
+                found.append(Found(str(path.parent / name), name, status.st_size, str(status.st_mtime_ns)))
     if not found:
         raise ConfigError(f"{pattern}: no such file.")
     return found
@@ -115,7 +144,7 @@ def read(address: str, start: int = 0, length: int | None = None) -> bytes:
 
     Raises OSError for what cannot be read, and Outage when the network or a disk fails for half a minute.
     """
-    for pause_sec in (*_PAUSES_SEC, None):
+    for pause_sec in (*PAUSES_SEC, None):
         try:
             return _read_remote(address, start, length) if is_remote(address) else _read_local(address, start, length)
         except _FINAL:

@@ -22,6 +22,7 @@ from jaxdl.data.photos import Photos
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.source import DataSet, Splits
 
+_DIGEST_BYTES = hashlib.sha256().digest_size
 _READERS = 16
 """Tar files that are read through at once: that waits for disks and networks, not for the CPU."""
 
@@ -55,14 +56,9 @@ class ImageTars(DataSet):
         marks = "\n".join(f"{one.address} {one.num_bytes} {one.version}" for one in found)
         identity = hashlib.sha256(marks.encode()).hexdigest()
         disk = self.photos.cache.disk
-        kept = Path(disk).expanduser() / f"tars-{identity[:16]}.npy" if disk else None
-        if kept is not None and kept.exists():
-            try:
-                rows = np.load(kept)
-                if rows.ndim == 2 and rows.shape[1] == 4:
-                    return TarRecords([one.address for one in found], rows, identity)
-            except (OSError, ValueError, EOFError):
-                pass  # It is made again.
+        kept = Path(disk).expanduser() / f"tars-{identity[:16]}.table" if disk else None
+        if kept is not None and (rows := _kept(kept)) is not None:
+            return TarRecords([one.address for one in found], rows, identity)
         with ThreadPoolExecutor(_READERS) as threads:
             rows = np.concatenate(list(threads.map(_read_through, range(len(found)), found)))
         if len(rows) == 0:
@@ -74,17 +70,36 @@ class ImageTars(DataSet):
         return TarRecords([one.address for one in found], rows, identity)
 
 
-def _keep(path: Path, rows: np.ndarray) -> None:
-    partial = path.with_name(f"{path.name}.{os.getpid()}")
+def _kept(path: Path) -> np.ndarray | None:
+    """The table that `_keep` wrote; None when there is none, it is damaged, or another user could have written it."""
     try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open(file, "rb") as stream:
+            if os.fstat(file).st_uid != os.geteuid():
+                return None
+            digest, content = stream.read(_DIGEST_BYTES), stream.read()
+    except OSError:
+        return None
+    if hashlib.sha256(content).digest() != digest:
+        return None
+    return np.frombuffer(content, np.int64).reshape(-1, 4)
+
+
+def _keep(path: Path, rows: np.ndarray) -> None:
+    """Writes a table: a checksum, and int64 [image, 4]. Without it, the next start reads through the files too."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
+    content = np.ascontiguousarray(rows, np.int64).tobytes()
+    with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f"{path.name}.*"):  # Of one that was killed here.
             left.unlink(missing_ok=True)
-        with open(partial, "wb") as file:
-            np.save(file, rows)
-        os.replace(partial, path)
-    except OSError:  # Without it, the files are read through at the next start too.
-        with contextlib.suppress(OSError):
+        try:
+            # Made new, so it is no link that another user put there.
+            file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+            with open(file, "wb") as stream:
+                stream.write(hashlib.sha256(content).digest() + content)
+            os.replace(partial, path)
+        except OSError:
             partial.unlink(missing_ok=True)
 
 
@@ -102,6 +117,10 @@ def _read_through(shard: int, found: remote.Found) -> np.ndarray:
                     label = _label(suffix, content.read())
                     if label is not None:
                         labels[key] = label
+            # The library takes a file that is cut off for one that ends there, if the cut is where it looks next.
+            stream.seek(tar.offset)
+            if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("it is cut off: its end is missing")
     except (tarfile.TarError, ValueError) as error:
         raise ConfigError(f"{found.address}: it is no tar file of images and labels ({error}).") from None
     except Exception as error:  # Each cloud's library raises kinds of its own.

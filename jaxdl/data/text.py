@@ -13,6 +13,7 @@ import pydantic
 
 from jaxdl.config import ConfigError, Kind
 from jaxdl.data.codec import Codec, find_separator, load_tokenizer
+from jaxdl.data.remote import reading
 from jaxdl.data.source import DataSet, Source, Splits, TextSpec
 
 STANDARD_LIBRARY = "python:stdlib"
@@ -83,6 +84,9 @@ def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile
     folders = False
     for text in paths:
         path = Path(text).expanduser()
+        with reading(text):
+            if text != STANDARD_LIBRARY:
+                path.is_dir()  # It raises when a folder above may not be entered.
         if text == STANDARD_LIBRARY:
             root = Path(sysconfig.get_paths()["stdlib"])
             named = [(Path(file), Path(file).relative_to(root).as_posix()) for file in standard_library_files()]

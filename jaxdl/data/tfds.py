@@ -15,11 +15,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 import numpy as np
 import pydantic
 
+from jaxdl.cluster import ClusterError
 from jaxdl.config import ConfigError, Kind
 from jaxdl.data.codec import Codec
 from jaxdl.data.photos import Photos, num_cpus
+from jaxdl.data.prepared import Stored, Unreadable, find_test_split, open_builder, open_split
 from jaxdl.data.records import BadRecord, Records
-from jaxdl.data.source import DataSet, ImageArrays, ImageSpec, Source, Splits, channel_statistics
+from jaxdl.data.remote import Outage
+from jaxdl.data.source import DataSet, ImageArrays, ImageSpec, Source, Splits, channel_statistics, check_classes
 from jaxdl.data.text import text_splits
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # channels -> Pillow's name
@@ -80,8 +83,8 @@ class TFDS(DataSet):
 
         Raises ConfigError when the data set is not prepared, or lacks what the fields name.
         """
-        builder = _builder(self.name, self.data_dir or os.environ.get("TFDS_DATA_DIR"))
-        test_split = self.test_split or _find_test_split(builder)
+        builder = open_builder(self.name, self.data_dir or os.environ.get("TFDS_DATA_DIR"))
+        test_split = self.test_split or find_test_split(builder)
         if self.text_key is not None:
             return _build_text(self, builder, self.text_key, test_split)
         if self.photos is not None:
@@ -91,59 +94,6 @@ class TFDS(DataSet):
     def codec(self) -> Codec:
         """Between text and this data's tokens; for data read as text."""
         return Codec(self.tokenizer)
-
-
-def _builder(name: str, data_dir: str | None) -> Any:
-    """The library's builder of a prepared data set."""
-    import tensorflow_datasets as tfds
-
-    try:
-        builder = tfds.builder(name, data_dir=data_dir)
-    except (ValueError, AssertionError, tfds.core.DatasetNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"tfds {name}: {reason} Check name and version. {_advice(name, data_dir)}") from None
-    if not builder.is_prepared():
-        raise ConfigError(f"tfds {name}: not prepared in {builder.data_dir}. {_advice(name, data_dir)}")
-    file_format = getattr(builder.info.file_format, "value", None)
-    if file_format != "array_record":
-        raise ConfigError(
-            f"tfds {name}: prepared in {builder.data_dir} as {file_format}, which cannot be read by index without "
-            f"TensorFlow. Move that folder away. {_advice(name, data_dir)}"
-        )
-    return builder
-
-
-def _advice(name: str, data_dir: str | None) -> str:
-    folder = f" --data_dir={data_dir}" if data_dir else ""
-    where = "" if data_dir else " Where data sets lie is told by TFDS_DATA_DIR or data_dir."
-    return (
-        "To prepare it, on any machine with TensorFlow (reading needs none):\n"
-        f"  pip install tensorflow tensorflow-datasets && tfds build {name} --file_format=array_record{folder}\n"
-        f"and copy the folder if that was elsewhere.{where}"
-    )
-
-
-def _find_test_split(builder: Any) -> str:
-    for split in ("test", "validation"):
-        if split in builder.info.splits:
-            return split
-    raise ConfigError(
-        f"tfds {builder.name}: it has neither a test nor a validation split, but {', '.join(builder.info.splits)}. "
-        'Set test_split (and train_split), for instance to "train[90%:]" (and "train[:90%]").'
-    )
-
-
-def _open(builder: Any, split: str) -> Any:
-    """The examples of a split, by index, their images left encoded. Raises ConfigError for an unknown split."""
-    import tensorflow_datasets as tfds
-
-    images = [key for key, feature in builder.info.features.items() if isinstance(feature, tfds.features.Image)]
-    decoders = {key: tfds.decode.SkipDecoding() for key in images}
-    try:
-        return builder.as_data_source(split=split, decoders=decoders or None)
-    except (ValueError, KeyError) as error:
-        splits = ", ".join(builder.info.splits)
-        raise ConfigError(f"tfds {builder.name}, split {split!r}: {error} The splits are {splits}.") from None
 
 
 def _feature(builder: Any, field: str, key: str, kind: type, noun: str) -> Any:
@@ -164,13 +114,14 @@ def _build_text(config: TFDS, builder: Any, key: str, test_split: str) -> Splits
     import tensorflow_datasets as tfds
 
     _feature(builder, "text_key", key, tfds.features.Text, "text")
-    sources = [_open(builder, split) for split in (config.train_split, test_split)]
+    sources = [open_split(builder, split, [key]) for split in (config.train_split, test_split)]
     left = config.memory_limit_bytes
 
-    def documents(source: Any, split: str) -> Iterator[bytes]:
+    def documents(source: Stored, split: str) -> Iterator[bytes]:
         nonlocal left
         for start in range(0, len(source), _READ_EXAMPLES):
-            for example in source.__getitems__(list(range(start, min(start + _READ_EXAMPLES, len(source))))):
+            rows = range(start, min(start + _READ_EXAMPLES, len(source)))
+            for example in _read(source, rows, config.name, split):
                 document = example[key]
                 left -= len(document)
                 if left < 0:
@@ -191,31 +142,32 @@ def _build_photos(config: TFDS, photos: Photos, builder: Any, test_split: str) -
     classes = _feature(builder, "label_key", config.label_key, tfds.features.ClassLabel, "class label")
     if feature.shape[-1] not in (None, 1, 3, 4) or np.dtype(feature.np_dtype) != np.uint8:
         raise ConfigError(f"tfds {config.name}: photos are decoded to 8 bits of red, green and blue, not {feature}.")
-    train, test = (TFDSRecords(config, split) for split in (config.train_split, test_split))
+    train, test = (TFDSRecords(config, split, classes.num_classes) for split in (config.train_split, test_split))
     return photos.build(train, test, classes.num_classes, name=config.name)
 
 
 class TFDSRecords(Records):
-    """The encoded images of a split. In another process it opens the files anew."""
+    """The encoded images of a split. In another process it opens the files again, which are checked then."""
 
-    def __init__(self, config: TFDS, split: str) -> None:
-        self._config, self._split = config, split
-        self._open()
+    def __init__(self, config: TFDS, split: str, num_classes: int) -> None:
+        self._config, self._split, self._num_classes = config, split, num_classes
+        self._open(check=True)
 
-    def _open(self) -> None:
-        builder = _builder(self._config.name, self._config.data_dir or os.environ.get("TFDS_DATA_DIR"))
-        self._stored = _open(builder, self._split)
+    def _open(self, *, check: bool) -> None:
+        builder = open_builder(self._config.name, self._config.data_dir or os.environ.get("TFDS_DATA_DIR"))
+        keys = (self._config.image_key, self._config.label_key)
+        self._stored = open_split(builder, self._split, keys, check=check)
         files = sorted(map(str, builder.info.splits[self._split].filepaths))
         marks = [[Path(file).name, *_size_and_time(file)] for file in files]
         self._identity = f"{builder.info.full_name} {self._split} {marks}"
         self._content = f"{builder.info.full_name} {self._split} {len(self._stored)}"
 
-    def __getstate__(self) -> tuple[TFDS, str]:
-        return self._config, self._split
+    def __getstate__(self) -> tuple[TFDS, str, int]:
+        return self._config, self._split, self._num_classes
 
-    def __setstate__(self, state: tuple[TFDS, str]) -> None:
-        self._config, self._split = state
-        self._open()
+    def __setstate__(self, state: tuple[TFDS, str, int]) -> None:
+        self._config, self._split, self._num_classes = state
+        self._open(check=False)
 
     @property
     def identity(self) -> str:
@@ -231,16 +183,39 @@ class TFDSRecords(Records):
         return len(self._stored)
 
     def read(self, index: int) -> tuple[bytes, int]:
-        """The encoded image and its class. Raises BadRecord for one without a class."""
+        """The encoded image and its class. Raises BadRecord for one that is damaged or has no class."""
         example = self._stored[index]
         label = int(example[self._config.label_key])
-        if label < 0:
-            raise BadRecord(f"its label is {label}: a split without labels cannot be used")
+        if (problem := _label_problem(label, self._num_classes)) is not None:
+            raise BadRecord(problem)
         return example[self._config.image_key], label
 
     def name(self, index: int) -> str:
         """The split and the number."""
         return f"example {index} of split {self._split!r}"
+
+
+def _label_problem(label: int, num_classes: int) -> str | None:
+    if label < 0:
+        return f"its label is {label}: a split without labels cannot be used"
+    return f"its label is {label}, but there are {num_classes} classes" if label >= num_classes else None
+
+
+def _read(stored: Stored, indices: Sequence[int], name: str, split: str) -> list[dict[str, Any]]:
+    """Examples. Raises ConfigError for one that is damaged, and ClusterError for one that is out of reach."""
+    try:
+        return stored.many(indices)
+    except Unreadable as error:
+        raise _broken(name, split, error.index, str(error)) from None
+    except Outage as error:
+        raise ClusterError(f"tfds {name}, split {split!r}: out of reach: {error}") from None
+
+
+def _broken(name: str, split: str, index: int, problem: str) -> ConfigError:
+    return ConfigError(
+        f"tfds {name}, split {split!r}, example {index}: {problem}. Copy or prepare the data set again, or choose a "
+        "split without it."
+    )
 
 
 def _size_and_time(file: str) -> tuple[int, int]:
@@ -268,8 +243,12 @@ def _build_images(config: TFDS, builder: Any, test_split: str) -> Splits:
     feature = _feature(builder, "image_key", config.image_key, tfds.features.Image, "image")
     classes = _feature(builder, "label_key", config.label_key, tfds.features.ClassLabel, "class label")
     form = _format(config, feature)
-    train = _Examples(_open(builder, config.train_split), config, config.train_split, form)
-    test = _Examples(_open(builder, test_split), config, test_split, form)
+    check_classes(classes.num_classes, f"tfds {config.name}")
+    keys = config.image_key, config.label_key
+    train, test = (
+        _Examples(open_split(builder, split, keys), config, split, form, classes.num_classes)
+        for split in (config.train_split, test_split)
+    )
     num_bytes = (len(train) + len(test)) * form.height * form.width * form.channels
     if num_bytes <= config.memory_limit_bytes:
         images, labels = train.read(np.arange(len(train)))
@@ -301,8 +280,9 @@ def _format(config: TFDS, feature: Any) -> _Format:
 class _Examples:
     """Decoded examples of a split, by index."""
 
-    def __init__(self, stored: Any, config: TFDS, split: str, form: _Format):
+    def __init__(self, stored: Stored, config: TFDS, split: str, form: _Format, num_classes: int):
         self._stored, self._config, self._split, self._form = stored, config, split, form
+        self._num_classes = num_classes
         threads = num_cpus()
         self._threads = ThreadPoolExecutor(threads, "jaxdl-decode") if form.large and threads > 1 else None
 
@@ -325,11 +305,11 @@ class _Examples:
             except Exception as error:  # Pillow raises many kinds for a broken file
                 raise self._broken(indices[row], f"its image cannot be decoded ({error})") from error
 
-        examples = self._stored.__getitems__(indices)
-        labels[:] = [example[self._config.label_key] for example in examples]
-        if labels.min() < 0:
-            index = indices[int(labels.argmin())]
-            raise self._broken(index, f"its label is {labels.min()}: a split without labels cannot be used")
+        examples = _read(self._stored, indices, self._config.name, self._split)
+        for row, example in enumerate(examples):
+            labels[row] = label = int(example[self._config.label_key])
+            if (problem := _label_problem(label, self._num_classes)) is not None:
+                raise self._broken(indices[row], problem)
         # Consuming the results raises the first error.
         list(
             map(decode, range(len(examples)))
@@ -338,10 +318,7 @@ class _Examples:
         )
 
     def _broken(self, index: int, problem: str) -> ConfigError:
-        return ConfigError(
-            f"tfds {self._config.name}, split {self._split!r}, example {index}: {problem}. "
-            "Prepare the data set anew, or choose a split without it."
-        )
+        return _broken(self._config.name, self._split, index, problem)
 
 
 def decode_image(encoded: bytes, form: _Format) -> np.ndarray:

@@ -1,0 +1,290 @@
+"""A data set that TensorFlow Datasets has prepared: found, checked and opened; what is missing or damaged is named.
+
+The libraries below raise many kinds of errors for a broken folder, most without the name of the file. Here each is a
+ConfigError that says which file is wrong, how, and what to do.
+"""
+
+from __future__ import annotations
+
+import errno
+import fnmatch
+import json
+import os
+import re
+import resource
+import stat
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.data import remote
+from jaxdl.data.records import BadRecord
+
+_READERS = 16
+"""Record files that are checked at once: that waits for disks and networks, not for the CPU."""
+_SPARE_FILES = 64
+"""Files that a process has open besides those of the data set."""
+_PASSING = tuple(map(os.strerror, (errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.ENOTCONN)))
+"""What the reader says of a network disk that may be back soon. It raises RuntimeError for everything."""
+
+
+class Unreadable(BadRecord):
+    """A record that cannot be read; `index` is its number in the split."""
+
+    def __init__(self, index: int, why: str) -> None:
+        super().__init__(why)
+        self.index = index
+
+
+def open_builder(name: str, data_dir: str | None) -> Any:
+    """The library's builder of a prepared data set, whose `info` says what is in it.
+
+    Raises ConfigError when there is none of this name, or its dataset_info.json or features.json is damaged.
+    """
+    import tensorflow_datasets as tfds
+
+    if data_dir is not None and not remote.is_remote(data_dir) and not Path(data_dir).expanduser().is_dir():
+        raise ConfigError(
+            f"tfds {name}: {data_dir}: no such folder. Set data_dir (or TFDS_DATA_DIR) to the folder of the prepared "
+            f"data sets. {_advice(name, data_dir)}"
+        )
+    try:
+        builder = tfds.builder(name, data_dir=data_dir)
+        prepared = builder.is_prepared()
+    except Exception as error:  # of many kinds, for a folder that is not as it should be
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        if (folder := _find_folder(name, data_dir)) is not None:
+            fault = _metadata_fault(folder) or f"{folder}: it cannot be opened as a data set ({reason})"
+            raise ConfigError(f"tfds {name}: {fault}. {_again(name, folder, data_dir)}") from None
+        raise ConfigError(f"tfds {name}: {reason} Check name and version. {_advice(name, data_dir)}") from None
+    if not prepared:
+        raise ConfigError(f"tfds {name}: not prepared in {builder.data_dir}. {_advice(name, data_dir)}")
+    file_format = getattr(builder.info.file_format, "value", None)
+    if file_format != "array_record":
+        raise ConfigError(
+            f"tfds {name}: prepared in {builder.data_dir} as {file_format}, which cannot be read by index without "
+            f"TensorFlow. Move that folder away. {_advice(name, data_dir)}"
+        )
+    return builder
+
+
+def find_test_split(builder: Any) -> str:
+    """ "test" or "validation", the first that the data set has. Raises ConfigError for one that has neither."""
+    for split in ("test", "validation"):
+        if split in builder.info.splits:
+            return split
+    if not builder.info.splits:
+        path = Path(builder.data_dir) / "dataset_info.json"
+        raise ConfigError(f"tfds {builder.name}: {path}: it has no splits. {_build_again(builder)}")
+    raise ConfigError(
+        f"tfds {builder.name}: it has neither a test nor a validation split, but {', '.join(builder.info.splits)}. "
+        'Set test_split (and train_split), for instance to "train[90%:]" (and "train[:90%]").'
+    )
+
+
+def open_split(builder: Any, split: str, keys: Sequence[str], *, check: bool = True) -> Stored:
+    """The examples of a split, by index, their images left encoded.
+
+    Args:
+      builder: that of `open_builder`.
+      split: the split, perhaps a slice, `train[:90%]`.
+      keys: the features that every example must have.
+      check: whether the record files are checked: that each is there, is whole at its end, and has the number of
+        records that dataset_info.json gives. Takes about a millisecond a file on a local disk.
+
+    Raises:
+      ConfigError: for an unknown or empty split, and for a file that is missing, cut off or damaged at its end.
+    """
+    import tensorflow_datasets as tfds
+
+    images = [key for key, feature in builder.info.features.items() if isinstance(feature, tfds.features.Image)]
+    decoders = {key: tfds.decode.SkipDecoding() for key in images}
+    try:
+        found = builder.info.splits[split]
+        count, files = found.num_examples, found.file_instructions
+        if count == 0 or not files:
+            raise ConfigError(f"tfds {builder.name}, split {split!r}: it has no examples. {_splits(builder)}")
+        if check:
+            _check_files(builder, files)
+        source = builder.as_data_source(split=split, decoders=decoders or None)
+    except ConfigError:
+        raise
+    except Exception as error:  # as above
+        if fault := _metadata_fault(Path(builder.data_dir)):
+            raise ConfigError(f"tfds {builder.name}: {fault}. {_build_again(builder)}") from None
+        text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
+        raise ConfigError(f"tfds {builder.name}, split {split!r}: {text} {_splits(builder)}") from None
+    return Stored(source, files, keys)
+
+
+def _splits(builder: Any) -> str:
+    sizes = ", ".join(f"{name} ({info.num_examples:,} examples)" for name, info in builder.info.splits.items())
+    return f"The splits are {sizes}."
+
+
+class Stored:
+    """The examples of a split by number, 0 <= index < len(stored), each a dict of its features."""
+
+    def __init__(self, source: Any, files: Sequence[Any], keys: Sequence[str]) -> None:
+        self._source, self._files, self._keys = source, files, keys
+        self._ends = np.cumsum([file.take for file in files])
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """An example. Raises Unreadable when it is damaged, and Outage when a network disk fails for 20 seconds."""
+        for pause_sec in (*remote.PAUSES_SEC, None):
+            try:
+                return self._whole(index, self._source[index])
+            except BadRecord:
+                raise
+            except Exception as error:  # as above
+                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                if not any(text in reason for text in _PASSING):
+                    raise Unreadable(index, f"{self._place(index)} cannot be read ({reason})") from None
+                if pause_sec is None:
+                    raise remote.Outage(f"{self._place(index)}: {reason}") from None
+                time.sleep(pause_sec)
+        raise AssertionError("the last try returns or raises")
+
+    def many(self, indices: Sequence[int]) -> list[dict[str, Any]]:
+        """Several examples, read at once. Raises as for one of them."""
+        try:
+            found = self._source.__getitems__(list(indices))
+        except Exception:  # It does not say of which: read one by one, that one raises.
+            return [self[index] for index in indices]
+        return [self._whole(index, example) for index, example in zip(indices, found, strict=True)]
+
+    def _whole(self, index: int, example: dict[str, Any]) -> dict[str, Any]:
+        for key in self._keys:
+            if example.get(key) is None:
+                raise Unreadable(index, f"{self._place(index)} has no {key!r}")
+        return example
+
+    def _place(self, index: int) -> str:
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        file = self._files[number]
+        return f"record {file.skip + index - (self._ends[number] - file.take)} of {file.filename}"
+
+
+def _check_files(builder: Any, files: Sequence[Any]) -> None:
+    """Raises ConfigError for record files that are missing, damaged, or have another number of records."""
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and len(files) + _SPARE_FILES > most:
+        raise ConfigError(
+            f"tfds {builder.name}: it has {len(files):,} record files, which are open all at once, but this process "
+            f"may open {most:,} files. Raise the limit before you start it: ulimit -n {2 * len(files) + 1024}."
+        )
+    with ThreadPoolExecutor(min(_READERS, len(files))) as threads:
+        counts = [one.examples_in_shard for one in files]
+        faults = [fault for fault in threads.map(_file_fault, [str(one.filename) for one in files], counts) if fault]
+    if faults:
+        more = f" ({len(faults)} of its files are missing or damaged)" if len(faults) > 1 else ""
+        raise ConfigError(f"tfds {builder.name}: {faults[0]}{more}. {_build_again(builder)}")
+
+
+def _file_fault(file: str, count: int) -> str | None:
+    """What is wrong with a record file that should have `count` records; None if nothing can be seen from its end."""
+    from array_record.python import array_record_module
+
+    if not remote.is_remote(file):
+        try:
+            status = os.stat(file)
+        except FileNotFoundError:
+            return f"{file}: the file is missing"
+        except OSError as error:
+            return f"{file}: it cannot be read ({error.strerror})"
+        if not stat.S_ISREG(status.st_mode):
+            return f"{file}: it is no file"
+        if status.st_size == 0:
+            return f"{file}: it is empty"
+    try:
+        reader = array_record_module.ArrayRecordReader(
+            file, options="readahead_buffer_size:0", file_reader_buffer_size=32768
+        )
+        found, whole = reader.num_records(), reader.ok()
+        reader.close()  # This raises what was wrong.
+    except Exception as error:
+        return f"{file}: it is cut off or damaged ({str(error).strip() or 'its end is missing'})"
+    if not whole:
+        return f"{file}: it is cut off or damaged"
+    if found != count:
+        return f"{file}: it has {found:,} records, and dataset_info.json says {count:,}"
+    return None
+
+
+def _find_folder(name: str, data_dir: str | None) -> Path | None:
+    """The folder of a data set's newest version that the name allows; None if there is none."""
+    base, _, version = name.partition(":")
+    root = Path(data_dir or "~/tensorflow_datasets").expanduser() / base
+    try:
+        found = [path for path in (*root.glob("*"), *root.glob("*/*")) if re.fullmatch(r"\d+\.\d+\.\d+", path.name)]
+    except OSError:
+        return None
+    found = [path for path in found if path.is_dir() and fnmatch.fnmatch(path.name, version or "*")]
+    return max(found, key=lambda path: tuple(map(int, path.name.split("."))), default=None)
+
+
+def _metadata_fault(folder: Path) -> str | None:
+    """What is wrong with the two files that describe a data set, as far as it can be seen."""
+    for name in ("dataset_info.json", "features.json"):
+        path = folder / name
+        try:
+            content = json.loads(path.read_bytes().decode())
+        except FileNotFoundError:
+            return f"{path}: the file is missing"
+        except OSError as error:
+            return f"{path}: it cannot be read ({error.strerror})"
+        except ValueError as error:  # no JSON, or no UTF-8
+            return f"{path}: it is {'empty' if path.stat().st_size == 0 else f'not JSON ({error})'}"
+        needed = ("version", "splits") if name == "dataset_info.json" else ("pythonClassName",)
+        missing = [key for key in needed if not isinstance(content, dict) or key not in content]
+        if missing:
+            return f"{path}: it has no {missing[0]!r}"
+        if name == "dataset_info.json" and (fault := _splits_fault(content["splits"])):
+            return f"{path}: {fault}"
+    return None
+
+
+def _splits_fault(splits: Any) -> str | None:
+    if not isinstance(splits, list):
+        return "its splits are no list"
+    for split in splits:
+        if not isinstance(split, dict) or not split.get("name"):
+            return "one of its splits has no name"
+        lengths = split.get("shardLengths", [])
+        if not isinstance(lengths, list) or not all(re.fullmatch(r"\d+", str(one)) for one in lengths):
+            return f"the shardLengths of split {split['name']!r} are {json.dumps(lengths)}, not a list of counts"
+    return None
+
+
+def _advice(name: str, data_dir: str | None) -> str:
+    where = "" if data_dir else " TFDS_DATA_DIR or data_dir says where prepared data sets are."
+    return (
+        "To prepare it, on any machine with TensorFlow (reading needs none):\n"
+        f"  {_command(name, data_dir)}\n"
+        f"and copy the folder if that was elsewhere.{where}"
+    )
+
+
+def _build_again(builder: Any) -> str:
+    folder, (*name, _) = Path(builder.data_dir), builder.info.full_name.split("/")
+    return _again("/".join(name), folder, str(folder.parents[len(name)]))
+
+
+def _again(name: str, folder: Path, data_dir: str | None) -> str:
+    return (
+        f"Copy {folder} again from where it was prepared, or remove it and prepare the data set again:\n"
+        f"  {_command(name, data_dir)}"
+    )
+
+
+def _command(name: str, data_dir: str | None) -> str:
+    folder = f" --data_dir={data_dir}" if data_dir else ""
+    return f"pip install tensorflow tensorflow-datasets && tfds build {name} --file_format=array_record{folder}"

@@ -1,0 +1,257 @@
+"""Prepared data sets of TensorFlow Datasets with damaged files: every file, damaged in every way."""
+
+import json
+import os
+import resource
+import shutil
+
+import numpy as np
+import pytest
+from photographs import encoded, photograph
+from test_tfds import LABEL, TEXT, encode, image_feature, write_dataset
+
+from jaxdl.cluster import ClusterError
+from jaxdl.config import ConfigError
+from jaxdl.data import TFDS, Photos, prepared, remote
+from jaxdl.data.source import TrainRows
+
+RECORDS = "tiny-train.array_record-00000-of-00001"
+HELD_OUT = "tiny-test.array_record-00000-of-00001"
+KINDS = ("photos", "images", "decoded", "text")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The data sets in which the tests damage copies: 12 training and 4 held-out examples."""
+    root = tmp_path_factory.mktemp("prepared")
+    random = np.random.default_rng(0)
+    noise = [random.integers(0, 256, (28, 28, 3), dtype=np.uint8) for _ in range(16)]
+    made = {
+        "photos": [{"image": encoded(photograph(40, 50, seed=i)), "label": i % 3} for i in range(16)],
+        "images": [{"image": encode(noise[i]), "label": i % 3} for i in range(16)],
+        "text": [{"text": random.bytes(100).hex().encode()} for _ in range(16)],
+    }
+    for kind, examples in made.items():
+        shape = (-1, -1, 3) if kind == "photos" else (28, 28, 3)
+        features = {"text": TEXT} if kind == "text" else {"image": image_feature(*shape), "label": LABEL}
+        write_dataset(root / kind, features, {"train": examples[:12], "test": examples[12:]})
+    return root
+
+
+@pytest.fixture
+def copied(whole, tmp_path):
+    """A function that copies a data set, and returns its config and the folder of its files."""
+
+    def copy(kind):
+        shutil.copytree(whole / ("images" if kind == "decoded" else kind), tmp_path, dirs_exist_ok=True)
+        config = TFDS(name="tiny", data_dir=str(tmp_path))
+        changes = {
+            "photos": {"photos": Photos(size=16, workers=0)},
+            "images": {},
+            "decoded": {"memory_limit_bytes": 0},
+            "text": {"text_key": "text", "length": 16},
+        }[kind]
+        return config.replaced(changes), tmp_path / "tiny" / "1.0.0"
+
+    return copy
+
+
+def read_all(data):
+    """Reads every example once, as a run does; returns the warnings."""
+    splits, told = data.build(), []
+    splits.train.tell(told.append)
+    count = len(splits.train)
+    for _ in splits.train.train_batches(iter([TrainRows(np.arange(count), np.zeros(count, np.int64), 0)])):
+        pass
+    for _ in splits.test.eval_batches(iter([np.arange(len(splits.test))])):
+        pass
+    splits.train.close()
+    return told
+
+
+def cut(length):
+    return lambda path: os.truncate(path, length if length >= 0 else path.stat().st_size + length)
+
+
+def folder_instead(path):
+    path.unlink()
+    path.mkdir()
+
+
+def flip(offset):
+    def change(path):
+        content = bytearray(path.read_bytes())
+        content[offset] ^= 0x10
+        path.write_bytes(content)
+
+    return change
+
+
+def edit(**changes):
+    def change(path):
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def lengths(*values):
+    def change(path):
+        info = json.loads(path.read_text())
+        info["splits"][0]["shardLengths"] = list(values)
+        path.write_text(json.dumps(info))
+
+    return change
+
+
+AT_START = [
+    *(
+        (name, how, reason)
+        for name in (RECORDS, HELD_OUT)
+        for how, reason in (
+            (lambda path: path.unlink(), "the file is missing"),
+            (cut(0), "it is empty"),
+            (cut(100), "it is cut off or damaged"),
+            (cut(-1), "it is cut off or damaged"),
+            (cut(2**16), "it is cut off or damaged"),
+            (lambda path: path.write_bytes(bytes(path.stat().st_size)), "it is cut off or damaged"),
+            (folder_instead, "it is no file"),
+            (lambda path: (path.unlink(), path.symlink_to("nowhere")), "the file is missing"),
+        )
+    ),
+    *(
+        (name, how, reason)
+        for name in ("dataset_info.json", "features.json")
+        for how, reason in (
+            (cut(0), "it is empty"),
+            (cut(150), "it is not JSON"),
+            (lambda path: path.write_bytes(b"\xff\xfe{{"), "it is not JSON"),
+            (lambda path: path.write_text("[]"), "it has no "),
+            (lambda path: path.write_text("null"), "it has no "),
+            (lambda path: path.unlink(), "the file is missing"),
+            (folder_instead, "it cannot be read"),
+        )
+    ),
+    ("dataset_info.json", edit(splits="x"), "its splits are no list"),
+    ("dataset_info.json", edit(splits=[]), "it has no splits"),
+    ("dataset_info.json", edit(splits=[{"shardLengths": ["1"]}]), "one of its splits has no name"),
+    ("dataset_info.json", edit(bogus=1), 'no field named "bogus"'),
+    ("dataset_info.json", edit(fileFormat="nonsense"), "'nonsense' is not a valid FileFormat"),
+    ("dataset_info.json", lengths("abc"), "the shardLengths of split 'train' are [\"abc\"], not a list of counts"),
+    ("dataset_info.json", lengths("-3"), "not a list of counts"),
+    ("dataset_info.json", lengths("20"), f"{RECORDS}: it has 12 records, and dataset_info.json says 20"),
+    ("dataset_info.json", lengths("7"), f"{RECORDS}: it has 12 records, and dataset_info.json says 7"),
+    ("dataset_info.json", lengths("6", "6"), "-00000-of-00002: the file is missing (2 of its files are"),
+    ("features.json", edit(pythonClassName="no.such.Class"), "Unrecognized FeatureConnector type: no.such.Class"),
+]
+
+
+@pytest.mark.parametrize("number", range(len(AT_START)))
+def test_a_damaged_data_set_is_refused_at_the_start(number, copied):
+    name, damage, reason = AT_START[number]
+    data, folder = copied(KINDS[number % len(KINDS)])
+    damage(folder / name)
+    with pytest.raises(ConfigError) as refused:
+        data.build()
+    message = str(refused.value)
+    assert reason in message
+    assert str(folder) in message
+    assert f"Copy {folder} again from where it was prepared, or remove it" in message
+    assert f"tfds build tiny --file_format=array_record --data_dir={folder.parents[1]}" in message
+    if "json" not in reason and "JSON" not in reason and name in (RECORDS, HELD_OUT):
+        assert str(folder / name) in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_flipped_byte_is_reported_with_its_record(kind, copied):
+    """Photographs tolerate some damaged images; what is kept in memory or is text cannot be used without one."""
+    data, folder = copied(kind)
+    assert read_all(data) == []
+    flip(150)(folder / RECORDS)
+    found = f"record 0 of {folder / RECORDS} cannot be read (Corrupted"
+    if kind == "photos":
+        (told,) = read_all(data)
+        assert f"example 0 of split 'train' is skipped: {found}" in told
+        return
+    with pytest.raises(ConfigError) as refused:
+        read_all(data)
+    assert f"tfds tiny, split 'train', example 0: {found}" in str(refused.value)
+    assert "Copy or prepare the data set again" in str(refused.value)
+
+
+def test_a_record_of_a_slice_is_the_one_of_the_file(copied):
+    data, folder = copied("decoded")
+    stored = prepared.open_split(prepared.open_builder("tiny", data.data_dir), "train[8:]", ["image", "label"])
+    flip(150)(folder / RECORDS)
+    assert stored[0]["label"] == 8 % 3
+    with pytest.raises(prepared.Unreadable, match=r"record 11 of .*00001 has no 'other'"):
+        prepared.open_split(prepared.open_builder("tiny", data.data_dir), "train[8:]", ["other"])[3]
+
+
+@pytest.mark.parametrize("kind", ["photos", "images"])
+def test_a_label_beyond_the_classes_is_refused(kind, whole, tmp_path):
+    examples = [{"image": encode(np.zeros((28, 28, 3), np.uint8)), "label": 3}] * 2
+    features = {"image": image_feature(28, 28, 3), "label": LABEL}
+    data_dir = write_dataset(tmp_path, features, {"train": examples, "test": examples})
+    photos = Photos(size=16, workers=0) if kind == "photos" else None
+    with pytest.raises(ConfigError, match="its label is 3, but there are 3 classes"):
+        read_all(TFDS(name="tiny", data_dir=data_dir, photos=photos))
+
+
+@pytest.mark.parametrize(
+    ("split", "reason"),
+    [
+        ("train[:0]", r"it has no examples\. The splits are train \(12 examples\), test \(4 examples\)"),
+        ("train[50%:50%]", "it has no examples"),
+        ("nowhere", "The splits are train"),
+        ("train[", "The splits are train"),
+        ("train[:-20]", "The splits are train"),
+        ("", "The splits are train"),
+    ],
+)
+def test_a_split_without_examples_is_refused(split, reason, copied):
+    data, _ = copied("images")
+    with pytest.raises(ConfigError, match=reason):
+        data.replaced({"train_split": split}).build()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "nowhere"))
+    with pytest.raises(ConfigError, match=rf"tfds mnist: {tmp_path}/nowhere: no such folder\. Set data_dir \(or TFDS"):
+        TFDS().build()
+
+
+def test_more_record_files_than_may_be_open_are_refused(copied, monkeypatch):
+    data, _ = copied("images")
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (32, 32))
+    with pytest.raises(ConfigError, match=r"1 record files, .* may open 32 files\. .*ulimit -n 1026"):
+        data.build()
+
+
+def test_a_network_disk_is_waited_for(copied, monkeypatch):
+    """Other than damage: nothing is skipped, and the run ends as one that may be started again."""
+    pauses = []
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+    for kind in ("photos", "decoded", "text"):
+        data, _ = copied(kind)
+
+        class Stale(prepared.Stored):
+            def __init__(self, source, *args):
+                super().__init__(_Failing(source), *args)
+
+        monkeypatch.setattr(prepared, "Stored", Stale)
+        with pytest.raises(ClusterError, match=r"out of reach: record \d+ of .*Stale file handle"):
+            read_all(data)
+    assert pauses[:4] == list(remote.PAUSES_SEC)
+
+
+class _Failing:
+    def __init__(self, source):
+        self.source = source
+
+    def __len__(self):
+        return len(self.source)
+
+    def __getitem__(self, index):
+        raise RuntimeError(f"read() failed: {os.strerror(116)}; reading x")
+
+    __getitems__ = __getitem__
