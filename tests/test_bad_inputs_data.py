@@ -12,7 +12,7 @@ import pytest
 from photographs import folder_of_photographs
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, TextFiles, memory
+from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, PhotoSource, TextFiles, memory
 from jaxdl.data.source import TrainRows
 from jaxdl.data.store import ENCODED, Record, Store
 
@@ -28,6 +28,13 @@ def folder(tmp_path_factory):
 def images(tmp_path):
     """A folder of 8 training and 4 held-out images that a test may damage."""
     return folder_of_photographs(tmp_path / "images", classes=2, train=4, test=2, size=(40, 50))
+
+
+def photos_of(data):
+    """The training photographs."""
+    source = data.build().train
+    assert isinstance(source, PhotoSource)
+    return source
 
 
 def read_all(data):
@@ -84,7 +91,7 @@ def test_the_memory_cache_is_in_no_folder_of_others(kind, tmp_path, monkeypatch,
     shm.mkdir()
     monkeypatch.setattr(memory, "memory_folder", lambda: shm)
     data = ImageFolder(path=str(folder), photos=PLAIN.replaced({"cache": Cache(short_side=32, memory_bytes=2**20)}))
-    key = data.build().train.studio.cache_key()
+    key = photos_of(data).studio.cache_key()
     monkeypatch.setattr(memory, "shared_path", lambda key: shm / f"jaxdl-0-{key}")
     path = shm / f"jaxdl-0-{key}"
     precious = put(kind, path, tmp_path, monkeypatch)
@@ -110,7 +117,7 @@ def test_the_memory_cache_is_this_users_alone(tmp_path, monkeypatch):
 def test_the_disk_cache_is_in_no_folder_of_others(kind, tmp_path, monkeypatch, folder):
     cache = Cache(form="encoded", disk=str(tmp_path / "disk"))
     data = ImageFolder(path=str(folder), photos=PLAIN.replaced({"cache": cache}))
-    place = tmp_path / "disk" / data.build().train.studio.cache_key() / "0"
+    place = tmp_path / "disk" / photos_of(data).studio.cache_key() / "0"
     place.parent.mkdir(parents=True)
     precious = put(kind, place, tmp_path, monkeypatch)
     _, _, told = read_all(data)
@@ -257,9 +264,9 @@ def test_names_may_have_spaces_other_letters_and_no_encoding(images):
     data = ImageFolder(path=str(images), photos=PLAIN)
     _, _, told = read_all(data)
     assert told == ["images: train/a/a b.jpg is skipped: it has no bytes"]
-    splits = data.build()
-    assert (len(splits.train), splits.train.spec.num_classes) == (12, 2), "a hidden folder is no class"
-    records = splits.train.studio.records[0]
+    source = photos_of(data)
+    assert (len(source), source.spec.num_classes) == (12, 2), "a hidden folder is no class"
+    records = source.studio.records[0]
     for index in range(12):
         records.name(index).encode()
 

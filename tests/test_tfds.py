@@ -170,7 +170,7 @@ def test_another_file_format_is_told(tmp_path, images):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"test_split": "nowhere"}, "The splits are train, validation"),
+        ({"test_split": "nowhere"}, r"The splits are train \(8 examples\), validation"),
         ({"image_key": "picture"}, "Set image_key to image"),
         ({"label_key": "image"}, "Set label_key to label"),
         ({"length": 5}, "no effect on images"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import fnmatch
+import importlib
 import json
 import os
 import re
@@ -191,8 +192,7 @@ def _check_files(builder: Any, files: Sequence[Any]) -> None:
 
 def _file_fault(file: str, count: int) -> str | None:
     """What is wrong with a record file that should have `count` records; None if nothing can be seen from its end."""
-    from array_record.python import array_record_module
-
+    module: Any = importlib.import_module("array_record.python.array_record_module")  # It has no types.
     if not remote.is_remote(file):
         try:
             status = os.stat(file)
@@ -205,9 +205,7 @@ def _file_fault(file: str, count: int) -> str | None:
         if status.st_size == 0:
             return f"{file}: it is empty"
     try:
-        reader = array_record_module.ArrayRecordReader(
-            file, options="readahead_buffer_size:0", file_reader_buffer_size=32768
-        )
+        reader = module.ArrayRecordReader(file, options="readahead_buffer_size:0", file_reader_buffer_size=32768)
         found, whole = reader.num_records(), reader.ok()
         reader.close()  # This raises what was wrong.
     except Exception as error:
