@@ -39,10 +39,8 @@ from jaxdl.exchange import (
     GradientLayout,
     PowerSGD,
     TopK,
-    alone,
     backward_order,
     by_name,
-    delayed,
     init_on_mesh,
     leaf_names,
 )
@@ -71,7 +69,7 @@ class Plan:
     asked: Experiment
     """The experiment as it was given; in `experiment` the exchange has been chosen, where that was left open."""
     reasons: tuple[str, ...] = ()
-    """Why this exchange was chosen."""
+    """Why this exchange was chosen, or that with one replica it sends nothing."""
 
     @property
     def total_steps(self) -> int:
@@ -190,21 +188,40 @@ def settled(
 ) -> tuple[Experiment, tuple[str, ...]]:
     """The experiment with its exchange chosen, if it left that open, and the reasons; all processes call it alike.
 
-    With one replica there is nothing to choose. `chosen` is what was chosen before, and then again.
+    With one replica there is nothing to choose. `chosen` is what was chosen before, and is taken again, also with one
+    replica: the state of the exchange must survive until there are several again.
     """
     auto = experiment.exchange
+    one_replica = mesh.shape[Axis.REPLICA] == 1
     if not isinstance(auto, Auto):
-        return experiment, ()
-    if mesh.shape[Axis.REPLICA] == 1:
-        dense = Dense(delay_steps=auto.delay_steps)
-        return experiment.replaced({"exchange": dense}), ("exchange: one replica exchanges nothing",)
+        return experiment, _idle(auto) if one_replica else ()
     if chosen is not None:
         note = f"exchange: {label(chosen)}, as chosen when the run began"
-        return experiment.replaced({"exchange": chosen}), (note,)
+        return experiment.replaced({"exchange": chosen}), (note, *(_idle(chosen) if one_replica else ()))
+    if one_replica:
+        dense = Dense(delay_steps=auto.delay_steps)
+        return experiment.replaced({"exchange": dense}), ("exchange: one replica exchanges nothing",)
     gradients = exchanged_gradients(experiment, spec, mesh)
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     choice = auto.choose(gradients.shapes, gradients.layout, mesh)
     return experiment.replaced({"exchange": choice.config}), choice.lines
+
+
+def _idle(config: ExchangeConfig) -> tuple[str, ...]:
+    """What a user has to know of an exchange on a mesh of one replica; nothing of the default one.
+
+    No error: a run with several replicas may resume with one, and a small trial on one device is no mistake.
+    """
+    if config == Dense(delay_steps=config.delay_steps):
+        return ()
+    momentum = config.momentum_correction if isinstance(config, TopK) else None
+    still = [f"--exchange.delay-steps {config.delay_steps}"] if config.delay_steps else []
+    still += [] if momentum is None else [f"--exchange.momentum-correction {momentum:g}"]
+    return (
+        f"exchange {config.kind}: this mesh has one replica, so nothing is exchanged or compressed; --exchange "
+        + (f"has no effect but for {' and '.join(still)}. " if still else "has no effect. ")
+        + "It takes effect with --mesh.replica 2 or more.",
+    )
 
 
 def exchanged_gradients(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh) -> Gradients:
@@ -225,9 +242,9 @@ def _make_exchange(experiment: Experiment, network: Network, spec: Any, layout: 
     config = experiment.exchange
     if isinstance(config, Compressed):
         config.check({name: math.prod(x.shape) for name, x in by_name(network.param_shapes).items()})
-    if layout.mesh.shape[Axis.REPLICA] == 1:
-        return delayed(alone(config.momentum_correction if isinstance(config, TopK) else None), config.delay_steps)
     gradients = _gradient_layout(experiment, network, spec, layout)
+    if layout.mesh.shape[Axis.REPLICA] == 1:
+        return config.build_alone(gradients)
     shapes = {name: x.shape for name, x in by_name(network.param_shapes).items()}
     if isinstance(config, PowerSGD) and not any(
         config.is_smaller(shape, stacked=name in gradients.stacked) for name, shape in shapes.items()
@@ -246,12 +263,13 @@ def _gradient_layout(experiment: Experiment, network: Network, spec: Any, layout
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model_state)
         return jnp.sum(network.apply(params, blank, *inputs, train=True)[0])
 
+    several = layout.mesh.shape[Axis.REPLICA] > 1  # One replica sends nothing, in whatever order.
     names = leaf_names(network.param_shapes)
     axes = jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple))
     return GradientLayout(
         specs=by_name(grad_specs(layout, network.axes, network.param_shapes)),
         inner={axis: size for axis, size in layout.mesh.shape.items() if axis != Axis.REPLICA and size > 1},
-        order=backward_order(loss, network.param_shapes, spec.blank()),
+        order=backward_order(loss, network.param_shapes, spec.blank()) if several else (),
         stacked=frozenset(name for name, one in zip(names, axes, strict=True) if STACKED in one),
     )
 

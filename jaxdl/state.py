@@ -34,7 +34,7 @@ class TrainState:
     opt_state: Any
     """The optimizer's state."""
     exchange_state: Any
-    """The gradient exchange's state; empty with one replica."""
+    """The gradient exchange's state; that of a single replica is the same as that of several."""
     loss_scale: LossScale
     """The loss scale; empty without float16."""
     guard: Guard

@@ -41,7 +41,8 @@ class Oracle:
         self.kind = config.kind
         self.compressed = [name for name in self.order if self.kind != "dense" and self.is_compressed(name)]
         feedback = self.kind != "dense" and config.error_feedback
-        self.residual = self.zeros(self.compressed) if feedback else None
+        # Of a small shard too, which two thin matrices would not make smaller.
+        self.residual = self.zeros([name for name in self.order if self.is_large(name)]) if feedback else None
         self.correction = getattr(config, "momentum_correction", None)
         self.momentum = None if self.correction is None else self.zeros(self.order)
         self.factors = factors
@@ -49,12 +50,12 @@ class Oracle:
     def zeros(self, names):
         return {name: np.zeros((self.m, *self.shapes[name]), F32) for name in names}
 
+    def is_large(self, name):
+        return math.prod(self.shapes[name]) >= max(self.config.min_elements, 1)
+
     def is_compressed(self, name):
-        shape = self.shapes[name]
-        if math.prod(shape) < self.config.min_elements or not shape:
-            return False
-        if self.kind != "powersgd":
-            return True
+        if not self.is_large(name) or self.kind != "powersgd":
+            return self.is_large(name)
         _, rows, columns = self.matrix(name)
         return self.config.rank * (rows + columns) < rows * columns
 
@@ -94,7 +95,7 @@ class Oracle:
             self.momentum = {name: F32(self.correction) * self.momentum[name] + shares[name] for name in shares}
             owed = self.momentum
         if self.residual is not None:
-            owed = owed | {name: owed[name] + self.residual[name] for name in self.compressed}
+            owed = owed | {name: owed[name] + x for name, x in self.residual.items()}
         self.sent = dict.fromkeys(("replica", *self.inner), 0.0)
         self.entries = self.elements = 0
         mean = {}
@@ -104,7 +105,12 @@ class Oracle:
         for number, names in enumerate(self.buckets(self.compressed)):
             one = self.factored_bucket if self.kind == "powersgd" else self.flat_bucket
             mean |= one(names, owed, jax.random.fold_in(key, number))
-        return {name: mean[name].astype(gradients[name].dtype) for name in gradients}, self.metrics(shares)
+        rounded = {name: mean[name].astype(gradients[name].dtype) for name in gradients}
+        for name in self.residual or {}:
+            if name not in self.compressed:
+                self.residual[name] = np.zeros_like(self.residual[name])
+            self.residual[name] += (mean[name] - rounded[name].astype(F32)) / F32(self.m)
+        return rounded, self.metrics(shares)
 
     def metrics(self, shares):
         def norm(arrays):
@@ -136,7 +142,8 @@ class Oracle:
     def dense_bucket(self, names, owed):
         own = self.count(names, 1)
         wire = np.dtype(ml_dtypes.bfloat16) if self.wire == "bfloat16" else np.dtype(self.wire)
-        self.sent["replica"] += 2 * (self.m - 1) / self.m * own * wire.itemsize
+        padded = own if wire.itemsize == 4 else -(-own // self.m) * self.m
+        self.sent["replica"] += 2 * (self.m - 1) / self.m * padded * wire.itemsize
         self.entries, self.elements = self.entries + own, self.elements + own
         return {name: owed[name].astype(wire).astype(np.float64).sum(axis=0).astype(F32) for name in names}
 

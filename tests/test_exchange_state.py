@@ -13,7 +13,7 @@ from runs import assert_bit_equal, rows, tiny_experiment
 import jaxdl
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticText
-from jaxdl.exchange import PowerSGD, Quantized, TopK, by_name
+from jaxdl.exchange import PowerSGD, Quantized, Sign, TopK, by_name, exchanged_on_mesh
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
@@ -32,7 +32,7 @@ EXPERIMENT = tiny_experiment(
     optimizer=SGD(learning_rate=1e-2, momentum=0.0),
     schedule=Constant(),
     step={},
-    batch_size=16,
+    batch_size=24,
     steps=6,
     evaluation={"every_steps": 6},
     checkpoint={"every_steps": 3},
@@ -125,32 +125,66 @@ def test_another_number_of_replicas_owes_the_same(tmp_path, exchange, before, af
     assert_bit_equal(host(restored.state.params), host(state.params))
 
 
-def test_one_replica_owes_nothing(tmp_path):
-    state = filled(plan_of(TOPK, 2, 1, 1))
-    restored = through_a_checkpoint(tmp_path, state, plan_of(TOPK, 1, 1, 1))
-    [said] = restored.notes
-    assert "the momentum of 2 replicas is split over 1, the sum preserved" in said
-    assert "the checkpoint's num_updates, residual is dropped" in said
-    assert list(restored.state.exchange_state["replica"]) == ["momentum"]
-    before, after = (x.exchange_state["replica"]["momentum"] for x in (host(state), host(restored.state)))
-    for name, x in after.items():
-        np.testing.assert_allclose(x, before[name].sum(axis=0, keepdims=True), rtol=1e-6)
-    assert_bit_equal(host(restored.state.params), host(state.params))
+@pytest.mark.parametrize(
+    "exchange",
+    [TOPK, TOPK.replaced({"delay_steps": 1}), POWERSGD, Sign(min_elements=64, dense_warmup_steps=2)],
+    ids=["topk", "topk, delayed", "powersgd", "sign"],
+)
+def test_through_one_replica_nothing_is_lost(tmp_path, exchange):
+    """2 -> 3 -> 1 -> 4 replicas: sums of residual, momentum and pending, factors, and the counters of warm-ups."""
+    state = filled(plan_of(exchange, 2, 1, 1))
+    start = host(state.exchange_state)
+    notes = []
+    for stop, sizes in enumerate([(3, 1, 1), (1, 1, 1), (4, 1, 1)]):
+        restored = through_a_checkpoint(tmp_path / str(stop), state, plan_of(exchange, *sizes))
+        state, found = restored.state, host(restored.state.exchange_state)
+        notes += restored.notes
+        assert found.keys() == start.keys()
+        assert found["replica"].keys() == start["replica"].keys()
+        for entry, leaves in found["replica"].items():
+            for name, x in leaves.items():
+                assert len(x) == sizes[0]
+                np.testing.assert_allclose(x.sum(0), start["replica"][entry][name].sum(0), rtol=1e-5, atol=1e-5)
+        for where in ("common", "shard"):
+            assert_bit_equal(found.get(where, {}), start.get(where, {}))
+    assert not any("dropped" in note or "new run" in note for note in notes)
+    assert ["first gradient" in note for note in notes] == [False, True, False]
 
 
-@pytest.mark.parametrize("exchange", [TOPK, POWERSGD], ids=lambda config: config.kind)
-def test_one_replica_becomes_four(tmp_path, exchange):
-    plan = plan_of(exchange, 4, 1, 1)
-    alone = filled(plan_of(exchange, 1, 1, 1))
-    restored = through_a_checkpoint(tmp_path, alone, plan)
+def test_one_replica_applies_the_residual_and_counts_on():
+    """Its mean is its gradient, or the momentum of that, and the residual, which is zero from then on."""
+    experiment, plan = EXPERIMENT.replaced({"exchange": TOPK}), plan_of(TOPK, 1, 1, 1)
+    mesh, spec = plan.parts.layout.mesh, plan.parts.state_spec
+    state = filled(plan).exchange_state
+    grads = jax.tree.map(lambda x: np.full((1, *x.shape), 0.5, np.float32), spec.shapes.params)
+    update = jax.jit(exchanged_on_mesh(plan.parts.exchange, spec.grads, spec.specs.exchange_state, mesh))
+    mean, new, metrics = update(grads, state, jax.random.key(0))
+    start = host(state)
+    for name, x in by_name(host(mean)).items():
+        momentum = 0.9 * start["replica"]["momentum"][name][0] + 0.5
+        np.testing.assert_allclose(np.asarray(new["replica"]["momentum"][name])[0], momentum, rtol=1e-6)
+        residual = start["replica"]["residual"]
+        np.testing.assert_allclose(x, momentum + (residual[name][0] if name in residual else 0), rtol=1e-5, atol=1e-6)
+    assert not any(np.any(x) for x in new["replica"]["residual"].values())
+    assert int(new["common"]["num_updates"]) == int(start["common"]["num_updates"]) + 1
+    assert float(metrics["bytes_sent/replica"]) == 0
+    assert any(x.size >= experiment.exchange.min_elements for x in by_name(host(mean)).values())
+
+
+def test_an_older_checkpoint_of_one_replica(tmp_path):
+    """It has no residual and no counters: they are those of a new run."""
+    old = filled(plan_of(TOPK, 1, 1, 1))
+    old = old.replace(exchange_state={"replica": {"momentum": old.exchange_state["replica"]["momentum"]}})
+    plan = plan_of(TOPK, 4, 1, 1)
+    restored = through_a_checkpoint(tmp_path, old, plan)
     [said] = restored.notes
-    assert "residual starts anew" in said
+    assert "the momentum of 1 replica is split over 4" in said
+    assert "num_updates, residual is that of a new run" in said
     fresh, found = host(make_exchange_state(plan)), host(restored.state.exchange_state)
-    if alone.exchange_state:
-        whole, parts = host(alone.exchange_state)["replica"]["momentum"], found["replica"].pop("momentum")
-        for name, x in parts.items():
-            np.testing.assert_allclose(x.sum(axis=0), whole[name][0], rtol=1e-6)
-        del fresh["replica"]["momentum"]
+    whole, parts = host(old.exchange_state)["replica"]["momentum"], found["replica"].pop("momentum")
+    for name, x in parts.items():
+        np.testing.assert_allclose(x.sum(axis=0), whole[name][0], rtol=1e-6)
+    del fresh["replica"]["momentum"]
     assert_bit_equal(found, fresh)
 
 
@@ -159,7 +193,9 @@ def test_other_shards_with_the_same_replicas(tmp_path, exchange):
     before, plan = plan_of(exchange, 2, 4, 1), plan_of(exchange, 2, 2, 2)
     state = filled(before)
     restored = through_a_checkpoint(tmp_path, state, plan)
-    assert ["factor starts anew" in said for said in restored.notes] == [True] * ("shard" in state.exchange_state)
+    assert ["factor is that of a new run" in said for said in restored.notes] == [True] * (
+        "shard" in state.exchange_state
+    )
     assert_bit_equal(host(restored.state.exchange_state["replica"]), host(state.exchange_state["replica"]))
     fresh = host(make_exchange_state(plan))
     if exchange == POWERSGD:
@@ -177,20 +213,25 @@ def test_other_shards_with_the_same_replicas(tmp_path, exchange):
 
 
 def test_gradients_that_are_worth_compressing_on_one_mesh_alone(tmp_path):
-    """A shard may be too small for thin matrices to be smaller; what its gradient owes is then no longer known."""
+    """A shard may be too small for thin matrices to be smaller; the residual of its gradient is sent, whole."""
     exchange = PowerSGD(rank=6, min_elements=64)
     before, plan = plan_of(exchange, 2, 1, 1), plan_of(exchange, 2, 4, 1)
     state = filled(before)
-    here, there = (set(p.parts.state_spec.shapes.exchange_state["replica"]["residual"]) for p in (plan, before))
+    here, there = (
+        set(p.parts.state_spec.shapes.exchange_state.get("shard", {}).get("factor", {})) for p in (plan, before)
+    )
     assert here < there
     restored = through_a_checkpoint(tmp_path, state, plan)
     residual = host(restored.state.exchange_state["replica"]["residual"])
-    assert set(residual) == here
-    for name, x in residual.items():
-        assert np.array_equal(x, np.asarray(state.exchange_state["replica"]["residual"][name]))
-    back = through_a_checkpoint(tmp_path / "back", restored.state, before)
-    for name, x in host(back.state.exchange_state["replica"]["residual"]).items():
-        assert np.array_equal(x, residual[name]) if name in here else not np.any(x)
+    for name, x in host(state.exchange_state["replica"]["residual"]).items():
+        assert np.array_equal(x, residual[name])
+    mesh, spec = plan.parts.layout.mesh, plan.parts.state_spec
+    update = jax.jit(exchanged_on_mesh(plan.parts.exchange, spec.grads, spec.specs.exchange_state, mesh))
+    zeros = jax.tree.map(lambda x: np.zeros((2, *x.shape), np.float32), spec.shapes.params)
+    mean, new, _ = update(zeros, restored.state.exchange_state, jax.random.key(0))
+    for name in there - here:
+        np.testing.assert_allclose(by_name(host(mean))[name], residual[name].sum(0), rtol=1e-5, atol=1e-6)
+        assert not np.any(np.asarray(new["replica"]["residual"][name]))
 
 
 def train(workdir, experiment, sizes):
@@ -198,6 +239,26 @@ def train(workdir, experiment, sizes):
     return jaxdl.train(
         experiment.replaced({"mesh": mesh}), workdir, quiet=True, devices=jax.devices()[: np.prod(sizes)]
     )
+
+
+def test_a_run_through_one_replica(tmp_path, capsys):
+    """The story of a cluster that shrinks and grows: the run resumes on 3, on 1, and on 4 replicas."""
+    experiment = EXPERIMENT.replaced({"exchange": TOPK, "steps": 8, "checkpoint": {"every_steps": 2, "keep": 8}})
+    train(tmp_path / "whole", experiment, (2, 1, 1))
+    shutil.copytree(tmp_path / "whole", tmp_path / "moved")
+    said = {}
+    for step, replicas in ((2, 3), (4, 1), (6, 4)):
+        for later in range(step + 2, 9, 2):
+            shutil.rmtree(tmp_path / "moved" / "checkpoints" / f"step_{later}")
+        capsys.readouterr()
+        found = train(tmp_path / "moved", experiment, (replicas, 1, 1))
+        said[replicas] = capsys.readouterr().out
+        assert f"resumed from the checkpoint at step {step}" in said[replicas]
+    assert "residual of 3 replicas is split over 1" in said[1]
+    assert "exchange topk: this mesh has one replica, so nothing is exchanged" in said[1]
+    assert int(found.state.exchange_state["common"]["num_updates"]) == 8
+    losses, wanted = (train_losses(tmp_path / name) for name in ("moved", "whole"))
+    np.testing.assert_allclose(losses, wanted, rtol=0.05)
 
 
 def train_losses(workdir):

@@ -21,7 +21,7 @@ ExchangeMetrics = dict[str, jax.Array]
   (what XLA adds inside a replica, such as the reduce-scatter of the gradients, is not in them);
 - `compression`: bytes of a dense float32 exchange over those sent over the slow axis;
 - `density`: the share of the gradient's elements that one device hands to the collective;
-- `residual_norm`, `residual_ratio`: norm of what the replicas still owe to the mean, and over that of the gradients.
+- `residual_norm`, `residual_ratio`: norm of the residuals (error feedback), and its ratio to that of the gradients.
 """
 
 ExchangeState = dict[str, dict[str, Any]]
@@ -109,16 +109,38 @@ def by_name(tree: Any) -> dict[str, Any]:
     return dict(zip(leaf_names(tree), jax.tree.leaves(tree, is_leaf=is_spec), strict=True))
 
 
+def nonempty(tree: Any) -> dict[str, Any]:
+    """The leaves that have elements, by their names: an exchange passes empty ones through."""
+    return {name: x for name, x in by_name(tree).items() if math.prod(x.shape)}
+
+
 def shares_of(leaves: Mapping[str, jax.Array], axis: str) -> dict[str, jax.Array]:
-    """What this replica owes to the mean, float32: its gradients over the number of replicas."""
+    """This replica's summands of the mean, float32: its gradients over the number of replicas."""
     return {name: x.astype(jnp.float32) / jax.lax.axis_size(axis) for name, x in leaves.items()}
 
 
 def like(grads: Any, values: Mapping[str, jax.Array]) -> Any:
-    """The named values as a tree like the gradients, in their dtypes."""
+    """The named values as a tree like the gradients, in their dtypes; empty gradients need no value."""
     return jax.tree.unflatten(
-        jax.tree.structure(grads), [values[name].astype(x.dtype) for name, x in by_name(grads).items()]
+        jax.tree.structure(grads),
+        [values[name].astype(x.dtype) if x.size else jnp.zeros(x.shape, x.dtype) for name, x in by_name(grads).items()],
     )
+
+
+def rounding_of(total: jax.Array, dtype: Any) -> jax.Array:
+    """What float32 numbers lose when `like` returns them in `dtype`, float32; zero where they become infinite.
+
+    Not by a conversion there and back: XLA may take the two for superfluous and leave both out.
+    """
+    dtype = jnp.dtype(dtype)
+    if dtype == jnp.float32:
+        return jnp.zeros_like(total)
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(total, exponent_bits=info.nexp, mantissa_bits=info.nmant)
+    if dtype == jnp.float16:
+        # `reduce_precision` makes numbers below the normal ones zero, a conversion keeps them as multiples of 2^-24.
+        rounded = jnp.where(jnp.abs(total) < 2.0**-14, jnp.round(total * 2.0**24) * 2.0**-24, rounded)
+    return jnp.where(jnp.isfinite(rounded), total - rounded, 0)
 
 
 def check_local(grads: Mapping[str, jax.Array], axis: str) -> None:

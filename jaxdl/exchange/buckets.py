@@ -76,7 +76,10 @@ class Bucket:
 def make_buckets(
     names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, *, max_elements: float
 ) -> list[Bucket]:
-    """Buckets of gradients that lie alike, in the order of `names`, each of at most `max_elements` or a single one."""
+    """Buckets of gradients that lie alike, in the order of `names`, each of at most `max_elements` or a single one.
+
+    Gradients without elements are in none.
+    """
     filling: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
     buckets: list[Bucket] = []
 
@@ -85,7 +88,7 @@ def make_buckets(
         used, whole = where
         buckets.append(Bucket(tuple(inside), tuple(shapes[name] for name in inside), used, whole, layout.ways(whole)))
 
-    for name in names:
+    for name in [name for name in names if math.prod(shapes[name])]:
         where = layout.used(name), layout.whole(name)
         inside = filling.get(where, [])
         if inside and sum(math.prod(shapes[one]) for one in (*inside, name)) > max_elements:

@@ -1,8 +1,9 @@
 """What all compressed exchanges share: options, what stays dense, warm-up, residuals, metrics.
 
-Every replica owes a *share* to the mean gradient, its own gradient over the number of replicas; the mean is the sum of
-shares. A compressed exchange sends part of what is owed and keeps the rest, the residual, for later (error feedback,
-Seide et al. 2014; Karimireddy et al. 2019): sum of shares + residuals before = mean + residuals after.
+The *share* of a replica is its own gradient over the number of replicas; the mean gradient is the sum of shares. A
+compressed exchange sends part of share and residual and keeps the rest, the new residual, for later (error feedback,
+Seide et al. 2014; Karimireddy et al. 2019): sum of shares + residuals before = mean + residuals after. Where gradients
+have 16 bits, so has the mean; what is lost by rounding it goes into the residual, too.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ import jax.numpy as jnp
 import pydantic
 from jax import lax
 
+from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.collectives.primitive import alike
 from jaxdl.config import Config, ConfigError
-from jaxdl.exchange.alone import grown
+from jaxdl.exchange.alone import alone, grown
 from jaxdl.exchange.base import (
     PER_REPLICA,
     Exchange,
     ExchangeMetrics,
     ExchangeState,
     GradientLayout,
-    by_name,
     check_local,
     like,
+    nonempty,
+    rounding_of,
     shares_of,
 )
 from jaxdl.exchange.buckets import Bucket, exchange_order, held_back, in_turn, make_buckets
@@ -61,6 +64,11 @@ class Bucketed(Config):
         """The names in the order of the buckets."""
         order = exchange_order(names, layout)
         return order if self.bucket_order == "backward" else order[::-1]
+
+    def build_alone(self, layout: GradientLayout | None = None) -> Exchange:
+        """The exchange of a single replica, which sends nothing."""
+        del layout
+        return delayed(alone(), self.delay_steps)
 
 
 class Compressed(Bucketed, abc.ABC):
@@ -108,6 +116,11 @@ class Compressed(Bucketed, abc.ABC):
         """The exchange, for gradients that lie as `layout` says, or else are all this device's own."""
         return delayed(self.engine(layout or GradientLayout()).build(), self.delay_steps)
 
+    def build_alone(self, layout: GradientLayout | None = None) -> Exchange:
+        """The exchange of a single replica: it sends nothing, but has the same state as that of several replicas."""
+        engine = self.engine(layout or GradientLayout())
+        return delayed(alone(engine.build(), engine.momentum_correction), self.delay_steps)
+
     def stays_dense(self, name: str, num_elements: int) -> bool:
         """Whether a gradient is exchanged whole; `num_elements` counts those of all its shards."""
         return num_elements < self.min_elements or any(fnmatch.fnmatchcase(name, p) for p in self.dense_names)
@@ -115,11 +128,11 @@ class Compressed(Bucketed, abc.ABC):
 
 @dataclass(frozen=True)
 class Sent:
-    """What one message did: the sum, what is still owed, and its cost."""
+    """What one message did: the sum, what of the summand was not sent, and its cost."""
 
     total: Leaves
     error: Leaves | None
-    """What remains of what was owed; None when nobody asked."""
+    """What was not sent; None without error feedback."""
     sent_bytes: Mapping[str, float]
     """Axis -> bytes that one device sent."""
     num_entries: float
@@ -134,7 +147,7 @@ class Sent:
 
 
 class Send(Protocol):
-    """One message: sums over `axis` what the replicas owe for the gradients of a bucket, as well as it can."""
+    """One message: sums one bucket (shares and residuals) over `axis`, approximately."""
 
     def __call__(
         self,
@@ -165,7 +178,7 @@ class CompressedExchange:
     options: Compressed
     layout: GradientLayout
     stages: Sequence[Stage]
-    suits: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: math.prod(shape) > 0
+    suits: Callable[[str, tuple[int, ...]], bool] = lambda name, shape: True
     """Says of a gradient's name and local shape whether it can be compressed at all."""
     init_shard: Callable[[Leaves], dict[str, Leaves]] = lambda leaves: {}
     """Makes the state of the shards of the gradients that are compressed."""
@@ -180,6 +193,14 @@ class CompressedExchange:
         warmup = self.options.dense_warmup_steps
         later = [Stage(stage.until_step + warmup, stage.send) for stage in self.stages]
         return [Stage(warmup, None), *later] if warmup else later
+
+    def feeds_back(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether there is a residual of a gradient of this local shape; a question of the options, not of the mesh.
+
+        So that of a shard which is too small to be compressed survives until it is whole again.
+        """
+        num_elements = math.prod(shape) * self.layout.ways(self.layout.used(name))
+        return self.options.error_feedback and not self.options.stays_dense(name, num_elements)
 
     def chosen(self, leaves: Mapping[str, Any]) -> tuple[list[str], list[str]]:
         """The names of those that stay dense and of those that are compressed, in the order of the buckets."""
@@ -200,10 +221,11 @@ class CompressedExchange:
         )
 
     def init(self, grads: Any) -> ExchangeState:
-        """The state: what is owed and the momentum, zero; the shards' own; the number of updates for the stages."""
-        leaves = by_name(grads)
+        """The state: residual and momentum, zero; the shards' own; the number of updates for the stages."""
+        leaves = nonempty(grads)
         compressed = self.chosen(leaves)[1]
-        kept = {"residual": compressed} if self.options.error_feedback else {}
+        fed_back = [name for name in leaves if self.feeds_back(name, leaves[name].shape)]
+        kept = {"residual": fed_back} if fed_back else {}
         kept |= {"momentum": list(leaves)} if self.momentum_correction is not None else {}
         state: ExchangeState = {}
         if kept:
@@ -222,24 +244,26 @@ class CompressedExchange:
         self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
         """See `UpdateExchange`."""
-        leaves = by_name(grads)
+        leaves = nonempty(grads)
         check_local(leaves, axis)
         shares = shares_of(leaves, axis)
         dense, buckets = self.buckets(leaves)
         compressed = self.chosen(leaves)[1]
         kept = state.get(PER_REPLICA, {})
         due = self._due(shares, kept)
-        dense_messages = [send_dense(bucket, due, layout=self.layout, axis=axis) for bucket in dense]
-        owed = {name: due[name] for name in compressed}
-        momentum = owed if self.momentum_correction is not None else None
-        if "residual" in kept:
-            owed = {name: owed[name] + kept["residual"][name] for name in compressed}
-        carried = (owed, momentum, state.get("shard", {}))
+        owed = due | {name: due[name] + x for name, x in kept.get("residual", {}).items()}
+        dense_messages = [send_dense(bucket, owed, layout=self.layout, axis=axis) for bucket in dense]
+        momentum = {name: due[name] for name in compressed} if self.momentum_correction is not None else None
+        carried = ({name: owed[name] for name in compressed}, momentum, state.get("shard", {}))
         total, error, momentum, shard, costs = self._sent(buckets, carried, state, axis, key)
         for message in dense_messages:
             total |= message.total
+        residual = {
+            name: error.get(name, 0.0) + rounding_of(total[name], leaves[name].dtype) / lax.axis_size(axis)
+            for name in kept.get("residual", {})
+        }
         rest = {
-            "residual": error,
+            "residual": {name: alike((axis,), x, owed[name])[0] for name, x in residual.items()},
             "momentum": {name: due[name] for bucket in dense for name in bucket.names} | (momentum or {}),
         }
         new_state = {
@@ -248,11 +272,11 @@ class CompressedExchange:
             "common": {name: count + 1 for name, count in state.get("common", {}).items()},
         }
         costs = costs + message_costs(dense_messages, axis, self.layout)
-        metrics = measured(costs, shares, error if "residual" in kept else {}, layout=self.layout, axis=axis)
+        metrics = measured(costs, shares, rest["residual"], layout=self.layout, axis=axis)
         return like(grads, total), {where: new_state[where] for where in state}, metrics
 
     def _due(self, shares: Leaves, kept: dict[str, Leaves]) -> Leaves:
-        """What this replica owes to the mean of this step: its shares, or with momentum correction their momentum.
+        """What this replica adds to the mean of this step: its shares, or with momentum correction their momentum.
 
         Deep Gradient Compression (Lin et al. 2018), section 3.2: what is added up and sent is the momentum. So it is
         of gradients that stay dense, for the optimizer has none.
@@ -322,13 +346,11 @@ def send_dense(
     last: jax.Array | None = None,
 ) -> Sent:
     """Sums a bucket by one all-reduce in `dtype`, after the message that `last` came with; nothing remains."""
-    own = held_back(bucket.join(owed).astype(dtype), last)
-    total = lax.psum(own, axis)
-    num_replicas = lax.axis_size(axis)
-    # A ring all-reduce sends each element 2 (n-1)/n times: once reduced, once gathered.
-    sent = 2 * (num_replicas - 1) / num_replicas * bucket.num_own * jnp.dtype(dtype).itemsize
+    own = held_back(bucket.join(owed), last)
+    total = lax.psum(own, axis) if dtype == jnp.float32 else half_all_reduce(own, axis, dtype)
+    sent = all_reduce_sent_bytes(bucket.num_own, lax.axis_size(axis), dtype)
     return Sent(
-        total=bucket.split(total.astype(jnp.float32)),
+        total=bucket.split(total),
         error=None,
         sent_bytes={axis: sent} | bucket.split_bytes(layout),
         num_entries=bucket.num_own,

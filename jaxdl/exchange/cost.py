@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxdl.collectives.halves import all_reduce_sent_bytes
 from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket, make_buckets
 from jaxdl.exchange.compressed import Compressed
@@ -29,7 +30,6 @@ from jaxdl.mesh import Axis
 ExchangeChoice = Dense | TopK | Quantized | PowerSGD | Sign
 """The exchanges whose cost is known."""
 
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FLOAT_BYTES = 4
 # What a device reads and writes of its part of the gradients, in float32 numbers an element.
 _JOIN, _SPLIT, _NORM = 2, 2, 1
@@ -272,7 +272,7 @@ def _passes_sec(num_elements: float, num_accesses: float, machine: Machine) -> f
 
 def _dense(bucket: Bucket, dtype: str, gradients: Gradients, machine: Machine) -> Cost:
     m, n = gradients.num_replicas, bucket.num_own
-    sent = 2 * (m - 1) / m * n * _ITEMSIZE[dtype]
+    sent = all_reduce_sent_bytes(n, m, dtype)
     link = _slow(machine).of(f"all_reduce/{dtype}")
     accesses = _JOIN + _SPLIT + _NORM + (_TO_WIRE_DTYPE if dtype != "float32" else 0)
     latency, wire = link.seconds(2 * (m - 1), sent)

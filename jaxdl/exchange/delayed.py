@@ -17,9 +17,9 @@ from jaxdl.exchange.base import (
     Exchange,
     ExchangeMetrics,
     ExchangeState,
-    by_name,
     check_local,
     like,
+    nonempty,
     shares_of,
 )
 
@@ -42,13 +42,13 @@ def delayed(exchange: Exchange, steps: int) -> Exchange:
 
     def init(grads: Any) -> ExchangeState:
         state = exchange.init(grads)
-        pending = {name: jnp.zeros(x.shape, jnp.float32) for name, x in by_name(grads).items()}
+        pending = {name: jnp.zeros(x.shape, jnp.float32) for name, x in nonempty(grads).items()}
         return state | {PER_REPLICA: state.get(PER_REPLICA, {}) | {PENDING: pending}}
 
     def update(
         grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
-        leaves = by_name(grads)
+        leaves = nonempty(grads)
         check_local(leaves, axis)
         of_replica = dict(state[PER_REPLICA])
         pending = of_replica.pop(PENDING)

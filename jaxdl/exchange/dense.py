@@ -13,9 +13,9 @@ from jaxdl.exchange.base import (
     ExchangeMetrics,
     ExchangeState,
     GradientLayout,
-    by_name,
     check_local,
     like,
+    nonempty,
     shares_of,
 )
 from jaxdl.exchange.buckets import in_turn, make_buckets
@@ -28,8 +28,8 @@ class Dense(Bucketed):
 
     kind: Annotated[Literal["dense"], Kind] = "dense"
     wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What travels, and what the sum is made in. The 16-bit ones halve the bytes and round every partial sum; float16
-    becomes infinite above 65,504 and zero below 6e-8, bfloat16 has the range of float32."""
+    """What travels. The 16-bit ones halve the bytes and round the sum (on GPUs every partial sum); float16 becomes
+    infinite above 65,504 and zero below 6e-8, bfloat16 has the range of float32."""
 
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange; it keeps no state, but what is delayed."""
@@ -39,7 +39,7 @@ class Dense(Bucketed):
             grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
         ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
             del key  # Nothing here is random.
-            leaves = by_name(grads)
+            leaves = nonempty(grads)
             check_local(leaves, axis)
             shapes = {name: leaf.shape for name, leaf in leaves.items()}
             shares = shares_of(leaves, axis)

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.collectives import packing
+from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.collectives.quantized import quantized_all_reduce
 from jaxdl.collectives.select import Method, select_top_k
 from jaxdl.exchange.cost import Link, Machine, Speeds
@@ -150,8 +151,8 @@ def _collective(kind: str, axis: str, num_devices: int, size: int) -> tuple[Work
             share * 4 * part * num_devices,
         )
     dtype = jnp.dtype(kind.partition("/")[2])
-    # The sum of 16-bit numbers has to stay one, as in an exchange.
-    return lambda x: lax.psum(x.astype(dtype), axis).astype(jnp.float32), 2 * share * size / 4 * dtype.itemsize
+    sent = all_reduce_sent_bytes(size // 4, num_devices, dtype)
+    return lambda x: lax.psum(x, axis) if dtype == jnp.float32 else half_all_reduce(x, axis, dtype), sent
 
 
 def probe_speeds(

@@ -1,6 +1,8 @@
 """An exchange's stored state on a mesh with another number of replicas, or other shards.
 
-Residuals are shares of what is owed to the mean gradient, so what counts is their sum over replicas: it is preserved.
+The sum of the residuals over replicas is the part of the mean gradients that has not been applied: it is preserved. So
+are the sums of momentum and of pending gradients, and the counters of the warm-ups. A single replica has the same state
+as several; it adds the residual to its first gradient (`jaxdl.exchange.alone`).
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Flat = dict[str, Any]
 def readable(wanted: Flat, stored: Mapping[str, tuple[int, ...]]) -> Flat:
     """What to read of a stored state, of which `stored` has the shapes: shape structs, laid out for the new mesh.
 
-    All of it has to be read; what cannot be carried over (see `resplit`) comes whole, and is left.
+    All of it has to be read; what cannot be carried over (see `resplit`) is read whole, and dropped.
     """
     found: Flat = {}
     mesh: Any = next((x.sharding.mesh for x in wanted.values()), None)
@@ -59,7 +61,7 @@ def resplit(found: Flat, wanted: Flat, fresh: Callable[[], Flat]) -> Flat:
 
 
 def _carries(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Whether a stored array can go on as one of the wanted shape: as it is, or with another number of replicas."""
+    """Whether a stored array serves as one of the wanted shape: as it is, or with another number of replicas."""
     return stored == wanted or (_of_replicas(name) and len(stored) == len(wanted) and stored[1:] == wanted[1:])
 
 
@@ -71,27 +73,32 @@ def _equal_parts(stored: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def changed(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What becomes of a stored state on the new mesh, in words; None when it goes on as it is."""
+    """What becomes of a stored state on the new mesh, in words; None when nothing about it changes."""
     kept = {name for name, x in wanted.items() if name in stored and _carries(name, stored[name], x.shape)}
     split = {name for name in kept if stored[name] != wanted[name].shape}
     says = []
     if split:
         before, now = (_num_replicas({name: shapes[name] for name in split}) for shapes in (stored, _shapes(wanted)))
-        says.append(f"the {_words(split)} of {before} replicas is split over {now}, the sum preserved")
+        held, replicas = _words(split), f"{before} replica{'s' if before > 1 else ''}"
+        says.append(f"the {held} of {replicas} is split over {now}, the sum preserved")
+        if now == 1 and any(entry.endswith(".residual") for entry in _entries(split)):
+            says.append("the one replica adds the residual to its first gradient")
     if stored.keys() - kept:
         says.append(f"the checkpoint's {_words(stored.keys() - kept)} is dropped, for this mesh has no use for it")
     if wanted.keys() - kept:
-        says.append(f"the {_words(wanted.keys() - kept)} starts anew")
+        says.append(f"the {_words(wanted.keys() - kept)} is that of a new run")
     return f"exchange: {'; '.join(says)}" if says else None
 
 
 def same_kind(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the state is that of the same exchange, which keeps less of it, or nothing, with one replica.
+    """Whether the state is that of the same exchange, of which older versions kept less with one replica.
 
     Its gradients may be others: which are worth compressing may depend on the size of their shards.
     """
     one = 1 in (_num_replicas(stored), _num_replicas(_shapes(wanted)))
-    return not wanted or not stored or one or _entries(wanted) == _entries(stored)
+    # Shards of another mesh may all be too small for any factors, so those may be missing.
+    kinds = [{entry for entry in _entries(names) if not entry.startswith("shard.")} for names in (wanted, stored)]
+    return not wanted or not stored or one or kinds[0] == kinds[1]
 
 
 def _shapes(wanted: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
