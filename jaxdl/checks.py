@@ -30,9 +30,9 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
         )
     if isinstance(config, Compressed) and config.warmup_steps >= total_steps:
         raise ConfigError(
-            f"the warm-up of exchange {config.kind} takes {config.warmup_steps} steps, and the run has {total_steps}: "
-            "it would not become what it is to be. Set --exchange.dense-warmup-steps (and of topk "
-            "--exchange.density-warmup-steps) lower."
+            f"the warm-up of exchange {config.kind} ({config.warmup_steps} steps) is not shorter than the run "
+            f"({total_steps} steps), so its final setting would never be reached. Lower "
+            "--exchange.dense-warmup-steps (and, of topk, --exchange.density-warmup-steps), or make the run longer."
         )
 
 

@@ -253,7 +253,7 @@ def _guarded(
     more |= {name: guard[name].astype(jnp.float32) for name in ("bad_steps", "bad_in_row") if guard}
     scale = state.loss_scale
     if scale:
-        # Of what is bad the scale is not to blame.
+        # A bad loss says nothing about the loss scale: leave it unchanged.
         scale = choose(bad, scale, parts.precision.next_loss_scale(scale, kept))
         more |= {name: scale[name].astype(jnp.float32) for name in ("skipped_steps",)} | {"loss_scale": scale["scale"]}
     return changed.replace(guard=guard, loss_scale=scale), more

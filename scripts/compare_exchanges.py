@@ -2,7 +2,7 @@
 
 TFDS_DATA_DIR=... python scripts/compare_exchanges.py --config configs/fashion_mnist.py --workdir runs/compare
 
-Each run has a folder of its own in the workdir; a run that is finished is not run again, one that was stopped goes on.
+Each run has a folder of its own in the workdir; a run that is finished is not run again, a stopped one is resumed.
 Prints a table and writes `comparison.json` and `comparison.png`. An exchange is written as its kind and options,
 `topk,density=0.01,method=mstopk`; an option with a dot is of another part, `optimizer.momentum=0`. Everything after
 `--` changes the config of all runs: `-- --epochs 3`. With `--delay` every exchange is run once more with its gradients

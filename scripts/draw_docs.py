@@ -1,7 +1,8 @@
 """Draws the figures of docs/ from their data: `python scripts/draw_docs.py`, or with names, `draw_docs.py cluster`.
 
 docs/data/NAME.json holds what docs/NAME.png shows; its "source" says which measurement it comes from. The JSON files of
-the measurements themselves have the same fields, so a new measurement is drawn by putting its file there:
+the measurements themselves have the same fields, so a new measurement is drawn by putting its file there, with a
+"source" added:
 
     cluster            python -m jaxdl.bench cluster --json docs/data/cluster.json
     elastic            scripts/draw_elastic.py writes WORKDIR/elastic.json
@@ -52,8 +53,12 @@ def read(name: str) -> dict[str, Any]:
 def main() -> None:
     """Draws the figures that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*FIGURES, []], help=", ".join(FIGURES))
-    for name in parser.parse_args().names or FIGURES:
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(FIGURES)}; without names, all")
+    names = parser.parse_args().names or list(FIGURES)
+    for name in names:
+        if name not in FIGURES:
+            parser.error(f"{name}: there is no figure of this name. Choose from {', '.join(FIGURES)}.")
+    for name in names:
         (DOCS / f"{name}.png").write_bytes(FIGURES[name](read(name)))
         print(DOCS / f"{name}.png")
 

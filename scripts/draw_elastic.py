@@ -1,4 +1,4 @@
-"""A run that goes on with fewer and with more hosts: does its loss stay among those of runs that kept all of theirs?
+"""A run resumed with fewer and with more hosts: does its loss stay among those of runs that kept all of theirs?
 
 TFDS_DATA_DIR=... python scripts/draw_elastic.py --config configs/fashion_mnist.py --steps 900 --workdir runs/elastic
 
@@ -41,7 +41,7 @@ def main() -> None:
     args, changes = parse(parser)
     changes = [*CHANGES, "--steps", str(args.steps), *changes]
     with exit_codes():
-        check(args, jaxdl.load(args.config, changes))  # A mistake is told before the first run.
+        check(args, jaxdl.load(args.config, changes))  # A mistake is reported before the first run.
         elastic = run(args, changes, args.workdir / "elastic", args.hosts, args.seeds[0])
         whole = [run(args, changes, args.workdir / f"seed{seed}", args.hosts[:1], seed) for seed in args.seeds]
     report(args, elastic, whole)

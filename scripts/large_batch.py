@@ -10,8 +10,8 @@ over as many images as the small batch has in each. LARS has a trust coefficient
 near those of SGD, which its biases and normalization are trained with; "LARS no masks", only at the first large batch,
 has weight decay and trust ratios on those too.
 
-Each run has a folder of its own in the workdir; a run that is finished or has diverged is not run again, one that was
-stopped goes on. Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the
+Each run has a folder of its own in the workdir; a run that is finished or has diverged is not run again, a stopped one
+is resumed. Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the
 config of all runs: `-- --epochs 3`.
 """
 

@@ -6,7 +6,7 @@ TFDS_DATA_DIR=... python scripts/time_to_accuracy.py --config configs/fashion_mn
 Needs what `python -m jaxdl.launch netns` needs: Linux, root, iproute2. Each run trains on `--hosts` network namespaces
 and is stopped by SIGTERM once it has reached the target; seeds are the outermost loop, so that exchanges and rates take
 turns. The time is that of training alone, from the first step to the evaluation: compiling and evaluating, which are
-the same for all, are left out. A run that has its result in the workdir is not run again; one that was stopped goes on.
+the same for all, are left out. A run that has its result in the workdir is not run again; a stopped one is resumed.
 Prints a table and writes `times.json` and `times.png`. The first of `--exchanges` (written as in compare_exchanges.py)
 is what the others are measured against. Everything after `--` changes the config of all runs.
 """
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--devices-per-host", type=int, default=2)
     args, changes = parse(parser)
     with exit_codes():
-        for exchange in args.exchanges:  # A mistake is told before the first run.
+        for exchange in args.exchanges:  # A mistake is reported before the first run.
             base = jaxdl.load(args.config, [*exchange_flags(exchange), *changes])
         if base.task.best_mode != "max":
             raise ConfigError(

@@ -21,7 +21,7 @@ def text_boxes(figure):
     figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()
     hidden = set()
-    for axes in figure.axes:
+    for axes in (one for panel in figure.axes for one in (panel, *panel.child_axes)):
         for axis in (axes.xaxis, axes.yaxis):
             shown = {id(tick) for tick in axis._update_ticks()}
             for tick in (*axis.majorTicks, *axis.minorTicks):

@@ -25,7 +25,7 @@ from jaxdl.bench import cluster_report, exchange_plot, schedule
 from jaxdl.bench import exchange as exchange_bench
 from jaxdl.bench.cluster_variants import VARIANTS
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Gradients, Link, Machine, predict
-from jaxdl.report import style
+from jaxdl.report import plot_history, style
 
 LONG = "topk,density=0.01,method=threshold,error_feedback=False,momentum_correction=0.9,delay_steps=1"
 MANY = [
@@ -148,6 +148,23 @@ def test_the_figures_of_the_docs(name, monkeypatch):
     assert faults(figure) == []
     words = " ".join(text for text, _ in text_boxes(figure))
     assert "measured" in words or "modelled" in words
+
+
+def test_events_close_to_each_other_do_not_overlap_in_the_curves():
+    steps = list(range(600))
+    columns = {
+        "step": steps,
+        "train/loss": [2 * math.exp(-step / 100) for step in steps],
+        "eval/accuracy": [0.9 if step % 100 == 99 else None for step in steps],
+        "event": [
+            f"resumed from step {step} on 4 processes" if step in (100, 105, 300, 301) else None for step in steps
+        ],
+    }
+    figure = plot_history(columns)
+    found = [fault for fault in faults(figure) if "covers data" not in fault]  # Their names stand on the curves.
+    assert not found, "\n".join(found)
+    words = [text for text, _ in text_boxes(figure) if text.startswith("resumed")]
+    assert words == ["resumed from step 301 on 4 processes", "resumed from step 105 on 4 processes"]
 
 
 def test_what_is_measured_and_what_is_modelled_look_different(monkeypatch):

@@ -37,7 +37,7 @@ _EPOCHS = 4
 _FOREVER = 10**9
 """Examples of a data set that is never at its end."""
 _FRESH = 100_000
-"""Of one whose cache is empty, and is thrown away after a round."""
+"""Examples of a data set whose cache starts empty and is deleted after a round."""
 
 
 class Job(NamedTuple):

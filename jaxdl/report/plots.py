@@ -22,6 +22,8 @@ SMOOTHING = 0.01
 """The width (standard deviation) of the average that smooths a curve, as a part of the curve's points."""
 FEW_POINTS = 30
 EVENT_COLOR, MOST_NAMED_EVENTS = "#8a8f99", 8
+EVENT_NAME_WIDTH = 0.03
+"""What the name of an event, written upwards, takes of a panel's width."""
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -138,15 +140,19 @@ def _speed(axes: Axes, columns: Columns, name: str) -> None:
 
 
 def _events(axes: Axes, columns: Columns, *, named: bool) -> None:
-    """A dotted line at the step of each event; in one panel the newest are `named`."""
+    """A dotted line at the step of each event; in one panel the newest are `named`, where that has room."""
     found = [
         (step, text)
         for step, text in zip(columns["step"], columns.get("event", [None] * len(columns["step"])), strict=True)
         if isinstance(text, str)
     ]
-    for number, (step, text) in enumerate(found):
+    named_steps: list[int] = []
+    apart = EVENT_NAME_WIDTH * max(columns["step"])
+    for step, text in reversed(found):
         axes.axvline(step, color=EVENT_COLOR, lw=1, ls=(0, (1, 2)), zorder=0.5)
-        if named and number >= len(found) - MOST_NAMED_EVENTS:
+        has_room = all(abs(step - other) > apart for other in named_steps)
+        if named and has_room and len(named_steps) < MOST_NAMED_EVENTS:
+            named_steps.append(step)
             short = text if len(text) <= 44 else text[:43] + "…"
             axes.annotate(
                 short,
