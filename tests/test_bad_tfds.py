@@ -161,6 +161,17 @@ def test_a_damaged_data_set_is_refused_at_the_start(number, copied):
         assert str(folder / name) in message
 
 
+def test_a_data_set_that_the_library_knows_is_checked_too(copied):
+    """The library takes its description from the code, and one without dataset_info.json for one that is not there."""
+    data, folder = copied("images")
+    known = folder.parents[1] / "mnist" / "3.0.1"
+    known.parent.mkdir()
+    folder.rename(known)
+    (known / "dataset_info.json").unlink()
+    with pytest.raises(ConfigError, match=rf"tfds mnist: {known}/dataset_info.json: the file is missing\. Copy"):
+        data.replaced({"name": "mnist"}).build()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_flipped_byte_is_reported_with_its_record(kind, copied):
     """Photographs tolerate some damaged images; what is kept in memory or is text cannot be used without one."""

@@ -63,6 +63,9 @@ def open_builder(name: str, data_dir: str | None) -> Any:
             fault = _metadata_fault(folder) or f"{folder}: it cannot be opened as a data set ({reason})"
             raise ConfigError(f"tfds {name}: {fault}. {_again(name, folder, data_dir)}") from None
         raise ConfigError(f"tfds {name}: {reason} Check name and version. {_advice(name, data_dir)}") from None
+    folder = Path(builder.data_dir)
+    if not prepared and any(folder.glob("*array_record*")) and (fault := _metadata_fault(folder)):
+        raise ConfigError(f"tfds {name}: {fault}. {_again(name, folder, data_dir)}")
     if not prepared:
         raise ConfigError(f"tfds {name}: not prepared in {builder.data_dir}. {_advice(name, data_dir)}")
     file_format = getattr(builder.info.file_format, "value", None)
