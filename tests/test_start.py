@@ -1,5 +1,6 @@
 """The first lines of a run: facts that are those of its plan, in order, on terminals of any width."""
 
+import dataclasses
 import io
 import math
 import re
@@ -12,6 +13,7 @@ from rich.console import Console
 from runs import tiny_experiment
 
 from jaxdl.data import SyntheticText
+from jaxdl.exchange import TopK
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, AdamW
@@ -63,7 +65,10 @@ def test_the_facts_are_those_of_the_plan_and_come_as_they_are_found():
     assert found["length"] == "2 epochs = 12 steps, batch 16 (4 a device); stops after 7 (--max-steps)"
     assert plan.total_steps == 12
     assert found["optimizer"] == "lars, learning rate 2; schedule cosine, warmup steps 2"
-    assert found["exchange"] == "dense, over 2 replicas"
+    assert found["exchange"] == "dense, wire dtype float32, over 2 replicas"
+    compressed = dataclasses.replace(plan, experiment=SMOOTHED.replaced({"exchange": TopK(density=0.02)}))
+    assert dict(plan_facts(compressed, 7))["exchange"].startswith("topk, density 0.02")
+    assert dict(plan_facts(compressed, 7))["exchange"].endswith("over 2 replicas (chosen by auto)")
 
 
 def test_the_facts_of_text_and_of_one_replica():

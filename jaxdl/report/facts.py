@@ -77,7 +77,9 @@ def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
     yield "optimizer", f"{describe_config(experiment.optimizer, 'learning_rate')}; schedule {describe_config(schedule)}"
     yield "precision", describe_config(experiment.precision)
     replicas = parts.layout.mesh.shape[Axis.REPLICA]
-    exchange = f"{describe_config(experiment.exchange)}, over {replicas} replicas"
+    exchange = describe_config(experiment.exchange, "wire_dtype", "density", "bits", "rank")
+    chosen = " (chosen by auto)" if plan.asked.exchange != experiment.exchange else ""
+    exchange += f", over {replicas} replicas{chosen}"
     yield "exchange", exchange if replicas > 1 else "none: there is one replica"
 
 
