@@ -19,6 +19,7 @@ from rich.console import Console
 
 from jaxdl.checks import (
     check_batches,
+    check_memory,
     check_norms,
     check_phases,
     check_same_examples,
@@ -132,6 +133,7 @@ def make_plan(
     with start.doing("choosing the exchange" if isinstance(asked.exchange, Auto) else "tracing the model"):
         experiment, reasons = settled(asked, splits.train.spec, mesh, before)
         parts = make_parts(experiment, splits.train.spec, mesh, timeline)
+    check_memory(experiment, parts.state_spec, splits.train.spec)
     has_norms = bool(jax.tree.leaves(parts.state_spec.shapes.model_state))
     check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=has_norms)
     plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons)

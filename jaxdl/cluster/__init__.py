@@ -2,6 +2,7 @@
 
 from jaxdl.cluster.ending import depart, end_together
 from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
+from jaxdl.cluster.machine import host_memory_bytes
 from jaxdl.cluster.membership import Membership, current, wait_for_all
 from jaxdl.cluster.pulse import pulse
 from jaxdl.cluster.rendezvous import ClusterError
@@ -19,6 +20,7 @@ __all__ = [
     "current",
     "depart",
     "end_together",
+    "host_memory_bytes",
     "launched_cpu_devices",
     "pulse",
     "start_devices",

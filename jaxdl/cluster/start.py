@@ -12,6 +12,7 @@ import pydantic
 
 from jaxdl.cluster.ending import conclude
 from jaxdl.cluster.identity import describe_process, difference, unequal_counts
+from jaxdl.cluster.machine import check_cpu_devices, check_xla_flags, open_devices
 from jaxdl.cluster.membership import current
 from jaxdl.cluster.place import Place, find_place, host_name, several_processes
 from jaxdl.cluster.pulse import pulse
@@ -58,15 +59,17 @@ def start_devices(
     devices counts, not the config's.
 
     Raises:
-      ConfigError: when JAX already runs on other devices, when it is not said which processes there are, or when they
-        differ in what must be the same; on all of them.
+      ConfigError: when JAX cannot start, or already runs on other devices, when it is not said which processes there
+        are, or when they differ in what must be the same; on all of them.
       ClusterError: when not all have come within the time-out; on all that have.
     """
     import jax
 
     launched = launched_cpu_devices()
     count = config.cpu_devices if launched is None else launched
+    check_xla_flags()
     if count is not None:
+        check_cpu_devices(count)
         try:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", count)
@@ -74,6 +77,7 @@ def start_devices(
             pass  # JAX has started already, which is fine as long as it has these devices: seen below.
     if not jax.distributed.is_initialized() and several_processes():
         _join(cluster or ClusterConfig(), describe_process(experiment, count), on_cpu=count is not None)
+    open_devices()
     if count is not None and (jax.default_backend(), jax.local_device_count()) != ("cpu", count):
         raise ConfigError(
             f"{count} virtual CPU devices: in this process JAX already runs on {jax.local_device_count()} "

@@ -1,0 +1,221 @@
+"""Mistakes on the command line, in config files and in Python: one message each, exit code 2, no traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import optax
+import pytest
+from mistakes import refusal
+
+import jaxdl
+from jaxdl import __main__ as face
+from jaxdl.experiment import Experiment
+from jaxdl.models import ResNet
+from jaxdl.optim import SGD
+from jaxdl.startup import shipped_configs
+
+ROOT = Path(__file__).parent.parent
+DIGITS = str(ROOT / "configs" / "digits.py")
+
+WITH_THE_FILE = {
+    "--lr 3": ["--lr: there is no such option. Did you mean --optimizer.learning-rate?"],
+    "--step.clip-norm 3x": ["--step.clip-norm 3x: not a number or None."],
+    "--step.clip-norm -3": ["--step.clip-norm -3: must be greater than 0"],
+    "--batch-size 0": ["--batch-size 0: must be greater than or equal to 1"],
+    "--batch-size many": ["--batch-size many: not a whole number."],
+    "--batch-size": ["--batch-size: needs a value, a whole number."],
+    "--task.augment flop": ["--task.augment flop: not one of none, flip, crop_flip."],
+    "--optimizer adamw --optimizer.momentum 0.9": [
+        "optimizer adamw has no momentum; sgd, lars have it",
+        "--optimizer.b1",
+    ],
+    "--optimizer.learning_rat 3": ["Did you mean --optimizer.learning-rate?"],
+    "--clip-norm 3": ["--clip-norm: there is no such option. Did you mean --step.clip-norm?"],
+    "--optimizer.nesterov true": ["true: it belongs to no option", "--optimizer.nesterov"],
+    "--optimizer.nesterov=true": ["--optimizer.nesterov=true: it takes no value", "--optimizer.no-nesterov"],
+    "--seed 3 4": ["4: it belongs to no option; --seed before it takes one value"],
+    "--devices x": ["--devices x: give a whole number"],
+    "--devices 0": ["--devices 0: give a whole number"],
+    "--devices 1000": ["--devices 1000: a process can have at most 512"],
+    "--workdir=": ["--workdir '': empty", "the folder of the run"],
+    "--workdir": ["--workdir: needs a value, the folder of the run"],
+    "--model.width 100000000": ["--model resnet: its parameters", "GB on all devices, and this machine has"],
+    "--batch-size 1000000000 --data synthetic_images --data.num-train 2000000000": [
+        "--batch-size 1000000000: one batch takes 3,076.0 GB"
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", WITH_THE_FILE)
+def test_a_mistake_names_the_option_as_it_was_typed(line, capsys):
+    message = refusal(capsys, "--config", DIGITS, *line.split(" "))
+    assert not [word for word in WITH_THE_FILE[line] if word not in message], message
+
+
+def test_a_command_without_a_usable_file_says_what_to_give(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "broken.json").write_text('{"batch_siz": 3}')
+    for line, words in {
+        ("configs/digits.py",): "configs/digits.py: an option is missing in front of it. Give --config",
+        ("digits",): "Give --config digits.",
+        ("start",): "start: not an option",
+        ("--config", "configs/digit.py"): "no such file. Did you mean --config configs/digits.py?",
+        ("--config", "digit"): "no such file. Did you mean --config digits?",
+        ("--config", "configs"): "a folder, not a config file",
+        ("--config", tmp_path): f"Give a file, for example --config {tmp_path}/config.json.",
+        ("--config", ""): "--config '': empty",
+        ("--config", tmp_path / "broken.json"): "batch_siz: there is no such field. Did you mean batch_size?",
+        ("--steps", "3"): "which experiment? Give --config FILE",
+    }.items():  # fmt: skip
+        message = refusal(capsys, *line)
+        assert words in message, message
+
+
+FILES = {
+    "import sys\ndef config():\n    sys.exit(3)\n": ["line 3", "it ends the program"],
+    "exit()\ndef config():\n    pass\n": ["line 1", "it ends the program"],
+    "def config(x):\n    return x\n": ["line 1", "`config(x)` is called without arguments. Give x a default"],
+    "def confg():\n    return 3\n": ["defines no function `config()`", "It defines `confg()`"],
+    "from jaxdl.optim import SGD\ndef config():\n    return SGD(lerning_rate=3)\n": [
+        "line 3",
+        "lerning_rate: there is no such field. Did you mean learning_rate? SGD has ",
+    ],
+    "from jaxdl.step import StepConfig\ndef config():\n    return StepConfig(clip_norm=-3)\n": [
+        "line 3",
+        "clip_norm: ",
+    ],
+}
+
+
+@pytest.mark.parametrize("source", FILES)
+def test_a_mistake_in_a_file_is_named_with_its_line(source, capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    message = refusal(capsys, "--config", file)
+    assert not [word for word in FILES[source] if word not in message], message
+
+
+def test_a_file_that_prints_is_run_and_what_it_printed_is_shown(capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("print('hello from the file')\nfrom jaxdl.optim import SGD\ndef config():\n    return SGD()\n")
+    with pytest.raises(SystemExit):
+        face.main(["train", "--config", str(file)])
+    assert "hello from the file" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (SGD, "optimizer: SGD is a class, not an object. Write SGD(...)"),
+        (ResNet, "optimizer: ResNet is a class, not an object. Write ResNet(...), of one of SGD(), AdamW()"),
+        ("sgd", "optimizer: 'sgd' is a text; give an object: SGD(...)"),
+        (optax.sgd(0.1), "optimizer: an optax transformation is no config. Give an object of one of SGD(), AdamW()"),
+        (3, "optimizer: an object of type builtins.int is no config"),
+    ],
+)
+def test_what_is_no_config_is_refused_in_python(optimizer, words):
+    with pytest.raises(jaxdl.ConfigError) as error:
+        Experiment(optimizer=optimizer)
+    assert words in str(error.value)
+
+
+def test_a_field_cannot_be_assigned_and_the_message_says_what_to_do():
+    experiment = Experiment(steps=3)
+    with pytest.raises(jaxdl.ConfigError, match=r"steps: a config is frozen.*replaced\(\{'steps': \.\.\.\}\)"):
+        experiment.steps = 4
+    assert experiment.steps == 3
+
+
+def test_train_takes_the_file_too_and_refuses_what_is_no_experiment(tmp_path):
+    with pytest.raises(jaxdl.ConfigError, match=r"no such file\. Did you mean"):
+        jaxdl.train(str(ROOT / "configs" / "digit.py"))
+    with pytest.raises(jaxdl.ConfigError, match="3: not an Experiment"):
+        jaxdl.train(3)
+    for rubbish in (3, None, {}):
+        with pytest.raises(jaxdl.ConfigError, match="is no path"):
+            jaxdl.load(rubbish)
+    with pytest.raises(jaxdl.ConfigError, match="is one text"):
+        jaxdl.load(DIGITS, "--steps 3")
+
+
+def test_a_run_is_repeated_from_its_config_json(tmp_path):
+    experiment = jaxdl.load(DIGITS, {"optimizer.learning_rate": 0.07})
+    (tmp_path / "config.json").write_text(experiment.to_json())
+    assert jaxdl.load(tmp_path / "config.json") == experiment
+
+
+def test_the_name_of_a_shipped_config_will_do_where_there_is_no_such_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "digits" in shipped_configs()
+    assert "imagenet_common" not in shipped_configs(), "it has no config()"
+    assert jaxdl.load("digits") == jaxdl.load(DIGITS)
+    assert jaxdl.load("digits:config") == jaxdl.load(DIGITS)
+
+
+def test_a_flag_that_this_xla_does_not_have_is_named(capsys, monkeypatch):
+    """XLA itself would abort the process."""
+    known = os.environ.get("XLA_FLAGS", "")
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=8 {known} --xla_no_such_flag=3")
+    assert "this jaxlib has no flag --xla_no_such_flag." in refusal(capsys, "--config", DIGITS)
+    monkeypatch.setenv("XLA_FLAGS", "no-such-file")
+    assert "XLA_FLAGS=no-such-file: neither flags" in refusal(capsys, "--config", DIGITS)
+
+
+def test_a_platform_that_is_not_there_is_named():
+    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+    command = [sys.executable, "-m", "jaxdl", "train", "--config", "digits", "--mesh.cpu-devices", "None"]
+    environment |= {"JAX_PLATFORMS": "cuda", "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 2, ended.stderr
+    assert "error: JAX_PLATFORMS=cuda: " in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_mistaken_command_imports_nothing_heavy():
+    code = """
+import contextlib, io, json, sys
+from jaxdl.train import main
+codes = []
+for line in (["--config", "configs/digit.py"], ["--config", "configs/digits.py", "--lr", "3"], [], ["--devices", "x"],
+             ["--config", "configs/digits.py", "--workdir", ""], ["--help"]):
+    try:
+        main(line)
+    except SystemExit as end:
+        codes.append(end.code)
+heavy = {"jax", "jaxlib", "numpy", "flax", "pydantic", "tyro", "rich"} & set(sys.modules)
+print()
+print(json.dumps([codes, sorted(heavy)]))
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    codes, heavy = json.loads(ended.stdout.splitlines()[-1])
+    assert codes == [2, 2, 2, 2, 2, 0]
+    assert heavy == []
+
+
+def test_help_leads_somewhere_and_the_first_words_name_file_and_workdir(capsys):
+    for line, words in {
+        ("--help",): ["train", "sample", "bench", "launch", "data", "--config digits"],
+        ("--version",): [f"jaxdl {jaxdl.__version__}"],
+        ("train", "--help"): ["--workdir FOLDER", "--optimizer NAME", *shipped_configs(), "--config FILE --help"],
+    }.items():
+        with pytest.raises(SystemExit) as end:
+            face.main(list(line))
+        printed = capsys.readouterr().out
+        assert end.value.code == 0
+        assert not [word for word in words if word not in printed], printed
+    refusal(capsys, "trian", run=face.main)
+    with pytest.raises(SystemExit):
+        face.main(["train", "--config", DIGITS, "--workdir", "runs/x", "--steps", "x"])
+    assert capsys.readouterr().out == f"jaxdl {jaxdl.__version__}: {DIGITS} -> runs/x, loading JAX\n"
+
+
+def test_the_other_processes_of_a_run_leave_the_first_words_to_the_first(capsys, monkeypatch):
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    refusal(capsys, "--config", DIGITS, "--steps", "x")
+    with pytest.raises(SystemExit):
+        face.main(["train", "--config", DIGITS, "--steps", "x"])
+    assert capsys.readouterr().out == ""
