@@ -7,6 +7,7 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
@@ -143,7 +144,7 @@ def check_memory(experiment: Experiment, state_spec: StateSpec, spec: ImageSpec 
 
 
 def _bytes_on_one_device(state: TrainState) -> int:
-    arrays = [x for x in jax.tree.leaves(state) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)]
+    arrays = [x for x in jax.tree.leaves(state) if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)]
     return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in arrays)
 
 

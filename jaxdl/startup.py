@@ -220,6 +220,45 @@ def no_config(prog: str) -> str:
     return f"which experiment? Give --config FILE, for example --config {_example()}. {prog} --help says more."
 
 
+def check_names(args: Sequence[str], given: str) -> None:
+    """Raises ConfigError for an option whose first name is no field of an experiment, read off the class's source.
+
+    The fields inside are known later. A config that brings classes of its own, or imports files next to it, may have
+    other fields: then nothing is checked here.
+    """
+    path = find_config(given)[0]
+    tree = ast.parse(path.read_bytes()) if path.suffix == ".py" else ast.Module([], [])
+    imported = {
+        name
+        for node in ast.walk(tree)
+        for name in (
+            [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else [one.name for one in node.names]
+            if isinstance(node, ast.Import)
+            else []
+        )
+    }
+    if any((path.parent / f"{name.split('.')[0]}.py").is_file() for name in imported) or any(
+        isinstance(node, ast.ClassDef) for node in ast.walk(tree)
+    ):
+        return
+    source = ast.parse((Path(__file__).parent / "experiment.py").read_bytes())
+    known = [
+        node.target.id.replace("_", "-")
+        for one in source.body
+        if isinstance(one, ast.ClassDef) and one.name == "Experiment"
+        for node in one.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    ]
+    for arg in args:
+        group, dot, rest = arg.partition("=")[0].removeprefix("--").replace("_", "-").partition(".")
+        near = difflib.get_close_matches(group, known, n=1)
+        if arg.startswith("--") and group not in {*known, *VALUED, "explain", "no-explain"} and (dot or near):
+            advice = f"Did you mean --{near[0]}{dot}{rest}?" if near else f"Options begin with --{', --'.join(known)}."
+            raise ConfigError(f"{arg.partition('=')[0]}: there is no such option. {advice}")
+
+
 def _check_first(args: Sequence[str], prog: str) -> None:
     """Raises ConfigError for a command line that begins without an option, such as with a file."""
     if not args or args[0].startswith("-"):

@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxdl import __version__
 from jaxdl.errors import ConfigError, end_interrupted, fail
-from jaxdl.startup import PROG, check_source, find_config, first_look, is_first_process, overview
+from jaxdl.startup import PROG, check_names, check_source, find_config, first_look, is_first_process, overview
 
 
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
@@ -41,6 +41,7 @@ def begin(args: list[str], prog: str) -> None:
         raise SystemExit(0)
     values = first_look([arg for arg in args if arg not in ("--help", "-h")], prog)
     check_source(values["config"])
+    check_names([arg for arg in args if arg not in ("--help", "-h")], values["config"])
     if not helped and is_first_process():
         where = f" -> {values['workdir']}" if "workdir" in values else ""
         print(f"jaxdl {__version__}: {find_config(values['config'])[0]}{where}, loading JAX", flush=True)

@@ -12,6 +12,7 @@ from mistakes import refusal
 
 import jaxdl
 from jaxdl import __main__ as face
+from jaxdl.command import parse_command
 from jaxdl.experiment import Experiment
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD
@@ -33,6 +34,7 @@ WITH_THE_FILE = {
         "--optimizer.b1",
     ],
     "--optimizer.learning_rat 3": ["Did you mean --optimizer.learning-rate?"],
+    "--optimzer.x 3": ["--optimzer.x: there is no such option. Did you mean --optimizer.x?"],
     "--clip-norm 3": ["--clip-norm: there is no such option. Did you mean --step.clip-norm?"],
     "--optimizer.nesterov true": ["true: it belongs to no option", "--optimizer.nesterov"],
     "--optimizer.nesterov=true": ["--optimizer.nesterov=true: it takes no value", "--optimizer.no-nesterov"],
@@ -142,6 +144,16 @@ def test_train_takes_the_file_too_and_refuses_what_is_no_experiment(tmp_path):
         jaxdl.load(DIGITS, "--steps 3")
 
 
+def test_a_config_with_an_experiment_of_its_own_has_options_of_its_own(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from jaxdl.experiment import Experiment\nclass Mine(Experiment):\n    moon: int = 3\n"
+        "\ndef config():\n    return Mine(steps=3)\n"
+    )
+    assert parse_command(["--config", str(file), "--moon", "4"]).experiment.moon == 4
+    assert "--moon x: not a whole number" in refusal(capsys, "--config", file, "--moon", "x")
+
+
 def test_a_run_is_repeated_from_its_config_json(tmp_path):
     experiment = jaxdl.load(DIGITS, {"optimizer.learning_rate": 0.07})
     (tmp_path / "config.json").write_text(experiment.to_json())
@@ -180,8 +192,9 @@ def test_a_mistaken_command_imports_nothing_heavy():
 import contextlib, io, json, sys
 from jaxdl.train import main
 codes = []
-for line in (["--config", "configs/digit.py"], ["--config", "configs/digits.py", "--lr", "3"], [], ["--devices", "x"],
-             ["--config", "configs/digits.py", "--workdir", ""], ["--help"]):
+digits = ["--config", "configs/digits.py"]
+for line in (["--config", "configs/digit.py"], [*digits, "--lr", "3"], [*digits, "--optimzer.x", "3"], [],
+             ["--devices", "x"], [*digits, "--workdir", ""], ["--help"]):
     try:
         main(line)
     except SystemExit as end:
@@ -192,7 +205,7 @@ print(json.dumps([codes, sorted(heavy)]))
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     codes, heavy = json.loads(ended.stdout.splitlines()[-1])
-    assert codes == [2, 2, 2, 2, 2, 0]
+    assert codes == [2, 2, 2, 2, 2, 2, 0]
     assert heavy == []
 
 

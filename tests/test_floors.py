@@ -38,7 +38,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
 TOUCH_THE_DISK = {"trainer", "report", "checkpoint", "recovery", "saving", "workdir", "launch", "data"}
-MEASURES_FILES = {"bench/input.py", "bench/input_sides.py"}
+MEASURES_FILES = {"bench/input.py", "bench/input_sides.py", "bench/startup.py"}
 READ_FILES = {
     "config": "load_file runs a config file",
     "startup": "a config file is parsed before jax is imported",

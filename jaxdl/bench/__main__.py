@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from jaxdl.bench import cluster, exchange, input, optim, schedule, scheme, select, step, traffic, train
+from jaxdl.bench import cluster, exchange, input, optim, schedule, scheme, select, startup, step, traffic, train
 from jaxdl.errors import ConfigError, end_interrupted, fail
 
 BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
@@ -18,6 +18,7 @@ BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "schedule": ("what of every exchange the compiled training step hides behind compute", schedule.main),
     "exchange": ("every gradient exchange: predicted by the cost model, and measured", exchange.main),
     "input": ("the image pipeline, cold and cached, against tf.data, PyTorch's DataLoader and Grain", input.main),
+    "startup": ("CPU seconds until the first words of a command, and of mistaken ones", startup.main),
     "select": ("methods of select_top_k against lax.top_k and one read of the data", select.main),
 }
 
