@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxdl.cluster import BROKEN, DIVERGED, ClusterError, depart
+from jaxdl.checkpoint import Unreadable
+from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, depart
 from jaxdl.errors import ConfigError, end_interrupted, fail
 from jaxdl.plan import Plan
 from jaxdl.report import Diverged, plot_history
@@ -54,13 +55,16 @@ def exit_codes() -> Iterator[None]:
     """Context of a program that trains: what ends it early becomes a message and an exit code.
 
     2 for the user's mistakes, 3 if training diverges, 128 + N after signal N, 75 if it broke off because of another
-    process, the network or a hang, 1 if its end could not be saved. What other processes must know of it is
-    `jaxdl.cluster.end_together`'s.
+    process, the network, a hang or a disk that does not answer, 1 if its end could not be saved. What other processes
+    must know of it is `jaxdl.cluster.end_together`'s.
     """
     try:
         yield
     except ConfigError as error:
         fail(str(error))
+    except Unreadable as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(MISTAKE if error.lasting else BROKEN) from None
     except (Diverged, ClusterError) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(DIVERGED if isinstance(error, Diverged) else BROKEN) from None

@@ -6,7 +6,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -104,12 +104,24 @@ class Predictor:
         return jnp.where(temperature > 0, drawn, jnp.argmax(logits))
 
 
-def restore(workdir: str | Path, *, mesh: MeshConfig | None = None) -> Predictor:
-    """The network of the newest whole checkpoint in a workdir, on one device or, with `mesh`, on any mesh.
+def restore(
+    workdir: str | Path,
+    *,
+    checkpoint: Literal["newest", "best"] | int = "newest",
+    mesh: MeshConfig | None = None,
+) -> Predictor:
+    """The network of a checkpoint in a workdir, on one device or, with `mesh`, on any mesh.
 
-    The one device is of the platform that the run was on, unless JAX has been started on another already. Raises
-    ConfigError when there is no run, no checkpoint or no undamaged one.
+    `checkpoint` is "newest"; "best", that with the best evaluation (by the task's own metric, such as accuracy) of
+    those that are kept, see `--checkpoint.keep-best`; or the number of a step. The one device is of the platform that
+    the run was on, unless JAX has been started on another already. A run may be writing there: nothing is changed.
+
+    A damaged checkpoint is passed over with a warning, and the next newest (or best) one is used. Raises ConfigError
+    when there is no run, no checkpoint, no undamaged one, none of that step or none that was evaluated;
+    `jaxdl.checkpoint.Unreadable`, an OSError, when a checkpoint cannot be read now.
     """
+    if not (checkpoint in ("newest", "best") or (type(checkpoint) is int and checkpoint >= 0)):
+        raise ConfigError(f'checkpoint {checkpoint!r}: choose "newest", "best" or the number of a step.')
     for name in ("config.json", "data.json"):
         if not (Path(workdir) / name).is_file():
             raise ConfigError(f"{workdir}: there is no run in this folder (no {name}). Give the --workdir of a run.")
@@ -128,8 +140,8 @@ def restore(workdir: str | Path, *, mesh: MeshConfig | None = None) -> Predictor
         best_mode=parts.task.best_mode,
         read_only=True,
     )
-    restored = checkpoints.restore(parts.state_spec.abstract(), items=("model",))
-    checkpoints.close()
+    with contextlib.closing(checkpoints):
+        restored = checkpoints.restore(parts.state_spec.abstract(), items=("model",), which=checkpoint)
     if restored is None:
         raise ConfigError(f"{workdir}: the run has no checkpoint yet.")
     for damaged in restored.damaged:

@@ -85,6 +85,15 @@ class Recovery:
         """Whether the last reported steps are bad: then no checkpoint is written."""
         return bool(self._row)
 
+    @property
+    def from_start(self) -> bool:
+        """Whether the last return was to the start of the run, of which there is no checkpoint."""
+        return bool(self.rollbacks) and self.rollbacks[-1].to_step == 0
+
+    def forget(self) -> None:
+        """The run starts over: what the one before it skipped does not count."""
+        self.rollbacks, self._row = [], []
+
     def passes_over(self, step: int) -> bool:
         """Whether the batch of this step is passed over."""
         return any(first <= step <= last for first, last in (one.passed_over for one in self.rollbacks))

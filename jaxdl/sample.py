@@ -5,7 +5,10 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from jaxdl.checkpoint import Unreadable
+from jaxdl.cluster import BROKEN, MISTAKE
 from jaxdl.errors import ConfigError, end_interrupted, fail
 from jaxdl.options import parse_options
 from jaxdl.predictor import restore
@@ -25,13 +28,15 @@ class Sample:
     """1 samples the model's own distribution, less is safer, 0 takes the likeliest token each time."""
     seed: int = 0
     """Another seed gives another text."""
+    checkpoint: Literal["newest", "best"] | int = "newest"
+    """Which checkpoint of the run: the newest, that with the best evaluation, or that of a step."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line; exits with 2 for the user's mistakes, 130 after Ctrl-C."""
+    """Runs the command line; exits with 2 for the user's mistakes, 75 if the disk does not answer, 130 after Ctrl-C."""
     try:
         command = parse_options(Sample, sys.argv[1:] if args is None else args, prog="python -m jaxdl.sample")
-        text = restore(command.workdir).generate(
+        text = restore(command.workdir, checkpoint=command.checkpoint).generate(
             command.prompt, num_tokens=command.num_tokens, temperature=command.temperature, seed=command.seed
         )
         print(command.prompt, end="", flush=True)
@@ -40,6 +45,9 @@ def main(args: list[str] | None = None) -> None:
         print()
     except ConfigError as error:
         fail(str(error))
+    except Unreadable as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(MISTAKE if error.lasting else BROKEN) from None
     except KeyboardInterrupt:
         print(flush=True)  # Ends the line of text that was being written.
         end_interrupted()

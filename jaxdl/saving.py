@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
-from jaxdl.checkpoint import Checkpoints, Restored
+from jaxdl.checkpoint import Checkpoints, Earlier, Restored, Unreadable, Unusable
 from jaxdl.data import spec_to_json
 from jaxdl.experiment import identity
 from jaxdl.mesh import Axis
 from jaxdl.plan import Plan, make_exchange_state
-from jaxdl.report import Reporter, last_evaluated_step
+from jaxdl.report import Reporter
 from jaxdl.state import TrainState
-from jaxdl.workdir import choice_file, claim_workdir, from_first_process, keep_examples
+from jaxdl.workdir import choice_file, claim_workdir, keep_examples
 
 
 class Saver:
@@ -24,34 +24,69 @@ class Saver:
         files = {"data.json": spec_to_json(plan.parts.data_spec).encode()}
         if plan.asked != plan.experiment and plan.parts.layout.mesh.shape[Axis.REPLICA] > 1:
             files |= choice_file(workdir, plan.experiment.exchange, plan.reasons)
-        claim_workdir(workdir, plan.asked, identity, files)
+        self._earlier = Earlier(workdir)
+        self._earlier.check_kinds()
+        # To start over is an order of one command, not a property of the run.
+        claim_workdir(workdir, plan.asked.replaced({"checkpoint.start_over": False}), identity, files)
         keep_examples(workdir, plan.splits.content())
-        task = plan.parts.task
-        self.checkpoints = Checkpoints(
-            workdir, plan.experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode
-        )
-        self._saved_step = -1
+        self.started_over: str | None = None
+        """What to say of a run that was ordered to start over and did."""
+        self._saved_step, self._has_begun = -1, False
+        if reason := self._earlier.folder_lost():  # Before it is made again.
+            self._start_over(reason)
+        self.checkpoints = self._open()
 
-    def restore(self) -> Restored | None:
-        """Reads the newest checkpoint, if there is one; without one the run begins, again perhaps."""
-        restored = self.checkpoints.restore(
-            self._plan.parts.state_spec.abstract(),
-            fresh_exchange_state=functools.partial(make_exchange_state, self._plan),
-        )
+    def _open(self) -> Checkpoints:
+        task = self._plan.parts.task
+        config = self._plan.experiment.checkpoint
+        return Checkpoints(self._workdir, config, best_metric=task.best_metric, best_mode=task.best_mode)
+
+    def restore(self, *, from_start: bool = False) -> Restored | None:
+        """Reads the newest checkpoint; None when the run begins at step 0.
+
+        It does so in a new workdir, where no checkpoint had been written yet, where `from_start` says that the run went
+        back to its start, and where `--checkpoint.start-over` is given and nothing can be used. Otherwise a workdir
+        whose checkpoints cannot be used raises Unusable or Unreadable.
+        """
+        try:
+            restored = self.checkpoints.restore(
+                self._plan.parts.state_spec.abstract(),
+                fresh_exchange_state=functools.partial(make_exchange_state, self._plan),
+            )
+            reason = self._earlier.lost() if restored is None and not from_start else ""
+        except (Unusable, Unreadable) as error:
+            if isinstance(error, Unreadable) and not error.lasting:
+                raise
+            restored, reason = None, str(error)
+        if reason:
+            self.checkpoints.close()
+            self._start_over(reason)
+            self.checkpoints = self._open()
+        self._has_begun = True
+        if restored is not None:
+            self._earlier.mark(restored.step)
         self._saved_step = -1 if restored is None else restored.step
         return restored
 
+    def _start_over(self, reason: str) -> None:
+        """Sets aside what cannot be used, if that was ordered. Raises Unusable if not."""
+        if self._has_begun or not self._plan.experiment.checkpoint.start_over:
+            raise self._earlier.refuse(reason) from None
+        folder = self._earlier.set_aside()
+        self.started_over = f"started over from step 0; what was there is in {folder} ({reason.splitlines()[0]})"
+
     def evaluated_step(self, restored: Restored) -> int:
-        """The last evaluation up to a checkpoint; one that was made up for came after its checkpoint."""
-        # One process reads it for all: a file that another host has just changed may still be the old one here.
-        found = from_first_process(lambda: str(last_evaluated_step(self._workdir, restored.step)).encode())
-        return max(restored.evaluated_step, int(found))
+        """The last evaluation up to a checkpoint; one that was missing when it was written came after it."""
+        return max(restored.evaluated_step, self._earlier.evaluated_step(restored.step))
 
     def save(self, state: TrainState, step: int, evaluated_step: int, metrics: dict[str, float] | None) -> None:
         """Starts writing a checkpoint of this step, unless that was done; `metrics` are those of the evaluation."""
         if self._saved_step == step:
             return
         self._reporter.status("saving")
+        self.checkpoints.wait()
+        if steps := self.checkpoints.steps:
+            self._earlier.mark(steps[-1])
         self.checkpoints.save(
             state, step, evaluated_step=evaluated_step, metrics=metrics if evaluated_step == step else None
         )
@@ -70,6 +105,7 @@ class Saver:
         self.checkpoints.wait()
         self._tell(step)
         if step in self.checkpoints.steps:
+            self._earlier.mark(step)
             return None
         return (
             f"the state of step {step} could not be saved in {self._workdir} and is lost; {self._newest()}. Make room "

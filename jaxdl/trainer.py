@@ -171,7 +171,7 @@ class Session:
         self.start.plan(self.plan, self.end)
         if self.workdir is not None:
             self.saver = Saver(self.plan, self.workdir, self.reporter)
-            self.stack.callback(self.saver.checkpoints.close)
+            self.stack.callback(lambda: self.saver and self.saver.checkpoints.close())
             self.recovery.load(self.saver.checkpoints)
         self.begin(self.stop.run)
         check_not_past(self.step, self.end, self.plan.timeline)
@@ -185,11 +185,14 @@ class Session:
         """Goes on from the newest checkpoint, or from the start if there is none. `call` calls what takes long."""
         self.state, self.step, self.evaluated_step = None, 0, -1  # Its memory is needed for what comes.
         with self.watch("checkpoint"), self.start.doing("looking for a checkpoint" if self.saver else ""):
-            self.restored: Restored | None = call(self.saver.restore) if self.saver else None
+            restore = functools.partial(self.saver.restore, from_start=self.recovery.from_start) if self.saver else None
+            self.restored: Restored | None = call(restore) if restore else None
         if self.saver and self.restored:
             self.state, self.step = self.restored.state, self.restored.step
             self.evaluated_step = self.saver.evaluated_step(self.restored)
         else:
+            if self.saver and self.saver.started_over:
+                self.recovery.forget()
             with self.watch("compile"), self.start.doing("making the initial parameters"):
                 self.state = call(lambda: make_initial_state(self.plan))
 
@@ -200,6 +203,8 @@ class Session:
             self.reporter.history.event(rollback.to_step, rollback.text)
         if again := restarted():
             tell(again)
+        if self.saver and self.saver.started_over:
+            tell(self.saver.started_over)
         if self.restored is not None:
             for text in (*self.restored.damaged, *self.restored.notes):
                 tell(text)

@@ -22,7 +22,7 @@ FLOORS = [
     {"sharding", "precision", "collectives", "signals", "guard", "compiler"},
     {"models", "optim", "exchange", "data", "report", "timeline"},
     {"state", "tasks"},
-    {"step", "workdir", "keeping"},
+    {"step", "workdir"},
     {"checkpoint"},
     {"evaluate"},
     {"experiment"},
@@ -44,7 +44,6 @@ READ_FILES = {
     "startup": "a config file is parsed before jax is imported",
     "experiment": "load_experiment reads the config.json of a run",
     "predictor": "restore reads a finished run",
-    "keeping": "the scores of the checkpoints that are there",
     "cluster": "the hosts compare the hashes of jaxdl's own source files",
 }
 HEAVY = {

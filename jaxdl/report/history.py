@@ -186,6 +186,13 @@ def last_evaluated_step(workdir: Path, step: int) -> int:
     return max((row["step"] for row in rows if _is_evaluation(row) and row["step"] <= step), default=-1)
 
 
+def last_step(workdir: Path) -> int:
+    """The last step of which the workdir's metrics.jsonl has a measurement; 0 when there is none."""
+    path = Path(workdir) / METRICS_FILE
+    rows = _load(path) if path.exists() else []
+    return max((row["step"] for row in rows if "event" not in row), default=0)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Writes a file whole or not at all: a reader, or a run killed here, sees the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -1,0 +1,104 @@
+"""Fingerprints of arrays: 64 bits computed on the devices, the same on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_WORDS = (
+    (0x9E3779B9, ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None))),
+    (0x7F4A7C15, ((16, 0x7FEB352D), (15, 0x846CA68B), (16, None))),
+)
+"""For each of the two words a seed, and the finalizer: shifts to xor with, and odd factors to multiply by."""
+
+
+def fingerprints(tree: Any) -> Any:
+    """64 bits of each array, as two uint32, `[2]`, in a tree like the given one.
+
+    Each word is the sum modulo 2**32, over the elements, of `mix(bits ^ mix(place))`, where `bits` are the element's
+    own, `place` is its row-major index in the whole array, and `mix` is a bijection of 32 bits in which each bit of the
+    input changes about half of those of the output: the finalizer of MurmurHash3 (Appleby) for one word and lowbias32
+    (Wellons) for the other. Elements of 8 bytes count as two. Sums can be taken in any order, so a sharded array is
+    summed where it is, and the devices exchange two numbers.
+
+    One changed element of up to 4 bytes changes both words with certainty. Any other change (several elements, values
+    swapped, a sign, a shift) goes undetected with a probability of about 2**-64, if it was not made by someone who
+    knows these constants: this guards against accidents, not against forgery. Shape and dtype are not part of it: an
+    array and its reshaped copy have the same fingerprint.
+    """
+    return jax.tree.map(_fingerprint, tree)
+
+
+def as_text(tree: Any) -> Any:
+    """Fingerprints fetched from the devices, each as 16 hexadecimal digits."""
+    return jax.tree.map(lambda words: f"{int(words[0]):08x}{int(words[1]):08x}", jax.device_get(tree))
+
+
+def _fingerprint(x: jax.Array) -> jax.Array:
+    bits = _bits(x)
+    places = _places(bits.shape)
+    sums = []
+    for seed, rounds in _WORDS:
+        mixed = jnp.uint32(seed)
+        for place in places:
+            mixed = _mix(place ^ mixed, rounds)
+        sums.append(jnp.sum(_mix(bits ^ mixed, rounds), dtype=jnp.uint32))
+    return jnp.stack(sums)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """The bits of each element as uint32; with one more dim of 2 for elements of 8 bytes."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag], axis=-1)
+    if x.dtype == jnp.bool_ or x.dtype.name in ("int2", "int4", "uint2", "uint4"):
+        x = x.astype(jnp.int8)  # These have no bit-cast.
+    size = x.dtype.itemsize
+    if size > 4:
+        return lax.bitcast_convert_type(x, jnp.uint32)
+    return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]).astype(jnp.uint32)
+
+
+def _places(shape: Sequence[int]) -> list[jax.Array]:
+    """The row-major index of each element: one uint32, or several for an array of more than 2**32 elements."""
+    groups: list[jax.Array] = []
+    count = 1
+    for dim, size in enumerate(shape):
+        index = lax.broadcasted_iota(jnp.uint32, shape, dim)
+        if groups and count * size <= 2**32:
+            groups[-1] = groups[-1] * jnp.uint32(size) + index
+            count *= size
+        else:
+            groups.append(index)
+            count = max(1, size)
+    return groups
+
+
+def _mix(x: jax.Array, rounds: Sequence[tuple[int, int | None]]) -> jax.Array:
+    for shift, factor in rounds:
+        x = x ^ (x >> np.uint32(shift))
+        if factor is not None:
+            x = x * jnp.uint32(factor)
+    return x
+
+
+def first_sums(tree: Any) -> Any:
+    """The fingerprints of checkpoints of format 1: a sum of each array's bits, each weighted by its place.
+
+    It is there to read those checkpoints. It does not see everything: with factors of 2**31, two changed signs cancel.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        bits = lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+        place = jnp.uint32(1)
+        for dim, size in enumerate(x.shape):
+            place = place * jnp.uint32(size) + lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+        return jnp.sum(bits.astype(jnp.uint32) * (2 * place + 1), dtype=jnp.uint32)
+
+    return jax.tree.map(one, tree)

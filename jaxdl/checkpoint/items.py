@@ -1,0 +1,67 @@
+"""A train state as the flat items of a checkpoint, and how each is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jaxdl.state import TrainState
+
+ITEMS = {
+    "model": ("step", "params", "model_state", "ema_params"),
+    "optimizer": ("opt_state", "loss_scale", "guard", "key"),
+    "exchange": ("exchange_state",),
+}
+"""The items of a checkpoint and the fields of the train state in each; prediction needs only `model`."""
+
+
+def to_items(state: TrainState) -> dict[str, dict[str, Any]]:
+    """The state as flat items: name of the item -> path of the leaf -> array."""
+    items: dict[str, dict[str, Any]] = {}
+    for item, fields in ITEMS.items():
+        flat = jax.tree_util.tree_flatten_with_path({field: getattr(state, field) for field in fields})[0]
+        items[item] = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
+    return items
+
+
+def to_state(items: dict[str, dict[str, Any]], abstract: TrainState) -> TrainState:
+    """The inverse of `to_items`, in the structure of `abstract`; what is not in `items` stays."""
+    changes: dict[str, Any] = {}
+    for item, fields in ITEMS.items():
+        tree = {field: getattr(abstract, field) for field in fields}
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        names = [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat]
+        found = items.get(item, {})
+        changes |= treedef.unflatten([found.get(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)])
+    return abstract.replace(**changes)
+
+
+def handlers() -> dict[str, Any]:
+    """Orbax's handlers. Small arrays are written by one replica: sharing them out costs a compilation each."""
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
+    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+    trees = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in ITEMS}
+    return trees | {"meta": ocp.JsonCheckpointHandler()}
+
+
+def read_items(folder: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+    """The wanted items (name -> shape structs with shardings) of a checkpoint; each process waits for no other."""
+    with _reader() as reader:
+        return {name: reader.restore(folder / name, args=ocp.args.StandardRestore(x)) for name, x in wanted.items()}
+
+
+def stored_arrays(folder: Any, item: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of each array of an item, as TensorStore has them."""
+    with _reader() as reader:
+        tree = reader.metadata(folder / item)
+    flat = getattr(tree, "item_metadata", tree)
+    return {name: (tuple(one.shape), str(one.dtype)) for name, one in dict(getattr(flat, "tree", flat)).items()}
+
+
+def _reader() -> ocp.Checkpointer:
+    me = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
+    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
+    return ocp.Checkpointer(handler, multiprocessing_options=alone)

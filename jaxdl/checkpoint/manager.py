@@ -1,0 +1,353 @@
+"""The checkpoints of one workdir: saves, restores, and keeps the newest and the best."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import orbax.checkpoint as ocp
+import pydantic
+
+from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable, read_refused, unreadable
+from jaxdl.checkpoint.items import ITEMS, handlers, to_items, to_state
+from jaxdl.checkpoint.manifest import write_manifest
+from jaxdl.checkpoint.meta import Meta, Stored
+from jaxdl.checkpoint.quiet import hush_orbax
+from jaxdl.checkpoint.reading import fingerprint_texts, read_checkpoint
+from jaxdl.checkpoint.retention import Best
+from jaxdl.config import Periodic
+from jaxdl.errors import ConfigError
+from jaxdl.exchange import resplit
+from jaxdl.state import TrainState
+from jaxdl.workdir import all_processes, check_room, disk_reason
+
+HALF = ".orbax-checkpoint-tmp"
+"""In the name of a folder that is being written; Orbax's older versions put a number behind it."""
+_VANISH_SEC = 1.0
+_CLEAR_SEC, _SETTLE_SEC = 5.0, 0.3
+
+
+class CheckpointConfig(Periodic):
+    """When checkpoints are written to the workdir, and which are kept. One is always written at the end of a run."""
+
+    keep: int = pydantic.Field(default=2, ge=1)
+    """Keep the newest this many."""
+    keep_best: int = pydantic.Field(default=1, ge=0)
+    """Keep also this many with the best evaluation."""
+    start_over: bool = False
+    """Start again from step 0 if the workdir had checkpoints and none can be used any more. They and the history are
+    set aside, nothing is deleted. Without effect while a checkpoint can be used: the run resumes from it."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was read from a checkpoint."""
+
+    state: TrainState
+    step: int
+    evaluated_step: int
+    """The last step that had been evaluated, -1 if none."""
+    damaged: tuple[str, ...]
+    """A line for each checkpoint that would have been used before this one but is damaged, and where it was moved."""
+    notes: tuple[str, ...] = ()
+    """A line for what had to be changed for this mesh."""
+
+
+class Checkpoints:
+    """The checkpoints of one workdir. With `read_only` nothing in it is changed, so a run may go on writing there."""
+
+    def __init__(
+        self,
+        workdir: Path,
+        config: CheckpointConfig,
+        *,
+        best_metric: str,
+        best_mode: Literal["max", "min"],
+        read_only: bool = False,
+    ) -> None:
+        """Raises ConfigError when the folder cannot be used, and Unreadable when it cannot be read."""
+        self.read_only = read_only
+        self.folder = workdir.absolute() / "checkpoints"
+        policies = ocp.checkpoint_managers
+        self._metric, self._best = best_metric, Best(self.folder, config.keep_best, best_mode)
+        self._under_way: int | None = None
+        self._notes: list[str] = []
+        hush_orbax()
+        self._check_folder()
+        if not read_only:
+            self._clear()
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(n=config.keep), self._best]),
+            create=not read_only,
+            read_only=read_only,
+            save_interval_steps=0 if read_only else 1,
+            step_prefix="step",
+            lightweight_initialize=True,
+            async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
+        )
+        self._writing = -1
+        try:
+            self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers())
+        except OSError as error:
+            raise ConfigError(f"{self.folder}: {error.strerror}. Choose a folder that can be written.") from None
+
+    def _check_folder(self) -> None:
+        try:
+            os.listdir(self.folder)
+        except FileNotFoundError:
+            return
+        except NotADirectoryError:
+            raise ConfigError(
+                f"{self.folder} is a file: the checkpoints belong in a folder of that name. Move it away, or choose "
+                "another --workdir."
+            ) from None
+        except OSError as error:
+            number = read_refused(error)
+            raise error if number is None else unreadable(self.folder, number) from None
+
+    def save(self, state: TrainState, step: int, *, evaluated_step: int, metrics: dict[str, float] | None) -> None:
+        """Starts writing `state`; returns when it has been copied, so that training may continue.
+
+        `metrics` are those of the evaluation at this step, if there was one. A disk that refuses it makes a note.
+        """
+        self.wait()
+        if step in self.steps:
+            return
+        items = to_items(state)
+        score = None if metrics is None else metrics[self._metric]
+        self._best.add(step, score)
+        prints = fingerprint_texts(items)
+        arrays = {
+            item: {name: Stored(prints[item][name], tuple(x.shape), str(x.dtype)) for name, x in leaves.items()}
+            for item, leaves in items.items()
+        }
+        arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
+        arguments["meta"] = ocp.args.JsonSave(Meta(evaluated_step, score, arrays).to_json())
+
+        def start() -> None:
+            self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
+
+        room = functools.partial(check_room, self.folder, sum(x.nbytes for x in jax.tree.leaves(items)))
+        self._clear()
+        self._writing = step
+        # Asked before anything is written: processes that wait for one that cannot write its part wait long.
+        if all(self._settled(step, act) for act in (self._probe, room, start)):
+            self._under_way = step
+
+    def _list_files(self) -> None:
+        """Orbax calls this on the first process when all files are written, before the folder gets its name."""
+        for half in self.folder.glob(f"step_{self._writing}{HALF}*"):
+            write_manifest(half)
+
+    def wait(self) -> None:
+        """Returns when everything is written, or has failed; raises only what is not the disk's doing."""
+        step, self._under_way = self._under_way, None
+        if step is not None:
+
+            def finish() -> None:
+                self._manager.wait_until_finished()
+                self._manager.check_for_errors()
+
+            self._settled(step, finish)
+
+    def _settled(self, step: int, act: Callable[[], None]) -> bool:
+        """Whether `act` was possible on all processes; if not, removes what there is of the checkpoint and notes it."""
+        reason = None
+        try:
+            act()
+        except Exception as error:
+            reason = disk_reason(error)
+            if reason is None:
+                raise
+        if all_processes(reason is None):
+            return True
+        self._clear(_SETTLE_SEC)
+        all_processes(True)
+        self._manager.reload()
+        if step not in self.steps:  # What failed may have come after it was whole: making room by deleting an old one.
+            newest = f"the newest whole one is of step {self.steps[-1]}" if self.steps else "there is no whole one yet"
+            self._notes.append(
+                f"the checkpoint of step {step} could not be written: {reason or 'another process could not'}; "
+                f"training goes on; {newest}"
+            )
+        return False
+
+    def _clear(self, settle_sec: float = 0.0) -> None:
+        """Removes halves of checkpoints, of earlier runs too, while nothing is being written.
+
+        After a save that failed Orbax's threads and TensorStore's may still be writing: then it returns when the former
+        have ended and for `settle_sec` nothing has come again, or after a while; what comes later is removed before the
+        next save.
+        """
+        end = time.monotonic() + _CLEAR_SEC
+        if settle_sec:
+            for thread in threading.enumerate():
+                if type(thread).__module__.startswith("orbax."):
+                    thread.join(max(0.0, end - time.monotonic()))
+        quiet_since = time.monotonic()
+        while jax.process_index() == 0:
+            for one in [*self.folder.glob(f"*{HALF}*"), *self.folder.glob(".probe.*.tmp")]:
+                if one.is_dir() and not one.is_symlink():
+                    shutil.rmtree(one, ignore_errors=True)
+                else:
+                    with contextlib.suppress(OSError):
+                        one.unlink(missing_ok=True)
+                quiet_since = time.monotonic()
+            now = time.monotonic()
+            if now > end or (now - quiet_since >= settle_sec and not list(self.folder.glob(f"*{HALF}*"))):
+                return
+            time.sleep(0.05)
+
+    def _probe(self) -> None:
+        """Raises OSError when nothing can be written at all. One process' disk may be another than the others'."""
+        path = self.folder / f".probe.{jax.process_index()}.tmp"
+        try:
+            with path.open("wb") as file:
+                file.write(b"0" * 65536)
+                os.fsync(file.fileno())
+        finally:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+
+    def take_notes(self) -> list[str]:
+        """What has been noted since this was last called."""
+        notes, self._notes = self._notes, []
+        return notes
+
+    def close(self) -> None:
+        """Waits for what is being written and ends the writer's threads."""
+        try:
+            self._manager.close()
+        except Exception as error:
+            if disk_reason(error) is None:
+                raise
+            self._clear(_SETTLE_SEC)
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have a whole checkpoint, in order."""
+        return sorted(self._manager.all_steps())
+
+    def restore(
+        self,
+        abstract: TrainState,
+        *,
+        items: tuple[str, ...] = tuple(ITEMS),
+        fresh_exchange_state: Callable[[], Any] | None = None,
+        which: Literal["newest", "best"] | int = "newest",
+    ) -> Restored | None:
+        """A checkpoint that is undamaged, laid out by the shardings in `abstract`; None when there is none at all.
+
+        `which` is the newest, that with the best evaluation, or that of a step. One that is damaged is moved to
+        `checkpoints/damaged`, not deleted (with `read_only` it stays), and the next newest (or best) one is tried.
+        Fields of items not asked for stay as they are in `abstract`. With another number of replicas the exchange's
+        state is split again (`exchange.resplit`); `fresh_exchange_state` makes that of a new run, for what cannot be
+        carried over; without it that is an error.
+
+        Raises NoneLeft when all are damaged; Unreadable when one cannot be read, which says nothing against it;
+        Unusable for one of another network or version, and ConfigError for a step that is not there.
+        """
+        damaged: dict[int, str] = {}
+        while (step := next((one for one in self._choice(which) if one not in damaged), None)) is not None:
+            try:
+                state, meta = self._restore_step(step, abstract, items, fresh_exchange_state)
+            except (Damaged, Unreadable) as error:
+                if self._vanishes(step):
+                    continue
+                if isinstance(error, Unreadable):
+                    raise
+                damaged[step] = self._put_aside(step, error)
+                continue
+            stored = meta.exchange_shapes
+            note = resplit.changed(to_items(abstract)["exchange"], stored) if "exchange" in items else None
+            return Restored(state, step, meta.evaluated_step, tuple(damaged.values()), (note,) if note else ())
+        if damaged:
+            raise NoneLeft("\n".join(damaged.values()) + f"\nNo whole checkpoint is left in {self.folder}.")
+        return None
+
+    def _choice(self, which: Literal["newest", "best"] | int) -> Sequence[int]:
+        """The steps to try, in order. Raises ConfigError when what was asked for is not there."""
+        if self.read_only:
+            self._manager.reload()  # The run that writes here has deleted some meanwhile, and made others.
+        steps = self.steps
+        if which == "newest" or not steps:
+            return steps[::-1]
+        there = f"there are checkpoints of the steps {', '.join(map(str, steps))}"
+        if which == "best":
+            best = self._best.order(steps)
+            if not best:
+                raise ConfigError(f"{self.folder}: no checkpoint was evaluated; {there}. Choose one of them.")
+            return best
+        if which not in steps:
+            raise ConfigError(f"{self.folder}: there is no checkpoint of step {which}; {there}.")
+        return [which]
+
+    def _vanishes(self, step: int) -> bool:
+        """Whether a checkpoint is being deleted by the run that writes here, and is gone now."""
+        end = time.monotonic() + _VANISH_SEC
+        while (self.folder / f"step_{step}").exists():
+            if not self.read_only or time.monotonic() > end:
+                return False
+            time.sleep(0.05)
+        return self.read_only
+
+    def _restore_step(
+        self, step: int, abstract: TrainState, items: tuple[str, ...], fresh_exchange_state: Callable[[], Any] | None
+    ) -> tuple[TrainState, Meta]:
+        wanted = {name: item for name, item in to_items(abstract).items() if name in items and item}
+        found, meta = read_checkpoint(self.folder / f"step_{step}", wanted)
+        if "exchange" in wanted:
+            fresh = functools.partial(_fresh_exchange, abstract, fresh_exchange_state)
+            found["exchange"] = resplit.resplit(found.get("exchange", {}), wanted["exchange"], fresh)
+        return to_state(found, abstract), meta
+
+    def put_aside_after(self, step: int) -> None:
+        """Moves the checkpoints after this step to `checkpoints/left`: the run went back, and takes another course."""
+        self.wait()
+        for later in [one for one in self.steps if one > step]:
+            self._move(later, "left")
+
+    def _put_aside(self, step: int, error: Exception) -> str:
+        if self.read_only:
+            return f"checkpoint step_{step} is damaged ({error})"
+        return f"checkpoint step_{step} is damaged ({error}); moved to {self._move(step, 'damaged')}"
+
+    def _move(self, step: int, folder: str) -> Path:
+        """Moves a checkpoint to a folder beside it; the new path. Raises ConfigError when that cannot be done."""
+        source = self.folder / f"step_{step}"
+        target = self.folder / folder / f"step_{step}"
+        number = 0
+        while target.exists():
+            number += 1
+            target = target.with_name(f"step_{step}.{number}")
+        reason = None
+        try:
+            if jax.process_index() == 0:
+                target.parent.mkdir(exist_ok=True)
+                os.replace(source, target)
+        except OSError as error:
+            reason = error.strerror
+        if not all_processes(reason is None):  # Before it is moved, no process may look for the next one.
+            reason = reason or "the first process could not"
+            raise ConfigError(
+                f"{source}: not moved to {target.parent}: {reason}. Make room there, or make it writable."
+            )
+        self._manager.reload()
+        return target
+
+
+def _fresh_exchange(abstract: TrainState, make: Callable[[], Any] | None) -> dict[str, Any]:
+    if make is None:
+        raise ConfigError(
+            "the checkpoint has no state of the exchange for this mesh. Restore it with fresh_exchange_state."
+        )
+    return to_items(abstract.replace(exchange_state=make()))["exchange"]

@@ -1,0 +1,151 @@
+"""The description of a checkpoint, `step_N/meta/metadata`: JSON with a version of its format and a checksum of its own.
+
+Format 2 has of each array its shape, dtype and fingerprint. Format 1, of earlier versions of jaxdl, has no version, no
+checksum, fingerprints of another kind (`fingerprint.first_sums`), and shapes of the exchange's arrays only.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxdl.checkpoint.errors import Damaged, Unusable, read_refused, unreadable
+
+FORMAT = 2
+META_FILE = "meta/metadata"
+_KEYS = {"format", "evaluated_step", "score", "fingerprints", "shapes", "dtypes", "checksum"}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What the description says of one array; in format 1 most shapes and all dtypes are not known."""
+
+    fingerprint: str
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+
+
+@dataclass(frozen=True)
+class Meta:
+    """The description of a checkpoint."""
+
+    evaluated_step: int
+    """The last step that had been evaluated, -1 if none."""
+    score: float | None
+    """The evaluation's at this step, if there was one."""
+    arrays: Mapping[str, Mapping[str, Stored]]
+    """Item -> path of the array in the train state -> what is known of it."""
+    format: int = FORMAT
+
+    @property
+    def exchange_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the exchange's arrays."""
+        return {name: one.shape for name, one in self.arrays.get("exchange", {}).items() if one.shape is not None}
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON to store."""
+        content: dict[str, Any] = {
+            "format": self.format,
+            "evaluated_step": self.evaluated_step,
+            "score": self.score,
+            "fingerprints": self._each(lambda one: one.fingerprint),
+            "shapes": self._each(lambda one: list(one.shape or ())),
+            "dtypes": self._each(lambda one: one.dtype),
+        }
+        return content | {"checksum": checksum(content)}
+
+    def _each(self, value: Callable[[Stored], Any]) -> dict[str, dict[str, Any]]:
+        return {item: {name: value(one) for name, one in leaves.items()} for item, leaves in self.arrays.items()}
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """8 hexadecimal digits (CRC-32) that depend on all of a JSON object. Later formats must keep it as it is."""
+    return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def parsed(content: bytes) -> dict[str, Any]:
+    """The JSON object in `content`. Raises Damaged."""
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):
+        raise Damaged("it is no JSON") from None
+    if not isinstance(found, dict):
+        raise Damaged("it is no JSON object")
+    return found
+
+
+def verified(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a JSON object, its `checksum` verified if it has one. Raises Damaged."""
+    found = dict(found)
+    written = found.pop("checksum", None)
+    # A format that is older than the checksum has neither key.
+    if (written is not None or "format" in found) and written != checksum(found):
+        raise Damaged("its content is not what was written")
+    return found
+
+
+def read_meta(folder: Path) -> Meta:
+    """The description of the checkpoint in `folder`.
+
+    Raises Damaged when it is missing or its bytes are not those written, Unreadable when they cannot be read, and
+    Unusable when another version of jaxdl wrote it.
+    """
+    path = folder / META_FILE
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        if (number := read_refused(error)) is None:
+            raise Damaged(f"{META_FILE} is missing") from None
+        raise unreadable(path, number) from None
+    try:
+        found = parsed(content)
+        if found.keys() < _KEYS and "format" in found:  # No defect of a disk leaves whole JSON with a key less.
+            raise _of_another(path, f"it has no {', '.join(sorted(_KEYS - found.keys()))}")
+        found = verified(found)
+    except Damaged as damage:
+        raise Damaged(f"{META_FILE}: {damage}") from None
+    version = found.get("format", 1)
+    if version not in (1, FORMAT):
+        raise Unusable(
+            f"{folder}: this checkpoint has format {version}, and this version of jaxdl reads formats 1 to {FORMAT}. "
+            "Use the version of jaxdl that wrote it."
+        )
+    try:
+        return _first_format(found) if version == 1 else _second_format(found)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        missing = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise _of_another(path, missing) from None
+
+
+def _of_another(path: Path, what: str) -> Unusable:
+    return Unusable(
+        f"{path}: this description is of another version of jaxdl: {what}. Use the version of jaxdl that wrote the "
+        "checkpoint."
+    )
+
+
+def _second_format(found: Mapping[str, Any]) -> Meta:
+    arrays = {
+        item: {
+            name: Stored(value, tuple(found["shapes"][item][name]), found["dtypes"][item][name])
+            for name, value in leaves.items()
+        }
+        for item, leaves in found["fingerprints"].items()
+    }
+    return Meta(int(found["evaluated_step"]), found["score"], arrays)
+
+
+def _first_format(found: Mapping[str, Any]) -> Meta:
+    shapes = found.get("exchange_shapes", {})
+    arrays = {
+        item: {
+            name: Stored(str(int(value)), tuple(shapes[name]) if item == "exchange" and name in shapes else None)
+            for name, value in leaves.items()
+        }
+        for item, leaves in found["fingerprints"].items()
+    }
+    return Meta(int(found["evaluated_step"]), found.get("score"), arrays, format=1)

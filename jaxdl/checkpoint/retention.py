@@ -1,0 +1,57 @@
+"""Which checkpoints are kept for their evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxdl.checkpoint.errors import Damaged, Unreadable
+from jaxdl.checkpoint.meta import read_meta
+from jaxdl.errors import ConfigError
+
+
+class Best:
+    """A preservation policy of Orbax: the `num` checkpoints with the best scores, those of earlier runs too.
+
+    A score is stored in the checkpoint's own description. A damaged one counts as none: restoring that checkpoint will
+    report it. One that cannot be read now may be the best, so that checkpoint is kept until it can be.
+    """
+
+    def __init__(self, folder: Path, num: int, mode: Literal["max", "min"]) -> None:
+        self._folder, self._num, self._sign = folder, num, 1 if mode == "max" else -1
+        self._known: dict[int, float | None] = {}
+
+    def add(self, step: int, score: float | None) -> None:
+        """Notes the score of a checkpoint that is about to be written; None when it was not evaluated."""
+        self._known[step] = None if score is None or math.isnan(score) else self._sign * score
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """For each checkpoint, in Orbax's order, whether it is one of the best."""
+        del context
+        steps = [one.step for one in checkpoints]
+        unknown = {step for step in steps if not self._learn(step)}
+        order = self.order([step for step in steps if step not in unknown])
+        kept = unknown.union(order[: self._num])
+        return [step in kept for step in steps]
+
+    def order(self, steps: Sequence[int]) -> list[int]:
+        """The steps that have a score, the best one first; of equal scores the later one. Raises Unreadable."""
+        for step in steps:
+            if not self._learn(step):
+                read_meta(self._folder / f"step_{step}")  # Raises.
+        scored = [(score, step) for step in steps if (score := self._known[step]) is not None]
+        return [step for _, step in sorted(scored, reverse=True)]
+
+    def _learn(self, step: int) -> bool:
+        """Whether the score of a checkpoint is known now, or known to be none."""
+        if step not in self._known:
+            try:
+                score = read_meta(self._folder / f"step_{step}").score
+                self.add(step, None if score is None else float(score))
+            except Unreadable:
+                return False
+            except (Damaged, ConfigError, TypeError, ValueError):
+                self.add(step, None)
+        return True

@@ -1,0 +1,98 @@
+"""Fingerprints: every bit and every place, the same on every mesh, and no array gathered for one."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdl.checkpoint import fingerprints
+from jaxdl.checkpoint.fingerprint import as_text
+
+RANDOM = np.random.default_rng(0).standard_normal((16, 32)).astype(np.float32)
+
+
+def of(x):
+    return as_text(jax.jit(fingerprints)(x))
+
+
+def changed(x, *places_and_values):
+    x = x.copy()
+    for place, value in places_and_values:
+        x[place] = value
+    return x
+
+
+ONE = np.zeros(4096, np.float32)
+HALVES = np.ones(512, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (RANDOM, -RANDOM),
+        (RANDOM, changed(RANDOM, ((3, 5), -RANDOM[3, 5]), ((10, 7), -RANDOM[10, 7]))),
+        (changed(ONE, (0, 1.0)), changed(ONE, (256, 1.0))),
+        (changed(ONE, (7, 0.5), (8, -0.5)), changed(ONE, (7, -0.5), (8, 0.5))),
+        (changed(HALVES, (slice(256), 2.0)), changed(HALVES, (slice(256, 512), 2.0))),
+        (ONE, np.full_like(ONE, -0.0)),
+        (ONE, np.full_like(ONE, 2.0)),
+        (RANDOM, np.roll(RANDOM, 1)),
+        (RANDOM, RANDOM[::-1]),
+        (np.arange(6, dtype=np.int8), np.arange(6, dtype=np.int8)[::-1]),
+        (np.array([True, False]), np.array([False, True])),
+        (np.float32(1), np.nextafter(np.float32(1), np.float32(2))),
+    ],
+)
+def test_changes_that_a_sum_of_weighted_bits_may_miss(before, after):
+    assert of(before) != of(np.ascontiguousarray(after))
+
+
+def test_every_single_bit_counts():
+    """In both of its words."""
+    x = np.zeros(8, np.uint32)
+    flipped = np.stack([x, *(changed(x, (place, np.uint32(1) << bit)) for place in range(8) for bit in range(32))])
+    found = np.asarray(jax.jit(jax.vmap(fingerprints))(flipped))
+    for word in range(2):
+        assert len(set(found[:, word])) == 257
+
+
+def oracle(x):
+    """One word at a time in Python's own integers."""
+    words = []
+    for seed, (a, b), (first, second, third) in (
+        (0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35), (16, 13, 16)),
+        (0x7F4A7C15, (0x7FEB352D, 0x846CA68B), (16, 15, 16)),
+    ):
+
+        def mix(value, a=a, b=b, first=first, second=second, third=third):
+            value = ((value ^ (value >> first)) * a) % 2**32
+            value = ((value ^ (value >> second)) * b) % 2**32
+            return value ^ (value >> third)
+
+        words.append(sum(mix(int(bits) ^ mix(place ^ seed)) for place, bits in enumerate(x.ravel())) % 2**32)
+    return "".join(f"{word:08x}" for word in words)
+
+
+def test_the_formula():
+    assert of(RANDOM) == oracle(RANDOM.view(np.uint32))
+    assert of(RANDOM.astype(jnp.bfloat16)) == oracle(RANDOM.astype(jnp.bfloat16).view(np.uint16))
+    doubles = RANDOM.astype(np.float64)
+    with jax.enable_x64(True):
+        assert of(doubles) == oracle(doubles.view(np.uint32))
+    key = jax.random.key(3)
+    assert of(key) == of(jax.random.key_data(key))
+    assert of(np.zeros((0, 3), np.float32)) == "0" * 16
+
+
+def test_the_same_on_every_mesh_without_gathering():
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    for spec in (jax.P("a", "b"), jax.P("b"), jax.P(None, ("a", "b")), jax.P()):
+        sharded = jax.device_put(RANDOM, jax.NamedSharding(mesh, spec))
+        assert of(sharded) == of(RANDOM)
+        program = jax.jit(fingerprints).lower(sharded).compile().as_text()
+        found = re.findall(r"= (.*?) (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", program)
+        assert all(kind == "all-reduce" for _, kind in found), found
+        assert all(not re.search(r"\[[3-9]|\[\d\d|,", shape.split("{")[0]) for shape, _ in found if "(" not in shape)
+        assert bool(found) == (spec != jax.P())
