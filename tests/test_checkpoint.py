@@ -6,7 +6,7 @@ import pytest
 from runs import assert_bit_equal, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl.checkpoint import Checkpoints, fingerprints
+from jaxdl.checkpoint import Checkpoints
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticText, eval_batches
 from jaxdl.evaluate import evaluate, make_eval_step
@@ -106,21 +106,6 @@ def test_all_checkpoints_damaged(tmp_path):
     with pytest.raises(ConfigError, match="No whole checkpoint is left"):
         jaxdl.train(IMAGES.replaced({"steps": 2}), tmp_path, quiet=True, devices=jax.devices()[:4])
     assert (tmp_path / "checkpoints" / "damaged" / "step_2").is_dir()
-
-
-def test_fingerprints_see_every_bit_and_every_place_and_no_mesh():
-    x = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
-    swapped, flipped = x.copy(), x.copy()
-    swapped[[3, 9]] = swapped[[9, 3]]
-    flipped.view(np.uint32)[5, 5] ^= 1
-    bits = x.view(np.uint32).astype(np.uint64).ravel()
-    place = np.arange(x.size, dtype=np.uint64) + x.size
-    expected = sum(int(b) * (2 * int(p) + 1) for b, p in zip(bits, place, strict=True)) % 2**32
-    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    sharded = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.P("a", "b")))
-    prints = [int(jax.jit(fingerprints)(value)) for value in (x, sharded, swapped, flipped)]
-    assert prints[0] == prints[1] == expected
-    assert len(set(prints)) == 3
 
 
 def test_workdir_that_cannot_be_made(tmp_path):

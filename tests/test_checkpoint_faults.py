@@ -18,6 +18,8 @@ from checkpoint_state import make_state, names, open_checkpoints, restore, same,
 
 from jaxdl.checkpoint import NoneLeft, Unreadable, Unusable, manifest, reading
 from jaxdl.checkpoint.errors import read_refused
+from jaxdl.checkpoint.fingerprint import first_sums
+from jaxdl.checkpoint.items import to_items
 from jaxdl.checkpoint.meta import META_FILE, checksum
 
 FAULTS = [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ETIMEDOUT]
@@ -218,8 +220,7 @@ def as_first_format(workdir, step):
     folder = workdir / "checkpoints" / f"step_{step}"
     (folder / manifest.MANIFEST_FILE).unlink()
     meta = json.loads((folder / META_FILE).read_text())
-    state, items = make_state(step), reading.to_items
-    sums = jax.tree.map(int, jax.device_get(reading._first_sums(items(state))))
+    sums = jax.tree.map(int, jax.device_get(first_sums(to_items(make_state(step)))))
     first = {"evaluated_step": meta["evaluated_step"], "score": meta["score"], "fingerprints": sums}
     first |= {"exchange_shapes": meta["shapes"]["exchange"]}
     (folder / META_FILE).write_text(json.dumps(first))

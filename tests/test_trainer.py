@@ -18,6 +18,7 @@ import pytest
 from runs import tiny_experiment, write_config
 
 import jaxdl
+from jaxdl.checkpoint import Unreadable, reading
 from jaxdl.data import SyntheticImages, eval_batches
 from jaxdl.evaluate import evaluate, make_eval_step
 from jaxdl.mesh import MeshConfig, batch_sharding
@@ -110,6 +111,7 @@ def test_what_a_run_prints_on_a_pipe(finished):
 def test_what_a_run_leaves_in_its_workdir(finished):
     run, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
+        "checkpoints.json",
         "checkpoints", "config.json", "curves.png", "data.json", "examples.json", "metrics.jsonl", "summary.json",
         "tensorboard",
     }  # fmt: skip
@@ -154,7 +156,7 @@ def test_a_signal_while_restoring_changes_nothing(finished, monkeypatch):
     assert contents(workdir) == before
 
 
-@pytest.mark.parametrize("error", [MemoryError("too little"), OSError(errno.EIO, "no answer")])
+@pytest.mark.parametrize("error", [MemoryError("too little"), OSError(errno.EIO, "no reply")])
 def test_what_is_not_damage_moves_no_checkpoint(finished, monkeypatch, error):
     _, workdir, _ = finished
     before = contents(workdir)
@@ -162,8 +164,8 @@ def test_what_is_not_damage_moves_no_checkpoint(finished, monkeypatch, error):
     def read(*_):
         raise error
 
-    monkeypatch.setattr(jaxdl.checkpoint, "_read", read)
-    with pytest.raises(type(error)):
+    monkeypatch.setattr(reading, "read_items", read)
+    with pytest.raises(Unreadable, match="nswers again"):
         jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
     assert contents(workdir) == before
 
