@@ -18,7 +18,7 @@ from jaxdl.report import Start, print_explanation
 from jaxdl.sharding import explain
 from jaxdl.startup import PROG
 from jaxdl.trainer import train
-from jaxdl.workdir import read_choice
+from jaxdl.workdir import check_workdir, read_choice
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Command:
     config: Path
     """The experiment: a Python file with a function config()."""
     experiment: Annotated[Experiment, tyro.conf.arg(name="")]
-    workdir: Path | None = None
+    workdir: str | None = None
     """The folder of the run; started again with the same folder, it resumes. Without one nothing is kept."""
     devices: int | None = None
     """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
@@ -71,13 +71,14 @@ def parse_command(args: list[str], prog: str = PROG) -> Command:
     return dataclasses.replace(command, experiment=changed)
 
 
-def print_plan(experiment: Experiment, workdir: Path | None = None) -> None:
+def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> None:
     """Prints the table of `--explain`: parameters, shapes, specs, bytes, and the memory of the compiled step.
 
     Where the exchange is to be chosen it is measured, unless it was chosen for the run in `workdir`.
     """
+    folder = check_workdir(workdir)
     start = Start()
-    plan = make_plan(experiment, chosen=lambda: read_choice(workdir), start=start)
+    plan = make_plan(experiment, chosen=lambda: read_choice(folder), start=start)
     for reason in plan.reasons:
         print(reason)
     spec = plan.parts.state_spec

@@ -93,12 +93,14 @@ def make_plan(
     devices: Sequence[Device] | None = None,
     *,
     chosen: Callable[[], ExchangeConfig | None] = lambda: None,
+    started: Callable[[], None] = lambda: None,
     start: Start | None = None,
 ) -> Plan:
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh; `chosen` gives what an exchange that is to be chosen was before, and
-    is called by all processes. `start` prints what is done and found.
+    `started` is called first, when JAX has started and before data is read; all processes call both. `start` prints
+    what is done and found.
     """
     start = start or Start(Console(quiet=True))
     if experiment.epochs is None and experiment.steps is None and not experiment.phases:
@@ -106,6 +108,7 @@ def make_plan(
     with start.doing("starting the devices"):
         mesh = make_devices(experiment, devices)
     start.devices(mesh)
+    started()
     before = chosen() if isinstance(experiment.exchange, Auto) else None
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
     check_batches(experiment, batch_ways(mesh), eval_batch_size)

@@ -19,6 +19,7 @@ from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import estimate_norms, evaluate, max_in_flight
 from jaxdl.experiment import Experiment, as_experiment
+from jaxdl.lease import Lease
 from jaxdl.length import check_not_past, early_end_note, end_step
 from jaxdl.mesh import Axis, Device, batch_sharding
 from jaxdl.outcome import Interrupted, Run
@@ -29,7 +30,7 @@ from jaxdl.saving import Saver
 from jaxdl.signals import Stop, StopSignals
 from jaxdl.state import TrainState
 from jaxdl.timeline import Stretch
-from jaxdl.workdir import read_choice
+from jaxdl.workdir import check_workdir, make_lease, read_choice, take_lease
 
 
 def train(
@@ -57,12 +58,16 @@ def train(
     """
     experiment = as_experiment(experiment)
     watch = Stopwatch(on_change=pulse.enter)
-    workdir = None if workdir is None else Path(workdir)
+    workdir = check_workdir(workdir)
     start = Start(quiet=quiet)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
+        lease = make_lease(workdir) if workdir else None
+        take = functools.partial(take_lease, lease) if lease else lambda: None
+        stack.callback(lease.release if lease else lambda: None)  # After all that writes there is closed.
         stack.callback(start.close)
         try:
-            plan = stop.run(lambda: make_plan(experiment, devices, chosen=lambda: read_choice(workdir), start=start))
+            chosen = functools.partial(read_choice, workdir)
+            plan = stop.run(lambda: make_plan(experiment, devices, chosen=chosen, started=take, start=start))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:
@@ -70,7 +75,7 @@ def train(
         log = functools.partial(open, workdir / f"hang-{jax.process_index()}.txt", "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         end = end_step(plan.timeline, max_steps)
-        return Session(plan, workdir, stop, watch, stack, start, end=end).run()
+        return Session(plan, workdir, stop, watch, stack, start, end=end, lease=lease).run()
 
 
 def _tell_of_another(text: str) -> None:
@@ -91,7 +96,9 @@ class Session:
         start: Start,
         *,
         end: int | None = None,
+        lease: Lease | None = None,
     ) -> None:
+        self.check_lease = lease.check if lease else lambda: None
         self.end = plan.total_steps if end is None else end
         self.plan, self.parts, self.stop, self.watch, self.stack = plan, plan.parts, stop, watch, stack
         self.start = start
@@ -268,6 +275,7 @@ class Session:
 
     def advance(self) -> None:
         """One step, and the evaluation and the checkpoint when they are due after it."""
+        self.check_lease()
         assert self.state is not None
         if self.step == self.stretch.first + self.stretch.num_steps:
             self.reporter.flush()
@@ -343,6 +351,7 @@ class Session:
         if self.is_not_saved:
             return self.reporter.event(self.step, f"no checkpoint of step {self.step}: the last steps are bad")
         assert self.state is not None
+        self.check_lease()
         with self.watch("checkpoint"):
             self.saver.save(self.state, self.step, self.evaluated_step, self.metrics)
 

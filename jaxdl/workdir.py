@@ -1,10 +1,11 @@
-"""The folder of a run: whose it is, what was chosen for it, what a disk refuses, and what its processes agree on."""
+"""The folder of a run: who trains in it, what was chosen for it, what a disk refuses, what its processes agree on."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
 import errno
+import functools
 import json
 import os
 import secrets
@@ -19,10 +20,12 @@ import numpy as np
 import pydantic
 from jax.experimental import multihost_utils
 
-from jaxdl.cluster import current, wait_for_all
+from jaxdl.cluster import BROKEN, current, wait_for_all
+from jaxdl.cluster.exits import end_process
 from jaxdl.cluster.identity import flat, named
 from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import ExchangeConfig
+from jaxdl.lease import FULL, Lease
 from jaxdl.report import replace_file
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
@@ -30,7 +33,6 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPER
 CHOICE_FILE = "exchange.json"
 EXAMPLES_FILE = "examples.json"
 """What `keep_examples` writes."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
 SHARED_SEC = 60.0
 """How long a process looks for a file of another one: for so long NFS may take it for true that there is none."""
 
@@ -48,6 +50,54 @@ def disk_reason(error: BaseException | None) -> str | None:
                 return os.strerror(number)
         error = error.__cause__ or error.__context__
     return None
+
+
+def check_workdir(workdir: str | Path | None) -> Path | None:
+    """The workdir as a path, if a folder can be of that name. Raises ConfigError; nothing is made."""
+    if workdir is None:
+        return None
+    text = os.fspath(workdir)
+    if not text.strip():
+        raise ConfigError(
+            f"--workdir {text!r}: the name of a folder is missing. Give one, or no --workdir, and nothing is kept."
+        )
+    try:
+        os.fsencode(text)
+        for folder in (path := Path(text).absolute(), *path.parents):
+            if folder.exists() and not folder.is_dir():
+                raise ConfigError(f"--workdir {text}: {folder} is a file, not a folder. Choose another --workdir.")
+    except OSError as error:
+        raise _refused(Path(text), error) from None
+    except UnicodeError:
+        raise ConfigError(f"--workdir {text!r}: no file can have this name. Choose another --workdir.") from None
+    if "\0" in text:
+        raise ConfigError(f"--workdir {text!r}: a path has no NUL in it. Choose another --workdir.")
+    return Path(text)
+
+
+def make_lease(workdir: Path) -> Lease:
+    """The lease of a workdir, which ends the process (code 75), with the reason, when another run takes it over."""
+
+    def end(reason: str) -> None:
+        member = current()
+        if member is not None:
+            member.failed(reason, BROKEN)
+        end_process(reason, BROKEN)
+
+    return Lease(workdir, end, functools.partial(print, flush=True))
+
+
+def take_lease(lease: Lease) -> None:
+    """Takes the lease on the first process, for the whole run; the others wait.
+
+    Raises ConfigError, on all processes, when another run holds it or the workdir cannot be written.
+    """
+
+    def acquire() -> bytes:
+        lease.acquire()
+        return b""
+
+    _of_first_process(acquire, slow=True)
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
@@ -75,16 +125,24 @@ def from_first_process(read: Callable[[], bytes]) -> bytes:
     return np.asarray(multihost_utils.broadcast_one_to_all(local), np.uint8).tobytes()
 
 
-def _of_first_process(act: Callable[[], bytes]) -> bytes:
-    """What the first process gets by `act`, on all of them; a ConfigError there is raised on all."""
+def _of_first_process(act: Callable[[], bytes], *, slow: bool = False) -> bytes:
+    """What the first process gets by `act`, on all of them; a ConfigError there is raised on all.
 
-    def told() -> bytes:
+    `slow` is for what may take longer than the 30 s that Gloo waits.
+    """
+
+    def outcome() -> bytes:
         try:
             return b"+" + act()
         except ConfigError as error:
             return b"-" + str(error).encode()
 
-    content = from_first_process(told)
+    if slow:
+        found = outcome() if jax.process_index() == 0 else b""
+        wait_for_all()
+        content = from_first_process(lambda: found)
+    else:
+        content = from_first_process(outcome)
     if content.startswith(b"-"):
         raise ConfigError(content[1:].decode())
     return content[1:]
@@ -96,7 +154,7 @@ def claim_workdir(
     identity: Callable[[dict[str, Any]], dict[str, Any]],
     files: Mapping[str, bytes] | None = None,
 ) -> None:
-    """Makes the workdir this run's own, or goes on with an earlier run of the same config in it.
+    """Makes the workdir this run's own, or resumes an earlier run of the same config in it. The lease is held.
 
     `identity` takes away the fields that may change between runs (the mesh, reports...). Writes `config.json`,
     and `files` by their names, unless they are so already: a run may go on on a disk that is full now.

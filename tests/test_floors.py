@@ -19,7 +19,7 @@ FLOORS = [
     {"config"},
     {"mesh", "options"},
     {"cluster"},
-    {"sharding", "precision", "collectives", "signals", "guard", "compiler"},
+    {"sharding", "precision", "collectives", "signals", "guard", "compiler", "lease"},
     {"models", "optim", "exchange", "data", "report", "timeline"},
     {"state", "tasks"},
     {"step", "workdir"},
@@ -37,7 +37,7 @@ FLOORS = [
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
-TOUCH_THE_DISK = {"trainer", "report", "checkpoint", "recovery", "saving", "workdir", "launch", "data"}
+TOUCH_THE_DISK = {"lease", "trainer", "report", "checkpoint", "recovery", "saving", "workdir", "launch", "data"}
 MEASURES_FILES = {"bench/input.py", "bench/input_sides.py", "bench/startup.py"}
 READ_FILES = {
     "config": "load_file runs a config file",
