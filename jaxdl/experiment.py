@@ -104,14 +104,18 @@ class Experiment(Config):
         return self
 
 
+LENGTH = ("epochs", "steps", "phases")
+"""The fields that make the length of a run; they may change when it resumes, see `jaxdl.length`."""
+
+
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dumped Experiment that make it the run it is: all but the mesh and what only watches the run.
+    """The fields of a dumped Experiment that make it the run it is: all but its length, the mesh and reports.
 
     Of photographs, how many workers make them and where they are cached changes nothing, but that crops are cut from
     what is cached does. `guard.max_rollbacks` only says when to give up: it may be raised to go on with a run that gave
     up.
     """
-    others = ("mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
+    others = (*LENGTH, "mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
     found = {name: value for name, value in config.items() if name not in others}
     photos = (found.get("data") or {}).get("photos")
     if photos:

@@ -1,13 +1,18 @@
-"""Where a run ends: at its full length, or earlier because `max_steps` asks for a short trial."""
+"""Where a run ends: at its full length, which may change when it resumes, or earlier because of `max_steps`."""
 
 from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxdl.config import ConfigError
-from jaxdl.timeline import Timeline
+from jaxdl.experiment import LENGTH, Experiment
+from jaxdl.timeline import Phase, Timeline, make_timeline
 
 
 def end_step(timeline: Timeline, max_steps: int | None) -> int:
@@ -45,3 +50,67 @@ def early_end_note(step: int, timeline: Timeline, *, kept: bool) -> str:
         else "no checkpoint of this step was written, so the same command without it trains these steps again"
     )
     return f"stopped at step {step} of {timeline.total_steps}, as --max-steps asks; {resume}"
+
+
+def change_of_length(earlier: Mapping[str, Any], asked: Experiment, timeline: Timeline, done: int) -> str | None:
+    """What to say when a run resumes with another length; None when it comes to the same steps.
+
+    `earlier` holds the fields `LENGTH` of the config before, `timeline` is that of `asked`, and `done` steps have been
+    trained. Those must have seen what they would see in a run of the new length: so the position in the data remains a
+    function of the step, and going back to an earlier checkpoint remains possible. Exchange warm-ups and the moving
+    average are counted from the start and do not depend on the length. Raises ConfigError.
+    """
+    try:
+        before = make_timeline(
+            timeline.num_examples,
+            asked.batch_size,
+            epochs=earlier["epochs"],
+            steps=earlier["steps"],
+            phases=[Phase(**phase) for phase in earlier["phases"] or ()],
+        )
+    except (KeyError, TypeError, ConfigError) as error:
+        raise ConfigError(
+            f"config.json in the --workdir has no length that can be read ({error}). Restore it, or choose another "
+            "--workdir."
+        ) from None
+    if before.stretches == timeline.stretches:
+        return None
+    now = asked.model_dump(mode="json", include=set(LENGTH))
+    if timeline.total_steps < done:
+        raise ConfigError(
+            f"{_given(now)}: the run in this --workdir has done {done} steps, and this is a length of "
+            f"{timeline.total_steps}. Give {done} steps or more, or choose another --workdir."
+        )
+    if _seen(before, done) != _seen(timeline, done):
+        raise ConfigError(
+            f"phases: the run in this --workdir has done {done} steps, which in these phases would have been of other "
+            f"examples, batch sizes or image sizes. Change only what comes after them (before: {_given(earlier)}), or "
+            "choose another --workdir."
+        )
+    return (
+        f"the length changed from {before.total_steps} steps ({_given(earlier)}) to {timeline.total_steps} "
+        f"({_given(now)}); from here on the learning rate follows the schedule of the new length"
+    )
+
+
+def _given(length: Mapping[str, Any]) -> str:
+    """How a length was given: `--steps 40`, `--epochs 2`, or the phases as JSON."""
+    if length["phases"]:
+        return f"phases {json.dumps(length['phases'])}"
+    name = "steps" if length["steps"] is not None else "epochs"
+    return f"--{name} {length[name]:g}" if name == "epochs" else f"--{name} {length[name]}"
+
+
+def _seen(timeline: Timeline, done: int) -> list[tuple[Any, ...]]:
+    """All that decides which images the first `done` steps have seen."""
+    return [
+        (
+            stretch.first,
+            min(stretch.num_steps, done - stretch.first),
+            stretch.start,
+            stretch.batch_size,
+            stretch.phase and stretch.phase.model_dump(exclude={"epochs"}),
+        )
+        for stretch in timeline.stretches
+        if stretch.first < done
+    ]

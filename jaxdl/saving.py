@@ -7,12 +7,13 @@ from pathlib import Path
 
 from jaxdl.checkpoint import Checkpoints, Earlier, Restored, Unreadable, Unusable
 from jaxdl.data import spec_to_json
-from jaxdl.experiment import identity
+from jaxdl.experiment import LENGTH, identity
+from jaxdl.length import change_of_length
 from jaxdl.mesh import Axis
 from jaxdl.plan import Plan, make_exchange_state
 from jaxdl.report import Reporter
 from jaxdl.state import TrainState
-from jaxdl.workdir import choice_file, claim_workdir, keep_examples
+from jaxdl.workdir import choice_file, claim_workdir, from_first_process, keep_examples, write_config
 
 
 class Saver:
@@ -27,7 +28,8 @@ class Saver:
         self._earlier = Earlier(workdir)
         self._earlier.check_kinds()
         # To start over is an order of one command, not a property of the run.
-        claim_workdir(workdir, plan.asked.replaced({"checkpoint.start_over": False}), identity, files)
+        self._config = plan.asked.replaced({"checkpoint.start_over": False})
+        earlier_length = claim_workdir(workdir, self._config, identity, files, LENGTH)
         keep_examples(workdir, plan.splits.content())
         self.started_over: str | None = None
         """What to say of a run that was ordered to start over and did."""
@@ -35,6 +37,21 @@ class Saver:
         if reason := self._earlier.folder_lost():  # Before it is made again.
             self._start_over(reason)
         self.checkpoints = self._open()
+        self._new_length: str | None = None
+        self._rewrite = earlier_length is not None
+        if earlier_length is not None:
+            done = int(from_first_process(lambda: str(max(self.checkpoints.steps, default=0)).encode()))
+            self._new_length = change_of_length(earlier_length, plan.asked, plan.timeline, done)
+
+    def keep_length(self, step: int) -> None:
+        """Writes a length that changed to the history, as an event of the step that is resumed, and to `config.json`.
+
+        In this order: a run that is killed in between does the same again.
+        """
+        if self._new_length is not None:
+            self._reporter.event(step, self._new_length)
+        if self._rewrite:
+            write_config(self._workdir, self._config)
 
     def _open(self) -> Checkpoints:
         task = self._plan.parts.task

@@ -185,6 +185,8 @@ class Session:
         self.start.workdir(self.workdir, self.step if self.restored else None)
         self.start.close()
         self.reporter.open(self.step, self.evaluated_step)
+        if self.saver is not None:
+            self.saver.keep_length(self.step)
         for reason in self.plan.reasons:
             self.reporter.note(reason)
 

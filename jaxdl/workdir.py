@@ -31,6 +31,7 @@ from jaxdl.report import replace_file
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 """What a disk refuses to write with: full, over quota, read-only, not allowed, broken."""
 CHOICE_FILE = "exchange.json"
+CONFIG_FILE = "config.json"
 EXAMPLES_FILE = "examples.json"
 """What `keep_examples` writes."""
 SHARED_SEC = 60.0
@@ -153,17 +154,33 @@ def claim_workdir(
     config: Config,
     identity: Callable[[dict[str, Any]], dict[str, Any]],
     files: Mapping[str, bytes] | None = None,
-) -> None:
+    later: Sequence[str] = (),
+) -> dict[str, Any] | None:
     """Makes the workdir this run's own, or resumes an earlier run of the same config in it. The lease is held.
 
     `identity` takes away the fields that may change between runs (the mesh, reports...). Writes `config.json`,
-    and `files` by their names, unless they are so already: a run may go on on a disk that is full now.
+    and `files` by their names, unless they are so already: a run may resume on a disk that is full now. The fields in
+    `later`, which are no part of the identity, are returned as they were when they differ; then `config.json` is not
+    written: `write_config` does that, once it is known that they may change.
 
     Raises ConfigError, on all processes, with the difference when the workdir belongs to another config; when it cannot
     be written; and when it is not the same folder for all of them.
     """
     _check_shared(workdir)
-    _of_first_process(lambda: _claim(workdir, config, identity, files or {}))
+    return json.loads(_of_first_process(lambda: _claim(workdir, config, identity, files or {}, later)))
+
+
+def write_config(workdir: Path, config: Config) -> None:
+    """Replaces `config.json`, whole or not at all. Raises ConfigError, on all processes, when it cannot be written."""
+
+    def write() -> bytes:
+        try:
+            replace_file(workdir / CONFIG_FILE, (config.to_json() + "\n").encode())
+        except OSError as error:
+            raise _refused(workdir, error) from None
+        return b""
+
+    _of_first_process(write)
 
 
 def _check_shared(workdir: Path) -> None:
@@ -218,18 +235,24 @@ def _claim(
     config: Config,
     identity: Callable[[dict[str, Any]], dict[str, Any]],
     files: Mapping[str, bytes],
+    later: Sequence[str],
 ) -> bytes:
-    path = workdir / "config.json"
+    """The fields in `later` as JSON if they differ from those in the workdir, `null` otherwise."""
+    path = workdir / CONFIG_FILE
+    wanted, change = {CONFIG_FILE: (config.to_json() + "\n").encode()}, None
     try:
         earlier = path.read_bytes() if path.exists() else None
         if earlier is not None:
             _compare(path, earlier, config, identity)
-        for name, content in ({path.name: (config.to_json() + "\n").encode()} | dict(files)).items():
+            there, here = json.loads(earlier), json.loads(config.to_json())
+            if any(there.get(name) != here[name] for name in later):
+                wanted, change = {}, {name: there.get(name) for name in later}
+        for name, content in (wanted | dict(files)).items():
             if not (workdir / name).exists() or (workdir / name).read_bytes() != content:
                 replace_file(workdir / name, content)
     except OSError as error:
         raise _refused(workdir, error) from None
-    return b""
+    return json.dumps(change).encode()
 
 
 def _compare(path: Path, earlier: bytes, config: Config, identity: Callable[[dict[str, Any]], dict[str, Any]]) -> None:

@@ -1,16 +1,19 @@
 """Where a run ends: `max_steps`, and a run whose length is changed when it resumes."""
 
+import json
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from mistakes import refusal
-from runs import assert_bit_equal, measured, tiny_experiment, write_config
+from runs import assert_bit_equal, measured, rows, tiny_experiment, write_config
 
 import jaxdl
 from jaxdl import ahead
+from jaxdl.config import ConfigError
 from jaxdl.exchange import TopK
+from jaxdl.length import change_of_length
 from jaxdl.mesh import MeshConfig
 from jaxdl.optim import Constant
 from jaxdl.timeline import Phase, make_timeline
@@ -18,11 +21,11 @@ from jaxdl.timeline import Phase, make_timeline
 TWO = jax.devices()[:2]
 EXPERIMENT = tiny_experiment(
     mesh=MeshConfig(replica=2, fsdp=1),
-    exchange=TopK(density=0.1, dense_warmup_steps=6),
+    exchange=TopK(density=0.1, dense_warmup_steps=4),
     schedule=Constant(),
     evaluation={"every_steps": 100},
     checkpoint={"every_steps": 100},
-    report={"every_steps": 3, "tensorboard": False, "profile_start_step": 7},
+    report={"every_steps": 3, "tensorboard": False, "profile_start_step": 5},
     steps=8,
 )
 
@@ -56,21 +59,21 @@ def straight(tmp_path_factory):
 
 
 def test_a_trial_stops_evaluates_saves_and_resumes(tmp_path, straight, capsys):
-    # Shorter than the exchange's warm-up (6) and the profile's start (7), which are for the whole run.
-    trial = train(EXPERIMENT, tmp_path, max_steps=4)
-    assert "stopped at step 4 of 8, as --max-steps asks; the same command without it resumes" in capsys.readouterr().out
-    assert (trial.summary["status"], trial.summary["steps"], trial.summary["total_steps"]) == ("stopped", 4, 8)
+    # Shorter than the exchange's warm-up (4) and the profile's start (5), which are for the whole run.
+    trial = train(EXPERIMENT, tmp_path, max_steps=3)
+    assert "stopped at step 3 of 8, as --max-steps asks; the same command without it resumes" in capsys.readouterr().out
+    assert (trial.summary["status"], trial.summary["steps"], trial.summary["total_steps"]) == ("stopped", 3, 8)
     assert trial.metrics["accuracy"] >= 0, "the last step is evaluated"
-    assert (tmp_path / "checkpoints" / "step_4").is_dir()
+    assert (tmp_path / "checkpoints" / "step_3").is_dir()
     before = measured(tmp_path)
-    again = train(EXPERIMENT, tmp_path, max_steps=4)
+    again = train(EXPERIMENT, tmp_path, max_steps=3)
     assert again.summary == trial.summary, "the same trial again has nothing to do"
     assert measured(tmp_path) == before
 
     whole = train(EXPERIMENT, tmp_path)
     assert whole.summary["status"] == "finished"
     assert_bit_equal(as_numpy(whole), straight[0])
-    assert [row["step"] for row in measured(tmp_path)] == [3, 4, 4, 7, 8, 8]
+    assert [row["step"] for row in measured(tmp_path)] == [3, 3, 6, 8, 8]
     assert (tmp_path / "profile").is_dir()
 
 
@@ -90,6 +93,83 @@ def test_trials_that_are_refused(tmp_path, straight, capsys):
     assert message == "error: --max-steps 0: give a whole number, 1 or more, or leave it out."
     message = refusal(capsys, "--config", config, "--workdir", straight[1], "--max-steps", 5)
     assert "--max-steps 5: the run in this --workdir has done 8 steps already" in message
+
+
+def events(workdir):
+    return [row["event"] for row in rows(workdir) if "event" in row]
+
+
+def test_a_finished_run_is_made_longer(tmp_path, straight, capsys):
+    assert train(EXPERIMENT.replaced({"steps": 6}), tmp_path).summary["status"] == "finished"
+    run = train(EXPERIMENT, tmp_path)
+    assert_bit_equal(as_numpy(run), straight[0])
+    assert run.summary["total_steps"] == 8
+    assert events(tmp_path) == [
+        "the length changed from 6 steps (--steps 6) to 8 (--steps 8); from here on the learning rate follows the "
+        "schedule of the new length",
+        "resumed from the checkpoint at step 6",
+    ]
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert stored["steps"] == 8
+    train(EXPERIMENT.replaced({"steps": None, "epochs": 1.33}), tmp_path)
+    assert len(events(tmp_path)) == 2, "1.33 epochs of 96 examples are 8 steps of 16: the same length"
+    assert json.loads((tmp_path / "config.json").read_text())["epochs"] == 1.33
+
+    before = (tmp_path / "config.json").read_bytes()
+    with pytest.raises(jaxdl.ConfigError, match="--steps 7: the run in this --workdir has done 8 steps, and this is a"):
+        train(EXPERIMENT.replaced({"steps": 7}), tmp_path)
+    with pytest.raises(jaxdl.ConfigError, match=r"belongs to a run of a different config(?s:.*)seed"):
+        train(EXPERIMENT.replaced({"steps": 9, "seed": 1}), tmp_path)
+    assert (tmp_path / "config.json").read_bytes() == before
+
+
+def test_an_interrupted_run_is_made_shorter_but_not_than_it_is(tmp_path):
+    train(EXPERIMENT, tmp_path, max_steps=3)
+    run = train(EXPERIMENT.replaced({"steps": 6}), tmp_path)
+    assert (run.summary["status"], run.summary["steps"]) == ("finished", 6)
+    assert events(tmp_path)[0].startswith("the length changed from 8 steps (--steps 8) to 6 (--steps 6)")
+
+
+PHASES = [Phase(epochs=1, size=16), Phase(epochs=2, size=32, batch_size=8)]
+
+
+@pytest.mark.parametrize(
+    ("phases", "done", "refused"),
+    [
+        (PHASES, 12, None),
+        ([PHASES[0], Phase(epochs=3, size=32, batch_size=8)], 20, "from 20 steps"),
+        ([*PHASES, Phase(epochs=1, size=64)], 20, "from 20 steps"),
+        ([Phase(epochs=2, size=16), PHASES[1]], 4, "from 20 steps"),
+        ([PHASES[0], Phase(epochs=1, size=48)], 4, "to 8"),
+        ([Phase(epochs=2, size=16), PHASES[1]], 5, ConfigError),
+        ([Phase(epochs=1, size=24), PHASES[1]], 3, ConfigError),
+        ([Phase(epochs=1, size=24), PHASES[1]], 0, "from 20 steps"),
+        ([PHASES[0], Phase(epochs=2, size=32)], 10, ConfigError),
+        ([PHASES[0]], 5, ConfigError),
+    ],
+)
+def test_phases_may_change_after_what_is_done(phases, done, refused):
+    """64 examples in batches of 16: the first phase is 4 steps, the second 16 of 8."""
+    asked = SimpleNamespace(
+        batch_size=16,
+        model_dump=lambda **_: {"epochs": None, "steps": None, "phases": [one.model_dump() for one in phases]},
+    )
+    earlier = {"epochs": None, "steps": None, "phases": [one.model_dump(mode="json") for one in PHASES]}
+    timeline = make_timeline(64, 16, epochs=None, steps=None, phases=phases)
+    if refused is ConfigError:
+        with pytest.raises(ConfigError, match="this --workdir has done"):
+            change_of_length(earlier, asked, timeline, done)
+    elif refused is None:
+        assert change_of_length(earlier, asked, timeline, done) is None
+    else:
+        assert refused in change_of_length(earlier, asked, timeline, done)
+
+
+def test_a_length_that_cannot_be_read():
+    timeline = make_timeline(64, 16, epochs=None, steps=3)
+    for earlier in ({}, {"epochs": None, "steps": None, "phases": [{"size": 3}]}):
+        with pytest.raises(ConfigError, match=r"config\.json in the --workdir has no length that can be read"):
+            change_of_length(earlier, EXPERIMENT, timeline, 0)
 
 
 def test_a_stretch_after_the_end_is_not_compiled(monkeypatch):

@@ -57,7 +57,6 @@ class Lease:
         self._lease_sec, self._beat_sec = lease_sec, beat_sec
         self._me = this_process()
         self._path = workdir / LEASE_FILE
-        self._file: int | None = None
         self._watched: tuple[str, int, float] | None = None
         self._lock = threading.Lock()  # Of the files.
         self._over = threading.Event()
@@ -168,19 +167,26 @@ class Lease:
         return self.held
 
     def _write_own(self) -> Path:
-        """Makes the file that is to become the lease, and keeps it open: the beats are written through it."""
+        """Makes the file that is to become the lease."""
         self._discard()
         # A new name each time: a lease of the name before may have been taken over.
         self._me = dataclasses.replace(self._me, token=secrets.token_hex(8))
         _held_here.add(self._me.token)
         own_file = self._workdir / f".lease.{self._me.token}.tmp"
-        self._file = os.open(own_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
-            _write(self._file, self._me)
+            self._write_new(own_file)
         except OSError:
             own_file.unlink(missing_ok=True)
             raise
         return own_file
+
+    def _write_new(self, path: Path) -> None:
+        """Makes a file that holds this run's record. Raises FileExistsError when there is one."""
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            _write(file, self._me)
+        finally:
+            os.close(file)
 
     def _exclusively(self, own_file: Path, target: Path) -> bool:
         """Gives the own file a second name; False when there is a file of that name."""
@@ -194,13 +200,9 @@ class Lease:
             if error.errno not in _NO_LINKS:
                 raise
         try:
-            file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            self._write_new(target)
         except FileExistsError:
             return False
-        try:
-            _write(file, self._me)
-        finally:
-            os.close(file)
         return True
 
     # To read it.
@@ -238,9 +240,7 @@ class Lease:
             try:
                 # Twice: one answer may be a hiccup of the file system.
                 if self._is_mine() or self._over.wait(POLL_SEC) or self._is_mine():
-                    self._me = dataclasses.replace(self._me, beat=self._me.beat + 1)
-                    assert self._file is not None
-                    _write(self._file, self._me)
+                    self._count_on()
                     self._seen_sec = _now()
                     return
                 chain = self._chain()
@@ -253,6 +253,20 @@ class Lease:
             f"this run has lost the lease of --workdir {self._workdir}: {what}. It stops here, so that it does not "
             "write into the other's history; what was saved before is whole."
         )
+
+    def _count_on(self) -> None:
+        """Adds one to the count in the own file; opened each time, since one held open keeps a disk from remounting."""
+        self._me = dataclasses.replace(self._me, beat=self._me.beat + 1)
+        path = self._path
+        while (holder := _read(path)) is not None and holder.token != self._me.token:
+            path = self._next(holder.token)
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            # Another's by now, perhaps: then the next look finds out.
+            if Holder.from_bytes(os.read(file, RECORD_BYTES)).token == self._me.token:
+                _write(file, self._me)
+        finally:
+            os.close(file)
 
     def _try_again(self) -> None:
         try:
@@ -268,11 +282,8 @@ class Lease:
     # To end it.
 
     def _discard(self) -> None:
-        """Closes the file of a lease that was not taken, or is no more."""
+        """Forgets a lease that was not taken, or is no more."""
         _held_here.discard(self._me.token)
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
 
     def _let_go(self) -> None:
         held, self.held = self.held, False
