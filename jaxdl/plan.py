@@ -98,9 +98,8 @@ def make_plan(
 ) -> Plan:
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
-    `devices` (default: all) are those of the mesh; `chosen` gives what an exchange that is to be chosen was before, and
-    `started` is called first, when JAX has started and before data is read; all processes call both. `start` prints
-    what is done and found.
+    `devices` (default: all) are those of the mesh. All processes call `started` when JAX has started, then `chosen`,
+    which gives what an exchange that is to be chosen was before. `start` prints what is done and found.
     """
     start = start or Start(Console(quiet=True))
     if experiment.epochs is None and experiment.steps is None and not experiment.phases:
@@ -117,13 +116,8 @@ def make_plan(
         check_same_examples(splits)
     start.data(experiment.data, splits)
     check_phases(experiment, splits)
-    timeline = make_timeline(
-        len(splits.train),
-        experiment.batch_size,
-        epochs=experiment.epochs,
-        steps=experiment.steps,
-        phases=experiment.phases,
-    )
+    epochs, steps, phases = experiment.epochs, experiment.steps, experiment.phases
+    timeline = make_timeline(len(splits.train), experiment.batch_size, epochs=epochs, steps=steps, phases=phases)
     total_steps = timeline.total_steps
     profile_start = experiment.report.profile_start_step
     if profile_start is not None and profile_start >= total_steps:

@@ -59,9 +59,7 @@ def check_workdir(workdir: str | Path | None) -> Path | None:
         return None
     text = os.fspath(workdir)
     if not text.strip():
-        raise ConfigError(
-            f"--workdir {text!r}: the name of a folder is missing. Give one, or no --workdir, and nothing is kept."
-        )
+        raise ConfigError("--workdir '': empty. Give the folder of the run, or leave it out.")
     try:
         os.fsencode(text)
         for folder in (path := Path(text).absolute(), *path.parents):

@@ -1,5 +1,7 @@
 """Workdirs that cannot be one."""
 
+import re
+
 import pytest
 from mistakes import refusal
 from runs import tiny_experiment, write_config
@@ -14,13 +16,14 @@ def config(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("config"), tiny_experiment(mesh=MeshConfig(replica=2, fsdp=4)))
 
 
+EMPTY = "--workdir '': empty. Give the folder of the run, or leave it out."
+
+
 @pytest.mark.parametrize("name", ["", " "])
-@pytest.mark.parametrize("options", [(), ("--explain",)], ids=["train", "explain"])
-def test_no_name(capsys, config, name, options):
-    message = refusal(capsys, "--config", config, "--workdir", name, *options)
-    assert message == (
-        f"error: --workdir {name!r}: the name of a folder is missing. Give one, or no --workdir, and nothing is kept."
-    )
+def test_no_name(capsys, config, name):
+    assert refusal(capsys, "--config", config, "--workdir", name) == f"error: {EMPTY}"
+    with pytest.raises(jaxdl.ConfigError, match=re.escape(EMPTY)):
+        jaxdl.train(tiny_experiment(), name)
 
 
 def test_a_file_and_what_is_below_one(capsys, config, tmp_path):
