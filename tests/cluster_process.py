@@ -15,7 +15,7 @@ from jaxdl.cluster import ClusterError, Watchdog, depart, end_together, membersh
 from jaxdl.cluster.place import Place
 from jaxdl.cluster.rendezvous import meet
 from jaxdl.cluster.roles import begin
-from jaxdl.config import ConfigError, fail
+from jaxdl.errors import ConfigError, fail
 from jaxdl.signals import Stop, StopSignals
 
 
