@@ -92,11 +92,11 @@ def test_what_a_run_prints_on_a_pipe(finished):
     found = [next(i for i, line in enumerate(lines) if line.startswith(begin)) for begin in in_order]
     assert found == sorted(found)
     assert found[-1] < first
-    assert "compiling: N s" in lines[:first], "it takes more than a second"
     metrics = [line for line in lines if line.startswith("step ")]
     assert [line.split()[1] for line in metrics] == [f"{step}/12" for step in (4, 4, 8, 8, 12, 12)]
     assert re.fullmatch(
-        r"step 4/12  epoch 0\.7  loss \S+  accuracy \S+  grad_norm \S+  lr \S+  .*\S+ examples/s  eta \S+", metrics[0]
+        r"step 4/12  epoch 0\.7  loss \S+  accuracy \S+  grad_norm \S+  lr \S+.*  \S+ examples/s(  eta \S+)?",
+        metrics[0],
     )
     assert f"eval/loss {format_number(run.metrics['loss'])}" in metrics[-1]
     end = dict(line.split("  ", 1) for line in lines[last:] if line)
