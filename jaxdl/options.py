@@ -252,7 +252,7 @@ def _takes_many(annotation: Any) -> bool:
 
 def _convert(annotation: Any, words: Sequence[str]) -> Any:
     """The value that the words mean. Raises ValueError when they are none of this type."""
-    for one in _members(annotation):
+    for one in sorted(_members(annotation), key=lambda one: one is not type(None)):  # "None" is no text.
         origin, inner = typing.get_origin(one), typing.get_args(one)
         try:
             if origin in (tuple, list):

@@ -144,6 +144,11 @@ def test_train_takes_the_file_too_and_refuses_what_is_no_experiment(tmp_path):
         jaxdl.load(DIGITS, "--steps 3")
 
 
+def test_the_word_none_is_no_text():
+    command = parse_command(["--config", DIGITS, "--data", "image_folder", "--data.photos.cache.disk", "None"])
+    assert command.experiment.data.photos.cache.disk is None
+
+
 def test_a_config_with_an_experiment_of_its_own_has_options_of_its_own(tmp_path, capsys):
     file = tmp_path / "mine.py"
     file.write_text(
