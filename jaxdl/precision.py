@@ -1,6 +1,8 @@
 """Numerical precision: the dtype that a model computes in, and the loss scale that float16 needs.
 
-Parameters and the optimizer's state are float32 always.
+Parameters and the optimizer's state are float32 always. The exchange over `replica` has float32 gradients. Inside a
+replica the gradient of a weight is summed over `fsdp` in the dtype of the computation: XLA's partitioner puts that sum
+at the product which makes it, before the conversion to float32. There is no setting for it.
 """
 
 from __future__ import annotations

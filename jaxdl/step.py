@@ -29,6 +29,7 @@ from jaxdl.exchange import Exchange, exchanged_on_mesh
 from jaxdl.guard import GuardConfig, choose
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.models.network import Network
+from jaxdl.optim.norms import global_norm
 from jaxdl.precision import Precision, cast_weights
 from jaxdl.sharding import Layout, gather_params, is_spec, named, spec_axes, use_layout
 from jaxdl.state import StateSpec, TrainState, replicated
@@ -271,7 +272,7 @@ def _exchange(parts: Parts, grads: Any, exchange_state: Any, key: jax.Array) -> 
 def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Metrics]:
     """Region 4: clipping, the optimizer, and the moving average of the parameters."""
     config = parts.config
-    grad_norm = optax.tree.norm(grads)
+    grad_norm = global_norm(grads)
     if config.clip_norm is not None:
         factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(grad_norm, jnp.finfo(jnp.float32).tiny))
         grads = jax.tree.map(lambda g: g * factor, grads)

@@ -117,6 +117,24 @@ def test_with_one_replica_nothing_is_measured():
     assert "one replica exchanges nothing" in plan.reasons[0]
 
 
+def test_one_replica_says_that_nothing_is_exchanged():
+    """Also of a choice that was made for several: its state has to survive until there are several again."""
+    one = {"mesh": MeshConfig(replica=1, fsdp=8)}
+
+    def said(exchange, **changes):
+        return make_plan(tiny_experiment(exchange=exchange, **one), **changes)
+
+    [note] = said(TopK(min_elements=0, delay_steps=1)).reasons
+    assert "exchange topk: this mesh has one replica, so nothing is exchanged" in note
+    assert "no effect but for --exchange.delay-steps 1" in note
+    assert "--exchange has no effect. It takes effect with --mesh.replica 2" in said(Dense(bucket_mib=1.0)).reasons[0]
+    assert said(Dense()).reasons == said(Dense(delay_steps=1)).reasons == ()
+    chosen = said(Auto(), chosen=lambda: TopK(min_elements=0))
+    assert chosen.experiment.exchange == TopK(min_elements=0)
+    assert [reason.split(":")[0] for reason in chosen.reasons] == ["exchange", "exchange topk"]
+    assert "residual" in chosen.parts.state_spec.shapes.exchange_state["replica"]
+
+
 def test_a_choice_on_one_replica_is_not_kept(tmp_path):
     """Begun on one replica and resumed on several, the run chooses then."""
     experiment = tiny_experiment(exchange=GIVEN, mesh=MeshConfig(replica=1, fsdp=8), steps=2)

@@ -338,7 +338,10 @@ def test_one_all_reduce_serves_all_layers(config):
     optimizer = config.build(learning_rate(1.0), SHARDED_AXES)
     params = sharded(random_tree(0, SHARDED_SHAPES))
     compiled = jax.jit(optimizer.update).lower(params, optimizer.init(params), params).compile().as_text()
-    assert len(re.findall(r" all-reduce(?:-start)?\(", compiled)) == 1
+    always = compiled[compiled.index("\nENTRY ") :]
+    assert len(re.findall(r" all-reduce(?:-start)?\(", always)) == 1
+    # One more in the branch for norms whose squares float32 does not hold.
+    assert len(re.findall(r" all-reduce(?:-start)?\(", compiled)) == 2
     assert not re.search(r" (all-gather|all-to-all|collective-permute)(-start)?\(", compiled)
 
 

@@ -76,6 +76,10 @@ class Auto(Config):
             raise ValueError(f"densities = {self.densities}: topk is no candidate. Add it to candidates.")
         return self
 
+    def build_alone(self, layout: GradientLayout | None = None) -> Exchange:
+        """The exchange of a single replica, for which there is nothing to choose."""
+        return Dense(delay_steps=self.delay_steps).build_alone(layout)
+
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """Raises ConfigError: an exchange has to be chosen first, by `choose`."""
         raise ConfigError("exchange auto: it is no exchange itself. Build the config that its choose(...) returns.")

@@ -7,12 +7,13 @@ scanned network has the same ratios as one whose layers are written out. The tre
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+
+from jaxdl.optim.norms import layer_norms
 
 TrustRatioClip = tuple[float, float]
 """Least and greatest trust ratio."""
@@ -109,22 +110,9 @@ def _layer_norms(trees: tuple[Any, ...], mask: Any, stacked: Any) -> tuple[Any, 
     leaves = [leaf for tree in trees for leaf in treedef.flatten_up_to(tree)]
     places = [place for place in range(len(leaves)) if masked_in[place % len(masked_in)]]
     norms: list[Any] = [0.0] * len(leaves)
-    if places:
-        # All squared norms are joined in one vector before anything depends on them: where parameters are sharded,
-        # each device has partial sums, and one small all-reduce serves all layers instead of one for every layer. (The
-        # parallel tensor operator of Shi et al., arXiv 2010.10458, with shards of layers where that has whole layers.)
-        with jax.named_scope("layer_norms"):
-            squared = [_squared_norms(leaves[place], dims[place % len(dims)]) for place in places]
-            joined = jnp.sqrt(jnp.concatenate(squared))
-        ends = [sum(part.size for part in squared[: index + 1]) for index in range(len(squared) - 1)]
-        for place, part in zip(places, jnp.split(joined, ends), strict=True):
-            leaf, num_dims = leaves[place], dims[place % len(dims)]
-            norms[place] = part.reshape(leaf.shape[:num_dims] + (1,) * (leaf.ndim - num_dims))
+    with jax.named_scope("layer_norms"):
+        found = layer_norms([leaves[place] for place in places], [dims[place % len(dims)] for place in places])
+    for place, norm in zip(places, found, strict=True):
+        norms[place] = norm
     size = len(masked_in)
     return tuple(treedef.unflatten(norms[start : start + size]) for start in range(0, len(norms), size))
-
-
-def _squared_norms(leaf: jax.Array, num_stacked: int) -> jax.Array:
-    """Squared norms of the layers in one parameter, shape [layers] (or [1])."""
-    squares = jnp.square(leaf.astype(jnp.float32))
-    return squares.sum(axis=tuple(range(num_stacked, leaf.ndim))).reshape(math.prod(leaf.shape[:num_stacked]))
