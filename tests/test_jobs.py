@@ -142,6 +142,16 @@ def test_every_setting_is_explained_and_every_xla_flag_exists():
     assert ended.returncode == 0, ended.stderr
 
 
+@pytest.mark.parametrize("cluster", COMMANDS)
+def test_the_token_is_in_no_file(cluster, monkeypatch):
+    """It is made, or found, where the job runs; two files are alike."""
+    monkeypatch.setenv("JAXDL_RUN_TOKEN", "of-this-environment")
+    text = job_file(cluster)
+    assert "JAXDL_RUN_TOKEN" in text
+    assert "of-this-environment" not in text
+    assert text == job_file(cluster)
+
+
 # ---- Slurm
 
 SRUN = """#!/bin/bash
@@ -217,6 +227,9 @@ def test_slurm_gives_each_process_its_place(tmp_path, no_cluster):
     assert code == 0
     assert (tmp_path / "args").read_text().splitlines() == TRAIN[1:], "also the space in the workdir"
     assert "--ntasks-per-node=1" in (tmp_path / "srun").read_text()
+    tokens = {environment["JAXDL_RUN_TOKEN"] for environment in environments}
+    assert len(tokens) == 1, "the same for all tasks"
+    assert re.fullmatch("[0-9a-f]{32}", tokens.pop())
     for index, environment in enumerate(environments):
         for name, value in environment.items():
             if CLUSTER_VARIABLES.match(name):

@@ -13,6 +13,7 @@ import yaml
 from jax._src.clusters.k8s_cluster import K8sCluster
 from job_files import CLUSTER_VARIABLES, PYTHON, ROOT, SIZE, TRAIN, detected, job_file, no_cluster, words
 
+from jaxdl.cluster.token import run_token
 from jaxdl.config import ConfigError
 from jaxdl.launch.jobs import COMMANDS
 
@@ -101,6 +102,7 @@ def filled_in(read, index):
     fields = {
         "metadata.annotations['batch.kubernetes.io/job-completion-index']": str(index),
         "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']": "5",
+        "metadata.labels['batch.kubernetes.io/controller-uid']": "0d7f5c4e-5f8c-4b1e-9d3f-2f0a1b2c3d4e",
         "spec.nodeName": f"node{index}",
     }
     return {
@@ -141,6 +143,7 @@ def test_kubernetes_gives_each_process_its_place(no_cluster):
         assert K8sCluster.get_coordinator_address(None, port) == coordinator
         assert (K8sCluster.get_process_count(), K8sCluster.get_process_id()) == (4, index)
         assert (environment["JAXDL_HOST"], environment["JAXDL_RESTART"]) == (f"node{index}", "5")
+        assert run_token() == "0d7f5c4e-5f8c-4b1e-9d3f-2f0a1b2c3d4e", "the same in all pods of the job"
 
 
 # ---- SkyPilot
@@ -153,6 +156,7 @@ def test_the_skypilot_task():
         "name": "jaxdl",
         "num_nodes": 4,
         "workdir": ".",
+        "secrets": {"JAXDL_RUN_TOKEN": None},
         "resources": {
             "accelerators": "H100:8",
             "cpus": "32+",
@@ -266,11 +270,16 @@ def test_the_ray_script(tmp_path, codes, end, starts):
         "num_cpus": 16, "num_gpus": 8, "max_restarts": 0, "killed": 4 * starts,
     }  # fmt: skip
     assert (tmp_path / "args").read_text().splitlines() == TRAIN[1:]
+    tokens = set()
     for index in range(4):
         lines = (tmp_path / f"env.{starts}.{index}").read_text().rstrip("\0").split("\0")
         environment = dict(line.split("=", 1) for line in lines)
+        tokens.add(environment["JAXDL_RUN_TOKEN"])
         assert re.fullmatch(r"10\.0\.0\.1:\d+", environment["JAX_COORDINATOR_ADDRESS"])
         assert (environment["JAX_NUM_PROCESSES"], environment["JAX_PROCESS_ID"]) == ("4", str(index))
         assert environment["JAX_LOCAL_DEVICE_IDS"] == "0,1,2,3,4,5,6,7"
         assert (environment["JAXDL_RESTART"], environment["PREPARED"]) == (str(starts - 1), "yes")
         assert bool(environment["JAXDL_RESTART_REASON"]) == (starts > 1)
+    assert len(tokens) == 1, "the same for all processes of a start"
+    if starts > 1:
+        assert f"JAXDL_RUN_TOKEN={tokens.pop()}" not in (tmp_path / "env.1.0").read_text(), "another at each start"

@@ -1,5 +1,6 @@
 """The launcher on this machine, with workers of a few lines: output, failures, restarts, signals, and its own death."""
 
+import hashlib
 import io
 import json
 import os
@@ -68,19 +69,25 @@ def alive(pid):
 
 def test_each_process_is_told_who_it_is_and_its_lines_are_prefixed():
     code = """
-import os, sys
+import hashlib, os, sys
 for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX_PLATFORMS", "JAX_NUM_CPU_DEVICES",
              "PYTHONUNBUFFERED", "JAXDL_HOST", "JAXDL_RESTART", "JAXDL_RESTART_REASON"):
     print(name, repr(os.environ[name]))
+token = os.environ["JAXDL_RUN_TOKEN"]
+print("secret", token not in open("/proc/self/cmdline").read(), len(token))
+print(hashlib.sha256(token.encode()).hexdigest())
 print(os.environ["HOME_MADE"], os.getsid(0) == os.getpid(), sys.stdin.read() == "")
 print("a problem", file=sys.stderr)
 """
-    result, out, err = run(code, 3, devices_per_host=5, environment=dict(os.environ) | {"HOME_MADE": "kept"})
+    given = dict(os.environ) | {"HOME_MADE": "kept", "JAXDL_RUN_TOKEN": "of-the-launcher's-own-run"}
+    result, out, err = run(code, 3, devices_per_host=5, environment=given)
     assert result == 0
-    addresses = set()
+    addresses, tokens = set(), set()
     for index in range(3):
         own = [line.removeprefix(f"host{index}    | ") for line in out if line.startswith(f"host{index} ")]
-        values = dict(line.split(" ", 1) for line in own[:-1])
+        tokens.add(own[-2])
+        assert own[-3] == "secret True 32"
+        values = dict(line.split(" ", 1) for line in own[:-3])
         addresses.add(values.pop("JAX_COORDINATOR_ADDRESS"))
         assert values == {
             "JAX_NUM_PROCESSES": "'3'",
@@ -96,6 +103,8 @@ print("a problem", file=sys.stderr)
         assert f"host{index}    | a problem" in err
     [address] = addresses
     assert address.startswith("'127.0.0.1:")
+    [token] = tokens
+    assert token != hashlib.sha256(given["JAXDL_RUN_TOKEN"].encode()).hexdigest(), "each start has its own"
     assert err[-1].startswith("launcher | all 3 hosts ended after ")
 
 

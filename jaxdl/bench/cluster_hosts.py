@@ -15,6 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO, Any
 
+from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.config import ConfigError
 from jaxdl.launch.worker import Host
 
@@ -40,6 +41,7 @@ class Workers:
         self._shared = {
             "JAX_COORDINATOR_ADDRESS": f"{hosts[0].address}:{_PORT}",
             "JAX_NUM_PROCESSES": str(len(hosts)),
+            VARIABLE: make_token(),
             "JAX_NUM_CPU_DEVICES": str(devices_per_host),
             "JAX_PLATFORMS": "cpu",
             # A program that comes out of JAX's cache cannot be handed on to the other hosts.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from jaxdl.cluster import DIVERGED, MISTAKE
+from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.config import ConfigError
 from jaxdl.launch.attempt import Attempt, Events, format_sec
 from jaxdl.launch.output import LAUNCHER, Printer
@@ -44,7 +45,8 @@ class Launch:
 
     `run` blocks; `start` and `wait` do the same from a thread. Each process finds in its environment who it is
     (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`, `JAXDL_HOST`), has `devices_per_host` virtual CPU
-    devices, and finds the number of the restart and its reason (`JAXDL_RESTART`, `JAXDL_RESTART_REASON`).
+    devices, and finds the number of the restart and its reason (`JAXDL_RESTART`, `JAXDL_RESTART_REASON`). Every start
+    has a run token of its own (`JAXDL_RUN_TOKEN`), which is in no command line and is not printed.
 
     When a process fails, the others have `grace_sec` to end by themselves, then they are killed. After that the command
     is started again on all hosts, `restarts` times at most; not after exit codes 2 and 3, nor after `stop`.
@@ -150,10 +152,10 @@ class Launch:
     def _run_once(self, reaper: Reaper) -> Attempt:
         """One start of all processes, to the end of the last."""
         workers: list[Worker] = []
-        coordinator = f"{self.hosts[0].address}:{free_port()}"
+        coordinator, token = f"{self.hosts[0].address}:{free_port()}", make_token()
         try:
             for index, host in enumerate(self.hosts):
-                environment = self.environment | self._variables(index, coordinator)
+                environment = self.environment | self._variables(index, coordinator, token)
                 workers.append(
                     Worker(host, self.command, environment, printer=self._printer, reaper=reaper, ended=self._events)
                 )
@@ -197,12 +199,13 @@ class Launch:
             return True
         return False
 
-    def _variables(self, index: int, coordinator: str) -> dict[str, str]:
+    def _variables(self, index: int, coordinator: str, token: str) -> dict[str, str]:
         """The environment of process `index` in which it differs from the launcher's."""
         return {
             "JAX_COORDINATOR_ADDRESS": coordinator,
             "JAX_NUM_PROCESSES": str(len(self.hosts)),
             "JAX_PROCESS_ID": str(index),
+            VARIABLE: token,
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(self.devices_per_host),
             "PYTHONUNBUFFERED": "1",

@@ -2,8 +2,9 @@
 
 Every file starts one process per node, which drives all GPUs of the node, and tells it where the others are in the
 environment variables that `jax.distributed` reads: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID` and
-`JAX_LOCAL_DEVICE_IDS`. With all four given JAX asks no cluster, so it needs no rights and no packages there. The last
-one matters: by JAX's own reading of Slurm a process would take one GPU, the one of its number on the node.
+`JAX_LOCAL_DEVICE_IDS`. With all four set JAX asks no cluster, so it needs no rights and no packages there. The last
+one matters: by JAX's own reading of Slurm a process would take one GPU, the one of its number on the node. A run token
+(`JAXDL_RUN_TOKEN`) is made when the job starts, or by the cluster; no file holds one.
 """
 
 from collections.abc import Callable, Mapping

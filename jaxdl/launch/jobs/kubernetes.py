@@ -6,6 +6,7 @@ import json
 import shlex
 from typing import Annotated
 
+from jaxdl.cluster.token import VARIABLE
 from jaxdl.config import ConfigError
 from jaxdl.launch.jobs.description import (
     COORDINATOR_PORT,
@@ -174,6 +175,9 @@ def _environment(job: KubernetesJob) -> list[str]:
         "JAX_PROCESS_ID": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
         "JAXDL_RESTART": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']",
         "JAXDL_HOST": "spec.nodeName",
+        # The random uid of the Job: the same in all its pods, another after a restart, and known only to those who may
+        # read pods. So no secret has to be written into this file.
+        VARIABLE: "metadata.labels['batch.kubernetes.io/controller-uid']",
     }
     lines = [f"- {{name: {name}, value: {json.dumps(value)}}}" for name, value in values.items()]
     lines += [f'- {{name: {name}, valueFrom: {{fieldRef: {{fieldPath: "{path}"}}}}}}' for name, path in fields.items()]

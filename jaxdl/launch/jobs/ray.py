@@ -57,6 +57,7 @@ _PROGRAM = '''\
 
 import ctypes
 import os
+import secrets
 import shlex
 import signal
 import socket
@@ -136,6 +137,8 @@ def run(group, restart, reason):
             **ENVIRONMENT,
             "JAX_COORDINATOR_ADDRESS": f"{addresses[0]}:{port}",
             "JAX_NUM_PROCESSES": str(NODES),
+            # What only the processes of this start know, so that they admit nobody else.
+            "JAXDL_RUN_TOKEN": secrets.token_hex(16),
             "JAXDL_RESTART": str(restart),
             "JAXDL_RESTART_REASON": reason,
         }

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import pydantic
 
+from jaxdl.cluster.token import VARIABLE
 from jaxdl.config import ConfigError
 from jaxdl.launch.jobs.description import (
     COORDINATOR_PORT,
@@ -67,13 +68,15 @@ def task(job: SkyPilotJob, command: Command) -> str:
             "storage that all nodes mount (--volume NAME:/PATH, or file_mounts in the printed file)."
         )
     about = [
-        f"Start it:  sky jobs launch -n {job.name} FILE    Follow it:  sky jobs logs -n {job.name}",
-        f"Stop it:  sky jobs cancel -n {job.name}",
+        f'Start it:  export {VARIABLE}="$(openssl rand -hex 16)"',
+        f"           sky jobs launch -n {job.name} --secret {VARIABLE} FILE",
+        f"Follow it:  sky jobs logs -n {job.name}    Stop it:  sky jobs cancel -n {job.name}",
         *command.notes,
         "The workdir must be on storage that all nodes mount and that outlives them. A checkpoint is finished by",
         "renaming its folder: a bucket that is mounted as a folder must be able to do that.",
     ]
     text = comment(about) + f"name: {job.name}\nnum_nodes: {job.nodes}\nworkdir: {json.dumps(job.directory)}\n"
+    text += f"secrets:\n  {VARIABLE}: null  # Only this job's processes know it: they admit nobody else.\n"
     text += _resources(job)
     if job.volume is not None:
         text += f"volumes:\n  {json.dumps(mount)}: {json.dumps(job.volume.split(':', 1)[0])}\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from typing import Annotated
 
+from jaxdl.cluster.token import VARIABLE
 from jaxdl.launch.jobs.description import (
     IMAGE,
     NETWORK_ADVICE,
@@ -99,6 +100,10 @@ def _environment(job: SlurmJob) -> str:
     text += 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
     text += 'export JAX_COORDINATOR_ADDRESS="${hosts[0]}:$((61440 + SLURM_JOB_ID % 4096))"\n'
     text += 'export JAX_NUM_PROCESSES="$SLURM_JOB_NUM_NODES"\n'
+    text += comment(
+        ["What only this job's processes know, so that they admit nobody else. It is random and not printed."]
+    )
+    text += f"{VARIABLE}=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\"\nexport {VARIABLE}\n"
     text += exports(job.environment())
     if hints:
         text += comment([*NETWORK_ADVICE, *(exports({name: value}).strip() for name, value in hints.items())])
