@@ -82,6 +82,7 @@ class Checkpoints:
         self._under_way: int | None = None
         self._notes: list[str] = []
         hush_orbax()
+        self._writing = -1
         self._check_folder()
         if not read_only:
             self._clear()
@@ -94,7 +95,6 @@ class Checkpoints:
             lightweight_initialize=True,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._list_files),
         )
-        self._writing = -1
         try:
             self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers())
         except OSError as error:
@@ -137,8 +137,8 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
 
         room = functools.partial(check_room, self.folder, sum(x.nbytes for x in jax.tree.leaves(items)))
-        self._clear()
         self._writing = step
+        self._clear()
         # Asked before anything is written: processes that wait for one that cannot write its part wait long.
         if all(self._settled(step, act) for act in (self._probe, room, start)):
             self._under_way = step
@@ -195,7 +195,9 @@ class Checkpoints:
                     thread.join(max(0.0, end - time.monotonic()))
         quiet_since = time.monotonic()
         while jax.process_index() == 0:
-            for one in [*self.folder.glob(f"*{HALF}*"), *self.folder.glob(".probe.*.tmp")]:
+            # The other processes' probes are theirs while they live; before the first save they are of an earlier run.
+            probes = self.folder.glob(".probe.*.tmp") if self._writing < 0 else ()
+            for one in [*self.folder.glob(f"*{HALF}*"), *probes]:
                 if one.is_dir() and not one.is_symlink():
                     shutil.rmtree(one, ignore_errors=True)
                 else:
