@@ -286,10 +286,10 @@ def test_before_the_first_checkpoint_a_run_goes_back_to_the_start(tmp_path, bad_
     bad_batches |= set(range(2, 8))
     original, calls = Saver.restore, itertools.count()
 
-    def restore(self):
+    def restore(self, **options):
         if next(calls) == 1:
             raise Killed
-        return original(self)
+        return original(self, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(Saver, "restore", restore)
