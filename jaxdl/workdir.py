@@ -49,6 +49,8 @@ def disk_reason(error: BaseException | None) -> str | None:
         for number in DISK_ERRORS:
             if os.strerror(number) in str(error):
                 return os.strerror(number)
+        if "RESOURCE_EXHAUSTED: Error writing" in str(error):  # TensorStore, of a file that was cut short.
+            return os.strerror(errno.ENOSPC)
         error = error.__cause__ or error.__context__
     return None
 

@@ -240,6 +240,8 @@ def test_what_fails_at_once_and_what_fails_later(tmp_path, monkeypatch, where):
 def test_other_errors_are_not_the_disks():
     assert disk_reason(ValueError("no")) is None
     assert disk_reason(OSError(errno.ENOENT, "not there")) is None
+    cut = 'RESOURCE_EXHAUSTED: Error writing "key/0" in OCDBT database at local file "/a/": Failed writing: "/a/b"'
+    assert disk_reason(ValueError(cut)) == os.strerror(errno.ENOSPC)
     chained = RuntimeError("the write failed")
     chained.__cause__ = OSError(errno.EDQUOT, "over")
     assert disk_reason(chained) == os.strerror(errno.EDQUOT)
