@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 
 import jax
 import numpy as np
@@ -234,6 +235,31 @@ def test_what_fails_at_once_and_what_fails_later(tmp_path, monkeypatch, where):
     checkpoints.save(state, 3, evaluated_step=-1, metrics=None)
     checkpoints.wait()
     assert checkpoints.steps == steps(tmp_path) == [3]
+    checkpoints.close()
+
+
+def test_what_orbax_raises_when_its_threads_are_waited_for(tmp_path):
+    """After a save that failed they are; what they ended with has been noted already."""
+    checkpoints = Checkpoints(tmp_path, EXPERIMENT.checkpoint, best_metric="accuracy", best_mode="max")
+    ended = threading.Event()
+
+    class Writer(threading.Thread):
+        def run(self):
+            ended.wait(10)
+
+        def join(self, timeout=None):
+            ended.set()
+            super().join(timeout)
+            raise ValueError("RESOURCE_EXHAUSTED: Error writing")
+
+    Writer.__module__ = "orbax.checkpoint._src.futures.future"
+    writer = Writer()
+    writer.start()
+    (tmp_path / "checkpoints" / "step_2.orbax-checkpoint-tmp").mkdir()
+    checkpoints._clear(0.01)
+    assert ended.is_set()
+    assert not writer.is_alive()
+    assert steps(tmp_path) == []
     checkpoints.close()
 
 

@@ -192,7 +192,8 @@ class Checkpoints:
         if settle_sec:
             for thread in threading.enumerate():
                 if type(thread).__module__.startswith("orbax."):
-                    thread.join(max(0.0, end - time.monotonic()))
+                    with contextlib.suppress(Exception):  # It raises here what the thread ended with.
+                        thread.join(max(0.0, end - time.monotonic()))
         quiet_since = time.monotonic()
         while jax.process_index() == 0:
             # The other processes' probes are theirs while they live; before the first save they are of an earlier run.
