@@ -390,7 +390,7 @@ def test_wrong_arguments_from_python_are_a_config_error_too(args, words, capsys)
 
 
 def test_ctrl_c_is_one_line_and_exit_code_130(capsys, monkeypatch):
-    def interrupted(*_):
+    def interrupted(*_, **__):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("jaxdl.command.print_plan", interrupted)
