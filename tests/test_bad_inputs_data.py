@@ -1,5 +1,6 @@
 """Data that is missing, damaged, empty or another user's: one message that names it, and nothing of it is lost."""
 
+import errno
 import io
 import os
 import shutil
@@ -13,6 +14,7 @@ from photographs import folder_of_photographs
 
 from jaxdl.config import ConfigError
 from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, PhotoSource, TextFiles, memory
+from jaxdl.data.private import private_folder
 from jaxdl.data.source import TrainRows
 from jaxdl.data.store import ENCODED, Record, Store
 
@@ -111,6 +113,50 @@ def test_the_memory_cache_is_this_users_alone(tmp_path, monkeypatch):
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
     memory.release(found)
     assert not found.exists()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC])
+def test_a_memory_cache_that_cannot_be_made_is_refused(number, tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "memory_folder", lambda: tmp_path)
+    path, opened, tries = memory.shared_path("a-cache"), os.open, []
+
+    def fails(name, flags, *args, **options):
+        if flags & os.O_CREAT:
+            tries.append(name)
+            assert len(tries) < 1000, "it is tried without end"
+            raise OSError(number, os.strerror(number), name)
+        return opened(name, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(ConfigError, match=f"cannot use {path}: {os.strerror(number)}. Or do without it: --data.photos"):
+        memory.shared_folder("a-cache")
+    with pytest.raises(OSError, match=os.strerror(number)):
+        Store(tmp_path / "store", 10, 2**20, form=ENCODED, verify=True)
+    assert tries == ["lock", "index"]
+    monkeypatch.setattr(os, "open", opened)
+    assert memory.shared_folder("a-cache") == path, "nothing is left of it"
+    memory.release(path)
+
+
+def test_a_memory_cache_that_is_always_removed_is_refused(tmp_path, monkeypatch):
+    """By processes that end, between the steps in which it is made."""
+    monkeypatch.setattr(memory, "memory_folder", lambda: tmp_path)
+    made = []
+
+    def removed(path):
+        found = private_folder(path)
+        if len(made) < removals:
+            path.rmdir()
+        made.append(path)
+        return found
+
+    monkeypatch.setattr(memory, "private_folder", removed)
+    removals = 3
+    memory.release(memory.shared_folder("a-cache"))
+    assert len(made) == 4
+    removals = 1000
+    with pytest.raises(ConfigError, match=r"-a-cache: it is removed again whenever it is made \(100 tries\)"):
+        memory.shared_folder("a-cache")
 
 
 @pytest.mark.parametrize("kind", STRANGE)
@@ -289,11 +335,19 @@ def tars(images, tmp_path):
     return ImageTars(train=(f"{tmp_path}/train.tar",), test=(f"{tmp_path}/val.tar",), photos=PLAIN)
 
 
+def without_end(path):
+    """Cut where its last member ends, which the library takes for the end of a whole file."""
+    with tarfile.open(path) as tar:
+        last = tar.getmembers()[-1]
+    os.truncate(path, last.offset_data + -(-last.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE)
+
+
 TARS = [
     (lambda path: path.unlink(), {}, "train.tar: no such file"),
     (lambda path: path.write_bytes(b""), {}, "train.tar: it is no tar file"),
     (lambda path: path.write_bytes(b"x" * 5000), {}, "train.tar: it is no tar file"),
     (lambda path: os.truncate(path, path.stat().st_size // 2), {}, "train.tar: it is no tar file"),
+    (without_end, {}, "labels (its end is missing (two empty blocks): copy or make it again)"),
     (lambda path: (path.unlink(), path.mkdir()), {}, "train.tar: it cannot be read"),
     (lambda path: (path.unlink(), path.symlink_to("nowhere")), {}, "/nowhere"),
     (lambda path: None, {"train": ("/nowhere/train-{000..003}.tar",)}, "/nowhere: no such folder"),

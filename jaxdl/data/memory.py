@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import fcntl
 import os
 import shutil
@@ -17,8 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdl.config import ConfigError
-from jaxdl.data.private import NotPrivate, open_own, open_private, private_folder
+from jaxdl.data.private import open_own, open_private, private_folder, why_not
 
+_TRIES = 100
+"""How often a folder is made again that other processes, which end, have removed in the meantime."""
 _held: dict[Path, tuple[int, int]] = {}
 """The locks of this process: folder -> file descriptor, and how often it is held."""
 
@@ -36,14 +39,16 @@ def shared_path(key: str) -> Path:
 
 def check_shared(key: str) -> None:
     """Raises ConfigError if `shared_folder` would: its path is taken by a link, or by what others can write to."""
-    with contextlib.suppress(FileNotFoundError), _refused():
-        os.close(open_private(shared_path(key)))
+    path = shared_path(key)
+    with _refused(path), contextlib.suppress(FileNotFoundError):
+        os.close(open_private(path))
 
 
 def shared_folder(key: str) -> Path:
     """The folder of a cache, held until `release` or the end; made if no process has it. Removes abandoned ones.
 
-    Raises ConfigError when its path is taken by a link, by another user's folder, or by one that others can write to.
+    Raises ConfigError when its path is taken by a link, by another user's folder, or by one that others can write to,
+    and when it cannot be made: no space, too many open files.
     """
     folder = shared_path(key)
     if folder in _held:
@@ -51,37 +56,37 @@ def shared_folder(key: str) -> Path:
         _held[folder] = lock, times + 1
         return folder
     clear_abandoned(keep=folder)
-    with _refused():
-        while (lock := _lock(folder)) is None:
-            pass
-    _held[folder] = lock, 1
+    with _refused(folder):
+        _held[folder] = _lock(folder), 1
     return folder
 
 
 @contextlib.contextmanager
-def _refused() -> Iterator[None]:
+def _refused(folder: Path) -> Iterator[None]:
+    """Context of making or opening the folder: what prevents it is a ConfigError."""
     try:
         yield
-    except NotPrivate as error:
+    except OSError as error:
+        why = why_not(folder, error).rstrip(".")
         raise ConfigError(
-            f"the memory cache cannot use {error} Or do without it: --data.photos.cache.memory-bytes 0."
+            f"the memory cache cannot use {why}. Or do without it: --data.photos.cache.memory-bytes 0."
         ) from None
 
 
-def _lock(folder: Path) -> int | None:
-    """Makes and locks the folder; None if another process has just removed it."""
-    opened = private_folder(folder)
-    try:
-        lock = open_own(opened, folder / "lock", os.O_RDWR | os.O_CREAT)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if _is_at(lock, folder / "lock"):
-            return lock
-        os.close(lock)
-    except FileNotFoundError:
-        pass
-    finally:
-        os.close(opened)
-    return None
+def _lock(folder: Path) -> int:
+    """Makes and locks the folder, again if another process has just removed it. Raises OSError when it cannot."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(FileNotFoundError):
+            opened = private_folder(folder)
+            try:
+                lock = open_own(opened, folder / "lock", os.O_RDWR | os.O_CREAT)
+            finally:
+                os.close(opened)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _is_at(lock, folder / "lock"):
+                return lock
+            os.close(lock)
+    raise FileNotFoundError(errno.ENOENT, f"it is removed again whenever it is made ({_TRIES} tries)", str(folder))
 
 
 def clear_abandoned(keep: Path | None = None) -> None:

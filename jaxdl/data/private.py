@@ -42,10 +42,11 @@ def open_private(path: Path) -> int:
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        found = os.lstat(path)
-        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid():
-            raise
-        raise _not_private(path, found, "folder") from error
+        with contextlib.suppress(FileNotFoundError):  # Then the first error says more.
+            found = os.lstat(path)
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+                raise _not_private(path, found, "folder") from error
+        raise
     found = os.fstat(folder)
     if found.st_uid != os.geteuid() or found.st_mode & _WRITABLE_BY_OTHERS:
         os.close(folder)
@@ -56,16 +57,18 @@ def open_private(path: Path) -> int:
 def open_own(folder: int, path: Path, flags: int) -> int:
     """Opens a file of a private folder, given by its descriptor too; with O_CREAT it is made with mode 0600.
 
-    Never follows a link. Raises NotPrivate for a link and for what is no regular file.
+    Never follows a link. Raises NotPrivate for a link and for what is no regular file, and the system's OSError for
+    what cannot be opened or made: FileNotFoundError only if the file, or with O_CREAT the folder, is gone.
     """
     try:
         # A pipe must not block here.
         file = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
-        found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
-        if stat.S_ISREG(found.st_mode):
-            raise
-        raise _not_private(path, found, "regular file") from error
+        with contextlib.suppress(FileNotFoundError):  # A file that could not be made is not there: say why it was not.
+            found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
+            if not stat.S_ISREG(found.st_mode):
+                raise _not_private(path, found, "regular file") from error
+        raise
     found = os.fstat(file)
     if not stat.S_ISREG(found.st_mode):
         os.close(file)

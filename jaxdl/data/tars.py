@@ -120,7 +120,7 @@ def _read_through(shard: int, found: remote.Found) -> np.ndarray:
             # The library takes a file that is cut off for one that ends there, if the cut is where it looks next.
             stream.seek(tar.offset)
             if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError("it is cut off: its end is missing")
+                raise tarfile.ReadError("its end is missing (two empty blocks): copy or make it again")
     except (tarfile.TarError, ValueError) as error:
         raise ConfigError(f"{found.address}: it is no tar file of images and labels ({error}).") from None
     except Exception as error:  # Each cloud's library raises kinds of its own.
