@@ -167,7 +167,7 @@ def test_a_kind_already_in_place_keeps_the_values_of_the_file():
 
 def test_options_of_the_run(tmp_path):
     command = parse_command(["--config", DIGITS, "--workdir", str(tmp_path), "--devices", "4", "--explain"])
-    assert (command.workdir, command.devices, command.explain) == (tmp_path, 4, True)
+    assert (command.workdir, command.devices, command.explain) == (str(tmp_path), 4, True)
     assert command.experiment.mesh.cpu_devices == 4
 
 

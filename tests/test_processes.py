@@ -114,7 +114,8 @@ def test_a_part_that_one_cannot_read_is_damage_for_both(story, tmp_path):
     assert [code for code, _ in ended] == [2, 2], ended
     for _, output in ended:
         assert "No whole checkpoint is left" in output
-    assert any("another process could not read its part" in output for _, output in ended)
+        assert output.count("ocdbt.process_1/d/") == 2
+        assert "is missing" in output
     assert sorted(path.name for path in (tmp_path / "checkpoints" / "damaged").iterdir()) == ["step_32", "step_40"]
 
 
