@@ -51,6 +51,19 @@ def only(monkeypatch):
             FINE | {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_BIND_ADDRESS": "0.0.0.0:99999"},
             ["JAX_COORDINATOR_BIND_ADDRESS=0.0.0.0:99999: not of the form host:port"],
         ),
+        (
+            FINE | {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_BIND_ADDRESS": "8476"},
+            ["JAX_COORDINATOR_BIND_ADDRESS=8476: not of the form host:port", "such as 0.0.0.0:8476"],
+        ),
+        (
+            FINE | {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_BIND_ADDRESS": "[::1::1]:8476"},
+            ["JAX_COORDINATOR_BIND_ADDRESS=[::1::1]:8476: ::1::1 is no address of "],
+        ),
+        (
+            FINE | {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_BIND_ADDRESS": "192.0.2.1:8476"},
+            ["JAX_COORDINATOR_BIND_ADDRESS=192.0.2.1:8476: 192.0.2.1 is no address of ", "or unset it"],
+        ),
+        (FINE | {TOKEN: "\udcff" * 20}, [f"{TOKEN} is not UTF-8 text", "openssl rand -hex 16"]),
         (FINE | {TOKEN: ""}, [f"{TOKEN} is empty. Set it to the same random text in all processes"]),
         (FINE | {TOKEN: "letmein"}, [f"{TOKEN} has 7 characters and could be guessed", "openssl rand -hex 16"]),
     ],
@@ -61,6 +74,7 @@ def test_mistakes_in_the_environment(variables, parts, only, capsys, tmp_path):
     for part in parts:
         assert part in message
     assert "letmein" not in message
+    assert "\udcff" not in message
     assert not (tmp_path / "run").exists(), "nothing is written before the mistake is found"
 
 

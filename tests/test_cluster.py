@@ -11,7 +11,7 @@ from pathlib import Path
 import cluster_process
 import pytest
 
-from jaxdl.cluster import gathering, identity, place, rendezvous
+from jaxdl.cluster import gathering, identity, meeting, place, rendezvous
 from jaxdl.cluster.pulse import Pulse
 from jaxdl.config import ConfigError
 
@@ -172,12 +172,12 @@ def test_what_is_not_equal_is_named_on_every_host(processes, parts):
 
 
 def test_a_port_that_is_taken(monkeypatch):
-    monkeypatch.setattr(gathering, "_PORT_BUSY_SEC", 0.2)
+    monkeypatch.setattr(gathering, "PORT_BUSY_SEC", 0.2)
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
         here = place.Place(f"127.0.0.1:{other.getsockname()[1]}", 2, 0)
-        with pytest.raises(rendezvous.ClusterError, match="cannot listen on port"):
+        with pytest.raises(meeting.ClusterError, match="cannot listen on port"):
             rendezvous.meet(here, TOLD, timeout_sec=5)
 
 

@@ -3,9 +3,9 @@
 from jaxdl.cluster.ending import depart, end_together
 from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
 from jaxdl.cluster.machine import host_memory_bytes
+from jaxdl.cluster.meeting import ClusterError
 from jaxdl.cluster.membership import Membership, current, wait_for_all
 from jaxdl.cluster.pulse import pulse
-from jaxdl.cluster.rendezvous import ClusterError
 from jaxdl.cluster.start import ClusterConfig, launched_cpu_devices, start_devices
 from jaxdl.cluster.watchdog import Watchdog
 

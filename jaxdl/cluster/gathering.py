@@ -7,24 +7,24 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from jaxdl.cluster.absence import missing
-from jaxdl.cluster.door import NO_HELLO, NO_TOKEN, Door, Stranger
+from jaxdl.cluster.door import LEAST_SEC, NO_HELLO, NO_TOKEN, Door, Stranger
 from jaxdl.cluster.identity import difference, named
 from jaxdl.cluster.meeting import ClusterError, Meeting
 from jaxdl.cluster.messages import MAX_REASON, PROTOCOL, Claim, Hello, Here, Malformed, Verdict, read
-from jaxdl.cluster.place import Place, host_name
-from jaxdl.cluster.token import VARIABLE, proof, proves
-from jaxdl.cluster.wire import MAX_LINE_BYTES, Line, Lost, NoMessage, ready
+from jaxdl.cluster.place import BIND_VARIABLE, Place, bind_address, host_name
+from jaxdl.cluster.token import VARIABLE, Handshake, proves
+from jaxdl.cluster.wire import MAX_LINE_BYTES, Line, Lost, NoMessage, encoded, ready
 from jaxdl.config import ConfigError
 
 _LINGER_SEC = 5.0
-"""Once something is wrong, those that are still to come are waited for this long, so that they hear of it too."""
-_PORT_BUSY_SEC = 20.0
+"""Once something is wrong, those that are still to come are waited for this long, so that they get the message too."""
+PORT_BUSY_SEC = 20.0
 """An earlier run that is just ending may still hold the port for so long."""
+_NO_ADDRESS = (errno.EADDRNOTAVAIL, errno.EINVAL, socket.EAI_NONAME)
+"""Errors of `bind` for a name without an address, and for the address of another host."""
 _RETRY_SEC = 0.1
 _POLL_SEC = 0.5
 
@@ -35,8 +35,8 @@ class _Guest:
 
     line: Line
     claim: Claim
-    nonce: str
-    """The one that process 0 greeted it with."""
+    handshake: Handshake | None
+    """None without a token."""
     hello: Hello | None
     """None where its version of jaxdl is another, so that the rest of its hello may mean anything."""
 
@@ -51,11 +51,13 @@ class Gathering:
         self._place, self._own, self._end, self._timeout_sec = place, hello, end, timeout_sec
         self._token = token
         self._guests: list[_Guest] = []
+        self._has_news = False
+        """Whether somebody has come or gone since the guests were last sent who is here."""
         self._mistake: str | None = None
 
     def run(self) -> Meeting:
         """Returns when all have come; raises ConfigError or ClusterError, as all the others that have come do."""
-        door = Door(self._listen())
+        door = Door(self._listen(), self._place.num_processes)
         try:
             self._gather(door)
         finally:
@@ -64,7 +66,7 @@ class Gathering:
         verdict, mistake = self._decide(note)
         hosts = [self._hosts().get(process, "?") for process in range(self._place.num_processes)]
         for guest in self._guests:
-            self._tell(guest, self._verdict(verdict, mistake, hosts, guest).to_json())
+            self._send_verdict(guest, verdict, mistake, hosts)
         if verdict is None:
             return Meeting(hosts, {guest.claim.process: guest.line for guest in self._guests}, note)
         for guest in self._guests:
@@ -72,21 +74,21 @@ class Gathering:
         raise (ConfigError if mistake else ClusterError)(verdict)
 
     def _listen(self) -> socket.socket:
-        address = ("", self._place.port)
-        bind = os.environ.get("JAX_COORDINATOR_BIND_ADDRESS")
-        if bind is not None:
-            host, _, port = bind.rpartition(":")
-            if not port.isdecimal() or not 0 < int(port) < 2**16:
-                raise ConfigError(f"JAX_COORDINATOR_BIND_ADDRESS={bind}: not of the form host:port. Set it so, or not.")
-            address = (host.strip("[]"), int(port))
+        bind = os.environ.get(BIND_VARIABLE)
+        address = ("", self._place.port) if bind is None else bind_address(bind)
         both = address[0] in ("", "::") and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both or ":" in address[0] else socket.AF_INET
-        end = min(self._end, time.monotonic() + _PORT_BUSY_SEC)
+        end = min(self._end, time.monotonic() + PORT_BUSY_SEC)
         while True:
             try:
                 # It sets SO_REUSEADDR: JAX binds the port while connections to it are still open.
                 return socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=both)
             except OSError as error:
+                if bind is not None and error.errno in _NO_ADDRESS:
+                    raise ConfigError(
+                        f"{BIND_VARIABLE}={bind}: {address[0]} is no address of {host_name()}, where process 0 runs. "
+                        "Set it to one, to 0.0.0.0 for all of them, or unset it."
+                    ) from None
                 if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                     raise ClusterError(
                         f"process 0 cannot listen on port {address[1]} of {host_name()}: {error.strerror or error}. If "
@@ -96,47 +98,53 @@ class Gathering:
             time.sleep(_RETRY_SEC)
 
     def _gather(self, door: Door) -> None:
-        while len(self._guests) + 1 < self._place.num_processes:
+        while not self._is_complete():
             now = time.monotonic()
             if now >= self._end:
                 return
             door.tidy(now)
             open_ = door.is_open(now)
             waited = [*door.strangers, *self._guests, *([door] if open_ else [])]
-            found = ready(waited, min(_POLL_SEC if open_ else 0.05, self._end - now))
-            # Those who are here speak first: who has said its hello cannot be pushed out by the next.
-            for one in found:
-                if isinstance(one, Stranger):
-                    self._listen_to_stranger(door, one)
-                elif isinstance(one, _Guest):
-                    self._listen_to(one)
+            found = ready(waited, min(_POLL_SEC if open_ else LEAST_SEC, self._end - now))
+            # Guests first: the end of a connection is noticed before its process comes with another one. The door last:
+            # who has said its hello cannot be pushed out by the next.
+            for guest in [one for one in found if isinstance(one, _Guest)]:
+                self._listen_to(guest)
+            for stranger in [one for one in found if isinstance(one, Stranger)]:
+                if stranger in door and not self._is_complete():
+                    self._listen_to_stranger(door, stranger)
             if door in found:
                 door.accept(time.monotonic())
+            self._send_who_is_here()
+
+    def _is_complete(self) -> bool:
+        return len(self._guests) + 1 >= self._place.num_processes
 
     def _listen_to_stranger(self, door: Door, stranger: Stranger) -> None:
         try:
-            message = stranger.line.receive_one()
+            message = door.hear(stranger)
             if message is None:
                 return
             claim = read(Claim, message)
-            if self._token is not None and not proves(claim.proof, self._proof("guest", claim, stranger.nonce)):
+            handshake = self._handshake(claim, stranger)
+            if handshake is not None and not proves(claim.proof, handshake.proof("guest", message)):
                 self._refuse(door, stranger, claim)
                 return
             # Another version's hello may have another shape; but who it says to be is known.
             hello = read(Hello, message) if claim.jaxdl == PROTOCOL else None
-        except (Malformed, NoMessage):
+        except (Malformed, NoMessage, RecursionError):
             door.refused(stranger, NO_HELLO)
         except Lost:
-            door.dropped(stranger)
+            door.gone(stranger)
         else:
             door.admitted(stranger)
             stranger.line.limit_bytes = MAX_LINE_BYTES
-            self._welcome(_Guest(stranger.line, claim, stranger.nonce, hello))
+            self._welcome(_Guest(stranger.line, claim, handshake, hello))
 
-    def _proof(self, role: str, claim: Claim, host_nonce: str) -> str:
-        assert self._token is not None
-        own = claim.nonce or ""
-        return proof(self._token, role, host_nonce=host_nonce, guest_nonce=own, process=claim.process)
+    def _handshake(self, claim: Claim, stranger: Stranger) -> Handshake | None:
+        if self._token is None:
+            return None
+        return Handshake(self._token, stranger.nonce, claim.nonce or "", claim.process)
 
     def _refuse(self, door: Door, stranger: Stranger, claim: Claim) -> None:
         """Somebody without the run's token hears why it is refused; it may be one of ours, wrongly set up."""
@@ -153,21 +161,27 @@ class Gathering:
     def _listen_to(self, guest: _Guest) -> None:
         try:
             guest.line.flush()
-            spoke = bool(guest.line.receive())  # It has nothing to say before the verdict.
+            spoke = any(True for _ in guest.line.messages())  # It has nothing to say before the verdict.
         except Lost:
             spoke = True
-        if spoke:  # The process may have been stopped, and may come again.
-            guest.line.close()
-            self._guests = [one for one in self._guests if one is not guest]
-            self._tell_who_is_here()
+        if spoke:
+            self._drop(guest)
+
+    def _drop(self, guest: _Guest) -> None:
+        """Closes a connection that is over; the process may have been stopped, and may connect again."""
+        guest.line.close()
+        self._guests = [one for one in self._guests if one is not guest]
+        self._has_news = True
 
     def _welcome(self, guest: _Guest) -> None:
+        for other in [one for one in self._guests if one.claim.process == guest.claim.process]:
+            self._listen_to(other)  # It may have ended since, and this be the same process once more.
         self._guests.append(guest)
         mistake = self._problem_with(guest.claim)
         if mistake is not None and self._mistake is None:
             self._mistake = mistake
             self._end = min(self._end, time.monotonic() + _LINGER_SEC)
-        self._tell_who_is_here()
+        self._has_news = True
 
     def _problem_with(self, claim: Claim) -> str | None:
         """What would keep all from ever coming together, so that it is said at once."""
@@ -198,25 +212,28 @@ class Gathering:
     def _hosts(self) -> dict[int, str]:
         return {0: self._own.host} | {guest.claim.process: guest.claim.host for guest in self._guests}
 
-    def _tell_who_is_here(self) -> None:
-        here = Here(here={str(process): host for process, host in self._hosts().items()}).to_json()
-        for guest in self._guests:
-            self._tell(guest, here)
+    def _send_who_is_here(self) -> None:
+        """Sends all guests the list of those who are here, if it has changed. Drops those that read nothing."""
+        while self._has_news:
+            self._has_news = False
+            words = encoded(Here(here={str(process): host for process, host in self._hosts().items()}).to_json())
+            for guest in self._guests:
+                try:
+                    guest.line.send_encoded(words)
+                except Lost:
+                    self._drop(guest)
 
-    def _verdict(self, verdict: str | None, mistake: bool, hosts: list[str], guest: _Guest) -> Verdict:
-        own = None if self._token is None else self._proof("host", guest.claim, guest.nonce)
+    def _send_verdict(self, guest: _Guest, verdict: str | None, mistake: bool, hosts: list[str]) -> None:
         text = None if verdict is None else verdict[:MAX_REASON]
-        return Verdict(verdict=text, mistake=mistake, hosts=hosts, proof=own)
-
-    def _tell(self, guest: _Guest, message: Mapping[str, Any]) -> None:
-        try:
-            guest.line.send(message)
-            end = time.monotonic() + 1
-            while "verdict" in message and guest.line.waits_to_send and time.monotonic() < end:
+        fields = Verdict(verdict=text, mistake=mistake, hosts=hosts).to_json()
+        if guest.handshake is not None:
+            fields["proof"] = guest.handshake.proof("host", fields)
+        end = time.monotonic() + 1
+        with contextlib.suppress(Lost):  # If the run begins, its membership notices it.
+            guest.line.send(fields)
+            while guest.line.waits_to_send and time.monotonic() < end:
                 ready([guest.line], 0.1)
                 guest.line.flush()
-        except Lost:
-            pass  # It is noticed when the line is read next.
 
     def _decide(self, note: str) -> tuple[str | None, bool]:
         """The verdict, None if all is well, and whether it is the user's mistake. `note` is about strangers."""

@@ -8,10 +8,15 @@ import mmap
 import os
 from pathlib import Path
 
+from jaxdl.cluster.ending import from_the_network
+from jaxdl.cluster.meeting import ClusterError
 from jaxdl.config import ConfigError
 
 MAX_CPU_DEVICES = 512
 """Virtual CPU devices of one process. Each has threads of its own; with 1000 XLA hangs or aborts."""
+
+_UNKNOWN_PLATFORM = "is not in the list of known backends"
+"""JAX's words for a platform that it does not have, or whose plugin is not installed: no attempt will succeed."""
 
 
 def check_cpu_devices(count: int) -> None:
@@ -51,17 +56,29 @@ def check_xla_flags() -> None:
 
 
 def open_devices() -> None:
-    """Starts JAX's backend. Raises ConfigError when the platform that JAX_PLATFORMS names is not there."""
+    """Starts JAX's backend, in a run of several processes together with theirs.
+
+    Raises:
+      ConfigError: when the platform that is wanted is not there.
+      ClusterError: when another attempt may succeed, as on one of several processes.
+      RuntimeError: JAX's own, when another process could not be reached (`ending.from_the_network`).
+    """
     import jax
 
     wanted = getattr(jax.config, "jax_platforms", None)
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:
+        several, network = jax.distributed.is_initialized(), from_the_network(error)
+        if several and network:
+            raise
         why = " ".join(str(error).split()) or "JAX finds no device of that platform, or lacks its plugin"
+        unknown = isinstance(error, AssertionError) or _UNKNOWN_PLATFORM in why
+        if (several or network) and not unknown:
+            raise ClusterError(f"JAX could not start on the devices of this host: {why}") from None
+        named, unset = (f"JAX_PLATFORMS={wanted}: ", "Unset the variable, or give") if wanted else ("", "Give")
         raise ConfigError(
-            f"JAX_PLATFORMS={wanted or ''}: {why}. Unset the variable, or give --devices N for N virtual CPU devices; "
-            "for NVIDIA GPUs install jaxdl[cuda13]."
+            f"{named}{why}. {unset} --devices N for N virtual CPU devices; for NVIDIA GPUs install jaxdl[cuda13]."
         ) from None
 
 

@@ -187,16 +187,14 @@ class Membership(abc.ABC):
             return
         try:
             line.flush()
-            messages = [self._understood(fields) for fields in line.receive()]
+            for fields in line.messages():
+                # What came before something that is no message counts: it may say why.
+                self._hear(process, self._understood(fields))
+                self._heard[process] = time.monotonic()
         except (NoMessage, Malformed) as error:
             self._gone(process, f"sent something that is no message of jaxdl ({error})")
-            return
         except Lost as lost:
             self._gone(process, f"exited unexpectedly ({lost})")
-            return
-        self._heard[process] = time.monotonic()
-        for message in messages:
-            self._hear(process, message)
 
     def _gone(self, process: int, how: str) -> None:
         """The connection to a process is over; unless it was about to end in good order, the process is lost."""

@@ -11,6 +11,8 @@ from typing import Any
 from jaxdl.cluster.messages import MAX_NAME, MAX_PROCESSES, printable
 from jaxdl.config import ConfigError
 
+BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
+"""The environment variable that says where process 0 listens, if not on all of its addresses."""
 _NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -76,8 +78,7 @@ def find_place(timeout_sec: float) -> Place | None:
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them, or none (nor "
             "JAXDL_DISTRIBUTED) for one process."
         )
-    host, _, port = address.rpartition(":")
-    if not _can_be_looked_up(host) or not port.isdecimal() or not 0 < int(port) < 2**16:
+    if not _is_host_and_port(address):
         shown = printable(address[:MAX_NAME])
         raise ConfigError(f"JAX_COORDINATOR_ADDRESS={shown}: not of the form host:port. Set it to process 0's.")
     if not 0 < num_processes <= MAX_PROCESSES:
@@ -110,6 +111,23 @@ def _process_number(name: str) -> int | None:
         shown = printable(value[:MAX_NAME])
         raise ConfigError(f"{name}={shown}: not a number. Set it to one, or unset it where JAX can ask the cluster.")
     return None if value is None else int(value)
+
+
+def bind_address(given: str) -> tuple[str, int]:
+    """The (host, port) of a `JAX_COORDINATOR_BIND_ADDRESS`. Raises ConfigError."""
+    if not _is_host_and_port(given):
+        shown = printable(given[:MAX_NAME])
+        raise ConfigError(
+            f"{BIND_VARIABLE}={shown}: not of the form host:port. Set it to an address of process 0's host and a port, "
+            "such as 0.0.0.0:8476, or unset it."
+        )
+    host, _, port = given.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _is_host_and_port(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return _can_be_looked_up(host) and port.isdecimal() and 0 < int(port) < 2**16
 
 
 def _can_be_looked_up(host: str) -> bool:

@@ -15,19 +15,23 @@ from typing import Any
 
 from jaxdl.cluster.absence import missing, not_reached
 from jaxdl.cluster.door import MAX_HELLO_BYTES, STRANGER_SEC
-from jaxdl.cluster.gathering import Gathering
+from jaxdl.cluster.gathering import PORT_BUSY_SEC, Gathering
 from jaxdl.cluster.meeting import ClusterError, Meeting
 from jaxdl.cluster.messages import PROTOCOL, Greeting, Hello, Here, Malformed, Verdict, read, read_answer
 from jaxdl.cluster.place import Place, host_name, loopback
-from jaxdl.cluster.token import make_nonce, proof, proves
+from jaxdl.cluster.token import Handshake, make_nonce, proves
 from jaxdl.cluster.wire import Line, Lost, ready
 from jaxdl.config import ConfigError
-
-__all__ = ["ClusterError", "Meeting", "meet"]
 
 _GRACE_SEC = 2.0
 """Process 0 decides when its time is up; the others wait this much longer for its word."""
 _RETRY_SEC = 0.1
+_REFUSED_RETRY_SEC = 0.5
+"""After a refusal that may be another run's: each attempt counts there as one of a stranger."""
+
+
+class _Refused(Lost):
+    """Process 0 refuses this process, but does not prove that it is the process 0 of this run."""
 
 
 def meet(
@@ -52,7 +56,6 @@ def meet(
         "host": host_name(),
         "own_name": [socket.gethostname(), own] if own else None,
         "told": told,
-        "nonce": None if token is None else make_nonce(),
     }
     text = json.dumps(fields)
     if len(text) > MAX_HELLO_BYTES // 2:
@@ -74,37 +77,59 @@ class _Guest:
         self._place, self._hello, self._end, self._timeout_sec = place, hello, end, timeout_sec
         self._token = token
         self._here: dict[int, str] = {}
+        """Who has come, as the last process 0 that was reached has said; empty until it has."""
+        self._refusal: str | None = None
+        self._refused_since: float | None = None
+        """When the attempts began that all ended with a refusal; None when the last one ended otherwise."""
 
     def run(self) -> Meeting:
         """Returns when process 0 has let the run begin. Raises ConfigError and ClusterError."""
-        why = "it was not tried"
         while True:
+            pause_sec = _RETRY_SEC
             try:
                 line = _connect(self._place, self._end)
             except OSError as error:
                 unknown = isinstance(error, socket.gaierror)
                 why = "the name cannot be resolved" if unknown else error.strerror or str(error)
-                if time.monotonic() >= self._end:
-                    raise ClusterError(not_reached(self._place, why, self._timeout_sec)) from None
-                time.sleep(_RETRY_SEC)
-                continue
-            try:
-                return self._heard(line)
-            except Lost as lost:
-                line.close()
-                why = f"something answered, but {lost}"
-                time.sleep(_RETRY_SEC)
-            except BaseException:
-                line.close()
-                raise
-            if time.monotonic() >= self._end:
-                if len(self._here) > 1:
-                    raise ClusterError(missing(self._place, self._here, self._timeout_sec))
-                raise ClusterError(not_reached(self._place, why, self._timeout_sec))
+                self._here, self._refused_since = {}, None
+            else:
+                try:
+                    return self._heard(line)
+                except _Refused as refused:
+                    line.close()
+                    why, pause_sec = str(refused), _REFUSED_RETRY_SEC
+                    self._note_refusal(str(refused))
+                except Lost as lost:
+                    line.close()
+                    why = f"something answered, but {lost}"
+                    self._refused_since = None
+                except BaseException:
+                    line.close()
+                    raise
+            time.sleep(max(0.0, min(pause_sec, self._end - time.monotonic())))
+            self._give_up_if_late(why)
+
+    def _note_refusal(self, text: str) -> None:
+        """Raises ConfigError when it is not an earlier run's process 0, which would have left the port by now."""
+        now = time.monotonic()
+        self._refusal = text
+        self._refused_since = now if self._refused_since is None else self._refused_since
+        if now - self._refused_since >= PORT_BUSY_SEC:
+            raise ConfigError(text)
+
+    def _give_up_if_late(self, why: str) -> None:
+        if time.monotonic() < self._end:
+            return
+        if len(self._here) > 1:
+            raise ClusterError(missing(self._place, self._here, self._timeout_sec))
+        if self._refusal is not None:
+            raise ConfigError(self._refusal)
+        raise ClusterError(not_reached(self._place, why, self._timeout_sec))
 
     def _heard(self, line: Line) -> Meeting:
         """Says hello and waits for the verdict; notes who else has come. Raises Lost if process 0 goes away."""
-        host_nonce = ""
+        self._here = {}
+        handshake: Handshake | None = None
         if self._token is None:
             line.send(self._hello.to_json())
         greeted = time.monotonic() + STRANGER_SEC
@@ -114,35 +139,37 @@ class _Guest:
                 raise Lost("it said nothing")
             ready([line], 0.2)
             line.flush()
-            for fields in line.receive():
+            for fields in line.messages():
                 try:
                     message = read_answer(fields)
                 except Malformed as error:
                     raise Lost(f"it sends something else ({error})") from None
                 match message:
                     case Greeting():
-                        if self._token is not None and not host_nonce:
-                            host_nonce = message.nonce
-                            own = self._proof("guest", host_nonce)
-                            line.send(self._hello.model_copy(update={"proof": own}).to_json())
+                        if self._token is not None and handshake is None:
+                            handshake = Handshake(self._token, message.nonce, make_nonce(), self._place.process)
+                            self._say_hello(line, handshake)
                     case Here():
                         self._here = {int(process): host for process, host in message.here.items()}
+                        self._refusal = None
                     case Verdict():
-                        return self._obey(message, line, host_nonce)
+                        proven = handshake is not None and proves(message.proof, handshake.proof("host", fields))
+                        return self._obey(message, line, proven=proven)
 
-    def _obey(self, verdict: Verdict, line: Line, host_nonce: str) -> Meeting:
+    def _say_hello(self, line: Line, handshake: Handshake) -> None:
+        fields = self._hello.model_copy(update={"nonce": handshake.guest_nonce}).to_json()
+        line.send(fields | {"proof": handshake.proof("guest", fields)})
+
+    def _obey(self, verdict: Verdict, line: Line, *, proven: bool) -> Meeting:
+        if self._token is not None and not proven:
+            if verdict.verdict is None:
+                raise Lost("it does not know the run's token")
+            raise _Refused(verdict.verdict)
         if verdict.verdict is not None:
             raise (ConfigError if verdict.mistake else ClusterError)(verdict.verdict)
-        if self._token is not None and not proves(verdict.proof, self._proof("host", host_nonce)):
-            raise Lost("it does not know the run's token")
         if len(verdict.hosts) != self._place.num_processes:
             raise Lost(f"it speaks of {len(verdict.hosts)} hosts")
         return Meeting(verdict.hosts, {0: line})
-
-    def _proof(self, role: str, host_nonce: str) -> str:
-        assert self._token is not None
-        own = self._hello.nonce or ""
-        return proof(self._token, role, host_nonce=host_nonce, guest_nonce=own, process=self._place.process)
 
 
 def _connect(place: Place, end: float) -> Line:

@@ -109,7 +109,8 @@ class Coordinator(Membership):
             for process, line in list(self._lines.items()):
                 try:
                     line.flush()
-                    line.receive()
+                    for _ in line.messages():
+                        pass
                 except Lost:
                     del self._lines[process]
             ready(self._lines.values(), 0.05)

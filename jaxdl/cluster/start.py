@@ -13,10 +13,11 @@ import pydantic
 from jaxdl.cluster.ending import conclude
 from jaxdl.cluster.identity import describe_process, difference, unequal_counts
 from jaxdl.cluster.machine import check_cpu_devices, check_xla_flags, open_devices
+from jaxdl.cluster.meeting import ClusterError
 from jaxdl.cluster.membership import current
 from jaxdl.cluster.place import Place, find_place, host_name, several_processes
 from jaxdl.cluster.pulse import pulse
-from jaxdl.cluster.rendezvous import ClusterError, meet
+from jaxdl.cluster.rendezvous import meet
 from jaxdl.cluster.roles import begin
 from jaxdl.cluster.token import run_token
 from jaxdl.config import Config, ConfigError

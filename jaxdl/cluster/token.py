@@ -1,15 +1,20 @@
 """The run token: a secret that all processes of one start share, by which process 0 tells them from strangers.
 
 It never travels. Process 0 greets every connection with a random nonce; who knows the token answers with a nonce of its
-own and the HMAC of both; process 0 proves itself the same way with its verdict. Only the meeting is protected: nothing
-that is sent is encrypted, and the connections of JAX, Gloo and NCCL know no token (see docs/clusters.md).
+own and the HMAC of both and of its hello; process 0 proves its verdict in the same way. Only the meeting is protected:
+nothing that is sent is encrypted, and the connections of JAX, Gloo and NCCL know no token (see docs/clusters.md).
 """
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import json
 import os
 import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from jaxdl.config import ConfigError
 
@@ -24,20 +29,26 @@ def make_token() -> str:
 
 
 def make_nonce() -> str:
-    """A random number that is used once, in 32 hexadecimal digits."""
+    """A random number for one connection, in 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 def run_token() -> str | None:
     """The token in this process's environment; None when there is none.
 
-    Raises ConfigError, without the value, for one that can be guessed.
+    Raises ConfigError, without the value, for one that can be guessed or is no text.
     """
     value = os.environ.get(VARIABLE)
     if value is None:
         return None
     if not value:
         raise ConfigError(f"{VARIABLE} is empty. Set it to the same random text in all processes, or unset it in all.")
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # Python keeps such bytes of the environment as surrogates.
+        raise ConfigError(
+            f"{VARIABLE} is not UTF-8 text. `openssl rand -hex 16` prints a good one; all processes need the same."
+        ) from None
     if len(value) < MIN_CHARACTERS:
         raise ConfigError(
             f"{VARIABLE} has {len(value)} characters and could be guessed: it needs {MIN_CHARACTERS} or more. "
@@ -46,13 +57,28 @@ def run_token() -> str | None:
     return value
 
 
-def proof(token: str, role: str, *, host_nonce: str, guest_nonce: str, process: int) -> str:
-    """The HMAC-SHA256 (RFC 2104) by which one side shows that it knows the token, in hexadecimal digits.
+@dataclass(frozen=True)
+class Handshake:
+    """What both sides of one connection know, by which each shows the other that it knows the token too."""
 
-    `role` says which side speaks, so that neither can send the other's proof back; `process` is the guest's number.
-    """
-    message = f"jaxdl {role} {process} {host_nonce} {guest_nonce}"
-    return hmac.new(token.encode(), message.encode(), "sha256").hexdigest()
+    token: str
+    host_nonce: str
+    """Process 0's, for this connection alone."""
+    guest_nonce: str
+    """The other process's, for this connection alone."""
+    process: int
+    """The other process's number."""
+
+    def proof(self, role: str, message: Mapping[str, Any]) -> str:
+        """The HMAC-SHA256 (RFC 2104) that belongs to a message, in hexadecimal digits.
+
+        It covers the content of the message, without its own field `proof`. `role` ("guest" or "host") says which side
+        speaks, so that neither can send the other's proof back.
+        """
+        content = json.dumps({name: value for name, value in message.items() if name != "proof"}, sort_keys=True)
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        text = f"jaxdl {role} {self.process} {self.host_nonce} {self.guest_nonce} {digest}"
+        return hmac.new(self.token.encode(), text.encode(), "sha256").hexdigest()
 
 
 def proves(given: str | None, expected: str) -> bool:

@@ -6,13 +6,13 @@ import errno
 import json
 import select
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 MAX_LINE_BYTES = 4 * 2**20
 """No message is longer; a stream without line ends is cut here."""
 _MAX_UNSENT_BYTES = 16 * 2**20
-"""More than this waits only for a peer that does not read; silence has told of it long before."""
+"""More than this waits only for a peer that does not read; its silence is noticed long before."""
 
 
 class Lost(Exception):
@@ -36,6 +36,8 @@ class Line:
         self._socket = connection
         self._received = bytearray()
         self._unsent = bytearray()
+        self.has_spoken = False
+        """Whether anything has come."""
 
     def fileno(self) -> int:
         """For `ready`."""
@@ -60,9 +62,13 @@ class Line:
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Hands the message over; what the connection does not take at once goes with the next `flush`. Raises Lost."""
-        self._unsent += json.dumps(message).encode() + b"\n"
-        if len(self._unsent) > _MAX_UNSENT_BYTES:
+        self.send_encoded(encoded(message))
+
+    def send_encoded(self, words: bytes) -> None:
+        """`send` of a message that is `encoded` already, as one that goes to many is. Raises Lost."""
+        if len(self._unsent) + len(words) > _MAX_UNSENT_BYTES:
             raise Lost("it reads nothing")
+        self._unsent += words
         self.flush()
 
     def flush(self) -> None:
@@ -75,31 +81,36 @@ class Line:
             except OSError as error:
                 raise Lost(_why(error)) from None
 
-    def receive(self) -> list[dict[str, Any]]:
-        """The messages that have come since. Raises Lost when the connection is over or what comes is no message."""
-        whole, over = self._read()
-        messages = [_parsed(line) for line in whole]
-        if over is not None and not messages:
-            raise Lost(over)
-        return messages  # If it is over, the next call says so.
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Yields the messages that have come since; whoever calls this takes them all, or closes the connection.
+
+        Then raises Lost when the connection is over, and NoMessage when what follows is no message.
+        """
+        whole, problem = self._read()
+        for line in whole:
+            yield _parsed(line)
+        if problem is not None:
+            raise problem
 
     def receive_one(self) -> dict[str, Any] | None:
         """The message of a peer that may send one and no more before it is answered; None until all of it is here.
 
-        Raises Lost as `receive` does, and when more comes.
+        Raises Lost when the connection is over, also after a message, as nobody is there to be answered; NoMessage when
+        what comes is no message, or more than one.
         """
-        whole, over = self._read()
+        whole, problem = self._read()
+        if isinstance(problem, NoMessage):
+            raise problem
         if len(whole) > 1 or (whole and self._received):
             raise NoMessage("it sends more than one message")
-        if whole:
-            return _parsed(whole[0])
-        if over is not None:
-            raise Lost(over)
-        return None
+        message = _parsed(whole[0]) if whole else None
+        if problem is not None:
+            raise problem
+        return message
 
-    def _read(self) -> tuple[list[bytes], str | None]:
-        """(whole lines, by what the connection is over). At most `limit_bytes` and a little are taken at once."""
-        over: str | None = None
+    def _read(self) -> tuple[list[bytes], Lost | None]:
+        """(whole lines, what is wrong after them). At most `limit_bytes` and a little are taken at once."""
+        problem: Lost | None = None
         ended = False
         while len(self._received) <= self.limit_bytes:
             try:
@@ -107,25 +118,32 @@ class Line:
             except (BlockingIOError, InterruptedError):
                 break
             except OSError as error:
-                over = _why(error)
+                problem = Lost(_why(error))
                 break
             if not data:
-                over = "its connection closed"
+                problem = Lost("its connection closed")
                 break
             self._received += data
+            self.has_spoken = True
             ended = ended or b"\n" in data
         whole: list[bytes] = []
         if ended:  # What came earlier has no line end: a drip of bytes must not have it searched again each time.
             *parts, rest = bytes(self._received).split(b"\n")
             self._received = bytearray(rest)
             whole = [line for line in parts if line.strip()]
-        if len(self._received) > self.limit_bytes or any(len(line) > self.limit_bytes for line in whole):
-            raise NoMessage(f"it sends a line of more than {self.limit_bytes} bytes")
-        return whole, over
+        too_long = next((index for index, line in enumerate(whole) if len(line) > self.limit_bytes), None)
+        if too_long is not None or len(self._received) > self.limit_bytes:
+            return whole[:too_long], NoMessage(f"it sends a line of more than {self.limit_bytes} bytes")
+        return whole, problem
 
     def close(self) -> None:
         """Ends the connection."""
         self._socket.close()
+
+
+def encoded(message: Mapping[str, Any]) -> bytes:
+    """The line that carries a message."""
+    return json.dumps(message).encode() + b"\n"
 
 
 class HasFileno(Protocol):
@@ -144,7 +162,8 @@ def ready(waited: Iterable[WaitedT], timeout_sec: float) -> list[WaitedT]:
     by_number = {one.fileno(): one for one in waited}
     poll = select.poll()  # Unlike select() it knows file descriptors above 1023.
     for number, one in by_number.items():
-        writes = isinstance(one, Line) and one.waits_to_send
+        line = getattr(one, "line", one)  # Of one that holds a connection, that.
+        writes = isinstance(line, Line) and line.waits_to_send
         poll.register(number, select.POLLIN | (select.POLLOUT if writes else 0))
     return [by_number[number] for number, _ in poll.poll(max(0.0, timeout_sec) * 1000)]
 
