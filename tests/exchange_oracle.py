@@ -90,21 +90,21 @@ class Oracle:
     def step(self, gradients, key):
         """`(mean, metrics)` of `gradients`, name -> `[replica, *shape]`; what remains is in `self.residual`."""
         shares = {name: g.astype(F32) / F32(self.m) for name, g in gradients.items()}
-        owed = shares
+        summand = shares
         if self.momentum is not None:
             self.momentum = {name: F32(self.correction) * self.momentum[name] + shares[name] for name in shares}
-            owed = self.momentum
+            summand = self.momentum
         if self.residual is not None:
-            owed = owed | {name: owed[name] + x for name, x in self.residual.items()}
+            summand = summand | {name: summand[name] + x for name, x in self.residual.items()}
         self.sent = dict.fromkeys(("replica", *self.inner), 0.0)
         self.entries = self.elements = 0
         mean = {}
         dense = [name for name in self.order if name not in self.compressed]
         for names in self.buckets(dense):
-            mean |= self.dense_bucket(names, owed)
+            mean |= self.dense_bucket(names, summand)
         for number, names in enumerate(self.buckets(self.compressed)):
             one = self.factored_bucket if self.kind == "powersgd" else self.flat_bucket
-            mean |= one(names, owed, jax.random.fold_in(key, number))
+            mean |= one(names, summand, jax.random.fold_in(key, number))
         rounded = {name: mean[name].astype(gradients[name].dtype) for name in gradients}
         for name in self.residual or {}:
             if name not in self.compressed:
@@ -139,26 +139,26 @@ class Oracle:
             size *= self.inner[axis]
         return own
 
-    def dense_bucket(self, names, owed):
+    def dense_bucket(self, names, summand):
         own = self.count(names, 1)
         wire = np.dtype(ml_dtypes.bfloat16) if self.wire == "bfloat16" else np.dtype(self.wire)
         padded = own if wire.itemsize == 4 else -(-own // self.m) * self.m
         self.sent["replica"] += 2 * (self.m - 1) / self.m * padded * wire.itemsize
         self.entries, self.elements = self.entries + own, self.elements + own
-        return {name: owed[name].astype(wire).astype(np.float64).sum(axis=0).astype(F32) for name in names}
+        return {name: summand[name].astype(wire).astype(np.float64).sum(axis=0).astype(F32) for name in names}
 
     @property
     def wire(self):
         return self.config.wire_dtype if self.kind == "dense" else "float32"
 
-    def flat_bucket(self, names, owed, key):
+    def flat_bucket(self, names, summand, key):
         """Each device's part of the flat bucket, with the same part of the other replicas."""
         used, whole = self.split_axes(names)
         ways = math.prod(self.inner[axis] for axis in whole)
         own = self.count(names, 1 + (self.residual is not None) + (self.momentum is not None))
         mean = {name: np.zeros(self.shapes[name], F32) for name in names}
         for used_number, coords in enumerate(self.places(used)):
-            flat = [np.concatenate([owed[n][r][self.cut(n, coords)].ravel() for n in names]) for r in range(self.m)]
+            flat = [np.concatenate([summand[n][r][self.cut(n, coords)].ravel() for n in names]) for r in range(self.m)]
             flat = np.pad(flat, ((0, 0), (0, own * ways - len(flat[0]))))
             parts = []
             for number in range(ways):
@@ -189,7 +189,7 @@ class Oracle:
         return mean
 
     def exchanged(self, rows, key):
-        """`(total [n], errors [m, n], which entries were chosen [m, n])` of what each of m replicas owes."""
+        """`(total [n], errors [m, n], which entries were chosen [m, n])` of the summands of m replicas."""
         if self.kind == "topk":
             return sparse_sum(rows, self.config, key)
         bits, n = 1 if self.kind == "sign" else self.config.bits, rows.shape[1]
@@ -202,7 +202,7 @@ class Oracle:
         unit = self.m * self.config.block_size
         return -n % unit if n >= 16 * unit else 0
 
-    def factored_bucket(self, names, owed, key):
+    def factored_bucket(self, names, summand, key):
         used, whole = self.split_axes(names)
         rank, ways = self.config.rank, math.prod(self.inner[axis] for axis in whole)
         matrices = [self.matrix(name) for name in names]
@@ -219,7 +219,7 @@ class Oracle:
             count, rows, columns = self.matrix(name)
             for coords in self.places(used):
                 where, place = self.cut(name, coords), tuple(coords.values())
-                own = np.stack([owed[name][r][where] for r in range(self.m)])
+                own = np.stack([summand[name][r][where] for r in range(self.m)])
                 matrices = own.reshape(self.m, count, rows, columns).astype(np.float64)
                 factor = self.factors[name][place]
                 left = np.linalg.qr(matrices.sum(axis=0) @ factor)[0]

@@ -104,10 +104,25 @@ def test_rounding_of_16_bit_means_goes_into_the_residual(config, dtype):
     update, one = compiled(config.build_alone(), shapes, 1, dtype)
     one["replica"]["residual"] = {name: jnp.float32(x)[None] for name, x in residual.items()}
     gradients = normal(shapes, 1, 9, dtype)
-    mean, one, _ = update(gradients, one, jax.random.key(0))
+    mean, one, metrics = update(gradients, one, jax.random.key(0))
+    left = [np.asarray(x, np.float64) for x in one["replica"]["residual"].values()]
+    np.testing.assert_allclose(float(metrics["residual_norm"]), np.sqrt(sum(np.sum(x**2) for x in left)), rtol=1e-5)
     for name in shapes:
         applied = np.asarray(mean[name], np.float64) + np.asarray(one["replica"]["residual"][name], np.float64)[0]
         np.testing.assert_allclose(applied, gradients[name][0] + residual[name], atol=2e-6)
+
+
+def test_rounding_of_pending_16_bit_gradients_goes_into_the_residual():
+    """After a split over another number of replicas they are no numbers of 16 bits any more."""
+    shapes, replicas = {"kernel": (32, 40)}, 4
+    config = TopK(density=0.05, method="exact", min_elements=0, delay_steps=1)
+    update, state = compiled(config.build(), shapes, replicas, ml_dtypes.bfloat16)
+    pending = np.broadcast_to(normal(shapes, 1, 0)["kernel"] / replicas, (replicas, *shapes["kernel"]))
+    state["replica"]["pending"] = {"kernel": jnp.asarray(pending)}
+    mean, state, _ = update(normal(shapes, replicas, 1, ml_dtypes.bfloat16), state, jax.random.key(0))
+    left = np.asarray(state["replica"]["residual"]["kernel"], np.float64).sum(axis=0)
+    true = pending.astype(np.float64).sum(axis=0)
+    np.testing.assert_allclose(np.asarray(mean["kernel"], np.float64) + left, true, atol=2e-6)
 
 
 def test_small_float16_means_are_rounded_to_subnormal_numbers():
@@ -137,6 +152,27 @@ def test_half_all_reduce_is_the_sum_rounded_once(dtype, replicas, n):
         expected = expected + row
     for shard in total.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), expected.astype(dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize("axes", [("replica", "fsdp"), ("fsdp", "replica")])
+def test_half_all_reduce_over_two_axes(axes):
+    """Every device of both axes is in the sum, in the order of `axes`, and all have the same bits."""
+    mesh = Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("replica", "fsdp"))
+    x = np.random.default_rng(0).standard_normal((3, 2, 101)).astype(np.float32)
+    summed = jax.shard_map(
+        lambda x: half_all_reduce(x[0, 0], axes, "bfloat16"), mesh=mesh, in_specs=P("replica", "fsdp"), out_specs=P()
+    )
+    total = jax.jit(summed)(x)
+    sent = x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    rows = (sent if axes[0] == "replica" else np.swapaxes(sent, 0, 1)).reshape(6, 101)
+    expected = rows[0]
+    for row in rows[1:]:
+        expected = expected + row
+    assert len(total.addressable_shards) == 6
+    for shard in total.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), expected.astype(ml_dtypes.bfloat16).astype(np.float32))
+    found = sent_bytes(jax.jit(summed).lower(x).as_text(), mesh)
+    assert found["replica+fsdp"] == all_reduce_sent_bytes(101, 6, "bfloat16") == 2 * 5 / 6 * 2 * 102
 
 
 @pytest.mark.parametrize("exchange", ["dense bfloat16", "dense float16"])

@@ -163,8 +163,8 @@ def test_powersgd_of_too_high_a_rank():
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_momentum_of_the_exchange_is_that_of_sgd(num_replicas):
-    """Until entries are sent, and start anew, corrected momentum is plain momentum: of all gradients, on one replica
-    too."""
+    """Until entries are sent and their momentum restarts, corrected momentum is plain momentum: of all gradients, on
+    one replica too."""
     changes = {"steps": 4, "mesh": MeshConfig(replica=num_replicas, fsdp=1)}
     sgd = {"learning_rate": 0.05, "weight_decay": 0.0, "nesterov": False}
     devices = jax.devices()[:num_replicas]
@@ -176,7 +176,7 @@ def test_momentum_of_the_exchange_is_that_of_sgd(num_replicas):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
-def test_what_is_owed_does_not_depend_on_the_loss_scale():
+def test_residuals_do_not_depend_on_the_loss_scale():
     """With float16: residual and momentum are those of the gradients, and a skipped step leaves them bit-equal."""
     exchange = TopK(density=0.05, momentum_correction=0.9, min_elements=64)
     changes = {"precision": Float16(), "exchange": exchange, "optimizer": SGD(momentum=0.0, nesterov=False)}

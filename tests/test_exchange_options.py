@@ -100,7 +100,7 @@ def test_min_elements_counts_all_shards():
 
 
 def test_momentum_correction_against_numpy():
-    """Deep Gradient Compression: momentum adds up locally, and starts anew where it was sent."""
+    """Deep Gradient Compression: momentum adds up locally, and restarts at zero where it was sent."""
     config = TopK(density=0.1, method="exact", wire="plain", momentum_correction=0.5, **COMMON)
     oracle = Oracle(
         config,

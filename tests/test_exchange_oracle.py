@@ -111,8 +111,8 @@ def test_error_feedback_telescopes(exchange, place, dtype):
         largest = max(np.abs(gradients[name].astype(np.float32)).max(), np.abs(sent[name]).max())
         # A mean in bfloat16 is rounded once more on its way out.
         allowed = largest * (5e-6 if run.dtypes[name] == np.float32 else 5 / 256)
-        owed = np.asarray(left, np.float64).sum(axis=0)
-        np.testing.assert_allclose(sent[name] + owed, there[name], rtol=0, atol=allowed)
+        residual = np.asarray(left, np.float64).sum(axis=0)
+        np.testing.assert_allclose(sent[name] + residual, there[name], rtol=0, atol=allowed)
 
 
 @pytest.mark.parametrize(("exchange", "place", "dtype"), CASES)

@@ -1,4 +1,4 @@
-"""The state of exchanges: where it lies, saved and restored, split anew for other meshes, and resumed bit-equal."""
+"""The state of exchanges: where it lies, saved and restored, split again for other meshes, and resumed bit-equal."""
 
 import functools
 import math
@@ -12,12 +12,12 @@ from runs import assert_bit_equal, rows, tiny_experiment
 
 import jaxdl
 from jaxdl.checkpoint import Checkpoints
-from jaxdl.data import SyntheticText
+from jaxdl.data import SyntheticText, TrainLoader
 from jaxdl.exchange import PowerSGD, Quantized, Sign, TopK, by_name, exchanged_on_mesh
-from jaxdl.mesh import MeshConfig
+from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
-from jaxdl.plan import make_exchange_state, make_plan
+from jaxdl.plan import compile_train_step, make_exchange_state, make_initial_state, make_plan
 from jaxdl.sharding import spec_axes
 from jaxdl.tasks import LanguageModelling
 
@@ -108,7 +108,7 @@ def test_restored_bit_equal_on_the_same_mesh(tmp_path, exchange):
         ((4, 1, 1), (8, 1, 1), "of 4 replicas is split over 8, the sum preserved"),
     ],
 )
-def test_another_number_of_replicas_owes_the_same(tmp_path, exchange, before, after, note):
+def test_another_number_of_replicas_has_the_same_sums(tmp_path, exchange, before, after, note):
     plan = plan_of(exchange, *after)
     state = filled(plan_of(exchange, *before))
     restored = through_a_checkpoint(tmp_path, state, plan)
@@ -148,12 +148,12 @@ def test_through_one_replica_nothing_is_lost(tmp_path, exchange):
         for where in ("common", "shard"):
             assert_bit_equal(found.get(where, {}), start.get(where, {}))
     assert not any("dropped" in note or "new run" in note for note in notes)
-    assert ["first gradient" in note for note in notes] == [False, True, False]
+    assert ["adds 1/8 of what is left of the residual" in note for note in notes] == [False, True, False]
 
 
 def test_one_replica_applies_the_residual_and_counts_on():
-    """Its mean is its gradient, or the momentum of that, and the residual, which is zero from then on."""
-    experiment, plan = EXPERIMENT.replaced({"exchange": TOPK}), plan_of(TOPK, 1, 1, 1)
+    """Its mean is its gradient, or the momentum of that, and an eighth of the residual, which keeps the rest."""
+    experiment, plan = EXPERIMENT.replaced({"exchange": TOPK}), plan_of(TOPK, 1, 2, 1)
     mesh, spec = plan.parts.layout.mesh, plan.parts.state_spec
     state = filled(plan).exchange_state
     grads = jax.tree.map(lambda x: np.full((1, *x.shape), 0.5, np.float32), spec.shapes.params)
@@ -164,11 +164,45 @@ def test_one_replica_applies_the_residual_and_counts_on():
         momentum = 0.9 * start["replica"]["momentum"][name][0] + 0.5
         np.testing.assert_allclose(np.asarray(new["replica"]["momentum"][name])[0], momentum, rtol=1e-6)
         residual = start["replica"]["residual"]
-        np.testing.assert_allclose(x, momentum + (residual[name][0] if name in residual else 0), rtol=1e-5, atol=1e-6)
-    assert not any(np.any(x) for x in new["replica"]["residual"].values())
+        part = 0.125 * residual[name][0] if name in residual else 0
+        np.testing.assert_allclose(x, momentum + part, rtol=1e-5, atol=1e-6)
+    left = host(new)["replica"]["residual"]
+    for name, x in left.items():
+        np.testing.assert_allclose(x, 0.875 * residual[name], rtol=1e-5)
+    norm = np.sqrt(sum(np.sum(x.astype(np.float64) ** 2) for x in left.values()))
+    gradient_norm = 0.5 * np.sqrt(sum(x.size for x in jax.tree.leaves(grads)))
+    np.testing.assert_allclose(float(metrics["residual_norm"]), norm, rtol=1e-5)
+    np.testing.assert_allclose(float(metrics["residual_ratio"]), norm / gradient_norm, rtol=1e-5)
     assert int(new["common"]["num_updates"]) == int(start["common"]["num_updates"]) + 1
     assert float(metrics["bytes_sent/replica"]) == 0
     assert any(x.size >= experiment.exchange.min_elements for x in by_name(host(mean)).values())
+
+
+def test_clipping_on_one_replica_spares_the_residual():
+    """A residual of five times the clipping norm: added at once, four fifths of it would be lost."""
+    exchange = TopK(density=0.1, method="block", min_elements=64)
+    one = {"exchange": exchange, "mesh": MeshConfig(replica=1, fsdp=1, tensor=1), "step": {"clip_norm": 100.0}}
+    plan = make_plan(EXPERIMENT.replaced(one), jax.devices()[:1])
+    step, state = compile_train_step(plan), filled(plan).exchange_state
+    size = np.sqrt(sum(np.sum(np.asarray(x) ** 2) for x in jax.tree.leaves(state["replica"])))
+    start = host(make_initial_state(plan))
+    with TrainLoader(
+        plan.splits.train, batch_size=24, seed=0, sharding=batch_sharding(plan.parts.layout.mesh), start=0, num_steps=1
+    ) as loader:
+        batch = next(loader)
+    moved, norms = {}, {}
+    for scale in (0.0, 500.0):
+        residual = jax.tree.map(lambda x, scale=scale: x * (scale / size), state)
+        fresh = make_initial_state(plan).replace(exchange_state=residual)
+        after, metrics = step(fresh, batch)
+        moved[scale], norms[scale] = by_name(host(after.params)), float(metrics["grad_norm"])
+    assert norms[500.0] < 100
+    assert norms[500.0] > norms[0.0]
+    before = by_name(start.params)
+    for name, x in host(state)["replica"]["residual"].items():
+        wanted = -1e-2 * 0.125 * (500.0 / size) * x[0]
+        np.testing.assert_allclose(moved[500.0][name] - moved[0.0][name], wanted, rtol=1e-3, atol=2e-6)
+    assert any(np.abs(moved[0.0][name] - x).max() > 0 for name, x in before.items())
 
 
 def test_an_older_checkpoint_of_one_replica(tmp_path):

@@ -40,6 +40,7 @@ VARIANTS: Mapping[str, Variant] = {
     FLAT_FLOOR: Variant(None, is_flat=True),
     FLAT: Variant(Dense(), is_flat=True),
     BASELINE: Variant(Dense()),
+    "dense bfloat16": Variant(Dense(wire_dtype="bfloat16")),
     "topk exact": Variant(TopK(method="exact")),
     "topk mstopk": Variant(TopK(method="mstopk")),
     "topk threshold": Variant(TopK(method="threshold")),

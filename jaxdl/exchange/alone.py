@@ -13,11 +13,19 @@ from jaxdl.exchange.base import (
     Exchange,
     ExchangeMetrics,
     ExchangeState,
+    GradientLayout,
     like,
     nonempty,
+    residual_norms,
     rounding_of,
     shares_of,
 )
+
+RESIDUAL_PART = 1 / 8
+"""The part of its residual that a single replica adds to the gradient in a step: half of it is applied after 6 steps,
+99 % after 35. A residual can be several times larger than a gradient; added at once, most of it would be clipped.
+
+A power of two: the product is exact, so the sum is rounded alike wherever XLA computes it."""
 
 
 def grown(momentum: dict[str, jax.Array], shares: dict[str, jax.Array], factor: float) -> dict[str, jax.Array]:
@@ -25,16 +33,22 @@ def grown(momentum: dict[str, jax.Array], shares: dict[str, jax.Array], factor: 
     return {name: factor * momentum[name] + x for name, x in shares.items()}
 
 
-def alone(several: Exchange | None = None, momentum_correction: float | None = None) -> Exchange:
+def alone(
+    several: Exchange | None = None,
+    momentum_correction: float | None = None,
+    layout: GradientLayout | None = None,
+) -> Exchange:
     """The exchange of a single replica: its gradients are the mean already, and nothing is sent.
 
     It has the state of `several`, the exchange of the same run with several replicas, so that a run can go through one
-    replica and back. A residual is added to the next gradient, whole: it is that part of earlier mean gradients which
-    has not been applied, and no entry of it is larger than those that an exchange sends in every step. From then on it
-    is zero (but for the rounding of 16-bit gradients). Steps count for the warm-ups of `several` as they would there,
-    and what belongs to shards stays as it is. With `momentum_correction` the state has the momentum that the optimizer
-    does not have, and the momentum is what is returned.
+    replica and back. The residual is that part of earlier mean gradients which has not been applied. In each step
+    `RESIDUAL_PART` of it is added to the gradient and leaves the residual; the rounding of 16-bit gradients enters it.
+    Clipping and the optimizer see the sum as one gradient: where its norm is above `clip_norm`, some of the residual is
+    lost as some of the gradient is. Steps count for the warm-ups of `several` as they would there, and the state of
+    shards does not change. With `momentum_correction` the state has the momentum that the optimizer does not have, and
+    the momentum is what is returned. `layout` says how gradients are sharded, for the norms among the metrics.
     """
+    layout = layout or GradientLayout()
 
     def init(grads: Any) -> ExchangeState:
         return several.init(grads) if several else {}
@@ -44,20 +58,26 @@ def alone(several: Exchange | None = None, momentum_correction: float | None = N
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
         del key
         leaves, kept = nonempty(grads), dict(state.get(PER_REPLICA, {}))
-        mean = shares_of(leaves, axis)
+        mean = shares = shares_of(leaves, axis)
+        zero, one = jnp.float32(0), jnp.float32(1)
+        metrics = {f"bytes_sent/{axis}": zero, "compression": one, "density": one}
+        metrics |= {"residual_norm": zero, "residual_ratio": zero}
         if momentum_correction is not None:
             mean = kept["momentum"] = grown(kept["momentum"], mean, momentum_correction)
         if "residual" in kept:
-            mean = mean | {name: mean[name] + x for name, x in kept["residual"].items()}
-            kept["residual"] = {name: rounding_of(mean[name], leaves[name].dtype) for name in kept["residual"]}
+            part = {name: RESIDUAL_PART * x for name, x in kept["residual"].items()}
+            mean = mean | {name: mean[name] + x for name, x in part.items()}
+            kept["residual"] = {
+                name: x - part[name] + rounding_of(mean[name], leaves[name].dtype)
+                for name, x in kept["residual"].items()
+            }
+            metrics |= residual_norms(shares, kept["residual"], layout=layout, axis=axis)
         new = {PER_REPLICA: kept, "common": {name: count + 1 for name, count in state.get("common", {}).items()}}
-        zero, one = jnp.float32(0), jnp.float32(1)
-        metrics = {f"bytes_sent/{axis}": zero, "compression": one, "density": one}
         # The sum over one device changes the type alone: from here on the gradients are those of all replicas.
         return (
             lax.psum(like(grads, mean), axis),
             state | {where: entries for where, entries in new.items() if where in state},
-            metrics | {"residual_norm": zero, "residual_ratio": zero},
+            metrics,
         )
 
     return Exchange(init, update)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
+from jaxdl.collectives.primitive import alike
 from jaxdl.mesh import Axis
 from jaxdl.sharding import is_spec, spec_axes
 
@@ -141,6 +142,23 @@ def rounding_of(total: jax.Array, dtype: Any) -> jax.Array:
         # `reduce_precision` makes numbers below the normal ones zero, a conversion keeps them as multiples of 2^-24.
         rounded = jnp.where(jnp.abs(total) < 2.0**-14, jnp.round(total * 2.0**24) * 2.0**-24, rounded)
     return jnp.where(jnp.isfinite(rounded), total - rounded, 0)
+
+
+def residual_norms(
+    shares: Mapping[str, jax.Array], residual: Mapping[str, jax.Array], *, layout: GradientLayout, axis: str
+) -> ExchangeMetrics:
+    """`residual_norm` and `residual_ratio` (see `ExchangeMetrics`) by one all-reduce of two numbers."""
+    axes = (axis, *layout.inner)
+
+    def squared(leaves: Mapping[str, jax.Array]) -> jax.Array:
+        # Each of the devices that hold the same gradient counts it.
+        sums = [jnp.sum(x**2) / layout.ways(layout.whole(name)) for name, x in leaves.items()]
+        return sum(alike(axes, *sums), jnp.float32(0)) if sums else jnp.float32(0)
+
+    own = jnp.stack(alike(axes, squared(shares), squared(residual)))
+    gradient_norm, residual_norm = jnp.sqrt(jax.lax.psum(own, axes))
+    tiny = jnp.finfo(jnp.float32).tiny
+    return {"residual_norm": residual_norm, "residual_ratio": residual_norm / jnp.maximum(gradient_norm, tiny)}
 
 
 def check_local(grads: Mapping[str, jax.Array], axis: str) -> None:

@@ -33,6 +33,7 @@ from jaxdl.exchange.base import (
     check_local,
     like,
     nonempty,
+    residual_norms,
     rounding_of,
     shares_of,
 )
@@ -119,7 +120,7 @@ class Compressed(Bucketed, abc.ABC):
     def build_alone(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange of a single replica: it sends nothing, but has the same state as that of several replicas."""
         engine = self.engine(layout or GradientLayout())
-        return delayed(alone(engine.build(), engine.momentum_correction), self.delay_steps)
+        return delayed(alone(engine.build(), engine.momentum_correction, engine.layout), self.delay_steps)
 
     def stays_dense(self, name: str, num_elements: int) -> bool:
         """Whether a gradient is exchanged whole; `num_elements` counts those of all its shards."""
@@ -147,12 +148,12 @@ class Sent:
 
 
 class Send(Protocol):
-    """One message: sums one bucket (shares and residuals) over `axis`, approximately."""
+    """One message: sums one bucket of `summand`, this replica's share and residual, over `axis`, approximately."""
 
     def __call__(
         self,
         bucket: Bucket,
-        owed: Leaves,
+        summand: Leaves,
         momentum: Leaves | None,
         shard: dict[str, Leaves],
         *,
@@ -251,10 +252,10 @@ class CompressedExchange:
         compressed = self.chosen(leaves)[1]
         kept = state.get(PER_REPLICA, {})
         due = self._due(shares, kept)
-        owed = due | {name: due[name] + x for name, x in kept.get("residual", {}).items()}
-        dense_messages = [send_dense(bucket, owed, layout=self.layout, axis=axis) for bucket in dense]
+        summand = due | {name: due[name] + x for name, x in kept.get("residual", {}).items()}
+        dense_messages = [send_dense(bucket, summand, layout=self.layout, axis=axis) for bucket in dense]
         momentum = {name: due[name] for name in compressed} if self.momentum_correction is not None else None
-        carried = ({name: owed[name] for name in compressed}, momentum, state.get("shard", {}))
+        carried = ({name: summand[name] for name in compressed}, momentum, state.get("shard", {}))
         total, error, momentum, shard, costs = self._sent(buckets, carried, state, axis, key)
         for message in dense_messages:
             total |= message.total
@@ -263,7 +264,7 @@ class CompressedExchange:
             for name in kept.get("residual", {})
         }
         rest = {
-            "residual": {name: alike((axis,), x, owed[name])[0] for name, x in residual.items()},
+            "residual": {name: alike((axis,), x, summand[name])[0] for name, x in residual.items()},
             "momentum": {name: due[name] for bucket in dense for name in bucket.names} | (momentum or {}),
         }
         new_state = {
@@ -291,15 +292,17 @@ class CompressedExchange:
 
         def by_stage(stage: Stage) -> Callable[[Any], Any]:
             def run(carried: Any) -> Any:
-                owed, momentum, shard = carried
+                summand, momentum, shard = carried
                 messages: list[Sent] = []
                 for number in turn:
                     bucket, last = buckets[number], messages[-1].last if messages else None
                     if stage.send is None:
-                        message = send_dense(bucket, owed, layout=self.layout, axis=axis, momentum=momentum, last=last)
+                        message = send_dense(
+                            bucket, summand, layout=self.layout, axis=axis, momentum=momentum, last=last
+                        )
                     else:
                         own_key = device_key(jax.random.fold_in(key, number), (*bucket.used, *bucket.whole))
-                        message = stage.send(bucket, owed, momentum, shard, axis=axis, key=own_key, last=last)
+                        message = stage.send(bucket, summand, momentum, shard, axis=axis, key=own_key, last=last)
                     messages.append(message)
                 return _joined(messages, carried, axis, self.layout)
 
@@ -315,7 +318,7 @@ class CompressedExchange:
 
 def _joined(messages: Sequence[Sent], carried: Any, axis: str, layout: GradientLayout) -> Any:
     """`(total, error, momentum, shard, costs)` of several messages; the same structure at every stage."""
-    owed, momentum, shard = carried
+    summand, momentum, shard = carried
     total: Leaves = {}
     error: Leaves = {}
     new_momentum: Leaves = {}
@@ -325,8 +328,8 @@ def _joined(messages: Sequence[Sent], carried: Any, axis: str, layout: GradientL
         new_momentum |= message.momentum or {}
         shard = {name: entry | message.shard.get(name, {}) for name, entry in shard.items()}
     # Without error feedback nobody reads what is left; a stage that leaves nothing still has to have its shape.
-    error = {name: error.get(name, jnp.zeros_like(x)) for name, x in owed.items()}
-    error = {name: alike((axis,), x, owed[name])[0] for name, x in error.items()}
+    error = {name: error.get(name, jnp.zeros_like(x)) for name, x in summand.items()}
+    error = {name: alike((axis,), x, summand[name])[0] for name, x in error.items()}
     return total, error, None if momentum is None else new_momentum, shard, message_costs(messages, axis, layout)
 
 
@@ -337,7 +340,7 @@ def device_key(key: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 def send_dense(
     bucket: Bucket,
-    owed: Leaves,
+    summand: Leaves,
     *,
     layout: GradientLayout,
     axis: str,
@@ -346,7 +349,7 @@ def send_dense(
     last: jax.Array | None = None,
 ) -> Sent:
     """Sums a bucket by one all-reduce in `dtype`, after the message that `last` came with; nothing remains."""
-    own = held_back(bucket.join(owed), last)
+    own = held_back(bucket.join(summand), last)
     total = lax.psum(own, axis) if dtype == jnp.float32 else half_all_reduce(own, axis, dtype)
     sent = all_reduce_sent_bytes(bucket.num_own, lax.axis_size(axis), dtype)
     return Sent(
@@ -373,24 +376,12 @@ def measured(
 ) -> ExchangeMetrics:
     """The metrics of an exchange; see `ExchangeMetrics`."""
     slow, entries, elements, *inner = costs
-    num_replicas = lax.axis_size(axis)
-    dense = 2 * (num_replicas - 1) / num_replicas * 4 * elements
-
-    def squared(leaves: Leaves) -> jax.Array:
-        # What lies whole on several devices is counted by each of them.
-        sums = [jnp.sum(x**2) / layout.ways(layout.whole(name)) for name, x in leaves.items()]
-        return sum(alike((axis, *layout.inner), *sums), jnp.float32(0)) if sums else jnp.float32(0)
-
-    axes = (axis, *layout.inner)
-    own = jnp.stack(alike(axes, squared(shares), squared(residual)))
-    gradient_norm, residual_norm = jnp.sqrt(lax.psum(own, axes))
-    tiny = jnp.finfo(jnp.float32).tiny
+    dense = elements * all_reduce_sent_bytes(1, lax.axis_size(axis), jnp.float32)
     sent = {f"bytes_sent/{name}": value for name, value in zip(layout.inner, inner, strict=True)}
     return {
         f"bytes_sent/{axis}": slow,
         **sent,
         "compression": dense / jnp.maximum(slow, 1),
         "density": entries / jnp.maximum(elements, 1),
-        "residual_norm": residual_norm,
-        "residual_ratio": residual_norm / jnp.maximum(gradient_norm, tiny),
+        **residual_norms(shares, residual, layout=layout, axis=axis),
     }

@@ -249,7 +249,7 @@ def buckets(config: ExchangeChoice, gradients: Gradients) -> tuple[list[Bucket],
 
 def _link(machine: Machine, axis: str) -> Link:
     if axis not in machine.links:
-        raise ValueError(f"no link for mesh axis {axis}: the machine has {', '.join(machine.links)}. Measure it anew.")
+        raise ValueError(f"no link for mesh axis {axis}: the machine has {', '.join(machine.links)}. Measure it again.")
     return machine.links[axis]
 
 
@@ -353,7 +353,7 @@ def _powersgd(config: PowerSGD, bucket: Bucket, gradients: Gradients, machine: M
     factors = [config.rank * sum(count * size[side] for count, *size in shapes) for side in (0, 1)]
     # Each of the devices that hold the same sends its share of a factor, and gathers the others'.
     entries = sum(-(-size // bucket.ways) for size in factors)
-    sent = 2 * (m - 1) / m * _FLOAT_BYTES * entries
+    sent = all_reduce_sent_bytes(entries, m, jnp.float32)
     link = _slow(machine).of("all_reduce/float32")
     shots = [link.seconds(2 * (m - 1), sent / 2) for _ in factors]
     products = 3 * 2 * config.rank * bucket.num_elements

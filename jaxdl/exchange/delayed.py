@@ -20,6 +20,7 @@ from jaxdl.exchange.base import (
     check_local,
     like,
     nonempty,
+    rounding_of,
     shares_of,
 )
 
@@ -35,6 +36,9 @@ def delayed(exchange: Exchange, steps: int) -> Exchange:
     optimizer a gradient of zero is a step of weight decay alone. (LAMB makes its steps as long as the weights,
     whatever the gradient: give it a warm-up, whose first learning rate is small.) A step that is skipped keeps all of
     the state: what was pending is exchanged and applied in the next one, what is skipped is never pending.
+
+    Pending gradients of 16 bits are not numbers of 16 bits any more when another number of replicas has split them.
+    What they are rounded by goes into the residual where there is one; without error feedback it is lost.
     """
     if steps == 0:
         return exchange
@@ -53,7 +57,13 @@ def delayed(exchange: Exchange, steps: int) -> Exchange:
         of_replica = dict(state[PER_REPLICA])
         pending = of_replica.pop(PENDING)
         num_replicas = jax.lax.axis_size(axis)
-        before = like(grads, {name: x * num_replicas for name, x in pending.items()})
+        local = {name: x * num_replicas for name, x in pending.items()}
+        before = like(grads, local)
+        if "residual" in of_replica:
+            of_replica["residual"] = {
+                name: x + rounding_of(local[name], leaves[name].dtype) / num_replicas
+                for name, x in of_replica["residual"].items()
+            }
         own = {where: entries for where, entries in state.items() if where != PER_REPLICA}
         mean, new, metrics = exchange.update(
             before, own | ({PER_REPLICA: of_replica} if of_replica else {}), axis=axis, key=key

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pydantic
 from jax import lax
 
+from jaxdl.collectives.halves import all_reduce_sent_bytes
 from jaxdl.config import Kind
 from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket, held_back
@@ -61,7 +62,7 @@ class PowerSGD(Compressed):
     def _send(self, layout: GradientLayout) -> Send:
         def send(
             bucket: Bucket,
-            owed: Leaves,
+            summand: Leaves,
             momentum: Leaves | None,
             shard: dict[str, Leaves],
             *,
@@ -71,8 +72,8 @@ class PowerSGD(Compressed):
         ) -> Sent:
             del key  # Nothing here is random.
             assert momentum is None
-            shapes = {name: matrix_shape(owed[name].shape, stacked=name in layout.stacked) for name in bucket.names}
-            matrices = {name: owed[name].reshape(shape) for name, shape in shapes.items()}
+            shapes = {name: matrix_shape(summand[name].shape, stacked=name in layout.stacked) for name in bucket.names}
+            matrices = {name: summand[name].reshape(shape) for name, shape in shapes.items()}
             right = {name: shard["factor"][name] for name in bucket.names}
             own = {name: _matmul(m, right[name]) for name, m in matrices.items()}
             left, left_size, _ = _summed(own, bucket, axis, last)
@@ -82,21 +83,21 @@ class PowerSGD(Compressed):
 
             def product(factors: Leaves) -> Leaves:
                 wide = {name: _matmul(left[name], jnp.swapaxes(x, 1, 2)) for name, x in factors.items()}
-                return {name: x.reshape(owed[name].shape) for name, x in wide.items()}
+                return {name: x.reshape(summand[name].shape) for name, x in wide.items()}
 
-            # The paper's replicas all keep what they owed less the mean. The sum is the same, but what the replicas
-            # differ by would never be sent and add up for ever.
-            error = {name: owed[name] - x for name, x in product(own).items()} if self.error_feedback else None
-            # A column of zeros, of a gradient that was zero or of lower rank, would stay zero for ever.
+            # In the paper every replica keeps its summand less the mean. The residuals have the same sum, but the
+            # differences between replicas would never be sent and would grow indefinitely.
+            error = {name: summand[name] - x for name, x in product(own).items()} if self.error_feedback else None
+            # A column of zeros, from a gradient that was zero or of lower rank, would stay zero indefinitely.
             factor = {
                 name: jnp.where(jnp.any(x != 0, axis=1, keepdims=True), x, right[name]) for name, x in new.items()
             }
-            num_replicas, entries = lax.axis_size(axis), left_size.num_own + right_size.num_own
+            entries = left_size.num_own + right_size.num_own
             inner = [size.split_bytes(layout) for size in (left_size, right_size)]
             return Sent(
                 total=product(new),
                 error=error,
-                sent_bytes={axis: 2 * (num_replicas - 1) / num_replicas * 4 * entries}
+                sent_bytes={axis: all_reduce_sent_bytes(entries, lax.axis_size(axis), jnp.float32)}
                 | {name: inner[0][name] + inner[1][name] for name in inner[0]},
                 num_entries=entries,
                 num_elements=bucket.num_own,

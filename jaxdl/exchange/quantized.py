@@ -74,7 +74,7 @@ class Sign(Compressed):
 def _send(config: Quantized | Sign, bits: int, layout: GradientLayout) -> Send:
     def send(
         bucket: Bucket,
-        owed: Leaves,
+        summand: Leaves,
         momentum: Leaves | None,
         shard: dict[str, Leaves],
         *,
@@ -86,7 +86,7 @@ def _send(config: Quantized | Sign, bits: int, layout: GradientLayout) -> Send:
         assert not shard
         # Ranges of whole blocks: padding by the collective would cost copies of everything.
         whole = lax.axis_size(axis) * config.block_size
-        own = held_back(bucket.join(owed, multiple=whole if bucket.num_own >= 16 * whole else 1), last)
+        own = held_back(bucket.join(summand, multiple=whole if bucket.num_own >= 16 * whole else 1), last)
         total, error = quantized_all_reduce(own, axis, key, bits=bits, block_size=config.block_size, return_error=True)
         sent = {axis: config.sent_bytes(own.size, lax.axis_size(axis))}
         num_splits = 2 if config.error_feedback else 1

@@ -2,7 +2,7 @@
 
 The sum of the residuals over replicas is the part of the mean gradients that has not been applied: it is preserved. So
 are the sums of momentum and of pending gradients, and the counters of the warm-ups. A single replica has the same state
-as several; it adds the residual to its first gradient (`jaxdl.exchange.alone`).
+as several; it adds part of the residual to each of its gradients (`jaxdl.exchange.alone`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxdl.exchange.alone import RESIDUAL_PART
 from jaxdl.exchange.base import PER_REPLICA
 
 Flat = dict[str, Any]
@@ -82,7 +83,9 @@ def changed(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) ->
         held, replicas = _words(split), f"{before} replica{'s' if before > 1 else ''}"
         says.append(f"the {held} of {replicas} is split over {now}, the sum preserved")
         if now == 1 and any(entry.endswith(".residual") for entry in _entries(split)):
-            says.append("the one replica adds the residual to its first gradient")
+            says.append(
+                f"the one replica adds 1/{1 / RESIDUAL_PART:g} of what is left of the residual to each gradient"
+            )
     if stored.keys() - kept:
         says.append(f"the checkpoint's {_words(stored.keys() - kept)} is dropped, for this mesh has no use for it")
     if wanted.keys() - kept:

@@ -40,7 +40,7 @@ class TopK(Compressed):
     wire: Literal["packed", "plain"] = "packed"
     """4 bytes an entry (bfloat16 value, 16-bit index inside its block), or 8 (float32, int32)."""
     momentum_correction: float | None = pydantic.Field(default=None, gt=0, lt=1)
-    """Add up momentum, not gradients, in what is owed (Deep Gradient Compression); the optimizer must have none."""
+    """Add momentum, not gradients, to the residual (Deep Gradient Compression); the optimizer must have none."""
     density_warmup_steps: int = pydantic.Field(default=0, ge=0)
     """Let the density fall from 0.25 to `density` over this many steps, in four equal ratios."""
 
@@ -70,7 +70,7 @@ class TopK(Compressed):
         return self.dense_warmup_steps + self.density_warmup_steps
 
     def densities(self) -> list[tuple[float, float]]:
-        """(until this step, density) of the warm-up, and what follows for ever."""
+        """(until this step, density) of the warm-up, and of the rest of the run."""
         if not self.density_warmup_steps:
             return [(math.inf, self.density)]
         num_stages = 4
@@ -93,7 +93,7 @@ class TopK(Compressed):
     def _send(self, density: float, layout: GradientLayout) -> Send:
         def send(
             bucket: Bucket,
-            owed: Leaves,
+            summand: Leaves,
             momentum: Leaves | None,
             shard: dict[str, Leaves],
             *,
@@ -101,7 +101,7 @@ class TopK(Compressed):
             key: jax.Array,
             last: jax.Array | None,
         ) -> Sent:
-            own = bucket.join(owed)
+            own = bucket.join(summand)
             k = self.num_kept(own.size, density)
             window_key, second_key = jax.random.split(jax.random.fold_in(key, lax.axis_index(axis)))
             values, indices = select_top_k(own, k, self.method, key=window_key, num_passes=self.num_passes)
@@ -126,7 +126,7 @@ class TopK(Compressed):
                 kept = bucket.split(left)
                 inner.append(bucket.split_bytes(layout))
             if momentum is not None:
-                # What was sent starts anew (momentum factor masking): it would be stale before it is sent again.
+                # Sent entries' momentum restarts at zero (momentum factor masking): it would be stale when sent again.
                 masked = bucket.join(momentum).at[indices].set(0, unique_indices=True, indices_are_sorted=True)
                 momentum = bucket.split(masked)
                 inner.append(bucket.split_bytes(layout))
