@@ -71,7 +71,8 @@ def conclude(error: BaseException) -> None:
 def depart(code: int) -> None:
     """Ends the process at once, as all of them do now: threads may still be compiling.
 
-    A `code` of 128 + N tells of signal N. If not all stopped for it, it came before the run: the others are told.
+    A `code` of 128 + N stands for signal N. If not all stopped for it, it came before the run, and is reported to the
+    others.
     """
     member = current()
     if member is not None and code > 128 and not member.agreed:

@@ -14,7 +14,7 @@ BROKEN = 75
 MISTAKE = 2
 """Exit code after a mistake of the user's."""
 DIVERGED = 3
-"""Exit code of a run that cannot go on from where it is, however often it is started."""
+"""Exit code of a run that cannot continue from where it is, however often it is started."""
 DELIBERATE = (MISTAKE, DIVERGED)
 """Exit codes of an end that all processes come to alike: the user's mistake, a run that diverged."""
 FAREWELL_SEC = 2.0

@@ -8,7 +8,7 @@ from jaxdl.cluster.wire import Line
 
 
 class ClusterError(RuntimeError):
-    """The run cannot begin or go on because of another process, the network or a hang. A new start may help."""
+    """The run cannot begin or continue because of another process, the network or a hang. A new start may help."""
 
 
 @dataclass

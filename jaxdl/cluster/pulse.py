@@ -1,4 +1,4 @@
-"""The pulse of this process: what it does and when it last came on; read by the watchdog and told to the others."""
+"""The pulse of this process: what it does and when it last progressed; the watchdog reads it, and the others get it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Pulse:
         self._armed = False
 
     def beat(self, step: int | None = None) -> None:
-        """The loop has come on: to this step, or to the next batch of an evaluation. Arms the watchdog."""
+        """The loop has progressed: to this step, or to the next batch of an evaluation. Arms the watchdog."""
         if step is not None:
             self.step = step
         self._armed = True

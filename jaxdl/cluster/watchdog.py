@@ -1,4 +1,4 @@
-"""The watchdog: a run in which nothing comes on any more writes the stacks of all its threads, and ends."""
+"""The watchdog: a run that no longer progresses writes the stacks of all its threads, and ends."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _LOG_SEC = 10.0
 class Watchdog:
     """Context: while it is open, `timeout_sec` without a beat end the process (code 75). None turns it off.
 
-    The stacks go to stderr and, if given, to the file that `open_log` opens. In a run of several processes all are told
-    and write theirs, and the last line says which of them others wait for.
+    The stacks go to stderr and, if given, to the file that `open_log` opens. In a run of several processes all write
+    theirs, and the last line says which of them others wait for.
     """
 
     def __init__(
@@ -82,6 +82,6 @@ class Watchdog:
             faulthandler.dump_traceback(sys.__stderr__ or 2)
         if self._open_log is not None:
             with contextlib.suppress(OSError), self._open_log() as log:
-                log.write(time.strftime("%Y-%m-%d %H:%M:%S: nothing came on any more; the stacks of all threads\n"))
+                log.write(time.strftime("%Y-%m-%d %H:%M:%S: the run no longer progresses; the stacks of all threads\n"))
                 log.flush()
                 faulthandler.dump_traceback(log)

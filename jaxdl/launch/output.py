@@ -71,7 +71,7 @@ class Printer:
     """Prints whole lines of many hosts to stdout and stderr, each behind `host0 | `, coloured on a terminal.
 
     May be used by many threads. When nobody reads a stream any more (`| head`) it calls `on_closed` once. What a full
-    disk or the encoding of a stream does not take is lost or a question mark: the run goes on.
+    disk or the encoding of a stream does not take is lost or a question mark: the run continues.
     """
 
     def __init__(

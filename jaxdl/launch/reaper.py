@@ -78,7 +78,7 @@ class Reaper:
         self._process.wait()
 
     def _say(self, line: str) -> None:
-        # Without a reaper (somebody killed it) the run still goes on.
+        # Without a reaper (somebody killed it) the run still continues.
         with contextlib.suppress(OSError, ValueError):
             self._pipe.write(f"{line}\n".encode())
             self._pipe.flush()

@@ -122,7 +122,7 @@ class Worker:
         self._gone = True
         self._reaper.forget(self.pid)
         for reader in self._readers:
-            reader.join(timeout=1.0)  # A process that left the session may hold the other end for ever.
+            reader.join(timeout=1.0)  # A process that left the session may hold the other end indefinitely.
         return killed
 
 

@@ -66,7 +66,7 @@ class Job(Config):
     cpus_per_node: int | None = pydantic.Field(default=None, ge=1)
     """CPU cores for the process of each node, which also reads the data."""
     restarts: int = pydantic.Field(default=0, ge=0)
-    """Start all processes again this many times after a failure; the run goes on from its newest checkpoint."""
+    """Start all processes again this many times after a failure; the run resumes from its newest checkpoint."""
     save_sec: int = pydantic.Field(default=120, ge=1)
     """Seconds between SIGTERM and the end, in which the run is saved."""
     venv: str | None = None

@@ -52,8 +52,8 @@ def main(args: list[str]) -> None:
 def job_set(job: KubernetesJob, command: Command) -> str:
     """The text of the YAML file.
 
-    A pod that fails makes its Job fail, and the JobSet starts all pods anew, `restarts` times; not after the exit codes
-    that another start would repeat. Raises ConfigError when the workdir would be lost with the pods.
+    A pod that fails makes its Job fail, and the JobSet starts all pods again, `restarts` times; not after the exit
+    codes that another start would repeat. Raises ConfigError when the workdir would be lost with the pods.
     """
     mount = None if job.volume is None else job.volume.split(":", 1)[1]
     if job.restarts and command.workdir is not None and (mount is None or not command.workdir.is_relative_to(mount)):
@@ -176,7 +176,7 @@ def _environment(job: KubernetesJob) -> list[str]:
         "JAXDL_RESTART": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']",
         "JAXDL_HOST": "spec.nodeName",
         # The random uid of the Job: the same in all its pods, another after a restart, and known only to those who may
-        # read pods. So no secret has to be written into this file.
+        # read pods, jobs or events. So no secret has to be written into this file.
         VARIABLE: "metadata.labels['batch.kubernetes.io/controller-uid']",
     }
     lines = [f"- {{name: {name}, value: {json.dumps(value)}}}" for name, value in values.items()]

@@ -32,7 +32,7 @@ class SkyPilotJob(Job):
     gpu: Annotated[str | None, WORD] = None
     """The kind of GPU as `sky show-gpus` names it, for example H100."""
     spot: bool = False
-    """Take spot machines; when they are taken away, SkyPilot finds others and the run goes on."""
+    """Take spot machines; when they are taken away, SkyPilot finds others and the run resumes."""
     infra: Annotated[str | None, formed(r"[A-Za-z0-9*._/@-]+", "a place, for example gcp/us-central1")] = None
     """Where to run, for example aws, gcp/us-central1 or kubernetes; the cheapest place otherwise."""
     image: Annotated[str | None, IMAGE] = None

@@ -38,7 +38,7 @@ class SlurmJob(Job):
     image: Annotated[str | None, IMAGE] = None
     """A container image; needs the Slurm plugin pyxis."""
     requeue: bool = False
-    """When the time is up, queue the job again; the run goes on where it was saved."""
+    """When the time is up, queue the job again; the run resumes where it was saved."""
 
 
 def main(args: list[str]) -> None:
@@ -114,7 +114,7 @@ def _loop(job: SlurmJob, command: Command) -> str:
     # Each task prepares its node and tells the process its number. `exec`, so that Slurm's signals reach Python itself.
     own = 'export JAX_PROCESS_ID="$SLURM_PROCID" JAXDL_HOST="$SLURMD_NODENAME"'
     task = "; ".join([*job.preparation(), own, 'exec "$@"'])
-    again = "The time is up; the job is queued again." if job.requeue else "Saved; the same sbatch goes on from there."
+    again = "The time is up; the job is queued again." if job.requeue else "Saved; the same sbatch resumes from there."
     requeue = '            scontrol requeue "$SLURM_JOB_ID"\n' if job.requeue else ""
     never = " | ".join(str(code) for code in NEVER_RESTARTED)
     return f"""\
