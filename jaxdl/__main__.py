@@ -37,7 +37,9 @@ def main(args: list[str] | None = None) -> None:
             + (f" Did you mean: jaxdl {begin}?" if begin else "")
         )
     try:
-        importlib.import_module(COMMANDS[line[0]][0]).main(line[1:])
+        module = importlib.import_module(COMMANDS[line[0]][0])
+        named = {"prog": "jaxdl train"} if line[0] == "train" else {}  # How its messages name it.
+        module.main(line[1:], **named)
     except KeyboardInterrupt:
         end_interrupted()
 

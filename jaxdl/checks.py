@@ -125,12 +125,13 @@ def check_memory(experiment: Experiment, state_spec: StateSpec, spec: ImageSpec 
     copies = len(local) if on_cpu else 1  # Virtual devices share the memory of the host.
     there = host_memory_bytes() if on_cpu else ((local[0].memory_stats() or {}).get("bytes_limit") or math.inf)
     where = "this machine has" if on_cpu else "the device has"
+    on = "" if len(local) == 1 else f" on all {len(local)} devices" if on_cpu else " on each device"
     state = copies * _bytes_on_one_device(state_spec.abstract())
     if state > there:
         raise ConfigError(
-            f"--model {experiment.model.kind}: its parameters, the optimizer's and the exchange's state take "
-            f"{_size(state)}{' on all devices' if on_cpu else ' on each device'}, and {where} {_size(there)}. Make the "
-            "model smaller, or shard it over more devices (--mesh.fsdp)."
+            f"model {experiment.model.kind}: its parameters, the optimizer's and the exchange's state take "
+            f"{_size(state)}{on}, and {where} {_size(there)}. Make the model smaller, or shard it over more devices "
+            "(--mesh.fsdp)."
         )
     host = host_memory_bytes()
     example = sum(x.nbytes for x in spec.blank().values())
@@ -171,5 +172,5 @@ def check_same_examples(splits: Splits) -> None:
         raise ConfigError(
             f"the processes do not see the same data: {named([0], hosts)} {first}, {named(others, hosts)} "
             + ("as many, but of other names or sizes" if first == other else other)
-            + ". Copy it anew to each host, or use a shared file system."
+            + ". Copy it to each host again, or use a shared file system."
         )

@@ -35,7 +35,7 @@ class Command:
     max_steps: int | None = None
     """Stop after this many steps of the experiment, as a trial; the same command without it resumes."""
     explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print how the parameters lie on the mesh and the memory the step needs, and stop."""
+    """Print how the parameters are sharded over the mesh and the memory the step needs, and stop."""
 
 
 def run(args: list[str], prog: str = PROG) -> None:

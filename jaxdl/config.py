@@ -36,17 +36,35 @@ class Config(pydantic.BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, *args: Any, **values: Any) -> None:
+        if args:
+            cls = type(self)
+            names = [name for name in cls.model_fields if name != "kind"]
+            shown = f"{names[0]}={args[0]!r}" if names else ""
+            raise ConfigError(f"{cls.__name__} takes its fields by name, {', '.join(names)}: {cls.__name__}({shown}).")
         with one_message():
             super().__init__(**values)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in type(self).model_fields:
-            raise ConfigError(
-                f"{name}: a config is frozen. Make a changed copy instead, replaced({{{name!r}: ...}}), as in "
-                f"experiment = experiment.replaced({{'steps': 100}})."
-            )
+        self._refuse_change(name)
         super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        self._refuse_change(name)
+        super().__delattr__(name)
+
+    def _refuse_change(self, name: str) -> None:
+        """Raises ConfigError for a field, or a name that is none; what pydantic keeps for itself begins with `_`."""
+        cls = type(self)
+        if name.startswith("_"):
+            return
+        if name not in cls.model_fields:
+            raise ConfigError(f"{name}: {_no_such_field(cls.__name__, name)}")
+        raise ConfigError(
+            f"{name}: a config is frozen. Make a changed copy instead: of a {cls.__name__}, "
+            f"replaced({{{name!r}: ...}}); of what it is a part of, with the path, as in "
+            "experiment = experiment.replaced({'optimizer.learning_rate': 0.1})."
+        )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
@@ -243,10 +261,12 @@ def load_file(given: str | Path) -> Config:
     """Runs `config()` of a Python file, or with `FILE:NAME` its function `NAME`, and returns the config.
 
     Instead of a file, the name of a config that comes with jaxdl will do: `digits`. The file may import others from its
-    folder. Raises ConfigError when that is not possible.
+    folder. Raises ConfigError when that is not possible, as of a run's config.json, which holds an Experiment alone.
     """
     check_source(given)
     path, function = find_config(given)
+    if path.suffix != ".py":
+        raise ConfigError(f"--config {given}: a run's file, not a Python file. Give the Python file of the run.")
     spec = importlib.util.spec_from_file_location(f"jaxdl_config_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -142,6 +142,8 @@ def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) ->
         return experiment.replaced(overrides)
     if isinstance(overrides, str):
         raise ConfigError(f"overrides: {overrides!r} is one text. Give a dictionary, or a list of arguments.")
+    if not isinstance(overrides, Sequence):
+        raise ConfigError(f"overrides: {overrides!r}: give a dictionary, or a list of arguments; or leave it out.")
     return changed(experiment, overrides)
 
 

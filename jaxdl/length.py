@@ -18,10 +18,8 @@ from jaxdl.timeline import Phase, Timeline, make_timeline
 def end_step(timeline: Timeline, max_steps: int | None) -> int:
     """The step that a run ends at: `max_steps`, counted from the start of the experiment, if that comes first.
 
-    All processes call it. Raises ConfigError, on all of them, for a number that is not positive or not the same on all.
+    All processes call it. Raises ConfigError, on all of them, for a number that is not the same on all.
     """
-    if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
-        raise ConfigError(f"--max-steps {max_steps}: give a whole number of steps, 1 or more, or leave it out.")
     end = min(timeline.total_steps, max_steps or timeline.total_steps)
     if jax.process_count() > 1:
         every = np.ravel(multihost_utils.process_allgather(np.int32(end)))
@@ -31,6 +29,12 @@ def end_step(timeline: Timeline, max_steps: int | None) -> int:
                 f"{', '.join(str(one) for one in sorted(set(every.tolist())))}. Start all with the same one."
             )
     return end
+
+
+def check_max_steps(max_steps: int | None) -> None:
+    """Raises ConfigError for a number of steps that is not a whole number of 1 or more, nor None."""
+    if max_steps is not None and (type(max_steps) is not int or max_steps < 1):
+        raise ConfigError(f"--max-steps {max_steps}: give a whole number of steps, 1 or more, or leave it out.")
 
 
 def check_not_past(step: int, end: int, timeline: Timeline) -> None:

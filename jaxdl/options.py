@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -174,9 +175,14 @@ def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tupl
         try:
             values[path] = _convert(annotation, words)
         except ValueError:
-            raise ConfigError(f"{flag} {' '.join(words)}: not {_wanted(annotation)}.") from None
-        typed[path] = f"{flag} {' '.join(words)}"
+            raise ConfigError(f"{flag} {_shown(words)}: not {_wanted(annotation)}.") from None
+        typed[path] = f"{flag} {_shown(words)}"
     return values, typed
+
+
+def _shown(words: Sequence[str]) -> str:
+    """The words of a value as in a command; one that is empty in quotes."""
+    return " ".join(word or "''" for word in words)
 
 
 def _flag(path: str, annotation: Any) -> str:
@@ -210,11 +216,18 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
     """What to say of an option that does not exist: what was meant, as well as can be guessed."""
     name = flag.lstrip("-").replace("_", "-")
     experiment = default if isinstance(default, Config) else getattr(default, "experiment", None)
-    usual = USUAL_NAMES.get(name)
+    usual = USUAL_NAMES.get(name) or USUAL_NAMES.get(name.rpartition(".")[2])
     if usual and f"--{usual}" in names:
         return f"{flag}: there is no such option. Did you mean --{usual}?"
     group, _, last = name.replace("-", "_").rpartition(".")
     kinds = choices(type(experiment)).get(group, {}) if experiment is not None else {}
+    if kinds and last == "kind":
+        return f"{flag}: a kind is chosen by the option without .kind: --{group.replace('_', '-')} {next(iter(kinds))}."
+    inside = [one for one in names if one.startswith(f"--{name}.")]
+    if inside:
+        return f"{flag}: it takes no value itself; it has {', '.join(inside)}."
+    if experiment is not None and name.replace("-", "_") in type(experiment).model_fields:
+        return f"{flag}: no option; {name} are set in a config file."
     having = [kind for kind, cls in kinds.items() if last in cls.model_fields and last != "kind"]
     if experiment is not None and having:
         current = field_at(experiment, group).kind
@@ -278,12 +291,21 @@ def _single(annotation: Any, word: str) -> Any:
             raise ValueError
         return found[0]
     if annotation is bool:
-        return {"True": True, "true": True, "False": False, "false": False}[word]
+        if word.lower() not in ("true", "false"):
+            raise ValueError
+        return word.lower() == "true"
     assert annotation in (int, float, str, Path), f"options of type {annotation} are not read"
     return annotation(word)
 
 
-_NOUNS = {int: "a whole number", float: "a number", str: "a text", Path: "a path", type(None): "None"}
+_NOUNS = {
+    bool: "True or False",
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    Path: "a path",
+    type(None): "None",
+}
 
 
 def _wanted(annotation: Any) -> str:
@@ -316,6 +338,24 @@ class _named_as_options:
 
     def _named(self, path: str, what: str, given: str) -> str:
         what = what.replace("Input should be", "must be")
+        if not path:
+            return what  # The experiment's own validators name the options.
         if path in self._typed:
             return f"{self._typed[path]}: {what}"
+        inside = {name.rpartition(".")[2]: name for name in self._typed if name.rpartition(".")[0] == path}
+        if inside and not given:
+            return _of_several(inside, self._typed, what)
         return f"--{path.replace('_', '-')} {given}: {what}" if given else f"{path}: {what}"
+
+
+def _of_several(inside: Mapping[str, str], typed: Mapping[str, str], what: str) -> str:
+    """What a config's validator says of its fields, as a message about the options of it that were typed.
+
+    `inside` has the fields of that config -> their dotted names.
+    """
+    start = re.match(r"(\w+) = [^:]*: ", what)
+    if start and start[1] in inside:
+        return f"{typed[inside[start[1]]]}: {what[start.end() :]}"
+    for name, path in inside.items():
+        what = re.sub(rf"\b{name}\b", f"--{path.replace('_', '-')}", what)
+    return f"{', '.join(typed[path] for path in inside.values())}: {what}"

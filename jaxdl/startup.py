@@ -10,7 +10,8 @@ from __future__ import annotations
 import ast
 import difflib
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from jaxdl.errors import ConfigError
@@ -52,6 +53,12 @@ VALUED = {
 WHOLE_NUMBERS = ("devices", "max-steps")
 """Those that take a whole number of 1 or more."""
 
+MAX_CPU_DEVICES = 512
+"""Virtual CPU devices of one process. Each has threads of its own; with 1000 XLA hangs or aborts."""
+
+MAKE_CLASSES = {"type", "exec", "eval", "__import__"}
+"""Names in a config file with which it can make or import a class that its source does not show."""
+
 PROCESS_NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 """Environment variables with the number of this process in a run of several."""
 
@@ -66,7 +73,10 @@ def shipped_configs() -> dict[str, str]:
     """Name -> first line of the docstring, of the configs that come with jaxdl; what they share is left out."""
     found = {}
     for path in sorted(shipped_folder().glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):
+            continue  # A file that somebody is editing.
         if any(isinstance(node, ast.FunctionDef) and node.name == "config" for node in tree.body):
             found[path.stem] = (ast.get_docstring(tree) or "").split("\n")[0]
     return found
@@ -75,8 +85,20 @@ def shipped_configs() -> dict[str, str]:
 def find_config(given: str | Path) -> tuple[Path, str]:
     """The file that `--config FILE`, `FILE:FUNCTION` or the name of a shipped config means, and its function.
 
-    A name counts only where there is no such file. Raises ConfigError when there is none.
+    A name counts only where there is no such file. Raises ConfigError when there is none, or it cannot be looked up.
     """
+    try:
+        return _find(given)
+    except OSError as error:  # A name that is too long for the file system, or a folder that may not be entered.
+        shown = str(given) if len(str(given)) <= 100 else f"{str(given)[:97]}..."
+        raise ConfigError(
+            f"--config {shown}: cannot be looked up: {error.strerror}. Give a file that this user may read, or the "
+            f"name of an example from configs/: {', '.join(shipped_configs())}."
+        ) from None
+
+
+def _find(given: str | Path) -> tuple[Path, str]:
+    """What `find_config` returns. Raises OSError too."""
     path, function = Path(given), "config"
     if not str(given).strip():
         raise ConfigError(f"--config '': no file. {_advice(path)}")
@@ -125,15 +147,16 @@ def check_source(given: str | Path) -> None:
         what = error.msg if isinstance(error, SyntaxError) else str(error)
         raise ConfigError(f"--config {given}{line}: {type(error).__name__}: {what}") from None
     made = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
-    if not made and not {function, "*"} & set(_bound(tree)):
+    bound = list(_bound(tree))
+    if not made and not {function, "*"} & set(bound):
         others = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
         near = difflib.get_close_matches(function, others, n=1)
         raise ConfigError(
             f"--config {given}: defines no function `{function}()` that returns an Experiment."
             + (f" It defines `{near[0]}()`." if near else "")
         )
-    if made:
-        check_arguments(given, made[-1])
+    if made and not made[-1].decorator_list and bound.count(function) == 1 and "*" not in bound:
+        check_arguments(given, made[-1])  # A decorator, or a second assignment, may supply the arguments.
 
 
 def check_arguments(given: str | Path, function: ast.FunctionDef) -> None:
@@ -171,22 +194,20 @@ def _bound(tree: ast.Module) -> Iterator[str]:
             yield node.name
 
 
-def first_look(args: Sequence[str], prog: str) -> dict[str, str]:
-    """The values of the options in `VALUED`, of a command line of training; `config` is there.
+def own_options(args: Sequence[str], names: Collection[str] = tuple(VALUED)) -> tuple[dict[str, str], list[str]]:
+    """(the values of these options of `VALUED`, by name, and the other arguments) of a command line.
 
-    Raises ConfigError for what can be seen to be a mistake.
+    Raises ConfigError when a value is missing, empty or no number where one is needed.
     """
     values: dict[str, str] = {}
+    others: list[str] = []
     rest = list(args)
-    _check_first(rest, prog)
     while rest:
-        flag, equals, value = rest.pop(0).partition("=")
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("_", "-")
-        if not flag.startswith("--"):
-            continue  # A value of the option before, or a mistake that is seen when all options are known.
-        if name in USUAL_NAMES:
-            raise ConfigError(f"{flag}: there is no such option. Did you mean --{USUAL_NAMES[name]}?")
-        if name not in VALUED:
+        if not flag.startswith("--") or name not in names:
+            others.append(word)
             continue
         if not equals:
             if not rest or rest[0].startswith("--"):
@@ -196,8 +217,29 @@ def first_look(args: Sequence[str], prog: str) -> dict[str, str]:
     for name, value in values.items():
         if not value.strip():
             raise ConfigError(f"--{name} '': empty. Give {VALUED[name]}, or leave it out.")
-        if name in WHOLE_NUMBERS and not (value.isdecimal() and int(value) > 0):
-            raise ConfigError(f"--{name} {value}: give a whole number, 1 or more, or leave it out.")
+        if name in WHOLE_NUMBERS and not (value.isdecimal() and len(value) <= 18 and int(value) > 0):
+            raise ConfigError(f"--{name} {value[:50]}: give a whole number, 1 or more, or leave it out.")
+    if "devices" in values:
+        check_cpu_devices(int(values["devices"]), "--devices")
+    return values, others
+
+
+def check_cpu_devices(count: int, option: str) -> None:
+    """Raises ConfigError for more virtual CPU devices, asked for by this option, than XLA can run in one process."""
+    if count > MAX_CPU_DEVICES:
+        raise ConfigError(
+            f"{option} {count}: a process can have at most {MAX_CPU_DEVICES} virtual CPU devices, since each has "
+            f"threads of its own, and this machine has {os.cpu_count()} cores. Give fewer."
+        )
+
+
+def first_look(args: Sequence[str], prog: str) -> dict[str, str]:
+    """The values of the options in `VALUED`, of a command line of training; `config` is there.
+
+    Raises ConfigError for what can be seen to be a mistake whatever the config file has.
+    """
+    _check_first(args, prog)
+    values, _ = own_options(args)
     if "config" not in values:
         raise ConfigError(no_config(prog))
     return values
@@ -205,14 +247,7 @@ def first_look(args: Sequence[str], prog: str) -> dict[str, str]:
 
 def given_config(args: Sequence[str]) -> str | None:
     """What the last `--config` gives, None where there is none. Raises ConfigError when its value is missing."""
-    found = None
-    for number, arg in enumerate(args):
-        flag, equals, value = arg.partition("=")
-        if flag == "--config":
-            if not equals and (number + 1 == len(args) or args[number + 1].startswith("--")):
-                raise ConfigError(f"--config: needs a value, {VALUED['config']}.")
-            found = value if equals else args[number + 1]
-    return found
+    return own_options(args, ("config",))[0].get("config")
 
 
 def no_config(prog: str) -> str:
@@ -221,42 +256,93 @@ def no_config(prog: str) -> str:
 
 
 def check_names(args: Sequence[str], given: str) -> None:
-    """Raises ConfigError for an option whose first name is no field of an experiment, read off the class's source.
+    """Raises ConfigError for an option whose first name is no field of an experiment, or a word where a number belongs.
 
-    The fields inside are known later. A config that brings classes of its own, or imports files next to it, may have
-    other fields: then nothing is checked here.
+    The fields are read off the source of the class; those inside are known later. Nothing is checked where the config
+    may have an Experiment with other fields, see `_is_stock`.
     """
-    path = find_config(given)[0]
-    tree = ast.parse(path.read_bytes()) if path.suffix == ".py" else ast.Module([], [])
-    imported = {
-        name
-        for node in ast.walk(tree)
-        for name in (
-            [node.module or ""]
-            if isinstance(node, ast.ImportFrom)
-            else [one.name for one in node.names]
-            if isinstance(node, ast.Import)
-            else []
-        )
-    }
-    if any((path.parent / f"{name.split('.')[0]}.py").is_file() for name in imported) or any(
-        isinstance(node, ast.ClassDef) for node in ast.walk(tree)
-    ):
+    if not _is_stock(find_config(given)[0], set()):
         return
+    fields = _experiment_fields()
+    for number, arg in enumerate(args):
+        flag, equals, value = arg.partition("=")
+        name = flag.removeprefix("--").replace("_", "-")
+        if not arg.startswith("--") or name in {*VALUED, "explain"}:
+            continue
+        if not equals and number + 1 < len(args) and not args[number + 1].startswith("--"):
+            equals, value = "=", args[number + 1]
+        group, dot, rest = name.partition(".")
+        if group in fields:
+            wanted = None if dot or not equals else _not_of_type(fields[group], value)
+            if wanted:
+                raise ConfigError(f"{flag} {value or repr('')}: not {wanted}.")
+            continue
+        if name in USUAL_NAMES:
+            raise ConfigError(f"{flag}: there is no such option. Did you mean --{USUAL_NAMES[name]}?")
+        # A part without a dot, such as --step, is no option.
+        meant = [one for one, type_ in fields.items() if dot or not (type_ == "group" or type_.startswith("tuple"))]
+        near = difflib.get_close_matches(group, meant, n=1)
+        if dot or near:
+            advice = f"Did you mean --{near[0]}{dot}{rest}?" if near else f"Options begin with --{', --'.join(fields)}."
+            raise ConfigError(f"{flag}: there is no such option. {advice}")
+
+
+def _is_stock(path: Path, seen: set[Path]) -> bool:
+    """Whether a config file can have no Experiment but jaxdl's: it defines no class, and all its imports are known.
+
+    Known are jaxdl, the standard library, and files next to it of which the same holds. `seen` are those looked at.
+    """
+    if path.suffix != ".py" or path in seen:
+        return True
+    seen.add(path)
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) or (isinstance(node, ast.Name) and node.id in MAKE_CLASSES):
+            return False
+        imported = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            imported = ["." * node.level + (node.module or "")]
+        for name in imported:
+            root = name.partition(".")[0]
+            if root == "jaxdl":
+                continue
+            beside = path.with_name(f"{root or '.'}.py")
+            if beside.is_file():
+                if not _is_stock(beside, seen):
+                    return False
+            elif path.with_name(root or ".").is_dir() or root not in sys.stdlib_module_names - {"importlib", "runpy"}:
+                return False
+    return True
+
+
+def _experiment_fields() -> dict[str, str]:
+    """Option -> its type in the source of `Experiment`: "int | None"; "group" for a part that is no choice of kinds."""
     source = ast.parse((Path(__file__).parent / "experiment.py").read_bytes())
-    known = [
-        node.target.id.replace("_", "-")
-        for one in source.body
-        if isinstance(one, ast.ClassDef) and one.name == "Experiment"
-        for node in one.body
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
-    ]
-    for arg in args:
-        group, dot, rest = arg.partition("=")[0].removeprefix("--").replace("_", "-").partition(".")
-        near = difflib.get_close_matches(group, known, n=1)
-        if arg.startswith("--") and group not in {*known, *VALUED, "explain", "no-explain"} and (dot or near):
-            advice = f"Did you mean --{near[0]}{dot}{rest}?" if near else f"Options begin with --{', --'.join(known)}."
-            raise ConfigError(f"{arg.partition('=')[0]}: there is no such option. {advice}")
+    found = {}
+    for one in source.body:
+        if isinstance(one, ast.ClassDef) and one.name == "Experiment":
+            for node in one.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    type_ = ast.unparse(node.annotation)
+                    made = ast.unparse(node.value) if node.value is not None else ""
+                    found[node.target.id.replace("_", "-")] = "group" if made == f"{type_}()" else type_
+    return found
+
+
+def _not_of_type(type_: str, value: str) -> str | None:
+    """What a value should be, where its type is a number's and it is none; None where it fits or is not known."""
+    kinds = type_.split(" | ")
+    number = int if "int" in kinds else float if "float" in kinds else None
+    if number is None or ("None" in kinds and value in ("None", "none")):
+        return None
+    try:
+        number(value)
+    except ValueError:
+        return ("a whole number" if number is int else "a number") + (" or None" if "None" in kinds else "")
+    return None
 
 
 def _check_first(args: Sequence[str], prog: str) -> None:

@@ -31,13 +31,17 @@ def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
 
 
 def begin(args: list[str], prog: str) -> None:
-    """Looks at the command line and prints what it starts. Raises ConfigError; exits after `--help` without a config.
+    """Looks at the command line and prints what it starts. Raises ConfigError.
 
+    Exits after `--version`, and after `--help` without a config.
     With `--help` nothing is started: `jaxdl.command` prints it.
     """
     helped = "--help" in args or "-h" in args
     if helped and not any(arg.partition("=")[0] == "--config" for arg in args):
         print(overview(prog))
+        raise SystemExit(0)
+    if args in (["--version"], ["-V"]):
+        print(f"jaxdl {__version__}")
         raise SystemExit(0)
     values = first_look([arg for arg in args if arg not in ("--help", "-h")], prog)
     check_source(values["config"])

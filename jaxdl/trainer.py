@@ -20,7 +20,7 @@ from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import estimate_norms, evaluate, max_in_flight
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.lease import Lease
-from jaxdl.length import check_not_past, early_end_note, end_step
+from jaxdl.length import check_max_steps, check_not_past, early_end_note, end_step
 from jaxdl.mesh import Axis, Device, batch_sharding
 from jaxdl.outcome import Interrupted, Run
 from jaxdl.plan import Plan, make_initial_state, make_plan
@@ -57,6 +57,7 @@ def train(
       Diverged: when too many steps in a row are bad and there is no way back any more, see `GuardConfig`.
     """
     experiment = as_experiment(experiment)
+    check_max_steps(max_steps)
     watch = Stopwatch(on_change=pulse.enter)
     workdir = check_workdir(workdir)
     start = Start(quiet=quiet)

@@ -59,6 +59,8 @@ def check_workdir(workdir: str | Path | None) -> Path | None:
     """The workdir as a path, if a folder can be of that name. Raises ConfigError; nothing is made."""
     if workdir is None:
         return None
+    if not isinstance(workdir, str | Path):
+        raise ConfigError(f"--workdir {workdir!r}: not a path. Give the folder of the run as a text or a Path.")
     text = os.fspath(workdir)
     if not text.strip():
         raise ConfigError("--workdir '': empty. Give the folder of the run, or leave it out.")

@@ -13,6 +13,7 @@ from mistakes import refusal
 import jaxdl
 from jaxdl import __main__ as face
 from jaxdl.command import parse_command
+from jaxdl.data import Digits
 from jaxdl.experiment import Experiment
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD
@@ -39,12 +40,27 @@ WITH_THE_FILE = {
     "--optimizer.nesterov true": ["true: it belongs to no option", "--optimizer.nesterov"],
     "--optimizer.nesterov=true": ["--optimizer.nesterov=true: it takes no value", "--optimizer.no-nesterov"],
     "--seed 3 4": ["4: it belongs to no option; --seed before it takes one value"],
+    "--steps ": ["--steps '': not a whole number or None."],
+    "--optimizer.learning-rate ": ["--optimizer.learning-rate '': not a number."],
+    "--steps 2": ["error: epochs = 30 and steps = 2: the length of the run is given twice."],
+    "--mesh.replica 0": ["error: --mesh.replica 0: an axis has 1 or more devices"],
+    "--evaluation.every-steps 2 --evaluation.every-epochs 1": [
+        "error: --evaluation.every-steps 2, --evaluation.every-epochs 1: "
+        "set --evaluation.every-steps or --evaluation.every-epochs, not both."
+    ],
+    "--optimizer.lr 3": ["--optimizer.lr: there is no such option. Did you mean --optimizer.learning-rate?"],
+    "--model.kind vit": ["--model.kind: a kind is chosen by the option without .kind: --model "],
+    "--stepz 3": ["--stepz: there is no such option. Did you mean --steps?"],
+    "--mesh 3": ["--mesh: it takes no value itself; it has --mesh.replica, --mesh.fsdp"],
+    "--phases 3": ["--phases: no option; phases are set in a config file"],
+    f"--max-steps {'9' * 5000}": ["--max-steps 999", "give a whole number"],
     "--devices x": ["--devices x: give a whole number"],
     "--devices 0": ["--devices 0: give a whole number"],
     "--devices 1000": ["--devices 1000: a process can have at most 512"],
     "--workdir=": ["--workdir '': empty", "the folder of the run"],
     "--workdir": ["--workdir: needs a value, the folder of the run"],
-    "--model.width 100000000": ["--model resnet: its parameters", "GB on all devices, and this machine has"],
+    "--mesh.cpu-devices 1000": ["--mesh.cpu-devices 1000: a process can have at most 512"],
+    "--model.width 100000000": ["model resnet: its parameters", "GB on all 8 devices, and this machine has"],
     "--batch-size 1000000000 --data synthetic_images --data.num-train 2000000000": [
         "--batch-size 1000000000: one batch takes 3,076.0 GB"
     ],
@@ -70,6 +86,7 @@ def test_a_command_without_a_usable_file_says_what_to_give(capsys, tmp_path, mon
         ("--config", "configs"): "a folder, not a config file",
         ("--config", tmp_path): f"Give a file, for example --config {tmp_path}/config.json.",
         ("--config", ""): "--config '': empty",
+        ("--config", "x" * 300): "cannot be looked up: File name too long",
         ("--config", tmp_path / "broken.json"): "batch_siz: there is no such field. Did you mean batch_size?",
         ("--steps", "3"): "which experiment? Give --config FILE",
     }.items():  # fmt: skip
@@ -129,7 +146,18 @@ def test_a_field_cannot_be_assigned_and_the_message_says_what_to_do():
     experiment = Experiment(steps=3)
     with pytest.raises(jaxdl.ConfigError, match=r"steps: a config is frozen.*replaced\(\{'steps': \.\.\.\}\)"):
         experiment.steps = 4
+    with pytest.raises(jaxdl.ConfigError, match=r"replaced\(\{'optimizer.learning_rate': 0.1\}\)"):
+        experiment.optimizer.learning_rate = 3
+    with pytest.raises(jaxdl.ConfigError, match=r"^stepss: there is no such field. Did you mean steps\?"):
+        experiment.stepss = 4
+    with pytest.raises(jaxdl.ConfigError, match="steps: a config is frozen"):
+        del experiment.steps
     assert experiment.steps == 3
+
+
+def test_fields_are_given_by_name():
+    with pytest.raises(jaxdl.ConfigError, match=r"SGD takes its fields by name, .*: SGD\(learning_rate=0.1\)"):
+        SGD(0.1)  # pyright: ignore[reportCallIssue]
 
 
 def test_train_takes_the_file_too_and_refuses_what_is_no_experiment(tmp_path):
@@ -140,6 +168,12 @@ def test_train_takes_the_file_too_and_refuses_what_is_no_experiment(tmp_path):
     for rubbish in (3, None, {}):
         with pytest.raises(jaxdl.ConfigError, match="is no path"):
             jaxdl.load(rubbish)
+    with pytest.raises(jaxdl.ConfigError, match="--max-steps 0: give a whole number"):
+        jaxdl.train(Experiment(steps=3, data=Digits()), max_steps=0)
+    with pytest.raises(jaxdl.ConfigError, match="--workdir 3: not a path"):
+        jaxdl.train(DIGITS, 3)
+    with pytest.raises(jaxdl.ConfigError, match="overrides: None: give a dictionary"):
+        jaxdl.load(DIGITS, None)
     with pytest.raises(jaxdl.ConfigError, match="is one text"):
         jaxdl.load(DIGITS, "--steps 3")
 
@@ -157,6 +191,37 @@ def test_a_config_with_an_experiment_of_its_own_has_options_of_its_own(tmp_path,
     )
     assert parse_command(["--config", str(file), "--moon", "4"]).experiment.moon == 4
     assert "--moon x: not a whole number" in refusal(capsys, "--config", file, "--moon", "x")
+
+
+def test_an_experiment_from_elsewhere_has_options_of_its_own(tmp_path, capsys, monkeypatch):
+    """Its name for the momentum is one that jaxdl's own experiment refuses."""
+    package = tmp_path / "their_experiments"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from jaxdl.experiment import Experiment\nclass Mine(Experiment):\n    momentum: float = 0.9\n"
+    )
+    (tmp_path / "config").mkdir()
+    beside = tmp_path / "mine.py"
+    beside.write_text("from their_experiments import Mine\ndef config():\n    return Mine(steps=3)\n")
+    installed = tmp_path / "config" / "mine.py"
+    installed.write_text(beside.read_text())
+    monkeypatch.syspath_prepend(tmp_path)
+    for file in (beside, installed):
+        assert "--momentum x: not a number" in refusal(capsys, "--config", file, "--momentum", "x")
+    assert "Did you mean --optimizer.momentum?" in refusal(capsys, "--config", DIGITS, "--momentum", "x")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def config(n):\n    return Experiment(steps=n)\nconfig = functools.partial(config, 3)\n",
+        "def three(f):\n    return lambda: f(3)\n\n@three\ndef config(n):\n    return Experiment(steps=n)\n",
+    ],
+)
+def test_a_function_that_is_given_its_arguments_is_called(source, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import functools\nfrom jaxdl.experiment import Experiment\n" + source)
+    assert jaxdl.load(file).steps == 3
 
 
 def test_a_run_is_repeated_from_its_config_json(tmp_path):
@@ -178,6 +243,12 @@ def test_a_flag_that_this_xla_does_not_have_is_named(capsys, monkeypatch):
     known = os.environ.get("XLA_FLAGS", "")
     monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count=8 {known} --xla_no_such_flag=3")
     assert "this jaxlib has no flag --xla_no_such_flag." in refusal(capsys, "--config", DIGITS)
+    for flag in ("--cpu_multi_thread_eigen=3", "--v=3", "--xla_cpu", "--xla_force_host"):
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_cpu_multi_thread_eigen=true {flag}")
+        name = flag.partition("=")[0]
+        assert f"this jaxlib has no flag {name}." in refusal(capsys, "--config", DIGITS)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=abc")
+    assert "device_count=abc: not a whole number" in refusal(capsys, "--config", DIGITS)
     monkeypatch.setenv("XLA_FLAGS", "no-such-file")
     assert "XLA_FLAGS=no-such-file: neither flags" in refusal(capsys, "--config", DIGITS)
 
@@ -199,7 +270,8 @@ from jaxdl.train import main
 codes = []
 digits = ["--config", "configs/digits.py"]
 for line in (["--config", "configs/digit.py"], [*digits, "--lr", "3"], [*digits, "--optimzer.x", "3"], [],
-             ["--devices", "x"], [*digits, "--workdir", ""], ["--help"]):
+             ["--devices", "x"], [*digits, "--workdir", ""], [*digits, "--batch-size", "x"],
+             [*digits, "--devices", "1000"], ["--version"], ["--help"]):
     try:
         main(line)
     except SystemExit as end:
@@ -210,7 +282,7 @@ print(json.dumps([codes, sorted(heavy)]))
 """
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     codes, heavy = json.loads(ended.stdout.splitlines()[-1])
-    assert codes == [2, 2, 2, 2, 2, 2, 0]
+    assert codes == [2, 2, 2, 2, 2, 2, 2, 2, 0, 0]
     assert heavy == []
 
 
@@ -227,13 +299,13 @@ def test_help_leads_somewhere_and_the_first_words_name_file_and_workdir(capsys):
         assert not [word for word in words if word not in printed], printed
     refusal(capsys, "trian", run=face.main)
     with pytest.raises(SystemExit):
-        face.main(["train", "--config", DIGITS, "--workdir", "runs/x", "--steps", "x"])
+        face.main(["train", "--config", DIGITS, "--workdir", "runs/x", "--mesh.fsdp", "x"])
     assert capsys.readouterr().out == f"jaxdl {jaxdl.__version__}: {DIGITS} -> runs/x, loading JAX\n"
 
 
 def test_the_other_processes_of_a_run_leave_the_first_words_to_the_first(capsys, monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "1")
-    refusal(capsys, "--config", DIGITS, "--steps", "x")
+    refusal(capsys, "--config", DIGITS, "--mesh.fsdp", "x")
     with pytest.raises(SystemExit):
-        face.main(["train", "--config", DIGITS, "--steps", "x"])
+        face.main(["train", "--config", DIGITS, "--mesh.fsdp", "x"])
     assert capsys.readouterr().out == ""

@@ -25,6 +25,7 @@ from job_files import (
 from jaxdl.command import Command
 from jaxdl.config import ConfigError
 from jaxdl.launch.jobs import COMMANDS
+from jaxdl.startup import VALUED, own_options
 
 __all__ = ["no_cluster"]
 
@@ -48,7 +49,11 @@ def test_the_file_says_what_the_mesh_will_be(cluster):
         ([], [*TRAIN, "--batchsize", "4"], "--batchsize"),
         ([], [*TRAIN, "--optimizer", "none"], "there is no such kind"),
         ([], [*TRAIN, "--devices", "8"], "8 virtual CPU devices and --gpus-per-node 8: the GPUs would be idle"),
-        ([], [*TRAIN, "--devices", "many"], "argument --devices: invalid int value: 'many'"),
+        ([], [*TRAIN, "--devices", "many"], "--devices many: give a whole number"),
+        ([], [*TRAIN, "--max-steps", "0"], "--max-steps 0: give a whole number"),
+        ([], [*TRAIN, "--workdir="], "--workdir '': empty"),
+        ([], ["jaxdl", "train", *TRAIN[3:], "--batchsize", "4"], "--batchsize"),
+        ([], [*TRAIN[:2], "jaxdl", "train", *TRAIN[3:], "--batchsize", "4"], "--batchsize"),
         ([], [*TRAIN, "--seed", "1\n2"], "a character that cannot be written"),
         (["--restarts", "2"], [*TRAIN[:5], "--mesh.replica", "4"], "--restarts 2 without a --workdir"),
         (["--name", "My Job"], TRAIN, "--name My Job: 'My Job' does not have the form of a job's name"),
@@ -112,11 +117,11 @@ def test_the_config_is_read_as_the_nodes_will_read_it():
 
 
 def test_the_options_of_a_run_are_known():
-    """The others belong to the experiment; a new one of jaxdl.train must be added to `_own_options`."""
-    from jaxdl.launch.jobs.description import _own_options
-
-    found, left = _own_options(["--config", "c", "--workdir=w", "--devices", "2", "--explain", "--mesh.fsdp", "2"])
-    assert set(vars(found)) == set(Command.__dataclass_fields__) - {"experiment"}
+    """The others belong to the experiment; a new one of jaxdl.train must be added to `VALUED`."""
+    own = {name.replace("_", "-") for name in Command.__dataclass_fields__}
+    assert own - {"experiment", "explain"} == set(VALUED)
+    found, left = own_options(["--config", "c", "--workdir=w", "--devices", "2", "--mesh.fsdp", "2"])
+    assert found == {"config": "c", "workdir": "w", "devices": "2"}
     assert left == ["--mesh.fsdp", "2"]
 
 

@@ -1,6 +1,7 @@
 """`python -m jaxdl.data prepare`: the disk cache is filled before a run."""
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,7 +54,9 @@ def test_a_disk_limit_that_is_reached_is_told(config, capsys):
 MISTAKES = [
     ([], ""),
     (["fill"], "fill: there is no such command. Commands: prepare."),
-    (["prepare"], "the first option must be --config"),
+    (["prepare"], "which experiment? Give --config FILE"),
+    (["prepare", "--config", "RUN"], "not a Python file. Give the Python file of the run"),
+    (["prepare", "--seed", "x", "--config=CONFIG"], "--seed x: not a whole number"),
     (["prepare", "--config", "none.py"], "none.py"),
     (["prepare", "--config", "CONFIG", "--data.photos.cache.disk", "None"], "has no cache on a disk to fill"),
     (["prepare", "--config", "CONFIG", "--data.path", "/nowhere"], "/nowhere/train: no such folder"),
@@ -62,7 +65,9 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("args", "message"), MISTAKES)
 def test_mistakes_are_told(args, message, config, capsys):
+    run = Path(config).with_name("config.json")
+    run.write_text("{}")
     with pytest.raises(SystemExit) as end:
-        main([config if one == "CONFIG" else one for one in args])
+        main([one.replace("CONFIG", config).replace("RUN", str(run)) for one in args])
     assert end.value.code == 2
     assert message in capsys.readouterr().err

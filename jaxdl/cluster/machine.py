@@ -6,33 +6,25 @@ import importlib.util
 import io
 import mmap
 import os
+import re
 from pathlib import Path
 
 from jaxdl.cluster.ending import from_the_network
 from jaxdl.cluster.meeting import ClusterError
 from jaxdl.config import ConfigError
 
-MAX_CPU_DEVICES = 512
-"""Virtual CPU devices of one process. Each has threads of its own; with 1000 XLA hangs or aborts."""
+DEVICE_COUNT = "xla_force_host_platform_device_count"
+"""The XLA flag that JAX programs set by hand most, and whose value is a number."""
 
 _UNKNOWN_PLATFORM = "is not in the list of known backends"
 """JAX's words for a platform that it does not have, or whose plugin is not installed: no attempt will succeed."""
-
-
-def check_cpu_devices(count: int) -> None:
-    """Raises ConfigError for more virtual CPU devices than XLA can run in one process."""
-    if count > MAX_CPU_DEVICES:
-        raise ConfigError(
-            f"--devices {count}: a process can have at most {MAX_CPU_DEVICES} virtual CPU devices, since each has "
-            f"threads of its own, and this machine has {os.cpu_count()} cores. Give fewer."
-        )
 
 
 def check_xla_flags() -> None:
     """Raises ConfigError for a flag in XLA_FLAGS that jaxlib does not have: XLA would abort the process.
 
     A flag is known when its name is in jaxlib's library; looking takes 0.3 s of CPU time, and only for flags that are
-    set. Values are not checked.
+    set. Of the values only that of `DEVICE_COUNT` is checked.
     """
     text = os.environ.get("XLA_FLAGS", "").strip()
     if not text:
@@ -41,18 +33,31 @@ def check_xla_flags() -> None:
         if Path(text).is_file():
             return
         raise ConfigError(f"XLA_FLAGS={text}: neither flags, which begin with --, nor a file of them.")
-    names = [word.removeprefix("--").partition("=")[0] for word in text.split() if word.startswith("--")]
+    given = [word.removeprefix("--").partition("=") for word in text.split() if word.startswith("--")]
+    for name, equals, value in given:
+        if name == DEVICE_COUNT and equals and not re.fullmatch(r"-?[0-9]{1,9}", value):
+            raise ConfigError(f"XLA_FLAGS: --{name}={value}: not a whole number. Give one, or remove the flag.")
     spec = importlib.util.find_spec("jaxlib")
     library = Path(str(spec.origin)).with_name("libjax_common.so") if spec is not None else Path()
     if not library.is_file():
         return  # A jaxlib that is built otherwise.
     with io.FileIO(library) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        unknown = [name for name in names if content.find(name.encode() + b"\0") < 0]
+        unknown = [name for name, _, _ in given if not _names_flag(name, content)]
     if unknown:
         raise ConfigError(
             f"XLA_FLAGS: this jaxlib has no flag --{unknown[0]}. Remove it from the environment variable; flags differ "
             "from one version to the next."
         )
+
+
+def _names_flag(name: str, library: mmap.mmap) -> bool:
+    """Whether a flag of XLA has this name: it is one of the strings in the library, not the end of a longer one."""
+    if not re.fullmatch(r"(xla|legacy)_[a-z0-9]+_[a-z0-9_]+", name):  # `xla_cpu` is a string too, of something else.
+        return False
+    there = library.find(name.encode() + b"\0")
+    while there > 0 and re.fullmatch(rb"[A-Za-z0-9_]", library[there - 1 : there]):
+        there = library.find(name.encode() + b"\0", there + 1)
+    return there > 0
 
 
 def open_devices() -> None:

@@ -12,7 +12,7 @@ import pydantic
 
 from jaxdl.cluster.ending import conclude
 from jaxdl.cluster.identity import describe_process, difference, unequal_counts
-from jaxdl.cluster.machine import check_cpu_devices, check_xla_flags, open_devices
+from jaxdl.cluster.machine import check_xla_flags, open_devices
 from jaxdl.cluster.meeting import ClusterError
 from jaxdl.cluster.membership import current
 from jaxdl.cluster.place import Place, find_place, host_name, several_processes
@@ -21,6 +21,7 @@ from jaxdl.cluster.rendezvous import meet
 from jaxdl.cluster.roles import begin
 from jaxdl.cluster.token import run_token
 from jaxdl.config import Config, ConfigError
+from jaxdl.startup import check_cpu_devices
 
 if TYPE_CHECKING:
     from jaxdl.mesh import MeshConfig
@@ -70,7 +71,7 @@ def start_devices(
     count = config.cpu_devices if launched is None else launched
     check_xla_flags()
     if count is not None:
-        check_cpu_devices(count)
+        check_cpu_devices(count, "--mesh.cpu-devices" if launched is None else "--devices-per-host")
         try:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", count)

@@ -22,6 +22,7 @@ from jaxdl.data.photos import PhotoSource, Studio
 from jaxdl.data.store import num_records
 from jaxdl.errors import ConfigError, end_interrupted, fail
 from jaxdl.options import parse
+from jaxdl.startup import no_config, own_options
 
 _PIECE = 64
 """Images in a piece of work."""
@@ -48,13 +49,16 @@ def main(args: list[str] | None = None) -> None:
 
 def _experiment(args: list[str]) -> tuple[Any, str]:
     """The data config that the arguments mean, and its file."""
-    if len(args) < 2 or args[0] != "--config":
-        raise ConfigError("prepare: the first option must be --config configs/....py")
-    experiment: Any = load_file(Path(args[1]))
+    own, others = own_options(args, ("config",))
+    if "config" not in own:
+        raise ConfigError(no_config("python -m jaxdl.data"))
+    experiment: Any = load_file(own["config"])
     if not hasattr(experiment, "data"):
-        raise ConfigError(f"--config {args[1]}: config() returned {type(experiment).__name__}, which has no data.")
-    changed: Any = parse(experiment, args[2:])
-    return changed.data, args[1]
+        raise ConfigError(
+            f"--config {own['config']}: config() returned {type(experiment).__name__}, which has no data."
+        )
+    changed: Any = parse(experiment, others)
+    return changed.data, own["config"]
 
 
 def prepare(data: Any, file: str) -> None:

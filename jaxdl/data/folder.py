@@ -68,7 +68,7 @@ class ImageFolder(DataSet):
     def _find(self, folder: str) -> list[remote.Found]:
         found = [one for one in remote.find(folder, IMAGE_SUFFIXES) if "/" in one.name]
         if not found:
-            raise ConfigError(f"{folder}: no image in it lies in the folder of a class, such as {folder}/cat/1.jpg.")
+            raise ConfigError(f"{folder}: none of its images is in the folder of a class, such as {folder}/cat/1.jpg.")
         return found
 
 

@@ -53,10 +53,14 @@ class Schedule(Config):
         else:
             num_steps = self.warmup_steps or 0
         if num_steps > total_steps:
-            given = f"{self.warmup_epochs} epochs = {num_steps}" if self.warmup_epochs else str(num_steps)
+            given = (
+                f"--schedule.warmup-epochs {self.warmup_epochs:g}: warm-up of {num_steps} steps"
+                if self.warmup_epochs
+                else f"--schedule.warmup-steps {num_steps}"
+            )
             raise ConfigError(
-                f"warm-up of {given} steps: more warm-up than steps, the run has {total_steps}. "
-                "Shorten the warm-up or train longer."
+                f"{given}: more warm-up than steps, the run has {total_steps}. Train longer, or shorten the warm-up. "
+                "For a trial of a few steps, keep the length of the run and give --max-steps N."
             )
         return num_steps
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import itertools
 import re
 import shlex
 import sys
@@ -21,6 +19,7 @@ from jaxdl.config import Config, ConfigError
 from jaxdl.experiment import Experiment, load
 from jaxdl.mesh import Axis
 from jaxdl.options import parse_options
+from jaxdl.startup import PROG, first_look, own_options
 
 JobT = TypeVar("JobT", bound="Job")
 
@@ -157,19 +156,18 @@ def check_command(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]
     broken = [word for word in words if not word.isprintable()]
     if broken:
         raise ConfigError(f"{broken[0]!r}: the command has a character that cannot be written into a job file.")
-    pairs = list(itertools.pairwise(words))
-    if ("-m", "jaxdl.train") not in pairs:
+    args = training_options(words)
+    if args is None:
         note = "the command is not jaxdl.train, so its config and mesh are not checked."
         return Command(words, None, (note,)), [note]
-    own, rest = _own_options(words[pairs.index(("-m", "jaxdl.train")) + 2 :])
-    if own.config is None:
-        raise ConfigError("which experiment? Give the command --config FILE, for example --config configs/digits.py.")
+    own = first_look(args, PROG)
+    rest = [word for word in own_options(args)[1] if word != "--explain"]
     with gpus_assumed(job.gpus_per_node > 0):
-        experiment = load(own.config, rest)
-    if own.devices is not None:
-        experiment = experiment.replaced({"mesh.cpu_devices": own.devices})
+        experiment = load(own["config"], rest)
+    if "devices" in own:
+        experiment = experiment.replaced({"mesh.cpu_devices": int(own["devices"])})
     notes, warnings = _mesh_notes(job, experiment)
-    workdir = None if own.workdir is None else PurePosixPath(own.workdir)
+    workdir = PurePosixPath(own["workdir"]) if "workdir" in own else None
     if workdir is None and job.restarts:
         raise ConfigError(
             f"--restarts {job.restarts} without a --workdir in the command: nothing is kept, so each restart would "
@@ -180,18 +178,16 @@ def check_command(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]
     return Command(words, workdir, (*notes, *warnings)), warnings
 
 
-def _own_options(args: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """The options of `jaxdl.train` that are no part of the experiment, and the arguments that are left."""
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    finder.add_argument("--config")
-    finder.add_argument("--workdir")
-    finder.add_argument("--devices", type=int)
-    finder.add_argument("--max-steps", type=int)
-    finder.add_argument("--explain", action="store_true")
-    try:
-        return finder.parse_known_args(args)
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"the command's {error}.") from None
+def training_options(words: Sequence[str]) -> list[str] | None:
+    """The options of a command that trains, None of any other.
+
+    It is written `python -m jaxdl.train`, `python -m jaxdl train` or `jaxdl train`, behind anything else.
+    """
+    for end in range(2, len(words) + 1):
+        before, last = words[end - 2 : end]
+        if (before, last) == ("-m", "jaxdl.train") or (PurePosixPath(before).name, last) == ("jaxdl", "train"):
+            return list(words[end:])
+    return None
 
 
 @contextlib.contextmanager
