@@ -1,12 +1,15 @@
 """Prepared data sets of TensorFlow Datasets with damaged files: every file, damaged in every way."""
 
+import errno
 import json
 import os
 import resource
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tensorflow_datasets
 from photographs import encoded, photograph
 from test_tfds import LABEL, TEXT, encode, image_feature, write_dataset
 
@@ -231,11 +234,66 @@ def test_a_folder_that_is_not_there_is_named(tmp_path, monkeypatch):
         TFDS().build()
 
 
+@pytest.mark.parametrize("hard", [4096, 512, resource.RLIM_INFINITY])
+def test_the_limit_of_open_files_is_raised(hard, copied, monkeypatch):
+    data, _ = copied("images")
+    limits = [(32, hard)]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, values: limits.append(values))
+    data.build()
+    assert limits[1:] == [(512 if hard == 512 else 1026, hard)]
+
+
 def test_more_record_files_than_may_be_open_are_refused(copied, monkeypatch):
     data, _ = copied("images")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (32, 32))
-    with pytest.raises(ConfigError, match=r"1 record files, .* may open 32 files\. .*ulimit -n 1026"):
+    with pytest.raises(ConfigError, match=r"1 record files, .* may open 32 files, and cannot raise .*ulimit -n 1026"):
         data.build()
+
+
+@pytest.mark.parametrize("name", [RECORDS, "dataset_info.json", "features.json"])
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
+def test_what_cannot_be_read_now_is_not_called_damaged(number, name, copied, monkeypatch):
+    """Root may read all and no disk here is a network's, so the system's answer is made here."""
+    data, folder = copied("images")
+    opened, pauses = os.open, []
+    monkeypatch.setattr(remote.time, "sleep", pauses.append)
+
+    def fails(path, *args, **options):
+        if str(path) == str(folder / name):
+            raise OSError(number, os.strerror(number), str(path))
+        return opened(path, *args, **options)
+
+    def builder(*_, **__):
+        try:
+            fails(folder / name)
+        except OSError as error:
+            raise OSError(f"Could not read dataset info\nfrom {name}") from error
+
+    monkeypatch.setattr(os, "open", fails)
+    if name != RECORDS:
+        monkeypatch.setattr(tensorflow_datasets, "builder", builder)
+    denied = number == errno.EACCES
+    with pytest.raises(ConfigError if denied else ClusterError) as refused:
+        data.build()
+    message = str(refused.value)
+    assert str(folder / name) in message
+    assert "remove" not in message
+    assert ("Permission denied). Ask its owner" if denied else "tfds tiny: out of reach: ") in message
+    assert denied or "Stale file handle" in message
+    assert pauses == ([] if denied else list(remote.PAUSES_SEC))
+
+
+def test_messages_on_data_in_the_cloud_are_not_those_of_a_local_folder(copied):
+    data, folder = copied("images")
+    found = prepared.open_builder("tiny", data.data_dir)
+    cloud = SimpleNamespace(info=found.info, name="tiny", data_dir="gs://bucket/tiny/1.0.0")
+    with pytest.raises(ConfigError, match=r"split 'trian': .*The splits are train \(12 examples\)"):
+        prepared.open_split(cloud, "trian", ["image"])
+    (folder / RECORDS).unlink()
+    with pytest.raises(ConfigError, match=r"or copy gs://bucket/tiny/1\.0\.0 again") as refused:
+        prepared.open_split(cloud, "train", ["image"])
+    assert "remove" not in str(refused.value)
 
 
 def test_a_network_disk_is_waited_for(copied, monkeypatch):

@@ -6,7 +6,7 @@ ConfigError that says which file is wrong, how, and what to do.
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import fnmatch
 import importlib
 import json
@@ -14,14 +14,14 @@ import os
 import re
 import resource
 import stat
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxdl.cluster import ClusterError
 from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.records import BadRecord
@@ -30,8 +30,6 @@ _READERS = 16
 """Record files that are checked at once: that waits for disks and networks, not for the CPU."""
 _SPARE_FILES = 64
 """Files that a process has open besides those of the data set."""
-_PASSING = tuple(map(os.strerror, (errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.ENOTCONN)))
-"""What the reader says of a network disk that may be back soon. It raises RuntimeError for everything."""
 
 
 class Unreadable(BadRecord):
@@ -45,26 +43,36 @@ class Unreadable(BadRecord):
 def open_builder(name: str, data_dir: str | None) -> Any:
     """The library's builder of a prepared data set, whose `info` says what is in it.
 
-    Raises ConfigError when there is none of this name, or its dataset_info.json or features.json is damaged.
+    Raises ConfigError when there is none of this name, its dataset_info.json or features.json is damaged, or this user
+    may not read it; and ClusterError when its disk does not answer for 20 seconds.
     """
+    with _reachable(name):
+        return _open_builder(name, data_dir)
+
+
+def _open_builder(name: str, data_dir: str | None) -> Any:
     import tensorflow_datasets as tfds
 
-    if data_dir is not None and not remote.is_remote(data_dir) and not Path(data_dir).expanduser().is_dir():
-        raise ConfigError(
-            f"tfds {name}: {data_dir}: no such folder. Set data_dir (or TFDS_DATA_DIR) to the folder of the prepared "
-            f"data sets. {_advice(name, data_dir)}"
-        )
+    if data_dir is not None and not remote.is_remote(data_dir):
+        _check_root(name, data_dir)
+
+    def find() -> tuple[Any, bool]:
+        found = tfds.builder(name, data_dir=data_dir)
+        return found, found.is_prepared()
+
     try:
-        builder = tfds.builder(name, data_dir=data_dir)
-        prepared = builder.is_prepared()
+        builder, prepared = remote.patiently(lambda: name, find)
+    except (PermissionError, remote.Outage):
+        raise
     except Exception as error:  # of many kinds, for a folder that is not as it should be
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = remote.first_line(error)
         if (folder := _find_folder(name, data_dir)) is not None:
             fault = _metadata_fault(folder) or f"{folder}: it cannot be opened as a data set ({reason})"
             raise ConfigError(f"tfds {name}: {fault}. {_again(name, folder, data_dir)}") from None
-        raise ConfigError(f"tfds {name}: {reason} Check name and version. {_advice(name, data_dir)}") from None
-    folder = Path(builder.data_dir)
-    if not prepared and any(folder.glob("*array_record*")) and (fault := _metadata_fault(folder)):
+        check = "credentials, network, name" if data_dir and remote.is_remote(data_dir) else "name"
+        raise ConfigError(f"tfds {name}: {reason} Check {check} and version. {_advice(name, data_dir)}") from None
+    folder = str(builder.data_dir)
+    if not prepared and any(Path(folder).glob("*array_record*")) and (fault := _metadata_fault(folder)):
         raise ConfigError(f"tfds {name}: {fault}. {_again(name, folder, data_dir)}")
     if not prepared:
         raise ConfigError(f"tfds {name}: not prepared in {builder.data_dir}. {_advice(name, data_dir)}")
@@ -77,13 +85,39 @@ def open_builder(name: str, data_dir: str | None) -> Any:
     return builder
 
 
+def _check_root(name: str, data_dir: str) -> None:
+    root = Path(data_dir).expanduser()
+    try:
+        remote.patiently(lambda: data_dir, lambda: os.stat(f"{root}/."))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(
+            f"tfds {name}: {data_dir}: no such folder. Set data_dir (or TFDS_DATA_DIR) to the folder of the prepared "
+            f"data sets. {_advice(name, data_dir)}"
+        ) from None
+
+
+@contextlib.contextmanager
+def _reachable(name: str) -> Iterator[None]:
+    """Context of opening a data set: what this user may not read, and a disk that does not answer, are no damage."""
+    try:
+        yield
+    except PermissionError as error:
+        place = str(error.filename).removesuffix("/.")
+        raise ConfigError(
+            f"tfds {name}: {place}: it cannot be read ({error.strerror}). Ask its owner to let you read it (chmod -R "
+            "a+rX on the folder of the data set), or start jaxdl as a user who may."
+        ) from None
+    except remote.Outage as error:
+        raise ClusterError(f"tfds {name}: out of reach: {error}") from None
+
+
 def find_test_split(builder: Any) -> str:
     """ "test" or "validation", the first that the data set has. Raises ConfigError for one that has neither."""
     for split in ("test", "validation"):
         if split in builder.info.splits:
             return split
     if not builder.info.splits:
-        path = Path(builder.data_dir) / "dataset_info.json"
+        path = f"{builder.data_dir}/dataset_info.json"
         raise ConfigError(f"tfds {builder.name}: {path}: it has no splits. {_build_again(builder)}")
     raise ConfigError(
         f"tfds {builder.name}: it has neither a test nor a validation split, but {', '.join(builder.info.splits)}. "
@@ -102,8 +136,15 @@ def open_split(builder: Any, split: str, keys: Sequence[str], *, check: bool = T
         records that dataset_info.json gives. Takes about a millisecond a file on a local disk.
 
     Raises:
-      ConfigError: for an unknown or empty split, and for a file that is missing, cut off or damaged at its end.
+      ConfigError: for an unknown or empty split, and for a file that is missing, cut off or damaged at its end, or that
+        this user may not read.
+      ClusterError: when their disk does not answer for 20 seconds.
     """
+    with _reachable(builder.name):
+        return _open_split(builder, split, keys, check)
+
+
+def _open_split(builder: Any, split: str, keys: Sequence[str], check: bool) -> Stored:
     import tensorflow_datasets as tfds
 
     images = [key for key, feature in builder.info.features.items() if isinstance(feature, tfds.features.Image)]
@@ -115,11 +156,13 @@ def open_split(builder: Any, split: str, keys: Sequence[str], *, check: bool = T
             raise ConfigError(f"tfds {builder.name}, split {split!r}: it has no examples. {_splits(builder)}")
         if check:
             _check_files(builder, files)
-        source = builder.as_data_source(split=split, decoders=decoders or None)
-    except ConfigError:
+        source = remote.patiently(
+            lambda: str(builder.data_dir), lambda: builder.as_data_source(split=split, decoders=decoders or None)
+        )
+    except (ConfigError, PermissionError, remote.Outage):
         raise
     except Exception as error:  # as above
-        if fault := _metadata_fault(Path(builder.data_dir)):
+        if fault := _metadata_fault(str(builder.data_dir)):
             raise ConfigError(f"tfds {builder.name}: {fault}. {_build_again(builder)}") from None
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
         raise ConfigError(f"tfds {builder.name}, split {split!r}: {text} {_splits(builder)}") from None
@@ -143,19 +186,12 @@ class Stored:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """An example. Raises Unreadable when it is damaged, and Outage when a network disk fails for 20 seconds."""
-        for pause_sec in (*remote.PAUSES_SEC, None):
-            try:
-                return self._whole(index, self._source[index])
-            except BadRecord:
-                raise
-            except Exception as error:  # as above
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-                if not any(text in reason for text in _PASSING):
-                    raise Unreadable(index, f"{self._place(index)} cannot be read ({reason})") from None
-                if pause_sec is None:
-                    raise remote.Outage(f"{self._place(index)}: {reason}") from None
-                time.sleep(pause_sec)
-        raise AssertionError("the last try returns or raises")
+        try:
+            return remote.patiently(lambda: self._place(index), lambda: self._whole(index, self._source[index]))
+        except (BadRecord, remote.Outage):
+            raise
+        except Exception as error:  # as above
+            raise Unreadable(index, f"{self._place(index)} cannot be read ({remote.first_line(error)})") from None
 
     def many(self, indices: Sequence[int]) -> list[dict[str, Any]]:
         """Several examples, read at once. Raises as for one of them."""
@@ -179,12 +215,7 @@ class Stored:
 
 def _check_files(builder: Any, files: Sequence[Any]) -> None:
     """Raises ConfigError for record files that are missing, damaged, or have another number of records."""
-    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most != resource.RLIM_INFINITY and len(files) + _SPARE_FILES > most:
-        raise ConfigError(
-            f"tfds {builder.name}: it has {len(files):,} record files, which are open all at once, but this process "
-            f"may open {most:,} files. Raise the limit before you start it: ulimit -n {2 * len(files) + 1024}."
-        )
+    _allow_files(builder.name, len(files))
     with ThreadPoolExecutor(min(_READERS, len(files))) as threads:
         counts = [one.examples_in_shard for one in files]
         faults = [fault for fault in threads.map(_file_fault, [str(one.filename) for one in files], counts) if fault]
@@ -193,26 +224,61 @@ def _check_files(builder: Any, files: Sequence[Any]) -> None:
         raise ConfigError(f"tfds {builder.name}: {faults[0]}{more}. {_build_again(builder)}")
 
 
+def _allow_files(name: str, count: int) -> None:
+    """Raises this process's limit of open files for a data set of `count`; ConfigError if the system does not let it.
+
+    The soft limit, 1,024 on most systems, is for programs that cannot handle more. The processes that this one starts
+    inherit the new one.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed, wanted = count + _SPARE_FILES, 2 * count + 1024  # The other split has files too.
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        raise ConfigError(
+            f"tfds {name}: it has {count:,} record files, which are open all at once, but this process may open "
+            f"{soft:,} files, and cannot raise that limit. Raise it before you start it: ulimit -n "
+            f"{2 * count + 1024} (above ulimit -Hn only root can; in a container, --ulimit nofile does)."
+        )
+
+
 def _file_fault(file: str, count: int) -> str | None:
-    """What is wrong with a record file that should have `count` records; None if nothing can be seen from its end."""
+    """What is wrong with a record file that should have `count` records; None if nothing can be seen from its end.
+
+    Raises PermissionError, and Outage for a disk that does not answer.
+    """
+    try:
+        return remote.patiently(lambda: file, lambda: _look_at(file, count))
+    except (PermissionError, remote.Outage):
+        raise
+    except FileNotFoundError:
+        return f"{file}: the file is missing"
+    except OSError as error:
+        return f"{file}: it cannot be read ({error.strerror})"
+    except Exception as error:  # as above
+        return f"{file}: it is cut off or damaged ({str(error).strip() or 'its end is missing'})"
+
+
+def _look_at(file: str, count: int) -> str | None:
+    """As `_file_fault`, but raises what the system and the reader do."""
     module: Any = importlib.import_module("array_record.python.array_record_module")  # It has no types.
     if not remote.is_remote(file):
+        opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # A pipe must not block here.
         try:
-            status = os.stat(file)
-        except FileNotFoundError:
-            return f"{file}: the file is missing"
-        except OSError as error:
-            return f"{file}: it cannot be read ({error.strerror})"
+            status = os.fstat(opened)
+        finally:
+            os.close(opened)
         if not stat.S_ISREG(status.st_mode):
             return f"{file}: it is no file"
         if status.st_size == 0:
             return f"{file}: it is empty"
-    try:
-        reader = module.ArrayRecordReader(file, options="readahead_buffer_size:0", file_reader_buffer_size=32768)
-        found, whole = reader.num_records(), reader.ok()
-        reader.close()  # This raises what was wrong.
-    except Exception as error:
-        return f"{file}: it is cut off or damaged ({str(error).strip() or 'its end is missing'})"
+    reader = module.ArrayRecordReader(file, options="readahead_buffer_size:0", file_reader_buffer_size=32768)
+    found, whole = reader.num_records(), reader.ok()
+    reader.close()  # This raises what was wrong.
     if not whole:
         return f"{file}: it is cut off or damaged"
     if found != count:
@@ -220,8 +286,10 @@ def _file_fault(file: str, count: int) -> str | None:
     return None
 
 
-def _find_folder(name: str, data_dir: str | None) -> Path | None:
-    """The folder of a data set's newest version that the name allows; None if there is none."""
+def _find_folder(name: str, data_dir: str | None) -> str | None:
+    """The local folder of a data set's newest version that the name allows; None if there is none."""
+    if data_dir is not None and remote.is_remote(data_dir):
+        return None
     base, _, version = name.partition(":")
     root = Path(data_dir or "~/tensorflow_datasets").expanduser() / base
     try:
@@ -229,17 +297,25 @@ def _find_folder(name: str, data_dir: str | None) -> Path | None:
     except OSError:
         return None
     found = [path for path in found if path.is_dir() and fnmatch.fnmatch(path.name, version or "*")]
-    return max(found, key=lambda path: tuple(map(int, path.name.split("."))), default=None)
+    newest = max(found, key=lambda path: tuple(map(int, path.name.split("."))), default=None)
+    return None if newest is None else str(newest)
 
 
-def _metadata_fault(folder: Path) -> str | None:
-    """What is wrong with the two files that describe a data set, as far as it can be seen."""
+def _metadata_fault(folder: str) -> str | None:
+    """What is wrong with the two files that describe a data set, as far as it can be seen; not in the cloud.
+
+    Raises PermissionError, and Outage for a disk that does not answer.
+    """
+    if remote.is_remote(folder):
+        return None
     for name in ("dataset_info.json", "features.json"):
-        path = folder / name
+        path = Path(folder, name)
         try:
-            content = json.loads(path.read_bytes().decode())
+            content = json.loads(remote.patiently(lambda path=path: str(path), path.read_bytes).decode())
         except FileNotFoundError:
             return f"{path}: the file is missing"
+        except (PermissionError, remote.Outage):
+            raise
         except OSError as error:
             return f"{path}: it cannot be read ({error.strerror})"
         except ValueError as error:  # no JSON, or no UTF-8
@@ -275,11 +351,13 @@ def _advice(name: str, data_dir: str | None) -> str:
 
 
 def _build_again(builder: Any) -> str:
-    folder, (*name, _) = Path(builder.data_dir), builder.info.full_name.split("/")
-    return _again("/".join(name), folder, str(folder.parents[len(name)]))
+    folder, (*name, _) = str(builder.data_dir).rstrip("/"), builder.info.full_name.split("/")
+    return _again("/".join(name), folder, folder.rsplit("/", len(name) + 1)[0])
 
 
-def _again(name: str, folder: Path, data_dir: str | None) -> str:
+def _again(name: str, folder: str, data_dir: str | None) -> str:
+    if remote.is_remote(folder):
+        return f"Check the credentials and the network, or copy {folder} again from where it was prepared."
     return (
         f"Copy {folder} again from where it was prepared, or remove it and prepare the data set again:\n"
         f"  {_command(name, data_dir)}"

@@ -8,9 +8,9 @@ import fnmatch
 import os
 import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jaxdl.config import ConfigError
 
@@ -21,8 +21,14 @@ _PASSING = (
     errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EHOSTDOWN,
 )  # fmt: skip
 """What may be over soon, of a mounted file system."""
+_PASSING_TEXTS = tuple(
+    map(os.strerror, (errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.ENOTCONN))
+)
+"""How it is recognised in the error of a library: that of array_record raises RuntimeError for everything."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ConfigError, MemoryError)
 """What stays so."""
+
+_T = TypeVar("_T")
 
 
 class Outage(OSError):
@@ -180,6 +186,40 @@ def _read(file: int, start: int, length: int) -> bytes:
         parts.append(part)
         start, length = start + len(part), length - len(part)
     return b"".join(parts)
+
+
+def patiently(place: Callable[[], str], read: Callable[[], _T]) -> _T:
+    """What `read` returns. It is called again, after a pause, while it raises what a network disk says in a bad moment.
+
+    Raises Outage, which begins with the place, when that lasts for 20 seconds; PermissionError also where a library
+    raises another error from it; and all else as it comes.
+    """
+    for pause_sec in (*PAUSES_SEC, None):
+        try:
+            return read()
+        except Exception as error:
+            causes = list(_causes(error))
+            if denied := [one for one in causes if isinstance(one, PermissionError) and one.filename]:
+                raise denied[0] from None
+            passing = [one for one in causes if any(text in str(one) for text in _PASSING_TEXTS)]
+            if not passing:
+                raise
+            if pause_sec is None:
+                raise Outage(f"{place()}: {first_line(passing[-1])}") from None
+            time.sleep(pause_sec)
+    raise AssertionError("the last try returns or raises")
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, that which it was raised from, and so on."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def first_line(error: BaseException) -> str:
+    """For a message: what a library says, without the rest of its report."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def open_stream(address: str) -> Any:
