@@ -84,7 +84,8 @@ def changed(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) ->
         says.append(f"the {held} of {replicas} is split over {now}, the sum preserved")
         if now == 1 and any(entry.endswith(".residual") for entry in _entries(split)):
             says.append(
-                f"the one replica adds 1/{1 / RESIDUAL_PART:g} of what is left of the residual to each gradient"
+                f"the one replica adds 1/{1 / RESIDUAL_PART:g} of what is left of the residual to each gradient, "
+                "before clipping"
             )
     if stored.keys() - kept:
         says.append(f"the checkpoint's {_words(stored.keys() - kept)} is dropped, for this mesh has no use for it")
