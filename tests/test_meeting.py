@@ -262,6 +262,24 @@ def test_a_peer_that_reads_nothing_is_bounded(monkeypatch):
     other.close()
 
 
+def test_a_guest_that_reads_nothing_is_not_here(monkeypatch):
+    monkeypatch.setattr(wire, "_MAX_UNSENT_BYTES", 200)  # The greeting is shorter, the list of who is here is longer.
+    said = [(hello(num_processes=3, host="x" * 250), True)]
+    result = gathered(free_port(), num_processes=3, said=said, monkeypatch=monkeypatch, timeout_sec=0.5)
+    assert isinstance(result, ClusterError)
+    assert "processes 1, 2 have not come" in str(result)
+
+
+def test_who_is_here_is_sent_once_for_all_that_came_together(monkeypatch):
+    encodings = []
+    monkeypatch.setattr(gathering, "encoded", lambda message: encodings.append(message) or wire.encoded(message))
+    said = [(hello(num_processes=9, process=process), True) for process in range(1, 8)]
+    result = gathered(free_port(), num_processes=9, said=said, monkeypatch=monkeypatch, timeout_sec=0.5)
+    assert "process 8 of 9 has not come" in str(result)
+    assert [len(one["here"]) for one in encodings][-1] == 8
+    assert len(encodings) < 7
+
+
 # The devices.
 
 

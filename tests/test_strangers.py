@@ -334,6 +334,7 @@ def test_addresses_are_counted_within_bounds():
     assert len(seen.counts[door.SILENT]) <= 1001
     assert seen.note().startswith("5000 connections were no processes of this run and were closed: 5000 said nothing (")
     assert "more addresses" in seen.note()
+    assert "; 10.0.0.0; 10.0.0.1; " in seen.note()
     assert len(seen.note()) < 300
 
 
