@@ -266,7 +266,7 @@ def around(root):
 FOLDERS = [
     (one_class, "all of its 4 images are of one class, 'a', so there is nothing to tell apart"),
     (empty_class, "/train/c: the folder of a class without an image"),
-    (no_images, "no image in it lies in the folder of a class"),
+    (no_images, "none of its images is in the folder of a class"),
     (not_trained_on, "it has zebra, which train has not. Remove it"),
     (lambda root: shutil.rmtree(root / "val"), "/val: no such folder"),
     (file_instead, "/val: it is a file, not a folder"),

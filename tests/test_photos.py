@@ -220,7 +220,7 @@ def test_a_folder_without_classes_is_refused(tmp_path, folder):
         ImageFolder(path=str(tmp_path / "none")).build()
     (tmp_path / "train").mkdir()
     (tmp_path / "train" / "1.jpg").write_bytes(b"")
-    with pytest.raises(ConfigError, match="no image in it lies in the folder of a class"):
+    with pytest.raises(ConfigError, match="none of its images is in the folder of a class"):
         ImageFolder(path=str(tmp_path)).build()
     with pytest.raises(ConfigError, match=r"--data\.path is not set"):
         ImageFolder().build()
