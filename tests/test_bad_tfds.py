@@ -10,13 +10,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import tensorflow_datasets
+from mistakes import refusal
 from photographs import encoded, photograph
+from runs import tiny_experiment, write_config
 from test_tfds import LABEL, TEXT, encode, image_feature, write_dataset
 
+import jaxdl
 from jaxdl.cluster import ClusterError
 from jaxdl.config import ConfigError
 from jaxdl.data import TFDS, Photos, prepared, remote
-from jaxdl.data.source import TrainRows
+from jaxdl.data.order import EpochShuffle
+from jaxdl.data.source import TrainRows, channel_statistics
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import ViT
 
 RECORDS = "tiny-train.array_record-00000-of-00001"
 HELD_OUT = "tiny-test.array_record-00000-of-00001"
@@ -70,6 +76,11 @@ def read_all(data):
         pass
     splits.train.close()
     return told
+
+
+def read_record(data, index):
+    """An encoded image of the training split."""
+    return prepared.open_split(prepared.open_builder("tiny", data.data_dir), "train", ["image"])[index]["image"]
 
 
 def cut(length):
@@ -294,6 +305,24 @@ def test_messages_on_data_in_the_cloud_are_not_those_of_a_local_folder(copied):
     with pytest.raises(ConfigError, match=r"or copy gs://bucket/tiny/1\.0\.0 again") as refused:
         prepared.open_split(cloud, "train", ["image"])
     assert "remove" not in str(refused.value)
+
+
+def test_a_record_that_is_damaged_during_training_ends_the_run(capsys, copied, tmp_path, monkeypatch):
+    """It is found by the loader's thread, in the second batch."""
+    data, folder = copied("decoded")
+    bad = int(EpochShuffle(12, 0).indices(11, 1)[0])
+
+    def then_damaged(read, count, **options):
+        found = channel_statistics(read, count, **options)
+        encoded = read_record(data, bad)
+        flip((folder / RECORDS).read_bytes().index(encoded[500:600]))(folder / RECORDS)
+        return found
+
+    monkeypatch.setattr(jaxdl.data.tfds, "channel_statistics", then_damaged)
+    tiny = tiny_experiment(data=data, batch_size=8, mesh=MeshConfig(), model=ViT(size="tiny", num_layers=1, patch=14))
+    message = refusal(capsys, "--config", write_config(tmp_path, tiny), "--workdir", tmp_path / "run")
+    found = f"example {bad}: record {bad} of {folder / RECORDS} cannot be read (Corrupted"
+    assert message.startswith(f"error: tfds tiny, split 'train', {found}")
 
 
 def test_a_network_disk_is_waited_for(copied, monkeypatch):
