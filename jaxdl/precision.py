@@ -1,8 +1,9 @@
 """Numerical precision: the dtype that a model computes in, and the loss scale that float16 needs.
 
 Parameters and the optimizer's state are float32 always. The exchange over `replica` has float32 gradients. Inside a
-replica the gradient of a weight is summed over `fsdp` in the dtype of the computation: XLA's partitioner puts that sum
-at the product which makes it, before the conversion to float32. There is no setting for it.
+replica XLA's partitioner sums the gradient of a weight over `fsdp` right at the product that makes it, in the dtype of
+the product's result: float32 by default, or with `reduce_dtype = compute` that of the computation (see
+`jaxdl.models.products`). Gradients of embedding rows, biases and norm scales are always summed in float32.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ class _Precision(Config):
         return jnp.dtype("float32")
 
     @property
+    def weight_dtype(self) -> Any:
+        """The dtype of weights as the model receives them. Their gradients have it, and are summed in it over `fsdp`.
+
+        A product rounds a wider weight to `dtype` before it multiplies.
+        """
+        return jnp.dtype("float32")
+
+    @property
     def matmul(self) -> str | None:
         """The setting of `jax.default_matmul_precision` under which the model is traced; None leaves JAX's default."""
         return None
@@ -48,6 +57,20 @@ class _Precision(Config):
         """The loss scale after a step with (`finite`) or without an update."""
         del finite
         return loss_scale
+
+
+class _Half(_Precision):
+    """What precisions of 16 bits have in common."""
+
+    reduce_dtype: Literal["float32", "compute"] = "float32"
+    """The dtype in which gradients of weights are summed over `fsdp`: float32, or that of the computation, which sends
+    half the bytes and rounds every device's part and every partial sum to 16 bits. The exchange over `replica` has a
+    setting of its own."""
+
+    @property
+    def weight_dtype(self) -> Any:
+        """float32, or `dtype` where gradients are summed in it."""
+        return self.dtype if self.reduce_dtype == "compute" else jnp.dtype("float32")
 
 
 class Float32(_Precision):
@@ -80,7 +103,7 @@ class TensorFloat32(_Precision):
             )
 
 
-class BFloat16(_Precision):
+class BFloat16(_Half):
     """Activations, and weights while used, in bfloat16; it has float32's range, so it needs no loss scale."""
 
     kind: Annotated[Literal["bfloat16"], Kind] = "bfloat16"
@@ -91,7 +114,7 @@ class BFloat16(_Precision):
         return jnp.dtype("bfloat16")
 
 
-class Float16(_Precision):
+class Float16(_Half):
     """Activations, and weights while used, in float16, with a loss scale.
 
     A step whose gradients are not finite changes nothing but the scale, which falls; after `growth_interval_steps`
@@ -187,10 +210,7 @@ float32_matmul.defvjp(_float32_matmul_forward, _float32_matmul_backward)
 
 
 def cast_weights(params: Any, axes: Any, dtype: Any) -> Any:
-    """Weights (two dimensions or more, not counting stacked layers) in `dtype`; biases and norm scales as they are.
-
-    Cast before they are gathered, weights travel in the smaller dtype.
-    """
+    """Weights (two dimensions or more, not counting stacked layers) in `dtype`; biases and norm scales as they are."""
 
     def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:
         return x.astype(dtype) if sum(name != "layers" for name in names) > 1 else x

@@ -61,11 +61,15 @@ class ShardingConfig(Config):
 
 @dataclass(frozen=True)
 class Layout:
-    """The rules on one mesh. `manual` names the axes that the surrounding `shard_map` has taken over."""
+    """The rules on one mesh. `manual` names the axes that the surrounding `shard_map` has taken over.
+
+    `wire_dtype` is the dtype in which parameters are gathered for their use; None takes theirs.
+    """
 
     config: ShardingConfig
     mesh: Mesh
     manual: frozenset[str] = frozenset()
+    wire_dtype: Any = None
 
     def param_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of a parameter with these logical axes and this shape."""
@@ -126,6 +130,10 @@ class Layout:
             entries.append(wanted if wanted and size % ways == 0 else None)
         return PartitionSpec(*entries)
 
+    def batch_axes(self, num: int) -> tuple[str, ...]:
+        """The automatic mesh axes over which a batch of `num` examples is split; none where they cannot divide it."""
+        return spec_axes(self.activation_spec(("batch",), (num,)))
+
     def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """`x` laid out as `spec`, in plain `jit` as well as inside a partly manual `shard_map`."""
         if self.manual:  # There the mesh is the surrounding one, with some axes manual: a bare spec refers to it.
@@ -166,6 +174,11 @@ def use_layout(layout: Layout) -> Iterator[None]:
         _layout.reset(token)
 
 
+def current_layout() -> Layout | None:
+    """The layout of the surrounding `use_layout`; None outside of one."""
+    return _layout.get()
+
+
 def constrain(x: jax.Array, *names: str) -> jax.Array:
     """Lays out an activation by the logical names of its dimensions; without a layout returns it unchanged."""
     layout = _layout.get()
@@ -202,7 +215,8 @@ def mean_of_neighbours(x: jax.Array, num: int) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
-    return layout.constrained(x, layout.gathered(spec))
+    narrow = x if layout.wire_dtype is None else x.astype(layout.wire_dtype)
+    return layout.constrained(narrow, layout.gathered(spec)).astype(x.dtype)
 
 
 def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[jax.Array, None]:
@@ -211,7 +225,7 @@ def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[
 
 def _gather_backward(layout: Layout, spec: PartitionSpec, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
     # The plain transpose would make the gradient whole on every device (all-reduce); laid out like the parameter, it is
-    # reduce-scattered.
+    # reduce-scattered. It is not rounded to the dtype that the parameter travels in.
     return (layout.constrained(cotangent, spec),)
 
 
@@ -219,7 +233,11 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A parameter made whole over `fsdp` for its use; its gradient comes back split. Unchanged without a layout."""
+    """A parameter made whole over `fsdp` for its use; its gradient comes back split, in the parameter's dtype.
+
+    A float32 parameter that is gathered in the layout's smaller `wire_dtype` comes out as float32 numbers rounded to
+    it. Without a layout, and where a parameter is whole already, it is unchanged.
+    """
     layout = _layout.get()
     if layout is None:
         return x
@@ -227,8 +245,11 @@ def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return _gather(x, layout, spec) if Axis.FSDP in spec_axes(spec) else x
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _lookup(table: jax.Array, tokens: jax.Array, num_rows: int, layout: Layout | None) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _lookup(
+    table: jax.Array, tokens: jax.Array, like: jax.ShapeDtypeStruct, dtype: Any, layout: Layout | None
+) -> jax.Array:
+    table = table.astype(dtype)
     if layout is not None:
         # The rows are read from a whole table: XLA aborts when it partitions a lookup in a table split by rows inside a
         # partly manual shard_map (jaxlib 0.10).
@@ -237,13 +258,13 @@ def _lookup(table: jax.Array, tokens: jax.Array, num_rows: int, layout: Layout |
 
 
 def _lookup_forward(
-    table: jax.Array, tokens: jax.Array, num_rows: int, layout: Layout | None
+    table: jax.Array, tokens: jax.Array, like: jax.ShapeDtypeStruct, dtype: Any, layout: Layout | None
 ) -> tuple[jax.Array, jax.Array]:
-    return _lookup(table, tokens, num_rows, layout), tokens
+    return _lookup(table, tokens, like, dtype, layout), tokens
 
 
 def _lookup_backward(
-    num_rows: int, layout: Layout | None, tokens: jax.Array, cotangent: jax.Array
+    like: jax.ShapeDtypeStruct, dtype: Any, layout: Layout | None, tokens: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
     # The plain transpose is one scatter-add of all examples, for which XLA gathers the cotangent of the whole batch,
     # [batch, length, embed]. With a dimension for the data shards each device adds up its own examples, and what
@@ -256,22 +277,25 @@ def _lookup_backward(
         return layout.constrained(x, PartitionSpec(*batch, None, None)) if layout else x
 
     def shard_sum(tokens: jax.Array, rows: jax.Array) -> jax.Array:
-        return jnp.zeros((num_rows, embed_dim), jnp.float32).at[tokens].add(rows)
+        return jnp.zeros(like.shape, jnp.float32).at[tokens].add(rows)
 
     rows = split(cotangent.astype(jnp.float32).reshape(shards, -1, embed_dim))
     sums = split(jax.vmap(shard_sum)(tokens.reshape(shards, -1), rows))
-    return sums.sum(axis=0).astype(cotangent.dtype), None
+    return sums.sum(axis=0).astype(like.dtype), None
 
 
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def lookup(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """The rows of `table`, [vocab, embed], at `tokens`, int [batch, length]: [batch, length, embed], in its dtype.
+def lookup(table: jax.Array, tokens: jax.Array, dtype: Any = None) -> jax.Array:
+    """The rows of `table`, [vocab, embed], at `tokens`, int [batch, length]: [batch, length, embed].
+
+    The result is in `dtype` (None takes the table's), the gradient in the table's.
 
     Its gradient is summed in float32, first on each device over its own examples, then over the devices.
     """
-    return _lookup(table, tokens, table.shape[0], _layout.get())
+    like = jax.ShapeDtypeStruct(table.shape, table.dtype)
+    return _lookup(table, tokens, like, dtype or table.dtype, _layout.get())
 
 
 def gather_layer(layer_state: nnx.State) -> nnx.State:

@@ -12,6 +12,7 @@ Its parts, in order:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -127,11 +128,12 @@ def apply_network(
 
     `train` and `forget` are those of `Network.apply`.
     """
+    layout = dataclasses.replace(layout, wire_dtype=parts.precision.dtype)
     matmul = (
         jax.default_matmul_precision(parts.precision.matmul) if parts.precision.matmul else jax.named_scope("model")
     )
     with use_layout(layout), matmul:
-        used = cast_weights(params, parts.network.axes, parts.precision.dtype)
+        used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
         used = gather_params(used, parts.network.axes)
         inputs = parts.task.inputs(batch, parts.data_spec)
         return parts.network.apply(used, model_state, *inputs, train=train, forget=forget)

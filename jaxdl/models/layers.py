@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxdl import sharding
 from jaxdl.config import ConfigError
-from jaxdl.precision import float32_matmul
+from jaxdl.models.products import add_bias, weight_convolution, weight_product
 
 _KERNEL_AXES = ("height", "width", "channel_in", "channel_out")
 
@@ -112,22 +112,40 @@ class Head(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, channel] -> [batch, class]."""
-        return float32_matmul(x.astype(self.dtype), self.kernel[...].astype(self.dtype)) + self.bias[...]
+        return weight_product(x.astype(self.dtype), self.kernel[...], float32_result=True) + self.bias[...]
+
+
+class Conv(nnx.Conv):
+    """A convolution, with the padding in numbers."""
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """[batch, height, width, channel_in] -> [batch, height', width', channel_out]."""
+        x = weight_convolution(inputs.astype(self.dtype), self.kernel[...], strides=self.strides, padding=self.padding)
+        return x if self.bias is None else add_bias(x, self.bias[...])
+
+
+class Linear(nnx.Linear):
+    """x kernel + bias."""
+
+    def __call__(self, inputs: jax.Array) -> jax.Array:
+        """[..., channel_in] -> [..., channel_out]."""
+        x = weight_product(inputs.astype(self.dtype), self.kernel[...])
+        return x if self.bias is None else add_bias(x, self.bias[...])
 
 
 def conv(
     incoming: int, outgoing: int, size: int, stride: int, rngs: nnx.Rngs, *, dtype: Any, use_bias: bool = False
-) -> nnx.Conv:
+) -> Conv:
     """A convolution. The same padding on both sides: "SAME" would shift the image when the stride is 2.
 
     One whose kernels lie beside each other has none.
     """
     padding = 0 if size == stride else size // 2
-    return nnx.Conv(
+    return Conv(
         incoming,
         outgoing,
         (size, size),
-        strides=stride,
+        strides=(stride, stride),
         padding=((padding, padding),) * 2,
         use_bias=use_bias,
         dtype=dtype,

@@ -15,7 +15,7 @@ import pydantic
 from flax import nnx
 
 from jaxdl.config import Config, ConfigError, Kind
-from jaxdl.models.layers import Head, Norm, conv
+from jaxdl.models.layers import Head, Linear, Norm, conv
 
 _VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Depth -> convolutions of each stage."""
@@ -176,8 +176,8 @@ def averaged(x: jax.Array, grid: int) -> jax.Array:
     return x
 
 
-def _linear(incoming: int, outgoing: int, rngs: nnx.Rngs, *, use_bias: bool, dtype: Any) -> nnx.Linear:
-    return nnx.Linear(
+def _linear(incoming: int, outgoing: int, rngs: nnx.Rngs, *, use_bias: bool, dtype: Any) -> Linear:
+    return Linear(
         incoming,
         outgoing,
         use_bias=use_bias,

@@ -16,6 +16,7 @@ from flax import nnx
 
 from jaxdl.config import Config, ConfigError, Kind
 from jaxdl.models.layers import Head, Norm, conv
+from jaxdl.models.products import weight_convolution
 
 _IMAGENET_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 _BOTTLENECK_FROM_DEPTH = 50
@@ -184,10 +185,4 @@ class ResNetModule(nnx.Module):
         blocks = blocks.reshape(batch, height // 2, width // 2, 4 * channels)
         kernel = jnp.pad(self.stem_conv.kernel[...], ((1, 0), (1, 0), (0, 0), (0, 0)))
         kernel = kernel.reshape(4, 2, 4, 2, channels, -1).transpose(0, 2, 1, 3, 4, 5).reshape(4, 4, 4 * channels, -1)
-        return jax.lax.conv_general_dilated(
-            blocks.astype(self.dtype),
-            kernel.astype(self.dtype),
-            window_strides=(1, 1),
-            padding=((2, 1), (2, 1)),
-            dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )
+        return weight_convolution(blocks.astype(self.dtype), kernel, strides=(1, 1), padding=((2, 1), (2, 1)))

@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxdl import sharding
 from jaxdl.config import Config, Kind
-from jaxdl.precision import float32_matmul
+from jaxdl.models.products import weight_product
 
 _TABLE_STDDEV = 0.02
 
@@ -125,10 +125,7 @@ class Attention(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, length, embed] -> [batch, length, embed]."""
-        query, key, value = (
-            jnp.einsum("ble,ehd->blhd", x, kernel[...].astype(self.dtype))
-            for kernel in (self.query, self.key, self.value)
-        )
+        query, key, value = (weight_product(x, kernel[...]) for kernel in (self.query, self.key, self.value))
         positions = jnp.arange(x.shape[1])
         query = sharding.constrain(rotate(query, positions, self.rope_theta), "batch", "length", "heads", "head_dim")
         key = sharding.constrain(rotate(key, positions, self.rope_theta), "batch", "length", "kv_heads", "head_dim")
@@ -138,24 +135,22 @@ class Attention(nnx.Module):
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True).astype(self.dtype)
         mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
-        return jnp.einsum("blhd,hde->ble", mixed, self.out[...].astype(self.dtype))
+        return weight_product(mixed, self.out[...], num_contracted=2)
 
 
 class MLP(nnx.Module):
     """SwiGLU: (silu(x gate) * (x up)) down."""
 
-    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: Any):
+    def __init__(self, config: Transformer, rngs: nnx.Rngs):
         embed, hidden = config.embed_dim, config.hidden_dim
         self.gate = _kernel(rngs, (embed, hidden), ("embed", "mlp"), fan_in=embed)
         self.up = _kernel(rngs, (embed, hidden), ("embed", "mlp"), fan_in=embed)
         self.down = _kernel(rngs, (hidden, embed), ("mlp", "embed"), fan_in=hidden, scale=_residual_scale(config))
-        self.dtype = dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, length, embed] -> [batch, length, embed]."""
-        gate, up, down = (kernel[...].astype(self.dtype) for kernel in (self.gate, self.up, self.down))
-        hidden = jax.nn.silu(x @ gate) * (x @ up)
-        return sharding.constrain(hidden, "batch", "length", "mlp") @ down
+        hidden = jax.nn.silu(weight_product(x, self.gate[...])) * weight_product(x, self.up[...])
+        return weight_product(sharding.constrain(hidden, "batch", "length", "mlp"), self.down[...])
 
 
 class Block(nnx.Module):
@@ -165,7 +160,7 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(config, dtype=dtype)
         self.attention = Attention(config, rngs, dtype=dtype)
         self.mlp_norm = RMSNorm(config, dtype=dtype)
-        self.mlp = MLP(config, rngs, dtype=dtype)
+        self.mlp = MLP(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, length, embed] -> [batch, length, embed]."""
@@ -207,11 +202,11 @@ class TransformerModule(nnx.Module):
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
         """Tokens, int32 [batch, length] -> logits of each next token, float32 [batch, length, vocab]."""
         del train  # Nothing here differs between training and evaluation; every network has the argument.
-        x = sharding.lookup(self.embedding[...].astype(self.dtype), tokens)
+        x = sharding.lookup(self.embedding[...], tokens, self.dtype)
         x = self._through_layers(sharding.constrain(x, "batch", "length", "embed"))
         x = self.final_norm(x)
         head = self.embedding[...].T if self.tied_embeddings else self.head[...]
-        logits = float32_matmul(x, head.astype(self.dtype))
+        logits = weight_product(x, head, float32_result=True)
         return sharding.constrain(logits, "batch", "length", "vocab")
 
     def _through_layers(self, x: jax.Array) -> jax.Array:

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxdl import sharding
 from jaxdl.config import Config, ConfigError, Kind
 from jaxdl.models.layers import Head
+from jaxdl.models.products import add_bias, weight_product
 
 _SIZES = {"tiny": (12, 192, 3), "small": (12, 384, 6), "base": (12, 768, 12), "large": (24, 1024, 16)}
 """Size -> blocks, embedding, heads."""
@@ -84,37 +85,32 @@ class Attention(nnx.Module):
         parts = []
         for name in ("query", "key", "value"):
             kernel, bias = getattr(self, name)[...], getattr(self, f"{name}_bias")[...].reshape(self.out.shape[:2])
-            part = jnp.einsum("ble,ehd->blhd", x, kernel.astype(self.dtype)) + bias.astype(self.dtype)
+            part = add_bias(weight_product(x, kernel), bias)
             parts.append(sharding.constrain(part, "batch", "length", "heads", "head_dim"))
         if self.dtype == jnp.float16 and jax.default_backend() == "cpu":
             # JAX asks for float16 products with float32 sums by name ("F16_F16_F32"), which XLA has not on CPUs.
             parts = [part.astype(jnp.float32) for part in parts]
         mixed = jax.nn.dot_product_attention(*parts).astype(self.dtype)
         mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
-        return jnp.einsum("blhd,hde->ble", mixed, self.out[...].astype(self.dtype)) + self.out_bias[...].astype(
-            self.dtype
-        )
+        return add_bias(weight_product(mixed, self.out[...], num_contracted=2), self.out_bias[...])
 
 
 class MLP(nnx.Module):
     """Two linear layers with GELU between them; the hidden one is four times as wide."""
 
-    def __init__(self, embed: int, rngs: nnx.Rngs, *, dtype: Any):
+    def __init__(self, embed: int, rngs: nnx.Rngs):
         hidden = 4 * embed
         self.up = _xavier(rngs, (embed, hidden), ("embed", "mlp"), embed, hidden)
         self.down = _xavier(rngs, (hidden, embed), ("mlp", "embed"), hidden, embed)
         bias = nnx.initializers.normal(1e-6)
         self.up_bias = nnx.Param(bias(rngs.params(), (hidden,), jnp.float32), axes=("norm",))
         self.down_bias = nnx.Param(bias(rngs.params(), (embed,), jnp.float32), axes=("norm",))
-        self.dtype = dtype
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, token, embed] -> [batch, token, embed]."""
-        up, up_bias, down, down_bias = (
-            one[...].astype(self.dtype) for one in (self.up, self.up_bias, self.down, self.down_bias)
-        )
-        hidden = jax.nn.gelu(x @ up + up_bias, approximate=False)
-        return sharding.constrain(hidden, "batch", "length", "mlp") @ down + down_bias
+        hidden = jax.nn.gelu(add_bias(weight_product(x, self.up[...]), self.up_bias[...]), approximate=False)
+        hidden = sharding.constrain(hidden, "batch", "length", "mlp")
+        return add_bias(weight_product(hidden, self.down[...]), self.down_bias[...])
 
 
 class Block(nnx.Module):
@@ -124,7 +120,7 @@ class Block(nnx.Module):
         self.attention_norm = LayerNorm(embed, config.norm_epsilon, dtype=dtype)
         self.attention = Attention(embed, heads, rngs, dtype=dtype)
         self.mlp_norm = LayerNorm(embed, config.norm_epsilon, dtype=dtype)
-        self.mlp = MLP(embed, rngs, dtype=dtype)
+        self.mlp = MLP(embed, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, token, embed] -> [batch, token, embed]."""
@@ -170,8 +166,8 @@ class ViTModule(nnx.Module):
         # One product, not a convolution: the patches do not overlap.
         tokens = image.reshape(batch, rows, patch, columns, patch, channels).transpose(0, 1, 3, 2, 4, 5)
         tokens = tokens.reshape(batch, rows * columns, patch * patch * channels).astype(self.dtype)
-        kernel = self.embedding[...].reshape(patch * patch * channels, -1).astype(self.dtype)
-        x = tokens @ kernel + self.embedding_bias[...].astype(self.dtype)
+        kernel = self.embedding[...].reshape(patch * patch * channels, -1)
+        x = add_bias(weight_product(tokens, kernel), self.embedding_bias[...])
         x = x + positions(rows, columns, x.shape[-1]).astype(self.dtype)
         x = sharding.constrain(x, "batch", "length", "embed")
         graphdef, state = nnx.split(self.layers)

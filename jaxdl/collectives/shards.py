@@ -1,0 +1,29 @@
+"""A sum over the devices that a batch is split over, in float32 where XLA would sum in the dtype of a product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+
+def sum_of_shards(
+    function: Callable[..., jax.Array], axes: tuple[str, ...], *batches: jax.Array, mesh: Mesh | None
+) -> jax.Array:
+    """The sum over the devices of `axes` of `function(*their shards of the batches)`: float32, whole on each device.
+
+    `batches` are split along their first dimension. The sum is float32 whatever `function` returns: XLA's partitioner
+    would put it in front of a conversion that follows. `mesh` is None inside of a `shard_map`, whose mesh it then is;
+    axes that are not in `axes` stay as they are, manual or automatic.
+    """
+
+    def one_device(*shards: jax.Array) -> jax.Array:
+        return lax.psum(function(*shards).astype(jnp.float32), axes)
+
+    summed = jax.shard_map(
+        one_device, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(), axis_names=set(axes)
+    )
+    return summed(*batches)

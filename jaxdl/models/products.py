@@ -1,0 +1,155 @@
+"""Products of activations with weights, and sums with biases, whose gradients are summed in float32.
+
+Where the batch is split over devices, XLA's partitioner sums the gradient of a weight over them right at the product
+that makes it, in the dtype of its result, before any conversion that follows. So the dtype of the weight decides:
+
+- one of the activations' dtype has the plain product, and a gradient that is made and summed in that dtype;
+- a float32 one beside 16-bit activations is rounded to their dtype for the product. Its gradient is a product of 16-bit
+  operands with a float32 result, so that what each device adds to the sum has not been rounded, and the sum is float32.
+
+GPUs multiply 16-bit matrices to float32 ones. Their convolutions have results in the dtype of the operands only (XLA
+would convert the operands to float32, and lose the tensor cores): there each device's part of the gradient is rounded,
+and then summed in float32.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdl.collectives.shards import sum_of_shards
+from jaxdl.precision import float32_matmul
+from jaxdl.sharding import Layout, current_layout
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+def weight_product(
+    x: jax.Array, kernel: jax.Array, *, num_contracted: int = 1, float32_result: bool = False
+) -> jax.Array:
+    """`x` [batch..., contracted...] by `kernel` [contracted..., features...]: [batch..., features...].
+
+    `num_contracted` dimensions are contracted. The result is in the dtype of `x`; with `float32_result` it is float32,
+    not rounded to that dtype (for logits, whose softmax wants float32), and the gradient that comes back is rounded.
+    """
+    if kernel.dtype != x.dtype:
+        return _wide_product(x, kernel, num_contracted, jnp.dtype(jnp.float32) if float32_result else x.dtype)
+    if float32_result:
+        return float32_matmul(x, kernel)
+    return _product(x, kernel, num_contracted)
+
+
+def _product(x: jax.Array, kernel: jax.Array, num_contracted: int, result: Any = None) -> jax.Array:
+    contracted = tuple(reversed(range(x.ndim - num_contracted, x.ndim))), tuple(reversed(range(num_contracted)))
+    return lax.dot_general(x, kernel, (contracted, ((), ())), preferred_element_type=result or x.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _wide_product(x: jax.Array, kernel: jax.Array, num_contracted: int, result: Any) -> jax.Array:
+    return _product(x, kernel.astype(x.dtype), num_contracted, result)
+
+
+def _wide_product_forward(x: jax.Array, kernel: jax.Array, num_contracted: int, result: Any) -> tuple[jax.Array, Any]:
+    narrow = kernel.astype(x.dtype)
+    return _product(x, narrow, num_contracted, result), (x, narrow)
+
+
+def _wide_product_backward(
+    num_contracted: int, result: Any, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, narrow = residuals
+    cotangent = cotangent.astype(x.dtype)
+    _, transpose = jax.vjp(lambda x: _product(x, narrow, num_contracted), x)
+    batch = tuple(range(x.ndim - num_contracted))
+    gradient = lax.dot_general(x, cotangent, ((batch, batch), ((), ())), preferred_element_type=jnp.float32)
+    return transpose(cotangent)[0], gradient
+
+
+_wide_product.defvjp(_wide_product_forward, _wide_product_backward)
+
+
+def weight_convolution(x: jax.Array, kernel: jax.Array, *, strides: tuple[int, ...], padding: Pairs) -> jax.Array:
+    """`x` [batch, height, width, channel_in] convolved with `kernel` [height, width, channel_in, channel_out].
+
+    [batch, height', width', channel_out] in the dtype of `x`; `strides` and `padding` are of height and width.
+    """
+    if kernel.dtype == x.dtype:
+        return _convolution(x, kernel, strides, padding)
+    return _wide_convolution(x, kernel, strides, padding, current_layout())
+
+
+def _convolution(x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], padding: Pairs) -> jax.Array:
+    return lax.conv_general_dilated(x, kernel, strides, padding, dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def _wide_convolution(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], padding: Pairs, layout: Layout | None
+) -> jax.Array:
+    del layout
+    return _convolution(x, kernel.astype(x.dtype), strides, padding)
+
+
+def _wide_convolution_forward(
+    x: jax.Array, kernel: jax.Array, strides: tuple[int, ...], padding: Pairs, layout: Layout | None
+) -> tuple[jax.Array, Any]:
+    del layout
+    narrow = kernel.astype(x.dtype)
+    return _convolution(x, narrow, strides, padding), (x, narrow)
+
+
+def _wide_convolution_backward(
+    strides: tuple[int, ...],
+    padding: Pairs,
+    layout: Layout | None,
+    residuals: tuple[jax.Array, jax.Array],
+    cotangent: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    x, narrow = residuals
+    _, transpose = jax.vjp(lambda x: _convolution(x, narrow, strides, padding), x)
+    (x_gradient,) = transpose(cotangent)
+    axes = layout.batch_axes(x.shape[0]) if layout else ()
+    manual = (*(layout.manual if layout else ()), *axes)
+
+    def kernel_gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        # Differentiated at a kernel that differs between the devices, so that the transpose does not sum over them.
+        kernel = lax.pcast(jnp.zeros(narrow.shape, narrow.dtype), manual, to="varying")
+        _, transpose = jax.vjp(lambda kernel: _convolution(x, kernel, strides, padding), kernel)
+        return transpose(cotangent)[0]
+
+    if not layout or not axes:
+        return x_gradient, kernel_gradient(x, cotangent).astype(jnp.float32)
+    mesh = None if layout.manual else layout.mesh
+    return x_gradient, sum_of_shards(kernel_gradient, axes, x, cotangent, mesh=mesh)
+
+
+_wide_convolution.defvjp(_wide_convolution_forward, _wide_convolution_backward)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """`x` [..., features...] + `bias` float32 [features...], in the dtype of `x`.
+
+    The gradient of the bias is summed in float32.
+    """
+    return _add_bias(x, bias, bias.ndim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _add_bias(x: jax.Array, bias: jax.Array, ndim: int) -> jax.Array:
+    del ndim
+    return x + bias.astype(x.dtype)
+
+
+def _add_bias_forward(x: jax.Array, bias: jax.Array, ndim: int) -> tuple[jax.Array, None]:
+    return _add_bias(x, bias, ndim), None
+
+
+def _add_bias_backward(ndim: int, _: None, cotangent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return cotangent, jnp.sum(cotangent, axis=tuple(range(cotangent.ndim - ndim)), dtype=jnp.float32)
+
+
+_add_bias.defvjp(_add_bias_forward, _add_bias_backward)
