@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from flax import nnx
 
 from jaxdl import sharding
 from jaxdl.config import ConfigError
-from jaxdl.models.products import add_bias, weight_convolution, weight_product
+from jaxdl.models.products import Pairs, add_bias, weight_convolution, weight_product
 
 _KERNEL_AXES = ("height", "width", "channel_in", "channel_out")
 
@@ -120,7 +120,9 @@ class Conv(nnx.Conv):
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[batch, height, width, channel_in] -> [batch, height', width', channel_out]."""
-        x = weight_convolution(inputs.astype(self.dtype), self.kernel[...], strides=self.strides, padding=self.padding)
+        # Flax declares both as what it takes; here they are what `conv` gives it.
+        strides, padding = cast(tuple[int, int], self.strides), cast(Pairs, self.padding)
+        x = weight_convolution(inputs.astype(self.dtype), self.kernel[...], strides=strides, padding=padding)
         return x if self.bias is None else add_bias(x, self.bias[...])
 
 

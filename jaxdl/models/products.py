@@ -26,6 +26,7 @@ from jaxdl.precision import float32_matmul
 from jaxdl.sharding import Layout, current_layout
 
 Pairs = tuple[tuple[int, int], ...]
+"""The padding in front of and behind each dimension of an image."""
 
 
 def weight_product(
@@ -34,8 +35,10 @@ def weight_product(
     """`x` [batch..., contracted...] by `kernel` [contracted..., features...]: [batch..., features...].
 
     `num_contracted` dimensions are contracted. The result is in the dtype of `x`; with `float32_result` it is float32,
-    not rounded to that dtype (for logits, whose softmax wants float32), and the gradient that comes back is rounded.
+    not rounded to that dtype (for logits, whose softmax wants float32; one contracted dimension), and the gradient that
+    comes back is rounded.
     """
+    assert num_contracted == 1 or not float32_result, "logits are the product with a matrix"
     if kernel.dtype != x.dtype:
         return _wide_product(x, kernel, num_contracted, jnp.dtype(jnp.float32) if float32_result else x.dtype)
     if float32_result:
