@@ -63,9 +63,9 @@ class _Half(_Precision):
     """What precisions of 16 bits have in common."""
 
     reduce_dtype: Literal["float32", "compute"] = "float32"
-    """The dtype in which gradients of weights are summed over `fsdp`: float32, or that of the computation, which sends
-    half the bytes and rounds every device's part and every partial sum to 16 bits. The exchange over `replica` has a
-    setting of its own."""
+    """The dtype in which gradients of weights are summed over `fsdp`: float32, or `compute`, that of the computation,
+    which sends half the bytes and rounds every device's part and every partial sum to 16 bits. What travels over
+    `replica` is a setting of the exchange."""
 
     @property
     def weight_dtype(self) -> Any:

@@ -295,7 +295,7 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype: Any = None) -> jax.Array:
     Its gradient is summed in float32, first on each device over its own examples, then over the devices.
     """
     like = jax.ShapeDtypeStruct(table.shape, table.dtype)
-    return _lookup(table, tokens, like, dtype or table.dtype, _layout.get())
+    return _lookup(table, tokens, like, table.dtype if dtype is None else dtype, _layout.get())
 
 
 def gather_layer(layer_state: nnx.State) -> nnx.State:

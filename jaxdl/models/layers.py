@@ -116,7 +116,7 @@ class Head(nnx.Module):
 
 
 class Conv(nnx.Conv):
-    """A convolution, with the padding in numbers."""
+    """A convolution whose gradients are summed as `jaxdl.models.products` says; the padding is in numbers."""
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[batch, height, width, channel_in] -> [batch, height', width', channel_out]."""
@@ -127,7 +127,7 @@ class Conv(nnx.Conv):
 
 
 class Linear(nnx.Linear):
-    """x kernel + bias."""
+    """x kernel + bias, with gradients summed as `jaxdl.models.products` says."""
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., channel_in] -> [..., channel_out]."""

@@ -43,12 +43,12 @@ def weight_product(
         return _wide_product(x, kernel, num_contracted, jnp.dtype(jnp.float32) if float32_result else x.dtype)
     if float32_result:
         return float32_matmul(x, kernel)
-    return _product(x, kernel, num_contracted)
+    return _product(x, kernel, num_contracted, x.dtype)
 
 
-def _product(x: jax.Array, kernel: jax.Array, num_contracted: int, result: Any = None) -> jax.Array:
+def _product(x: jax.Array, kernel: jax.Array, num_contracted: int, result: Any) -> jax.Array:
     contracted = tuple(reversed(range(x.ndim - num_contracted, x.ndim))), tuple(reversed(range(num_contracted)))
-    return lax.dot_general(x, kernel, (contracted, ((), ())), preferred_element_type=result or x.dtype)
+    return lax.dot_general(x, kernel, (contracted, ((), ())), preferred_element_type=result)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
@@ -66,10 +66,17 @@ def _wide_product_backward(
 ) -> tuple[jax.Array, jax.Array]:
     x, narrow = residuals
     cotangent = cotangent.astype(x.dtype)
-    _, transpose = jax.vjp(lambda x: _product(x, narrow, num_contracted), x)
+    _, transpose = jax.vjp(lambda x: _product(x, narrow, num_contracted, x.dtype), x)
     batch = tuple(range(x.ndim - num_contracted))
-    gradient = lax.dot_general(x, cotangent, ((batch, batch), ((), ())), preferred_element_type=jnp.float32)
-    return transpose(cotangent)[0], gradient
+
+    def gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        return lax.dot_general(x, cotangent, ((batch, batch), ((), ())), preferred_element_type=jnp.float32)
+
+    def widened(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+        # XLA on CPUs fails at run time on some products of 16-bit matrices with a float32 result (jaxlib 0.10).
+        return gradient(x.astype(jnp.float32), cotangent.astype(jnp.float32))
+
+    return transpose(cotangent)[0], lax.platform_dependent(x, cotangent, cpu=widened, default=gradient)
 
 
 _wide_product.defvjp(_wide_product_forward, _wide_product_backward)
