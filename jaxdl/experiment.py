@@ -124,6 +124,8 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         pixels = {name: cache[name] for name in ("form", "short_side")} if cached else None
         kept = {name: value for name, value in photos.items() if name not in ("workers", "max_bad")}
         found["data"] = {**found["data"], "photos": kept | {"cache": pixels}}
+    if "precision" in found:  # Runs of before there was the setting summed in the dtype of the computation.
+        found["precision"] = {"reduce_dtype": "compute", **found["precision"]}
     if "guard" in found:
         found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
     return found

@@ -11,10 +11,11 @@ import ast
 import difflib
 import os
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxdl.errors import ConfigError
+from jaxdl.fields import experiment_fields, inner_fields, not_of_type
 
 PROG = "python -m jaxdl.train"
 """How the command that trains is started."""
@@ -256,14 +257,15 @@ def no_config(prog: str) -> str:
 
 
 def check_names(args: Sequence[str], given: str) -> None:
-    """Raises ConfigError for an option whose first name is no field of an experiment, or a word where a number belongs.
+    """Raises ConfigError for an option that no experiment has, or a word where a number belongs.
 
-    The fields are read off the source of the class; those inside are known later. Nothing is checked where the config
-    may have an Experiment with other fields, see `_is_stock`.
+    The fields are read off the source (`jaxdl.fields`): which of them a part has is known later. Nothing is checked
+    where the config may have an Experiment with other fields, see `_is_stock`.
     """
     if not _is_stock(find_config(given)[0], set()):
         return
-    fields = _experiment_fields()
+    fields = experiment_fields()
+    inner: dict[str, set[str]] = {}
     for number, arg in enumerate(args):
         flag, equals, value = arg.partition("=")
         name = flag.removeprefix("--").replace("_", "-")
@@ -273,7 +275,15 @@ def check_names(args: Sequence[str], given: str) -> None:
             equals, value = "=", args[number + 1]
         group, dot, rest = name.partition(".")
         if group in fields:
-            wanted = None if dot or not equals else _not_of_type(fields[group], value)
+            if not dot:
+                wanted = not_of_type({fields[group]}, value) if equals else None
+            else:
+                inner = inner or inner_fields()
+                types = inner.get(rest.rpartition(".")[2].removeprefix("no-"))
+                if types is None:
+                    _check_inner(flag, group, rest, inner)
+                    continue
+                wanted = not_of_type(types, value) if equals else None
             if wanted:
                 raise ConfigError(f"{flag} {value or repr('')}: not {wanted}.")
             continue
@@ -285,6 +295,15 @@ def check_names(args: Sequence[str], given: str) -> None:
         if dot or near:
             advice = f"Did you mean --{near[0]}{dot}{rest}?" if near else f"Options begin with --{', --'.join(fields)}."
             raise ConfigError(f"{flag}: there is no such option. {advice}")
+
+
+def _check_inner(flag: str, group: str, rest: str, inner: Mapping[str, set[str]]) -> None:
+    """Raises ConfigError for the option of a part, `rest`, that no part of any experiment has, if a name is near it."""
+    before, dot, last = rest.rpartition(".")
+    usual = USUAL_NAMES.get(last, "").removeprefix(f"{group}.")
+    near = [usual] if usual in inner else difflib.get_close_matches(last, inner, n=1)
+    if near and last not in ("kind", *inner):
+        raise ConfigError(f"{flag}: there is no such option. Did you mean --{group}.{before}{dot}{near[0]}?")
 
 
 def _is_stock(path: Path, seen: set[Path]) -> bool:
@@ -316,33 +335,6 @@ def _is_stock(path: Path, seen: set[Path]) -> bool:
             elif path.with_name(root or ".").is_dir() or root not in sys.stdlib_module_names - {"importlib", "runpy"}:
                 return False
     return True
-
-
-def _experiment_fields() -> dict[str, str]:
-    """Option -> its type in the source of `Experiment`: "int | None"; "group" for a part that is no choice of kinds."""
-    source = ast.parse((Path(__file__).parent / "experiment.py").read_bytes())
-    found = {}
-    for one in source.body:
-        if isinstance(one, ast.ClassDef) and one.name == "Experiment":
-            for node in one.body:
-                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    type_ = ast.unparse(node.annotation)
-                    made = ast.unparse(node.value) if node.value is not None else ""
-                    found[node.target.id.replace("_", "-")] = "group" if made == f"{type_}()" else type_
-    return found
-
-
-def _not_of_type(type_: str, value: str) -> str | None:
-    """What a value should be, where its type is a number's and it is none; None where it fits or is not known."""
-    kinds = type_.split(" | ")
-    number = int if "int" in kinds else float if "float" in kinds else None
-    if number is None or ("None" in kinds and value in ("None", "none")):
-        return None
-    try:
-        number(value)
-    except ValueError:
-        return ("a whole number" if number is int else "a number") + (" or None" if "None" in kinds else "")
-    return None
 
 
 def _check_first(args: Sequence[str], prog: str) -> None:

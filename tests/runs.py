@@ -1,5 +1,6 @@
 """What the tests of whole runs share: a tiny experiment, its command line as a process, and its saved state."""
 
+import contextlib
 import json
 import os
 import signal
@@ -10,7 +11,9 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import pytest
 
+from jaxdl import ahead
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticImages
 from jaxdl.evaluate import EvaluationConfig
@@ -43,6 +46,21 @@ def tiny_experiment(**changes) -> Experiment:
         "report": ReportConfig(every_steps=1, tensorboard=False),
     }
     return Experiment(**(values | {"checkpoint": {"every_steps": 4}} | changes))
+
+
+@contextlib.contextmanager
+def compiled_once():
+    """Context for runs of one plan (or plans that differ in their length alone, under a constant schedule)."""
+    original, found = ahead.compile_steps, []
+
+    def compile_steps(plan, stretch):
+        if not found:
+            found.append(original(plan))
+        return found[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ahead, "compile_steps", compile_steps)
+        yield
 
 
 def write_config(folder: Path, experiment: Experiment) -> Path:

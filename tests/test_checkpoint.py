@@ -1,5 +1,7 @@
 """Checkpoints on other meshes, which are kept, and what they refuse."""
 
+import json
+
 import jax
 import numpy as np
 import pytest
@@ -121,3 +123,14 @@ def test_mesh_and_reports_may_change_between_runs(tmp_path):
     assert Experiment.from_json((tmp_path / "config.json").read_text()) == changed
     with pytest.raises(ConfigError, match=r"-seed = 0\n  \+seed = 1"):
         claim_workdir(tmp_path, IMAGES.replaced({"seed": 1}), identity)
+
+
+def test_a_run_from_before_reduce_dtype_keeps_its_sums(tmp_path):
+    experiment = IMAGES.replaced({"precision": "bfloat16"})
+    claim_workdir(tmp_path, experiment, identity)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["precision"]["reduce_dtype"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match='reduce_dtype = "compute"'):
+        claim_workdir(tmp_path, experiment, identity)
+    claim_workdir(tmp_path, experiment.replaced({"precision.reduce_dtype": "compute"}), identity)

@@ -12,10 +12,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from runs import assert_bit_equal, rows, saved_state, tiny_experiment
+from runs import assert_bit_equal, compiled_once, rows, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl import ahead, trainer
+from jaxdl import trainer
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.mesh import MeshConfig
 from jaxdl.plan import make_initial_state, make_plan
@@ -29,15 +29,9 @@ ONE = jax.devices()[:1]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_once():
+def one_program():
     """All runs here are of one plan."""
-    original, found = ahead.compile_steps, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            ahead,
-            "compile_steps",
-            lambda plan, stretch: found[0] if found else found.append(original(plan)) or found[0],
-        )
+    with compiled_once():
         yield
 
 

@@ -15,6 +15,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 # From the ground up. A room may use the floors below its own; rooms on one floor do not know each other.
 FLOORS = [
     {"errors"},
+    {"fields"},
     {"startup"},
     {"config"},
     {"mesh", "options"},
@@ -42,6 +43,7 @@ MEASURES_FILES = {"bench/input.py", "bench/input_sides.py", "bench/startup.py"}
 READ_FILES = {
     "config": "load_file runs a config file",
     "startup": "a config file is parsed before jax is imported",
+    "fields": "the options are read off the source before jax is imported",
     "experiment": "load_experiment reads the config.json of a run",
     "predictor": "restore reads a finished run",
     "cluster": "the hosts compare the hashes of jaxdl's own source files",

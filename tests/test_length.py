@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from mistakes import refusal
-from runs import assert_bit_equal, measured, rows, tiny_experiment, write_config
+from runs import assert_bit_equal, compiled_once, measured, rows, tiny_experiment, write_config
 
 import jaxdl
 from jaxdl import ahead
@@ -39,15 +39,9 @@ def as_numpy(run):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_once():
+def one_program():
     """All runs here are of one step: under a constant schedule the length makes no difference to it."""
-    original, found = ahead.compile_steps, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            ahead,
-            "compile_steps",
-            lambda plan, stretch: found[0] if found else found.append(original(plan)) or found[0],
-        )
+    with compiled_once():
         yield
 
 

@@ -7,10 +7,10 @@ import threading
 import jax
 import numpy as np
 import pytest
-from runs import assert_bit_equal, finish, measured, start, tiny_experiment, write_config
+from runs import assert_bit_equal, compiled_once, finish, measured, start, tiny_experiment, write_config
 
 import jaxdl
-from jaxdl import ahead, trainer
+from jaxdl import trainer
 from jaxdl.lease import LEASE_FILE
 from jaxdl.mesh import MeshConfig
 
@@ -19,15 +19,9 @@ EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=6, checkpoint={"every_step
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_once():
+def one_program():
     """All runs here are of one plan."""
-    original, found = ahead.compile_steps, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            ahead,
-            "compile_steps",
-            lambda plan, stretch: found[0] if found else found.append(original(plan)) or found[0],
-        )
+    with compiled_once():
         yield
 
 

@@ -1,0 +1,69 @@
+"""The options of an experiment as its source declares them, for the first look at a command line.
+
+To import the classes takes 2 s of CPU time, to read their source a few hundredths.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+_CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:$", re.MULTILINE)
+_FIELD = re.compile(r"^    ([a-z]\w*): (.+?)(?: = .*)?$", re.MULTILINE)
+"""A field in the body of a class; a line of a docstring that looks like one only makes the checks milder."""
+_NUMBERS = re.compile(r"Literal\[[\d, ]+\]")
+
+
+def experiment_fields() -> dict[str, str]:
+    """Option -> its type in the source of `Experiment`: "int | None"; "group" for a part that is no choice of kinds."""
+    source = ast.parse((_PACKAGE / "experiment.py").read_bytes())
+    found = {}
+    for one in source.body:
+        if isinstance(one, ast.ClassDef) and one.name == "Experiment":
+            for node in one.body:
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    type_ = ast.unparse(node.annotation)
+                    made = ast.unparse(node.value) if node.value is not None else ""
+                    found[node.target.id.replace("_", "-")] = "group" if made == f"{type_}()" else type_
+    return found
+
+
+def inner_fields() -> dict[str, set[str]]:
+    """Last name of an option -> the types that it has in the configs of the package, whichever they are."""
+    bases: dict[str, list[str]] = {}
+    declared: dict[str, list[tuple[str, str]]] = {}
+    for path in _PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        found_here = list(_CLASS.finditer(text))
+        for one, following in itertools.zip_longest(found_here, found_here[1:]):
+            body = text[one.end() : following.start() if following else None]
+            bases.setdefault(one[1], []).extend(base.strip() for base in (one[2] or "").split(","))
+            declared.setdefault(one[1], []).extend(_FIELD.findall(body))
+
+    def is_config(name: str) -> bool:
+        return name == "Config" or any(map(is_config, bases.get(name, ())))
+
+    found: dict[str, set[str]] = {}
+    for name, fields in declared.items():
+        for field, type_ in fields if is_config(name) else ():
+            found.setdefault(field.replace("_", "-"), set()).add(type_)
+    return found
+
+
+def not_of_type(types: Collection[str], value: str) -> str | None:
+    """What a value should be, where all types are of numbers and it is none; None where it fits or is not known."""
+    kinds = {_NUMBERS.sub("int", kind) for type_ in types for kind in type_.split(" | ")}
+    if not kinds <= {"int", "float", "None"} or kinds == {"None"}:
+        return None
+    if "None" in kinds and value in ("None", "none"):
+        return None
+    number = float if "float" in kinds else int
+    try:
+        number(value)
+    except ValueError:
+        return ("a whole number" if number is int else "a number") + (" or None" if "None" in kinds else "")
+    return None
