@@ -67,14 +67,14 @@ def refuse_reads(monkeypatch, path, number):
     return status
 
 
-def test_a_read_that_is_refused_moves_nothing_whatever_the_file(workdir, monkeypatch):
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_read_that_is_refused_moves_nothing_whatever_the_file(workdir, monkeypatch, fault):
     before = names(workdir)
     checked = 0
-    for number, name in enumerate(files(workdir)):
+    for name in files(workdir):
         path = workdir / "checkpoints" / "step_2" / name
         if path.name in IGNORED:
             continue
-        fault = FAULTS[number % len(FAULTS)]
         with monkeypatch.context() as patch:
             refuse_reads(patch, path, fault)
             with pytest.raises(Unreadable) as refused:
