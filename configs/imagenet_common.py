@@ -9,10 +9,10 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, gpus_visible
 from jaxdl.models import ResNet, ViT
 from jaxdl.optim import LARS, Polynomial
+from jaxdl.phases import Phase
 from jaxdl.precision import BFloat16, Float32
 from jaxdl.sharding import ShardingConfig
 from jaxdl.tasks import Classification
-from jaxdl.timeline import Phase
 
 EXAMPLES = 1_281_167
 """Images to train on."""

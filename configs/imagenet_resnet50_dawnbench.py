@@ -22,9 +22,9 @@ from jaxdl.evaluate import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.models import ResNet
 from jaxdl.optim import LARS, Linear
+from jaxdl.phases import Phase
 from jaxdl.precision import BFloat16
 from jaxdl.tasks import Classification
-from jaxdl.timeline import Phase
 
 
 def config() -> Experiment:

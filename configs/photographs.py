@@ -15,8 +15,8 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, gpus_visible
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Cosine
+from jaxdl.phases import Phase
 from jaxdl.tasks import Classification
-from jaxdl.timeline import Phase
 
 
 def config() -> Experiment:

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxdl.errors import ConfigError
     from jaxdl.experiment import Experiment, load
-    from jaxdl.outcome import Interrupted, Run
     from jaxdl.predictor import Predictor, restore
-    from jaxdl.trainer import train
+    from jaxdl.run.result import Interrupted, Run
+    from jaxdl.run.trainer import train
 
 __version__ = "0.1.0"
 
@@ -25,9 +25,9 @@ _HOMES = {
     "ConfigError": "jaxdl.errors",
     "Experiment": "jaxdl.experiment",
     "load": "jaxdl.experiment",
-    "Interrupted": "jaxdl.outcome",
-    "Run": "jaxdl.outcome",
-    "train": "jaxdl.trainer",
+    "Interrupted": "jaxdl.run.result",
+    "Run": "jaxdl.run.result",
+    "train": "jaxdl.run.trainer",
     "Predictor": "jaxdl.predictor",
     "restore": "jaxdl.predictor",
 }

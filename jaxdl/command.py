@@ -12,13 +12,14 @@ import tyro
 from jaxdl.cluster import end_together, launched_cpu_devices
 from jaxdl.config import ConfigError
 from jaxdl.experiment import Experiment, parse_command_line
-from jaxdl.outcome import exit_codes
-from jaxdl.plan import compile_train_step, make_plan
 from jaxdl.report import Start, print_explanation
+from jaxdl.run.build import make_plan
+from jaxdl.run.compile import compile_train_step
+from jaxdl.run.result import exit_codes
+from jaxdl.run.trainer import train
+from jaxdl.run.workdir import check_workdir, read_choice
 from jaxdl.sharding import explain
 from jaxdl.startup import PROG
-from jaxdl.trainer import train
-from jaxdl.workdir import check_workdir, read_choice
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from jaxdl.mesh import MeshConfig
 from jaxdl.models import VGG, AlexNet, ResNet, Transformer, ViT
 from jaxdl.optim import SGD, Cosine, OptimizerConfig, ScheduleConfig
 from jaxdl.options import choices_help, parse, parse_options, take_choices
+from jaxdl.phases import Phase
 from jaxdl.precision import Float32, Precision
 from jaxdl.report import ReportConfig
 from jaxdl.sharding import ShardingConfig
 from jaxdl.startup import find_config, given_config, no_config
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification, LanguageModelling
-from jaxdl.timeline import Phase
 
 CommandT = TypeVar("CommandT")
 
@@ -105,7 +105,7 @@ class Experiment(Config):
 
 
 LENGTH = ("epochs", "steps", "phases")
-"""The fields that make the length of a run; they may change when it resumes, see `jaxdl.length`."""
+"""The fields that make the length of a run; they may change when it resumes, see `jaxdl.run.length`."""
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:

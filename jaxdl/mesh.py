@@ -99,6 +99,12 @@ def batch_ways(mesh: Mesh) -> int:
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
+def platform(mesh: Mesh) -> str:
+    """What a mesh's devices are to XLA: "gpu", "cpu", "tpu"..."""
+    name = mesh.devices.flat[0].platform
+    return "gpu" if name in ("cuda", "rocm") else name
+
+
 def gpus_visible() -> bool:
     """Whether this process would find NVIDIA GPUs, without starting JAX: lets a config choose its mesh."""
     platforms = os.environ.get("JAX_PLATFORMS", "")

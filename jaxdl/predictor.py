@@ -19,10 +19,10 @@ from jaxdl.data import Codec, spec_from_json
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways, make_mesh
-from jaxdl.plan import make_parts
+from jaxdl.phases import make_timeline
+from jaxdl.run.build import make_parts
 from jaxdl.state import TrainState
 from jaxdl.step import Parts, apply_network
-from jaxdl.timeline import make_timeline
 
 
 class Predictor:

@@ -54,7 +54,7 @@ class StepConfig(Config):
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a step is made of; built once by `jaxdl.plan.make_parts`."""
+    """Everything that a step is made of; built once by `jaxdl.run.build.make_parts`."""
 
     network: Network
     task: Task

@@ -17,7 +17,7 @@ from jaxdl.startup import PROG, check_names, check_source, find_config, first_lo
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
     """Runs the command line.
 
-    Exit codes: see `jaxdl.outcome.exit_codes`.
+    Exit codes: see `jaxdl.run.result.exit_codes`.
     """
     line = sys.argv[1:] if args is None else args
     try:
@@ -55,7 +55,7 @@ class _CallableModule(types.ModuleType):
     """`jaxdl.train` is this module and the function of that name: the module can be called as the function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from jaxdl.trainer import train
+        from jaxdl.run.trainer import train
 
         return train(*args, **kwargs)
 

@@ -25,8 +25,8 @@ from trials import exchange_flags, folder_name, parse
 import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.mesh import MeshConfig
-from jaxdl.outcome import exit_codes
 from jaxdl.report import Diverged, style
+from jaxdl.run.result import exit_codes
 
 EXCHANGES = (
     "dense",

@@ -10,6 +10,7 @@ import jax
 from dawnbench_entry import ALIBABA_IMAGES_PER_SEC
 
 from jaxdl.cluster import wait_for_all
+from jaxdl.cluster.agree import all_processes
 from jaxdl.config import ConfigError
 from jaxdl.data.memory import available_bytes
 from jaxdl.data.photos import processes_of_host
@@ -18,9 +19,8 @@ from jaxdl.exchange.cost import Machine, predict
 from jaxdl.exchange.probe import probe
 from jaxdl.exchange.recommend import label
 from jaxdl.mesh import Axis
-from jaxdl.plan import Plan, exchanged_gradients
 from jaxdl.report.summary import versions
-from jaxdl.workdir import all_processes
+from jaxdl.run.build import Plan, exchanged_gradients
 
 TRAIN_IMAGES, VALIDATION_IMAGES = 1_281_167, 50_000
 _CHECKPOINT_COPIES = 4
@@ -48,7 +48,7 @@ def machine_lines(plan: Plan, workdir: Path) -> list[Line]:
     except OSError as error:
         raise ConfigError(f"--workdir {workdir}: no folder can be made there: {error.strerror}.") from None
     free, needed = shutil.disk_usage(workdir).free, _CHECKPOINT_COPIES * state
-    sizes = [(plan.sources(one)[0].spec.blank()["image"].nbytes, one.batch_size) for one in plan.timeline.stretches]
+    sizes = [(plan.sources(one)[0].spec.blank()["image"].nbytes, one.batch_size) for one in plan.timeline.segments]
     batches = processes_of_host() * max(_AHEAD * image * size // jax.process_count() for image, size in sizes)
     memory = available_bytes()
     return [
@@ -104,13 +104,13 @@ def network_lines(plan: Plan) -> tuple[list[Line], float | None]:
 def expectation_lines(plan: Plan, exchange_sec: float | None, *, is_rehearsal: bool) -> list[str]:
     """What will happen, in sentences."""
     lines = []
-    for stretch in plan.timeline.stretches:
-        assert stretch.phase is not None
+    for segment in plan.timeline.segments:
+        assert segment.phase is not None
         parts = plan.experiment.step.microbatches * plan.parts.layout.mesh.size
         lines.append(
-            f"{stretch.phase.epochs:g} epochs of {stretch.phase.size} x {stretch.phase.size} pixels: "
-            f"{stretch.num_steps:,} steps of {stretch.batch_size:,} images, "
-            f"{stretch.batch_size // parts:,} at a time on a device (--step.microbatches changes that)"
+            f"{segment.phase.epochs:g} epochs of {segment.phase.size} x {segment.phase.size} pixels: "
+            f"{segment.num_steps:,} steps of {segment.batch_size:,} images, "
+            f"{segment.batch_size // parts:,} at a time on a device (--step.microbatches changes that)"
         )
     if exchange_sec is not None:
         total = exchange_sec * plan.total_steps
@@ -119,9 +119,9 @@ def expectation_lines(plan: Plan, exchange_sec: float | None, *, is_rehearsal: b
         return [*lines, "a rehearsal: its times and accuracies say nothing about ImageNet"]
     num_devices = plan.parts.layout.mesh.size
     seconds = sum(
-        stretch.num_steps * stretch.batch_size / (ALIBABA_IMAGES_PER_SEC[stretch.phase.size] * num_devices / 128)
-        for stretch in plan.timeline.stretches
-        if stretch.phase is not None and stretch.phase.size in ALIBABA_IMAGES_PER_SEC
+        segment.num_steps * segment.batch_size / (ALIBABA_IMAGES_PER_SEC[segment.phase.size] * num_devices / 128)
+        for segment in plan.timeline.segments
+        if segment.phase is not None and segment.phase.size in ALIBABA_IMAGES_PER_SEC
     )
     return [
         *lines,

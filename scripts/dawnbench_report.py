@@ -18,9 +18,9 @@ from jaxdl.cluster import wait_for_all
 from jaxdl.exchange import Auto, exchanged_on_mesh
 from jaxdl.exchange.recommend import label
 from jaxdl.mesh import Axis
-from jaxdl.outcome import Run
-from jaxdl.plan import Plan, make_exchange_state
 from jaxdl.report import replace_file, style
+from jaxdl.run.build import Plan, make_exchange_state
+from jaxdl.run.result import Run
 from jaxdl.sharding import is_spec
 
 
@@ -64,17 +64,17 @@ def was_resumed(run: Run) -> bool:
 def phase_speeds(run: Run) -> list[PhaseSpeed]:
     """The speed of each phase."""
     history, found = run.history, []
-    for stretch in run.plan.timeline.stretches:
-        assert stretch.phase is not None
-        end = stretch.first + stretch.num_steps
+    for segment in run.plan.timeline.segments:
+        assert segment.phase is not None
+        end = segment.first + segment.num_steps
         speeds = [
             speed
             for step, speed in zip(history["step"], history["examples_per_sec"], strict=True)
-            if stretch.first < step <= end and _is_number(speed)
+            if segment.first < step <= end and _is_number(speed)
         ]
         speed = statistics.median(speeds) if speeds else float("nan")
-        phase = stretch.phase
-        found.append(PhaseSpeed(phase.size, phase.epochs, stretch.batch_size, stretch.num_steps, speed))
+        phase = segment.phase
+        found.append(PhaseSpeed(phase.size, phase.epochs, segment.batch_size, segment.num_steps, speed))
     return found
 
 

@@ -21,8 +21,8 @@ from trials import parse, read_rows, same_request, train_on_hosts
 
 import jaxdl
 from jaxdl.config import ConfigError
-from jaxdl.outcome import exit_codes
 from jaxdl.report import style
+from jaxdl.run.result import exit_codes
 
 CHANGES = ("--exchange", "topk", "--exchange.density", "0.01", "--batch-size", "240", "--epochs", "None")
 WINDOW_STEPS = 50
@@ -164,8 +164,8 @@ def figure(found: dict[str, Any]) -> bytes:
         ],
         width=72,
     )
-    stretches = zip((0, *found["stops"]), hosts, strict=False)
-    style.label_top(upper, [(step, f"{number} host{'s' * (number > 1)} from here") for step, number in stretches])
+    segments = zip((0, *found["stops"]), hosts, strict=False)
+    style.label_top(upper, [(step, f"{number} host{'s' * (number > 1)} from here") for step, number in segments])
     return style.png(drawn)
 
 

@@ -31,8 +31,8 @@ import jaxdl
 from jaxdl.errors import ConfigError, fail
 from jaxdl.experiment import Experiment
 from jaxdl.optim import LARS, SGD, Cosine
-from jaxdl.outcome import exit_codes
 from jaxdl.report import Diverged, style
+from jaxdl.run.result import exit_codes
 
 REFERENCE = 0.2 / 256
 """The learning rate an image of the batch that the factors multiply."""

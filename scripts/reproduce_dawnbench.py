@@ -38,18 +38,18 @@ from trials import exchange_flags, parse  # noqa: E402
 
 import jaxdl  # noqa: E402
 from jaxdl.cluster import end_together  # noqa: E402
+from jaxdl.cluster.agree import from_first_process  # noqa: E402
 from jaxdl.config import ConfigError  # noqa: E402
 from jaxdl.data import Digits, ImageFolder, Photos  # noqa: E402
 from jaxdl.exchange import Auto, Dense  # noqa: E402
 from jaxdl.experiment import Experiment, changed  # noqa: E402
 from jaxdl.mesh import MeshConfig  # noqa: E402
 from jaxdl.models import ResNet  # noqa: E402
-from jaxdl.outcome import exit_codes  # noqa: E402
-from jaxdl.plan import make_devices, make_parts, make_plan, settled  # noqa: E402
+from jaxdl.phases import Phase  # noqa: E402
 from jaxdl.precision import Float32  # noqa: E402
 from jaxdl.report import replace_file  # noqa: E402
-from jaxdl.timeline import Phase  # noqa: E402
-from jaxdl.workdir import from_first_process  # noqa: E402
+from jaxdl.run.build import make_devices, make_parts, make_plan, settled  # noqa: E402
+from jaxdl.run.result import exit_codes  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/imagenet_resnet50_dawnbench.py"
 _MOST_REHEARSED = 5_000

@@ -26,8 +26,8 @@ from trials import exchange_flags, finished, folder_name, parse, read_rows, same
 import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.launch.netns import parse_rate
-from jaxdl.outcome import exit_codes
 from jaxdl.report import style
+from jaxdl.run.result import exit_codes
 
 
 def main() -> None:

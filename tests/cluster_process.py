@@ -16,7 +16,7 @@ from jaxdl.cluster.place import Place
 from jaxdl.cluster.rendezvous import meet
 from jaxdl.cluster.roles import begin
 from jaxdl.errors import ConfigError, fail
-from jaxdl.signals import Stop, StopSignals
+from jaxdl.run.signals import Stop, StopSignals
 
 
 def stuck_for_good():

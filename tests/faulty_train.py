@@ -14,9 +14,9 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from jaxdl import trainer, workdir
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import TrainLoader
+from jaxdl.run import trainer, workdir
 from jaxdl.tasks import Classification
 
 LOSS, GRADIENT = 1000, 2000

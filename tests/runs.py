@@ -13,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdl import ahead
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticImages
 from jaxdl.evaluate import EvaluationConfig
@@ -21,8 +20,9 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import LARS, Cosine
-from jaxdl.plan import make_plan
 from jaxdl.report import ReportConfig
+from jaxdl.run import compile as compiling
+from jaxdl.run.build import make_plan
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification
 
@@ -51,15 +51,15 @@ def tiny_experiment(**changes) -> Experiment:
 @contextlib.contextmanager
 def compiled_once():
     """Context for runs of one plan (or plans that differ in their length alone, under a constant schedule)."""
-    original, found = ahead.compile_steps, []
+    original, found = compiling.compile_steps, []
 
-    def compile_steps(plan, stretch):
+    def compile_steps(plan, segment):
         if not found:
             found.append(original(plan))
         return found[0]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ahead, "compile_steps", compile_steps)
+        patch.setattr(compiling, "compile_steps", compile_steps)
         yield
 
 

@@ -11,9 +11,9 @@ from runs import rows, tiny_experiment, write_config
 from test_checkpoint_faults import damage
 
 import jaxdl
-from jaxdl import ahead
 from jaxdl.checkpoint import manifest, reading
 from jaxdl.mesh import MeshConfig
+from jaxdl.run import compile as compiling
 
 TINY = tiny_experiment(mesh=MeshConfig(), steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2})
 
@@ -21,12 +21,12 @@ TINY = tiny_experiment(mesh=MeshConfig(), steps=4, checkpoint={"every_steps": 2}
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once():
     """All runs here are of one plan, on one device."""
-    original, found = ahead.compile_steps, []
+    original, found = compiling.compile_steps, []
     devices = jax.devices
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
         patch.setattr(
-            ahead, "compile_steps", lambda *args: found[0] if found else found.append(original(*args)) or found[0]
+            compiling, "compile_steps", lambda *args: found[0] if found else found.append(original(*args)) or found[0]
         )
         yield
 

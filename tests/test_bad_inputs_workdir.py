@@ -8,7 +8,7 @@ from runs import tiny_experiment, write_config
 
 import jaxdl
 from jaxdl.mesh import MeshConfig
-from jaxdl.workdir import check_workdir
+from jaxdl.run.workdir import check_workdir
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LARS, SGD, AdamW
-from jaxdl.plan import make_plan
+from jaxdl.run.build import make_plan
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification, LanguageModelling
 

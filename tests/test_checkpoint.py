@@ -16,9 +16,9 @@ from jaxdl.experiment import Experiment, identity
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
-from jaxdl.plan import make_initial_state, make_plan
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.workdir import claim_workdir
 from jaxdl.tasks import LanguageModelling
-from jaxdl.workdir import claim_workdir
 
 IMAGES = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2), steps=4)
 TEXT = tiny_experiment(

@@ -18,8 +18,8 @@ from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LARS, SGD, Cosine, Polynomial
 from jaxdl.options import parse
-from jaxdl.plan import make_plan
 from jaxdl.precision import Float16
+from jaxdl.run.build import make_plan
 from jaxdl.sharding import ShardingConfig
 from jaxdl.tasks import Classification, LanguageModelling
 from jaxdl.train import main

@@ -21,10 +21,10 @@ from reproduce_dawnbench import CONFIG, fitted  # noqa: E402
 from reproduce_dawnbench import _first_start as first_start  # noqa: E402
 
 import jaxdl  # noqa: E402
-from jaxdl.checks import check_batches, check_norms  # noqa: E402
 from jaxdl.config import ConfigError  # noqa: E402
 from jaxdl.exchange import PowerSGD, TopK  # noqa: E402
-from jaxdl.plan import make_plan  # noqa: E402
+from jaxdl.run.build import make_plan  # noqa: E402
+from jaxdl.run.validate import check_batches, check_norms  # noqa: E402
 
 RECORD = {
     "version": "v1.0",
@@ -120,8 +120,8 @@ def test_the_clock_stands_still_in_evaluations_and_checkpoints():
         "seconds/surprise": [None, None, None, 1.0],
     }
     phases = [SimpleNamespace(size=8, epochs=1), SimpleNamespace(size=16, epochs=1)]
-    stretches = [SimpleNamespace(first=10 * i, num_steps=10, batch_size=50, phase=one) for i, one in enumerate(phases)]
-    plan = SimpleNamespace(timeline=SimpleNamespace(stretches=stretches))
+    segments = [SimpleNamespace(first=10 * i, num_steps=10, batch_size=50, phase=one) for i, one in enumerate(phases)]
+    plan = SimpleNamespace(timeline=SimpleNamespace(segments=segments))
     summary = {"num_restarts": 0, "num_rollbacks": 0}
     run = SimpleNamespace(history=history, plan=plan, summary=summary)
     rows = epochs_of(run, 2.0)

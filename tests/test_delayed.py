@@ -19,8 +19,9 @@ from jaxdl.exchange import Auto, Dense, TopK, by_name
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
-from jaxdl.plan import compile_train_step, make_initial_state, make_plan
 from jaxdl.precision import Float16
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.compile import compile_train_step
 from jaxdl.tasks import LanguageModelling
 
 PLACE = "replica 4 x fsdp 2"

@@ -15,13 +15,13 @@ import pytest
 from runs import assert_bit_equal, compiled_once, rows, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl import trainer
 from jaxdl.checkpoint import Checkpoints
+from jaxdl.checkpoint.disk import disk_reason
 from jaxdl.mesh import MeshConfig
-from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.report import History
 from jaxdl.report import history as history_module
-from jaxdl.workdir import disk_reason
+from jaxdl.run import trainer
+from jaxdl.run.build import make_initial_state, make_plan
 
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), checkpoint={"every_steps": 2, "keep": 1, "keep_best": 0}, steps=8)
 EXPERIMENT = EXPERIMENT.replaced({"evaluation.every_steps": 8, "report.every_steps": 2})

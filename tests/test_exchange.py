@@ -20,7 +20,7 @@ from jaxdl.exchange import Dense, Exchange, PowerSGD, Quantized, Sign, TopK, by_
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
-from jaxdl.plan import make_initial_state, make_plan
+from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.state import make_state_spec
 from jaxdl.step import make_train_step
 from jaxdl.tasks import LanguageModelling

@@ -15,9 +15,10 @@ from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto, Dense, GradientLayout, PowerSGD, Quantized, TopK
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.optim import SGD
-from jaxdl.plan import compile_train_step, make_initial_state, make_plan
 from jaxdl.precision import Float16
-from jaxdl.workdir import read_choice
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.compile import compile_train_step
+from jaxdl.run.workdir import read_choice
 
 REPLICAS = MeshConfig(replica=8, fsdp=1)
 GIVEN = Auto(bandwidth_gbps=1.0, latency_us=20.0)

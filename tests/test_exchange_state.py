@@ -17,7 +17,8 @@ from jaxdl.exchange import PowerSGD, Quantized, Sign, TopK, by_name, exchanged_o
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
-from jaxdl.plan import compile_train_step, make_exchange_state, make_initial_state, make_plan
+from jaxdl.run.build import make_exchange_state, make_initial_state, make_plan
+from jaxdl.run.compile import compile_train_step
 from jaxdl.sharding import spec_axes
 from jaxdl.tasks import LanguageModelling
 

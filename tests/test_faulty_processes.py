@@ -14,9 +14,10 @@ from runs import finish, rows, tiny_experiment, write_config
 from test_processes import start_pair
 
 import jaxdl
-from jaxdl import ahead
-from jaxdl import workdir as workdir_module
-from jaxdl.plan import compile_steps, make_plan
+from jaxdl.run import compile as compiling
+from jaxdl.run import workdir as workdir_module
+from jaxdl.run.build import make_plan
+from jaxdl.run.compile import compile_steps
 
 EXPERIMENT = tiny_experiment(
     mesh={"replica": 2, "fsdp": 1, "tensor": 1, "cpu_devices": 1},
@@ -64,7 +65,7 @@ def test_they_go_back_together_and_learn_what_one_process_does(story, tmp_path, 
     make_labels_poisonous(monkeypatch.setattr)
     poison_batches(BAD, monkeypatch.setattr)
     compiled = functools.cache(lambda: compile_steps(make_plan(one_process, jax.devices()[:2])))
-    monkeypatch.setattr(ahead, "compile_steps", lambda plan, stretch: compiled())
+    monkeypatch.setattr(compiling, "compile_steps", lambda plan, segment: compiled())
     one_process = EXPERIMENT.replaced({"mesh.cpu_devices": None})
     alone, resumed = (
         jaxdl.train(one_process, workdir, quiet=True, devices=jax.devices()[:2])

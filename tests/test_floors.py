@@ -20,17 +20,15 @@ FLOORS = [
     {"config"},
     {"mesh", "options"},
     {"cluster"},
-    {"sharding", "precision", "collectives", "signals", "guard", "compiler", "lease"},
-    {"models", "optim", "exchange", "data", "report", "timeline"},
+    {"sharding", "precision", "collectives", "guard", "compiler", "lease"},
+    {"models", "optim", "exchange", "data", "report", "phases"},
     {"state", "tasks"},
-    {"step", "workdir"},
+    {"step"},
     {"checkpoint"},
     {"evaluate"},
     {"experiment"},
-    {"checks", "length"},
-    {"plan"},
-    {"recovery", "saving", "outcome", "ahead"},
-    {"trainer", "predictor", "launch"},
+    {"run"},
+    {"predictor", "launch"},
     {"sample", "bench", "command"},
     {"train"},
     {"__main__"},
@@ -38,7 +36,7 @@ FLOORS = [
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
-TOUCH_THE_DISK = {"lease", "trainer", "report", "checkpoint", "recovery", "saving", "workdir", "launch", "data"}
+TOUCH_THE_DISK = {"lease", "run", "report", "checkpoint", "launch", "data"}
 MEASURES_FILES = {"bench/input.py", "bench/input_sides.py", "bench/startup.py"}
 READ_FILES = {
     "config": "load_file runs a config file",
@@ -124,19 +122,19 @@ import jaxdl.step
 from jaxdl.data.loader import TrainLoader
 from jaxdl import sharding
 def late():
-    import jaxdl.trainer as trainer
+    import jaxdl.run.trainer as trainer
     from jaxdl import Run
 import jax, os
 """
     rooms = [other for _, other in imported_rooms(ast.parse(source))]
-    assert sorted(rooms) == ["Run", "data", "sharding", "step", "trainer"]
+    assert sorted(rooms) == ["Run", "data", "run", "sharding", "step"]
 
 
 def test_the_rooms_are_those_of_the_design():
     """The order that the design gives, from top to bottom."""
     order = [
         ["train"],
-        ["trainer", "launch", "bench"],
+        ["run", "launch", "bench"],
         ["step", "evaluate", "checkpoint"],
         ["state", "tasks"],
         ["models", "optim", "exchange", "data", "report"],
@@ -293,7 +291,7 @@ print(json.dumps(found))
 """
     found = in_a_fresh_process(code)
     assert found.pop("nothing") == "module 'jaxdl' has no attribute 'nothing'"
-    assert found["train"] == ["jaxdl.trainer", True]
+    assert found["train"] == ["jaxdl.run.trainer", True]
     assert found["module"] == ["jaxdl.train", True], "after its import, jaxdl.train is a module that can be called"
     assert found["load"] == ["jaxdl.experiment", True]
     assert set(found) == {

@@ -12,18 +12,20 @@ from faulty_train import GRADIENT, LOSS, make_labels_poisonous, poison_batches, 
 from runs import assert_bit_equal, measured, rows, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl import ahead, trainer
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.config import ConfigError
 from jaxdl.data import TrainLoader
 from jaxdl.exchange import TopK
 from jaxdl.guard import GuardConfig
 from jaxdl.mesh import MeshConfig, batch_sharding
-from jaxdl.plan import compile_train_step, make_initial_state, make_plan
 from jaxdl.precision import Float16
-from jaxdl.recovery import Recovery, pass_over
 from jaxdl.report import Diverged, Reporter, plot_history
-from jaxdl.saving import Saver
+from jaxdl.run import compile as compiling
+from jaxdl.run import trainer
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.compile import compile_train_step
+from jaxdl.run.rollback import Recovery, pass_over
+from jaxdl.run.saver import Saver
 from jaxdl.step import make_train_step
 
 FOUR = jax.devices()[:4]
@@ -132,16 +134,16 @@ def bad_batches(monkeypatch, compiled):
     """Sets the steps whose batches are bad; compiled steps are shared, since all runs here are of one plan."""
     bad = set(BAD)
 
-    original = ahead.compile_steps
+    original = compiling.compile_steps
 
-    def compile_steps(plan, stretch):
+    def compile_steps(plan, segment):
         key = plan.experiment.replaced({"guard.rollback_after": 8, "guard.max_rollbacks": 2}).to_json()
         if key not in compiled:
             compiled[key] = original(plan)
         return compiled[key]
 
     poison_batches(bad, monkeypatch.setattr)
-    monkeypatch.setattr(ahead, "compile_steps", compile_steps)
+    monkeypatch.setattr(compiling, "compile_steps", compile_steps)
     return bad
 
 

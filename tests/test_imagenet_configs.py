@@ -10,8 +10,8 @@ import pytest
 
 import jaxdl
 from jaxdl.config import ConfigError
-from jaxdl.plan import make_plan
-from jaxdl.timeline import make_timeline
+from jaxdl.phases import make_timeline
+from jaxdl.run.build import make_plan
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("imagenet_*.py") if path.stem != "imagenet_common")
@@ -61,7 +61,7 @@ def test_lars_configs_have_mlperfs_schedule(name, batch, peak, warmup, decay):
 
 def test_the_record_recipe():
     rate, cycle, timeline = rates(jaxdl.load(FOLDER / "imagenet_resnet50_dawnbench.py"))
-    sizes = [(one.phase.size, one.batch_size, one.num_steps) for one in timeline.stretches]
+    sizes = [(one.phase.size, one.batch_size, one.num_steps) for one in timeline.segments]
     assert [(size, batch) for size, batch, _ in sizes] == [(96, 32768), (128, 32768), (224, 32768), (288, 16384)]
     assert timeline.epoch(timeline.total_steps) == pytest.approx(28, abs=0.03)
     top = int(np.argmax(rate))
@@ -71,7 +71,7 @@ def test_the_record_recipe():
     assert momentum[top] == pytest.approx(0.90, abs=1e-6)
     assert momentum[0] == pytest.approx(0.98, abs=1e-3)
     assert momentum[-1] == pytest.approx(0.98, abs=1e-3)
-    last = timeline.stretches[-1].first
+    last = timeline.segments[-1].first
     assert rate[-1] == pytest.approx(0.1, rel=0.5), "near 0.2, at half the batch"
     straight = np.linspace(25.0, 0.2, timeline.scheduled_steps - top)
     np.testing.assert_allclose(rate[top + 1 : last], straight[: last - top - 1], rtol=0.02)

@@ -10,13 +10,13 @@ from mistakes import refusal
 from runs import assert_bit_equal, compiled_once, measured, rows, tiny_experiment, write_config
 
 import jaxdl
-from jaxdl import ahead
 from jaxdl.config import ConfigError
 from jaxdl.exchange import TopK
-from jaxdl.length import change_of_length
 from jaxdl.mesh import MeshConfig
 from jaxdl.optim import Constant
-from jaxdl.timeline import Phase, make_timeline
+from jaxdl.phases import Phase, make_timeline
+from jaxdl.run import compile as compiling
+from jaxdl.run.length import change_of_length
 
 TWO = jax.devices()[:2]
 EXPERIMENT = tiny_experiment(
@@ -166,15 +166,15 @@ def test_a_length_that_cannot_be_read():
             change_of_length(earlier, EXPERIMENT, timeline, 0)
 
 
-def test_a_stretch_after_the_end_is_not_compiled(monkeypatch):
+def test_a_segment_after_the_end_is_not_compiled(monkeypatch):
     compiled = []
-    monkeypatch.setattr(ahead, "compile_steps", lambda plan, stretch: compiled.append(stretch.index))
+    monkeypatch.setattr(compiling, "compile_steps", lambda plan, segment: compiled.append(segment.index))
     phases = [Phase(epochs=1, size=16), Phase(epochs=1, size=32)]
     timeline = make_timeline(64, 16, epochs=None, steps=None, phases=phases)
     plan = SimpleNamespace(timeline=timeline)
-    ahead.CompiledSteps(plan, 4).of(timeline.stretches[0])
+    compiling.CompiledSteps(plan, 4).of(timeline.segments[0])
     assert compiled == [0]
-    futures = ahead.CompiledSteps(plan, 5)
-    futures.of(timeline.stretches[0])
-    futures.of(timeline.stretches[1])
+    futures = compiling.CompiledSteps(plan, 5)
+    futures.of(timeline.segments[0])
+    futures.of(timeline.segments[1])
     assert compiled == [0, 0, 1]

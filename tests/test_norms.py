@@ -15,11 +15,11 @@ from jaxdl.data import SyntheticImages, TrainLoader
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Network, ResNet, ViT
-from jaxdl.plan import make_plan
-from jaxdl.signals import Stop
+from jaxdl.run.build import make_plan
+from jaxdl.run.signals import Stop
+from jaxdl.run.trainer import Session
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification
-from jaxdl.trainer import Session
 
 FOUR = jax.devices()[:4]
 
@@ -150,7 +150,7 @@ def test_a_signal_during_the_last_estimation_changes_nothing(tmp_path, monkeypat
     def stopped(*args, **kwargs):
         raise Stop(signal.SIGTERM)
 
-    monkeypatch.setattr(jaxdl.trainer, "estimate_norms", stopped)
+    monkeypatch.setattr(jaxdl.run.trainer, "estimate_norms", stopped)
     with pytest.raises(jaxdl.Interrupted):
         jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
     monkeypatch.undo()

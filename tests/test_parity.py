@@ -9,7 +9,8 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LARS, AdamW, Constant
-from jaxdl.plan import compile_train_step, make_initial_state, make_plan
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.compile import compile_train_step
 from jaxdl.tasks import Classification, LanguageModelling
 
 NUM_STEPS = 10

@@ -11,7 +11,7 @@ from test_processes import start_pair
 from test_timeline import experiment
 
 import jaxdl
-from jaxdl.timeline import Phase
+from jaxdl.phases import Phase
 
 PHASES = (Phase(epochs=1, size=32), Phase(epochs=1, size=48, batch_size=4))
 

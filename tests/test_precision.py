@@ -18,8 +18,8 @@ from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.models import ResNet, Transformer
 from jaxdl.models.products import add_bias, weight_convolution, weight_product
 from jaxdl.optim import SGD, Constant
-from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.precision import BFloat16, Float16, Float32, TensorFloat32, cast_weights, float32_matmul
+from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.sharding import Layout, ShardingConfig, constrain, gather, use_layout
 from jaxdl.step import StepConfig, apply_network, make_train_step
 from jaxdl.tasks import LanguageModelling

@@ -18,8 +18,8 @@ from jaxdl.bench import schedule
 from jaxdl.bench.h100 import h100_mesh
 from jaxdl.bench.scheme import operations
 from jaxdl.compiler import CompilerConfig, Links, compiled, hlo
+from jaxdl.compiler.overlap import play
 from jaxdl.compiler.profile import profile_of
-from jaxdl.compiler.timeline import play
 from jaxdl.config import ConfigError
 from jaxdl.exchange import (
     Dense,
@@ -33,7 +33,8 @@ from jaxdl.exchange import (
 )
 from jaxdl.exchange.buckets import held_back, in_turn, make_buckets
 from jaxdl.mesh import MeshConfig
-from jaxdl.plan import compile_train_step, make_plan
+from jaxdl.run.build import make_plan
+from jaxdl.run.compile import compile_train_step
 
 AXES = {"replica": 2, "fsdp": 4}
 LINKS = Links(replica_bytes_per_sec=1e9, inner_bytes_per_sec=1e11, replica_latency_sec=1e-6, inner_latency_sec=0.0)

@@ -16,8 +16,8 @@ from jaxdl.experiment import Experiment, load
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.models import Transformer
 from jaxdl.optim import LAMB
-from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.report.explanation import readable_bytes
+from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.sharding import (
     Layout,
     ShardingConfig,

@@ -17,9 +17,9 @@ from jaxdl.exchange import TopK
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, AdamW
-from jaxdl.plan import make_plan
 from jaxdl.report import Start
 from jaxdl.report.facts import describe_config, plan_facts
+from jaxdl.run.build import make_plan
 from jaxdl.tasks import Classification, LanguageModelling
 
 FOUR = jax.devices()[:4]

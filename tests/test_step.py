@@ -11,7 +11,8 @@ from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import SGD, Constant
-from jaxdl.plan import compile_train_step, make_initial_state, make_plan
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.compile import compile_train_step
 from jaxdl.tasks import Classification, LanguageModelling
 
 # Plain SGD with learning rate 1: the change of the parameters is minus the gradient that the optimizer saw.

@@ -23,10 +23,10 @@ from jaxdl.data import SyntheticImages, eval_batches
 from jaxdl.evaluate import evaluate, make_eval_step
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.optim import SGD
-from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.report import Diverged
 from jaxdl.report.lines import format_number
-from jaxdl.signals import StopSignals
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.signals import StopSignals
 from jaxdl.train import main
 
 FOUR = jax.devices()[:4]
@@ -229,12 +229,12 @@ def test_a_run_that_diverges_stops_and_says_so(tmp_path):
 def test_a_signal_in_process_saves_and_the_same_call_goes_on(tmp_path, finished):
     whole, _, _ = finished
 
-    def interrupt(self, *_, original=jaxdl.trainer.Session.advance):
+    def interrupt(self, *_, original=jaxdl.run.trainer.Session.advance):
         original(self)
         if self.step == 6:
             os.kill(os.getpid(), signal.SIGINT)
 
-    session = jaxdl.trainer.Session
+    session = jaxdl.run.trainer.Session
     original = session.advance
     session.advance = interrupt
     try:

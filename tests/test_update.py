@@ -13,7 +13,8 @@ from jaxdl.exchange import PowerSGD, Quantized, TopK
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import LAMB, LARS
-from jaxdl.plan import compile_train_step, make_initial_state, make_plan
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.compile import compile_train_step
 from jaxdl.sharding import ShardingConfig
 
 SPLIT = ShardingConfig(param_sharding="replicated", update_sharding="sharded")

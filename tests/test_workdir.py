@@ -10,9 +10,9 @@ import pytest
 from runs import assert_bit_equal, compiled_once, finish, measured, start, tiny_experiment, write_config
 
 import jaxdl
-from jaxdl import trainer
 from jaxdl.lease import LEASE_FILE
 from jaxdl.mesh import MeshConfig
+from jaxdl.run import trainer
 
 ONE = jax.devices()[:1]
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=6, checkpoint={"every_steps": 2}, evaluation={"every_steps": 3})
@@ -111,7 +111,7 @@ def test_a_run_looks_at_its_lease_before_it_trains_and_saves(tmp_path, monkeypat
         assert self.step < 4, "it trained on"
 
     monkeypatch.setattr(trainer.Session, "advance", advance)
-    monkeypatch.setattr(jaxdl.workdir, "end_process", end)
+    monkeypatch.setattr(jaxdl.run.workdir, "end_process", end)
     with pytest.raises(
         Ended, match=r"has lost the lease of --workdir .* a process that left no name has taken it over"
     ):

@@ -29,15 +29,8 @@ from jaxdl.exchange.cost import Gradients, Link, Machine, Speeds, buckets, predi
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, batch_sharding
-from jaxdl.plan import (
-    Plan,
-    compile_train_step,
-    exchanged_gradients,
-    make_exchange_state,
-    make_initial_state,
-    make_parts,
-    make_plan,
-)
+from jaxdl.run.build import Plan, exchanged_gradients, make_exchange_state, make_initial_state, make_parts, make_plan
+from jaxdl.run.compile import compile_train_step
 from jaxdl.state import TrainState
 
 _REPLICA = Axis.REPLICA.value

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from jaxdl.plan import Plan
 from jaxdl.precision import Precision
+from jaxdl.run.build import Plan
 
 PEAK_FLOPS: dict[str, dict[str, float]] = {
     "H200": {"bfloat16": 989e12, "float16": 989e12, "tensorfloat32": 494e12, "float32": 67e12},

@@ -28,12 +28,12 @@ from jaxdl.mesh import MeshConfig, gpus_visible, make_mesh
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LAMB, LARS
 from jaxdl.options import parse_options
-from jaxdl.plan import make_parts
+from jaxdl.phases import make_timeline
+from jaxdl.run.build import make_parts
 from jaxdl.sharding import ShardingConfig, named
 from jaxdl.state import TrainState, init_state
 from jaxdl.step import Parts, make_update
 from jaxdl.tasks import Classification, LanguageModelling
-from jaxdl.timeline import make_timeline
 
 MODELS: dict[str, tuple[Experiment, ImageSpec | TextSpec]] = {
     "resnet50": (

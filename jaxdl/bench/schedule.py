@@ -20,14 +20,15 @@ from rich.table import Table
 from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.compiler import Links, hlo
-from jaxdl.compiler.timeline import Message, Timeline, play
+from jaxdl.compiler.overlap import Message, Timeline, play
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto, Dense, PowerSGD, Quantized, Sign, TopK
 from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.mesh import Axis
-from jaxdl.plan import compile_train_step, compiler_options, make_plan
 from jaxdl.report import replace_file, style
+from jaxdl.run.build import make_plan
+from jaxdl.run.compile import compile_train_step, compiler_options
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -23,7 +23,8 @@ from jaxdl.compiler.groups import KINDS, axes_of, dims_of
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto
 from jaxdl.experiment import Experiment, parse_command_line
-from jaxdl.plan import compile_train_step, make_plan
+from jaxdl.run.build import make_plan
+from jaxdl.run.compile import compile_train_step
 
 _BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 _INSTRUCTION = re.compile(r"= (.+?) ((?:" + "|".join(KINDS) + r")(?:-start)?|sort)\(")

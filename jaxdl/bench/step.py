@@ -18,10 +18,10 @@ from rich.table import Table
 from jaxdl.config import ConfigError
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.optim import Constant
-from jaxdl.plan import make_initial_state, make_plan
 from jaxdl.report import ReportConfig, Start, Stopwatch
-from jaxdl.signals import StopSignals
-from jaxdl.trainer import Session
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.signals import StopSignals
+from jaxdl.run.trainer import Session
 
 
 @dataclass(frozen=True)

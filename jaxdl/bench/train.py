@@ -24,7 +24,8 @@ from jaxdl.data import SyntheticImages, TextSpec, TrainLoader
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.mesh import batch_sharding
 from jaxdl.optim import Constant
-from jaxdl.plan import Plan, compile_train_step, make_initial_state, make_plan
+from jaxdl.run.build import Plan, make_initial_state, make_plan
+from jaxdl.run.compile import compile_train_step
 from jaxdl.sharding import named
 from jaxdl.step import make_update
 

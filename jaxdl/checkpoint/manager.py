@@ -17,6 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 import pydantic
 
+from jaxdl.checkpoint.disk import check_room, disk_reason
 from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable, read_refused, unreadable
 from jaxdl.checkpoint.items import ITEMS, handlers, to_items, to_state
 from jaxdl.checkpoint.manifest import write_manifest
@@ -24,11 +25,11 @@ from jaxdl.checkpoint.meta import Meta, Stored
 from jaxdl.checkpoint.quiet import hush_orbax
 from jaxdl.checkpoint.reading import fingerprint_texts, read_checkpoint
 from jaxdl.checkpoint.retention import Best
+from jaxdl.cluster.agree import all_processes
 from jaxdl.config import Periodic
 from jaxdl.errors import ConfigError
 from jaxdl.exchange import resplit
 from jaxdl.state import TrainState
-from jaxdl.workdir import all_processes, check_room, disk_reason
 
 HALF = ".orbax-checkpoint-tmp"
 """In the name of a folder that is being written; Orbax's older versions put a number behind it."""

@@ -91,7 +91,7 @@ def start_devices(
 def _join(cluster: ClusterConfig, told: Mapping[str, Any], *, on_cpu: bool) -> None:
     import jax
 
-    # Its preemption service would take SIGTERM away from `jaxdl.signals`.
+    # Its preemption service would take SIGTERM away from `jaxdl.run.signals`.
     jax.config.update("jax_enable_preemption_service", False)
     place = find_place(cluster.start_timeout_sec)
     if place is not None and place.num_processes > 1:

@@ -14,8 +14,8 @@ import jax
 import pydantic
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxdl.compiler.overlap import Links
 from jaxdl.compiler.profile import profile_of
-from jaxdl.compiler.timeline import Links
 from jaxdl.config import Config, ConfigError
 
 REDUCE_SCATTER_THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"

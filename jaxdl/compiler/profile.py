@@ -11,7 +11,7 @@ import struct
 from collections.abc import Mapping
 
 from jaxdl.compiler.hlo import parse
-from jaxdl.compiler.timeline import Links, play
+from jaxdl.compiler.overlap import Links, play
 
 _LEAST_US = 1.0
 """What the shortest kernel takes, with its launch."""

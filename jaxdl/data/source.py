@@ -8,12 +8,15 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
 from jaxdl.config import Config, ConfigError
 from jaxdl.data.codec import Codec
+
+if TYPE_CHECKING:
+    import jax
 
 STD_FLOOR = 1.0
 """Smallest standard deviation of a channel, in grey levels: a constant channel must not divide by zero."""
@@ -165,6 +168,15 @@ class Source(abc.ABC):
         """`eval_batch` of each request; as in `train_batches`, the source may overwrite what it yielded."""
         for request in requests:
             yield self.eval_batch(request)
+
+    def batch_shapes(self, batch_size: int, *, evaluating: bool) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and types of what `batch` returns for `batch_size` examples, or `eval_batch` if `evaluating`."""
+        import jax  # Not above: the workers that make photographs do without it.
+
+        rows = self.spec.blank()
+        if evaluating:
+            rows["mask"] = self._mask(np.zeros(1, np.int64), np.ones(1, bool))
+        return {name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype) for name, x in rows.items()}
 
     def _mask(self, indices: np.ndarray, valid: np.ndarray) -> np.ndarray:
         if isinstance(self.spec, TextSpec):

@@ -62,7 +62,7 @@ def data_fact(config: Config, splits: Any) -> str:
 
 
 def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
-    """(name, value) of what a `jaxdl.plan.Plan` decides; the run ends after `end` steps."""
+    """(name, value) of what a `jaxdl.run.build.Plan` decides; the run ends after `end` steps."""
     experiment, parts = plan.experiment, plan.parts
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.network.param_shapes)]
     yield (
@@ -91,7 +91,7 @@ def _length(plan: Any, end: int) -> str:
     if experiment.phases:
         sizes = ", ".join(f"{phase.size}" for phase in experiment.phases)
         text += f" in {len(experiment.phases)} phases of {sizes} pixels"
-    batches = dict.fromkeys(stretch.batch_size for stretch in timeline.stretches)
+    batches = dict.fromkeys(segment.batch_size for segment in timeline.segments)
     ways = batch_ways(plan.parts.layout.mesh)
     text += f", batch {', then '.join(f'{size:,} ({size / ways:,.4g} a device)' for size in batches)}"
     if experiment.step.microbatches > 1:

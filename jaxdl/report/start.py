@@ -88,7 +88,7 @@ class Start:
         self.fact("data", data_fact(config, splits))
 
     def plan(self, plan: Any, end: int) -> None:
-        """Prints what a `jaxdl.plan.Plan` decides: model, length, optimizer, exchange. The run ends at step `end`."""
+        """Prints what a `Plan` decides: model, length, optimizer, exchange. The run ends at step `end`."""
         for name, value in plan_facts(plan, end):
             self.fact(name, value)
 

@@ -33,7 +33,7 @@ class Phase(Config):
     """Height and width in evaluation; None takes `size`."""
 
 
-class Stretch(NamedTuple):
+class Segment(NamedTuple):
     """Steps of one batch size and one image size: those after `first` steps, `num_steps` of them.
 
     `start` is the position of its first example in the stream of all epochs; `phase` None is the whole of a run without
@@ -49,23 +49,23 @@ class Stretch(NamedTuple):
 
 
 class Timeline:
-    """The stretches of a run over `num_examples` examples; `batch_size` is the one that the schedule goes by."""
+    """The segments of a run over `num_examples` examples; `batch_size` is the one that the schedule goes by."""
 
-    def __init__(self, stretches: Sequence[Stretch], num_examples: int, batch_size: int) -> None:
-        self.stretches, self.num_examples, self._batch_size = tuple(stretches), num_examples, batch_size
-        last = self.stretches[-1]
+    def __init__(self, segments: Sequence[Segment], num_examples: int, batch_size: int) -> None:
+        self.segments, self.num_examples, self._batch_size = tuple(segments), num_examples, batch_size
+        last = self.segments[-1]
         self.total_steps = last.first + last.num_steps
         self.total_examples = last.start + last.num_steps * last.batch_size
-        self._firsts = [stretch.first for stretch in self.stretches]
+        self._firsts = [segment.first for segment in self.segments]
 
-    def stretch(self, step: int) -> Stretch:
-        """The stretch of the step that follows `step` steps; after the end, the last one."""
-        return self.stretches[int(np.searchsorted(self._firsts, step, side="right")) - 1]
+    def segment(self, step: int) -> Segment:
+        """The segment of the step that follows `step` steps; after the end, the last one."""
+        return self.segments[int(np.searchsorted(self._firsts, step, side="right")) - 1]
 
     def position(self, step: int) -> int:
         """How many examples have been seen after `step` steps."""
-        stretch = self.stretch(step)
-        return stretch.start + (step - stretch.first) * stretch.batch_size
+        segment = self.segment(step)
+        return segment.start + (step - segment.first) * segment.batch_size
 
     def epoch(self, step: int) -> float:
         """How many epochs have been seen after `step` steps."""
@@ -113,14 +113,14 @@ class Timeline:
 
     @property
     def _has_one_batch_size(self) -> bool:
-        return all(stretch.batch_size == self._batch_size for stretch in self.stretches)
+        return all(segment.batch_size == self._batch_size for segment in self.segments)
 
     def _passed(self, step: jax.typing.ArrayLike) -> tuple[jax.Array, jax.Array]:
         """How many steps of the run's own batch size `step` steps are worth, and what the next one is worth."""
         firsts = np.array(self._firsts, np.float32)
-        lengths = np.array([stretch.num_steps for stretch in self.stretches], np.float32)
+        lengths = np.array([segment.num_steps for segment in self.segments], np.float32)
         lengths[-1] = np.inf
-        factors = np.array([stretch.batch_size / self._batch_size for stretch in self.stretches], np.float32)
+        factors = np.array([segment.batch_size / self._batch_size for segment in self.segments], np.float32)
         since = jnp.asarray(step, jnp.float32) - firsts
         return jnp.sum(jnp.clip(since, 0, lengths) * factors), jnp.asarray(factors)[jnp.sum(since >= 0) - 1]
 
@@ -134,7 +134,7 @@ def make_timeline(
             raise ConfigError(
                 f"--batch-size {size}: there are only {num_examples} training examples. Choose a smaller one."
             )
-    stretches, first, start, end = [], 0, 0, 0.0
+    segments, first, start, end = [], 0, 0, 0.0
     for phase in phases or (None,):
         size = (phase.batch_size if phase else None) or batch_size
         if phase is None and steps is not None:
@@ -150,7 +150,7 @@ def make_timeline(
                 f"{given}: the run would have more than {_MOST_STEPS:,} steps, the most that can be counted. "
                 "Choose a smaller number."
             )
-        stretches.append(Stretch(len(stretches), first, max(1, math.ceil(length)), start, size, phase))
-        first += stretches[-1].num_steps
-        start += stretches[-1].num_steps * size
-    return Timeline(stretches, num_examples, batch_size)
+        segments.append(Segment(len(segments), first, max(1, math.ceil(length)), start, size, phase))
+        first += segments[-1].num_steps
+        start += segments[-1].num_steps * size
+    return Timeline(segments, num_examples, batch_size)

@@ -11,15 +11,15 @@ from faulty_train import LOSS, make_labels_poisonous, poisoned
 from photographs import folder_of_photographs
 
 import jaxdl
-from jaxdl import trainer
 from jaxdl.config import ConfigError, Periodic
 from jaxdl.data import Cache, ImageFolder, Photos, TrainLoader
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, ViT
 from jaxdl.optim import SGD, Cosine
-from jaxdl.plan import make_plan
-from jaxdl.timeline import Phase, make_timeline
+from jaxdl.phases import Phase, make_timeline
+from jaxdl.run import trainer
+from jaxdl.run.build import make_plan
 
 PHASES = (Phase(epochs=2, size=32), Phase(epochs=1, size=48, batch_size=4), Phase(epochs=1, size=48, min_scale=0.5))
 
@@ -30,7 +30,7 @@ def timeline(phases=PHASES, num_examples=24, batch_size=8, **length):
 
 def test_steps_of_phases_follow_on_each_other():
     found = timeline()
-    assert [(one.first, one.num_steps, one.start, one.batch_size) for one in found.stretches] == [
+    assert [(one.first, one.num_steps, one.start, one.batch_size) for one in found.segments] == [
         (0, 6, 0, 8),
         (6, 6, 48, 4),
         (12, 3, 72, 8),
@@ -38,20 +38,20 @@ def test_steps_of_phases_follow_on_each_other():
     assert (found.total_steps, found.total_examples, found.scheduled_steps) == (15, 96, 12)
     positions = [found.position(step) for step in range(16)]
     assert positions == [*range(0, 48, 8), *range(48, 72, 4), *range(72, 97, 8)]
-    assert [found.stretch(step).index for step in (0, 5, 6, 11, 12, 14, 15)] == [0, 0, 1, 1, 2, 2, 2]
+    assert [found.segment(step).index for step in (0, 5, 6, 11, 12, 14, 15)] == [0, 0, 1, 1, 2, 2, 2]
     assert found.epoch(12) == 3
 
 
 def test_a_phase_that_is_no_whole_number_of_steps_ends_with_the_step():
     found = timeline((Phase(epochs=1, size=32), Phase(epochs=1, size=48)), num_examples=30)
-    assert [(one.num_steps, one.start) for one in found.stretches] == [(4, 0), (4, 32)]
+    assert [(one.num_steps, one.start) for one in found.segments] == [(4, 0), (4, 32)]
     assert found.total_examples == 64, "the second one ends where two epochs do"
 
 
 @pytest.mark.parametrize(("length", "steps"), [({"epochs": 2.0}, 6), ({"epochs": 1.1}, 4), ({"steps": 5}, 5)])
 def test_without_phases_it_is_one_stretch(length, steps):
     found = timeline((), **length)
-    (one,) = found.stretches
+    (one,) = found.segments
     assert (one.num_steps, one.batch_size, one.phase) == (steps, 8, None)
 
 
@@ -73,8 +73,8 @@ def test_the_learning_rate_follows_the_batch_and_the_examples():
     found, schedule = timeline(), Cosine(warmup_epochs=1).build(peak=0.8, total_steps=12, steps_per_epoch=3)
     rates = [float(found.learning_rate(schedule)(step)) for step in range(15)]
     for step, rate in enumerate(rates):
-        stretch = found.stretch(step)
-        wanted = float(schedule(found.position(step) / 8)) * stretch.batch_size / 8
+        segment = found.segment(step)
+        wanted = float(schedule(found.position(step) / 8)) * segment.batch_size / 8
         assert rate == pytest.approx(wanted, rel=1e-5)
     assert jax.jit(found.learning_rate(schedule))(7) == pytest.approx(rates[7], rel=1e-5)
     same = timeline((Phase(epochs=1, size=32), Phase(epochs=1, size=48)))
@@ -141,7 +141,7 @@ def test_the_losses_are_the_same_with_workers(workers, whole, folder):
 
 @pytest.mark.parametrize("stop", [4, 6, 9])
 def test_a_run_goes_on_in_the_phase_where_it_stopped(stop, whole, folder, tmp_path, monkeypatch):
-    from jaxdl.signals import Stop
+    from jaxdl.run.signals import Stop
 
     advance = trainer.Session.advance
 

@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import jax
 
-from jaxdl.ahead import CompiledSteps
 from jaxdl.checkpoint import Restored
 from jaxdl.cluster import Watchdog, pulse, wait_for_all
 from jaxdl.config import Periodic
@@ -20,17 +19,18 @@ from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import estimate_norms, evaluate, max_in_flight
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.lease import Lease
-from jaxdl.length import check_max_steps, check_not_past, early_end_note, end_step
 from jaxdl.mesh import Axis, Device, batch_sharding
-from jaxdl.outcome import Interrupted, Run
-from jaxdl.plan import Plan, make_initial_state, make_plan
-from jaxdl.recovery import BadRow, Recovery, pass_over, restarted
+from jaxdl.phases import Segment
 from jaxdl.report import Reporter, Start, Stopwatch
-from jaxdl.saving import Saver
-from jaxdl.signals import Stop, StopSignals
+from jaxdl.run.build import Plan, make_initial_state, make_plan
+from jaxdl.run.compile import CompiledSteps
+from jaxdl.run.length import check_max_steps, check_not_past, early_end_note, end_step
+from jaxdl.run.result import Interrupted, Run
+from jaxdl.run.rollback import BadRow, Recovery, pass_over, restarted
+from jaxdl.run.saver import Saver
+from jaxdl.run.signals import Stop, StopSignals
+from jaxdl.run.workdir import check_workdir, make_lease, read_choice, take_lease
 from jaxdl.state import TrainState
-from jaxdl.timeline import Stretch
-from jaxdl.workdir import check_workdir, make_lease, read_choice, take_lease
 
 
 def train(
@@ -120,7 +120,7 @@ class Session:
             quiet=start.quiet,
             total_steps=plan.total_steps,
             epoch_at=plan.timeline.epoch,
-            batch_size_at=lambda step: plan.timeline.stretch(step - 1).batch_size,
+            batch_size_at=lambda step: plan.timeline.segment(step - 1).batch_size,
             task=self.parts.task,
             spec=self.parts.data_spec,
             observe=self.recovery.observe,
@@ -235,15 +235,15 @@ class Session:
     def compile(self) -> None:
         """Compiles the train step and the evaluation of the last step done; a signal is noticed meanwhile."""
         self.compiled = CompiledSteps(self.plan, self.end)
-        self.enter(self.plan.timeline.stretch(max(0, self.step - 1)))
+        self.enter(self.plan.timeline.segment(max(0, self.step - 1)))
 
-    def enter(self, stretch: Stretch) -> None:
-        """From here on the steps are those of the stretch; what it needs has been compiled meanwhile, or is now."""
-        self.stretch = stretch
-        if not self.compiled.ready(stretch):
+    def enter(self, segment: Segment) -> None:
+        """From here on the steps are those of the segment; what it needs has been compiled meanwhile, or is now."""
+        self.segment = segment
+        if not self.compiled.ready(segment):
             self.reporter.status("compiling")
         with self.watch("compile"):
-            self.steps = self.stop.run(lambda: self.compiled.of(stretch))
+            self.steps = self.stop.run(lambda: self.compiled.of(segment))
 
     def start_loop(self) -> None:
         """Makes up for an evaluation that was stopped, and starts to read data."""
@@ -256,20 +256,20 @@ class Session:
         self.read_data()
 
     def read_data(self) -> None:
-        """Starts to read the batches of the steps to come, up to the end of the stretch."""
-        if self.step < self.end and self.plan.timeline.stretch(self.step) != self.stretch:
-            self.enter(self.plan.timeline.stretch(self.step))
-        left = min(self.stretch.first + self.stretch.num_steps, self.end) - self.step
+        """Starts to read the batches of the steps to come, up to the end of the segment."""
+        if self.step < self.end and self.plan.timeline.segment(self.step) != self.segment:
+            self.enter(self.plan.timeline.segment(self.step))
+        left = min(self.segment.first + self.segment.num_steps, self.end) - self.step
         self.loader = self.batches(self.plan.timeline.position(self.step), left)
         self.stack.callback(self.loader.close)
         self.first_batch = True
         self.reporter.status("training")
 
     def batches(self, start: int, num_steps: int) -> TrainLoader:
-        """The training batches of the stretch from a position of the examples on."""
+        """The training batches of the segment from a position of the examples on."""
         return TrainLoader(
-            self.plan.sources(self.stretch)[0],
-            batch_size=self.stretch.batch_size,
+            self.plan.sources(self.segment)[0],
+            batch_size=self.segment.batch_size,
             seed=self.experiment.seed,
             sharding=batch_sharding(self.parts.layout.mesh),
             start=start,
@@ -280,7 +280,7 @@ class Session:
         """One step, and the evaluation and the checkpoint when they are due after it."""
         self.check_lease()
         assert self.state is not None
-        if self.step == self.stretch.first + self.stretch.num_steps:
+        if self.step == self.segment.first + self.segment.num_steps:
             self.reporter.flush()
             self.loader.close()
             self.read_data()
@@ -325,7 +325,7 @@ class Session:
         assert self.state is not None
         self.reporter.status("evaluating")
         sharding = batch_sharding(self.parts.layout.mesh)
-        source, size = self.plan.sources(self.stretch)[1], self.plan.eval_batch_size
+        source, size = self.plan.sources(self.segment)[1], self.plan.eval_batch_size
         if self.steps.norm is not None:
             with self.watch("norms"):
                 self.estimate_norms()
@@ -342,8 +342,8 @@ class Session:
     def estimate_norms(self) -> None:
         """Replaces batch norm's running statistics by those of the last batches, at the parameters to evaluate."""
         assert self.state is not None
-        stretch, num = self.stretch, self.experiment.evaluation.norm_batches or 0
-        start = max(0, self.plan.timeline.position(self.step) - num * stretch.batch_size)
+        segment, num = self.segment, self.experiment.evaluation.norm_batches or 0
+        start = max(0, self.plan.timeline.position(self.step) - num * segment.batch_size)
         with self.batches(start, num) as batches:
             self.state = estimate_norms(self.steps.norm, self.state, batches, poll=self.stop.poll)
 

@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 import jax
 
 from jaxdl.checkpoint import Checkpoints
+from jaxdl.cluster.agree import all_processes, from_first_process
 from jaxdl.config import ConfigError
 from jaxdl.guard import GuardConfig, passed_over
 from jaxdl.report import RESTARTED, WENT_BACK, Diverged, replace_file
 from jaxdl.state import TrainState
-from jaxdl.workdir import all_processes, from_first_process
 
 SKIPPED_FILE, REPORT_FILE = "skipped.json", "diverged.md"
 

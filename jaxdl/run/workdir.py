@@ -1,15 +1,13 @@
-"""The folder of a run: who trains in it, what was chosen for it, what a disk refuses, what its processes agree on."""
+"""The folder of a run: who trains in it, what was chosen for it, and which examples it sees."""
 
 from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
 import functools
 import json
 import os
 import secrets
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ import pydantic
 from jax.experimental import multihost_utils
 
 from jaxdl.cluster import BROKEN, current, wait_for_all
+from jaxdl.cluster.agree import of_first_process
 from jaxdl.cluster.exits import end_process
 from jaxdl.cluster.identity import flat, named
 from jaxdl.config import Config, ConfigError
@@ -28,31 +27,12 @@ from jaxdl.exchange import ExchangeConfig
 from jaxdl.lease import FULL, Lease
 from jaxdl.report import replace_file
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-"""What a disk refuses to write with: full, over quota, read-only, not allowed, broken."""
 CHOICE_FILE = "exchange.json"
 CONFIG_FILE = "config.json"
 EXAMPLES_FILE = "examples.json"
 """What `keep_examples` writes."""
 SHARED_SEC = 60.0
 """How long a process looks for a file of another one: for so long NFS may take it for true that there is none."""
-
-
-def disk_reason(error: BaseException | None) -> str | None:
-    """What the disk refused, in words, if that is what an error (or what caused it) is about; None otherwise.
-
-    Libraries that write from other languages raise errors of other types, with the system's words in them.
-    """
-    while error is not None:
-        if isinstance(error, OSError) and error.errno is not None:
-            return os.strerror(error.errno) if error.errno in DISK_ERRORS else None
-        for number in DISK_ERRORS:
-            if os.strerror(number) in str(error):
-                return os.strerror(number)
-        if "RESOURCE_EXHAUSTED: Error writing" in str(error):  # TensorStore, of a file that was cut short.
-            return os.strerror(errno.ENOSPC)
-        error = error.__cause__ or error.__context__
-    return None
 
 
 def check_workdir(workdir: str | Path | None) -> Path | None:
@@ -100,55 +80,7 @@ def take_lease(lease: Lease) -> None:
         lease.acquire()
         return b""
 
-    _of_first_process(acquire, slow=True)
-
-
-def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises OSError when there is no room for what several processes are to write; one alone notices that in time."""
-    disk = shutil.disk_usage(folder)
-    if jax.process_count() > 1 and disk.total and disk.free < num_bytes:  # Some file systems say 0 of 0.
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def all_processes(fine: bool) -> bool:
-    """Whether all processes are fine; each waits here for the others."""
-    return bool(np.all(multihost_utils.process_allgather(np.bool_(fine)))) if jax.process_count() > 1 else fine
-
-
-def from_first_process(read: Callable[[], bytes]) -> bytes:
-    """What the first process reads, on all of them."""
-    first = jax.process_index() == 0
-    content = read() if first else b""
-    if jax.process_count() == 1:
-        return content
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-    if not length:
-        return b""
-    local = np.frombuffer(content, np.uint8) if first else np.zeros(length, np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(local), np.uint8).tobytes()
-
-
-def _of_first_process(act: Callable[[], bytes], *, slow: bool = False) -> bytes:
-    """What the first process gets by `act`, on all of them; a ConfigError there is raised on all.
-
-    `slow` is for what may take longer than the 30 s that Gloo waits.
-    """
-
-    def outcome() -> bytes:
-        try:
-            return b"+" + act()
-        except ConfigError as error:
-            return b"-" + str(error).encode()
-
-    if slow:
-        found = outcome() if jax.process_index() == 0 else b""
-        wait_for_all()
-        content = from_first_process(lambda: found)
-    else:
-        content = from_first_process(outcome)
-    if content.startswith(b"-"):
-        raise ConfigError(content[1:].decode())
-    return content[1:]
+    of_first_process(acquire, slow=True)
 
 
 def claim_workdir(
@@ -169,7 +101,7 @@ def claim_workdir(
     be written; and when it is not the same folder for all of them.
     """
     _check_shared(workdir)
-    return json.loads(_of_first_process(lambda: _claim(workdir, config, identity, files or {}, later)))
+    return json.loads(of_first_process(lambda: _claim(workdir, config, identity, files or {}, later)))
 
 
 def write_config(workdir: Path, config: Config) -> None:
@@ -182,7 +114,7 @@ def write_config(workdir: Path, config: Config) -> None:
             raise _refused(workdir, error) from None
         return b""
 
-    _of_first_process(write)
+    of_first_process(write)
 
 
 def _check_shared(workdir: Path) -> None:
@@ -202,7 +134,7 @@ def _check_shared(workdir: Path) -> None:
         return token.name.encode()
 
     try:
-        name = _of_first_process(make).decode()
+        name = of_first_process(make).decode()
         if jax.process_count() == 1 or not name:
             return
         found = _appears(workdir / name)
@@ -306,7 +238,7 @@ def keep_examples(workdir: Path, content: Mapping[str, Any]) -> None:
                 )
         return b""
 
-    _of_first_process(keep)
+    of_first_process(keep)
 
 
 def choice_file(workdir: Path, config: Config, reasons: Sequence[str]) -> dict[str, bytes]:
@@ -325,7 +257,7 @@ def read_choice(workdir: Path | None) -> Any:
     if workdir is None:
         return None
     path = workdir / CHOICE_FILE
-    content = _of_first_process(lambda: path.read_bytes() if path.is_file() else b"")
+    content = of_first_process(lambda: path.read_bytes() if path.is_file() else b"")
     if not content:
         return None
     try:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from jaxdl.checkpoint import Unreadable
 from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, depart
 from jaxdl.errors import ConfigError, end_interrupted, fail
-from jaxdl.plan import Plan
 from jaxdl.report import Diverged, plot_history
+from jaxdl.run.build import Plan
 from jaxdl.state import TrainState
 
 if TYPE_CHECKING:

@@ -6,14 +6,15 @@ import functools
 from pathlib import Path
 
 from jaxdl.checkpoint import Checkpoints, Earlier, Restored, Unreadable, Unusable
+from jaxdl.cluster.agree import from_first_process
 from jaxdl.data import spec_to_json
 from jaxdl.experiment import LENGTH, identity
-from jaxdl.length import change_of_length
 from jaxdl.mesh import Axis
-from jaxdl.plan import Plan, make_exchange_state
 from jaxdl.report import Reporter
+from jaxdl.run.build import Plan, make_exchange_state
+from jaxdl.run.length import change_of_length
+from jaxdl.run.workdir import choice_file, claim_workdir, keep_examples, write_config
 from jaxdl.state import TrainState
-from jaxdl.workdir import choice_file, claim_workdir, from_first_process, keep_examples, write_config
 
 
 class Saver:

@@ -9,28 +9,16 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxdl.checks import (
-    check_batches,
-    check_memory,
-    check_norms,
-    check_phases,
-    check_same_examples,
-    check_tensor_dims,
-    check_warmup,
-)
 from jaxdl.cluster import start_devices, wait_for_all
-from jaxdl.compiler import Options, compiled
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, PhotoSource, Source, Splits, TextSpec
-from jaxdl.evaluate import make_eval_step, make_norm_step
 from jaxdl.exchange import (
     Auto,
     Compressed,
@@ -48,14 +36,23 @@ from jaxdl.exchange import (
 from jaxdl.exchange.cost import Gradients
 from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import Axis, Device, batch_ways, make_mesh
+from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, platform
 from jaxdl.models import Network
 from jaxdl.optim import momentum_course
+from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
+from jaxdl.run.validate import (
+    check_batches,
+    check_memory,
+    check_norms,
+    check_phases,
+    check_same_examples,
+    check_tensor_dims,
+    check_warmup,
+)
 from jaxdl.sharding import STACKED, Layout, grad_specs, named
-from jaxdl.state import TrainState, init_state, make_state_spec, replicated
-from jaxdl.step import Parts, make_train_step
-from jaxdl.timeline import Stretch, Timeline, make_timeline
+from jaxdl.state import TrainState, init_state, make_state_spec
+from jaxdl.step import Parts
 
 
 @dataclass(frozen=True)
@@ -77,9 +74,9 @@ class Plan:
         """Length of the run."""
         return self.timeline.total_steps
 
-    def sources(self, stretch: Stretch) -> tuple[Source, Source]:
-        """The training and the held-out examples as a stretch of the run sees them."""
-        phase = stretch.phase
+    def sources(self, segment: Segment) -> tuple[Source, Source]:
+        """The training and the held-out examples as a segment of the run sees them."""
+        phase = segment.phase
         if phase is None:
             return self.splits.train, self.splits.test
         train, test = self.splits.train, self.splits.test
@@ -143,7 +140,7 @@ def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None
     start_devices(experiment.mesh, experiment.cluster, experiment=experiment.model_dump(mode="json"))
     mesh = make_mesh(experiment.mesh, devices)
     experiment.precision.check(mesh.devices.flat[0].platform)
-    experiment.compiler.check(_platform(mesh), mesh.shape[Axis.REPLICA])
+    experiment.compiler.check(platform(mesh), mesh.shape[Axis.REPLICA])
     experiment.compiler.keep_programs()
     return mesh
 
@@ -281,15 +278,15 @@ def _check_sizes(plan: Plan) -> None:
     if not isinstance(plan.splits.train, PhotoSource):
         return
     state = plan.parts.state_spec.abstract()
-    for stretch in plan.timeline.stretches:
-        for source, evaluating in zip(plan.sources(stretch), (False, True), strict=True):
-            batch = _batch_shapes(source, stretch.batch_size, evaluating=evaluating)
+    for segment in plan.timeline.segments:
+        for source, evaluating in zip(plan.sources(segment), (False, True), strict=True):
+            batch = source.batch_shapes(segment.batch_size, evaluating=evaluating)
             inputs = jax.eval_shape(lambda batch, spec=source.spec: plan.parts.task.inputs(batch, spec), batch)
             apply = functools.partial(plan.parts.network.apply, train=not evaluating)
             try:
                 jax.eval_shape(apply, state.params, state.model_state, *inputs)
             except (ConfigError, ValueError, TypeError) as error:
-                where = "photos" if stretch.phase is None else f"phases.{stretch.index}"
+                where = "photos" if segment.phase is None else f"phases.{segment.index}"
                 size = batch["image"].shape[1]
                 raise ConfigError(
                     f"{where}: the model does not take images of {size} x {size} pixels ({error}). Choose another size."
@@ -325,71 +322,3 @@ def make_exchange_state(plan: Plan) -> Any:
         lambda: init_on_mesh(parts.exchange, parts.network.param_shapes, parts.state_spec.grads, parts.layout.mesh),
         out_shardings=parts.state_spec.shardings.exchange_state,
     )()
-
-
-class StepFunctions(NamedTuple):
-    """The compiled functions of a stretch; calls with other shapes are errors."""
-
-    train: Any
-    """`jaxdl.step.make_train_step`."""
-    evaluate: Any
-    """`jaxdl.evaluate.make_eval_step`."""
-    norm: Any
-    """`jaxdl.evaluate.make_norm_step`, where batch norm's statistics are estimated for each evaluation; else None."""
-
-
-def compile_steps(plan: Plan, stretch: Stretch | None = None) -> StepFunctions:
-    """The compiled steps of a stretch (the first)."""
-    stretch = stretch or plan.timeline.stretches[0]
-    state, (train, test) = plan.parts.state_spec.abstract(), plan.sources(stretch)
-    evaluating = make_eval_step(plan.parts).lower(
-        state.eval_params, state.model_state, _batch_shapes(test, plan.eval_batch_size, evaluating=True)
-    )
-    norm = None
-    if plan.experiment.evaluation.norm_batches is not None:
-        batch = _batch_shapes(train, stretch.batch_size, evaluating=False)
-        norm = make_norm_step(plan.parts).lower(state.eval_params, state.model_state, _key(plan), batch).compile()
-    return StepFunctions(compile_train_step(plan, stretch), evaluating.compile(), norm)
-
-
-def _key(plan: Plan) -> jax.ShapeDtypeStruct:
-    """A random key, as a shape."""
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated(plan.parts.layout))
-
-
-def compile_train_step(plan: Plan, stretch: Stretch | None = None) -> Any:
-    """The compiled train step of a stretch of a plan (the first).
-
-    Raises ConfigError for a compiler option that XLA does not know.
-    """
-    stretch = stretch or plan.timeline.stretches[0]
-    batch = _batch_shapes(plan.sources(stretch)[0], stretch.batch_size, evaluating=False)
-    lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
-    mesh = plan.parts.layout.mesh
-    return compiled(lowered, compiler_options(plan), mesh.shape, plan.experiment.compiler.links)
-
-
-def compiler_options(plan: Plan) -> Options:
-    """XLA's options for the train step of a plan."""
-    experiment, mesh = plan.experiment, plan.parts.layout.mesh
-    assert not isinstance(experiment.exchange, Auto)
-    return experiment.compiler.resolved(
-        _platform(mesh),
-        num_replicas=mesh.shape[Axis.REPLICA],
-        num_inner=mesh.shape[Axis.FSDP],
-        bucket_elements=experiment.exchange.bucket_elements,
-    )
-
-
-def _platform(mesh: Mesh) -> str:
-    platform = mesh.devices.flat[0].platform
-    return "gpu" if platform in ("cuda", "rocm") else platform
-
-
-def _batch_shapes(source: Source, batch_size: int, *, evaluating: bool) -> dict[str, jax.ShapeDtypeStruct]:
-    if isinstance(source, PhotoSource):  # Its workers need not start for this.
-        rows = source.spec.blank() | ({"mask": np.ones(1, bool)} if evaluating else {})
-    else:
-        rows = (source.eval_batch if evaluating else source.batch)(np.zeros(1, np.int64))
-    return {name: jax.ShapeDtypeStruct((batch_size, *value.shape[1:]), value.dtype) for name, value in rows.items()}

@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 
 from jaxdl.config import ConfigError
 from jaxdl.experiment import LENGTH, Experiment
-from jaxdl.timeline import Phase, Timeline, make_timeline
+from jaxdl.phases import Phase, Timeline, make_timeline
 
 
 def end_step(timeline: Timeline, max_steps: int | None) -> int:
@@ -77,7 +77,7 @@ def change_of_length(earlier: Mapping[str, Any], asked: Experiment, timeline: Ti
             f"config.json in the --workdir has no length that can be read ({error}). Restore it, or choose another "
             "--workdir."
         ) from None
-    if before.stretches == timeline.stretches:
+    if before.segments == timeline.segments:
         return None
     now = asked.model_dump(mode="json", include=set(LENGTH))
     if timeline.total_steps < done:
@@ -109,12 +109,12 @@ def _seen(timeline: Timeline, done: int) -> list[tuple[Any, ...]]:
     """All that decides which images the first `done` steps have seen."""
     return [
         (
-            stretch.first,
-            min(stretch.num_steps, done - stretch.first),
-            stretch.start,
-            stretch.batch_size,
-            stretch.phase and stretch.phase.model_dump(exclude={"epochs"}),
+            segment.first,
+            min(segment.num_steps, done - segment.first),
+            segment.start,
+            segment.batch_size,
+            segment.phase and segment.phase.model_dump(exclude={"epochs"}),
         )
-        for stretch in timeline.stretches
-        if stretch.first < done
+        for segment in timeline.segments
+        if segment.first < done
     ]

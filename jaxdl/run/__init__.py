@@ -1,0 +1,1 @@
+"""The life of a run: built from its config, compiled, trained, rolled back, saved, and ended."""
