@@ -11,8 +11,8 @@ import sys
 import threading
 import time
 
-from jaxdl.cluster import ClusterError, Watchdog, depart, end_together, membership, pulse
-from jaxdl.cluster.place import Place
+from jaxdl.cluster import ClusterError, Watchdog, end_together, heartbeat, leave_and_exit, membership
+from jaxdl.cluster.address import ClusterSpec
 from jaxdl.cluster.rendezvous import meet
 from jaxdl.cluster.roles import begin
 from jaxdl.errors import ConfigError, fail
@@ -33,14 +33,14 @@ def act(do):
     elif do == "mistake":
         raise ConfigError("the data is not there.")
     elif do == "not saved":
-        depart(1)
+        leave_and_exit(1)
     elif do in ("stuck", "wait"):
-        pulse.enter("data" if do == "stuck" else "train")
+        heartbeat.enter("data" if do == "stuck" else "train")
         stuck_for_good()
     elif do == "compile":
-        pulse.enter("compile")
+        heartbeat.enter("compile")
         time.sleep(3)
-        pulse.enter("train")
+        heartbeat.enter("train")
     elif do == "signal":
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -56,18 +56,18 @@ def loop(options):
                 stop.poll(step)
             except Stop as signal_:
                 print(f"{signal_}: stopped at step {step}", flush=True)
-                depart(128 + signal_.signum)
+                leave_and_exit(128 + signal_.signum)
             if step == options.get("at"):
                 act(options.get("do"))
             time.sleep(options.get("step_sec", 0.02))
 
 
 def main(options):
-    place = Place(options["address"], options["num_processes"], options["process"])
-    told = {"versions": {}, "files": {}, "config": {}, "devices": 2} | options.get("told", {})
+    spec = ClusterSpec(options["address"], options["num_processes"], options["process"])
+    description = {"versions": {}, "files": {}, "config": {}, "devices": 2} | options.get("description", {})
     try:
-        meeting = meet(place, told, timeout_sec=options.get("timeout_sec", 30), token=options.get("token"))
-        begin(place.process, meeting, silence_sec=options.get("silence_sec", 30), pulse=pulse)
+        meeting = meet(spec, description, timeout_sec=options.get("timeout_sec", 30), token=options.get("token"))
+        begin(spec.process, meeting, silence_sec=options.get("silence_sec", 30), heartbeat=heartbeat)
         print("together", meeting.hosts, flush=True)
         loop(options)
     except ConfigError as error:

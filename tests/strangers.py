@@ -7,17 +7,24 @@ import socket
 import threading
 import time
 
-from jaxdl.cluster.identity import describe_process
-from jaxdl.cluster.place import Place
+from jaxdl.cluster.address import ClusterSpec
+from jaxdl.cluster.consistency import describe_process
 from jaxdl.cluster.rendezvous import meet
 
-TOLD = describe_process({"batch_size": 8}, 1)
+DESCRIPTION = describe_process({"batch_size": 8}, 1)
 TOKEN = "0123456789abcdef-of-the-tests"
 
 
 def hello(**changes):
     """A perfect hello of process 1 of 2, with changes; without those that are None."""
-    fields = {"jaxdl": 1, "process": 1, "num_processes": 2, "host": "evil", "own_name": None, "told": TOLD} | changes
+    fields = {
+        "jaxdl": 2,
+        "process": 1,
+        "num_processes": 2,
+        "host": "evil",
+        "own_name": None,
+        "description": DESCRIPTION,
+    } | changes
     return json.dumps({name: value for name, value in fields.items() if value != "left out"}).encode() + b"\n"
 
 
@@ -26,13 +33,13 @@ MALFORMED = {
     "a host that is a dictionary": hello(host={"a": 1}),
     "a host of 10,000 characters": hello(host="x" * 10_000),
     "a host that clears the screen": hello(host="\x1b[2J"),
-    "nothing of itself": hello(told="left out"),
-    "a text of itself": hello(told="x"),
-    "a list of itself": hello(told=[1]),
-    "half of itself": hello(told={"versions": {}, "files": {}, "config": {}}),
-    "versions that are numbers": hello(told=TOLD | {"versions": {"jax": 1}}),
-    "no number of devices": hello(told=TOLD | {"devices": "8"}),
-    "a config nested 200 deep": hello(told=TOLD | {"config": {"a": json.loads("[" * 200 + "]" * 200)}}),
+    "nothing of itself": hello(description="left out"),
+    "a text of itself": hello(description="x"),
+    "a list of itself": hello(description=[1]),
+    "half of itself": hello(description={"versions": {}, "files": {}, "config": {}}),
+    "versions that are numbers": hello(description=DESCRIPTION | {"versions": {"jax": 1}}),
+    "no number of devices": hello(description=DESCRIPTION | {"devices": "8"}),
+    "a config nested 200 deep": hello(description=DESCRIPTION | {"config": {"a": json.loads("[" * 200 + "]" * 200)}}),
     "a process beyond the last": hello(process=2),
     "process -1": hello(process=-1),
     "process true": hello(process=True),
@@ -46,7 +53,7 @@ MALFORMED = {
     "a version that is a text": hello(jaxdl="1"),
     "no version": hello(jaxdl="left out"),
     "a proof that is a number": hello(proof=1),
-    "a version and a process": b'{"jaxdl": 1, "process": 1}\n',
+    "a version and a process": b'{"jaxdl": 2, "process": 1}\n',
     "what ended a start": b'{"jaxdl": 0, "process": 7}\n',
     "what ended another": b'{"jaxdl":1,"process":1,"num_processes":2}\n',
     "a list": b"[1, 2]\n",
@@ -57,7 +64,7 @@ MALFORMED = {
     "HTTP": b"GET / HTTP/1.1\r\nHost: a\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\n\x01\xfc\x03\x03" * 9 + b"\n",
     "no UTF-8": b'{"jaxdl": "\xff\xfe"}\n',
-    "half a surrogate": b'{"jaxdl": 1, "process": 1, "num_processes": 2, "host": "\\ud800"}\n',
+    "half a surrogate": b'{"jaxdl": 2, "process": 1, "num_processes": 2, "host": "\\ud800"}\n',
     "two hellos": hello() + hello(),
     "a hello and a half": hello() + b'{"kind": "beat"',
 }
@@ -67,7 +74,7 @@ WELL_FORMED = {
     "another count": hello(num_processes=3),
     "another version": hello(jaxdl=7),
     "a false proof": hello(nonce="a" * 32, proof="b" * 64),
-    "another experiment": hello(told=TOLD | {"config": {"batch_size": 9}}),
+    "another experiment": hello(description=DESCRIPTION | {"config": {"batch_size": 9}}),
 }
 
 
@@ -174,8 +181,8 @@ def meet_in_threads(port, *, tokens, timeout_sec=20.0, delays=None, first=0, num
     def take_part(process):
         time.sleep(delays[process] if delays else 0)
         try:
-            place = Place(f"127.0.0.1:{port}", num_processes or len(tokens), first + process)
-            results[process] = meet(place, TOLD, timeout_sec=timeout_sec, token=tokens[process])
+            spec = ClusterSpec(f"127.0.0.1:{port}", num_processes or len(tokens), first + process)
+            results[process] = meet(spec, DESCRIPTION, timeout_sec=timeout_sec, token=tokens[process])
         except Exception as error:
             results[process] = error
 

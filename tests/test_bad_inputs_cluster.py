@@ -6,7 +6,7 @@ import pytest
 from job_files import CLUSTER_VARIABLES, ROOT
 from mistakes import refusal
 
-from jaxdl.cluster import place
+from jaxdl.cluster import address
 
 DIGITS = ("--config", ROOT / "configs" / "digits.py")
 SET_ALL = "Set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them, or none"
@@ -90,11 +90,11 @@ def test_mistakes_in_the_environment(variables, parts, only, capsys, tmp_path):
 )
 def test_one_process_is_one(variables, several, only):
     only(variables)
-    assert place.several_processes() is several
+    assert address.several_processes() is several
 
 
 def test_a_cluster_may_know_what_is_not_set(only):
     job = {"JOB_ID": "4097", "STEP_NODELIST": "node[3-6]", "NTASKS": "4", "PROCID": "2", "LOCALID": "0"}
     only({f"SLURM_{name}": value for name, value in job.items()} | {"JAX_NUM_PROCESSES": "4"})
-    assert place.several_processes()
-    assert place.find_place(1) == place.Place("node3:61441", 4, 2)
+    assert address.several_processes()
+    assert address.find_cluster_spec(1) == address.ClusterSpec("node3:61441", 4, 2)

@@ -11,12 +11,12 @@ from pathlib import Path
 import cluster_process
 import pytest
 
-from jaxdl.cluster import gathering, identity, meeting, place, rendezvous
-from jaxdl.cluster.pulse import Pulse
+from jaxdl.cluster import address, consistency, gathering, meeting, rendezvous
+from jaxdl.cluster.heartbeat import Heartbeat
 from jaxdl.config import ConfigError
 
 BROKEN, MISTAKE = 75, 2
-TOLD = {"versions": {}, "files": {}, "config": {}, "devices": 2}
+DESCRIPTION = {"versions": {}, "files": {}, "config": {}, "devices": 2}
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(["cluster_process"])
 FOLDERS = []
@@ -112,7 +112,14 @@ def test_a_process_that_comes_again_is_welcome():
     shared = {"address": f"127.0.0.1:{port}", "num_processes": 3, "steps": 5}
     first = start([{"process": 0}], **shared)
     with connected(port) as lost:
-        hello = {"jaxdl": 1, "process": 1, "num_processes": 3, "host": "x", "own_name": None, "told": TOLD}
+        hello = {
+            "jaxdl": 2,
+            "process": 1,
+            "num_processes": 3,
+            "host": "x",
+            "own_name": None,
+            "description": DESCRIPTION,
+        }
         lost.sendall(json.dumps(hello).encode() + b"\n")
         with lost.makefile() as answers:
             assert "nonce" in answers.readline()
@@ -148,19 +155,23 @@ def test_a_coordinator_that_is_not_there():
     ("processes", "parts"),
     [
         (
-            [{"told": {"config": {"batch_size": 8, "a.b": "x"}}}, {"told": {"config": {"batch_size": 16, "a.b": "x"}}}],
+            [
+                {"description": {"config": {"batch_size": 8, "a.b": "x"}}},
+                {"description": {"config": {"batch_size": 16, "a.b": "x"}}},
+            ],
             ["the same experiment: batch_size is 8 on host0 (process 0), but 16 on host1 (process 1).", "--config"],
         ),
         (
-            [{"told": {"files": {"jaxdl/step.py": "ab"}}}] + [{"told": {"files": {"jaxdl/step.py": "cd"}}}] * 2,
+            [{"description": {"files": {"jaxdl/step.py": "ab"}}}]
+            + [{"description": {"files": {"jaxdl/step.py": "cd"}}}] * 2,
             ["jaxdl/step.py on host0 (process 0) is another than on host1 (process 1), host2 (process 2)"],
         ),
         (
-            [{"told": {"versions": {"jax": "0.10.2"}}}] * 2 + [{"told": {"versions": {"jax": "0.11.2"}}}],
+            [{"description": {"versions": {"jax": "0.10.2"}}}] * 2 + [{"description": {"versions": {"jax": "0.11.2"}}}],
             ["software: jax is 0.10.2 on host0 (process 0), host1 (process 1), but 0.11.2 on host2 (process 2)"],
         ),
         (
-            [{}, {"told": {"devices": 4}}],
+            [{}, {"description": {"devices": 4}}],
             ["unequal numbers of devices: devices is 2 on host0 (process 0), but 4 on"],
         ),
         ([{}, {"process": 1}, {"process": 1}], ["2 processes say that they are process 1, on host1 and host2"]),
@@ -176,9 +187,9 @@ def test_a_port_that_is_taken(monkeypatch):
     with socket.socket() as other:
         other.bind(("", 0))
         other.listen()
-        here = place.Place(f"127.0.0.1:{other.getsockname()[1]}", 2, 0)
+        here = address.ClusterSpec(f"127.0.0.1:{other.getsockname()[1]}", 2, 0)
         with pytest.raises(meeting.ClusterError, match="cannot listen on port"):
-            rendezvous.meet(here, TOLD, timeout_sec=5)
+            rendezvous.meet(here, DESCRIPTION, timeout_sec=5)
 
 
 # Watching over each other.
@@ -289,44 +300,44 @@ def test_an_end_that_could_not_be_saved_is_waited_for():
 # Its parts.
 
 
-def test_pulse():
+def test_heartbeat():
     now = [100.0]
-    pulse = Pulse(lambda: now[0])
+    heartbeat = Heartbeat(lambda: now[0])
     now[0] += 50
-    assert pulse.idle_sec() is None, "before the first beat nothing is expected"
-    pulse.beat(3)
+    assert heartbeat.idle_sec() is None, "before the first beat nothing is expected"
+    heartbeat.beat(3)
     now[0] += 5
-    assert pulse.idle_sec() == 5
-    pulse.beat()
-    assert (pulse.idle_sec(), pulse.where()) == (0, (3, "start"))
-    pulse.enter("compile")
+    assert heartbeat.idle_sec() == 5
+    heartbeat.beat()
+    assert (heartbeat.idle_sec(), heartbeat.where()) == (0, (3, "start"))
+    heartbeat.enter("compile")
     now[0] += 1000
-    assert pulse.idle_sec() is None
-    pulse.enter("train")
+    assert heartbeat.idle_sec() is None
+    heartbeat.enter("train")
     now[0] += 7
-    assert pulse.idle_sec() == 7
-    pulse.forgive(4)
-    assert pulse.idle_sec() == 3
-    pulse.rest()
-    assert pulse.idle_sec() is None
+    assert heartbeat.idle_sec() == 7
+    heartbeat.forgive(4)
+    assert heartbeat.idle_sec() == 3
+    heartbeat.disarm()
+    assert heartbeat.idle_sec() is None
 
 
 def test_the_difference_of_many():
-    told = [{"versions": {}, "files": {}, "config": {f"f{n}": n for n in range(9)}, "devices": 1}] * 11
-    told += [told[0] | {"config": {f"f{n}": str(n) for n in range(8)}}]
-    message = identity.difference(told, [f"h{n}" for n in range(12)])
+    description = [{"versions": {}, "files": {}, "config": {f"f{n}": n for n in range(9)}, "devices": 1}] * 11
+    description += [description[0] | {"config": {f"f{n}": str(n) for n in range(8)}}]
+    message = consistency.difference(description, [f"h{n}" for n in range(12)])
     assert message is not None
     assert "h7 (process 7) and 3 more, but 0 on h11 (process 11)" in message
     assert "and 4 more" in message
-    assert identity.difference(told[:11], ["h"] * 11) is None
+    assert consistency.difference(description[:11], ["h"] * 11) is None
 
 
 def test_own_description():
-    told = identity.describe_process({"a": {"b": 1, "c": {}}, "d": None}, 4)
-    assert told["config"] == {"a.b": 1, "a.c": {}, "d": None}
-    assert "jaxdl/cluster/identity.py" in told["files"]
-    assert told["versions"]["numpy"] == __import__("numpy").__version__
-    assert told["devices"] == 4
+    description = consistency.describe_process({"a": {"b": 1, "c": {}}, "d": None}, 4)
+    assert description["config"] == {"a.b": 1, "a.c": {}, "d": None}
+    assert "jaxdl/cluster/consistency.py" in description["files"]
+    assert description["versions"]["numpy"] == __import__("numpy").__version__
+    assert description["devices"] == 4
 
 
 @pytest.mark.parametrize(
@@ -343,7 +354,7 @@ def test_places_that_are_none(environment, message, monkeypatch):
     for name, value in (fine | environment).items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=message):
-        place.find_place(1)
+        address.find_cluster_spec(1)
 
 
 def test_places(monkeypatch):
@@ -352,17 +363,17 @@ def test_places(monkeypatch):
     job = {"JOB_ID": "4097", "STEP_NODELIST": "node[3-6]", "NTASKS": "4", "PROCID": "2", "LOCALID": "0"}
     for name, value in job.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
-    assert place.find_place(1) == place.Place("node3:61441", 4, 2)
+    assert address.find_cluster_spec(1) == address.ClusterSpec("node3:61441", 4, 2)
     monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "[::1]:5")
-    found = place.find_place(1)
+    found = address.find_cluster_spec(1)
     assert found is not None
     assert (found.host, found.port, found.process) == ("::1", 5, 2)
 
 
 def test_loopback_names():
-    assert place.loopback("localhost") is not None
-    assert place.loopback("127.0.1.1") == "127.0.1.1"
-    assert place.loopback("10.1.2.3") is None
-    assert place.loopback("no-such-host.invalid") is None
-    assert place.is_own_address("127.0.0.1")
-    assert not place.is_own_address("192.0.2.1")
+    assert address.loopback("localhost") is not None
+    assert address.loopback("127.0.1.1") == "127.0.1.1"
+    assert address.loopback("10.1.2.3") is None
+    assert address.loopback("no-such-host.invalid") is None
+    assert address.is_own_address("127.0.0.1")
+    assert not address.is_own_address("192.0.2.1")

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 from runs import finish, has_step, tiny_experiment, wait_for, write_config
 from test_processes import start_pair
 
-from jaxdl.cluster import place, start, start_devices
+from jaxdl.cluster import address, start, start_devices
 from jaxdl.cluster.meeting import Meeting
 from jaxdl.command import parse_command
 from jaxdl.config import ConfigError
@@ -99,7 +99,7 @@ def test_how_several_processes_are_recognised(environment, several, monkeypatch)
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert place.several_processes() is several
+    assert address.several_processes() is several
 
 
 def test_a_process_meets_the_others_before_jax_does(monkeypatch, capsys):
@@ -111,10 +111,10 @@ def test_a_process_meets_the_others_before_jax_does(monkeypatch, capsys):
     monkeypatch.setattr(start, "begin", lambda *_, **__: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: calls.append(arguments))
     start_devices(MeshConfig(), start.ClusterConfig(start_timeout_sec=7, silence_timeout_sec=60), experiment={"a": 1})
-    (where, told), arguments = calls
+    (where, description), arguments = calls
     assert capsys.readouterr().err == "note: a stranger came.\n"
-    assert where == place.Place("localhost:1", 2, 1)
-    assert told["config"] == {"a": 1}
+    assert where == address.ClusterSpec("localhost:1", 2, 1)
+    assert description["config"] == {"a": 1}
     assert arguments["initialization_timeout"] == 7
     assert arguments["heartbeat_timeout_seconds"] == 240, "the membership's silence comes first"
     assert (arguments["coordinator_address"], arguments["num_processes"], arguments["process_id"]) == (
@@ -126,9 +126,9 @@ def test_a_process_meets_the_others_before_jax_does(monkeypatch, capsys):
 
 def test_where_only_jax_knows_the_cluster_the_processes_are_compared_afterwards(monkeypatch):
     monkeypatch.setenv("JAXDL_DISTRIBUTED", "1")
-    monkeypatch.setattr(start, "find_place", lambda _: None)
+    monkeypatch.setattr(start, "find_cluster_spec", lambda _: None)
     monkeypatch.setattr(jax.distributed, "initialize", lambda **arguments: None)
-    texts = [json.dumps({"host": f"h{n}", "told": start.describe_process({"seed": n}, None)}) for n in range(2)]
+    texts = [json.dumps({"host": f"h{n}", "description": start.describe_process({"seed": n}, None)}) for n in range(2)]
 
     def gather(value):
         if np.ndim(value) == 0:

@@ -6,13 +6,13 @@ import threading
 import time
 
 import pytest
-from strangers import TOKEN, TOLD, Strangers, free_port, hello, meet_in_threads
+from strangers import DESCRIPTION, TOKEN, Strangers, free_port, hello, meet_in_threads
 
 from jaxdl.cluster import gathering, machine, rendezvous, token, wire
+from jaxdl.cluster.address import ClusterSpec
 from jaxdl.cluster.gathering import Gathering
 from jaxdl.cluster.meeting import ClusterError, Meeting
 from jaxdl.cluster.messages import Hello, read
-from jaxdl.cluster.place import Place
 from jaxdl.cluster.rendezvous import meet
 from jaxdl.cluster.wire import Line, Lost, NoMessage
 from jaxdl.config import ConfigError
@@ -62,11 +62,11 @@ def guest(port, *, timeout_sec=5.0, token=TOKEN):
 def test_another_run_that_still_has_the_port_does_not_end_this_one():
     """Its process 0 refuses ours for want of its token, leaves the port when its time is up, and ours meet there."""
     port = free_port()
-    place = Place(f"127.0.0.1:{port}", 2, 0)
+    spec = ClusterSpec(f"127.0.0.1:{port}", 2, 0)
 
     def wait_in_vain():
         with pytest.raises(ClusterError):
-            meet(place, TOLD, timeout_sec=1, token=TOKEN)
+            meet(spec, DESCRIPTION, timeout_sec=1, token=TOKEN)
 
     earlier = threading.Thread(target=wait_in_vain)
     earlier.start()
@@ -138,7 +138,7 @@ def test_who_was_here_before_a_connection_broke_is_not_here_now(monkeypatch):
 
 def guest_options(port, timeout_sec):
     own = read(Hello, json.loads(hello()))
-    return Place(f"127.0.0.1:{port}", 2, 1), own, time.monotonic() + timeout_sec, timeout_sec, None
+    return ClusterSpec(f"127.0.0.1:{port}", 2, 1), own, time.monotonic() + timeout_sec, timeout_sec, None
 
 
 # Connections that are over.
@@ -149,19 +149,19 @@ def gathered(port, *, num_processes, said, monkeypatch, timeout_sec=1.0):
     ready, go = threading.Event(), threading.Event()
     inner = Gathering._gather
 
-    def gather(self, door):
+    def gather(self, acceptor):
         ready.set()
         assert go.wait(10)
-        return inner(self, door)
+        return inner(self, acceptor)
 
     monkeypatch.setattr(Gathering, "_gather", gather)
     monkeypatch.setattr(gathering, "_LINGER_SEC", 0.2)
     results = []
-    place = Place(f"127.0.0.1:{port}", num_processes, 0)
+    spec = ClusterSpec(f"127.0.0.1:{port}", num_processes, 0)
 
     def run():
         try:
-            results.append(meet(place, TOLD, timeout_sec=timeout_sec))
+            results.append(meet(spec, DESCRIPTION, timeout_sec=timeout_sec))
         except Exception as error:
             results.append(error)
 
@@ -203,11 +203,11 @@ def test_the_end_of_a_guest_is_noticed_before_its_process_comes_again(monkeypatc
     """The hello of the second connection is there when the first, which was believed, turns out to be over."""
     port = free_port()
     results = []
-    told = Gathering._welcome
+    welcomed = Gathering._welcome
     second = []
 
     def welcome(self, one):
-        told(self, one)
+        welcomed(self, one)
         if not second:  # Between two rounds the first connection ends, and another one brings the hello again.
             connection.close()
             second.append(socket.create_connection(("127.0.0.1", port)))
@@ -218,7 +218,8 @@ def test_the_end_of_a_guest_is_noticed_before_its_process_comes_again(monkeypatc
     third = []
     monkeypatch.setattr(Gathering, "_welcome", welcome)
     thread = threading.Thread(
-        target=lambda: results.append(meet(Place(f"127.0.0.1:{port}", 3, 0), TOLD, timeout_sec=10)), daemon=True
+        target=lambda: results.append(meet(ClusterSpec(f"127.0.0.1:{port}", 3, 0), DESCRIPTION, timeout_sec=10)),
+        daemon=True,
     )
     thread.start()
     with Strangers(port, 0) as strangers:

@@ -13,10 +13,10 @@ import pytest
 from strangers import MALFORMED, TOKEN, WELL_FORMED, Strangers, free_port, hello, meet_in_threads
 from test_cluster import connected, ends, folder, start
 
-from jaxdl.cluster import door, membership, token
+from jaxdl.cluster import acceptor, membership, token
+from jaxdl.cluster.heartbeat import Heartbeat
 from jaxdl.cluster.meeting import ClusterError, Meeting
-from jaxdl.cluster.pulse import Pulse
-from jaxdl.cluster.roles import Coordinator, Worker
+from jaxdl.cluster.roles import Coordinator, Follower
 from jaxdl.cluster.wire import Line
 from jaxdl.config import ConfigError
 
@@ -240,7 +240,7 @@ def peers(count):
 def test_without_descriptors_nothing_is_tried_all_the_time():
     full = [OSError(errno.EMFILE, "Too many open files") for _ in range(100)]
     listener = Listener(*full)
-    entrance = door.Door(listener, 2)
+    entrance = acceptor.Acceptor(listener, 2)
     now = 1000.0
     entrance.accept(now)
     assert entrance.is_open(now), "the reserve was given up for the next connection"
@@ -257,7 +257,7 @@ def test_without_descriptors_nothing_is_tried_all_the_time():
 def test_without_descriptors_the_oldest_strangers_go_but_not_the_newest():
     accepted, others = peers(4)
     answers = [(one, ("10.0.0.1", 1)) for one in accepted]
-    entrance = door.Door(Listener(*answers, BlockingIOError(), *[OSError(errno.ENFILE, "")] * 3), 2)
+    entrance = acceptor.Acceptor(Listener(*answers, BlockingIOError(), *[OSError(errno.ENFILE, "")] * 3), 2)
     entrance.accept(1000.0)
     entrance.accept(1000.01)
     assert len(entrance.strangers) == 4, "each has a moment to say its hello"
@@ -272,15 +272,17 @@ def test_without_descriptors_the_oldest_strangers_go_but_not_the_newest():
 
 
 def test_a_flood_from_one_address_does_not_push_out_another(monkeypatch):
-    monkeypatch.setattr(door, "MIN_STRANGERS", 3)
+    monkeypatch.setattr(acceptor, "MIN_STRANGERS", 3)
     accepted, others = peers(9)
     addresses = ["10.0.0.7"] + ["10.0.0.1"] * 8
-    entrance = door.Door(Listener(*[(one, (name, 1)) for one, name in zip(accepted, addresses, strict=True)]), 2)
+    entrance = acceptor.Acceptor(
+        Listener(*[(one, (name, 1)) for one, name in zip(accepted, addresses, strict=True)]), 2
+    )
     entrance.accept(1000.0)
     assert [one.address for one in entrance.strangers] == ["10.0.0.7"] + ["10.0.0.1"] * 3
     ended = "Connections that ended before it was known what they are: 5 made room for others (10.0.0.1)."
     assert entrance.seen.note() == ended
-    entrance.tidy(1000.0 + door.STRANGER_SEC)
+    entrance.tidy(1000.0 + acceptor.STRANGER_SEC)
     assert not entrance.strangers
     entrance.close()
     for one in others:
@@ -290,7 +292,7 @@ def test_a_flood_from_one_address_does_not_push_out_another(monkeypatch):
 def test_what_strangers_keep_together_is_bounded():
     """Of 20 that send almost 1 MiB each without a line end, in one round of listening, the largest have to go."""
     accepted, others = peers(20)
-    entrance = door.Door(Listener(*[(one, ("10.0.0.1", 1)) for one in accepted]), 2)
+    entrance = acceptor.Acceptor(Listener(*[(one, ("10.0.0.1", 1)) for one in accepted]), 2)
     entrance.accept(1000.0)
     threads = [threading.Thread(target=send_what_is_taken, args=(other, 2**20 - 1)) for other in others]
     for thread in threads:
@@ -301,7 +303,7 @@ def test_what_strangers_keep_together_is_bounded():
             if stranger in entrance:
                 assert entrance.hear(stranger) is None
                 kept.append(sum(one.line.num_kept_bytes for one in entrance.strangers))
-    assert 15 * 2**20 < max(kept) <= door.MAX_KEPT_BYTES
+    assert 15 * 2**20 < max(kept) <= acceptor.MAX_KEPT_BYTES
     entrance.close()
     for one in others:
         one.close()
@@ -317,9 +319,9 @@ def send_what_is_taken(connection, count):
 @pytest.mark.parametrize(("num_processes", "left"), [(2, 4), (3, 6)])
 def test_as_many_strangers_as_a_large_run_needs(num_processes, left, monkeypatch):
     """All of its processes may connect at once, and those of an earlier start with them."""
-    monkeypatch.setattr(door, "MIN_STRANGERS", 4)
+    monkeypatch.setattr(acceptor, "MIN_STRANGERS", 4)
     accepted, others = peers(6)
-    entrance = door.Door(Listener(*[(one, ("10.0.0.1", 1)) for one in accepted]), num_processes)
+    entrance = acceptor.Acceptor(Listener(*[(one, ("10.0.0.1", 1)) for one in accepted]), num_processes)
     entrance.accept(1000.0)
     assert len(entrance.strangers) == left
     entrance.close()
@@ -328,10 +330,10 @@ def test_as_many_strangers_as_a_large_run_needs(num_processes, left, monkeypatch
 
 
 def test_addresses_are_counted_within_bounds():
-    seen = door.Refused()
+    seen = acceptor.Refused()
     for number in range(5000):
-        seen.add(door.SILENT, f"10.0.{number // 256}.{number % 256}")
-    assert len(seen.counts[door.SILENT]) <= 1001
+        seen.add(acceptor.SILENT, f"10.0.{number // 256}.{number % 256}")
+    assert len(seen.counts[acceptor.SILENT]) <= 1001
     assert seen.note().startswith("5000 connections were no processes of this run and were closed: 5000 said nothing (")
     assert "more addresses" in seen.note()
     assert "; 10.0.0.0; 10.0.0.1; " in seen.note()
@@ -410,8 +412,8 @@ def alone_with_one(monkeypatch):
         monkeypatch.setattr(membership, "end_process", end)
         [[own], [other]] = peers(1)
         meeting = Meeting(["host0", "host1"], {1 - side: Line(own)})
-        given = {"silence_sec": 30, "pulse": Pulse()}
-        member = Coordinator(meeting, **given) if side == 0 else Worker(1, meeting, **given)
+        given = {"silence_sec": 30, "heartbeat": Heartbeat()}
+        member = Coordinator(meeting, **given) if side == 0 else Follower(1, meeting, **given)
         member.start()
         opened.extend([own, other, member._wake, member._woken])
 

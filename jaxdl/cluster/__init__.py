@@ -1,11 +1,11 @@
 """Many processes as one run: they meet before JAX starts, watch over each other, and end together."""
 
-from jaxdl.cluster.ending import depart, end_together
 from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
+from jaxdl.cluster.heartbeat import heartbeat
 from jaxdl.cluster.machine import host_memory_bytes
 from jaxdl.cluster.meeting import ClusterError
 from jaxdl.cluster.membership import Membership, current, wait_for_all
-from jaxdl.cluster.pulse import pulse
+from jaxdl.cluster.shutdown import end_together, leave_and_exit
 from jaxdl.cluster.start import ClusterConfig, launched_cpu_devices, start_devices
 from jaxdl.cluster.watchdog import Watchdog
 
@@ -18,11 +18,11 @@ __all__ = [
     "Membership",
     "Watchdog",
     "current",
-    "depart",
     "end_together",
+    "heartbeat",
     "host_memory_bytes",
     "launched_cpu_devices",
-    "pulse",
+    "leave_and_exit",
     "start_devices",
     "wait_for_all",
 ]

@@ -9,12 +9,12 @@ import socket
 import time
 from dataclasses import dataclass
 
-from jaxdl.cluster.absence import missing
-from jaxdl.cluster.door import LEAST_SEC, NO_HELLO, NO_TOKEN, Door, Stranger
-from jaxdl.cluster.identity import difference, named
+from jaxdl.cluster.acceptor import LEAST_SEC, NO_HELLO, NO_TOKEN, Acceptor, Stranger
+from jaxdl.cluster.address import BIND_VARIABLE, ClusterSpec, bind_address, host_name
+from jaxdl.cluster.consistency import difference, process_names
 from jaxdl.cluster.meeting import ClusterError, Meeting
 from jaxdl.cluster.messages import MAX_REASON, PROTOCOL, Claim, Hello, Here, Malformed, Verdict, read
-from jaxdl.cluster.place import BIND_VARIABLE, Place, bind_address, host_name
+from jaxdl.cluster.missing import missing
 from jaxdl.cluster.token import VARIABLE, Handshake, proves
 from jaxdl.cluster.wire import MAX_LINE_BYTES, Line, Lost, NoMessage, encoded, ready
 from jaxdl.config import ConfigError
@@ -47,8 +47,8 @@ class _Guest:
 class Gathering:
     """Process 0's part. With a token only those who know it are believed; without one every well-formed hello is."""
 
-    def __init__(self, place: Place, hello: Hello, end: float, timeout_sec: float, token: str | None) -> None:
-        self._place, self._own, self._end, self._timeout_sec = place, hello, end, timeout_sec
+    def __init__(self, spec: ClusterSpec, hello: Hello, end: float, timeout_sec: float, token: str | None) -> None:
+        self._spec, self._own, self._end, self._timeout_sec = spec, hello, end, timeout_sec
         self._token = token
         self._guests: list[_Guest] = []
         self._has_news = False
@@ -57,14 +57,14 @@ class Gathering:
 
     def run(self) -> Meeting:
         """Returns when all have come; raises ConfigError or ClusterError, as all the others that have come do."""
-        door = Door(self._listen(), self._place.num_processes)
+        acceptor = Acceptor(self._listen(), self._spec.num_processes)
         try:
-            self._gather(door)
+            self._gather(acceptor)
         finally:
-            door.close()  # It frees descriptors, too, which the messages below need.
-        note = door.seen.note()
+            acceptor.close()  # It frees descriptors, too, which the messages below need.
+        note = acceptor.seen.note()
         verdict, mistake = self._decide(note)
-        hosts = [self._hosts().get(process, "?") for process in range(self._place.num_processes)]
+        hosts = [self._hosts().get(process, "?") for process in range(self._spec.num_processes)]
         for guest in self._guests:
             self._send_verdict(guest, verdict, mistake, hosts)
         if verdict is None:
@@ -75,7 +75,7 @@ class Gathering:
 
     def _listen(self) -> socket.socket:
         bind = os.environ.get(BIND_VARIABLE)
-        address = ("", self._place.port) if bind is None else bind_address(bind)
+        address = ("", self._spec.port) if bind is None else bind_address(bind)
         both = address[0] in ("", "::") and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both or ":" in address[0] else socket.AF_INET
         end = min(self._end, time.monotonic() + PORT_BUSY_SEC)
@@ -97,47 +97,47 @@ class Gathering:
                     ) from None
             time.sleep(_RETRY_SEC)
 
-    def _gather(self, door: Door) -> None:
+    def _gather(self, acceptor: Acceptor) -> None:
         while not self._is_complete():
             now = time.monotonic()
             if now >= self._end:
                 return
-            door.tidy(now)
-            open_ = door.is_open(now)
-            waited = [*door.strangers, *self._guests, *([door] if open_ else [])]
+            acceptor.tidy(now)
+            open_ = acceptor.is_open(now)
+            waited = [*acceptor.strangers, *self._guests, *([acceptor] if open_ else [])]
             found = ready(waited, min(_POLL_SEC if open_ else LEAST_SEC, self._end - now))
-            # Guests first: the end of a connection is noticed before its process comes with another one. The door last:
-            # who has said its hello cannot be pushed out by the next.
+            # Guests first: the end of a connection is noticed before its process comes with another one. The
+            # acceptor last: a stranger that has said its hello cannot be evicted by the next connection.
             for guest in [one for one in found if isinstance(one, _Guest)]:
                 self._listen_to(guest)
             for stranger in [one for one in found if isinstance(one, Stranger)]:
-                if stranger in door and not self._is_complete():
-                    self._listen_to_stranger(door, stranger)
-            if door in found:
-                door.accept(time.monotonic())
+                if stranger in acceptor and not self._is_complete():
+                    self._listen_to_stranger(acceptor, stranger)
+            if acceptor in found:
+                acceptor.accept(time.monotonic())
             self._send_who_is_here()
 
     def _is_complete(self) -> bool:
-        return len(self._guests) + 1 >= self._place.num_processes
+        return len(self._guests) + 1 >= self._spec.num_processes
 
-    def _listen_to_stranger(self, door: Door, stranger: Stranger) -> None:
+    def _listen_to_stranger(self, acceptor: Acceptor, stranger: Stranger) -> None:
         try:
-            message = door.hear(stranger)
+            message = acceptor.hear(stranger)
             if message is None:
                 return
             claim = read(Claim, message)
             handshake = self._handshake(claim, stranger)
             if handshake is not None and not proves(claim.proof, handshake.proof("guest", message)):
-                self._refuse(door, stranger, claim)
+                self._refuse(acceptor, stranger, claim)
                 return
             # Another version's hello may have another shape; but who it says to be is known.
             hello = read(Hello, message) if claim.jaxdl == PROTOCOL else None
         except (Malformed, NoMessage, RecursionError):
-            door.refused(stranger, NO_HELLO)
+            acceptor.refused(stranger, NO_HELLO)
         except Lost:
-            door.gone(stranger)
+            acceptor.gone(stranger)
         else:
-            door.admitted(stranger)
+            acceptor.admitted(stranger)
             stranger.line.limit_bytes = MAX_LINE_BYTES
             self._welcome(_Guest(stranger.line, claim, handshake, hello))
 
@@ -146,7 +146,7 @@ class Gathering:
             return None
         return Handshake(self._token, stranger.nonce, claim.nonce or "", claim.process)
 
-    def _refuse(self, door: Door, stranger: Stranger, claim: Claim) -> None:
+    def _refuse(self, acceptor: Acceptor, stranger: Stranger, claim: Claim) -> None:
         """Somebody without the run's token hears why it is refused; it may be one of ours, wrongly set up."""
         has = "another one" if claim.proof is not None else "none"
         text = (
@@ -156,7 +156,7 @@ class Gathering:
         )
         with contextlib.suppress(Lost):
             stranger.line.send(Verdict(verdict=text, mistake=True, hosts=[]).to_json())
-        door.refused(stranger, NO_TOKEN, f"process {claim.process} on {claim.host[:64]}")
+        acceptor.refused(stranger, NO_TOKEN, f"process {claim.process} on {claim.host[:64]}")
 
     def _listen_to(self, guest: _Guest) -> None:
         try:
@@ -185,7 +185,7 @@ class Gathering:
 
     def _problem_with(self, claim: Claim) -> str | None:
         """What would keep all from ever coming together, so that it is said at once."""
-        process, host, count = claim.process, claim.host, self._place.num_processes
+        process, host, count = claim.process, claim.host, self._spec.num_processes
         me = f"{host_name()} (process 0)"
         if claim.jaxdl != PROTOCOL:
             return f"{host} (process {process}) has another version of jaxdl than {me}. Install the same on every host."
@@ -240,13 +240,13 @@ class Gathering:
         if self._mistake is not None:
             return self._mistake, True
         hosts = self._hosts()
-        if len(hosts) < self._place.num_processes:
-            text = missing(self._place, hosts, self._timeout_sec)
+        if len(hosts) < self._spec.num_processes:
+            text = missing(self._spec, hosts, self._timeout_sec)
             return f"{text} {note}".strip(), False
         others = [guest.hello for guest in sorted(self._guests, key=lambda one: one.claim.process)]
         hellos = [self._own, *(hello for hello in others if hello is not None)]
         names = [hello.host for hello in hellos]
-        unequal = difference([hello.told.to_json() for hello in hellos], names)
+        unequal = difference([hello.description.to_json() for hello in hellos], names)
         if unequal is not None:
             return unequal, True
         if all(guest.line.same_machine() for guest in self._guests):
@@ -255,8 +255,8 @@ class Gathering:
         if hidden is not None:
             process, [name, address] = hidden
             return (
-                f"{named([process], names)}: the host's own name '{name}' means {address} there, a loopback address, "
-                "so the other hosts could not reach it for the collectives. Give the name its address in the network "
+                f"{process_names([process], names)}: the host's own name '{name}' means {address} there, a loopback "
+                "address, so the other hosts could not reach it for the collectives. Give the name its network address "
                 "in /etc/hosts."
             ), True
         return None, False

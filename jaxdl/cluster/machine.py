@@ -9,8 +9,8 @@ import os
 import re
 from pathlib import Path
 
-from jaxdl.cluster.ending import from_the_network
 from jaxdl.cluster.meeting import ClusterError
+from jaxdl.cluster.shutdown import from_the_network
 from jaxdl.config import ConfigError
 
 DEVICE_COUNT = "xla_force_host_platform_device_count"
@@ -66,7 +66,7 @@ def open_devices() -> None:
     Raises:
       ConfigError: when the platform that is wanted is not there.
       ClusterError: when another attempt may succeed, as on one of several processes.
-      RuntimeError: JAX's own, when another process could not be reached (`ending.from_the_network`).
+      RuntimeError: JAX's own, when another process could not be reached (`shutdown.from_the_network`).
     """
     import jax
 

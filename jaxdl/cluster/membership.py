@@ -21,8 +21,9 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
+from jaxdl.cluster.consistency import process_names
 from jaxdl.cluster.exits import BROKEN, DELIBERATE, FAREWELL_SEC, end_process
-from jaxdl.cluster.identity import named
+from jaxdl.cluster.heartbeat import Heartbeat
 from jaxdl.cluster.meeting import Meeting
 from jaxdl.cluster.messages import (
     MAX_REASON,
@@ -41,7 +42,6 @@ from jaxdl.cluster.messages import (
     StopAt,
     ToFirst,
 )
-from jaxdl.cluster.pulse import Pulse
 from jaxdl.cluster.wire import Line, Lost, NoMessage, ready
 
 Said: TypeAlias = ToFirst | FromFirst
@@ -52,19 +52,19 @@ _SAME_END_SEC = 20.0
 
 
 class Membership(abc.ABC):
-    """This process among the others: a thread that holds the connections. See `Coordinator` and `Worker`.
+    """This process among the others: a thread that holds the connections. See `Coordinator` and `Follower`.
 
     Args:
       process: this one's number.
       meeting: the hosts' names and the open connections.
       silence_sec: how long nothing may come from a process.
-      pulse: where this process is.
+      heartbeat: where this process is.
     """
 
-    def __init__(self, process: int, meeting: Meeting, *, silence_sec: float, pulse: Pulse) -> None:
+    def __init__(self, process: int, meeting: Meeting, *, silence_sec: float, heartbeat: Heartbeat) -> None:
         self.process, self.hosts = process, meeting.hosts
         self._lines: dict[int, Line] = dict(meeting.lines)
-        self._silence_sec, self._pulse = silence_sec, pulse
+        self._silence_sec, self._heartbeat = silence_sec, heartbeat
         self._beat_sec = min(_BEAT_SEC, silence_sec / 5)
         self._heard = dict.fromkeys(self._lines, time.monotonic())
         self._leaving: set[int] = set()
@@ -76,7 +76,7 @@ class Membership(abc.ABC):
         self._polls, self._stop_at, self._signum = 0, None, 0
         self._asked, self._held = False, False
         self._arrivals, self._passed = 0, 0
-        self._own_end, self._told = threading.Event(), threading.Event()
+        self._own_end, self._notified = threading.Event(), threading.Event()
         self.write_stacks: Callable[[], None] = lambda: None
         """Writes the stacks of all threads: set by the watchdog."""
         self._thread = threading.Thread(target=self._run, name="jaxdl-membership", daemon=True)
@@ -128,7 +128,7 @@ class Membership(abc.ABC):
         while self._posted and time.monotonic() < end:
             time.sleep(0.01)
 
-    def failed(self, reason: str, code: int) -> None:
+    def report_failure(self, reason: str, code: int) -> None:
         """Reports to the others that this process ends, why, and with which code; returns when they know it."""
         self._own_end.set()
         self._post(Failed(reason=reason[:MAX_REASON], code=code % 256))
@@ -136,7 +136,7 @@ class Membership(abc.ABC):
         while not self._is_heard() and time.monotonic() < end:
             time.sleep(0.02)
 
-    def hang(self, idle_sec: float) -> None:
+    def report_hang(self, idle_sec: float) -> None:
         """Reports a hang here to process 0, which names who hangs to all. Ends the process if that takes too long."""
         self._post(Hang(idle_sec=idle_sec))
         time.sleep(FAREWELL_SEC)
@@ -169,7 +169,7 @@ class Membership(abc.ABC):
             last = now
             if now >= next_beat:
                 next_beat = now + self._beat_sec
-                step, phase = self._pulse.where()
+                step, phase = self._heartbeat.where()
                 self._deliver(Beat(step=step, phase=phase))
             while self._posted:
                 self._deliver(self._posted[0])
@@ -219,7 +219,7 @@ class Membership(abc.ABC):
                 self._gone(process, f"exited unexpectedly ({lost})")
 
     def _name(self, process: int) -> str:
-        return named([process], self.hosts)
+        return process_names([process], self.hosts)
 
     @abc.abstractmethod
     def _deliver(self, message: ToFirst) -> None:
@@ -237,7 +237,7 @@ class Membership(abc.ABC):
     def _lost(self, process: int, how: str) -> None:
         """Another process is lost."""
 
-    def _obey(self, message: FromFirst) -> None:
+    def _act_on(self, message: FromFirst) -> None:
         """Does what process 0 says to all."""
         match message:
             case Hold():
@@ -260,19 +260,19 @@ class Membership(abc.ABC):
 
     def _end(self, reason: str, code: int, *, dump: bool = False) -> None:
         """Ends this process, unless it is already ending for a reason of its own."""
-        self._told.set()
+        self._notified.set()
         if self._own_end.is_set() or (code in DELIBERATE and self._own_end.wait(_SAME_END_SEC)):
             return
         if dump:
             self.write_stacks()
-        end_process(reason, code if code in DELIBERATE else BROKEN, last=self._see_off)
+        end_process(reason, code if code in DELIBERATE else BROKEN, last=self._before_exit)
 
     @abc.abstractmethod
     def _is_heard(self) -> bool:
         """Whether the others know of this process's end."""
 
     @abc.abstractmethod
-    def _see_off(self) -> None:
+    def _before_exit(self) -> None:
         """What is left to be done before this process ends because of another."""
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 from pydantic import Field, StringConstraints
 
-PROTOCOL = 1
+PROTOCOL = 2
 """The version of these messages; a process with another one is refused."""
 MAX_PROCESSES = 100_000
 """More processes than any run has: a larger number is a mistake or an attack."""
@@ -94,7 +94,7 @@ class Claim(Message):
 
 
 class Description(Message):
-    """What a process says of its software, code, experiment and devices (`identity.describe_process`)."""
+    """What a process says of its software, code, experiment and devices (`consistency.describe_process`)."""
 
     versions: dict[str, str]
     files: dict[str, str]
@@ -107,7 +107,7 @@ class Hello(Claim):
 
     own_name: Annotated[list[Name], Field(min_length=2, max_length=2)] | None
     """The host's own name and the loopback address that it stands for, if it does and that matters."""
-    told: Description
+    description: Description
 
 
 class Greeting(Message):

@@ -13,12 +13,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from jaxdl.cluster.absence import missing, not_reached
-from jaxdl.cluster.door import MAX_HELLO_BYTES, STRANGER_SEC
+from jaxdl.cluster.acceptor import MAX_HELLO_BYTES, STRANGER_SEC
+from jaxdl.cluster.address import ClusterSpec, host_name, loopback
 from jaxdl.cluster.gathering import PORT_BUSY_SEC, Gathering
 from jaxdl.cluster.meeting import ClusterError, Meeting
 from jaxdl.cluster.messages import PROTOCOL, Greeting, Hello, Here, Malformed, Verdict, read, read_answer
-from jaxdl.cluster.place import Place, host_name, loopback
+from jaxdl.cluster.missing import missing, not_reached
 from jaxdl.cluster.token import Handshake, make_nonce, proves
 from jaxdl.cluster.wire import Line, Lost, ready
 from jaxdl.config import ConfigError
@@ -35,14 +35,14 @@ class _Refused(Lost):
 
 
 def meet(
-    place: Place,
-    told: Mapping[str, Any],
+    spec: ClusterSpec,
+    description: Mapping[str, Any],
     *,
     timeout_sec: float,
     uses_gloo: bool = False,
     token: str | None = None,
 ) -> Meeting:
-    """Returns when all processes have come and have said the same of themselves (`identity.describe_process`).
+    """Returns when all processes have come and have said the same of themselves (`consistency.describe_process`).
 
     With a `token` (`token.run_token`) only processes that know it take part. With `uses_gloo` the hosts must be able to
     resolve their own names to addresses that others reach. Raises ConfigError for what must be changed, in all
@@ -51,11 +51,11 @@ def meet(
     own = loopback(socket.gethostname()) if uses_gloo else None
     fields = {
         "jaxdl": PROTOCOL,
-        "process": place.process,
-        "num_processes": place.num_processes,
+        "process": spec.process,
+        "num_processes": spec.num_processes,
         "host": host_name(),
         "own_name": [socket.gethostname(), own] if own else None,
-        "told": told,
+        "description": description,
     }
     text = json.dumps(fields)
     if len(text) > MAX_HELLO_BYTES // 2:
@@ -65,16 +65,16 @@ def meet(
         )
     hello = read(Hello, json.loads(text))
     end = time.monotonic() + timeout_sec
-    if place.process == 0:
-        return Gathering(place, hello, end, timeout_sec, token).run()
-    return _Guest(place, hello, end, timeout_sec, token).run()
+    if spec.process == 0:
+        return Gathering(spec, hello, end, timeout_sec, token).run()
+    return _Guest(spec, hello, end, timeout_sec, token).run()
 
 
 class _Guest:
     """The part of every process but the first."""
 
-    def __init__(self, place: Place, hello: Hello, end: float, timeout_sec: float, token: str | None) -> None:
-        self._place, self._hello, self._end, self._timeout_sec = place, hello, end, timeout_sec
+    def __init__(self, spec: ClusterSpec, hello: Hello, end: float, timeout_sec: float, token: str | None) -> None:
+        self._spec, self._hello, self._end, self._timeout_sec = spec, hello, end, timeout_sec
         self._token = token
         self._here: dict[int, str] = {}
         """Who has come, as the last process 0 that was reached has said; empty until it has."""
@@ -87,7 +87,7 @@ class _Guest:
         while True:
             pause_sec = _RETRY_SEC
             try:
-                line = _connect(self._place, self._end)
+                line = _connect(self._spec, self._end)
             except OSError as error:
                 unknown = isinstance(error, socket.gaierror)
                 why = "the name cannot be resolved" if unknown else error.strerror or str(error)
@@ -121,10 +121,10 @@ class _Guest:
         if time.monotonic() < self._end:
             return
         if len(self._here) > 1:
-            raise ClusterError(missing(self._place, self._here, self._timeout_sec))
+            raise ClusterError(missing(self._spec, self._here, self._timeout_sec))
         if self._refusal is not None:
             raise ConfigError(self._refusal)
-        raise ClusterError(not_reached(self._place, why, self._timeout_sec))
+        raise ClusterError(not_reached(self._spec, why, self._timeout_sec))
 
     def _heard(self, line: Line) -> Meeting:
         """Says hello and waits for the verdict; notes who else has come. Raises Lost if process 0 goes away."""
@@ -147,34 +147,34 @@ class _Guest:
                 match message:
                     case Greeting():
                         if self._token is not None and handshake is None:
-                            handshake = Handshake(self._token, message.nonce, make_nonce(), self._place.process)
+                            handshake = Handshake(self._token, message.nonce, make_nonce(), self._spec.process)
                             self._say_hello(line, handshake)
                     case Here():
                         self._here = {int(process): host for process, host in message.here.items()}
                         self._refusal = None
                     case Verdict():
                         proven = handshake is not None and proves(message.proof, handshake.proof("host", fields))
-                        return self._obey(message, line, proven=proven)
+                        return self._act_on(message, line, proven=proven)
 
     def _say_hello(self, line: Line, handshake: Handshake) -> None:
         fields = self._hello.model_copy(update={"nonce": handshake.guest_nonce}).to_json()
         line.send(fields | {"proof": handshake.proof("guest", fields)})
 
-    def _obey(self, verdict: Verdict, line: Line, *, proven: bool) -> Meeting:
+    def _act_on(self, verdict: Verdict, line: Line, *, proven: bool) -> Meeting:
         if self._token is not None and not proven:
             if verdict.verdict is None:
                 raise Lost("it does not know the run's token")
             raise _Refused(verdict.verdict)
         if verdict.verdict is not None:
             raise (ConfigError if verdict.mistake else ClusterError)(verdict.verdict)
-        if len(verdict.hosts) != self._place.num_processes:
+        if len(verdict.hosts) != self._spec.num_processes:
             raise Lost(f"it speaks of {len(verdict.hosts)} hosts")
         return Meeting(verdict.hosts, {0: line})
 
 
-def _connect(place: Place, end: float) -> Line:
+def _connect(spec: ClusterSpec, end: float) -> Line:
     error: OSError = socket.gaierror(socket.EAI_NONAME, "")
-    for family, kind, protocol, _, address in socket.getaddrinfo(place.host, place.port, type=socket.SOCK_STREAM):
+    for family, kind, protocol, _, address in socket.getaddrinfo(spec.host, spec.port, type=socket.SOCK_STREAM):
         connection = socket.socket(family, kind, protocol)
         connection.settimeout(max(0.1, min(5.0, end - time.monotonic())))
         try:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from jaxdl.cluster.consistency import process_names
 from jaxdl.cluster.exits import BROKEN, FAREWELL_SEC
-from jaxdl.cluster.identity import named
+from jaxdl.cluster.heartbeat import Heartbeat
 from jaxdl.cluster.meeting import Meeting
 from jaxdl.cluster.membership import Membership, set_current
 from jaxdl.cluster.messages import (
@@ -28,15 +29,14 @@ from jaxdl.cluster.messages import (
     read_from_first,
     read_to_first,
 )
-from jaxdl.cluster.pulse import Pulse
 from jaxdl.cluster.wire import Lost, ready
 
 
 class Coordinator(Membership):
     """Process 0's: hears all the others, decides, and reports to all."""
 
-    def __init__(self, meeting: Meeting, *, silence_sec: float, pulse: Pulse) -> None:
-        super().__init__(0, meeting, silence_sec=silence_sec, pulse=pulse)
+    def __init__(self, meeting: Meeting, *, silence_sec: float, heartbeat: Heartbeat) -> None:
+        super().__init__(0, meeting, silence_sec=silence_sec, heartbeat=heartbeat)
         self._where: dict[int, tuple[int | None, str]] = {}
         self._stopping, self._counts = 0, dict[int, int]()
         self._arrived = dict.fromkeys(range(len(self.hosts)), 0)
@@ -65,12 +65,12 @@ class Coordinator(Membership):
             case Signalled():
                 if not self._stopping:
                     self._stopping = message.signum
-                    self._tell(Hold())
+                    self._broadcast(Hold())
             case Arrived():
                 before = min(self._arrived.values())
                 self._arrived[process] = message.times
                 if min(self._arrived.values()) > before:
-                    self._tell(Passed(times=min(self._arrived.values())))
+                    self._broadcast(Passed(times=min(self._arrived.values())))
             case Held():
                 self._counts[process] = message.polls
                 self._settle()
@@ -82,7 +82,7 @@ class Coordinator(Membership):
     def _settle(self) -> None:
         """Says where to stop, once all that remain have said where they hold."""
         if self._counts and {0, *self._lines} <= set(self._counts):
-            self._tell(StopAt(poll=max(self._counts.values()) + 1, signum=self._stopping))
+            self._broadcast(StopAt(poll=max(self._counts.values()) + 1, signum=self._stopping))
             self._counts = {}
 
     def _lost(self, process: int, how: str) -> None:
@@ -92,17 +92,17 @@ class Coordinator(Membership):
     def _end_all(self, reason: str, code: int, *, dump: bool = False) -> None:
         if not self._ended:  # What others say once they end because of this is not the reason.
             self._ended = True
-            self._tell(End(reason=reason[:MAX_REASON], code=code, dump=dump))
+            self._broadcast(End(reason=reason[:MAX_REASON], code=code, dump=dump))
 
-    def _tell(self, message: FromFirst) -> None:
+    def _broadcast(self, message: FromFirst) -> None:
         for process in list(self._lines):
             self._send(process, message)
-        self._obey(message)
+        self._act_on(message)
 
     def _is_heard(self) -> bool:
         return not self._lines
 
-    def _see_off(self) -> None:
+    def _before_exit(self) -> None:
         """Waits until the others have gone: JAX aborts them, with a message of its own, when this process is gone."""
         end = time.monotonic() + FAREWELL_SEC
         while self._lines and time.monotonic() < end:
@@ -122,17 +122,17 @@ class Coordinator(Membership):
         # The many wait for the few.
         by_size = sorted(groups.items(), key=lambda item: len(item[1]))
         parts = [
-            f"{named(processes, self.hosts)}: {_last(step, phase).removeprefix('last heard of ')}"
+            f"{process_names(processes, self.hosts)}: {_last(step, phase).removeprefix('last heard of ')}"
             for (step, phase), processes in by_size
         ]
         return f"no step has been finished for {idle_sec:.0f} s, and the stacks were written; {'; '.join(parts)}"
 
 
-class Worker(Membership):
+class Follower(Membership):
     """Every other process's: reports to process 0, and does as it says."""
 
-    def __init__(self, process: int, meeting: Meeting, *, silence_sec: float, pulse: Pulse) -> None:
-        super().__init__(process, meeting, silence_sec=silence_sec, pulse=pulse)
+    def __init__(self, process: int, meeting: Meeting, *, silence_sec: float, heartbeat: Heartbeat) -> None:
+        super().__init__(process, meeting, silence_sec=silence_sec, heartbeat=heartbeat)
         self._first: tuple[int | None, str] = (None, "start")
 
     def _deliver(self, message: ToFirst) -> None:
@@ -148,12 +148,12 @@ class Worker(Membership):
             case Bye():
                 self._leaving.add(process)
             case _:
-                self._obey(message)
+                self._act_on(message)
 
     def _is_heard(self) -> bool:
-        return self._told.is_set() or not self._lines
+        return self._notified.is_set() or not self._lines
 
-    def _see_off(self) -> None:
+    def _before_exit(self) -> None:
         return  # Nobody waits for a worker that ends because of another process.
 
     def _lost(self, process: int, how: str) -> None:
@@ -165,9 +165,9 @@ def _last(step: int | None, phase: str) -> str:
     return f"last heard of {f'after step {step}' if step is not None else 'before it began to train'} (phase {phase})"
 
 
-def begin(process: int, meeting: Meeting, *, silence_sec: float, pulse: Pulse) -> Membership:
+def begin(process: int, meeting: Meeting, *, silence_sec: float, heartbeat: Heartbeat) -> Membership:
     """Makes and starts this process's membership, for as long as it lives."""
-    kind = Coordinator(meeting, silence_sec=silence_sec, pulse=pulse) if process == 0 else None
-    member = kind or Worker(process, meeting, silence_sec=silence_sec, pulse=pulse)
+    kind = Coordinator(meeting, silence_sec=silence_sec, heartbeat=heartbeat) if process == 0 else None
+    member = kind or Follower(process, meeting, silence_sec=silence_sec, heartbeat=heartbeat)
     set_current(member)
     return member

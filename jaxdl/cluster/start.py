@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 import pydantic
 
-from jaxdl.cluster.ending import conclude
-from jaxdl.cluster.identity import describe_process, difference, unequal_counts
+from jaxdl.cluster.address import ClusterSpec, find_cluster_spec, host_name, several_processes
+from jaxdl.cluster.consistency import describe_process, difference, unequal_counts
+from jaxdl.cluster.heartbeat import heartbeat
 from jaxdl.cluster.machine import check_xla_flags, open_devices
 from jaxdl.cluster.meeting import ClusterError
 from jaxdl.cluster.membership import current
-from jaxdl.cluster.place import Place, find_place, host_name, several_processes
-from jaxdl.cluster.pulse import pulse
 from jaxdl.cluster.rendezvous import meet
 from jaxdl.cluster.roles import begin
+from jaxdl.cluster.shutdown import report_and_exit
 from jaxdl.cluster.token import run_token
 from jaxdl.config import Config, ConfigError
 from jaxdl.startup import check_cpu_devices
@@ -88,32 +88,32 @@ def start_devices(
         )
 
 
-def _join(cluster: ClusterConfig, told: Mapping[str, Any], *, on_cpu: bool) -> None:
+def _join(cluster: ClusterConfig, description: Mapping[str, Any], *, on_cpu: bool) -> None:
     import jax
 
     # Its preemption service would take SIGTERM away from `jaxdl.run.signals`.
     jax.config.update("jax_enable_preemption_service", False)
-    place = find_place(cluster.start_timeout_sec)
-    if place is not None and place.num_processes > 1:
+    spec = find_cluster_spec(cluster.start_timeout_sec)
+    if spec is not None and spec.num_processes > 1:
         on_cpu = on_cpu or getattr(jax.config, "jax_platforms", None) == "cpu"
-        meeting = meet(place, told, timeout_sec=cluster.start_timeout_sec, uses_gloo=on_cpu, token=run_token())
+        meeting = meet(spec, description, timeout_sec=cluster.start_timeout_sec, uses_gloo=on_cpu, token=run_token())
         if meeting.note:
             print(f"note: {meeting.note}", file=sys.stderr)
-        begin(place.process, meeting, silence_sec=cluster.silence_timeout_sec, pulse=pulse)
-        sys.excepthook = lambda kind, error, trace: conclude(error)  # For programs without `end_together`.
-    _initialize(cluster, place)
-    if place is None:
-        _compare(told)
+        begin(spec.process, meeting, silence_sec=cluster.silence_timeout_sec, heartbeat=heartbeat)
+        sys.excepthook = lambda kind, error, trace: report_and_exit(error)  # For programs without `end_together`.
+    _initialize(cluster, spec)
+    if spec is None:
+        _compare(description)
     _check_counts()
 
 
-def _initialize(cluster: ClusterConfig, place: Place | None) -> None:
+def _initialize(cluster: ClusterConfig, spec: ClusterSpec | None) -> None:
     import jax
 
     known = {}
-    if place is not None:
-        known = {"coordinator_address": place.address, "num_processes": place.num_processes}
-        known |= {"process_id": place.process}
+    if spec is not None:
+        known = {"coordinator_address": spec.address, "num_processes": spec.num_processes}
+        known |= {"process_id": spec.process}
     try:
         jax.distributed.initialize(
             **known,
@@ -131,7 +131,7 @@ def _initialize(cluster: ClusterConfig, place: Place | None) -> None:
         raise ClusterError(f"JAX could not join the processes: {' '.join(str(error).split())}") from None
 
 
-def _compare(told: Mapping[str, Any]) -> None:
+def _compare(description: Mapping[str, Any]) -> None:
     """The comparison of processes that could not meet before JAX started; nobody watches over them then."""
     import json
 
@@ -141,11 +141,11 @@ def _compare(told: Mapping[str, Any]) -> None:
 
     if jax.process_index() == 0:
         print("note: the processes met through JAX alone; a lost one is noticed late.", file=sys.stderr)
-    own = np.frombuffer(json.dumps({"host": host_name(), "told": told}).encode(), np.uint8)
+    own = np.frombuffer(json.dumps({"host": host_name(), "description": description}).encode(), np.uint8)
     lengths = np.ravel(multihost_utils.process_allgather(np.int32(len(own))))
     texts = multihost_utils.process_allgather(np.pad(own, (0, int(lengths.max()) - len(own))))
     every = [json.loads(bytes(text[:length])) for text, length in zip(np.atleast_2d(texts), lengths, strict=True)]
-    unequal = difference([one["told"] for one in every], [one["host"] for one in every])
+    unequal = difference([one["description"] for one in every], [one["host"] for one in every])
     if unequal is not None:
         raise ConfigError(unequal)
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import IO
 
 from jaxdl.cluster.exits import BROKEN, end_process
+from jaxdl.cluster.heartbeat import Heartbeat, heartbeat
 from jaxdl.cluster.membership import current
-from jaxdl.cluster.pulse import Pulse, pulse
 
 _LOG_SEC = 10.0
 """Where a file system hangs, so does the writing of the log: it is not waited for longer."""
@@ -26,9 +26,13 @@ class Watchdog:
     """
 
     def __init__(
-        self, timeout_sec: float | None, open_log: Callable[[], IO[str]] | None = None, *, watched: Pulse = pulse
+        self,
+        timeout_sec: float | None,
+        open_log: Callable[[], IO[str]] | None = None,
+        *,
+        watched: Heartbeat = heartbeat,
     ) -> None:
-        self._timeout_sec, self._open_log, self._pulse = timeout_sec, open_log, watched
+        self._timeout_sec, self._open_log, self._heartbeat = timeout_sec, open_log, watched
         self._over = threading.Event()
         self._once = threading.Lock()
         self._writer: threading.Thread | None = None
@@ -43,7 +47,7 @@ class Watchdog:
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
-        self._pulse.rest()
+        self._heartbeat.disarm()
 
     def _watch(self, timeout_sec: float) -> None:
         tick = min(1.0, timeout_sec / 5)
@@ -51,9 +55,9 @@ class Watchdog:
         while not self._over.wait(tick):
             now = time.monotonic()
             if now - last > tick + 1:  # The whole process stood still (Ctrl-Z, a suspended machine): no hang.
-                self._pulse.forgive(now - last - tick)
+                self._heartbeat.forgive(now - last - tick)
             last = now
-            idle_sec = self._pulse.idle_sec()
+            idle_sec = self._heartbeat.idle_sec()
             if idle_sec is not None and idle_sec > timeout_sec:
                 self._end(idle_sec)
 
@@ -61,8 +65,8 @@ class Watchdog:
         self.write_stacks()
         member = current()
         if member is not None:
-            member.hang(idle_sec)
-        step, phase = self._pulse.where()
+            member.report_hang(idle_sec)
+        step, phase = self._heartbeat.where()
         end_process(
             f"no step has been finished for {idle_sec:.0f} s, and the stacks were written; the last one was {step} "
             f"(phase {phase}). If steps may take longer, raise --cluster.hang-timeout-sec.",

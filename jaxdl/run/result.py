@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdl.checkpoint import Unreadable
-from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, depart
+from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, leave_and_exit
 from jaxdl.errors import ConfigError, end_interrupted, fail
 from jaxdl.report import Diverged, plot_history
 from jaxdl.run.build import Plan
@@ -72,4 +72,4 @@ def exit_codes() -> Iterator[None]:
         end_interrupted()
     except Interrupted as stopped:
         print(stopped.message, file=sys.stderr, flush=True)
-        depart(int(stopped.code or 0))
+        leave_and_exit(int(stopped.code or 0))

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxdl.cluster import Membership, current, pulse
+from jaxdl.cluster import Membership, current, heartbeat
 
 Result = TypeVar("Result")
 
@@ -74,7 +74,7 @@ class StopSignals:
 
     def poll(self, step: int | None = None) -> None:
         """Raises Stop if a signal has come. A sign of life for the watchdog; `step` is the last one completed."""
-        pulse.beat(step)
+        heartbeat.beat(step)
         self._check()
 
     def _check(self) -> None:

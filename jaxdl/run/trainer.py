@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 
 from jaxdl.checkpoint import Restored
-from jaxdl.cluster import Watchdog, pulse, wait_for_all
+from jaxdl.cluster import Watchdog, heartbeat, wait_for_all
 from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import estimate_norms, evaluate, max_in_flight
@@ -58,7 +58,7 @@ def train(
     """
     experiment = as_experiment(experiment)
     check_max_steps(max_steps)
-    watch = Stopwatch(on_change=pulse.enter)
+    watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
     start = Start(quiet=quiet)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
@@ -247,7 +247,7 @@ class Session:
 
     def start_loop(self) -> None:
         """Makes up for an evaluation that was stopped, and starts to read data."""
-        pulse.beat(self.step)  # From here on something must come on, the first batch too.
+        heartbeat.beat(self.step)  # From here on something must come on, the first batch too.
         if self.step > self.evaluated_step and self.due(self.experiment.evaluation):
             self.evaluate()
             if self.steps.norm is not None and self.saver is not None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxdl.cluster import current, host_memory_bytes, wait_for_all
-from jaxdl.cluster.identity import named
+from jaxdl.cluster.consistency import process_names
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, PhotoSource, Splits, TextSpec
 from jaxdl.exchange import Compressed
@@ -170,7 +170,8 @@ def check_same_examples(splits: Splits) -> None:
         first, other = (f"{train:,} to train on and {test:,} held out" for train, test in counts[[0, others[0]]])
         hosts = member.hosts if member is not None else ["host ?"] * len(rows)
         raise ConfigError(
-            f"the processes do not see the same data: {named([0], hosts)} {first}, {named(others, hosts)} "
+            f"the processes do not see the same data: {process_names([0], hosts)} {first}, "
+            f"{process_names(others, hosts)} "
             + ("as many, but of other names or sizes" if first == other else other)
             + ". Copy it to each host again, or use a shared file system."
         )

@@ -20,8 +20,8 @@ from jax.experimental import multihost_utils
 
 from jaxdl.cluster import BROKEN, current, wait_for_all
 from jaxdl.cluster.agree import of_first_process
+from jaxdl.cluster.consistency import flat, process_names
 from jaxdl.cluster.exits import end_process
-from jaxdl.cluster.identity import flat, named
 from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import ExchangeConfig
 from jaxdl.lease import FULL, Lease
@@ -64,7 +64,7 @@ def make_lease(workdir: Path) -> Lease:
     def end(reason: str) -> None:
         member = current()
         if member is not None:
-            member.failed(reason, BROKEN)
+            member.report_failure(reason, BROKEN)
         end_process(reason, BROKEN)
 
     return Lease(workdir, end, functools.partial(print, flush=True))
@@ -145,8 +145,8 @@ def _check_shared(workdir: Path) -> None:
         if missing:
             hosts = member.hosts if member is not None else ["host ?"] * len(every)
             raise ConfigError(
-                f"the hosts do not see the same --workdir: {workdir} on {named(missing, hosts)} is another folder than "
-                f"on {named([0], hosts)}. Use one on a shared file system."
+                f"the hosts do not see the same --workdir: {workdir} on {process_names(missing, hosts)} is another "
+                f"folder than on {process_names([0], hosts)}. Use one on a shared file system."
             )
     finally:
         if jax.process_index() == 0:

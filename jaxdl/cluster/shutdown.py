@@ -43,10 +43,10 @@ class end_together:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and current() is not None:
-            conclude(error)
+            report_and_exit(error)
 
 
-def conclude(error: BaseException) -> None:
+def report_and_exit(error: BaseException) -> None:
     """Ends a process of several because of the error: tells the others, without waiting for them as JAX would."""
     member = current()
     assert member is not None
@@ -55,7 +55,7 @@ def conclude(error: BaseException) -> None:
     if not exiting and from_the_network(error):
         member.await_reason()  # If a process is lost, this one ends in here.
         reason = f"the processes have lost their connection: {_one_line(error)}"
-        member.failed(reason, BROKEN)
+        member.report_failure(reason, BROKEN)
         end_process(reason, BROKEN)
     code = _exit_code(error)
     if exiting and code == 0:
@@ -63,12 +63,12 @@ def conclude(error: BaseException) -> None:
     if not exiting:
         traceback.print_exception(error)
     # What became a message and an exit code speaks for itself; a crash does with its kind.
-    member.failed(_one_line(cause) if exiting else f"{type(error).__name__}: {_one_line(error)}", code)
+    member.report_failure(_one_line(cause) if exiting else f"{type(error).__name__}: {_one_line(error)}", code)
     flush()
     os._exit(code)
 
 
-def depart(code: int) -> None:
+def leave_and_exit(code: int) -> None:
     """Ends the process at once, as all of them do now: threads may still be compiling.
 
     A `code` of 128 + N stands for signal N. If not all stopped for it, it came before the run, and is reported to the
@@ -76,7 +76,7 @@ def depart(code: int) -> None:
     """
     member = current()
     if member is not None and code > 128 and not member.agreed:
-        member.failed("was stopped by a signal before the run began", code)
+        member.report_failure("was stopped by a signal before the run began", code)
     elif member is not None:
         member.leave()
         if "jax" in sys.modules:  # Otherwise JAX's part in the other processes would take this one for lost, and abort.

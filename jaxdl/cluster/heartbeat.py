@@ -1,4 +1,4 @@
-"""The pulse of this process: what it does and when it last progressed; the watchdog reads it, and the others get it."""
+"""The heartbeat of this process: its step, its phase, when it last progressed; for the watchdog and other processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ WITHOUT_STEPS = ("compile",)
 """Phases that may take any time: nothing is to be seen from outside while XLA compiles."""
 
 
-class Pulse:
+class Heartbeat:
     """The last completed step of this process, its phase, and when either last changed. Cheap: two assignments a beat.
 
     `clock` gives seconds and need not start at zero.
@@ -35,7 +35,7 @@ class Pulse:
         self.phase = phase
         self._since = self._clock()
 
-    def rest(self) -> None:
+    def disarm(self) -> None:
         """The run has ended, or not begun: nothing is expected until the next beat."""
         self._armed = False
 
@@ -54,5 +54,5 @@ class Pulse:
         return self.step, self.phase
 
 
-pulse = Pulse()
+heartbeat = Heartbeat()
 """This process's. One for all, as there is one JAX and one membership in a process."""

@@ -54,25 +54,25 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def named(processes: Iterable[int], hosts: Mapping[int, str] | Sequence[str]) -> str:
+def process_names(processes: Iterable[int], hosts: Mapping[int, str] | Sequence[str]) -> str:
     """`host1 (process 1), host3 (process 3)`; of many the first few."""
     every = list(processes)
     shown = [f"{hosts[one]} (process {one})" for one in every[:8]]
     return ", ".join(shown) + (f" and {len(every) - 8} more" if len(every) > 8 else "")
 
 
-def difference(told: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> str | None:
+def difference(descriptions: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> str | None:
     """What is not equal in all processes, as a message that names values, hosts and what to do; None if all is.
 
-    `told` holds what each process said of itself (`describe_process`), in the order of their numbers.
+    `descriptions` holds what each process said of itself (`describe_process`), in the order of their numbers.
     """
-    if parts := _unequal([one["versions"] for one in told], hosts):
+    if parts := _unequal([one["versions"] for one in descriptions], hosts):
         return f"the processes do not run the same software: {parts}. Install the same versions on every host."
-    if parts := _unequal([one["files"] for one in told], hosts, with_values=False):
+    if parts := _unequal([one["files"] for one in descriptions], hosts, with_values=False):
         return f"the processes do not run the same code of jaxdl: {parts}. Install the same commit on every host."
-    if parts := _unequal([one["config"] for one in told], hosts):
+    if parts := _unequal([one["config"] for one in descriptions], hosts):
         return f"the processes were not given the same experiment: {parts}. Start all with one --config and options."
-    if parts := _unequal([{"devices": one["devices"]} for one in told], hosts):
+    if parts := _unequal([{"devices": one["devices"]} for one in descriptions], hosts):
         return unequal_devices(parts)
     return None
 
@@ -91,22 +91,22 @@ def unequal_counts(counts: Sequence[int], hosts: Sequence[str]) -> str | None:
     return unequal_devices(parts) if parts else None
 
 
-def _unequal(told: Sequence[Mapping[str, Any]], hosts: Sequence[str], *, with_values: bool = True) -> str:
+def _unequal(descriptions: Sequence[Mapping[str, Any]], hosts: Sequence[str], *, with_values: bool = True) -> str:
     """`jax is 0.10.2 on a (process 0), but 0.11.2 on b (process 1)`, for the first names that differ; or nothing."""
-    names = dict.fromkeys(name for one in told for name in one)
-    different = [name for name in names if any(one.get(name) != told[0].get(name) for one in told)]
+    names = dict.fromkeys(name for one in descriptions for name in one)
+    different = [name for name in names if any(one.get(name) != descriptions[0].get(name) for one in descriptions)]
     parts = []
     for name in different[:_MOST_NAMED]:
         groups: dict[str, list[int]] = {}
-        for process, one in enumerate(told):
+        for process, one in enumerate(descriptions):
             groups.setdefault(json.dumps(one.get(name, "not there")), []).append(process)
         first, *others = groups.items()
         if with_values:
-            rest = ", but ".join(f"{_shown(value)} on {named(processes, hosts)}" for value, processes in others)
-            parts.append(f"{_shown(name)} is {_shown(first[0])} on {named(first[1], hosts)}, but {rest}")
+            rest = ", but ".join(f"{_shown(value)} on {process_names(processes, hosts)}" for value, processes in others)
+            parts.append(f"{_shown(name)} is {_shown(first[0])} on {process_names(first[1], hosts)}, but {rest}")
         else:
-            rest = ", ".join(named(processes, hosts) for _, processes in others)
-            parts.append(f"{_shown(name)} on {named(first[1], hosts)} is another than on {rest}")
+            rest = ", ".join(process_names(processes, hosts) for _, processes in others)
+            parts.append(f"{_shown(name)} on {process_names(first[1], hosts)} is another than on {rest}")
     more = len(different) - _MOST_NAMED
     return "; ".join(parts) + (f"; and {more} more" if more > 0 else "")
 

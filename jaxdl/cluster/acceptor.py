@@ -104,7 +104,7 @@ class Refused:
         return f"{counter.total()} {kind} ({named}{more})"
 
 
-class Door:
+class Acceptor:
     """Accepts connections and keeps them as strangers until they are `admitted` or `refused`. Takes over the listener.
 
     Its methods take the time, `now`, by `time.monotonic`.

@@ -17,7 +17,7 @@ _NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 @dataclass(frozen=True)
-class Place:
+class ClusterSpec:
     """This process in its run."""
 
     address: str
@@ -39,8 +39,9 @@ class Place:
 def several_processes() -> bool:
     """Whether this process is one of several, as a launcher, Slurm or Open MPI started it, or the user says.
 
-    A number of processes above 1, or of this one above 0, says so even without an address: training alone would not be
-    what is wanted, so `find_place` asks the cluster for the rest, or refuses. Raises ConfigError for what is no number.
+    JAX_NUM_PROCESSES above 1 or JAX_PROCESS_ID above 0 says so even without an address: then `find_cluster_spec` asks
+    the cluster for the rest, or refuses, rather than let each process train alone. Raises ConfigError for a value that
+    is not a number.
     """
     if "JAX_COORDINATOR_ADDRESS" in os.environ or os.environ.get("JAXDL_DISTRIBUTED") == "1":
         return True
@@ -52,7 +53,7 @@ def several_processes() -> bool:
     return tasks > 1 and ("SLURM_STEP_NODELIST" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ)
 
 
-def find_place(timeout_sec: float) -> Place | None:
+def find_cluster_spec(timeout_sec: float) -> ClusterSpec | None:
     """This process's place; None where only `jax.distributed.initialize` itself can find it.
 
     Raises ConfigError when it is not said which processes there are.
@@ -90,7 +91,7 @@ def find_place(timeout_sec: float) -> Place | None:
             f"JAX_PROCESS_ID={process}: {num_processes} processes have the numbers 0 to {num_processes - 1}. Set it to "
             "one of them, or JAX_NUM_PROCESSES to their number."
         )
-    return Place(address, num_processes, process)
+    return ClusterSpec(address, num_processes, process)
 
 
 def _detected(given: tuple[str | None, int | None, int | None], timeout_sec: float) -> Any:
