@@ -18,6 +18,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import Codec, spec_from_json
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment
+from jaxdl.files import CONFIG_FILE, DATA_FILE, step_folder
 from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways, make_mesh
 from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
@@ -122,12 +123,12 @@ def restore(
     """
     if not (checkpoint in ("newest", "best") or (type(checkpoint) is int and checkpoint >= 0)):
         raise ConfigError(f'checkpoint {checkpoint!r}: choose "newest", "best" or the number of a step.')
-    for name in ("config.json", "data.json"):
+    for name in (CONFIG_FILE, DATA_FILE):
         if not (Path(workdir) / name).is_file():
             raise ConfigError(f"{workdir}: there is no run in this folder (no {name}). Give the --workdir of a run.")
     # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
-    experiment = Experiment.from_json((Path(workdir) / "config.json").read_text()).replaced({"exchange": Dense()})
-    spec = spec_from_json((Path(workdir) / "data.json").read_text())
+    experiment = Experiment.from_json((Path(workdir) / CONFIG_FILE).read_text()).replaced({"exchange": Dense()})
+    spec = spec_from_json((Path(workdir) / DATA_FILE).read_text())
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)
     found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
@@ -145,5 +146,5 @@ def restore(
     if restored is None:
         raise ConfigError(f"{workdir}: the run has no checkpoint yet.")
     for damaged in restored.damaged:
-        warnings.warn(f"{damaged}; step_{restored.step} is used", stacklevel=2)
+        warnings.warn(f"{damaged}; {step_folder(restored.step)} is used", stacklevel=2)
     return Predictor(experiment, parts, restored.state, restored.step)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jaxdl.errors import ConfigError
 from jaxdl.fields import experiment_fields, inner_fields, not_of_type
+from jaxdl.files import CONFIG_FILE
 
 PROG = "python -m jaxdl.train"
 """How the command that trains is started."""
@@ -111,7 +112,7 @@ def _find(given: str | Path) -> tuple[Path, str]:
             )
         path = path.with_name(name)
     if path.is_dir():
-        inside = sorted(path.glob("*.py")) or sorted(path.glob("config.json"))
+        inside = sorted(path.glob("*.py")) or sorted(path.glob(CONFIG_FILE))
         advice = f"Give a file, for example --config {inside[0]}." if inside else _advice(path)
         raise ConfigError(f"--config {given}: a folder, not a config file. {advice}")
     if not path.exists():

@@ -43,6 +43,7 @@ from jaxdl.config import ConfigError  # noqa: E402
 from jaxdl.data import Digits, ImageFolder, Photos  # noqa: E402
 from jaxdl.exchange import Auto, Dense  # noqa: E402
 from jaxdl.experiment import Experiment, changed  # noqa: E402
+from jaxdl.files import CONFIG_FILE  # noqa: E402
 from jaxdl.mesh import MeshConfig  # noqa: E402
 from jaxdl.models import ResNet  # noqa: E402
 from jaxdl.phases import Phase  # noqa: E402
@@ -287,7 +288,7 @@ def _write_digits(folder: Path) -> None:
 
 def _chosen(workdir: Path) -> Any:
     """The exchange of the run that is to go on; None when there is none. The first process reads it for all."""
-    path = workdir / "config.json"
+    path = workdir / CONFIG_FILE
 
     def read() -> bytes:
         try:

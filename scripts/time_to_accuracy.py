@@ -25,6 +25,7 @@ from trials import exchange_flags, finished, folder_name, parse, read_rows, same
 
 import jaxdl
 from jaxdl.config import ConfigError
+from jaxdl.files import CONFIG_FILE
 from jaxdl.launch.netns import parse_rate
 from jaxdl.report import style
 from jaxdl.run.result import exit_codes
@@ -83,7 +84,7 @@ def run(
 def reached(rows: list[dict[str, Any]], workdir: Path, metric: str, target: float) -> dict[str, Any] | None:
     """Seconds of training and steps until the evaluation that reached the target; None while none has."""
     seconds, step = 0.0, 0
-    examples = json.loads((workdir / "config.json").read_text())["batch_size"] if rows else 0
+    examples = json.loads((workdir / CONFIG_FILE).read_text())["batch_size"] if rows else 0
     for row in rows:
         if "examples_per_sec" in row:
             seconds += (row["step"] - step) * examples / row["examples_per_sec"]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdl.config import ConfigError
+from jaxdl.files import METRICS_FILE, SUMMARY_FILE
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
@@ -88,12 +89,12 @@ def train_on_hosts(
 
 def read_rows(workdir: Path) -> list[dict[str, Any]]:
     """The rows of a run's metrics.jsonl so far."""
-    path = workdir / "metrics.jsonl"
+    path = workdir / METRICS_FILE
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 def finished(workdir: Path) -> bool:
     """Whether the run in a workdir has come to its end; one that was stopped has a summary, too."""
-    path = workdir / "summary.json"
+    path = workdir / SUMMARY_FILE
     return path.exists() and json.loads(path.read_text())["status"] == "finished"

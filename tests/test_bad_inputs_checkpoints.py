@@ -11,7 +11,8 @@ from runs import rows, tiny_experiment, write_config
 from test_checkpoint_faults import damage
 
 import jaxdl
-from jaxdl.checkpoint import manifest, reading
+from jaxdl.checkpoint import reading
+from jaxdl.files import MANIFEST_FILE
 from jaxdl.mesh import MeshConfig
 from jaxdl.run import compile as compiling
 
@@ -158,7 +159,7 @@ def test_half_written_data_files(workdir, capfd):
     shown = capfd.readouterr().err
     assert "Event loop" not in shown
     assert "Traceback" not in shown
-    assert (workdir / "checkpoints" / "damaged" / "step_4" / manifest.MANIFEST_FILE).is_file()
+    assert (workdir / "checkpoints" / "damaged" / "step_4" / MANIFEST_FILE).is_file()
 
 
 def test_which_checkpoint_to_predict_with(workdir):

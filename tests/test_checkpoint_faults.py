@@ -21,6 +21,7 @@ from jaxdl.checkpoint.errors import read_refused
 from jaxdl.checkpoint.fingerprint import first_sums
 from jaxdl.checkpoint.items import to_items
 from jaxdl.checkpoint.meta import META_FILE, checksum
+from jaxdl.files import MANIFEST_FILE
 
 FAULTS = [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ETIMEDOUT]
 IGNORED = {"commit_success.txt", "_CHECKPOINT_METADATA"}
@@ -152,7 +153,7 @@ def test_damage_to_any_file_leads_to_the_checkpoint_before_it(workdir, original,
     for name in files(original):
         damage(folder / "step_2" / name, how)
         restored = restore(workdir)
-        matters = name.rsplit("/", 1)[-1] not in {*IGNORED, manifest.MANIFEST_FILE}
+        matters = name.rsplit("/", 1)[-1] not in {*IGNORED, MANIFEST_FILE}
         assert restored.step == (1 if matters else 2), name
         assert same(restored.state, restored.step)
         assert (folder / "damaged" / "step_2").is_dir() == matters
@@ -170,7 +171,7 @@ def test_damage_to_any_file_leads_to_the_checkpoint_before_it(workdir, original,
 def test_damage_that_no_checksum_shows(workdir, original, how, manifest_says, monkeypatch):
     """Large files have no checksum, and checkpoints of earlier versions no manifest: there the arrays show it."""
     monkeypatch.setattr(manifest, "SMALL_BYTES", -1)
-    (workdir / "checkpoints" / "step_2" / manifest.MANIFEST_FILE).unlink()
+    (workdir / "checkpoints" / "step_2" / MANIFEST_FILE).unlink()
     if manifest_says == "sizes":
         manifest.write_manifest(workdir / "checkpoints" / "step_2")
     largest = max((workdir / "checkpoints" / "step_2" / "model").rglob("d/*"), key=lambda path: path.stat().st_size)
@@ -218,7 +219,7 @@ def test_arrays_of_another_shape_are_another_version(workdir):
 def as_first_format(workdir, step):
     """Rewrites a checkpoint as versions before the formats wrote it."""
     folder = workdir / "checkpoints" / f"step_{step}"
-    (folder / manifest.MANIFEST_FILE).unlink()
+    (folder / MANIFEST_FILE).unlink()
     meta = json.loads((folder / META_FILE).read_text())
     sums = jax.tree.map(int, jax.device_get(first_sums(to_items(make_state(step)))))
     first = {"evaluated_step": meta["evaluated_step"], "score": meta["score"], "fingerprints": sums}

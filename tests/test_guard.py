@@ -201,8 +201,8 @@ def test_a_run_goes_back_and_passes_over(whole, compiled):
 
 KILLS = {
     "when the row is seen": (Recovery, "go_back"),
-    "when it is on disk": (Checkpoints, "put_aside_after"),
-    "when checkpoints are put aside": (Checkpoints, "_move"),
+    "when it is on disk": (Checkpoints, "quarantine_after"),
+    "when checkpoints are quarantined": (Checkpoints, "_move"),
     "before the restore": (Saver, "restore"),
     "after the restore": (Reporter, "go_back"),
     "while passing over": (Reporter, "pass_over"),
@@ -211,13 +211,13 @@ KILLS = {
 
 
 @pytest.mark.parametrize(
-    ("when", "after"), [*((when, False) for when in KILLS), ("when checkpoints are put aside", True)]
+    ("when", "after"), [*((when, False) for when in KILLS), ("when checkpoints are quarantined", True)]
 )
 def test_killed_around_a_rollback(tmp_path, whole, monkeypatch, when, after):
     owner, name = KILLS[when]
     original, calls = getattr(owner, name), itertools.count()
     # Of both rollbacks, the second: more is on disk by then. `restore` is also called at the start.
-    fatal = {"restore": 2, "go_back": 1, "put_aside_after": 1, "pass_over": 4}.get(name, 0)
+    fatal = {"restore": 2, "go_back": 1, "quarantine_after": 1, "pass_over": 4}.get(name, 0)
 
     def deadly(*args, **kwargs):
         last = next(calls) == fatal

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from jaxdl.errors import ConfigError
-from jaxdl.lease import LEASE_FILE, Holder, Lease, is_alive, lease, this_process
+from jaxdl.files import LEASE_FILE
+from jaxdl.lease import Holder, Lease, is_alive, lease, this_process
 
 SCRIPT = Path(__file__).with_name("lease_process.py")
 

@@ -15,6 +15,7 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from jaxdl.config import ConfigError
+from jaxdl.files import METRICS_FILE, TENSORBOARD_FOLDER
 from jaxdl.report import (
     History,
     Progress,
@@ -27,7 +28,7 @@ from jaxdl.report import (
     write_summary,
 )
 from jaxdl.report import plots as plots_module
-from jaxdl.report.history import METRICS_FILE, TENSORBOARD_FOLDER, replace_file
+from jaxdl.report.history import replace_file
 from jaxdl.report.lines import format_duration, format_number
 from jaxdl.report.summary import what_next
 

@@ -10,7 +10,7 @@ import pytest
 from runs import assert_bit_equal, compiled_once, finish, measured, start, tiny_experiment, write_config
 
 import jaxdl
-from jaxdl.lease import LEASE_FILE
+from jaxdl.files import LEASE_FILE
 from jaxdl.mesh import MeshConfig
 from jaxdl.run import trainer
 

@@ -15,12 +15,23 @@ import jax
 from jaxdl.checkpoint.agree import on_first
 from jaxdl.checkpoint.errors import Unusable, read_refused, unreadable
 from jaxdl.errors import ConfigError
-from jaxdl.report import METRICS_FILE, SUMMARY_FILE, last_evaluated_step, last_step, read_summary, replace_file
+from jaxdl.files import (
+    CHECKPOINTS_FOLDER,
+    CURVES_FILE,
+    DAMAGED_FOLDER,
+    MARK_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    SKIPPED_FILE,
+    SUMMARY_FILE,
+    TENSORBOARD_FOLDER,
+)
+from jaxdl.report import last_evaluated_step, last_step, read_summary, replace_file
 
-MARK_FILE = "checkpoints.json"
-"""Written beside `checkpoints/` when the first one is whole: from then on a workdir without one has lost it."""
-FOLDERS, FILES = ("checkpoints", "tensorboard"), (METRICS_FILE, SUMMARY_FILE, MARK_FILE)
-_SET_ASIDE = (METRICS_FILE, SUMMARY_FILE, "curves.png", "tensorboard", "skipped.json", "diverged.md", "checkpoints")
+FOLDERS, FILES = (CHECKPOINTS_FOLDER, TENSORBOARD_FOLDER), (METRICS_FILE, SUMMARY_FILE, MARK_FILE)
+_SET_ASIDE = (
+    METRICS_FILE, SUMMARY_FILE, CURVES_FILE, TENSORBOARD_FOLDER, SKIPPED_FILE, REPORT_FILE, CHECKPOINTS_FOLDER,
+)  # fmt: skip
 FoundT = TypeVar("FoundT")
 
 
@@ -67,7 +78,7 @@ class Earlier:
         """
 
         def look() -> str:
-            folder = self._workdir / "checkpoints"
+            folder = self._workdir / CHECKPOINTS_FOLDER
             if folder.exists() or not (self._steps() or (self._workdir / MARK_FILE).exists()):
                 return ""
             return f"{self._workdir}: {self._history()}the folder {folder} is not there."
@@ -81,11 +92,12 @@ class Earlier:
         """
 
         def look() -> str:
-            folder = self._workdir / "checkpoints"
-            damaged = sorted(path.name for path in folder.glob("damaged/*"))
+            folder = self._workdir / CHECKPOINTS_FOLDER
+            damaged = sorted(path.name for path in folder.glob(f"{DAMAGED_FOLDER}/*"))
             if damaged:
                 names = ", ".join(damaged)
-                return f"{self._workdir}: {self._history()}its checkpoints are damaged: {names} in {folder}/damaged."
+                where = f"{names} in {folder / DAMAGED_FOLDER}"
+                return f"{self._workdir}: {self._history()}its checkpoints are damaged: {where}."
             summary = read_summary(self._workdir / SUMMARY_FILE) or {}
             if (self._workdir / MARK_FILE).exists() or summary.get("status") == "finished":
                 return f"{self._workdir}: {self._history()}there were checkpoints, but none is left in {folder}."

@@ -29,6 +29,7 @@ from jaxdl.cluster.agree import all_processes
 from jaxdl.config import Periodic
 from jaxdl.errors import ConfigError
 from jaxdl.exchange import resplit
+from jaxdl.files import CHECKPOINTS_FOLDER, DAMAGED_FOLDER, LEFT_FOLDER, step_folder
 from jaxdl.state import TrainState
 
 HALF = ".orbax-checkpoint-tmp"
@@ -77,7 +78,7 @@ class Checkpoints:
     ) -> None:
         """Raises ConfigError when the folder cannot be used, and Unreadable when it cannot be read."""
         self.read_only = read_only
-        self.folder = workdir.absolute() / "checkpoints"
+        self.folder = workdir.absolute() / CHECKPOINTS_FOLDER
         policies = ocp.checkpoint_managers
         self._metric, self._best = best_metric, Best(self.folder, config.keep_best, best_mode)
         self._under_way: int | None = None
@@ -146,7 +147,7 @@ class Checkpoints:
 
     def _list_files(self) -> None:
         """Orbax calls this on the first process when all files are written, before the folder gets its name."""
-        for half in self.folder.glob(f"step_{self._writing}{HALF}*"):
+        for half in self.folder.glob(f"{step_folder(self._writing)}{HALF}*"):
             write_manifest(half)
 
     def wait(self) -> None:
@@ -269,7 +270,7 @@ class Checkpoints:
                     continue
                 if isinstance(error, Unreadable):
                     raise
-                damaged[step] = self._put_aside(step, error)
+                damaged[step] = self._quarantine(step, error)
                 continue
             stored = meta.exchange_shapes
             note = resplit.changed(to_items(abstract)["exchange"], stored) if "exchange" in items else None
@@ -298,7 +299,7 @@ class Checkpoints:
     def _vanishes(self, step: int) -> bool:
         """Whether a checkpoint is being deleted by the run that writes here, and is gone now."""
         end = time.monotonic() + _VANISH_SEC
-        while (self.folder / f"step_{step}").exists():
+        while (self.folder / step_folder(step)).exists():
             if not self.read_only or time.monotonic() > end:
                 return False
             time.sleep(0.05)
@@ -308,31 +309,31 @@ class Checkpoints:
         self, step: int, abstract: TrainState, items: tuple[str, ...], fresh_exchange_state: Callable[[], Any] | None
     ) -> tuple[TrainState, Meta]:
         wanted = {name: item for name, item in to_items(abstract).items() if name in items and item}
-        found, meta = read_checkpoint(self.folder / f"step_{step}", wanted)
+        found, meta = read_checkpoint(self.folder / step_folder(step), wanted)
         if "exchange" in wanted:
             fresh = functools.partial(_fresh_exchange, abstract, fresh_exchange_state)
             found["exchange"] = resplit.resplit(found.get("exchange", {}), wanted["exchange"], fresh)
         return to_state(found, abstract), meta
 
-    def put_aside_after(self, step: int) -> None:
+    def quarantine_after(self, step: int) -> None:
         """Moves the checkpoints after this step to `checkpoints/left`: the run went back, and takes another course."""
         self.wait()
         for later in [one for one in self.steps if one > step]:
-            self._move(later, "left")
+            self._move(later, LEFT_FOLDER)
 
-    def _put_aside(self, step: int, error: Exception) -> str:
+    def _quarantine(self, step: int, error: Exception) -> str:
         if self.read_only:
-            return f"checkpoint step_{step} is damaged ({error})"
-        return f"checkpoint step_{step} is damaged ({error}); moved to {self._move(step, 'damaged')}"
+            return f"checkpoint {step_folder(step)} is damaged ({error})"
+        return f"checkpoint {step_folder(step)} is damaged ({error}); moved to {self._move(step, DAMAGED_FOLDER)}"
 
     def _move(self, step: int, folder: str) -> Path:
         """Moves a checkpoint to a folder beside it; the new path. Raises ConfigError when that cannot be done."""
-        source = self.folder / f"step_{step}"
-        target = self.folder / folder / f"step_{step}"
+        source = self.folder / step_folder(step)
+        target = self.folder / folder / step_folder(step)
         number = 0
         while target.exists():
             number += 1
-            target = target.with_name(f"step_{step}.{number}")
+            target = target.with_name(f"{step_folder(step)}.{number}")
         reason = None
         try:
             if jax.process_index() == 0:

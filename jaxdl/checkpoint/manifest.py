@@ -15,8 +15,8 @@ from pathlib import Path
 
 from jaxdl.checkpoint.errors import Damaged, Unreadable, read_refused, unreadable
 from jaxdl.checkpoint.meta import META_FILE, checksum, parsed, verified
+from jaxdl.files import MANIFEST_FILE
 
-MANIFEST_FILE = "files.json"
 SMALL_BYTES = 2**20
 """Up to this size a file's content is part of the manifest."""
 _CHUNK_BYTES = 2**24

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from jaxdl.checkpoint.errors import Damaged, Unreadable
 from jaxdl.checkpoint.meta import read_meta
 from jaxdl.errors import ConfigError
+from jaxdl.files import step_folder
 
 
 class Best:
@@ -40,7 +41,7 @@ class Best:
         """The steps that have a score, the best one first; of equal scores the later one. Raises Unreadable."""
         for step in steps:
             if not self._learn(step):
-                read_meta(self._folder / f"step_{step}")  # Raises.
+                read_meta(self._folder / step_folder(step))  # Raises.
         scored = [(score, step) for step in steps if (score := self._known[step]) is not None]
         return [step for _, step in sorted(scored, reverse=True)]
 
@@ -48,7 +49,7 @@ class Best:
         """Whether the score of a checkpoint is known now, or known to be none."""
         if step not in self._known:
             try:
-                score = read_meta(self._folder / f"step_{step}").score
+                score = read_meta(self._folder / step_folder(step)).score
                 self.add(step, None if score is None else float(score))
             except Unreadable:
                 return False

@@ -12,6 +12,6 @@ release what was taken from it. The holder is the last of the chain lease.json -
 """
 
 from jaxdl.lease.holder import Holder, is_alive, this_process
-from jaxdl.lease.lease import BEAT_SEC, FULL, LEASE_FILE, LEASE_SEC, Lease
+from jaxdl.lease.lease import BEAT_SEC, FULL, LEASE_SEC, Lease
 
-__all__ = ["BEAT_SEC", "FULL", "LEASE_FILE", "LEASE_SEC", "Holder", "Lease", "is_alive", "this_process"]
+__all__ = ["BEAT_SEC", "FULL", "LEASE_SEC", "Holder", "Lease", "is_alive", "this_process"]

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxdl.errors import ConfigError
+from jaxdl.files import LEASE_FILE
 from jaxdl.lease.holder import RECORD_BYTES, Holder, is_alive, this_process
 
-LEASE_FILE = "lease.json"
 LEASE_SEC = 20.0
 """How long the count must stand still until the lease is taken over."""
 BEAT_SEC = 2.0

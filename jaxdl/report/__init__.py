@@ -1,19 +1,17 @@
 """What a run tells about itself: history, progress, curves, wall time and the summary at the end."""
 
 from jaxdl.report.explanation import print_explanation
-from jaxdl.report.history import METRICS_FILE, History, ReportConfig, last_evaluated_step, last_step, replace_file
+from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step, replace_file
 from jaxdl.report.lines import format_row
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress
 from jaxdl.report.reporter import RESTARTED, WENT_BACK, Diverged, Reporter
 from jaxdl.report.start import Start
 from jaxdl.report.stopwatch import Stopwatch
-from jaxdl.report.summary import SUMMARY_FILE, make_summary, print_summary, read_summary, write_summary
+from jaxdl.report.summary import make_summary, print_summary, read_summary, write_summary
 
 __all__ = [
-    "METRICS_FILE",
     "RESTARTED",
-    "SUMMARY_FILE",
     "WENT_BACK",
     "Diverged",
     "History",

@@ -15,10 +15,8 @@ from typing import IO, Any
 import pydantic
 
 from jaxdl.config import Config
+from jaxdl.files import METRICS_FILE, TENSORBOARD_FOLDER
 from jaxdl.report.scalars import Scalars
-
-METRICS_FILE = "metrics.jsonl"
-TENSORBOARD_FOLDER = "tensorboard"
 
 
 class ReportConfig(Config):

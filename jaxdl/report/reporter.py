@@ -15,20 +15,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from jaxdl.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.inputs import Activity, InputWatch
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress
 from jaxdl.report.stopwatch import Stopwatch
-from jaxdl.report.summary import (
-    CURVES_FILE,
-    SUMMARY_FILE,
-    make_summary,
-    print_summary,
-    read_summary,
-    what_next,
-    write_summary,
-)
+from jaxdl.report.summary import make_summary, print_summary, read_summary, what_next, write_summary
 
 RESTARTED, WENT_BACK = "restarted", "went back"
 """How the events of a restart and of going back to a checkpoint begin."""
@@ -250,7 +243,7 @@ class Reporter:
             return
         jax.block_until_ready(state)
         if step == start and not self._profiling:  # After going back the step comes again.
-            jax.profiler.start_trace(self._folder / "profile")
+            jax.profiler.start_trace(self._folder / PROFILE_FOLDER)
             self._profiling = True
         elif self._profiling:
             jax.profiler.stop_trace()

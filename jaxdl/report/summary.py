@@ -16,10 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxdl.files import CHECKPOINTS_FOLDER, CURVES_FILE
 from jaxdl.report.history import json_value, replace_file
 from jaxdl.report.lines import format_duration, format_number, is_live
 
-SUMMARY_FILE, CURVES_FILE = "summary.json", "curves.png"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxdl")
 
 
@@ -99,8 +99,8 @@ def what_next(folder: Path | None, status: str, modality: str) -> list[tuple[str
     if folder is None:
         return [("kept", "nothing; give --workdir FOLDER to keep checkpoints and curves")]
     found = [("curves", str(folder / CURVES_FILE))] if (folder / CURVES_FILE).exists() else []
-    if (folder / "checkpoints").is_dir():
-        found.append(("checkpoints", str(folder / "checkpoints")))
+    if (folder / CHECKPOINTS_FOLDER).is_dir():
+        found.append(("checkpoints", str(folder / CHECKPOINTS_FOLDER)))
         text = modality == "text"
         use = f"python -m jaxdl.sample --workdir {shlex.quote(str(folder))} --prompt ..."
         found.append(("use it", use if text else f'jaxdl.restore("{folder}").predict(images)'))

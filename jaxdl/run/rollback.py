@@ -22,11 +22,10 @@ import jax
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.cluster.agree import all_processes, from_first_process
 from jaxdl.config import ConfigError
+from jaxdl.files import REPORT_FILE, SKIPPED_FILE
 from jaxdl.guard import GuardConfig, passed_over
 from jaxdl.report import RESTARTED, WENT_BACK, Diverged, replace_file
 from jaxdl.state import TrainState
-
-SKIPPED_FILE, REPORT_FILE = "skipped.json", "diverged.md"
 
 
 @dataclass(frozen=True)
@@ -195,7 +194,7 @@ class Recovery:
     def _finish(self, checkpoints: Checkpoints) -> None:
         """Checkpoints from after the one gone back to are of a course that is left."""
         last = self.rollbacks[-1]
-        checkpoints.put_aside_after(last.to_step)
+        checkpoints.quarantine_after(last.to_step)
         self.rollbacks[-1] = dataclasses.replace(last, done=True)
         if not self._write():  # What is saved from here on would be put aside by the next start.
             raise ConfigError(

@@ -9,6 +9,7 @@ from jaxdl.checkpoint import Checkpoints, Earlier, Restored, Unreadable, Unusabl
 from jaxdl.cluster.agree import from_first_process
 from jaxdl.data import spec_to_json
 from jaxdl.experiment import LENGTH, identity
+from jaxdl.files import DATA_FILE
 from jaxdl.mesh import Axis
 from jaxdl.report import Reporter
 from jaxdl.run.build import Plan, make_exchange_state
@@ -23,7 +24,7 @@ class Saver:
     def __init__(self, plan: Plan, workdir: Path, reporter: Reporter) -> None:
         """Makes the workdir the run's own. Raises ConfigError when it belongs to another, or cannot be written."""
         self._plan, self._workdir, self._reporter = plan, workdir, reporter
-        files = {"data.json": spec_to_json(plan.parts.data_spec).encode()}
+        files = {DATA_FILE: spec_to_json(plan.parts.data_spec).encode()}
         if plan.asked != plan.experiment and plan.parts.layout.mesh.shape[Axis.REPLICA] > 1:
             files |= choice_file(workdir, plan.experiment.exchange, plan.reasons)
         self._earlier = Earlier(workdir)
@@ -114,7 +115,7 @@ class Saver:
     def save_again(self, state: TrainState | None, step: int, metrics: dict[str, float] | None) -> None:
         """Puts the checkpoint of this step aside for one with what an evaluation, made up for, has changed."""
         assert state is not None
-        self.checkpoints.put_aside_after(step - 1)
+        self.checkpoints.quarantine_after(step - 1)
         self._saved_step = -1
         self.save(state, step, step, metrics)
 

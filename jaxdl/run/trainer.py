@@ -18,6 +18,7 @@ from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader, eval_batches
 from jaxdl.evaluate import estimate_norms, evaluate, max_in_flight
 from jaxdl.experiment import Experiment, as_experiment
+from jaxdl.files import hang_file
 from jaxdl.lease import Lease
 from jaxdl.mesh import Axis, Device, batch_sharding
 from jaxdl.phases import Segment
@@ -73,7 +74,7 @@ def train(
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:
             stop.share(every_polls=experiment.report.every_steps)
-        log = functools.partial(open, workdir / f"hang-{jax.process_index()}.txt", "a") if workdir else None
+        log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         end = end_step(plan.timeline, max_steps)
         return Session(plan, workdir, stop, watch, stack, start, end=end, lease=lease).run()

@@ -24,13 +24,10 @@ from jaxdl.cluster.consistency import flat, process_names
 from jaxdl.cluster.exits import end_process
 from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import ExchangeConfig
+from jaxdl.files import CHOICE_FILE, CONFIG_FILE, EXAMPLES_FILE
 from jaxdl.lease import FULL, Lease
 from jaxdl.report import replace_file
 
-CHOICE_FILE = "exchange.json"
-CONFIG_FILE = "config.json"
-EXAMPLES_FILE = "examples.json"
-"""What `keep_examples` writes."""
 SHARED_SEC = 60.0
 """How long a process looks for a file of another one: for so long NFS may take it for true that there is none."""
 

@@ -1,0 +1,44 @@
+"""The names of all files and folders of a workdir. They are part of the format: a run resumes by them."""
+
+CONFIG_FILE = "config.json"
+"""The experiment as it was asked for."""
+DATA_FILE = "data.json"
+"""The shape of the data, which `jaxdl.restore` needs."""
+EXAMPLES_FILE = "examples.json"
+"""Which examples the run sees: number and fingerprint of each split."""
+CHOICE_FILE = "exchange.json"
+"""The exchange that `--exchange auto` chose, and why."""
+
+METRICS_FILE = "metrics.jsonl"
+"""The history: one JSON object a line."""
+SUMMARY_FILE = "summary.json"
+CURVES_FILE = "curves.png"
+TENSORBOARD_FOLDER = "tensorboard"
+PROFILE_FOLDER = "profile"
+
+CHECKPOINTS_FOLDER = "checkpoints"
+DAMAGED_FOLDER = "damaged"
+"""In the folder of checkpoints: those whose bytes are not what was written."""
+LEFT_FOLDER = "left"
+"""In the folder of checkpoints: those of a trajectory that a rollback abandoned."""
+MANIFEST_FILE = "files.json"
+"""In each checkpoint: its files and their hashes."""
+MARK_FILE = "checkpoints.json"
+"""Written beside `checkpoints/` when the first one is whole: from then on a workdir without one has lost it."""
+
+SKIPPED_FILE = "skipped.json"
+"""The rollbacks of the run, and the steps whose batches it skips."""
+REPORT_FILE = "diverged.md"
+"""Why a run that diverged gave up."""
+LEASE_FILE = "lease.json"
+"""Which process trains in the workdir."""
+
+
+def step_folder(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"step_{step}"
+
+
+def hang_file(process: int) -> str:
+    """Where the watchdog of a process writes all stacks."""
+    return f"hang-{process}.txt"
