@@ -12,8 +12,8 @@ from dawnbench_entry import ALIBABA_IMAGES_PER_SEC
 from jaxdl.cluster import wait_for_all
 from jaxdl.cluster.agree import all_processes
 from jaxdl.config import ConfigError
-from jaxdl.data.memory import available_bytes
 from jaxdl.data.photos import processes_of_host
+from jaxdl.data.shm import available_bytes
 from jaxdl.exchange import Auto, Dense, Quantized, Sign, TopK
 from jaxdl.exchange.cost import Machine, predict
 from jaxdl.exchange.probe import probe

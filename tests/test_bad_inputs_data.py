@@ -13,7 +13,7 @@ import pytest
 from photographs import folder_of_photographs
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, PhotoSource, TextFiles, memory
+from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, PhotoSource, TextFiles, shm
 from jaxdl.data.private import private_folder
 from jaxdl.data.source import TrainRows
 from jaxdl.data.store import ENCODED, Record, Store
@@ -42,7 +42,7 @@ def photos_of(data):
 def read_all(data):
     """Reads all examples of both splits; returns the splits' batches and the warnings."""
     splits, told = data.build(), []
-    splits.train.tell(told.append)
+    splits.train.on_warning(told.append)
     count = len(splits.train)
     try:
         rows = [TrainRows(np.arange(count), np.zeros(count, np.int64), 0)]
@@ -89,36 +89,36 @@ def put(kind, path, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", STRANGE)
 def test_the_memory_cache_is_in_no_folder_of_others(kind, tmp_path, monkeypatch, folder):
-    shm = tmp_path / "shm"
-    shm.mkdir()
-    monkeypatch.setattr(memory, "memory_folder", lambda: shm)
+    memory = tmp_path / "shm"
+    memory.mkdir()
+    monkeypatch.setattr(shm, "memory_folder", lambda: memory)
     data = ImageFolder(path=str(folder), photos=PLAIN.replaced({"cache": Cache(short_side=32, memory_bytes=2**20)}))
-    key = photos_of(data).studio.cache_key()
-    monkeypatch.setattr(memory, "shared_path", lambda key: shm / f"jaxdl-0-{key}")
-    path = shm / f"jaxdl-0-{key}"
+    key = photos_of(data).pipeline.cache_key()
+    monkeypatch.setattr(shm, "shared_path", lambda key: memory / f"jaxdl-0-{key}")
+    path = memory / f"jaxdl-0-{key}"
     precious = put(kind, path, tmp_path, monkeypatch)
-    for use in (lambda: memory.shared_folder(key), data.build):
+    for use in (lambda: shm.shared_folder(key), data.build):
         with pytest.raises(ConfigError, match=f"cannot use {path}: {STRANGE[kind]}") as refused:
             use()
         assert "--data.photos.cache.memory-bytes 0" in str(refused.value)
-    memory.clear_abandoned()
+    shm.clear_abandoned()
     assert precious.read_text() == "x"
     assert os.path.lexists(path), "what is not ours is not ours to remove"
 
 
 def test_the_memory_cache_is_this_users_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "memory_folder", lambda: tmp_path)
-    found = memory.shared_folder("a-cache")
+    monkeypatch.setattr(shm, "memory_folder", lambda: tmp_path)
+    found = shm.shared_folder("a-cache")
     assert found.name == f"jaxdl-{os.geteuid()}-a-cache"
     assert stat.S_IMODE(found.stat().st_mode) == 0o700
-    memory.release(found)
+    shm.release(found)
     assert not found.exists()
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC])
 def test_a_memory_cache_that_cannot_be_made_is_refused(number, tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "memory_folder", lambda: tmp_path)
-    path, opened, tries = memory.shared_path("a-cache"), os.open, []
+    monkeypatch.setattr(shm, "memory_folder", lambda: tmp_path)
+    path, opened, tries = shm.shared_path("a-cache"), os.open, []
 
     def fails(name, flags, *args, **options):
         if flags & os.O_CREAT:
@@ -129,18 +129,18 @@ def test_a_memory_cache_that_cannot_be_made_is_refused(number, tmp_path, monkeyp
 
     monkeypatch.setattr(os, "open", fails)
     with pytest.raises(ConfigError, match=f"cannot use {path}: {os.strerror(number)}. Or do without it: --data.photos"):
-        memory.shared_folder("a-cache")
+        shm.shared_folder("a-cache")
     with pytest.raises(OSError, match=os.strerror(number)):
         Store(tmp_path / "store", 10, 2**20, form=ENCODED, verify=True)
     assert tries == ["lock", "index"]
     monkeypatch.setattr(os, "open", opened)
-    assert memory.shared_folder("a-cache") == path, "nothing is left of it"
-    memory.release(path)
+    assert shm.shared_folder("a-cache") == path, "nothing is left of it"
+    shm.release(path)
 
 
 def test_a_memory_cache_that_is_always_removed_is_refused(tmp_path, monkeypatch):
     """By processes that end, between the steps in which it is made."""
-    monkeypatch.setattr(memory, "memory_folder", lambda: tmp_path)
+    monkeypatch.setattr(shm, "memory_folder", lambda: tmp_path)
     made = []
 
     def removed(path):
@@ -150,20 +150,20 @@ def test_a_memory_cache_that_is_always_removed_is_refused(tmp_path, monkeypatch)
         made.append(path)
         return found
 
-    monkeypatch.setattr(memory, "private_folder", removed)
+    monkeypatch.setattr(shm, "private_folder", removed)
     removals = 3
-    memory.release(memory.shared_folder("a-cache"))
+    shm.release(shm.shared_folder("a-cache"))
     assert len(made) == 4
     removals = 1000
     with pytest.raises(ConfigError, match=r"-a-cache: it is removed again whenever it is made \(100 tries\)"):
-        memory.shared_folder("a-cache")
+        shm.shared_folder("a-cache")
 
 
 @pytest.mark.parametrize("kind", STRANGE)
 def test_the_disk_cache_is_in_no_folder_of_others(kind, tmp_path, monkeypatch, folder):
     cache = Cache(form="encoded", disk=str(tmp_path / "disk"))
     data = ImageFolder(path=str(folder), photos=PLAIN.replaced({"cache": cache}))
-    place = tmp_path / "disk" / photos_of(data).studio.cache_key() / "0"
+    place = tmp_path / "disk" / photos_of(data).pipeline.cache_key() / "0"
     place.parent.mkdir(parents=True)
     precious = put(kind, place, tmp_path, monkeypatch)
     _, _, told = read_all(data)
@@ -312,7 +312,7 @@ def test_names_may_have_spaces_other_letters_and_no_encoding(images):
     assert told == ["images: train/a/a b.jpg is skipped: it has no bytes"]
     source = photos_of(data)
     assert (len(source), source.spec.num_classes) == (12, 2), "a hidden folder is no class"
-    records = source.studio.records[0]
+    records = source.pipeline.records[0]
     for index in range(12):
         records.name(index).encode()
 

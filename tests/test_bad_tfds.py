@@ -68,7 +68,7 @@ def copied(whole, tmp_path):
 def read_all(data):
     """Reads every example once, as a run does; returns the warnings."""
     splits, told = data.build(), []
-    splits.train.tell(told.append)
+    splits.train.on_warning(told.append)
     count = len(splits.train)
     for _ in splits.train.train_batches(iter([TrainRows(np.arange(count), np.zeros(count, np.int64), 0)])):
         pass

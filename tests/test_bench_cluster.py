@@ -31,8 +31,8 @@ from jaxdl.bench.wire import lowered_text
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages
 from jaxdl.exchange import Dense, GradientLayout, exchanged_on_mesh
+from jaxdl.launch.host import Host
 from jaxdl.launch.netns import parse_rate
-from jaxdl.launch.worker import Host
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.models import ResNet
 

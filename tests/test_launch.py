@@ -16,10 +16,10 @@ from jaxdl.config import ConfigError
 from jaxdl.launch import Launch, local_hosts
 from jaxdl.launch import processes as processes_module
 from jaxdl.launch.__main__ import JOB_FILES
+from jaxdl.launch.host import describe_code, exit_code
 from jaxdl.launch.jobs import COMMANDS
 from jaxdl.launch.processes import free_port
 from jaxdl.launch.reaper import session_members
-from jaxdl.launch.worker import describe_code, exit_code
 
 ROOT = Path(__file__).parent.parent
 LONG_SEC = 20.0
@@ -326,7 +326,7 @@ def test_the_workers_end_with_their_launcher_even_without_the_reaper(tmp_path):
     os.kill(reaper, signal.SIGKILL)
     wait_until(lambda: not alive(reaper))
     assert all(map(alive, workers)), "the run goes on without it"
-    wait_until(lambda: all(b"leash.py" not in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in workers))
+    wait_until(lambda: all(b"die_with_parent.py" not in Path(f"/proc/{pid}/cmdline").read_bytes() for pid in workers))
     line.process.kill()
     line.end()
     wait_until(lambda: not any(map(alive, workers)))

@@ -18,9 +18,9 @@ from photographs import encoded, folder_of_photographs, photograph
 from jaxdl.cluster import ClusterError
 from jaxdl.config import ConfigError
 from jaxdl.data import Cache, ImageFolder, ImageTars, Photos, remote
-from jaxdl.data.memory import memory_folder, release, shared_folder
+from jaxdl.data.memfd import read_shared, write_shared
 from jaxdl.data.photos import num_cpus
-from jaxdl.data.shared import read_shared, write_shared
+from jaxdl.data.shm import memory_folder, release, shared_folder
 from jaxdl.data.source import TrainRows
 
 PLAIN = Photos(size=48, workers=0, min_scale=0.2, brightness=0.2, policy="trivial", erase=0.3)
@@ -103,7 +103,7 @@ def test_killing_workers_does_not_change_the_batches(expected, folder, opened):
     for number, one in enumerate(source.train_batches(requests(count=60))):
         found.append({name: value.copy() for name, value in one.items()})
         if number % 10 == 3:
-            os.kill(int(random.choice(source.studio.pool().worker_ids())), signal.SIGKILL)
+            os.kill(int(random.choice(source.pipeline.pool().worker_ids())), signal.SIGKILL)
     assert equal(found[:6], expected)
     assert equal(found, batches(opened(images_of(folder)).train, count=60))
 
@@ -144,12 +144,12 @@ def test_a_warm_cache_gives_what_a_cold_one_gives(name, workers, folder, tmp_pat
 def test_another_source_or_form_has_another_cache(folder, tmp_path, opened):
     keys = set()
     for cache in (Cache(short_side=64, disk="x"), Cache(short_side=80, disk="x"), Cache(form="encoded", disk="x")):
-        keys.add(opened(images_of(folder, cache=cache)).train.studio.cache_key())
+        keys.add(opened(images_of(folder, cache=cache)).train.pipeline.cache_key())
     other = folder_of_photographs(tmp_path / "other")
-    before = opened(images_of(other, cache=cache)).train.studio.cache_key()
+    before = opened(images_of(other, cache=cache)).train.pipeline.cache_key()
     keys.add(before)
     (other / "train" / "a" / "0.jpg").write_bytes(encoded(photograph(100, 100)))
-    keys.add(opened(images_of(other, cache=cache)).train.studio.cache_key())
+    keys.add(opened(images_of(other, cache=cache)).train.pipeline.cache_key())
     assert len(keys) == 5
 
 
@@ -163,7 +163,7 @@ def test_a_disk_that_cannot_be_written_costs_one_warning(folder, tmp_path, opene
     blocked.write_text("")
     source = opened(images_of(folder, workers=2, cache=Cache(form="encoded", disk=str(blocked)))).train
     told = []
-    source.tell(told.append)
+    source.on_warning(told.append)
     assert equal(batches(source), expected)
     assert len(told) == 1
     assert "the disk cache takes nothing more" in told[0]
@@ -186,7 +186,7 @@ def damaged(folder, tmp_path):
 def test_damaged_images_are_named_counted_and_passed_over(workers, damaged, opened):
     splits = opened(images_of(damaged, workers=workers))
     told = []
-    splits.train.tell(told.append)
+    splits.train.on_warning(told.append)
     found = batches(splits.train)
     evaluated = [
         {name: value.copy() for name, value in one.items()}
@@ -248,13 +248,13 @@ def test_tar_files_hold_the_same_images(folder, tmp_path, opened):
     data = ImageTars(train=(f"{root}/train-{{000..001}}.tar",), test=(f"{root}/val-*.tar",), photos=photos)
     splits = opened(data)
     assert (len(splits.train), len(splits.test), splits.train.spec.num_classes) == (24, 6, 3)
-    records = splits.train.studio.records[0]
+    records = splits.train.pipeline.records[0]
     stored = {records.read(index) for index in range(24)}
     wanted = {(path.read_bytes(), "abc".index(path.parent.name)) for path in (folder / "train").glob("*/*.jpg")}
     assert stored == wanted
     assert records.name(0).endswith("/a0.jpg")
     assert len(list((tmp_path / "cache").glob("tars-*.table"))) == 2
-    again = opened(data).train.studio.records[0]
+    again = opened(data).train.pipeline.records[0]
     assert {again.read(index) for index in range(24)} == wanted, "from the kept table"
     assert pickle.loads(pickle.dumps(again)).read(5) == again.read(5)
 
@@ -342,7 +342,7 @@ source = ImageFolder(path=sys.argv[1], photos=Photos(size=48, workers=2, cache=c
 rows = (TrainRows(np.arange(8) + step % 16, np.full(8, step), 0) for step in range(10**9))
 for step, batch in enumerate(source.train_batches(rows)):
     if step == 3:
-        print(*source.studio.pool().worker_ids(), flush=True)
+        print(*source.pipeline.pool().worker_ids(), flush=True)
 """
 
 

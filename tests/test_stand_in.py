@@ -26,7 +26,7 @@ def test_it_is_there():
 
 
 def test_records_go_to_another_process():
-    records = build().train.studio.records[0]
+    records = build().train.pipeline.records[0]
     again = pickle.loads(pickle.dumps(records))
     assert again.read(17) == records.read(17)
     assert again.identity == records.identity
@@ -34,7 +34,7 @@ def test_records_go_to_another_process():
 
 def resident_bytes(source):
     """Memory of the trainer and its workers, what they share counted once; the cache and the batches, mapped or not."""
-    pool, total = source.studio.pool(), stored(source)
+    pool, total = source.pipeline.pool(), stored(source)
     total += os.fstat(pool.area.file).st_blocks * 512
     for pid in (os.getpid(), *pool.worker_ids()):
         with open(f"/proc/{pid}/smaps_rollup") as file:
@@ -48,7 +48,7 @@ def test_memory_stays_within_the_budget_over_three_epochs(tmp_path):
     budget = 2**24
     cache = Cache(short_side=184, memory_bytes=budget, disk=str(tmp_path))
     source = build(cache=cache, workers=2).train.at(size=96)
-    assert len(source.studio.pool().worker_ids()) == 2
+    assert len(source.pipeline.pool().worker_ids()) == 2
 
     def epoch(number):
         rows = (TrainRows(np.arange(start, start + 32), np.full(32, number), 0) for start in range(0, 384, 32))
@@ -66,5 +66,5 @@ def test_memory_stays_within_the_budget_over_three_epochs(tmp_path):
 
 def stored(source):
     """Bytes of the memory tier."""
-    folder = source.studio.recipe().splits[0].tiers[0].folder
+    folder = source.pipeline.plan().splits[0].tiers[0].folder
     return sum(path.stat().st_size for path in folder.glob("segment-*"))

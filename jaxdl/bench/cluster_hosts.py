@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.config import ConfigError
-from jaxdl.launch.worker import Host
+from jaxdl.launch.host import Host
 
 _PORT = 29_400
 """Of the coordinator: a namespace is new, so every port is free."""

@@ -23,10 +23,10 @@ import numpy as np
 
 from jaxdl.data import remote
 from jaxdl.data.folder import FolderRecords
-from jaxdl.data.memory import shared_path
 from jaxdl.data.photo import Photo, Scratch
 from jaxdl.data.photos import Cache, Photos, PhotoSource
 from jaxdl.data.records import Records
+from jaxdl.data.shm import shared_path
 from jaxdl.data.source import TrainRows
 from jaxdl.data.store import num_records
 from jaxdl.data.view import Box, View, resized
@@ -132,7 +132,7 @@ def jaxdl_side(tier: str | None) -> Rounds:
         cache = Cache(memory_bytes=2**34 if tier == "memory" else 0, disk=folder)
         source, count = _open(job, f"bench{os.getpid()}", cache, fresh=False)
         if tier is not None:
-            source.studio.account(source.studio.keep(0, np.arange(count)).result())
+            source.pipeline.account(source.pipeline.keep(0, np.arange(count)).result())
         before = source.activity().tiers["origin"]
         batches = source.train_batches(_rows(0, count, fresh=False))
         while True:
@@ -154,7 +154,7 @@ def filling_side(job: Job) -> Iterator[Iterator[np.ndarray]]:
         batches = source.train_batches(_rows(first, count, fresh=True))
         yield (batch["image"] for batch in batches)
         batches.close()
-        made, key = source.activity().tiers["origin"], source.studio.cache_key()
+        made, key = source.activity().tiers["origin"], source.pipeline.cache_key()
         kept = [num_records(folder / "0" / "index") for folder in (disk / key, shared_path(key))]
         first += made
         source.close()

@@ -22,7 +22,7 @@ from jaxdl.bench.output import check_folder, write_json
 from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, TextSpec
-from jaxdl.data.memory import available_bytes
+from jaxdl.data.shm import available_bytes
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, gpus_visible, make_mesh
 from jaxdl.models import ResNet, Transformer

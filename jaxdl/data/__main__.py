@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxdl.cluster import BROKEN, ClusterError
 from jaxdl.config import load_file
-from jaxdl.data.photos import PhotoSource, Studio
+from jaxdl.data.photos import ImagePipeline, PhotoSource
 from jaxdl.data.store import num_records
 from jaxdl.errors import ConfigError, end_interrupted, fail
 from jaxdl.options import parse
@@ -65,21 +65,21 @@ def prepare(data: Any, file: str) -> None:
     """Fills the disk cache of a data set of photographs, and says what it did. Raises ConfigError if it has none."""
     splits = data.build()
     source = splits.train
-    if not isinstance(source, PhotoSource) or source.studio.config.cache.disk is None:
+    if not isinstance(source, PhotoSource) or source.pipeline.config.cache.disk is None:
         raise ConfigError(
             f"{file}: its data has no cache on a disk to fill. Set --data.photos.cache.disk to a folder on a local "
             "disk (of data with photos)."
         )
-    config = source.studio.config
+    config = source.pipeline.config
     on_disk = config.replaced({"cache.memory_bytes": 0})  # Memory would be gone with this process.
-    studio = Studio(on_disk, source.studio.records, source.studio.name)
+    pipeline = ImagePipeline(on_disk, source.pipeline.records, source.pipeline.name)
     console = Console()
-    studio.warn = lambda text: console.print(text, style="yellow")
+    pipeline.warn = lambda text: console.print(text, style="yellow")
     try:
-        tiers = _fill(studio, console)
+        tiers = _fill(pipeline, console)
     finally:
-        studio.close()
-    folder = Path(config.cache.disk or "").expanduser() / studio.cache_key()
+        pipeline.close()
+    folder = Path(config.cache.disk or "").expanduser() / pipeline.cache_key()
     size = sum(path.stat().st_size for path in folder.glob("*/segment-*"))
     console.print(
         f"{tiers['origin']:,} images read, {tiers['disk']:,} were there already; {size / 1e9:.2f} GB in {folder}"
@@ -93,26 +93,26 @@ def prepare(data: Any, file: str) -> None:
         )
 
 
-def _fill(studio: Studio, console: Console) -> Counter[str]:
+def _fill(pipeline: ImagePipeline, console: Console) -> Counter[str]:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        for split, records in enumerate(studio.records):
+        for split, records in enumerate(pipeline.records):
             task = progress.add_task(("train", "test")[split], total=len(records))
             pending: deque[tuple[int, Any]] = deque()
             for start in range(0, len(records), _PIECE):
                 indices = np.arange(start, min(start + _PIECE, len(records)))
-                pending.append((len(indices), studio.keep(split, indices)))
-                while len(pending) > 4 * max(1, len(studio.pool().worker_ids())):
-                    progress.advance(task, _settle(studio, pending))
+                pending.append((len(indices), pipeline.keep(split, indices)))
+                while len(pending) > 4 * max(1, len(pipeline.pool().worker_ids())):
+                    progress.advance(task, _settle(pipeline, pending))
             while pending:
-                progress.advance(task, _settle(studio, pending))
-    return studio.so_far().tiers
+                progress.advance(task, _settle(pipeline, pending))
+    return pipeline.so_far().tiers
 
 
-def _settle(studio: Studio, pending: deque[tuple[int, Any]]) -> int:
+def _settle(pipeline: ImagePipeline, pending: deque[tuple[int, Any]]) -> int:
     """Takes account of the oldest piece; returns how many images it was."""
     count, future = pending.popleft()
-    studio.account(future.result())
+    pipeline.account(future.result())
     return count
 
 

@@ -40,7 +40,7 @@ class SplitPlan:
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class PipelinePlan:
     """All that a worker has to know.
 
     `short_side`: what cached images are made smaller to; None caches them encoded. `max_bad`: so many may be bad.
@@ -84,12 +84,12 @@ class Made(NamedTuple):
 
 
 class Maker:
-    """Makes rows as a recipe says. Opens the tiers; not to be used by two threads at once."""
+    """Makes rows as a plan says. Opens the tiers; not to be used by two threads at once."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe, self._scratch = recipe, Scratch()
+    def __init__(self, plan: PipelinePlan) -> None:
+        self._plan, self._scratch = plan, Scratch()
         self._problems: dict[str, str] = {}
-        self._tiers = [[self._open(split, tier) for tier in split.tiers] for split in recipe.splits]
+        self._tiers = [[self._open(split, tier) for tier in split.tiers] for split in plan.splits]
 
     def close(self) -> None:
         """Closes the tiers."""
@@ -112,14 +112,14 @@ class Maker:
                 images[row] = 0
             made.labels.append(label or 0)
             made.valid.append(label is not None)
-        for plans, tiers in zip(self._recipe.splits, self._tiers, strict=True):
+        for plans, tiers in zip(self._plan.splits, self._tiers, strict=True):
             for plan, tier in zip(plans.tiers, tiers, strict=True):
                 if tier is not None and tier.problem is not None:
                     self._problems.setdefault(f"{plan.name} cache", tier.problem)
         return made
 
     def _open(self, split: SplitPlan, plan: TierPlan) -> Store | None:
-        form = ENCODED if self._recipe.short_side is None else PIXELS
+        form = ENCODED if self._plan.short_side is None else PIXELS
         try:
             return Store(plan.folder, len(split.records), plan.budget, form=form, verify=plan.verify)
         except OSError as error:
@@ -128,12 +128,12 @@ class Maker:
 
     def _ends(self, split: int, made: Made) -> bool:
         """Whether what is known of the rows that are being made ends the run."""
-        bad, size = len(made.bad), len(self._recipe.splits[split].records)
-        return bool(made.outages) or bad > most_bad(self._recipe.max_bad, size)
+        bad, size = len(made.bad), len(self._plan.splits[split].records)
+        return bool(made.outages) or bad > most_bad(self._plan.max_bad, size)
 
     def _row(self, work: Work, view: View, index: int, epoch: int, out: np.ndarray, made: Made) -> int | None:
         """One row; returns its label, or None when an example to evaluate is bad."""
-        count = len(self._recipe.splits[work.split].records)
+        count = len(self._plan.splits[work.split].records)
         for tried in range(count if view.train else 1):
             if self._ends(work.split, made):  # No sense in trying all the others.
                 return None
@@ -150,7 +150,7 @@ class Maker:
         start = time.perf_counter()
         random = view.random(work.seed, epoch, index)
         try:
-            if self._recipe.short_side is None:
+            if self._plan.short_side is None:
                 pixels, box = self._decoded_part(record.data.tobytes(), view, random)
                 start = _lap(made, "decode", start)
             else:
@@ -160,7 +160,7 @@ class Maker:
             view.finish(out, random)
             del pixels
         except Exception as error:  # Libraries raise many kinds; of one image none is worth a run.
-            made.bad[work.split, index] = self._recipe.splits[work.split].records.name(index), _why(error)
+            made.bad[work.split, index] = self._plan.splits[work.split].records.name(index), _why(error)
             return None
         if tier is not None:
             tier.release()
@@ -177,7 +177,7 @@ class Maker:
     def _fetch(self, split: int, index: int, made: Made) -> tuple[Record, Store | None] | None:
         """An example as the cache keeps it, and the tier that it lies in; fills the tiers above the one that had it."""
         start, lacking = time.perf_counter(), []
-        plans = self._recipe.splits[split]
+        plans = self._plan.splits[split]
         for plan, tier in zip(plans.tiers, self._tiers[split], strict=True):
             if tier is None:
                 continue
@@ -191,7 +191,7 @@ class Maker:
         try:
             encoded, label = plans.records.read(index)
             start = _lap(made, "read", start)
-            if self._recipe.short_side is None:
+            if self._plan.short_side is None:
                 record = Record(np.frombuffer(encoded, np.uint8), label, 0, 0)
             else:
                 record = self._cacheable(encoded, label)
@@ -207,7 +207,7 @@ class Maker:
         return record, None
 
     def _cacheable(self, encoded: bytes, label: int) -> Record:
-        side = self._recipe.short_side
+        side = self._plan.short_side
         assert side is not None
         pixels = shrunk(Photo(encoded), side, self._scratch)
         return Record(pixels.reshape(-1), label, *pixels.shape[:2])

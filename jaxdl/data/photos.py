@@ -24,10 +24,10 @@ from jaxdl.cluster import ClusterError
 from jaxdl.config import Config, ConfigError
 from jaxdl.data.colours import Jitter
 from jaxdl.data.damage import Damage
-from jaxdl.data.maker import Made, Recipe, SplitPlan, TierPlan, Work
-from jaxdl.data.memory import check_shared, clear_abandoned, release, shared_folder, shared_path
+from jaxdl.data.maker import Made, PipelinePlan, SplitPlan, TierPlan, Work
 from jaxdl.data.pool import Pool
 from jaxdl.data.records import Records
+from jaxdl.data.shm import check_shared, clear_abandoned, release, shared_folder, shared_path
 from jaxdl.data.source import Activity, ImageSpec, Source, Splits, TrainRows, check_classes
 from jaxdl.data.view import Erasing, View
 
@@ -120,11 +120,11 @@ class Photos(Config):
             if len(records) == 0:
                 raise ConfigError(f"{name}: its {split} split has no examples. Choose another, or add images to it.")
         check_classes(num_classes, name)
-        studio = Studio(self, (train, test), name)
+        pipeline = ImagePipeline(self, (train, test), name)
         if self.cache.memory_bytes:
-            check_shared(studio.cache_key())
+            check_shared(pipeline.cache_key())
         spec = ImageSpec(self.size, self.size, 3, num_classes, self.mean, self.std)
-        sources = [PhotoSource(studio, split, self.view(train=split == 0), spec) for split in (0, 1)]
+        sources = [PhotoSource(pipeline, split, self.view(train=split == 0), spec) for split in (0, 1)]
         return Splits(*sources)
 
     def view(self, *, train: bool, size: int | None = None, min_scale: float | None = None) -> View:
@@ -147,7 +147,7 @@ class Photos(Config):
         )
 
 
-class Studio:
+class ImagePipeline:
     """The records, the cache and the workers of a data set; its sources share it. The workers start when needed."""
 
     def __init__(self, config: Photos, records: tuple[Records, ...], name: str) -> None:
@@ -162,7 +162,7 @@ class Studio:
         self._held: Path | None = None
         self._nothing: tuple[int, np.ndarray] | None = None
 
-    def recipe(self) -> Recipe:
+    def plan(self) -> PipelinePlan:
         """What the workers have to know."""
         cache = self.config.cache
         splits = []
@@ -177,7 +177,7 @@ class Studio:
             splits.append(SplitPlan(records, tuple(tiers)))
         cached = cache.memory_bytes or cache.disk
         side = cache.short_side if cached and cache.form == "pixels" else None
-        return Recipe(tuple(splits), side, self.config.max_bad)
+        return PipelinePlan(tuple(splits), side, self.config.max_bad)
 
     def cache_key(self) -> str:
         """Name of the cache's folders: another source, version or form of what is kept has another."""
@@ -199,7 +199,7 @@ class Studio:
                 clear_abandoned()
                 if self.config.cache.memory_bytes:
                     self._held = shared_folder(self.cache_key())
-                self._pool = Pool(self.recipe(), self._num_workers)
+                self._pool = Pool(self.plan(), self._num_workers)
             return self._pool
 
     def close(self) -> None:
@@ -268,8 +268,8 @@ class PhotoSource(Source):
 
     reuses_memory = True
 
-    def __init__(self, studio: Studio, split: int, view: View, spec: ImageSpec) -> None:
-        self.studio, self._split, self._view, self._spec = studio, split, view, spec
+    def __init__(self, pipeline: ImagePipeline, split: int, view: View, spec: ImageSpec) -> None:
+        self.pipeline, self._split, self._view, self._spec = pipeline, split, view, spec
 
     @property
     def spec(self) -> ImageSpec:
@@ -277,28 +277,28 @@ class PhotoSource(Source):
         return self._spec
 
     def __len__(self) -> int:
-        return len(self.studio.records[self._split])
+        return len(self.pipeline.records[self._split])
 
     def content(self) -> str:
         """That of its records."""
-        return self.studio.records[self._split].content
+        return self.pipeline.records[self._split].content
 
     def activity(self) -> Activity:
         """What the pipeline has done so far, for all splits."""
-        return self.studio.so_far()
+        return self.pipeline.so_far()
 
-    def tell(self, warn: Callable[[str], None]) -> None:
+    def on_warning(self, warn: Callable[[str], None]) -> None:
         """Whom to tell of damaged images and tiers that are full."""
-        self.studio.warn = warn
+        self.pipeline.warn = warn
 
     def close(self) -> None:
         """Ends the workers."""
-        self.studio.close()
+        self.pipeline.close()
 
     def at(self, *, size: int, min_scale: float | None = None) -> PhotoSource:
         """The same images at another size."""
-        view = self.studio.config.view(train=self._view.train, size=size, min_scale=min_scale)
-        return PhotoSource(self.studio, self._split, view, dataclasses.replace(self._spec, height=size, width=size))
+        view = self.pipeline.config.view(train=self._view.train, size=size, min_scale=min_scale)
+        return PhotoSource(self.pipeline, self._split, view, dataclasses.replace(self._spec, height=size, width=size))
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The examples as they are shown in epoch 0 of seed 0."""
@@ -329,7 +329,7 @@ class PhotoSource(Source):
 
     def _made(self, works: Iterator[Work]) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
         pending: deque[tuple[int, np.ndarray, list[Future[Made]]]] = deque()
-        area, size = self.studio.pool().area, self._view.size
+        area, size = self.pipeline.pool().area, self._view.size
         try:
             while True:
                 while len(pending) <= _AHEAD and (work := next(works, None)) is not None:
@@ -337,13 +337,13 @@ class PhotoSource(Source):
                     offset, memory = area.take(max(1, int(np.prod(shape))))
                     images = memory[: int(np.prod(shape))].reshape(shape)
                     pending.append((offset, images, []))
-                    pending[-1][2].extend(self.studio.start(work, offset, images))
+                    pending[-1][2].extend(self.pipeline.start(work, offset, images))
                 if not pending:
                     return
                 offset, images, futures = pending[0]
                 parts = [future.result() for future in futures]
                 for made in parts:
-                    self.studio.account(made)
+                    self.pipeline.account(made)
                 labels = np.array([label for made in parts for label in made.labels], np.int32)
                 valid = np.array([one for made in parts for one in made.valid], bool)
                 yield images, labels, valid

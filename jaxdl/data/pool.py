@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data.maker import Made, Maker, Recipe, Work
-from jaxdl.data.shared import nameless_file, write_shared
+from jaxdl.data.maker import Made, Maker, PipelinePlan, Work
+from jaxdl.data.memfd import nameless_file, write_shared
 
 _AT_ONCE = 2
 """Pieces of work that a worker has: one in hand, one waiting."""
@@ -90,14 +90,14 @@ class _Piece:
 class _Worker:
     """A worker process and what it has to do."""
 
-    def __init__(self, recipe: int, area: int) -> None:
+    def __init__(self, plan: int, area: int) -> None:
         ours, theirs = socket.socketpair()
         folder = str(Path(__file__).parents[2])
         path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "jaxdl.data.worker", str(theirs.fileno()), str(recipe), str(area)],
-                pass_fds=(theirs.fileno(), recipe, area),
+                [sys.executable, "-m", "jaxdl.data.worker", str(theirs.fileno()), str(plan), str(area)],
+                pass_fds=(theirs.fileno(), plan, area),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
             )
@@ -121,16 +121,16 @@ class _Worker:
 
 
 class Pool:
-    """Workers that make rows as a recipe says; with none, the rows are made in the caller's thread.
+    """Workers that make rows as a plan says; with none, the rows are made in the caller's thread.
 
     A context manager; one that is dropped ends its workers too.
     """
 
-    def __init__(self, recipe: Recipe, num_workers: int) -> None:
+    def __init__(self, plan: PipelinePlan, num_workers: int) -> None:
         self.area = Area()
-        self._maker = None if num_workers else Maker(recipe)
+        self._maker = None if num_workers else Maker(plan)
         self._making = threading.Lock()
-        self._dispatch = _Dispatch(recipe, num_workers, self.area.file) if num_workers else None
+        self._dispatch = _Dispatch(plan, num_workers, self.area.file) if num_workers else None
         self._finalizer = weakref.finalize(self, _end, self._dispatch, self._maker, self.area)
 
     def submit(self, offset: int, images: np.ndarray, work: Work) -> Future[Made]:
@@ -169,12 +169,12 @@ def _end(dispatch: _Dispatch | None, maker: Maker | None, area: Area) -> None:
 class _Dispatch:
     """A thread that gives work to the workers in order, and replaces those that die."""
 
-    def __init__(self, recipe: Recipe, num_workers: int, area: int) -> None:
-        self._recipe, self._area, self._number = recipe, area, 0
+    def __init__(self, plan: PipelinePlan, num_workers: int, area: int) -> None:
+        self._plan, self._area, self._number = plan, area, 0
         self._queue: deque[_Piece] = deque()
         self._wake, self._woken = Pipe(duplex=False)[::-1]
         self._lock, self._closed, self._deaths = threading.Lock(), False, 0
-        self._shared = write_shared(recipe)
+        self._shared = write_shared(plan)
         self._workers = [_Worker(self._shared, area) for _ in range(num_workers)]
         self._thread = threading.Thread(target=self._run, name="jaxdl-pool", daemon=True)
         self._thread.start()
@@ -259,7 +259,7 @@ class _Dispatch:
             pieces[0].deaths += 1  # The one in hand.
             if pieces[0].deaths >= _DEATHS:
                 piece = pieces.pop(0)
-                records = self._recipe.splits[piece.work.split].records
+                records = self._plan.splits[piece.work.split].records
                 names = ", ".join(records.name(index) for index in piece.work.indices if index >= 0)
                 piece.future.set_exception(
                     WorkerError(

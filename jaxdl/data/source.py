@@ -148,7 +148,7 @@ class Source(abc.ABC):
         """What the source has done so far, for all splits; None where that is nothing worth telling."""
         return None
 
-    def tell(self, warn: Callable[[str], None]) -> None:
+    def on_warning(self, warn: Callable[[str], None]) -> None:
         """Whom to tell of what goes wrong without ending the run."""
         del warn
 

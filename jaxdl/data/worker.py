@@ -1,6 +1,6 @@
-"""A worker process of the image pipeline: `python -m jaxdl.data.worker FD RECIPE AREA`. Started by `Pool` alone.
+"""A worker process of the image pipeline: `python -m jaxdl.data.worker FD PLAN AREA`. Started by `Pool` alone.
 
-It takes work from the connection FD, reads in the shared memory RECIPE how to do it, and writes pixels into the shared
+It takes work from the connection FD, reads in the shared memory PLAN how to do it, and writes pixels into the shared
 memory AREA. It ends when its parent does: the connection is closed then. It never imports JAX.
 """
 
@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 import numpy as np
 
 from jaxdl.data.maker import Maker
-from jaxdl.data.shared import read_shared
+from jaxdl.data.memfd import read_shared
 
 
 def main() -> None:
@@ -25,11 +25,11 @@ def main() -> None:
     for signum in (signal.SIGINT, signal.SIGTERM):  # They come to the whole group; the parent ends this one.
         signal.signal(signum, signal.SIG_IGN)
     cv2.setNumThreads(1)
-    file, recipe, area = (int(argument) for argument in sys.argv[1:])
+    file, plan, area = (int(argument) for argument in sys.argv[1:])
     connection = Connection(file)
     maker = None
     try:
-        maker = Maker(read_shared(recipe))
+        maker = Maker(read_shared(plan))
         connection.send(None)
         memory = b""
         while True:

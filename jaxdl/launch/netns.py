@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxdl.config import ConfigError
-from jaxdl.launch.worker import Host
+from jaxdl.launch.host import Host
 
 MAX_HOSTS = 1000  # A bridge has up to 1,023 ports.
 LOCK_FOLDER = Path("/run/jaxdl")

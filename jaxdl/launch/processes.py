@@ -21,9 +21,9 @@ from jaxdl.cluster import DIVERGED, MISTAKE
 from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.config import ConfigError
 from jaxdl.launch.attempt import Attempt, Events, format_sec
+from jaxdl.launch.host import Host, HostProcess
 from jaxdl.launch.output import LAUNCHER, Printer
 from jaxdl.launch.reaper import Reaper
-from jaxdl.launch.worker import Host, Worker
 
 NOT_RESTARTED = {MISTAKE: "a mistake of the user's", DIVERGED: "training diverged for good"}
 """Exit codes after which the same would happen again."""
@@ -151,21 +151,23 @@ class Launch:
 
     def _run_once(self, reaper: Reaper) -> Attempt:
         """One start of all processes, to the end of the last."""
-        workers: list[Worker] = []
+        processes: list[HostProcess] = []
         coordinator, token = f"{self.hosts[0].address}:{free_port()}", make_token()
         try:
             for index, host in enumerate(self.hosts):
                 environment = self.environment | self._variables(index, coordinator, token)
-                workers.append(
-                    Worker(host, self.command, environment, printer=self._printer, reaper=reaper, ended=self._events)
+                processes.append(
+                    HostProcess(
+                        host, self.command, environment, printer=self._printer, reaper=reaper, ended=self._events
+                    )
                 )
-            self.pids = {worker.host.name: worker.pid for worker in workers}
+            self.pids = {process.host.name: process.pid for process in processes}
             self._write_pids()
-            attempt = Attempt(workers, self._events, grace_sec=self.grace_sec, say=self._say)
+            attempt = Attempt(processes, self._events, grace_sec=self.grace_sec, say=self._say)
             attempt.run()
         finally:
-            for worker in workers:
-                worker.kill()
+            for process in processes:
+                process.kill()
         return attempt
 
     def _goes_on(self, attempt: Attempt, took_sec: float) -> bool:
@@ -193,7 +195,7 @@ class Launch:
         """Waits while no process runs; returns at once, and true, when `stop` is called."""
         with contextlib.suppress(queue.Empty):
             signum = self._events.get(timeout=pause_sec)
-            assert isinstance(signum, int), "a worker of an earlier run has ended twice"
+            assert isinstance(signum, int), "a process of an earlier run has ended twice"
             self._say(f"ended by {signal.Signals(signum).name}; no process runs")
             self._result = 128 + signum
             return True

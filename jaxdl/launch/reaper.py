@@ -1,8 +1,8 @@
-"""Sessions of processes: who is in one, how it is ended, and who ends it when the launcher cannot.
+"""Sessions of processes: lists and kills their members, even after the launcher itself has been killed.
 
-Every host's process leads a session of its own, and what it starts is in that session too. When the launcher is killed,
-the kernel kills the leaders (`jaxdl.launch.leash`) but not the processes that they started. Those are ended by a small
-process beside the launcher, which is this file run with nothing but the standard library.
+Each host's process leads its own session, which also holds the processes that it starts. When the launcher is killed,
+the kernel kills the leaders (`jaxdl.launch.die_with_parent`) but not the processes that they started. The reaper kills
+those: a small process beside the launcher that runs this file with the standard library alone.
 """
 
 from __future__ import annotations

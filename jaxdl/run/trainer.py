@@ -129,7 +129,7 @@ class Session:
         )
         stack.callback(self.reporter.close)
         for source in (plan.splits.train, plan.splits.test):
-            source.tell(self.reporter.note if self.first else _tell_of_another)
+            source.on_warning(self.reporter.note if self.first else _tell_of_another)
             stack.callback(source.close)
 
     def run(self) -> Run:

@@ -99,7 +99,7 @@ def check_phases(experiment: Experiment, splits: Splits) -> None:
             f"phases: the images of data {experiment.data.kind} have one size. Take --data image_folder, image_tars, "
             "or tfds with photos."
         )
-    photos = splits.train.studio.config
+    photos = splits.train.pipeline.config
     for number, phase in enumerate(experiment.phases):
         if phase.min_scale is not None and photos.crop == "centre":
             raise ConfigError(

@@ -19,7 +19,7 @@ from jaxdl.cluster import BROKEN
 from jaxdl.launch.output import LineReader, Printer
 from jaxdl.launch.reaper import Reaper, kill_session, session_members
 
-_LEASH = Path(__file__).parent / "leash.py"
+_DIE_WITH_PARENT = Path(__file__).parent / "die_with_parent.py"
 _POLL_SEC = 0.05
 _UNKILLABLE_SEC = 10.0
 _READ_BYTES = 1 << 16
@@ -37,8 +37,8 @@ class Host:
     """Words in front of the command; they enter the host (its network namespace) and become the command."""
 
 
-class Worker:
-    """The process of one host. `ended` gets the worker when its process has ended, however it did.
+class HostProcess:
+    """The process of one host. `ended` gets the process when its process has ended, however it did.
 
     Start it from a thread that lives until then: on Linux the process is killed when that thread ends.
     """
@@ -51,7 +51,7 @@ class Worker:
         *,
         printer: Printer,
         reaper: Reaper,
-        ended: queue.SimpleQueue[Worker | int],
+        ended: queue.SimpleQueue[HostProcess | int],
     ) -> None:
         self.host = host
         self.code: int | None = None
@@ -63,7 +63,7 @@ class Worker:
         self._gone = False
         self._reaper = reaper
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_LEASH), str(os.getpid()), *host.prefix, *command],
+            [sys.executable, "-I", "-S", str(_DIE_WITH_PARENT), str(os.getpid()), *host.prefix, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -83,7 +83,7 @@ class Worker:
         for thread in (*self._readers, self._waiter):
             thread.start()
 
-    def _wait(self, ended: queue.SimpleQueue[Worker | int]) -> None:
+    def _wait(self, ended: queue.SimpleQueue[HostProcess | int]) -> None:
         code = self._process.wait()
         self.ended_sec = time.monotonic()
         self.code = code
@@ -137,13 +137,13 @@ def _read(name: str, stream: IO[bytes], printer: Printer, error: bool) -> None:
     stream.close()
 
 
-def first_failure(ended: Sequence[Worker]) -> Worker | None:
-    """The worker that broke the run off, of those in the order of their end; None when none failed by itself.
+def first_failure(ended: Sequence[HostProcess]) -> HostProcess | None:
+    """The process that broke the run off, of those in the order of their end; None when none failed by itself.
 
     A process that says it ended because of another one (exit code 75) may well be faster than that other.
     """
-    failed = [worker for worker in ended if worker.failed]
-    return next((worker for worker in failed if worker.code != BROKEN), failed[0] if failed else None)
+    failed = [process for process in ended if process.failed]
+    return next((process for process in failed if process.code != BROKEN), failed[0] if failed else None)
 
 
 def exit_code(code: int) -> int:

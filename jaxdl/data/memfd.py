@@ -27,7 +27,7 @@ def write_shared(value: Any) -> int:
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     pieces = [memoryview(head), *(buffer.raw() for buffer in buffers)]
     lengths = np.array([len(pieces), *(len(piece) for piece in pieces)], np.int64)
-    file = nameless_file("jaxdl-recipe")
+    file = nameless_file("jaxdl-plan")
     with open(file, "wb", closefd=False) as stream:
         for piece in (lengths.data.cast("B"), *pieces):
             stream.write(piece)

@@ -1,4 +1,4 @@
-"""Ties a command to the life of its launcher: `python leash.py PID COMMAND...`.
+"""Ties a command to the life of its launcher: `python die_with_parent.py PID COMMAND...`.
 
 On Linux the kernel kills the command when the process PID, its parent, ends in whatever way; that holds through every
 exec that follows, as those of `ip netns exec`. Elsewhere it only runs the command. A file to run, with nothing but the
