@@ -1,5 +1,7 @@
 """The names of all files and folders of a workdir. They are part of the format: a run resumes by them."""
 
+from pathlib import Path
+
 CONFIG_FILE = "config.json"
 """The experiment as it was asked for."""
 DATA_FILE = "data.json"
@@ -37,6 +39,11 @@ LEASE_FILE = "lease.json"
 def step_folder(step: int) -> str:
     """The name of the checkpoint of a step."""
     return f"step_{step}"
+
+
+def step_dir(workdir: Path, step: int) -> Path:
+    """The folder of the checkpoint of a step."""
+    return workdir / CHECKPOINTS_FOLDER / step_folder(step)
 
 
 def hang_file(process: int) -> str:

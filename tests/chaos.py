@@ -12,9 +12,11 @@ import threading
 import time
 from pathlib import Path
 
+from orbax.checkpoint.utils import checkpoint_steps
 from runs import ROOT, rows
 
 from jaxdl.config import ConfigError
+from jaxdl.files import CHECKPOINTS_FOLDER, step_dir
 from jaxdl.launch.netns import Network, check_possible
 
 FAULTS = ("kill a worker", "stop a worker", "cut a link", "kill the launcher", "terminate one host", "damage")
@@ -112,7 +114,7 @@ class Chaos:
             network.set_link(host, up=False)
             threading.Timer(12, mend, (network, host)).start()
         elif fault == "damage":
-            newest = max((self.workdir / "checkpoints").glob("step_*[0-9]"), key=lambda path: int(path.name[5:]))
+            newest = step_dir(self.workdir, max(checkpoint_steps(self.workdir / CHECKPOINTS_FOLDER)))
             damage(newest, dice)
         else:
             signum = {"kill a worker": signal.SIGKILL, "stop a worker": signal.SIGSTOP}.get(fault, signal.SIGTERM)

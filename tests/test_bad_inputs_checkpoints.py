@@ -12,7 +12,7 @@ from test_checkpoint_faults import damage
 
 import jaxdl
 from jaxdl.checkpoint import reading
-from jaxdl.files import MANIFEST_FILE
+from jaxdl.files import CHECKPOINTS_FOLDER, MANIFEST_FILE, step_dir, step_folder
 from jaxdl.mesh import MeshConfig
 from jaxdl.run import compile as compiling
 
@@ -56,7 +56,7 @@ def contents(folder):
 
 
 def empty_all(workdir):
-    for path in (workdir / "checkpoints").glob("step_*/model/**/*"):
+    for path in (workdir / CHECKPOINTS_FOLDER).glob("*/model/**/*"):
         if path.is_file():
             path.write_bytes(b"")
 
@@ -64,14 +64,15 @@ def empty_all(workdir):
 def test_no_start_at_0_beside_damaged_checkpoints(workdir, refused):
     empty_all(workdir)
     first = refused()
-    assert "step_4 is damaged" in first
-    assert "step_2 is damaged" in first
+    assert f"{step_folder(4)} is damaged" in first
+    assert f"{step_folder(2)} is damaged" in first
     for way in ("from a backup", "another --workdir", "--checkpoint.start-over", "earlier-1"):
         assert way in first
     before = contents(workdir)
     for _ in range(2):
         again = refused()
-        assert "its history says that 4 steps were done, and its checkpoints are damaged: step_2, step_4" in again
+        assert "its history says that 4 steps were done, and its checkpoints are damaged" in again
+        assert f"{step_folder(2)}, {step_folder(4)}" in again
         assert contents(workdir) == before
 
 
@@ -103,7 +104,7 @@ def test_start_over_when_it_is_ordered_once_and_again(finished, workdir, refused
     assert [name for name in aside if name.parts[:2] == ("checkpoints", "damaged")]
     assert [row["step"] for row in rows(workdir) if "train/loss" in row] == [1, 2, 3, 4]
 
-    shutil.rmtree(workdir / "checkpoints" / "step_4")
+    shutil.rmtree(step_dir(workdir, 4))
     again = jaxdl.train(order, workdir, quiet=True)
     assert "resumed from the checkpoint at step 2" in again.history["event"]
     assert not (workdir / "earlier-2").exists()
@@ -130,7 +131,7 @@ def test_a_disk_that_does_not_answer(workdir, refused, monkeypatch, number, code
         patch.setattr(reading, "read_items", refuse)
         message = refused(code=code)
         assert os.strerror(number) in message
-        assert "step_4" in message
+        assert step_folder(4) in message
         assert contents(workdir) == before
     assert jaxdl.train(TINY, workdir, quiet=True).summary["steps"] == 4
 
@@ -152,14 +153,14 @@ def test_files_in_the_place_of_folders_and_folders_in_the_place_of_files(workdir
 
 def test_half_written_data_files(workdir, capfd):
     """Orbax would fail in many threads at once; the manifest shows it before."""
-    for path in (workdir / "checkpoints" / "step_4" / "model").rglob("d/*"):
+    for path in (step_dir(workdir, 4) / "model").rglob("d/*"):
         damage(path, "truncated")
     run = jaxdl.train(TINY, workdir, quiet=True)
     assert "resumed from the checkpoint at step 2" in run.history["event"]
     shown = capfd.readouterr().err
     assert "Event loop" not in shown
     assert "Traceback" not in shown
-    assert (workdir / "checkpoints" / "damaged" / "step_4" / MANIFEST_FILE).is_file()
+    assert (workdir / "checkpoints" / "damaged" / step_folder(4) / MANIFEST_FILE).is_file()
 
 
 def test_which_checkpoint_to_predict_with(workdir):
@@ -174,6 +175,6 @@ def test_which_checkpoint_to_predict_with(workdir):
 
 def test_the_best_of_none(tmp_path):
     jaxdl.train(TINY.replaced({"evaluation.every_steps": 100}), tmp_path, quiet=True)
-    shutil.rmtree(tmp_path / "checkpoints" / "step_4")  # It was evaluated, as the last one always is.
+    shutil.rmtree(step_dir(tmp_path, 4))  # It was evaluated, as the last one always is.
     with pytest.raises(jaxdl.ConfigError, match="no checkpoint was evaluated; there are checkpoints of the steps 2"):
         jaxdl.restore(tmp_path, checkpoint="best")

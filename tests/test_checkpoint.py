@@ -1,6 +1,7 @@
 """Checkpoints on other meshes, which are kept, and what they refuse."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticText, eval_batches
 from jaxdl.evaluate import evaluate, make_eval_step
 from jaxdl.experiment import Experiment, identity
+from jaxdl.files import step_dir, step_folder
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
@@ -102,12 +104,12 @@ def test_a_saved_state_is_not_changed_by_the_steps_after_it(tmp_path):
 
 def test_all_checkpoints_damaged(tmp_path):
     jaxdl.train(IMAGES.replaced({"steps": 2}), tmp_path, quiet=True, devices=jax.devices()[:4])
-    for path in (tmp_path / "checkpoints" / "step_2").rglob("*"):
+    for path in step_dir(tmp_path, 2).rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
     with pytest.raises(ConfigError, match="No whole checkpoint is left"):
         jaxdl.train(IMAGES.replaced({"steps": 2}), tmp_path, quiet=True, devices=jax.devices()[:4])
-    assert (tmp_path / "checkpoints" / "damaged" / "step_2").is_dir()
+    assert (tmp_path / "checkpoints" / "damaged" / step_folder(2)).is_dir()
 
 
 def test_workdir_that_cannot_be_made(tmp_path):
@@ -134,3 +136,8 @@ def test_a_run_from_before_reduce_dtype_keeps_its_sums(tmp_path):
     with pytest.raises(ConfigError, match='reduce_dtype = "compute"'):
         claim_workdir(tmp_path, experiment, identity)
     claim_workdir(tmp_path, experiment.replaced({"precision.reduce_dtype": "compute"}), identity)
+
+
+def test_names_of_folders_stay():
+    """Workdirs of earlier versions have these names."""
+    assert step_dir(Path("run"), 8) == Path("run/checkpoints/step_8")

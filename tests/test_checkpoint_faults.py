@@ -21,7 +21,7 @@ from jaxdl.checkpoint.errors import read_refused
 from jaxdl.checkpoint.fingerprint import first_sums
 from jaxdl.checkpoint.items import to_items
 from jaxdl.checkpoint.meta import META_FILE, checksum
-from jaxdl.files import MANIFEST_FILE
+from jaxdl.files import MANIFEST_FILE, step_dir, step_folder
 
 FAULTS = [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ETIMEDOUT]
 IGNORED = {"commit_success.txt", "_CHECKPOINT_METADATA"}
@@ -43,7 +43,7 @@ def workdir(original, tmp_path):
 
 def files(workdir, step=2):
     """The files of a checkpoint, by their paths in it."""
-    folder = workdir / "checkpoints" / f"step_{step}"
+    folder = step_dir(workdir, step)
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
@@ -73,7 +73,7 @@ def test_a_read_that_is_refused_moves_nothing_whatever_the_file(workdir, monkeyp
     before = names(workdir)
     checked = 0
     for name in files(workdir):
-        path = workdir / "checkpoints" / "step_2" / name
+        path = step_dir(workdir, 2) / name
         if path.name in IGNORED:
             continue
         with monkeypatch.context() as patch:
@@ -124,7 +124,7 @@ def test_real_read_errors_of_the_system(workdir):
     """A link to this process's memory opens, and the first read of it fails with EIO."""
     before = names(workdir)
     for name in [one for one in files(workdir) if "/d/" in one or one.endswith(("_METADATA", "metadata"))]:
-        path = workdir / "checkpoints" / "step_2" / name
+        path = step_dir(workdir, 2) / name
         if path.name in IGNORED:
             continue
         kept = path.rename(path.with_name("kept"))
@@ -151,12 +151,12 @@ def damage(path, how):
 def test_damage_to_any_file_leads_to_the_checkpoint_before_it(workdir, original, how, capfd):
     folder = workdir / "checkpoints"
     for name in files(original):
-        damage(folder / "step_2" / name, how)
+        damage(folder / step_folder(2) / name, how)
         restored = restore(workdir)
         matters = name.rsplit("/", 1)[-1] not in {*IGNORED, MANIFEST_FILE}
         assert restored.step == (1 if matters else 2), name
         assert same(restored.state, restored.step)
-        assert (folder / "damaged" / "step_2").is_dir() == matters
+        assert (folder / "damaged" / step_folder(2)).is_dir() == matters
         if matters:
             assert name in restored.damaged[0]
         shutil.rmtree(folder)
@@ -171,19 +171,19 @@ def test_damage_to_any_file_leads_to_the_checkpoint_before_it(workdir, original,
 def test_damage_that_no_checksum_shows(workdir, original, how, manifest_says, monkeypatch):
     """Large files have no checksum, and checkpoints of earlier versions no manifest: there the arrays show it."""
     monkeypatch.setattr(manifest, "SMALL_BYTES", -1)
-    (workdir / "checkpoints" / "step_2" / MANIFEST_FILE).unlink()
+    (step_dir(workdir, 2) / MANIFEST_FILE).unlink()
     if manifest_says == "sizes":
-        manifest.write_manifest(workdir / "checkpoints" / "step_2")
-    largest = max((workdir / "checkpoints" / "step_2" / "model").rglob("d/*"), key=lambda path: path.stat().st_size)
+        manifest.write_manifest(step_dir(workdir, 2))
+    largest = max((step_dir(workdir, 2) / "model").rglob("d/*"), key=lambda path: path.stat().st_size)
     damage(largest, how)
     restored = restore(workdir)
     assert restored.step == 1
-    assert (workdir / "checkpoints" / "damaged" / "step_2").is_dir()
+    assert (workdir / "checkpoints" / "damaged" / step_folder(2)).is_dir()
 
 
 def rewrite_meta(workdir, change, step=2):
     """Changes a checkpoint's description as another version of jaxdl would have written it."""
-    path = workdir / "checkpoints" / f"step_{step}" / META_FILE
+    path = step_dir(workdir, step) / META_FILE
     content = json.loads(path.read_text())
     content.pop("checksum")
     change(content)
@@ -218,7 +218,7 @@ def test_arrays_of_another_shape_are_another_version(workdir):
 
 def as_first_format(workdir, step):
     """Rewrites a checkpoint as versions before the formats wrote it."""
-    folder = workdir / "checkpoints" / f"step_{step}"
+    folder = step_dir(workdir, step)
     (folder / MANIFEST_FILE).unlink()
     meta = json.loads((folder / META_FILE).read_text())
     sums = jax.tree.map(int, jax.device_get(first_sums(to_items(make_state(step)))))
@@ -233,7 +233,7 @@ def test_checkpoints_of_the_first_format_are_read(workdir):
     assert same(restore(workdir).state, 2)
     with pytest.raises(Unusable, match=r"\[16, 24\] in it"):
         restore(workdir, state=make_state(shapes={"w": (16, 32), "odd": (7, 5)}))
-    meta = workdir / "checkpoints" / "step_2" / META_FILE
+    meta = step_dir(workdir, 2) / META_FILE
     content = json.loads(meta.read_text())
     content["fingerprints"]["model"]["params.w"] ^= 1
     meta.write_text(json.dumps(content))
@@ -242,7 +242,7 @@ def test_checkpoints_of_the_first_format_are_read(workdir):
 
 def test_all_damaged(workdir):
     for step in (1, 2):
-        damage(workdir / "checkpoints" / f"step_{step}" / META_FILE, "emptied")
+        damage(step_dir(workdir, step) / META_FILE, "emptied")
     with pytest.raises(NoneLeft, match="No whole checkpoint is left"):
         restore(workdir)
 
@@ -261,11 +261,11 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read(workdir, monkeypatch):
     read, folder = reading.read_items, workdir / "checkpoints"
 
     def beside_a_run(path, wanted):
-        if path.name == "step_2":
-            shutil.copytree(folder / "step_1", folder / "step_3")
-            for one in sorted((folder / "step_2").rglob("d/*")):
+        if path.name == step_folder(2):
+            shutil.copytree(folder / step_folder(1), folder / step_folder(3))
+            for one in sorted((folder / step_folder(2)).rglob("d/*")):
                 one.unlink()
-            threading.Timer(0.2, shutil.rmtree, [folder / "step_2"]).start()
+            threading.Timer(0.2, shutil.rmtree, [folder / step_folder(2)]).start()
         return read(path, wanted)
 
     monkeypatch.setattr(reading, "read_items", beside_a_run)
@@ -281,15 +281,15 @@ def test_the_best_and_a_given_step(tmp_path):
         restored = restore(tmp_path, read_only=True, which=which)
         assert restored.step == step
         assert same(restored.state, step)
-    damage(tmp_path / "checkpoints" / "step_2" / "model" / "_METADATA", "flipped")
+    damage(step_dir(tmp_path, 2) / "model" / "_METADATA", "flipped")
     restored = restore(tmp_path, read_only=True, which="best")
     assert restored.step == 4, "the next best"
-    assert "step_2 is damaged" in restored.damaged[0]
+    assert f"{step_folder(2)} is damaged" in restored.damaged[0]
 
 
 def test_scores_that_cannot_be_read_now_do_not_cost_the_best_one(tmp_path, monkeypatch):
     save(tmp_path, {1: 0.9, 2: 0.1})
-    refused = tmp_path / "checkpoints" / "step_1" / META_FILE
+    refused = step_dir(tmp_path, 1) / META_FILE
     with monkeypatch.context() as patch:
         refuse_reads(patch, refused, errno.EIO)
         checkpoints = open_checkpoints(tmp_path, keep=1, keep_best=1)
@@ -300,15 +300,19 @@ def test_scores_that_cannot_be_read_now_do_not_cost_the_best_one(tmp_path, monke
 
 def test_halves_of_all_names_are_removed(workdir):
     folder = workdir / "checkpoints"
-    for name in ("step_9.orbax-checkpoint-tmp", "step_8.orbax-checkpoint-tmp-1712345", ".probe.0.tmp"):
+    for name in (
+        f"{step_folder(9)}.orbax-checkpoint-tmp",
+        f"{step_folder(8)}.orbax-checkpoint-tmp-1712345",
+        ".probe.0.tmp",
+    ):
         if name.startswith("."):
             (folder / name).write_bytes(b"0")
         else:
-            shutil.copytree(folder / "step_1", folder / name)
+            shutil.copytree(folder / step_folder(1), folder / name)
     open_checkpoints(workdir, read_only=True).close()
-    assert (folder / "step_9.orbax-checkpoint-tmp").is_dir(), "a reader changes nothing"
+    assert (folder / f"{step_folder(9)}.orbax-checkpoint-tmp").is_dir(), "a reader changes nothing"
     open_checkpoints(workdir).close()
-    assert sorted(path.name for path in folder.iterdir()) == ["step_1", "step_2"]
+    assert sorted(path.name for path in folder.iterdir()) == [step_folder(1), step_folder(2)]
 
 
 def test_the_state_survives_another_mesh(workdir):

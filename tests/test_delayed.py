@@ -16,6 +16,7 @@ from jaxdl.bench.wire import sent_bytes
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticText, TrainLoader
 from jaxdl.exchange import Auto, Dense, TopK, by_name
+from jaxdl.files import step_dir
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
@@ -173,7 +174,7 @@ def test_resumed_bit_equal(tmp_path, exchange):
     experiment = EXPERIMENT.replaced({"exchange": exchange})
     whole = train(tmp_path / "whole", experiment, 2, 2, 1)
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
-    shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "step_5")
+    shutil.rmtree(step_dir(tmp_path / "resumed", 5))
     resumed = train(tmp_path / "resumed", experiment, 2, 2, 1)
     assert_bit_equal(host(resumed), host(whole))
     assert losses(tmp_path / "resumed") == losses(tmp_path / "whole")
@@ -184,7 +185,7 @@ def test_another_number_of_replicas_applies_the_same(tmp_path, capsys):
     experiment = EXPERIMENT.replaced({"exchange": Dense(delay_steps=1)})
     train(tmp_path / "whole", experiment, 2, 2, 1)
     shutil.copytree(tmp_path / "whole", tmp_path / "elsewhere")
-    shutil.rmtree(tmp_path / "elsewhere" / "checkpoints" / "step_5")
+    shutil.rmtree(step_dir(tmp_path / "elsewhere", 5))
     train(tmp_path / "elsewhere", experiment, 4, 1, 1)
     assert "the pending of 2 replicas is split over 4, the sum preserved" in capsys.readouterr().out
     np.testing.assert_allclose(losses(tmp_path / "elsewhere"), losses(tmp_path / "whole"), rtol=1e-5)

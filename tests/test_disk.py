@@ -12,11 +12,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from orbax.checkpoint.utils import checkpoint_steps
 from runs import assert_bit_equal, compiled_once, rows, saved_state, tiny_experiment
 
 import jaxdl
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.checkpoint.disk import disk_reason
+from jaxdl.files import CHECKPOINTS_FOLDER, step_dir, step_folder
 from jaxdl.mesh import MeshConfig
 from jaxdl.report import History
 from jaxdl.report import history as history_module
@@ -65,7 +67,7 @@ def steps(workdir):
     """Of whole checkpoints; there must be nothing that is not whole."""
     names = sorted(path.name for path in (workdir / "checkpoints").iterdir())
     assert not [name for name in names if "tmp" in name], names
-    return [int(name.removeprefix("step_")) for name in names if name.startswith("step_")]
+    return checkpoint_steps(workdir / CHECKPOINTS_FOLDER)
 
 
 def fill(folder, leave_bytes=0):
@@ -249,7 +251,7 @@ def test_what_orbax_raises_when_its_threads_are_waited_for(tmp_path):
     Writer.__module__ = "orbax.checkpoint._src.futures.future"
     writer = Writer()
     writer.start()
-    (tmp_path / "checkpoints" / "step_2.orbax-checkpoint-tmp").mkdir()
+    (tmp_path / "checkpoints" / f"{step_folder(2)}.orbax-checkpoint-tmp").mkdir()
     checkpoints._clear(0.01)
     assert ended.is_set()
     assert not writer.is_alive()
@@ -314,8 +316,8 @@ def test_tensorboard_on_a_full_disk_holds_nothing_up(small_disk):
 def test_a_half_written_checkpoint_is_none(tmp_path, plain, share):
     """A run that is killed while it writes leaves a folder under another name, whatever is in it."""
     train(tmp_path)
-    newest = tmp_path / "checkpoints" / "step_8"
-    half = tmp_path / "checkpoints" / "step_9.orbax-checkpoint-tmp"
+    newest = step_dir(tmp_path, 8)
+    half = tmp_path / "checkpoints" / f"{step_folder(9)}.orbax-checkpoint-tmp"
     shutil.copytree(newest, half)
     for path in half.rglob("*"):
         if path.is_file():

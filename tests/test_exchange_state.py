@@ -14,6 +14,7 @@ import jaxdl
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticText, TrainLoader
 from jaxdl.exchange import PowerSGD, Quantized, Sign, TopK, by_name, exchanged_on_mesh
+from jaxdl.files import step_dir
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
@@ -284,7 +285,7 @@ def test_a_run_through_one_replica(tmp_path, capsys):
     said = {}
     for step, replicas in ((2, 3), (4, 1), (6, 4)):
         for later in range(step + 2, 9, 2):
-            shutil.rmtree(tmp_path / "moved" / "checkpoints" / f"step_{later}")
+            shutil.rmtree(step_dir(tmp_path / "moved", later))
         capsys.readouterr()
         found = train(tmp_path / "moved", experiment, (replicas, 1, 1))
         said[replicas] = capsys.readouterr().out
@@ -308,7 +309,7 @@ def test_a_resumed_run_ends_bit_equal(tmp_path, capsys, exchange):
     assert all(np.any(x) for x in residuals)
     for name in ("resumed", "elsewhere"):
         shutil.copytree(tmp_path / "whole", tmp_path / name)
-        shutil.rmtree(tmp_path / name / "checkpoints" / "step_6")
+        shutil.rmtree(step_dir(tmp_path / name, 6))
     resumed = train(tmp_path / "resumed", experiment, (2, 2, 1))
     assert "resumed from the checkpoint at step 3" in capsys.readouterr().out
     assert_bit_equal(host(resumed.state), host(whole.state))

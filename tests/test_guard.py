@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from faulty_train import GRADIENT, LOSS, make_labels_poisonous, poison_batches, poisoned
+from orbax.checkpoint.utils import checkpoint_steps
 from runs import assert_bit_equal, measured, rows, saved_state, tiny_experiment
 
 import jaxdl
@@ -16,6 +17,7 @@ from jaxdl.checkpoint import Checkpoints
 from jaxdl.config import ConfigError
 from jaxdl.data import TrainLoader
 from jaxdl.exchange import TopK
+from jaxdl.files import CHECKPOINTS_FOLDER, step_dir, step_folder
 from jaxdl.guard import GuardConfig
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.precision import Float16
@@ -195,7 +197,7 @@ def test_a_run_goes_back_and_passes_over(whole, compiled):
     assert run.summary["num_restarts"] == 0
     assert [row["step"] for row in measured(workdir)] == [3, 4, 8, 15, 16, 16]
     assert all(row["train/loss"] is not None for row in measured(workdir) if "train/loss" in row)
-    assert {path.name for path in (workdir / "checkpoints" / "left").iterdir()} == {"step_8"}
+    assert {path.name for path in (workdir / "checkpoints" / "left").iterdir()} == {step_folder(8)}
     assert len(plot_history(run.history).axes[0].lines) > 2
 
 
@@ -254,7 +256,7 @@ def test_a_signal_in_a_row_of_bad_steps_saves_none_of_it(tmp_path, whole, monkey
     with pytest.raises(jaxdl.Interrupted) as stopped:
         train(tmp_path)
     assert stopped.value.code == 128 + signal.SIGTERM
-    saved = {int(path.name.split("_")[1]) for path in (tmp_path / "checkpoints").glob("step_*")}
+    saved = set(checkpoint_steps(tmp_path / CHECKPOINTS_FOLDER))
     assert not saved & {7, 9, 10, 11, 12}
     run = train(tmp_path)
     assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (run, whole[1])))
@@ -315,7 +317,7 @@ def test_few_bad_steps_are_only_skipped(tmp_path, bad_batches, capsys):
     assert run.summary["num_rollbacks"] == 0
     assert not (tmp_path / "skipped.json").exists()
     assert "bad numbers, skipped: step 7: loss nan" in capsys.readouterr().out
-    assert not (tmp_path / "checkpoints" / "step_8").exists(), "it would be of a row under way"
+    assert not step_dir(tmp_path, 8).exists(), "it would be of a row under way"
     assert (8, "no checkpoint of step 8: the last steps are bad") in events(tmp_path)
     assert_bit_equal(saved_state(tmp_path, RUN).params, jax.tree.map(np.asarray, run.state.params))
 

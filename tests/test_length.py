@@ -12,6 +12,7 @@ from runs import assert_bit_equal, compiled_once, measured, rows, tiny_experimen
 import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.exchange import TopK
+from jaxdl.files import step_dir
 from jaxdl.mesh import MeshConfig
 from jaxdl.optim import Constant
 from jaxdl.phases import Phase, make_timeline
@@ -58,7 +59,7 @@ def test_a_trial_stops_evaluates_saves_and_resumes(tmp_path, straight, capsys):
     assert "stopped at step 3 of 8, as --max-steps asks; the same command without it resumes" in capsys.readouterr().out
     assert (trial.summary["status"], trial.summary["steps"], trial.summary["total_steps"]) == ("stopped", 3, 8)
     assert trial.metrics["accuracy"] >= 0, "the last step is evaluated"
-    assert (tmp_path / "checkpoints" / "step_3").is_dir()
+    assert step_dir(tmp_path, 3).is_dir()
     before = measured(tmp_path)
     again = train(EXPERIMENT, tmp_path, max_steps=3)
     assert again.summary == trial.summary, "the same trial again has nothing to do"

@@ -12,6 +12,7 @@ import jaxdl
 from jaxdl import sample
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, TextFiles
+from jaxdl.files import step_dir, step_folder
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
@@ -133,10 +134,10 @@ def test_refuses_the_other_kind_of_network(images, writer):
 def test_a_damaged_checkpoint_is_told_and_left_where_it_is(images, tmp_path):
     run, pictures = images
     shutil.copytree(run.workdir, tmp_path, dirs_exist_ok=True)
-    for path in (tmp_path / "checkpoints" / "step_4" / "model").rglob("d/*"):
+    for path in (step_dir(tmp_path, 4) / "model").rglob("d/*"):
         path.unlink()
     before = files_of(tmp_path)
-    with pytest.warns(UserWarning, match=r"step_4 is damaged .*; step_2 is used"):
+    with pytest.warns(UserWarning, match=rf"{step_folder(4)} is damaged .*; {step_folder(2)} is used"):
         predictor = jaxdl.restore(tmp_path)
     assert predictor.step == 2
     assert np.abs(predictor.predict(pictures) - make_oracle(run)({"image": pictures})).max() > 1e-4

@@ -16,6 +16,7 @@ from runs import ROOT, finish, has_step, rows, saved_state, tiny_experiment, wai
 
 import jaxdl
 from jaxdl.data import SyntheticText
+from jaxdl.files import step_dir, step_folder
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
 from jaxdl.tasks import LanguageModelling
@@ -108,7 +109,7 @@ def test_process_0_alone_reports(story):
 def test_a_part_that_one_cannot_read_is_damage_for_both(story, tmp_path):
     shutil.copytree(story.workdir, tmp_path, dirs_exist_ok=True)
     for step in (32, 40):
-        its_part = list((tmp_path / "checkpoints" / f"step_{step}" / "model" / "ocdbt.process_1" / "d").iterdir())
+        its_part = list((step_dir(tmp_path, step) / "model" / "ocdbt.process_1" / "d").iterdir())
         max(its_part, key=lambda path: path.stat().st_size).unlink()
     ended = [finish(process) for process in start_pair(story.config, tmp_path, *ACROSS)]
     assert [code for code, _ in ended] == [2, 2], ended
@@ -116,7 +117,10 @@ def test_a_part_that_one_cannot_read_is_damage_for_both(story, tmp_path):
         assert "No whole checkpoint is left" in output
         assert output.count("ocdbt.process_1/d/") == 2
         assert "is missing" in output
-    assert sorted(path.name for path in (tmp_path / "checkpoints" / "damaged").iterdir()) == ["step_32", "step_40"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints" / "damaged").iterdir()) == [
+        step_folder(32),
+        step_folder(40),
+    ]
 
 
 def test_they_estimate_the_statistics_of_batch_norm_as_one_process_does(tmp_path):

@@ -22,6 +22,8 @@ from runs import (
     write_config,
 )
 
+from jaxdl.files import step_dir, step_folder
+
 EXPERIMENT = tiny_experiment()
 
 
@@ -62,7 +64,7 @@ def test_sigterm_while_compiling_and_sigint_while_training(tmp_path, config, uni
     code, output = stop(process, signal.SIGTERM)
     assert code == 128 + signal.SIGTERM, output
     assert "saved" in output
-    assert (tmp_path / "checkpoints" / "step_0").is_dir(), "stopped while compiling, the initial state is saved"
+    assert step_dir(tmp_path, 0).is_dir(), "stopped while compiling, the initial state is saved"
 
     process = start(config, tmp_path)
     wait_for(process, has_step(tmp_path, 5))
@@ -92,10 +94,10 @@ def test_sigterm_while_evaluating(tmp_path):
     assert code == 128 + signal.SIGTERM, output
     assert time.monotonic() - begin < 20
     assert not any("eval/accuracy" in row for row in rows(tmp_path / "run"))
-    assert (tmp_path / "run" / "checkpoints" / "step_3").is_dir()
+    assert step_dir(tmp_path / "run", 3).is_dir()
     # Started again there is no step left, but the evaluation is: it is done, not forgotten.
     process = start(config, tmp_path / "run")
-    wait_for(process, (tmp_path / "run" / "checkpoints" / "step_3").is_dir)
+    wait_for(process, step_dir(tmp_path / "run", 3).is_dir)
     time.sleep(1)
     assert process.poll() is None, process.communicate()
     kill(process)
@@ -104,7 +106,7 @@ def test_sigterm_while_evaluating(tmp_path):
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 def test_damaged_newest_checkpoint(tmp_path, config, uninterrupted, damage):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)
-    newest = tmp_path / "checkpoints" / "step_12"
+    newest = step_dir(tmp_path, 12)
     files = [path for path in newest.rglob("*") if path.is_file() and path.parent.name == "d"]
     largest = max(files, key=lambda path: path.stat().st_size)
     content = bytearray(largest.read_bytes())
@@ -118,9 +120,9 @@ def test_damaged_newest_checkpoint(tmp_path, config, uninterrupted, damage):
         largest.unlink()
     code, output = finish(start(config, tmp_path))
     assert code == 0, output
-    assert "step_12 is damaged" in output
+    assert f"{step_folder(12)} is damaged" in output
     assert "resumed from the checkpoint at step 8" in output
-    assert (tmp_path / "checkpoints" / "damaged" / "step_12").is_dir(), "what is damaged is kept, not deleted"
+    assert (tmp_path / "checkpoints" / "damaged" / step_folder(12)).is_dir(), "what is damaged is kept, not deleted"
     assert_same_run(tmp_path, uninterrupted)
 
 

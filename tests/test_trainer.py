@@ -15,12 +15,14 @@ import jax
 import numpy as np
 import pandas as pd
 import pytest
+from orbax.checkpoint.utils import checkpoint_steps
 from runs import tiny_experiment, write_config
 
 import jaxdl
 from jaxdl.checkpoint import Unreadable, reading
 from jaxdl.data import SyntheticImages, eval_batches
 from jaxdl.evaluate import evaluate, make_eval_step
+from jaxdl.files import CHECKPOINTS_FOLDER, step_dir
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.optim import SGD
 from jaxdl.report import Diverged
@@ -176,7 +178,7 @@ def test_a_checkpoint_of_another_network_is_refused_and_kept(tmp_path):
     (tmp_path / "config.json").write_text(other.to_json())
     with pytest.raises(jaxdl.ConfigError, match="another network or another version"):
         jaxdl.train(other, tmp_path, quiet=True, devices=FOUR)
-    assert (tmp_path / "checkpoints" / "step_2").is_dir()
+    assert step_dir(tmp_path, 2).is_dir()
 
 
 def test_float16_that_never_takes_a_step_is_no_finished_run():
@@ -223,7 +225,7 @@ def test_a_run_that_diverges_stops_and_says_so(tmp_path):
         jaxdl.train(experiment, tmp_path, quiet=True, devices=FOUR)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["train/loss"] for row in rows if "train/loss" in row][-1] is None
-    assert not list((tmp_path / "checkpoints").glob("step_*")), "a state that is not finite is not saved"
+    assert not checkpoint_steps(tmp_path / CHECKPOINTS_FOLDER), "a state that is not finite is not saved"
 
 
 def test_a_signal_in_process_saves_and_the_same_call_goes_on(tmp_path, finished):

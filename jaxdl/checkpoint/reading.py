@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from jaxdl.checkpoint.agree import finding, findings, raise_worst
+from jaxdl.checkpoint.agree import Finding, findings, raise_worst
 from jaxdl.checkpoint.errors import Damaged, Unreadable, Unusable, read_refused, unreadable
 from jaxdl.checkpoint.fingerprint import as_text, fingerprints, first_sums
 from jaxdl.checkpoint.items import read_items, stored_arrays
@@ -61,7 +61,7 @@ def read_checkpoint(folder: Path, wanted: Items) -> tuple[Items, Meta]:
 
 def _problem(folder: Path, error: Exception | None, last: bool) -> bool:
     """Whether any process met an error that a second attempt may not meet; raises, on all, what is certain."""
-    every = findings(finding(None if error is None else _diagnosed(folder, error, last)))
+    every = findings(Finding.of(None if error is None else _diagnosed(folder, error, last)))
     raise_worst(every)
     return any(kind for kind, _ in every)
 

@@ -1,4 +1,4 @@
-"""What all processes of a run agree on through collectives: whether all are fine, and what the first one has read."""
+"""Collectives of host processes: whether all of them are fine, and the bytes that each one, or the first, sends."""
 
 from __future__ import annotations
 
@@ -17,37 +17,35 @@ def all_processes(fine: bool) -> bool:
     return bool(np.all(multihost_utils.process_allgather(np.bool_(fine)))) if jax.process_count() > 1 else fine
 
 
-def from_first_process(read: Callable[[], bytes]) -> bytes:
-    """What the first process reads, on all of them."""
-    first = jax.process_index() == 0
-    content = read() if first else b""
+def from_each_process(own: bytes) -> list[bytes]:
+    """The bytes that each process sends, in the order of the processes; each waits here for the others."""
     if jax.process_count() == 1:
-        return content
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(content))))
-    if not length:
-        return b""
-    local = np.frombuffer(content, np.uint8) if first else np.zeros(length, np.uint8)
-    return np.asarray(multihost_utils.broadcast_one_to_all(local), np.uint8).tobytes()
+        return [own]
+    lengths = np.ravel(multihost_utils.process_allgather(np.int32(len(own))))
+    padded = np.frombuffer(own.ljust(max(1, int(lengths.max())), b"\0"), np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded), np.uint8).reshape(len(lengths), -1)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
+
+
+def from_first_process(read: Callable[[], bytes]) -> bytes:
+    """The bytes that `read` returns on the first process, on all processes; the others do not call it."""
+    return from_each_process(read() if jax.process_index() == 0 else b"")[0]
 
 
 def of_first_process(act: Callable[[], bytes], *, slow: bool = False) -> bytes:
-    """What the first process gets by `act`, on all of them; a ConfigError there is raised on all.
+    """Like `from_first_process`, but a ConfigError of `act` is raised on all processes.
 
-    `slow` is for what may take longer than the 30 s that Gloo waits.
+    `slow`: `act` may take longer than the 30 s for which a Gloo collective waits.
     """
-
-    def outcome() -> bytes:
+    content = b""
+    if jax.process_index() == 0:
         try:
-            return b"+" + act()
+            content = b"+" + act()
         except ConfigError as error:
-            return b"-" + str(error).encode()
-
+            content = b"-" + str(error).encode()
     if slow:
-        found = outcome() if jax.process_index() == 0 else b""
         wait_for_all()
-        content = from_first_process(lambda: found)
-    else:
-        content = from_first_process(outcome)
+    content = from_each_process(content)[0]
     if content.startswith(b"-"):
         raise ConfigError(content[1:].decode())
     return content[1:]
