@@ -11,7 +11,7 @@ from exchange_cases import FAST_COMPILE, run_of
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.bench.wire import collectives, lowered_text, sent_bytes
+from jaxdl.bench.wire import collectives, lower, sent_bytes
 from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.exchange import (
     Dense,
@@ -171,7 +171,7 @@ def test_half_all_reduce_over_two_axes(axes):
     assert len(total.addressable_shards) == 6
     for shard in total.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), expected.astype(ml_dtypes.bfloat16).astype(np.float32))
-    found = sent_bytes(jax.jit(summed).lower(x).as_text(), mesh)
+    found = sent_bytes(jax.jit(summed).lower(x), mesh)
     assert found["replica+fsdp"] == all_reduce_sent_bytes(101, 6, "bfloat16") == 2 * 5 / 6 * 2 * 102
 
 
@@ -193,9 +193,9 @@ def test_bytes_of_a_16_bit_sum_are_the_same_on_every_platform(platform):
     summed = jax.shard_map(
         lambda x: half_all_reduce(x[0], "replica", "bfloat16"), mesh=mesh, in_specs=P("replica"), out_specs=P()
     )
-    text = lowered_text(summed, jax.ShapeDtypeStruct((4, 1001), jnp.float32), platform=platform)
-    assert sent_bytes(text, mesh)["replica"] == all_reduce_sent_bytes(1001, 4, "bfloat16") == 2 * 3 / 4 * 2 * 1004
-    kinds = [(one.kind, one.dtype) for one in collectives(text)]
+    program = lower(summed, jax.ShapeDtypeStruct((4, 1001), jnp.float32), platform=platform)
+    assert sent_bytes(program, mesh)["replica"] == all_reduce_sent_bytes(1001, 4, "bfloat16") == 2 * 3 / 4 * 2 * 1004
+    kinds = [(one.kind, one.dtype) for one in collectives(program)]
     assert kinds == (
         [("all_to_all", "uint16"), ("all_gather", "uint16")] if platform == "cpu" else [("all_reduce", "bfloat16")]
     )

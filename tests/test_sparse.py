@@ -395,7 +395,7 @@ def lowered(n, k, layout="replica 8", **options):
         lambda v, i: sparse_all_reduce(v, i, n, LAYOUTS[layout][1], **options), layout, 2, PartitionSpec(), False
     )
     shapes = [jax.ShapeDtypeStruct((8, k), dtype) for dtype in (jnp.float32, jnp.int32)]
-    return collectives(jax.jit(function).lower(*shapes).as_text())
+    return collectives(jax.jit(function).lower(*shapes))
 
 
 @pytest.mark.parametrize("wire", ["packed", "plain"])

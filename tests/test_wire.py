@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.mlir import ir
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxdl.bench.wire import Collective, collectives, lowered_text, sent_bytes
+from jaxdl.bench.wire import Collective, collectives, lower, sent_bytes
 
 MESHES = [{"replica": 8}, {"replica": 4, "fsdp": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}]
 N = 48  # Elements of one device: divisible by 2, 4 and 8.
@@ -21,15 +22,15 @@ def make_mesh(sizes, abstract=False):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types)
 
 
-def text_of(mesh, one_device, dtype=jnp.float32, n=N, **options):
-    """StableHLO of a function of `[n]` on each device."""
+def program_of(mesh, one_device, dtype=jnp.float32, n=N, **options):
+    """The lowered function of `[n]` on each device."""
     spec = P(tuple(mesh.shape))
     whole = jax.ShapeDtypeStruct((n * mesh.size,), dtype, sharding=NamedSharding(mesh, spec))
 
     def function(x):
         return jax.tree.map(lambda y: y[None], one_device(x))
 
-    return lowered_text(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, **options), whole)
+    return lower(jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, **options), whole)
 
 
 def ring(axis):
@@ -60,11 +61,11 @@ def test_each_collective_sends_what_its_ring_algorithm_says(sizes, name):
     function, kind, share = TALK[name]
     mesh = make_mesh(sizes)
     for axis, size in sizes.items():
-        text = text_of(mesh, lambda x, axis=axis: function(x, axis))
-        (found,) = collectives(text)
+        program = program_of(mesh, lambda x, axis=axis: function(x, axis))
+        (found,) = collectives(program)
         assert (found.kind, found.dtype, found.operand_bytes) == (kind, "float32", 4 * N)
         assert found.sent_bytes == pytest.approx(share(size) * 4 * N)
-        assert sent_bytes(text, mesh) == pytest.approx(dict.fromkeys(sizes, 0.0) | {axis: share(size) * 4 * N})
+        assert sent_bytes(program, mesh) == pytest.approx(dict.fromkeys(sizes, 0.0) | {axis: share(size) * 4 * N})
         if kind != "collective_permute":
             ids = np.moveaxis(np.arange(8).reshape(tuple(sizes.values())), list(sizes).index(axis), -1)
             assert found.groups == tuple(map(tuple, ids.reshape(-1, size).tolist()))
@@ -78,7 +79,7 @@ def test_several_axes_are_joined_in_the_order_of_the_mesh(order):
     def talk(x):
         return lax.psum(x, order), lax.all_gather(x.astype(jnp.bfloat16), "tensor"), lax.pmin(x[:4], ("tensor", *order))
 
-    assert sent_bytes(text_of(mesh, talk), mesh) == pytest.approx(
+    assert sent_bytes(program_of(mesh, talk), mesh) == pytest.approx(
         {
             "replica": 0,
             "fsdp": 0,
@@ -95,7 +96,7 @@ def test_axes_of_one_device_send_nothing():
     def talk(x):
         return lax.psum(x, "fsdp"), lax.all_gather(x, "fsdp"), lax.psum(x, ("replica", "fsdp"))
 
-    assert sent_bytes(text_of(mesh, talk), mesh) == pytest.approx({"replica": 2 * 7 / 8 * 4 * N, "fsdp": 0})
+    assert sent_bytes(program_of(mesh, talk), mesh) == pytest.approx({"replica": 2 * 7 / 8 * 4 * N, "fsdp": 0})
 
 
 def test_groups_inside_an_axis_count_with_their_own_size():
@@ -105,14 +106,14 @@ def test_groups_inside_an_axis_count_with_their_own_size():
     def talk(x):
         return lax.all_gather(x, "replica", axis_index_groups=groups)
 
-    assert sent_bytes(text_of(mesh, talk, check_vma=False), mesh) == {"replica": 3 * 4 * N}
+    assert sent_bytes(program_of(mesh, talk, check_vma=False), mesh) == {"replica": 3 * 4 * N}
 
 
 def test_a_permutation_that_keeps_everything_at_home_sends_nothing():
     mesh = make_mesh({"replica": 8})
-    text = text_of(mesh, lambda x: lax.ppermute(x, "replica", [(i, i) for i in range(8)]))
-    assert [found.sent_bytes for found in collectives(text)] == [0]
-    assert sent_bytes(text, mesh) == {"replica": 0}
+    program = program_of(mesh, lambda x: lax.ppermute(x, "replica", [(i, i) for i in range(8)]))
+    assert [found.sent_bytes for found in collectives(program)] == [0]
+    assert sent_bytes(program, mesh) == {"replica": 0}
 
 
 def test_called_functions_count_as_often_as_they_are_called_and_loops_and_branches_once():
@@ -126,41 +127,50 @@ def test_called_functions_count_as_often_as_they_are_called_and_loops_and_branch
         return lax.scan(lambda c, _: (inner(c), None), x, None, length=5)[0]
 
     one = 7 * 4 * N
-    assert sent_bytes(text_of(mesh, lambda x: inner(inner(inner(x)))), mesh) == {"replica": 3 * one}
-    assert sent_bytes(text_of(mesh, loop), mesh) == {"replica": one}
+    assert sent_bytes(program_of(mesh, lambda x: inner(inner(inner(x)))), mesh) == {"replica": 3 * one}
+    assert sent_bytes(program_of(mesh, loop), mesh) == {"replica": one}
 
     def branches(x):
         return lax.cond(x[0] > 0, lambda x: lax.ppermute(x, "replica", ring("replica")), inner, x)
 
-    assert sent_bytes(text_of(mesh, branches), mesh) == {"replica": one + 4 * N}
+    assert sent_bytes(program_of(mesh, branches), mesh) == {"replica": one + 4 * N}
 
 
-# Operation -> what stands between its operands and its types, as StableHLO prints it for several operands.
-REGION = """({
-      ^bb0(%a: tensor<f32>, %b: tensor<f32>, %c: tensor<i8>, %d: tensor<i8>):
-        %s = stablehlo.add %a, %b : tensor<f32>
-        %t = stablehlo.add %c, %d : tensor<i8>
-        stablehlo.return %s, %t : tensor<f32>, tensor<i8>
-      })"""
 MODULE = """module @jit_f {{
-  func.func public @main(%0: tensor<6xf32> loc("a) {{"), %1: tensor<3x5xi8>) -> tensor<6xf32> {{
-    %2:2 = {} : (tensor<6xf32>, tensor<3x5xi8>) -> (tensor<6xf32>, tensor<3x5xi8>)
-    return %2#0 : tensor<6xf32>
+  sdy.mesh @mesh = <["replica"=4, "fsdp"=2]>
+  func.func public @main(%0: tensor<6xf32>, %1: tensor<3x5xi8>) {{
+    %2:2 = "stablehlo.all_gather"(%0, %1) <{{all_gather_dim = 0 : i64, replica_groups = {}}}> :
+      (tensor<6xf32>, tensor<3x5xi8>) -> (tensor<?xf32>, tensor<?x5xi8>)
+    return
   }}
 }}"""
+AXES = "#stablehlo.replica_group_mesh_axes<mesh = @mesh, axes = [{}]>"
+
+
+def parsed(text):
+    with jax.jit(jnp.negative).lower(0.0).compiler_ir("stablehlo").context:
+        return ir.Module.parse(text)
 
 
 @pytest.mark.parametrize(
-    "operation",
+    ("groups", "expected"),
     [
-        f'"stablehlo.all_reduce"(%0, %1) <{{replica_groups = dense<[[0, 1], [2, 3]]> : tensor<2x2xi64>}}> {REGION}',
-        f'"stablehlo.all_reduce"(%0, %1) {REGION} {{replica_groups = dense<[[0, 1], [2, 3]]> : tensor<2x2xi64>}}',
-        f"stablehlo.all_reduce(%0, %1) <{{replica_groups = dense<[[0, 1], [2, 3]]> : tensor<2x2xi64>}}> {REGION}",
+        ("dense<[[0, 1], [2, 3]]> : tensor<2x2xi64>", ((0, 1), (2, 3))),
+        ("dense<0> : tensor<1x1xi64>", ((0,),)),
+        (AXES.format('#stablehlo.axis_ref<name = "replica">'), ((0, 2, 4, 6), (1, 3, 5, 7))),
+        (AXES.format('#stablehlo.axis_ref<name = "fsdp">'), ((0, 1), (2, 3), (4, 5), (6, 7))),
     ],
 )
-def test_all_operands_of_one_collective_count(operation):
-    expected = Collective("all_reduce", "float32+int8", 6 * 4 + 15, 2, ((0, 1), (2, 3)))
-    assert collectives(MODULE.format(operation)) == [expected]
+def test_groups_of_every_form_and_all_operands_of_a_collective_count(groups, expected):
+    size = len(expected[0])
+    module = parsed(MODULE.format(groups))
+    assert collectives(module) == [Collective("all_gather", "float32+int8", 6 * 4 + 15, size, expected)]
+
+
+def test_groups_of_an_unknown_form_are_an_error():
+    part = '#stablehlo.axis_ref<name = "replica", sub_axis_info = (1)2>'
+    with pytest.raises(ValueError, match=r"device groups of an unknown form: .*sub_axis"):
+        collectives(parsed(MODULE.format(AXES.format(part))))
 
 
 @pytest.mark.parametrize(
@@ -170,21 +180,23 @@ def test_all_operands_of_one_collective_count(operation):
 )  # fmt: skip
 def test_bytes_of_dtypes(dtype, num_bytes):
     mesh = make_mesh({"replica": 8})
-    (found,) = collectives(text_of(mesh, lambda x: lax.all_gather(x, "replica"), jnp.dtype(dtype)))
+    (found,) = collectives(program_of(mesh, lambda x: lax.all_gather(x, "replica"), jnp.dtype(dtype)))
     assert (found.dtype, found.operand_bytes) == (dtype, N * num_bytes)
 
 
-def test_what_is_not_known_is_an_error():
+def test_other_meshes_and_unknown_collectives_are_errors():
     mesh = make_mesh({"replica": 8})
-    text = text_of(mesh, lambda x: lax.psum(x, "replica"))
+    program = program_of(mesh, lambda x: lax.psum(x, "replica"))
     with pytest.raises(ValueError, match="Pass the mesh"):
-        sent_bytes(text, make_mesh({"replica": 4}, abstract=True))
+        sent_bytes(program, make_mesh({"replica": 4}, abstract=True))
     with pytest.raises(ValueError, match="Pass the mesh"):
-        sent_bytes(text, make_mesh({"replica": 16}, abstract=True))
-    with pytest.raises(ValueError, match="not StableHLO"):
-        collectives("HloModule jit_f")
-    with pytest.raises(ValueError, match="collective_broadcast"):
-        collectives(text.replace("stablehlo.all_reduce", "stablehlo.collective_broadcast"))
+        sent_bytes(program, make_mesh({"replica": 16}, abstract=True))
+    one = jax.shard_map(
+        lambda x: lax.pbroadcast(x, ("replica",), 0), mesh=mesh, in_specs=P("replica"), out_specs=P("replica")
+    )
+    broadcast = lower(one, jax.ShapeDtypeStruct((8 * N,), jnp.float32), platform="cuda")
+    with pytest.raises(ValueError, match="collective_broadcast: its size is unknown"):
+        collectives(broadcast)
 
 
 @pytest.mark.parametrize("sizes", [{"replica": 8, "fsdp": 2}, {"replica": 128, "fsdp": 8}], ids=str)
@@ -196,11 +208,11 @@ def test_more_devices_than_there_are(sizes):
         return lax.all_gather(lax.psum(shard, "replica"), "fsdp")
 
     replica, fsdp = sizes.values()
-    text = text_of(mesh, talk)
-    assert sent_bytes(text, mesh) == pytest.approx(
+    program = program_of(mesh, talk)
+    assert sent_bytes(program, mesh) == pytest.approx(
         {"replica": 2 * (replica - 1) / replica * 4 * N / fsdp, "fsdp": 2 * (fsdp - 1) / fsdp * 4 * N}
     )
-    assert [found.kind for found in collectives(text)] == ["reduce_scatter", "all_reduce", "all_gather"]
+    assert [found.kind for found in collectives(program)] == ["reduce_scatter", "all_reduce", "all_gather"]
 
 
 def test_an_integer_psum_saves_nothing():
@@ -223,6 +235,6 @@ def test_an_integer_psum_saves_nothing():
     np.testing.assert_array_equal(run(narrow), exact.astype(np.int8))
     assert (run(narrow) != exact).all()
     np.testing.assert_array_equal(run(wide), exact)
-    dense = sent_bytes(text_of(mesh, lambda x: lax.psum(x, "replica")), mesh)["replica"]
-    assert sent_bytes(text_of(mesh, wide, jnp.int8), mesh)["replica"] == dense
-    assert sent_bytes(text_of(mesh, narrow, jnp.int8), mesh)["replica"] == dense / 4
+    dense = sent_bytes(program_of(mesh, lambda x: lax.psum(x, "replica")), mesh)["replica"]
+    assert sent_bytes(program_of(mesh, wide, jnp.int8), mesh)["replica"] == dense
+    assert sent_bytes(program_of(mesh, narrow, jnp.int8), mesh)["replica"] == dense / 4

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.output import check_folder, write_json
-from jaxdl.bench.wire import lowered_text, sent_bytes
+from jaxdl.bench.wire import lower, sent_bytes
 from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import (
     Dense,
@@ -127,6 +127,7 @@ def exchange_bytes(config: Any, command: TrafficBench) -> dict[str, float]:
     grads = {
         name: struct(jax.ShapeDtypeStruct((command.replica, *x.shape), x.dtype), stacked) for name, x in shapes.items()
     }
-    text = lowered_text(function, grads, jax.tree.map(struct, state, places), jax.eval_shape(lambda: jax.random.key(0)))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    program = lower(function, grads, jax.tree.map(struct, state, places), key)
     # The norms of the metrics, two numbers over all axes at once, are the same for every exchange.
-    return {axis: value for axis, value in sent_bytes(text, mesh).items() if "+" not in axis}
+    return {axis: value for axis, value in sent_bytes(program, mesh).items() if "+" not in axis}

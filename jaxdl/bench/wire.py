@@ -1,8 +1,8 @@
-"""What a lowered function sends: the collectives in its StableHLO, and their bytes by ring algorithms.
+"""The bytes that a lowered function sends: the collectives in its StableHLO, counted by ring algorithms.
 
-StableHLO is what JAX asks of XLA. It shows the collectives of a fully manual `shard_map`, with the dtypes of the
-program and the shapes of one device; those that XLA's partitioner adds for automatic axes are not in it. XLA may still
-merge collectives, or sum bfloat16 as float32 on a CPU.
+StableHLO is JAX's request to XLA. It holds the collectives of a fully manual `shard_map`, with the program's dtypes and
+the shapes of one device, but not those that XLA's partitioner adds for automatic axes. XLA may still merge collectives,
+or sum bfloat16 as float32 on a CPU.
 """
 
 from __future__ import annotations
@@ -10,29 +10,23 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import sdy, stablehlo
 from jax.sharding import AbstractMesh, Mesh
+from jax.stages import Lowered
 
 Groups = tuple[tuple[int, ...], ...]
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
 _UNCOUNTED = ("collective_broadcast", "ragged_all_to_all")
-_OPERATION = re.compile(r'(?<![\w.])"?stablehlo\.(' + "|".join(_KINDS) + r')"?\s*\(')
-_FUNCTION = re.compile(r"^\s*func\.func\s+(?:\w+\s+)?@(\"[^\"]*\"|[\w.$-]+)\s*\(", re.MULTILINE)
-_CALL = re.compile(r"(?:(?<![\w.])(?:func\.)?call\s+|decomposition = )@(\"[^\"]*\"|[\w.$-]+)")
-_MESH = re.compile(r"sdy\.mesh @(\"[^\"]*\"|[\w.$-]+) = <\[([^\]]*)\]")
-_TENSOR = re.compile(r"tensor<((?:\d+x)*)([^<>,]+(?:<\w+>)?)[^>]*>")
-_DENSE = re.compile(r"(?:replica_groups|source_target_pairs) = dense<([^>]*)> : tensor<(\d+)x(\d+)xi64>")
-_AXES = re.compile(
-    r"replica_groups = #stablehlo\.replica_group_mesh_axes<mesh = @(\"[^\"]*\"|[\w.$-]+), axes = \[(.*?)\]"
-)
-_FLOATS = {"f16": "float16", "f32": "float32", "f64": "float64", "bf16": "bfloat16"}
+_CALLEES = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+"""Operation -> its attribute that names a function."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +38,9 @@ class Collective:
     dtype: str
     """Of its operands, by NumPy's names; several different ones are joined by "+"."""
     operand_bytes: int
-    """What goes in on one device, all operands together."""
+    """Size of all operands together, on one device."""
     group_size: int
-    """How many devices talk with one another; 2 for a collective_permute, 1 when nothing is sent."""
+    """How many devices communicate with one another; 2 for a collective_permute, 1 when nothing is sent."""
     groups: Groups
     """The devices of each group, by their position in the mesh; (source, target) pairs of a collective_permute."""
 
@@ -65,24 +59,24 @@ class Collective:
         return float(sent[self.kind])
 
 
-def lowered_text(function: Callable[..., Any], *shapes: Any, platform: str = "cpu") -> str:
-    """The StableHLO text of a function for arguments of these shapes; nothing is compiled or run.
+def lower(function: Callable[..., Any], *shapes: Any, platform: str = "cpu") -> Lowered:
+    """The function lowered for arguments of these shapes; nothing is compiled or run.
 
-    With a `jax.sharding.AbstractMesh` in the function's `shard_map` it may be one for more devices than there are.
+    With a `jax.sharding.AbstractMesh` in the function's `shard_map`, the mesh may have more devices than exist.
     """
-    return jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    return jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,))
 
 
-def sent_bytes(text: str, mesh: Mesh | AbstractMesh) -> dict[str, float]:
+def sent_bytes(program: Lowered | ir.Module, mesh: Mesh | AbstractMesh) -> dict[str, float]:
     """Bytes that one device sends over each axis of the mesh, by ring algorithms, for one run of the function.
 
-    A collective over several axes stands under their names joined by "+", in the order of the mesh. All axes of the
-    mesh are there, also with 0. `text` is StableHLO; see `collectives` for what is counted.
+    A collective over several axes is counted under their names joined by "+", in the order of the mesh. Every axis of
+    the mesh is present, also with 0. See `collectives` for what is counted.
     Raises ValueError when the devices of a collective are not those of the mesh.
     """
     sizes: Mapping[str, int] = mesh.shape
     sent = dict.fromkeys(sizes, 0.0)
-    for collective in collectives(text):
+    for collective in collectives(program):
         _check_devices(collective, sizes)
         axes = _axes_of(collective.groups, tuple(sizes.items()))
         if axes:
@@ -91,119 +85,94 @@ def sent_bytes(text: str, mesh: Mesh | AbstractMesh) -> dict[str, float]:
     return sent
 
 
-def collectives(text: str) -> list[Collective]:
-    """The collectives in the StableHLO text of a lowered function, `jax.jit(f).lower(...).as_text()`.
+def collectives(program: Lowered | ir.Module) -> list[Collective]:
+    """The collectives of a lowered function, `jax.jit(f).lower(...)`, or of its StableHLO module, in program order.
 
-    A function that is called several times counts as often as it is called. The body of a loop counts once, not once a
-    round, and so does each branch of a conditional.
-    Raises ValueError for a collective that is not known here, rather than leaving it out.
+    A function that is called several times counts once per call. The body of a loop counts once, not once per
+    iteration, and so does each branch of a conditional.
+    Raises ValueError for a collective of unknown size, rather than leaving it out.
     """
-    meshes = {match[1]: _mesh_sizes(match[2]) for match in _MESH.finditer(text)}
-    starts = [(match[1], match.start()) for match in _FUNCTION.finditer(text)]
-    if "main" not in [name for name, _ in starts]:
-        raise ValueError("no function @main: this is not StableHLO. Pass jax.jit(f).lower(...).as_text().")
-    ends = [start for _, start in starts[1:]] + [len(text)]
-    bodies = {name: text[start:end] for (name, start), end in zip(starts, ends, strict=True)}
+    module: Any = program.compiler_ir("stablehlo") if isinstance(program, Lowered) else program
+    symbols = ir.SymbolTable(module.operation)
 
     @functools.cache
     def of_function(name: str) -> tuple[Collective, ...]:
-        body = bodies[name]
-        here = [
-            (match.start(), (_collective(match[1], body, match.end() - 1, meshes),))
-            for match in _OPERATION.finditer(body)
-        ]
-        called = [(match.start(), of_function(match[1])) for match in _CALL.finditer(body)]
-        in_order = sorted([*here, *called], key=lambda found: found[0])
-        return tuple(itertools.chain.from_iterable(found for _, found in in_order))
+        found: list[Collective] = []
+        for operation in _operations(symbols[name].operation):
+            if callee := _CALLEES.get(operation.name):
+                found += of_function(operation.attributes[callee].value)
+            elif kind := _collective_kind(operation):
+                found.append(_collective(kind, operation, symbols))
+        return tuple(found)
 
-    for unknown in _UNCOUNTED:
-        if f"stablehlo.{unknown}" in text or f"@{unknown}" in text:
-            raise ValueError(f"{unknown}: its bytes are not known here. Count the collectives without it.")
     return list(of_function("main"))
 
 
-def _collective(kind: str, body: str, operands_start: int, meshes: Mapping[str, dict[str, int]]) -> Collective:
-    """The operation whose operands begin at the bracket at `operands_start`."""
-    place = _closing(body, operands_start) + 1
-    # Properties <{...}>, the region ({...}) that reduces, attributes {...}: then the types.
-    attributes = ""
-    while (match := re.compile(r"\s*<?(?=[({])").match(body, place)) is not None:
-        end = _closing(body, match.end()) + 1
-        if body[match.end()] == "{":
-            attributes += body[match.end() : end]
-        place = end + 1 if body[end : end + 1] == ">" else end
-    signature = re.compile(r"\s*:\s*(?=\()").match(body, place)
-    if signature is None:
-        raise ValueError(f"{kind}: its types are not where they should be: {body[place : place + 80]!r}")
-    types = body[signature.end() : _closing(body, signature.end()) + 1]
-    tensors = [_tensor(match) for match in _TENSOR.finditer(types)]
-    if len(tensors) != types.count("tensor<"):
-        raise ValueError(f"{kind}: operands of unknown size: {types}")
-    dtypes = list(dict.fromkeys(dtype for dtype, _ in tensors))
-    groups = _groups(kind, attributes, meshes)
+def _operations(operation: Any) -> Iterator[Any]:
+    """An operation and all operations inside it, each before its own regions."""
+    yield operation
+    for block in itertools.chain.from_iterable(operation.regions):
+        for inner in block:
+            yield from _operations(inner.operation)
+
+
+def _collective_kind(operation: Any) -> str | None:
+    """The kind of collective that an operation is; None for any other. Raises ValueError for one of unknown size."""
+    name: str = operation.name
+    kind = operation.attributes["call_target_name"].value if name == "stablehlo.custom_call" else name.split(".")[-1]
+    if kind in _UNCOUNTED:
+        raise ValueError(f"{kind}: its size is unknown. Count the collectives without it.")
+    return kind if name == f"stablehlo.{kind}" and kind in _KINDS else None
+
+
+def _collective(kind: str, operation: Any, symbols: ir.SymbolTable) -> Collective:
+    dtypes, sizes = zip(*(_tensor(operand.type) for operand in operation.operands), strict=True)
+    pairs = kind == "collective_permute"
+    groups = _groups(operation.attributes["source_target_pairs" if pairs else "replica_groups"], symbols)
     return Collective(
         kind=kind,
-        dtype="+".join(dtypes),
-        operand_bytes=sum(size for _, size in tensors),
+        dtype="+".join(dict.fromkeys(dtypes)),
+        operand_bytes=sum(sizes),
         group_size=max((len(set(group)) for group in groups), default=1),
         groups=groups,
     )
 
 
-def _closing(text: str, start: int) -> int:
-    """Where the bracket at `start` closes; brackets in strings do not count."""
-    depth = 0
-    for match in re.compile(r'"(?:[^"\\]|\\.)*"|[()\[\]{}]').finditer(text, start):
-        if match[0] in "([{":
-            depth += 1
-        elif match[0] in ")]}":
-            depth -= 1
-            if not depth:
-                return match.start()
-    raise ValueError(f"a bracket is never closed: {text[start : start + 80]!r}")
-
-
-def _tensor(match: re.Match[str]) -> tuple[str, int]:
+def _tensor(tensor: Any) -> tuple[str, int]:
     """(dtype, bytes) of a tensor type. Elements of less than 8 bits are counted as packed."""
-    count = math.prod(int(size) for size in match[1].split("x")[:-1])
-    name = match[2].strip()
-    if name in _FLOATS:
-        dtype = _FLOATS[name]
-    elif name == "i1":
-        return "bool", count
-    elif name.startswith("complex"):
-        dtype = "complex64" if "f32" in name else "complex128"
-    elif number := re.fullmatch(r"(u?)i(\d+)", name):
-        dtype, bits = f"{'u' if number[1] else ''}int{number[2]}", int(number[2])
-        return dtype, math.ceil(count * bits / 8)
-    elif number := re.fullmatch(r"f(\d+)(E\w+)", name):
-        return f"float{number[1]}_{number[2].lower()}", math.ceil(count * int(number[1]) / 8)
-    else:
-        raise ValueError(f"tensor of {name}: its size is not known here.")
-    return dtype, count * (2 if dtype == "bfloat16" else np.dtype(dtype).itemsize)
+    if not tensor.has_static_shape:
+        raise ValueError(f"{tensor}: a collective's operand of unknown size.")
+    dtype, bits = _dtype(tensor.element_type)
+    return dtype, math.ceil(math.prod(tensor.shape) * bits / 8)
 
 
-def _mesh_sizes(text: str) -> dict[str, int]:
-    """Axis -> size, from `"replica"=4, "fsdp"=2`."""
-    return {name: int(size) for name, size in re.findall(r'"([^"]*)"=(\d+)', text)}
+def _dtype(element: Any) -> tuple[str, int]:
+    """(NumPy's name, bits) of an element type."""
+    name = str(element)
+    if isinstance(element, ir.ComplexType):
+        bits = 2 * _dtype(element.element_type)[1]
+        return f"complex{bits}", bits
+    if isinstance(element, ir.IntegerType):
+        return ("bool", 8) if element.width == 1 else (name.replace("i", "int"), element.width)
+    if isinstance(element, ir.BF16Type):
+        return "bfloat16", 16
+    if isinstance(element, ir.FloatType):  # f32, f8E4M3FN: float32, float8_e4m3fn.
+        return name.replace("f", "float", 1).replace("E", "_E", 1).lower(), element.width
+    raise ValueError(f"tensor of {name}: its size is unknown.")
 
 
-def _groups(kind: str, attributes: str, meshes: Mapping[str, dict[str, int]]) -> Groups:
+def _groups(attribute: Any, symbols: ir.SymbolTable) -> Groups:
     """JAX 0.10 lists the devices of each group; 0.11 names a mesh and the axes."""
-    if match := _DENSE.search(attributes):
-        shape = int(match[2]), int(match[3])
-        if match[1].startswith('"0x'):  # More than 100 numbers are printed as bytes.
-            ids = np.frombuffer(bytes.fromhex(match[1].strip('"')[2:]), "<i8")
-        else:
-            ids = np.array([int(number) for number in re.findall(r"-?\d+", match[1])], int)
-        # One number stands for all; -1 fills up groups that are smaller than others.
-        rows = np.broadcast_to(ids, shape) if ids.size == 1 else ids.reshape(shape)
-        return tuple(tuple(int(i) for i in row if i >= 0) for row in rows)
-    if (match := _AXES.search(attributes)) and "sub_axis" not in match[2]:
-        sizes = meshes[match[1]]
-        wanted = re.findall(r'name = "([^"]*)"', match[2])
-        return _groups_of_axes(sizes, wanted)
-    raise ValueError(f"{kind}: its device groups are not understood: {attributes}")
+    if isinstance(attribute, ir.DenseIntElementsAttr):
+        return tuple(tuple(int(i) for i in row) for row in np.array(attribute))
+    if stablehlo.ReplicaGroupMeshAxesAttr.isinstance(attribute):
+        named: Any = stablehlo.ReplicaGroupMeshAxesAttr(attribute)
+        axes = [stablehlo.AxisRefAttr(axis) for axis in named.axes]
+        if all(axis.sub_axis_info is None for axis in axes):
+            mesh = sdy.MeshAttr(symbols[named.mesh.value].attributes["mesh"])
+            sizes = {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, mesh.axes)}
+            return _groups_of_axes(sizes, [axis.name for axis in axes])
+    raise ValueError(f"device groups of an unknown form: {attribute}")
 
 
 def _groups_of_axes(sizes: Mapping[str, int], axes: list[str]) -> Groups:
