@@ -2,11 +2,12 @@
 #   make train   the digits experiment
 #   make test    the whole test suite
 #   make lint    format, lint and types
+#   make docs    the site of the documentation, in site/
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint format clean
+.PHONY: train test lint format docs clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m jaxdl.train --config configs/digits.py --workdir runs/digits
@@ -23,6 +24,10 @@ format: $(VENV)/installed-test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	@echo "the site is in site/: open site/index.html"
+
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "jaxdl needs Python 3.11 or later; give one with: make PYTHON=python3.12 ..."; exit 2; }
@@ -36,5 +41,9 @@ $(VENV)/installed-test: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test]' -c constraints.txt
 	touch $@ $(VENV)/installed
 
+$(VENV)/installed-docs: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]' -c constraints.txt
+	touch $@ $(VENV)/installed
+
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) runs site

@@ -1,6 +1,6 @@
 """What the ImageNet configs share; no experiment of its own.
 
-They read `imagenet2012` of TensorFlow Datasets, prepared as ArrayRecord files in TFDS_DATA_DIR (docs/data.md).
+They read `imagenet2012` of TensorFlow Datasets, prepared as ArrayRecord files in TFDS_DATA_DIR (docs/howto/images.md).
 """
 
 from jaxdl.data import TFDS, Photos

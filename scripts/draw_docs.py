@@ -10,6 +10,7 @@ the measurements themselves have the same fields, so a new measurement is drawn 
     schedule           python -m jaxdl.bench schedule --json FILE: the value of "found"
     large_batch        scripts/large_batch.py writes WORKDIR/large_batch.json: the value of "found"
 
+`floors` and `step`, the pictures of docs/architecture.md, are drawings without data (scripts/draw_architecture.py).
 docs/idea.png is drawn by scripts/draw_idea.py; docs/curves.png is the curves.png of a run (RESULTS.md, Training).
 """
 
@@ -21,6 +22,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import draw_architecture
 import draw_elastic
 import large_batch
 import time_to_accuracy
@@ -43,6 +45,8 @@ FIGURES: Mapping[str, Callable[[dict[str, Any]], bytes]] = {
     "schedule": lambda data: schedule.figure(data["found"]),
     "time_to_accuracy": lambda data: time_to_accuracy.figure(data["runs"], data["target"]),
 }
+DRAWINGS: Mapping[str, Callable[[], bytes]] = {"floors": draw_architecture.floors, "step": draw_architecture.step}
+"""Pictures that show no data."""
 
 
 def read(name: str) -> dict[str, Any]:
@@ -52,14 +56,16 @@ def read(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Draws the figures that are named, or all."""
+    known = [*FIGURES, *DRAWINGS]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(FIGURES)}; without names, all")
-    names = parser.parse_args().names or list(FIGURES)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one of {', '.join(known)}; without names, all")
+    names = parser.parse_args().names or known
     for name in names:
-        if name not in FIGURES:
-            parser.error(f"{name}: there is no figure of this name. Choose from {', '.join(FIGURES)}.")
+        if name not in known:
+            parser.error(f"{name}: there is no figure of this name. Choose from {', '.join(known)}.")
     for name in names:
-        (DOCS / f"{name}.png").write_bytes(FIGURES[name](read(name)))
+        content = DRAWINGS[name]() if name in DRAWINGS else FIGURES[name](read(name))
+        (DOCS / f"{name}.png").write_bytes(content)
         print(DOCS / f"{name}.png")
 
 

@@ -2,7 +2,7 @@
 
 TFDS_DATA_DIR=... python scripts/reproduce_dawnbench.py --nodes 1 --gpus-per-node 8 --price-per-hour 98.32
 
-On several nodes start it once a node, as python -m jaxdl.train is (docs/clusters.md): srun, mpirun, or
+On several nodes start it once a node, as python -m jaxdl.train is (docs/howto/clusters.md): srun, mpirun, or
 python -m jaxdl.launch local. The recipe is configs/imagenet_resnet50_dawnbench.py; everything after `--` changes it.
 First, while the clock stands still, the machine, the data and the network are looked at. A run that was stopped goes on
 in the same workdir; it is then no entry to submit.

@@ -2,7 +2,7 @@
 
 It never travels. Process 0 greets every connection with a random nonce; who knows the token answers with a nonce of its
 own and the HMAC of both and of its hello; process 0 proves its verdict in the same way. Only the meeting is protected:
-nothing that is sent is encrypted, and the connections of JAX, Gloo and NCCL know no token (see docs/clusters.md).
+nothing that is sent is encrypted, and the connections of JAX, Gloo and NCCL know no token (see docs/howto/clusters.md).
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Job(Config):
 
 
 NETWORK_ADVICE = (
-    "Try these one at a time and measure (docs/clusters.md says what each does):",
+    "Try these one at a time and measure (docs/howto/clusters.md says what each does):",
     "never copy all of them.",
 )
 

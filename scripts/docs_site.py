@@ -1,0 +1,207 @@
+"""The hook of mkdocs (see mkdocs.yml) that writes the generated pages of the site: `make docs`.
+
+- reference/config/*.md: every field of `Experiment`, from the config classes themselves;
+- results.md and changelog.md: RESULTS.md and CHANGELOG.md, with their links turned towards the site.
+
+`pages()` returns them as text, so that a test can read them without mkdocs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union
+
+import pydantic
+
+from jaxdl.config import Config, choices
+from jaxdl.experiment import Experiment
+
+ROOT = Path(__file__).resolve().parent.parent
+REFERENCE = "reference/config"
+LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "multiple of", "min_length": "items >="}
+"""Name of a limit in the annotated types that pydantic keeps -> how it is shown."""
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the generated pages to the site: an event of mkdocs."""
+    from mkdocs.structure.files import File  # pyright: ignore[reportMissingImports]
+
+    for path, text in pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files
+
+
+def pages() -> dict[str, str]:
+    """The generated pages: path inside the site -> Markdown."""
+    found = {f"{REFERENCE}/{name}.md": "\n".join(lines) + "\n" for name, lines in config_pages().items()}
+    found["results.md"] = for_site((ROOT / "RESULTS.md").read_text())
+    found["changelog.md"] = for_site((ROOT / "CHANGELOG.md").read_text())
+    return found
+
+
+def for_site(text: str) -> str:
+    """A page of the repository's root with links as seen from the root of the site."""
+    text = re.sub(r"\]\(docs/", "](", text)
+    return re.sub(r"\]\(RESULTS\.md", "](results.md", text)
+
+
+def config_pages() -> dict[str, list[str]]:
+    """The lines of the pages on configs: `experiment` first, then one for each choice and each part."""
+    found = {"experiment": _experiment_page()}
+    for name, field in Experiment.model_fields.items():
+        kinds = list(choices(Experiment).get(name, {}).values()) or list(_configs_in(field.annotation))
+        if kinds:
+            found[name] = _part_page(name, field, kinds)
+    return found
+
+
+def _experiment_page() -> list[str]:
+    lines = [
+        "# Experiment",
+        "",
+        f"`{Experiment.__module__}.Experiment`. {_sentence(Experiment)}",
+        "",
+        "A config file's `config()` returns one. On the command line a field is an option, `batch_size` being "
+        "`--batch-size`; a field of a part is `--optimizer.learning-rate`. A part with kinds is switched by name, "
+        "`--optimizer lars`, and then has the fields of that kind. A limit that joins several fields is not in the "
+        "tables: the message of the error says what to change.",
+        "",
+    ]
+    return lines + _table(Experiment, "", links=True)
+
+
+def _part_page(name: str, field: Any, kinds: list[type[Config]]) -> list[str]:
+    switched = name in choices(Experiment)
+    lines = [f"# {name}", "", _plain(field.description)]
+    if switched:
+        default = field.get_default(call_default_factory=True)
+        names = ", ".join(f"[`{_kind(one)}`](#{_anchor(one)})" for one in kinds)
+        lines += ["", f"Kinds: {names}. Default: `{_kind(type(default))}`. Switch with `--{_option(name)} KIND`."]
+    seen: set[type[Config]] = set()
+    for one in kinds:
+        lines += _sections(one, name, seen, switched=switched)
+    return lines
+
+
+def _sections(cls: type[Config], path: str, seen: set[type[Config]], *, switched: bool = False) -> list[str]:
+    """The section of a config class, and those of the classes inside it."""
+    if cls in seen:
+        return []
+    seen.add(cls)
+    title = f"`{_kind(cls)}`: {cls.__name__}" if switched else cls.__name__
+    lines = ["", f"## {title} {{ #{_anchor(cls)} }}", "", f"`{cls.__module__}.{cls.__name__}`. {_sentence(cls)}", ""]
+    lines += _table(cls, path)
+    for name, field in cls.model_fields.items():
+        for inner in _configs_in(field.annotation):
+            lines += _sections(inner, f"{path}.{name}", seen, switched="kind" in inner.model_fields)
+    return lines
+
+
+def _table(cls: type[Config], path: str, *, links: bool = False) -> list[str]:
+    """The fields of a class; with `links`, those that are parts lead to their own page."""
+    fields = {name: field for name, field in cls.model_fields.items() if name != "kind"}
+    if not fields:
+        return ["No fields."]
+    lines = ["| field | type | default | limits | meaning |", "|---|---|---|---|---|"]
+    for name, field in fields.items():
+        shown = f"[`{name}`]({name}.md)" if links and list(_configs_in(field.annotation)) else f"`{name}`"
+        anchor = f'<span id="{_option(f"{path}.{name}" if path else name)}-of-{_anchor(cls)}"></span>'
+        kind = (
+            "a part with kinds"
+            if links and name in choices(cls)
+            else _type(field.annotation, f"{name}.md" if links else "")
+        )
+        cells = [anchor + shown, kind, _default(field), _limits(field), _plain(field.description)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _default(field: Any) -> str:
+    value = field.get_default(call_default_factory=True)
+    if field.is_required():
+        return "required"
+    if isinstance(value, Config):
+        return f"`{type(value).__name__}()`"
+    return f"`{value!r}`".replace("|", "\\|")
+
+
+def _limits(field: Any) -> str:
+    """`>= 1, < 10` from what pydantic checks of the field by itself."""
+    metadata = [*field.metadata, *_inner_metadata(field.annotation)]
+    found = [
+        f"{sign} {_number(getattr(one, name))}"
+        for one in metadata
+        for name, sign in LIMITS.items()
+        if getattr(one, name, None) is not None
+    ]
+    return ", ".join(dict.fromkeys(found))
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:g}"
+
+
+def _inner_metadata(annotation: Any) -> Iterator[Any]:
+    """What `Annotated` types inside an annotation say."""
+    if typing.get_origin(annotation) is Annotated:
+        for one in annotation.__metadata__:
+            yield from (one.metadata if isinstance(one, pydantic.fields.FieldInfo) else (one,))
+    for one in typing.get_args(annotation):
+        yield from _inner_metadata(one)
+
+
+def _type(annotation: Any, page: str = "") -> str:
+    """A type in words, a config class as a link to its section, on another page if that is given."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _type(args[0], page)
+    if origin is Literal:
+        return " or ".join(f"`{one!r}`" for one in args)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_type(one, page) for one in args)
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return f"tuple of {_type(args[0], page)}"
+    if origin is tuple:
+        return f"({', '.join(_type(one, page) for one in args)})"
+    if origin in (dict, typing.get_origin(typing.Mapping[str, int])):
+        return f"mapping of {_type(args[0], page)} to {_type(args[1], page)}"
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return f"[`{annotation.__name__}`]({page}#{_anchor(annotation)})"
+    if annotation is type(None):
+        return "`None`"
+    return f"`{getattr(annotation, '__name__', annotation)}`"
+
+
+def _configs_in(annotation: Any) -> Iterator[type[Config]]:
+    """The config classes that a type mentions."""
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        yield annotation
+    for one in typing.get_args(annotation):
+        yield from _configs_in(one)
+
+
+def _kind(cls: type[Config]) -> str:
+    return cls.model_fields["kind"].default
+
+
+def _anchor(cls: type[Config]) -> str:
+    return cls.__name__.lower()
+
+
+def _option(path: str) -> str:
+    return path.replace("_", "-")
+
+
+def _sentence(cls: type[Config]) -> str:
+    return _plain(inspect.getdoc(cls))
+
+
+def _plain(text: str | None) -> str:
+    """A help text on one line, safe in a table."""
+    assert text, "every config class and every field has a help text"
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
