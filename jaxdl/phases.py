@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -93,30 +93,13 @@ class Timeline:
         """Length of the run in such steps."""
         return math.ceil(self.total_examples / self._batch_size)
 
-    def learning_rate(self, schedule: Callable[[jax.typing.ArrayLike], jax.Array]) -> Callable[..., jax.Array]:
-        """The learning rate of a step, of a schedule for steps of the run's own batch size.
+    def scheduled(self, step: jax.typing.ArrayLike) -> tuple[jax.typing.ArrayLike, jax.typing.ArrayLike]:
+        """How many steps of the run's own batch size `step` steps are worth, and how many the next one is worth.
 
-        It is in proportion to the batch size (Goyal et al. 2017, section 2.1) and goes on with the examples seen.
+        Schedules count such steps; the learning rate is also times the latter (Goyal et al. 2017, section 2.1).
         """
-        if self._has_one_batch_size:
-            return schedule
-
-        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
-            passed, factor = self._passed(step)
-            return schedule(passed) * factor
-
-        return learning_rate
-
-    def scheduled(self, course: Callable[[jax.typing.ArrayLike], jax.Array]) -> Callable[..., jax.Array]:
-        """A course over steps of the run's own batch size, as one over the run's steps; the values stay the same."""
-        return course if self._has_one_batch_size else lambda step: course(self._passed(step)[0])
-
-    @property
-    def _has_one_batch_size(self) -> bool:
-        return all(segment.batch_size == self._batch_size for segment in self.segments)
-
-    def _passed(self, step: jax.typing.ArrayLike) -> tuple[jax.Array, jax.Array]:
-        """How many steps of the run's own batch size `step` steps are worth, and what the next one is worth."""
+        if all(segment.batch_size == self._batch_size for segment in self.segments):
+            return step, 1
         firsts = np.array(self._firsts, np.float32)
         lengths = np.array([segment.num_steps for segment in self.segments], np.float32)
         lengths[-1] = np.inf

@@ -30,6 +30,7 @@ from jaxdl.exchange import Exchange, exchanged_on_mesh
 from jaxdl.guard import GuardConfig, choose
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.models.network import Network
+from jaxdl.optim import Rates, num_updates
 from jaxdl.optim.norms import global_norm
 from jaxdl.precision import Precision, cast_weights
 from jaxdl.sharding import Layout, gather_params, is_spec, named, spec_axes, use_layout
@@ -59,10 +60,9 @@ class Parts:
     network: Network
     task: Task
     data_spec: Any
-    optimizer: optax.GradientTransformation
-    learning_rate: Callable[[Any], Any]
-    momentum: Callable[[Any], Any] | None
-    """Where it changes over the run."""
+    optimizer: optax.GradientTransformationExtraArgs
+    rates: Callable[[jax.typing.ArrayLike], Rates]
+    """Learning rate and momentum of the next update, by the number of updates made so far."""
     exchange: Exchange
     precision: Precision
     layout: Layout
@@ -280,19 +280,20 @@ def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Me
         grads = jax.tree.map(lambda g: g * factor, grads)
     spec = parts.state_spec
     old = _laid_out(parts, state.params, spec.update)
-    updates, opt_state = parts.optimizer.update(grads, state.opt_state, old)
+    num_made = num_updates(state.opt_state)
+    rates = parts.rates(num_made)
+    updates, opt_state = parts.optimizer.update(grads, state.opt_state, old, rates=rates)
     # Without the first line XLA may gather the updates rather than the parameters, and every device adds them all up.
     params = _laid_out(parts, optax.apply_updates(old, updates), spec.update)
     params = _laid_out(parts, params, spec.params)
     ema_params = state.ema_params
     if config.ema_decay is not None:
         # Early on the average is over the steps so far, not over the initial values.
-        num_updates = _num_updates(state)
-        decay = jnp.minimum(config.ema_decay, (1.0 + num_updates) / (10.0 + num_updates))
+        decay = jnp.minimum(config.ema_decay, (1.0 + num_made) / (10.0 + num_made))
         ema_params = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema_params, params)
-    metrics = {"grad_norm": grad_norm, "learning_rate": _learning_rate(parts, state)}
-    if parts.momentum is not None:
-        metrics["momentum"] = jnp.float32(parts.momentum(_num_updates(state)))
+    metrics = {"grad_norm": grad_norm, "learning_rate": rates.learning_rate}
+    if rates.momentum is not None:
+        metrics["momentum"] = rates.momentum
     return state.replace(params=params, opt_state=opt_state, ema_params=ema_params), metrics
 
 
@@ -301,13 +302,3 @@ def _laid_out(parts: Parts, tree: Any, specs: Any) -> Any:
     if parts.state_spec.update == parts.state_spec.params:
         return tree
     return lax.with_sharding_constraint(tree, named(parts.layout.mesh, specs))
-
-
-def _num_updates(state: TrainState) -> jax.Array:
-    """Updates made so far: steps that were skipped leave the schedule where it was."""
-    overflows = state.loss_scale["skipped_steps"] if state.loss_scale else 0
-    return state.step - overflows - (state.guard["bad_steps"] if state.guard else 0)
-
-
-def _learning_rate(parts: Parts, state: TrainState) -> jax.Array:
-    return jnp.float32(parts.learning_rate(_num_updates(state)))

@@ -11,7 +11,7 @@ import pytest
 import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.phases import make_timeline
-from jaxdl.run.build import make_plan
+from jaxdl.run.build import make_plan, make_rates
 
 FOLDER = Path(__file__).resolve().parents[1] / "configs"
 CONFIGS = sorted(path for path in FOLDER.glob("imagenet_*.py") if path.stem != "imagenet_common")
@@ -29,12 +29,9 @@ def rates(experiment, num_examples=TRAIN):
     """Learning rate and momentum of every step."""
     phases = experiment.phases
     timeline = make_timeline(num_examples, experiment.batch_size, epochs=experiment.epochs, steps=None, phases=phases)
-    length = {"total_steps": timeline.scheduled_steps, "steps_per_epoch": timeline.steps_per_epoch}
-    schedule = experiment.schedule.build(peak=experiment.optimizer.learning_rate, **length)
-    steps = np.arange(timeline.total_steps)
-    rate = jax.jit(jax.vmap(timeline.learning_rate(schedule)))(steps)
-    cycle = jax.jit(jax.vmap(timeline.scheduled(experiment.schedule.cycle(**length))))(steps)
-    return np.asarray(rate, np.float64), np.asarray(cycle, np.float64), timeline
+    rates = jax.jit(jax.vmap(make_rates(experiment, timeline)))(np.arange(timeline.total_steps))
+    momentum = None if rates.momentum is None else np.asarray(rates.momentum, np.float64)
+    return np.asarray(rates.learning_rate, np.float64), momentum, timeline
 
 
 @pytest.mark.parametrize(
@@ -60,14 +57,13 @@ def test_lars_configs_have_mlperfs_schedule(name, batch, peak, warmup, decay):
 
 
 def test_the_record_recipe():
-    rate, cycle, timeline = rates(jaxdl.load(FOLDER / "imagenet_resnet50_dawnbench.py"))
+    rate, momentum, timeline = rates(jaxdl.load(FOLDER / "imagenet_resnet50_dawnbench.py"))
     sizes = [(one.phase.size, one.batch_size, one.num_steps) for one in timeline.segments]
     assert [(size, batch) for size, batch, _ in sizes] == [(96, 32768), (128, 32768), (224, 32768), (288, 16384)]
     assert timeline.epoch(timeline.total_steps) == pytest.approx(28, abs=0.03)
     top = int(np.argmax(rate))
     assert timeline.epoch(top + 1) == pytest.approx(14, abs=0.03)
     assert rate[top] == pytest.approx(25.0)
-    momentum = 0.98 + (0.90 - 0.98) * cycle
     assert momentum[top] == pytest.approx(0.90, abs=1e-6)
     assert momentum[0] == pytest.approx(0.98, abs=1e-3)
     assert momentum[-1] == pytest.approx(0.98, abs=1e-3)

@@ -20,8 +20,10 @@ from jaxdl.optim import (
     AdamW,
     Constant,
     Polynomial,
+    Rates,
     decay_mask,
     num_stacked_dims,
+    num_updates,
     scale_by_lars_trust_ratio,
 )
 
@@ -37,11 +39,16 @@ SHAPES = {
 }
 WEIGHTS = {"conv": {"kernel": True}, "norm": {"bias": False, "scale": False}, "head": {"bias": False, "kernel": True}}
 NUM_STEPS = 20
-CYCLE = Constant(warmup_steps=5).cycle(total_steps=NUM_STEPS, steps_per_epoch=1)
+LENGTH = {"total_steps": NUM_STEPS, "steps_per_epoch": 1}
+CYCLE = Constant(warmup_steps=5).cycle(**LENGTH)
 
 
 def learning_rate(peak: float) -> Any:
-    return Polynomial(warmup_steps=5, end_fraction=0.01).build(peak=peak, total_steps=NUM_STEPS, steps_per_epoch=1)
+    return Polynomial(warmup_steps=5, end_fraction=0.01).build(peak=peak, **LENGTH)
+
+
+def rates_at(config: Any, step: int) -> Rates:
+    return Rates(learning_rate(config.learning_rate)(step), config.momentum_at(CYCLE(step)))
 
 
 def random_tree(seed: int, shapes: Any = SHAPES) -> Any:
@@ -56,11 +63,14 @@ def random_grads(step: int, params: Any) -> Any:
     return jax.tree.map(lambda n, p: (0.3 * n + 0.1 * np.asarray(p, np.float32)).astype(np.float32), noise, params)
 
 
-def run(optimizer: optax.GradientTransformation, params: Any) -> Any:
+def run(config: Any, params: Any) -> Any:
+    """Parameters after NUM_STEPS of an optimizer config, or of an optimizer of optax, which has its own rates."""
+    optimizer = config if isinstance(config, optax.GradientTransformation) else config.build(AXES)
     state = optimizer.init(params)
     update = jax.jit(optimizer.update)
     for step in range(NUM_STEPS):
-        updates, state = update(random_grads(step, params), state, params)
+        extra = {} if optimizer is config else {"rates": rates_at(config, step)}
+        updates, state = update(random_grads(step, params), state, params, **extra)
         params = optax.apply_updates(params, updates)
     return params
 
@@ -127,7 +137,7 @@ def test_masks():
 def test_lars_is_mlperf(nesterov, epsilon):
     params, rates = random_tree(0), learning_rate(8.0)
     lars = LARS(learning_rate=8.0, nesterov=nesterov, weight_decay=0.1, epsilon=epsilon)
-    got = run(lars.build(rates, AXES), params)
+    got = run(lars, params)
     assert_close(got, run_numpy(mlperf_lars(0.9, 0.1, nesterov, epsilon=epsilon), params, rates))
 
 
@@ -135,7 +145,6 @@ def test_lars_is_mlperf(nesterov, epsilon):
 @pytest.mark.parametrize("make", [SGD, LARS])
 def test_cycled_momentum(make, nesterov):
     """LARS has the rate inside the momentum, SGD outside; the momentum is that of the step that uses it."""
-    cycle = Constant(warmup_steps=5).cycle(total_steps=NUM_STEPS, steps_per_epoch=1)
     strengths = [0.98 - 0.08 * (s + 1) / 5 for s in range(5)] + [0.9 + 0.08 * (s - 5) / 15 for s in range(5, NUM_STEPS)]
 
     def rule(w, g, s, lr, t, is_weight):
@@ -150,7 +159,7 @@ def test_cycled_momentum(make, nesterov):
 
     params, rates = random_tree(0), learning_rate(0.05)
     fields = {"momentum": 0.98, "momentum_at_peak": 0.9, "nesterov": nesterov, "weight_decay": 0.0}
-    got = run(make(learning_rate=0.05, **fields).build(rates, AXES, cycle), params)
+    got = run(make(learning_rate=0.05, **fields), params)
     assert_close(got, run_numpy(rule, params, rates))
 
 
@@ -159,19 +168,19 @@ def test_lars_is_not_optax_lars(masked):
     params, rates = random_tree(0), learning_rate(8.0)
     masks = {"weight_decay_mask": WEIGHTS, "trust_ratio_mask": WEIGHTS} if masked else {}
     theirs = run(optax.lars(rates, weight_decay=0.1, **masks), params)
-    ours = run(LARS(learning_rate=8.0, weight_decay=0.1).build(rates, AXES), params)
+    ours = run(LARS(learning_rate=8.0, weight_decay=0.1), params)
     assert furthest(ours["conv"], theirs["conv"]) > 1e-3
     if masked:  # Without masks theirs changes biases and normalization too; with masks only the ratio differs.
         no_decay = {"weight_decay": 0.0}
         theirs = run(optax.lars(rates, **no_decay, **masks), params)
-        assert_close(run(LARS(learning_rate=8.0, **no_decay).build(rates, AXES), params), theirs)
+        assert_close(run(LARS(learning_rate=8.0, **no_decay), params), theirs)
     else:
         assert furthest(ours["norm"], theirs["norm"]) > 0.1
 
 
 def test_lars_without_exclusion_scales_vectors_too():
     params, rates = random_tree(0), learning_rate(8.0)
-    got = run(LARS(learning_rate=8.0, weight_decay=0.1, exclude_vectors=False).build(rates, AXES), params)
+    got = run(LARS(learning_rate=8.0, weight_decay=0.1, exclude_vectors=False), params)
     everything = jax.tree.map(lambda _: True, WEIGHTS)
     assert_close(got, run_numpy(mlperf_lars(0.9, 0.1, False), params, rates, everything))
 
@@ -189,7 +198,7 @@ def test_lamb_is_algorithm_2():
 
     params, rates = random_tree(0), learning_rate(0.05)
     lamb = LAMB(learning_rate=0.05, b1=b1, b2=b2, epsilon=epsilon, weight_decay=weight_decay)
-    assert_close(run(lamb.build(rates, AXES), params), run_numpy(rule, params, rates))
+    assert_close(run(lamb, params), run_numpy(rule, params, rates))
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -202,21 +211,21 @@ def test_sgd_has_coupled_decay_and_the_rate_outside_momentum(nesterov, exclude_v
 
     params, rates = random_tree(0), learning_rate(0.05)
     sgd = SGD(learning_rate=0.05, nesterov=nesterov, weight_decay=0.1, exclude_vectors=exclude_vectors)
-    assert_close(run(sgd.build(rates, AXES), params), run_numpy(rule, params, rates))
+    assert_close(run(sgd, params), run_numpy(rule, params, rates))
 
 
 def test_sgd_without_momentum_keeps_no_buffer():
     params, rates = random_tree(0), learning_rate(0.05)
-    plain = SGD(learning_rate=0.05, momentum=0.0).build(rates, AXES)
+    plain = SGD(learning_rate=0.05, momentum=0.0)
     assert_close(run(plain, params), run(optax.sgd(rates), params), rtol=1e-6)
-    assert [leaf.shape for leaf in jax.tree.leaves(plain.init(params))] == [()]
+    assert [leaf.shape for leaf in jax.tree.leaves(plain.build(AXES).init(params))] == [()]
 
 
 @pytest.mark.parametrize("exclude_vectors", [False, True])
 def test_adamw_is_optax_adamw(exclude_vectors):
     params, rates = random_tree(0), learning_rate(0.02)
     fields = {"b1": 0.8, "b2": 0.95, "weight_decay": 0.1}
-    ours = AdamW(learning_rate=0.02, epsilon=1e-6, exclude_vectors=exclude_vectors, **fields).build(rates, AXES)
+    ours = AdamW(learning_rate=0.02, epsilon=1e-6, exclude_vectors=exclude_vectors, **fields)
     theirs = optax.adamw(rates, eps=1e-6, mask=WEIGHTS if exclude_vectors else None, **fields)
     assert_close(run(ours, params), run(theirs, params), rtol=1e-6)
 
@@ -235,7 +244,7 @@ ALL = [
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config.kind)
 def test_state_is_float32_arrays_like_the_parameters(config):
     params = random_tree(0)
-    state = config.build(learning_rate(0.1), AXES, CYCLE).init(params)
+    state = config.build(AXES).init(params)
     shapes = {leaf.shape for leaf in jax.tree.leaves(params)}
     for leaf in jax.tree.leaves(state):
         assert isinstance(leaf, jax.Array)
@@ -251,7 +260,7 @@ def test_stacked_layers_are_separate_layers(config):
     layers = {name: jax.tree.map(lambda w, i=i: w * 10**i, tree) for i, (name, tree) in enumerate(layers.items())}
     stack = lambda trees: jax.tree.map(lambda *leaves: np.stack(leaves), *trees.values())  # noqa: E731
     optimizers = [
-        config.build(learning_rate(config.learning_rate), axes, CYCLE)
+        config.build(axes)
         for axes in (dict.fromkeys(layers, layer), {name: ("layers", *names) for name, names in layer.items()})
     ]
     trees = [layers, stack(layers)]
@@ -259,7 +268,8 @@ def test_stacked_layers_are_separate_layers(config):
     for step in range(3):
         grads = random_grads(step, layers)
         for place, given in enumerate([grads, stack(grads)]):
-            updates, states[place] = optimizers[place].update(given, states[place], trees[place])
+            rates = rates_at(config, step)
+            updates, states[place] = optimizers[place].update(given, states[place], trees[place], rates=rates)
             trees[place] = optax.apply_updates(trees[place], updates)
     assert_close(trees[1], stack(trees[0]), rtol=1e-6)
 
@@ -270,8 +280,8 @@ def test_zero_norms_have_ratio_one(kind, zero):
     params, grads = random_tree(0), random_tree(1)
     nothing = jax.tree.map(np.zeros_like, params)
     params, grads = (nothing if zero != "gradients" else params), (nothing if zero != "weights" else grads)
-    optimizer = kind(learning_rate=0.5, weight_decay=0.0).build(lambda step: jnp.float32(0.5), AXES)
-    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    optimizer = kind(learning_rate=0.5, weight_decay=0.0).build(AXES)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params, rates=Rates(jnp.float32(0.5)))
     # Adam's first direction is the sign of the gradient, but for epsilon.
     direction = grads if kind is LARS else jax.tree.map(lambda g: g / (np.abs(g) + 1e-6), grads)
     assert_close(updates, jax.tree.map(lambda d: -0.5 * d, direction))
@@ -280,8 +290,8 @@ def test_zero_norms_have_ratio_one(kind, zero):
 def test_zero_gradient_decays_weights_fully():
     # The reference adds the decay after it has set the ratio to 1.
     params = random_tree(0)
-    lars = LARS(weight_decay=0.1).build(lambda step: jnp.float32(0.5), AXES)
-    updates, _ = lars.update(jax.tree.map(np.zeros_like, params), lars.init(params), params)
+    lars, rates = LARS(weight_decay=0.1).build(AXES), Rates(jnp.float32(0.5))
+    updates, _ = lars.update(jax.tree.map(np.zeros_like, params), lars.init(params), params, rates=rates)
     np.testing.assert_allclose(updates["conv"]["kernel"], -0.05 * params["conv"]["kernel"], rtol=1e-6)
     np.testing.assert_array_equal(updates["norm"]["scale"], 0)
 
@@ -292,8 +302,8 @@ def test_clip(clip, ratio):
     lars = scale_by_lars_trust_ratio(1.0, 0.0, 0.0, {"w": True}, {"w": 0}, clip)
     updates, _ = lars.update(grads, lars.init(params), params)
     np.testing.assert_allclose(updates["w"], 2.0 * ratio, rtol=1e-6)
-    lamb = LAMB(weight_decay=0.0, trust_ratio_clip=clip).build(lambda step: jnp.float32(1), {"w": ("embed", "mlp")})
-    updates, _ = lamb.update(grads, lamb.init(params), params)
+    lamb = LAMB(weight_decay=0.0, trust_ratio_clip=clip).build({"w": ("embed", "mlp")})
+    updates, _ = lamb.update(grads, lamb.init(params), params, rates=Rates(jnp.float32(1)))
     wanted = 4.0 if clip is None else np.clip(4.0, *clip)  # |w| / |u| with every element of u equal to 1
     np.testing.assert_allclose(updates["w"], -wanted, rtol=1e-5)
     zero, _ = lars.update({"w": jnp.zeros((2, 2))}, lars.init(params), params)
@@ -320,14 +330,14 @@ def sharded(tree: Any) -> Any:
 
 @pytest.mark.parametrize("config", ALL, ids=lambda config: config.kind)
 def test_sharded_is_unsharded(config):
-    optimizer = config.build(learning_rate(config.learning_rate), SHARDED_AXES, CYCLE)
+    optimizer = config.build(SHARDED_AXES)
     params, grads = random_tree(0, SHARDED_SHAPES), random_tree(1, SHARDED_SHAPES)
     results = []
     for place in (lambda tree: tree, sharded):
         placed, state = place(params), optimizer.init(place(params))
-        for factor in (1.0, -0.5):
+        for step, factor in enumerate((1.0, -0.5)):
             given = place(jax.tree.map(lambda g, factor=factor: g * np.float32(factor), grads))
-            updates, state = jax.jit(optimizer.update)(given, state, placed)
+            updates, state = jax.jit(optimizer.update)(given, state, placed, rates=rates_at(config, step))
         results.append(updates)
     assert results[1]["stack"]["kernel"].sharding.spec == SPECS["stack"]["kernel"]
     assert_close(results[1], results[0], rtol=1e-6)
@@ -335,9 +345,9 @@ def test_sharded_is_unsharded(config):
 
 @pytest.mark.parametrize("config", [LARS(), LAMB()], ids=lambda config: config.kind)
 def test_one_all_reduce_serves_all_layers(config):
-    optimizer = config.build(learning_rate(1.0), SHARDED_AXES)
+    optimizer, rates = config.build(SHARDED_AXES), Rates(jnp.float32(1))
     params = sharded(random_tree(0, SHARDED_SHAPES))
-    compiled = jax.jit(optimizer.update).lower(params, optimizer.init(params), params).compile().as_text()
+    compiled = jax.jit(optimizer.update).lower(params, optimizer.init(params), params, rates=rates).compile().as_text()
     always = compiled[compiled.index("\nENTRY ") :]
     assert len(re.findall(r" all-reduce(?:-start)?\(", always)) == 1
     # One more in the branch for norms whose squares float32 does not hold.
@@ -368,12 +378,33 @@ def test_mistakes(make, fields, message):
         make(**fields)
 
 
-def test_rate_of_each_step_reaches_the_update():
-    rates = Constant(warmup_steps=4).build(peak=1.0, total_steps=10, steps_per_epoch=1)
-    sgd, params = SGD(momentum=0.0).build(rates, {"b": ("classes",)}), {"b": jnp.zeros(2)}
+def test_the_count_is_that_of_the_updates_and_the_rate_scales_each():
+    learning_rate = Constant(warmup_steps=4).build(peak=1.0, total_steps=10, steps_per_epoch=1)
+    sgd, params = SGD(momentum=0.0).build({"b": ("classes",)}), {"b": jnp.zeros(2)}
     state = sgd.init(params)
     seen = []
-    for _ in range(6):
-        updates, state = sgd.update({"b": jnp.ones(2)}, state, params)
+    for number in range(6):
+        assert num_updates(state) == number
+        rates = Rates(learning_rate(num_updates(state)))
+        updates, state = sgd.update({"b": jnp.ones(2)}, state, params, rates=rates)
         seen.append(float(updates["b"][0]))
     np.testing.assert_allclose(seen, [-0.25, -0.5, -0.75, -1, -1, -1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (SGD(), "1.trace.b 2.count"),
+        (SGD(momentum=0.0), "2.count"),
+        (AdamW(), "0.count 0.mu.b 0.nu.b 2.count"),
+        (LARS(), "1.count 2.trace.b"),
+        (LARS(momentum=0.98, momentum_at_peak=0.9), "1.count 2.count 2.trace.b"),
+        (LAMB(), "0.count 0.mu.b 0.nu.b 3.count"),
+    ],
+    ids=str,
+)
+def test_the_names_of_the_state_are_those_of_checkpoints(config, names):
+    """Runs resume by these names: one that changes makes every earlier checkpoint of its optimizer unusable."""
+    state = config.build({"b": ("classes",)}).init({"b": jnp.zeros(2)})
+    flat = jax.tree_util.tree_flatten_with_path(state)[0]
+    assert " ".join(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in flat) == names

@@ -71,14 +71,19 @@ def test_periods_in_epochs_are_counted_in_examples(epochs):
 
 def test_the_learning_rate_follows_the_batch_and_the_examples():
     found, schedule = timeline(), Cosine(warmup_epochs=1).build(peak=0.8, total_steps=12, steps_per_epoch=3)
-    rates = [float(found.learning_rate(schedule)(step)) for step in range(15)]
-    for step, rate in enumerate(rates):
+
+    def rate(step):
+        scheduled, size = found.scheduled(step)
+        return schedule(scheduled) * size
+
+    rates = [float(rate(step)) for step in range(15)]
+    for step, one in enumerate(rates):
         segment = found.segment(step)
         wanted = float(schedule(found.position(step) / 8)) * segment.batch_size / 8
-        assert rate == pytest.approx(wanted, rel=1e-5)
-    assert jax.jit(found.learning_rate(schedule))(7) == pytest.approx(rates[7], rel=1e-5)
+        assert one == pytest.approx(wanted, rel=1e-5)
+    assert jax.jit(rate)(7) == pytest.approx(rates[7], rel=1e-5)
     same = timeline((Phase(epochs=1, size=32), Phase(epochs=1, size=48)))
-    assert same.learning_rate(schedule) is schedule, "one batch size: nothing changes, to the last bit"
+    assert same.scheduled(7) == (7, 1), "one batch size: nothing changes, to the last bit"
 
 
 def test_batches_larger_than_the_data_are_refused():

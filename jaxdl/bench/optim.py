@@ -26,7 +26,7 @@ from jaxdl.data.shm import available_bytes
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, gpus_visible, make_mesh
 from jaxdl.models import ResNet, Transformer
-from jaxdl.optim import LAMB, LARS
+from jaxdl.optim import LAMB, LARS, num_updates
 from jaxdl.options import parse_options
 from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
@@ -181,7 +181,7 @@ def _alone(parts: Parts) -> Callable[[], None] | None:
         state = jax.jit(parts.optimizer.init)(params)
 
     def update(params: Any, state: Any, grads: Any) -> Any:
-        updates, state = parts.optimizer.update(grads, state, params)
+        updates, state = parts.optimizer.update(grads, state, params, rates=parts.rates(num_updates(state)))
         return jax.tree.map(jnp.add, params, updates), state
 
     compiled = jax.jit(update, donate_argnums=(0, 1))

@@ -7,16 +7,9 @@ keeps its layers stacked in one array, and stay off biases and normalization unl
 
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
-from jaxdl.optim.momentum import Momentum
-from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, momentum_course
-from jaxdl.optim.schedules import Constant, Cosine, Cycle, LearningRate, Linear, Polynomial, Steps
-
-OptimizerConfig = SGD | AdamW | LARS | LAMB
-"""The choice of an optimizer; every member has `build(learning_rate, axes, cycle) -> optax.GradientTransformation`."""
-
-ScheduleConfig = Constant | Linear | Cosine | Polynomial | Steps
-"""The choice of a schedule; every member has `build(peak=, total_steps=, steps_per_epoch=) -> LearningRate` and
-`cycle(total_steps=, steps_per_epoch=) -> Cycle`."""
+from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, OptimizerConfig
+from jaxdl.optim.rates import Rates, num_updates, scale_by_learning_rate
+from jaxdl.optim.schedules import Constant, Cosine, Cycle, LearningRate, Linear, Polynomial, ScheduleConfig, Steps
 
 __all__ = [
     "LAMB",
@@ -28,15 +21,16 @@ __all__ = [
     "Cycle",
     "LearningRate",
     "Linear",
-    "Momentum",
     "OptimizerConfig",
     "Polynomial",
+    "Rates",
     "ScheduleConfig",
     "Steps",
     "add_weight_decay",
     "decay_mask",
-    "momentum_course",
     "num_stacked_dims",
+    "num_updates",
     "scale_by_lamb_trust_ratio",
     "scale_by_lars_trust_ratio",
+    "scale_by_learning_rate",
 ]

@@ -1,6 +1,7 @@
 """The choice of an optimizer: each config chains a few optax transformations.
 
-Their state is float32 arrays shaped like the parameters, so it is sharded like them, and step counts.
+Their state is float32 arrays shaped like the parameters, so it is sharded like them, and step counts. A new optimizer
+is a class here and its name in `OptimizerConfig`, at the end.
 """
 
 from __future__ import annotations
@@ -19,11 +20,72 @@ from jaxdl.optim.layerwise import (
     scale_by_lars_trust_ratio,
 )
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
-from jaxdl.optim.momentum import Momentum, changing_momentum, cycled
-from jaxdl.optim.schedules import Cycle, LearningRate
+from jaxdl.optim.rates import changing_momentum, scale_by_learning_rate
 
 
-class SGD(Config):
+class Optimizer(Config):
+    """What all optimizers share."""
+
+    learning_rate: float = pydantic.Field(default=0.1, gt=0, allow_inf_nan=False)
+    """The peak learning rate; the schedule says the rest."""
+
+    def momentum_at(self, cycle: jax.Array) -> jax.Array | None:
+        """The momentum of an update, where it changes over the run; `cycle` is the value of `Schedule.cycle`."""
+        del cycle
+        return None
+
+    def build(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of parameters with these logical axes; its `update` needs the extra argument `rates`."""
+        raise AssertionError(f"{type(self).__name__} has no build()")
+
+
+class MomentumOptimizer(Optimizer):
+    """What `SGD` and `LARS` share: the momentum."""
+
+    momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)
+    """How much of the last update stays; 0 is plain gradient descent."""
+    momentum_at_peak: float | None = pydantic.Field(default=None, ge=0, lt=1)
+    """Cycle the momentum against the learning rate: it goes from `momentum` in a straight line to this at the end of
+    the warm-up, and back by the end of the run. None keeps it as it is."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
+
+    @pydantic.model_validator(mode="after")
+    def _momentum_takes_effect(self) -> MomentumOptimizer:
+        if self.momentum_at_peak == self.momentum:
+            raise ValueError(
+                f"momentum_at_peak = {self.momentum_at_peak}: the same as momentum, so nothing would change. "
+                "Give another, or None."
+            )
+        if self.nesterov and not (self.momentum or self.momentum_at_peak):
+            raise ValueError(
+                "nesterov = True has no effect at momentum = 0. Set a momentum such as 0.9, or nesterov to False."
+            )
+        return self
+
+    def momentum_at(self, cycle: jax.Array) -> jax.Array | None:
+        """`momentum` where `cycle` is 0, `momentum_at_peak` where it is 1, linear in between."""
+        if self.momentum_at_peak is None:
+            return None
+        return self.momentum + (self.momentum_at_peak - self.momentum) * cycle
+
+    def _trace(self) -> optax.GradientTransformation:
+        """The momentum buffer; none at momentum 0."""
+        if self.momentum_at_peak is not None:
+            return changing_momentum(self.nesterov)
+        return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
+
+
+class AdamOptimizer(Optimizer):
+    """What `AdamW` and `LAMB` share: the running means of Adam."""
+
+    b1: float = pydantic.Field(default=0.9, ge=0, lt=1)
+    """Decay of the mean of the gradients."""
+    b2: float = pydantic.Field(default=0.999, ge=0, lt=1)
+    """Decay of the mean of the squared gradients."""
+
+
+class SGD(MomentumOptimizer):
     """Gradient descent with momentum, as in the ResNet recipes: weight decay is added to the gradient (L2).
 
         g += weight_decay w;  m = momentum m + g;  w -= learning_rate m
@@ -33,15 +95,6 @@ class SGD(Config):
     """
 
     kind: Annotated[Literal["sgd"], Kind] = "sgd"
-    learning_rate: float = pydantic.Field(default=0.1, gt=0, allow_inf_nan=False)
-    """The peak learning rate; the schedule says the rest."""
-    momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)
-    """How much of the last update stays; 0 is plain gradient descent."""
-    momentum_at_peak: float | None = pydantic.Field(default=None, ge=0, lt=1)
-    """Cycle the momentum against the learning rate: it goes from `momentum` in a straight line to this at the end of
-    the warm-up, and back by the end of the run. None keeps it as it is."""
-    nesterov: bool = False
-    """Nesterov's momentum."""
     weight_decay: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight decay, added to the gradient."""
     exclude_vectors: bool = True
@@ -49,29 +102,24 @@ class SGD(Config):
 
     @pydantic.model_validator(mode="after")
     def _effects(self) -> SGD:
-        _check_momentum(self)
         _check_exclusion(self.exclude_vectors, self.weight_decay)
         return self
 
-    def build(self, learning_rate: LearningRate, axes: Any, cycle: Cycle | None = None) -> optax.GradientTransformation:
-        """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
+    def build(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+        """See `Optimizer.build`."""
         return optax.chain(
             add_weight_decay(self.weight_decay, _mask(axes, self.exclude_vectors)),
-            _momentum(self, cycle),
-            optax.scale_by_learning_rate(learning_rate),
+            self._trace(),
+            scale_by_learning_rate(),
         )
 
 
-class AdamW(Config):
+class AdamW(AdamOptimizer):
     """Adam with decoupled weight decay, times the learning rate (Loshchilov and Hutter, arXiv 1711.05101)."""
 
     kind: Annotated[Literal["adamw"], Kind] = "adamw"
     learning_rate: float = pydantic.Field(default=1e-3, gt=0, allow_inf_nan=False)
     """The peak learning rate; the schedule says the rest."""
-    b1: float = pydantic.Field(default=0.9, ge=0, lt=1)
-    """Decay of the mean of the gradients."""
-    b2: float = pydantic.Field(default=0.999, ge=0, lt=1)
-    """Decay of the mean of the squared gradients."""
     epsilon: float = pydantic.Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the root of the mean squared gradient."""
     weight_decay: float = pydantic.Field(default=0.01, ge=0, allow_inf_nan=False)
@@ -84,17 +132,16 @@ class AdamW(Config):
         _check_exclusion(self.exclude_vectors, self.weight_decay)
         return self
 
-    def build(self, learning_rate: LearningRate, axes: Any, cycle: Cycle | None = None) -> optax.GradientTransformation:
-        """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
-        del cycle  # b1 and b2 stay as they are.
+    def build(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+        """See `Optimizer.build`."""
         return optax.chain(
             optax.scale_by_adam(self.b1, self.b2, self.epsilon),
             add_weight_decay(self.weight_decay, _mask(axes, self.exclude_vectors)),
-            optax.scale_by_learning_rate(learning_rate),
+            scale_by_learning_rate(),
         )
 
 
-class LARS(Config):
+class LARS(MomentumOptimizer):
     """Momentum with a trust ratio for each layer (You et al., arXiv 1708.03888), as in MLPerf's ResNet-50 reference.
 
         ratio = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon)
@@ -107,13 +154,6 @@ class LARS(Config):
     kind: Annotated[Literal["lars"], Kind] = "lars"
     learning_rate: float = pydantic.Field(default=10.0, gt=0, allow_inf_nan=False)
     """The peak learning rate; the schedule says the rest."""
-    momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)
-    """How much of the last update stays."""
-    momentum_at_peak: float | None = pydantic.Field(default=None, ge=0, lt=1)
-    """Cycle the momentum against the learning rate: it goes from `momentum` in a straight line to this at the end of
-    the warm-up, and back by the end of the run. None keeps it as it is."""
-    nesterov: bool = False
-    """Nesterov's momentum."""
     weight_decay: float = pydantic.Field(default=2e-4, ge=0, allow_inf_nan=False)
     """Weight decay, added to the gradient and part of the trust ratio."""
     trust_coefficient: float = pydantic.Field(default=0.001, gt=0, allow_inf_nan=False)
@@ -127,12 +167,11 @@ class LARS(Config):
 
     @pydantic.model_validator(mode="after")
     def _effects(self) -> LARS:
-        _check_momentum(self)
         _check_clip(self.trust_ratio_clip)
         return self
 
-    def build(self, learning_rate: LearningRate, axes: Any, cycle: Cycle | None = None) -> optax.GradientTransformation:
-        """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
+    def build(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+        """See `Optimizer.build`."""
         trust_ratio = scale_by_lars_trust_ratio(
             self.trust_coefficient,
             self.weight_decay,
@@ -141,10 +180,10 @@ class LARS(Config):
             stacked=num_stacked_dims(axes),
             clip=self.trust_ratio_clip,
         )
-        return optax.chain(trust_ratio, optax.scale_by_learning_rate(learning_rate), _momentum(self, cycle))
+        return optax.chain(trust_ratio, scale_by_learning_rate(), self._trace())
 
 
-class LAMB(Config):
+class LAMB(AdamOptimizer):
     """Adam with a trust ratio for each layer (You et al., arXiv 1904.00962, Algorithm 2).
 
     u = Adam's direction + weight_decay w;  w -= learning_rate |w| / |u| u
@@ -153,10 +192,6 @@ class LAMB(Config):
     kind: Annotated[Literal["lamb"], Kind] = "lamb"
     learning_rate: float = pydantic.Field(default=2e-3, gt=0, allow_inf_nan=False)
     """The peak learning rate; the schedule says the rest."""
-    b1: float = pydantic.Field(default=0.9, ge=0, lt=1)
-    """Decay of the mean of the gradients."""
-    b2: float = pydantic.Field(default=0.999, ge=0, lt=1)
-    """Decay of the mean of the squared gradients."""
     epsilon: float = pydantic.Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Added to the root of the mean squared gradient."""
     weight_decay: float = pydantic.Field(default=0.01, ge=0, allow_inf_nan=False)
@@ -171,15 +206,14 @@ class LAMB(Config):
         _check_clip(self.trust_ratio_clip)
         return self
 
-    def build(self, learning_rate: LearningRate, axes: Any, cycle: Cycle | None = None) -> optax.GradientTransformation:
-        """The optimizer of parameters with these logical axes, at this learning rate (of each step, peak included)."""
-        del cycle  # b1 and b2 stay as they are.
+    def build(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+        """See `Optimizer.build`."""
         mask = _mask(axes, self.exclude_vectors)
         return optax.chain(
             optax.scale_by_adam(self.b1, self.b2, self.epsilon),
             add_weight_decay(self.weight_decay, mask),
             scale_by_lamb_trust_ratio(mask, num_stacked_dims(axes), self.trust_ratio_clip),
-            optax.scale_by_learning_rate(learning_rate),
+            scale_by_learning_rate(),
         )
 
 
@@ -187,33 +221,6 @@ def _mask(axes: Any, exclude_vectors: bool) -> Any:
     """Which parameters take part in weight decay and trust ratios."""
     weights = decay_mask(axes)
     return weights if exclude_vectors else jax.tree.map(lambda _: True, weights)
-
-
-def momentum_course(config: SGD | AdamW | LARS | LAMB, cycle: Cycle) -> Momentum | None:
-    """The momentum of each step where an optimizer changes it over the run, else None; `cycle` is the schedule's."""
-    if not isinstance(config, SGD | LARS) or config.momentum_at_peak is None:
-        return None
-    return cycled(config.momentum, config.momentum_at_peak, cycle)
-
-
-def _momentum(config: SGD | LARS, cycle: Cycle | None) -> optax.GradientTransformation:
-    """Momentum; without it there is no buffer to keep."""
-    if config.momentum_at_peak is not None:
-        assert cycle is not None, "momentum that is cycled needs the schedule's cycle"
-        return changing_momentum(cycled(config.momentum, config.momentum_at_peak, cycle), config.nesterov)
-    return optax.trace(config.momentum, config.nesterov) if config.momentum else optax.identity()
-
-
-def _check_momentum(config: SGD | LARS) -> None:
-    if config.momentum_at_peak == config.momentum:
-        raise ValueError(
-            f"momentum_at_peak = {config.momentum_at_peak}: the same as momentum, so nothing would change. "
-            "Give another, or None."
-        )
-    if config.nesterov and not (config.momentum or config.momentum_at_peak):
-        raise ValueError(
-            "nesterov = True has no effect at momentum = 0. Set a momentum such as 0.9, or nesterov to False."
-        )
 
 
 def _check_exclusion(exclude_vectors: bool, weight_decay: float) -> None:
@@ -228,3 +235,7 @@ def _check_clip(clip: TrustRatioClip | None) -> None:
         raise ValueError(
             f"trust_ratio_clip = {clip}: not a range of positive ratios. Give the least and the greatest, such as 0 10."
         )
+
+
+OptimizerConfig = SGD | AdamW | LARS | LAMB
+"""The choice `--optimizer`."""

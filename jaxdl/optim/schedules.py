@@ -234,3 +234,7 @@ class Polynomial(Decay):
 
     def _shape(self, remaining: jax.Array) -> jax.Array:
         return remaining**self.power
+
+
+ScheduleConfig = Constant | Linear | Cosine | Polynomial | Steps
+"""The choice `--schedule`."""

@@ -38,7 +38,7 @@ from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, platform
 from jaxdl.models import Network
-from jaxdl.optim import momentum_course
+from jaxdl.optim import Rates
 from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
 from jaxdl.run.validate import (
@@ -154,10 +154,7 @@ def make_parts(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, t
         )
     network = _network(experiment, spec)
     check_tensor_dims(experiment.sharding, network)
-    length = {"total_steps": timeline.scheduled_steps, "steps_per_epoch": timeline.steps_per_epoch}
-    schedule = experiment.schedule.build(peak=experiment.optimizer.learning_rate, **length)
-    learning_rate, cycle = timeline.learning_rate(schedule), timeline.scheduled(experiment.schedule.cycle(**length))
-    optimizer = experiment.optimizer.build(learning_rate, network.axes, cycle)
+    optimizer = experiment.optimizer.build(network.axes)
     layout = Layout(experiment.sharding, mesh)
     exchange = _make_exchange(experiment, network, spec, layout)
     use_ema = experiment.step.ema_decay is not None
@@ -166,8 +163,7 @@ def make_parts(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, t
         task=experiment.task,
         data_spec=spec,
         optimizer=optimizer,
-        learning_rate=learning_rate,
-        momentum=momentum_course(experiment.optimizer, cycle),
+        rates=make_rates(experiment, timeline),
         exchange=exchange,
         precision=experiment.precision,
         layout=layout,
@@ -177,6 +173,23 @@ def make_parts(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, t
         guard=experiment.guard,
         config=experiment.step,
     )
+
+
+def make_rates(experiment: Experiment, timeline: Timeline) -> Callable[[jax.typing.ArrayLike], Rates]:
+    """The function from the number of updates made so far to the `Rates` of the next one; it can be traced.
+
+    Raises ConfigError when the schedule does not fit the length of the run.
+    """
+    optimizer = experiment.optimizer
+    length = {"total_steps": timeline.scheduled_steps, "steps_per_epoch": timeline.steps_per_epoch}
+    learning_rate = experiment.schedule.build(peak=optimizer.learning_rate, **length)
+    cycle = experiment.schedule.cycle(**length)
+
+    def rates(num_updates: jax.typing.ArrayLike) -> Rates:
+        step, size = timeline.scheduled(num_updates)
+        return Rates(learning_rate(step) * size, optimizer.momentum_at(cycle(step)))
+
+    return rates
 
 
 def settled(
