@@ -7,7 +7,7 @@ Expect: test accuracy 0.992 to 1.000 after 30 epochs (three seeds). Time: about 
 
 from jaxdl.data import Digits
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, gpus_visible
+from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Cosine
 from jaxdl.tasks import Classification
@@ -23,5 +23,5 @@ def config() -> Experiment:
         schedule=Cosine(warmup_epochs=2),
         batch_size=64,
         epochs=30,
-        mesh=MeshConfig() if gpus_visible() else MeshConfig(replica=2, fsdp=-1, cpu_devices=8),
+        mesh=MeshConfig(without_gpus=MeshConfig(replica=2, cpu_devices=8)),
     )

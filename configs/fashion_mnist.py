@@ -8,7 +8,7 @@ Expect: test accuracy 0.922 after 10 epochs. Time: about 2 minutes on 2 CPU core
 
 from jaxdl.data import TFDS
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, gpus_visible
+from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Cosine
 from jaxdl.tasks import Classification
@@ -24,5 +24,5 @@ def config() -> Experiment:
         schedule=Cosine(warmup_epochs=0.5),
         batch_size=256,
         epochs=10,
-        mesh=MeshConfig() if gpus_visible() else MeshConfig(cpu_devices=2),
+        mesh=MeshConfig(without_gpus=MeshConfig(cpu_devices=2)),
     )

@@ -6,7 +6,7 @@ They read `imagenet2012` of TensorFlow Datasets, prepared as ArrayRecord files i
 from jaxdl.data import TFDS, Photos
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, gpus_visible
+from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, ViT
 from jaxdl.optim import LARS, Polynomial
 from jaxdl.phases import Phase
@@ -20,6 +20,9 @@ EXAMPLES = 1_281_167
 REPLICATED = ShardingConfig(param_sharding="replicated", update_sharding="sharded")
 """For networks that fit into a GPU many times over: parameters on each, the update split over the GPUs of a node."""
 
+MESH = MeshConfig(without_gpus=MeshConfig(cpu_devices=2))
+"""All GPUs; several nodes: --mesh.replica NODES. Without GPUs two virtual CPU devices."""
+
 
 def imagenet(**photos: object) -> TFDS:
     """ImageNet, with `photos` as the fields of `Photos`.
@@ -28,11 +31,6 @@ def imagenet(**photos: object) -> TFDS:
     --data.photos.cache.memory-bytes, --data.photos.cache.disk.
     """
     return TFDS(name="imagenet2012", test_split="validation", photos=Photos(**photos))  # pyright: ignore[reportArgumentType]
-
-
-def mesh() -> MeshConfig:
-    """All GPUs; several nodes: --mesh.replica NODES. Without GPUs two virtual CPU devices, for `:smoke`."""
-    return MeshConfig() if gpus_visible() else MeshConfig(cpu_devices=2)
 
 
 def mlperf(
@@ -69,7 +67,7 @@ def mlperf(
         batch_size=batch_size,
         epochs=epochs,
         evaluation=EvaluationConfig(every_epochs=4, batch_size=2048),
-        mesh=mesh(),
+        mesh=MESH,
         sharding=REPLICATED,
     )
 

@@ -14,7 +14,7 @@ epochs with a cosine).
 Small, on a CPU: --config configs/imagenet_resnet50.py:smoke
 """
 
-from imagenet_common import REPLICATED, imagenet, mesh, small
+from imagenet_common import MESH, REPLICATED, imagenet, small
 
 from jaxdl.experiment import Experiment
 from jaxdl.models import ResNet
@@ -32,7 +32,7 @@ def config() -> Experiment:
         precision=BFloat16(),
         batch_size=1024,
         epochs=90,
-        mesh=mesh(),
+        mesh=MESH,
         sharding=REPLICATED,
     )
 

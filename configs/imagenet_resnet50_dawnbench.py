@@ -16,7 +16,7 @@ Expected: top-5 0.9304 and top-1 0.7575 after the last epoch; theirs took 157.6 
 Small, on a CPU: --config configs/imagenet_resnet50_dawnbench.py:smoke, or scripts/reproduce_dawnbench.py --rehearse
 """
 
-from imagenet_common import REPLICATED, imagenet, mesh, small
+from imagenet_common import MESH, REPLICATED, imagenet, small
 
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.experiment import Experiment
@@ -52,7 +52,7 @@ def config() -> Experiment:
             Phase(epochs=1, size=288, batch_size=16_384, min_scale=0.5),
         ),
         evaluation=EvaluationConfig(every_epochs=1, batch_size=4096),
-        mesh=mesh(),
+        mesh=MESH,
         sharding=REPLICATED,
     )
 

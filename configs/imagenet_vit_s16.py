@@ -13,7 +13,7 @@ Expected: top-1 0.765.
 Small, on a CPU: --config configs/imagenet_vit_s16.py:smoke
 """
 
-from imagenet_common import imagenet, mesh, small
+from imagenet_common import MESH, imagenet, small
 
 from jaxdl.experiment import Experiment
 from jaxdl.models import ViT
@@ -37,7 +37,7 @@ def config() -> Experiment:
         batch_size=1024,
         epochs=90,
         step=StepConfig(clip_norm=1.0),
-        mesh=mesh(),
+        mesh=MESH,
     )
 
 

@@ -12,7 +12,7 @@ are held out (--data.train-split "train[:75%]" --data.test-split "train[75%:]") 
 
 from jaxdl.data import TFDS, Cache, Photos
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, gpus_visible
+from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD, Cosine
 from jaxdl.phases import Phase
@@ -34,5 +34,5 @@ def config() -> Experiment:
             Phase(epochs=20, size=128),
             Phase(epochs=10, size=160, min_scale=0.25),
         ),
-        mesh=MeshConfig() if gpus_visible() else MeshConfig(cpu_devices=2),
+        mesh=MeshConfig(without_gpus=MeshConfig(cpu_devices=2)),
     )

@@ -10,7 +10,7 @@ from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.data import TextFiles
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig, gpus_visible
+from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW, Cosine
 from jaxdl.step import StepConfig
@@ -30,5 +30,5 @@ def config() -> Experiment:
         steps=1000,
         evaluation=EvaluationConfig(every_steps=500, batch_size=32),
         checkpoint=CheckpointConfig(every_steps=500),
-        mesh=MeshConfig() if gpus_visible() else MeshConfig(cpu_devices=2),
+        mesh=MeshConfig(without_gpus=MeshConfig(cpu_devices=2)),
     )

@@ -16,7 +16,7 @@ from jaxdl.data import DataConfig, Digits
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeConfig, TopK
 from jaxdl.guard import GuardConfig
-from jaxdl.mesh import MeshConfig
+from jaxdl.mesh import MeshConfig, gpus_visible
 from jaxdl.models import VGG, AlexNet, ResNet, Transformer, ViT
 from jaxdl.optim import SGD, Cosine, OptimizerConfig, ScheduleConfig
 from jaxdl.options import choices_help, parse, parse_options, take_choices
@@ -131,15 +131,19 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def load(path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = ()) -> Experiment:
+def load(
+    path: str | Path, overrides: Mapping[str, Any] | Sequence[str] = (), *, gpus: bool | None = None
+) -> Experiment:
     """The experiment of a config file, changed by `overrides`.
 
     Overrides are dotted fields, `{"optimizer": "lars", "optimizer.learning_rate": 2.0}`, or command-line arguments,
-    `["--optimizer", "lars", "--optimizer.learning-rate", "2"]`. Raises ConfigError for what does not fit.
+    `["--optimizer", "lars", "--optimizer.learning-rate", "2"]`. `gpus` says whether the machine of the
+    run has GPUs, which chooses between `mesh` and `mesh.without_gpus` before the overrides; by default this machine is
+    looked at. Raises ConfigError for what does not fit.
     """
     if not isinstance(path, str | Path):
         raise ConfigError(f"load: {path!r} is no path. Give that of a config file, for example configs/digits.py.")
-    experiment = load_experiment(path)
+    experiment = load_experiment(path, gpus=gpus)
     if isinstance(overrides, Mapping):
         return experiment.replaced(overrides)
     if isinstance(overrides, str):
@@ -157,14 +161,14 @@ def changed(experiment: Experiment, args: Sequence[str]) -> Experiment:
 def as_experiment(given: Experiment | str | Path) -> Experiment:
     """The experiment itself, or that of a config file. Raises ConfigError when it is neither."""
     if isinstance(given, Experiment):
-        return given
+        return _with_mesh(given)
     if isinstance(given, str | Path):
         return load_experiment(given)
     raise ConfigError(f"{given!r}: not an Experiment. Give one, from jaxdl.load(FILE) or made in Python, or the file.")
 
 
-def load_experiment(path: str | Path) -> Experiment:
-    """The experiment that `config()` of a file returns, or that of a run's config.json.
+def load_experiment(path: str | Path, *, gpus: bool | None = None) -> Experiment:
+    """The experiment that `config()` of a file returns, or that of a run's config.json; `gpus` as in `load`.
 
     Raises ConfigError when there is none or it cannot be run.
     """
@@ -173,7 +177,14 @@ def load_experiment(path: str | Path) -> Experiment:
     experiment = load_file(path)
     if not isinstance(experiment, Experiment):
         raise ConfigError(f"--config {path}: config() returned {type(experiment).__name__}, not an Experiment.")
-    return experiment
+    return _with_mesh(experiment, gpus)
+
+
+def _with_mesh(experiment: Experiment, gpus: bool | None = None) -> Experiment:
+    """The experiment with its mesh for machines with or without GPUs; None looks for GPUs on this one."""
+    if experiment.mesh.without_gpus is None:
+        return experiment
+    return experiment.replaced({"mesh": experiment.mesh.resolved(gpus=gpus_visible() if gpus is None else gpus)})
 
 
 def _from_run(path: Path) -> Experiment:

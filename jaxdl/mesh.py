@@ -12,11 +12,12 @@ import importlib.util
 import math
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import numpy as np
 import pydantic
+import tyro
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.config import Config, ConfigError
@@ -48,6 +49,9 @@ class MeshConfig(Config):
     """Model parallel inside a node."""
     cpu_devices: int | None = pydantic.Field(default=None, ge=1)
     """Train on this many virtual CPU devices per process instead of the machine's accelerators."""
+    without_gpus: Annotated[MeshConfig | None, tyro.conf.Suppress] = None
+    """The mesh to use instead where no GPU is visible, such as `MeshConfig(cpu_devices=2)`. Set in a config file; one
+    of the two is chosen when the config is loaded, before the command line changes it."""
 
     @pydantic.model_validator(mode="after")
     def _sizes(self) -> MeshConfig:
@@ -57,7 +61,20 @@ class MeshConfig(Config):
                 raise ValueError(f"{name} = {size}: an axis has 1 or more devices, or -1 for what is left.")
         if list(sizes.values()).count(-1) > 1:
             raise ValueError(f"{sizes}: only one axis may be -1 (what is left).")
+        if self.without_gpus is not None and self.cpu_devices is not None:
+            raise ValueError(
+                f"cpu_devices = {self.cpu_devices} and without_gpus: with cpu_devices no GPU is used, so without_gpus "
+                "would be ignored. Set one of them; without_gpus has cpu_devices of its own."
+            )
+        if self.without_gpus is not None and self.without_gpus.without_gpus is not None:
+            raise ValueError("without_gpus: it is the last choice. Set no without_gpus inside it.")
         return self
+
+    def resolved(self, *, gpus: bool) -> MeshConfig:
+        """The mesh for a machine with or without GPUs: this one, or `without_gpus`."""
+        if self.without_gpus is None:
+            return self
+        return self.replaced({"without_gpus": None}) if gpus else self.without_gpus
 
     def sizes(self, num_devices: int) -> dict[str, int]:
         """Axis -> size on `num_devices` devices. Raises ConfigError when the mesh does not use exactly these."""
@@ -90,26 +107,26 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How a global batch lies on the mesh: its leading dimension over (replica, fsdp)."""
+    """The sharding of a global batch: its leading dimension over (replica, fsdp)."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
 def batch_ways(mesh: Mesh) -> int:
-    """Into how many equal parts the batch is split."""
+    """The number of equal parts into which the batch is split."""
     return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def platform(mesh: Mesh) -> str:
-    """What a mesh's devices are to XLA: "gpu", "cpu", "tpu"..."""
+    """XLA's name for the platform of a mesh's devices: "gpu", "cpu", "tpu"..."""
     name = mesh.devices.flat[0].platform
     return "gpu" if name in ("cuda", "rocm") else name
 
 
 def gpus_visible() -> bool:
-    """Whether this process would find NVIDIA GPUs, without starting JAX: lets a config choose its mesh."""
+    """Whether this process would find NVIDIA GPUs, without starting JAX."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     wanted = not platforms or "cuda" in platforms or "gpu" in platforms
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    # Without JAX's plugin for CUDA the GPUs are there, but not for this process.
+    # Without JAX's CUDA plugin this process cannot use the GPUs.
     usable = any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13))
     return wanted and not hidden and usable and bool(glob.glob("/dev/nvidia[0-9]*"))

@@ -13,7 +13,7 @@ from jaxdl.bench import step
 from jaxdl.command import parse_command
 from jaxdl.config import Config, ConfigError, choices, load_file, make_choice
 from jaxdl.data import Digits, SyntheticImages, SyntheticText
-from jaxdl.experiment import Experiment
+from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, Transformer
 from jaxdl.optim import LARS, SGD, Cosine, Polynomial
@@ -120,6 +120,15 @@ def test_overrides_by_mapping():
     assert base.optimizer.learning_rate == 0.2, "the original is frozen"
 
 
+def test_gpus_choose_the_mesh_of_a_config_before_the_command_line_changes_it():
+    replica_4 = {"mesh.replica": 4}
+    assert jaxdl.load(DIGITS, replica_4, gpus=True).mesh == MeshConfig(replica=4)
+    assert jaxdl.load(DIGITS, replica_4, gpus=False).mesh == MeshConfig(replica=4, cpu_devices=8)
+    here = jaxdl.load(DIGITS)
+    assert here.mesh == MeshConfig(replica=2, cpu_devices=8)
+    assert as_experiment(load_file(DIGITS)) == here == jaxdl.load(DIGITS, gpus=False)
+
+
 def test_a_choice_by_mapping_is_a_name_an_object_or_a_dictionary():
     base = jaxdl.load(DIGITS)
     by_name = base.replaced({"optimizer": "lars", "optimizer.learning_rate": 2})
@@ -181,8 +190,8 @@ def test_help_shows_every_field_with_its_default_from_the_file(tmp_path, capsys)
         main(["--config", str(file), "--help"])
     assert exit.value.code == 0
     words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    for name, value in leaf_fields(load_file(file)):
-        if value == ():  # A run without phases has no options of phases.
+    for name, value in leaf_fields(jaxdl.load(file)):
+        if name in ("phases", "mesh.without_gpus"):  # Set in a config file.
             continue
         option = f"--{name.replace('_', '-')}"
         shown = " ".join(value) if isinstance(value, tuple) else str(value)

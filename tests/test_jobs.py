@@ -109,7 +109,9 @@ def test_another_command_is_taken_as_it_is():
 
 
 def test_the_config_is_read_as_the_nodes_will_read_it():
-    """On this machine, without GPUs, configs/digits.py would take 8 virtual CPU devices."""
+    """Of the two meshes of configs/digits.py, whatever this machine has; the command line changes the chosen one."""
+    text = job_file("slurm", size=["--nodes", "2", "--gpus-per-node", "4"], command=TRAIN[:5])
+    assert "# The mesh: replica 1 x fsdp 8 x tensor 1, on 2 nodes with 4 GPUs each." in text
     text = job_file("slurm", size=["--nodes", "2", "--gpus-per-node", "0"], command=TRAIN[:7])
     assert "# The mesh: replica 2 x fsdp 8 x tensor 1, on 2 nodes with 8 CPU devices each." in text
     assert "export JAX_PLATFORMS=cpu" in text

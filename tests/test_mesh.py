@@ -56,11 +56,22 @@ def test_sizes_that_do_not_fit(config, num_devices, message):
         ({"tensor": -2}, "tensor = -2"),
         ({"replica": -1}, "only one axis may be -1"),
         ({"cpu_devices": 0}, "cpu_devices: .*greater than or equal to 1"),
+        ({"cpu_devices": 4, "without_gpus": MeshConfig()}, "cpu_devices = 4 and without_gpus: .*Set one of them"),
+        ({"without_gpus": MeshConfig(without_gpus=MeshConfig())}, "without_gpus: it is the last choice"),
     ],
 )
 def test_sizes_that_are_none(fields, message):
     with pytest.raises(ConfigError, match=message):
         MeshConfig(**fields)
+
+
+def test_a_mesh_names_another_for_machines_without_gpus():
+    without = MeshConfig(replica=2, cpu_devices=8)
+    config = MeshConfig(fsdp=4, without_gpus=without)
+    assert MeshConfig.from_json(config.to_json()) == config
+    assert config.resolved(gpus=False) == without
+    assert config.resolved(gpus=True) == MeshConfig(fsdp=4)
+    assert without.resolved(gpus=True) is without
 
 
 @dataclasses.dataclass(frozen=True)

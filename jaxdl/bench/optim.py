@@ -84,8 +84,7 @@ def main(args: list[str]) -> None:
     if command.devices < 2 or command.num_repeats < 1:
         raise ConfigError("--devices has to be 2 or more, and --num-repeats 1 or more.")
     check_folder("--json", command.json)
-    cpu_devices = None if gpus_visible() else command.devices
-    config = MeshConfig(replica=1, fsdp=command.devices, cpu_devices=cpu_devices)
+    config = MeshConfig(fsdp=command.devices, cpu_devices=None if gpus_visible() else command.devices)
     start_devices(config)
     mesh, console, found = make_mesh(config), Console(width=150), {}
     for name in command.models:

@@ -35,7 +35,7 @@ from jaxdl.exchange import (
 )
 from jaxdl.exchange.cost import Gradients
 from jaxdl.exchange.recommend import label
-from jaxdl.experiment import Experiment
+from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, platform
 from jaxdl.models import Network
 from jaxdl.optim import Rates
@@ -98,7 +98,7 @@ def make_plan(
     `devices` (default: all) are those of the mesh. All processes call `started` when JAX has started, then `chosen`,
     which gives what an exchange that is to be chosen was before. `start` prints what is done and found.
     """
-    start = start or Start(Console(quiet=True))
+    experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if experiment.epochs is None and experiment.steps is None and not experiment.phases:
         raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
     with start.doing("starting the devices"):

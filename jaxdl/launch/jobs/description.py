@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, TypeVar
 
 import pydantic
 
-import jaxdl.mesh
 from jaxdl.cluster.exits import DELIBERATE
 from jaxdl.config import Config, ConfigError
 from jaxdl.experiment import Experiment, load
@@ -162,8 +160,7 @@ def check_command(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]
         return Command(words, None, (note,)), [note]
     own = first_look(args, PROG)
     rest = [word for word in own_options(args)[1] if word != "--explain"]
-    with gpus_assumed(job.gpus_per_node > 0):
-        experiment = load(own["config"], rest)
+    experiment = load(own["config"], rest, gpus=job.gpus_per_node > 0)
     if "devices" in own:
         experiment = experiment.replaced({"mesh.cpu_devices": int(own["devices"])})
     notes, warnings = _mesh_notes(job, experiment)
@@ -188,17 +185,6 @@ def training_options(words: Sequence[str]) -> list[str] | None:
         if (before, last) == ("-m", "jaxdl.train") or (PurePosixPath(before).name, last) == ("jaxdl", "train"):
             return list(words[end:])
     return None
-
-
-@contextlib.contextmanager
-def gpus_assumed(there: bool) -> Iterator[None]:
-    """Context: a config that asks `gpus_visible` is told what the nodes will have, not what this machine has."""
-    asked = jaxdl.mesh.gpus_visible
-    jaxdl.mesh.gpus_visible = lambda: there
-    try:
-        yield
-    finally:
-        jaxdl.mesh.gpus_visible = asked
 
 
 def _mesh_notes(job: Job, experiment: Experiment) -> tuple[list[str], list[str]]:
