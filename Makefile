@@ -1,18 +1,22 @@
 # Works on a machine that has only Python 3.11 or later and make.
 #   make train   the digits experiment
-#   make test    the whole test suite
+#   make test    the tests without the slow ones: 12 minutes on two cores
+#   make test-all  every test: 25 minutes on two cores
 #   make lint    format, lint and types
 #   make docs    the site of the documentation, in site/
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint format docs clean
+.PHONY: train test test-all lint format docs clean
 
 train: $(VENV)/installed
 	$(BIN)/python -m jaxdl.train --config configs/digits.py --workdir runs/digits
 
 test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/installed-test
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/installed-test

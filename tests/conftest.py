@@ -4,6 +4,7 @@ import atexit
 import importlib.metadata
 import os
 import shutil
+import signal
 import tempfile
 
 FIRST_PROCESS = "PYTEST_XDIST_WORKER" not in os.environ
@@ -23,6 +24,10 @@ if FIRST_PROCESS:
 
 import jax
 import pytest
+from budget import Budget
+
+# A shell that starts pytest in the background of a script has it ignore SIGINT, and children inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if FIRST_PROCESS:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
@@ -32,3 +37,7 @@ if FIRST_PROCESS:
 def eight_devices():
     assert jax.default_backend() == "cpu"
     assert jax.device_count() == 8, f"the tests need 8 virtual CPU devices; JAX found {jax.device_count()}"
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Budget())

@@ -55,6 +55,7 @@ def choices(address, prefixes):
     return [json.loads(line) for [line] in lines]
 
 
+@pytest.mark.slow
 def test_both_compress_on_a_slow_network():
     try:
         check_possible()

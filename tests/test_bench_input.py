@@ -20,6 +20,7 @@ def images(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_it_measures_what_is_there_and_names_what_is_not(images, tmp_path, capsys):
     sides = ["tf.data", "jaxdl", "jaxdl, filling the cache", "jaxdl from disk", "jaxdl from memory"]
     options = ["--images", str(images), "--num-images", "32", "--num-rounds", "1", "--size", "32", "--workers", "1"]

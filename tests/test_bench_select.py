@@ -14,6 +14,7 @@ from jaxdl.collectives.select import METHODS
 from jaxdl.config import ConfigError
 
 
+@pytest.mark.slow
 def test_times_and_recall(tmp_path, capsys):
     path = tmp_path / "select.json"
     bench.main(["select", "--num-elements", "20000", "--density", "0.01", "--num-repeats", "2", "--json", str(path)])

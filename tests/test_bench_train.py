@@ -67,6 +67,7 @@ def test_transformer_has_the_usual_operations():
     assert step_flops(plan) == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.slow
 def test_train(tmp_path, capsys):
     path = tmp_path / "figures.json"
     data = "jaxdl.data.SyntheticImages(height=8, width=8, channels=1, num_classes=4, num_train=64, num_test=16)"
@@ -152,6 +153,7 @@ def test_optim_models_have_the_sizes_that_they_are_said_to(name):
     assert size == pytest.approx({"resnet50": 25_557_032, "transformer": 345e6}[name], rel=0.003)
 
 
+@pytest.mark.slow
 def test_optim(tmp_path, capsys, monkeypatch):
     experiment, spec = optim.MODELS["resnet50"]
     small = {"resnet50": (experiment.replaced({"model": ResNet(depth=8, width=16)}), spec)}

@@ -28,6 +28,8 @@ EXPERIMENT = tiny_experiment(
 )
 
 
+@pytest.mark.slow
+@pytest.mark.long("two hosts train to the end, with ten faults and a restart after each")
 @pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
 def test_ten_faults_at_random_moments_change_nothing(tmp_path, request):
     config = write_config(tmp_path, EXPERIMENT)

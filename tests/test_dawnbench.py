@@ -161,6 +161,7 @@ def script(*args):
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", [TopK(density=0.05), PowerSGD(rank=2)])
 def test_an_exchange_is_measured_by_itself(exchange):
     """Its state is handed in again, split as before."""
@@ -171,6 +172,8 @@ def test_an_exchange_is_measured_by_itself(exchange):
     assert exchange_seconds(alone) is None
 
 
+@pytest.mark.slow
+@pytest.mark.long("rehearses the whole DAWNBench script, each command of it a process")
 def test_rehearsal(tmp_path):
     """On digits as image files: all phases, a valid entry, the report."""
     done = script(

@@ -47,6 +47,7 @@ def story(tmp_path_factory):
     return SimpleNamespace(workdir=workdir, config=config, ended=ended, events=events)
 
 
+@pytest.mark.slow
 def test_a_disk_that_refuses_one_costs_both_the_checkpoint_and_no_more(story):
     assert [code for code, _ in story.ended] == [1, 1], story.ended
     notes = [text for text in story.events if "could not be written" in text]
@@ -59,6 +60,7 @@ def test_a_disk_that_refuses_one_costs_both_the_checkpoint_and_no_more(story):
         assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_they_go_back_together_and_learn_what_one_process_does(story, tmp_path, monkeypatch):
     back = [text.partition(":")[0] for text in story.events if text.startswith("went back")]
     assert back == ["went back from step 4 to the start", "went back from step 12 to the checkpoint of step 4"]
@@ -79,6 +81,7 @@ def test_they_go_back_together_and_learn_what_one_process_does(story, tmp_path, 
     )
 
 
+@pytest.mark.slow
 def test_another_folder_under_the_name_of_the_workdir_is_a_mistake_on_both(story, tmp_path):
     each = (["--workdir", str(tmp_path / "one")], ["--workdir", str(tmp_path / "other")])
     ended = start_faulty(story.config, tmp_path, {}, {"shared_sec": 1}, each=each)
@@ -89,6 +92,7 @@ def test_another_folder_under_the_name_of_the_workdir_is_a_mistake_on_both(story
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.slow
 def test_a_file_that_comes_to_be_seen_late(tmp_path, monkeypatch):
     threading.Timer(0.5, (tmp_path / "late").touch).start()
     assert workdir_module._appears(tmp_path / "late")

@@ -29,6 +29,7 @@ def test_variants_differ_in_the_optimizer_and_share_the_rest():
     assert [one.optimizer.exclude_vectors for one in found.values()][1:] == [True, False]
 
 
+@pytest.mark.slow
 def test_a_run_that_finished_or_diverged_is_not_made_again(tmp_path, monkeypatch):
     one = {"mesh": MeshConfig(), "steps": 4}
     fine = tiny_experiment().replaced(one)

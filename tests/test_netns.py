@@ -35,7 +35,12 @@ def why_not():
 
 
 WHY_NOT = why_not()
-needs_namespaces = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
+
+
+def needs_namespaces(test):
+    """Skips where there are none; slow, because what it waits for is the kernel."""
+    return pytest.mark.slow(pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)(test))
+
 
 RECEIVE = """
 import socket, time

@@ -55,6 +55,7 @@ def assert_picture(outputs, min_bytes):
     assert len(content) > min_bytes, "an empty figure"
 
 
+@pytest.mark.slow
 def test_quickstart(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -77,6 +78,7 @@ def test_quickstart(tmp_path, monkeypatch):
     assert not warnings
 
 
+@pytest.mark.slow
 def test_exchange(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

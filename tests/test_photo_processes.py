@@ -30,6 +30,7 @@ def two(folder):
     ).replaced({"data.photos.workers": 1})
 
 
+@pytest.mark.slow
 def test_they_learn_what_one_process_does(folder, tmp_path):
     config = write_config(tmp_path, two(folder))
     ended = [finish(process) for process in start_pair(config, tmp_path / "run")]
@@ -40,6 +41,7 @@ def test_they_learn_what_one_process_does(folder, tmp_path):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5), found.params, alone.state.params)
 
 
+@pytest.mark.slow
 def test_they_do_not_train_on_different_data(folder, tmp_path):
     config = write_config(tmp_path, two(folder))
     other = shutil.copytree(folder, tmp_path / "other")

@@ -123,6 +123,7 @@ def test_a_part_that_one_cannot_read_is_damage_for_both(story, tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_they_estimate_the_statistics_of_batch_norm_as_one_process_does(tmp_path):
     changes = {"evaluation.norm_batches": 2, "steps": 4, "mesh.cpu_devices": 2}
     config = write_config(tmp_path, experiment := tiny_experiment().replaced(changes))

@@ -57,6 +57,7 @@ def test_sigkill_at_a_random_step(tmp_path, config, uninterrupted):
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_sigterm_while_compiling_and_sigint_while_training(tmp_path, config, uninterrupted):
     process = start(config, tmp_path)
     wait_for(process, (tmp_path / "metrics.jsonl").exists)  # Opened just before the steps are compiled.
@@ -80,6 +81,7 @@ def test_sigterm_while_compiling_and_sigint_while_training(tmp_path, config, uni
     assert_same_run(tmp_path, uninterrupted)
 
 
+@pytest.mark.slow
 def test_sigterm_while_evaluating(tmp_path):
     # Evaluation takes long here: many small batches.
     experiment = tiny_experiment(
@@ -103,6 +105,7 @@ def test_sigterm_while_evaluating(tmp_path):
     kill(process)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing"])
 def test_damaged_newest_checkpoint(tmp_path, config, uninterrupted, damage):
     shutil.copytree(uninterrupted, tmp_path, dirs_exist_ok=True)

@@ -25,6 +25,7 @@ def test_it_is_there():
     assert batch["image"].std() > 20
 
 
+@pytest.mark.slow
 def test_records_go_to_another_process():
     records = build().train.pipeline.records[0]
     again = pickle.loads(pickle.dumps(records))
@@ -43,6 +44,7 @@ def resident_bytes(source):
     return total
 
 
+@pytest.mark.slow
 def test_memory_stays_within_the_budget_over_three_epochs(tmp_path):
     """Pixels of all images take 40 MB; with a budget of 16 MiB, memory grows by 10 % more than that at most."""
     budget = 2**24

@@ -86,6 +86,7 @@ for number in range(int(sys.argv[2]), 1000, 2):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", [True, False])
 def test_killed_at_any_moment_it_is_whole(verify, tmp_path):
     """Two writers at a time, killed after 0 to 40 ms of writing; nothing that can be read is wrong."""

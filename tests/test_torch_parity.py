@@ -58,6 +58,7 @@ def torch_resnet50(p, s, x, *, train):
     return functional.linear(x.mean((2, 3)), p["head"]["kernel"], p["head"]["bias"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [True, False])
 def test_resnet50_is_that_of_pytorch(train):
     network = Network(ResNet().build(num_classes=10, channels=3, dtype=jnp.float32))

@@ -1,0 +1,149 @@
+"""The suite's budget: CPU seconds of each test and file, a table of them at the end, and tests that may be long.
+
+CPU seconds, of pytest's process and of the processes that a test started and waited for, because wall time on a machine
+that does other work besides says little. Even so they grow by a third when the cores are shared, so a file over its
+budget is only reported. What fails the run is a test that is over `LONG_SEC` and has no marker `long` with a reason:
+unmarked tests are far below that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Generator
+from pathlib import PurePath
+from typing import Any
+
+import pytest
+
+LONG_SEC = 60.0
+"""CPU seconds that a test may take without a reason."""
+DEFAULT_SEC = 15.0
+"""Budget of a file that is not in `BUDGETS`, in CPU seconds."""
+BUDGETS = {
+    "test_chaos.py": 340,
+    "test_parity.py": 230,
+    "test_notebooks.py": 190,
+    "test_update.py": 190,
+    "test_guard.py": 180,
+    "test_dawnbench.py": 160,
+    "test_exchange_state.py": 130,
+    "test_resume.py": 130,
+    "test_processes.py": 120,
+    "test_phases.py": 110,
+    "test_norms.py": 110,
+    "test_trainer.py": 90,
+    "test_faulty_processes.py": 80,
+    "test_exchange.py": 80,
+    "test_precision.py": 70,
+    "test_exchange_oracle.py": 70,
+    "test_photo_processes.py": 70,
+    "test_emulated_cluster.py": 60,
+    "test_exchange_misuse.py": 60,
+    "test_length.py": 60,
+    "test_checkpoint.py": 60,
+    "test_select.py": 60,
+    "test_delayed.py": 60,
+    "test_loader.py": 60,
+    "test_sharding.py": 60,
+    "test_step.py": 50,
+    "test_imagenet_configs.py": 50,
+    "test_models.py": 50,
+    "test_quantized.py": 50,
+    "test_cluster_start.py": 50,
+    "test_disk.py": 40,
+    "test_sparse.py": 40,
+    "test_bench_cluster.py": 30,
+    "test_bad_inputs_checkpoints.py": 30,
+    "test_predictor.py": 30,
+    "test_large_batch.py": 30,
+    "test_bench_train.py": 30,
+    "test_store.py": 30,
+    "test_photos.py": 30,
+    "test_exchange_edges.py": 30,
+    "test_optim.py": 30,
+    "test_checkpoint_faults.py": 20,
+}
+"""Budget of a file in CPU seconds, the slow tests included. The files begin in this order: the longest one first."""
+
+
+def cpu_seconds() -> float:
+    """CPU time of this process and of the children that it has waited for."""
+    return sum(os.times()[:4])
+
+
+class Budget:
+    """A pytest plugin: measures on the workers, and reports in the process that the user started."""
+
+    def __init__(self) -> None:
+        self._mark = 0.0
+        self._files: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._reasons: dict[str, str] = {}
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Files with a large budget first: with two workers the last file decides how long one of them is idle."""
+        items.sort(key=lambda item: -BUDGETS.get(item.path.name, DEFAULT_SEC))
+        for item in items:
+            marker = item.get_closest_marker("long")
+            if marker is not None and not (len(marker.args) == 1 and isinstance(marker.args[0], str)):
+                raise pytest.UsageError(f'{item.nodeid}: the marker needs a reason, such as long("trains to the end")')
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, Any, Any]:
+        """Starts the clock of a test."""
+        self._mark = cpu_seconds()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        """Adds the CPU seconds of set-up, call or teardown to its report, which xdist carries to the first process."""
+        report = yield
+        now = cpu_seconds()
+        report.cpu_sec, self._mark = now - self._mark, now
+        marker = item.get_closest_marker("long")
+        report.long_reason = marker.args[0] if marker else ""
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Sums what the workers measured."""
+        file = PurePath(report.nodeid.split("::")[0]).name
+        self._files[file][report.nodeid] += getattr(report, "cpu_sec", 0.0)
+        if getattr(report, "long_reason", ""):
+            self._reasons[report.nodeid] = report.long_reason
+
+    def too_long(self) -> dict[str, float]:
+        """Tests over `LONG_SEC` that give no reason, and their CPU seconds."""
+        return {
+            test: seconds
+            for tests in self._files.values()
+            for test, seconds in tests.items()
+            if seconds > LONG_SEC and test not in self._reasons
+        }
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """A test that is long without a reason fails the run."""
+        if self.too_long() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Prints the table, the longest file first."""
+        if not self._files:
+            return
+        write = terminalreporter.write_line
+        terminalreporter.section("CPU seconds of each file and its budget")
+        write(f"{'file':36}{'tests':>6}{'seconds':>9}{'budget':>8}")
+        for file, tests in sorted(self._files.items(), key=lambda one: -sum(one[1].values())):
+            seconds, budget = sum(tests.values()), BUDGETS.get(file, DEFAULT_SEC)
+            write(f"{file:36}{len(tests):6}{seconds:9.1f}{budget:8.0f}{'  over' if seconds > budget else ''}")
+        every = [seconds for tests in self._files.values() for seconds in tests.values()]
+        write(f"{'all':36}{len(every):6}{sum(every):9.1f}")
+        for test, reason in self._reasons.items():
+            write(f"long: {test}: {reason}")
+        for test, seconds in self.too_long().items():
+            write(
+                f"error: {test} took {seconds:.0f} CPU seconds, more than {LONG_SEC:.0f}. Make it cheaper, or say why "
+                'it may: @pytest.mark.long("the reason")',
+                red=True,
+            )
