@@ -14,7 +14,7 @@ from jaxdl.compiler import CompilerConfig
 from jaxdl.config import Config, ConfigError, load_file
 from jaxdl.data import DataConfig, Digits
 from jaxdl.evaluate import EvaluationConfig
-from jaxdl.exchange import Dense, ExchangeConfig, TopK
+from jaxdl.exchange import Dense, ExchangeChoice
 from jaxdl.guard import GuardConfig
 from jaxdl.mesh import MeshConfig, gpus_visible
 from jaxdl.models import VGG, AlexNet, ResNet, Transformer, ViT
@@ -44,7 +44,7 @@ class Experiment(Config):
     """The optimizer and its peak learning rate."""
     schedule: ScheduleConfig = Cosine()
     """How the learning rate goes over the run."""
-    exchange: ExchangeConfig = Dense()
+    exchange: ExchangeChoice = Dense()
     """How gradients are averaged over the mesh axis `replica`."""
     precision: Precision = Float32()
     """The precision of the computation; parameters and optimizer are float32 always."""
@@ -87,15 +87,7 @@ class Experiment(Config):
             )
         if self.phases and (self.epochs is not None or self.steps is not None):
             raise ValueError("phases are set, whose lengths make that of the run. Set epochs and steps to None.")
-        if isinstance(self.exchange, TopK) and self.exchange.momentum_correction is not None:
-            for name in ("momentum", "momentum_at_peak", "b1"):
-                value = getattr(self.optimizer, name, None)
-                if value:
-                    raise ValueError(
-                        f"exchange.momentum_correction = {self.exchange.momentum_correction:g} and optimizer.{name} = "
-                        f"{value:g}: momentum would be added up twice. Set --optimizer.{name} 0, or no correction. "
-                        "(Weight decay is then no part of the momentum: raise it by 1 / (1 - momentum) for the same.)"
-                    )
+        self.exchange.check_optimizer(self.optimizer)
         if self.model.modality != self.task.modality:
             raise ValueError(
                 f"model {self.model.kind} reads {self.model.modality}, but task {self.task.kind} is about "

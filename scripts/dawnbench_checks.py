@@ -14,10 +14,9 @@ from jaxdl.cluster.agree import all_processes
 from jaxdl.config import ConfigError
 from jaxdl.data.photos import processes_of_host
 from jaxdl.data.shm import available_bytes
-from jaxdl.exchange import Auto, Dense, Quantized, Sign, TopK
-from jaxdl.exchange.cost import Machine, predict
+from jaxdl.exchange import Dense
+from jaxdl.exchange.cost import predict
 from jaxdl.exchange.probe import probe
-from jaxdl.exchange.recommend import label
 from jaxdl.mesh import Axis
 from jaxdl.report.summary import versions
 from jaxdl.run.build import Plan, exchanged_gradients
@@ -75,16 +74,14 @@ def data_lines(plan: Plan, *, is_rehearsal: bool) -> list[Line]:
 
 def network_lines(plan: Plan) -> tuple[list[Line], float | None]:
     """The links between replicas as measured, and the predicted seconds of the exchange; all processes call it."""
-    mesh, config = plan.parts.layout.mesh, plan.experiment.exchange
-    assert not isinstance(config, Auto), "it has been chosen"
+    mesh, config = plan.parts.layout.mesh, plan.exchange
     replicas = mesh.shape[Axis.REPLICA]
     if replicas == 1:
         return [Line("network", "one node: nothing crosses it")], None
     gradients = exchanged_gradients(plan.experiment, plan.splits.train.spec, mesh)
-    methods = (config.method,) if isinstance(config, TopK) else ("threshold",)
-    bits = (config.bits,) if isinstance(config, Quantized) else (1,) if isinstance(config, Sign) else (8,)
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
-    machine: Machine = probe(mesh, methods=methods, bits=bits, num_repeats=3)
+    figures = config.figures
+    machine = probe(mesh, methods=figures.methods, bits=figures.bits, num_repeats=3)
     link = machine.links[Axis.REPLICA.value]
     lines = [
         Line(
@@ -94,11 +91,11 @@ def network_lines(plan: Plan) -> tuple[list[Line], float | None]:
         )
     ]
     try:
-        seconds = {label(one): predict(one, gradients, machine).total_sec for one in (Dense(), config)}
+        seconds = {one.label: predict(one, gradients, machine).total_sec for one in (Dense(), config)}
     except ValueError:  # The cost model lacks a figure of this exchange.
         return lines, None
     lines += [Line(f"exchange {name}", f"{1e3 * took:.1f} ms predicted") for name, took in seconds.items()]
-    return lines, seconds[label(config)]
+    return lines, seconds[config.label]
 
 
 def expectation_lines(plan: Plan, exchange_sec: float | None, *, is_rehearsal: bool) -> list[str]:

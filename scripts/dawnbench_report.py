@@ -15,8 +15,7 @@ from dawnbench_entry import ALIBABA_IMAGES_PER_SEC, PUBLISHED, TARGET, Epoch, re
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.cluster import wait_for_all
-from jaxdl.exchange import Auto, exchanged_on_mesh
-from jaxdl.exchange.recommend import label
+from jaxdl.exchange import exchanged_on_mesh
 from jaxdl.mesh import Axis
 from jaxdl.report import replace_file, style
 from jaxdl.run.build import Plan, make_exchange_state
@@ -177,13 +176,12 @@ def _phases(run: Run, exchange_sec: float | None) -> list[str]:
     lines += ["", "Images a second are those of the training steps, waiting for data included; medians."]
     published = ", ".join(f"{size}: {round(speed / 128):,}" for size, speed in ALIBABA_IMAGES_PER_SEC.items())
     lines += [f"Alibaba's entry, on each of its V100 and with its evaluations, by pixels: {published}.", ""]
-    config = run.plan.experiment.exchange
-    assert not isinstance(config, Auto), "the plan has chosen"
     if exchange_sec is None:
         return [*lines, "One node: no gradient was exchanged."]
     sent = [one for one in run.history["train/exchange/bytes_sent/replica"] if _is_number(one)]
+    name = run.plan.exchange.label
     lines += [
-        f"Exchange: {label(config)}, {sent[-1] / 1e6:,.2f} MB that a device sends in a step. By itself it took "
+        f"Exchange: {name}, {sent[-1] / 1e6:,.2f} MB that a device sends in a step. By itself it took "
         f"{1e3 * exchange_sec:.1f} ms; how much of that a step hides behind its computation is not taken off."
     ]
     return lines

@@ -62,7 +62,7 @@ def test_measured_on_these_devices():
 
 
 def test_it_is_no_exchange_itself():
-    with pytest.raises(ConfigError, match="no exchange itself"):
+    with pytest.raises(ConfigError, match="only selects an exchange"):
         Auto().build()
 
 

@@ -29,12 +29,11 @@ from jaxdl.exchange.cost import (
     Link,
     Machine,
     Speeds,
-    break_even_density,
     inner_step_sec,
     predict,
 )
 from jaxdl.exchange.probe import fit_link, probe
-from jaxdl.exchange.recommend import label, recommend
+from jaxdl.exchange.recommend import recommend
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
 
 RESNET50 = 25_600_000
@@ -59,7 +58,7 @@ def network(gbps, speeds=NOMINAL_SPEEDS["gpu"], latency_sec=1e-5):
         (PLAIN, 9.8),
         (TopK(density=0.001, wire="plain"), 1.0),
     ],
-    ids=label,
+    ids=lambda x: getattr(x, "label", None),
 )
 def test_sixteen_nodes_of_eight_gpus_on_25_gigabits(config, milliseconds):
     """Shi et al. 2021's cluster: 8 devices share a node's network, each exchanges an eighth of the gradients."""
@@ -93,7 +92,7 @@ def test_messages_of_the_rings(num_replicas):
         Sign(): others * (0.01 + 0.001),
     }
     for config, expected in latency.items():
-        assert predict(config, gradients, machine).total_sec == pytest.approx(expected), label(config)
+        assert predict(config, gradients, machine).total_sec == pytest.approx(expected), config.label
     matrix = Gradients({"kernel": (100, 100)}, num_replicas)
     assert predict(PowerSGD(), matrix, machine).latency_sec == pytest.approx(2 * 2 * others * 1.0)
     # Buckets of their own: as many messages each.
@@ -136,9 +135,9 @@ def test_powersgd_pays_for_its_many_small_operations():
 @pytest.mark.parametrize(("wire_dtype", "value_bytes"), [("float32", 4), ("float16", 2)])
 def test_break_even_is_the_closed_form_where_only_bytes_cost(num_replicas, wire_dtype, value_bytes):
     dense, gradients, machine = Dense(wire_dtype=wire_dtype), Gradients.flat(2_000_000, num_replicas), wires(1e9)
-    found = break_even_density(PLAIN, gradients, machine, dense=dense)
+    found = PLAIN.break_even_density(gradients, machine, dense=dense)
     assert found == pytest.approx(2 * value_bytes / (num_replicas * 8), rel=1e-4)
-    packed = break_even_density(TopK(), gradients, machine, dense=dense)
+    packed = TopK().break_even_density(gradients, machine, dense=dense)
     assert packed == pytest.approx(min(1, 2 * value_bytes / (num_replicas * 4)), rel=1e-3)
 
 
@@ -147,7 +146,7 @@ def test_break_even_is_the_closed_form_where_only_bytes_cost(num_replicas, wire_
 def test_break_even_is_where_the_times_meet(algorithm, gbps):
     machine, gradients = network(gbps), Gradients.flat(3_200_000, 16)
     config = TopK(algorithm=algorithm)
-    found = break_even_density(config, gradients, machine)
+    found = config.break_even_density(gradients, machine)
     assert 1e-3 < found < 1
     limit = predict(Dense(), gradients, machine).total_sec
     low, high = 1e-7, 1.0
@@ -161,8 +160,8 @@ def test_break_even_is_where_the_times_meet(algorithm, gbps):
 def test_no_density_pays_where_the_selection_alone_takes_longer_than_dense():
     slow = replace(NOMINAL_SPEEDS["gpu"], selection_elements_per_sec={"threshold": 1e6})
     gradients = Gradients.flat(3_200_000, 16)
-    assert break_even_density(TopK(), gradients, network(25, slow)) is None
-    assert break_even_density(TopK(), gradients, network(25)) > 0.01
+    assert TopK().break_even_density(gradients, network(25, slow)) is None
+    assert TopK().break_even_density(gradients, network(25)) > 0.01
 
 
 def test_a_single_replica_costs_nothing():
@@ -241,7 +240,7 @@ def trial_gradients(mesh):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "config"), EXCHANGES, ids=[f"{label(config)}-{mesh.replica}" for mesh, config in EXCHANGES]
+    ("mesh", "config"), EXCHANGES, ids=[f"{config.label}-{mesh.replica}" for mesh, config in EXCHANGES]
 )
 def test_predicted_bytes_are_those_that_the_exchange_counts(mesh, config):
     mesh = make_mesh(mesh)
@@ -377,7 +376,7 @@ def test_what_the_command_prints_and_writes():
     found = recommend(configs, gradients, machine)
     values = json.loads(json.dumps(bench.as_json(command, machine, rows, found)))
     assert values["exchanges"][0]["exchange"] == "dense float32"
-    assert values["recommended"] == label(found.best)
+    assert values["recommended"] == found.best.label
     table = bench.rows_table(rows, gradients, machine, "title")
     assert table.row_count == len(rows)
     assert next(iter(table.columns[-1].cells)) == ""

@@ -6,6 +6,7 @@ import pytest
 
 from jaxdl.bench import __main__ as command_line
 from jaxdl.bench import traffic
+from jaxdl.exchange import PowerSGD, Quantized, TopK
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,8 @@ def test_dense_is_a_ring_of_shards(rows):
 @pytest.mark.parametrize(
     ("exchange", "dense", "most"),
     [
-        ("topk 0.01, all-gather, packed", "of_bfloat16", 1 / 12),
-        ("topk 0.01, all-to-all, packed", "of_bfloat16", 1 / 24),
+        ("topk 0.01 threshold all_gather", "of_bfloat16", 1 / 12),
+        ("topk 0.01 threshold all_to_all", "of_bfloat16", 1 / 24),
         ("quantized 8 bits", "of_float32", 0.27),
         ("sign", "of_float32", 1 / 30),
         ("powersgd rank 4", "of_float32", 1 / 60),
@@ -36,13 +37,12 @@ def test_compression(rows, exchange, dense, most):
     assert rows[exchange]["bytes_sent"]["fsdp"] == 0
 
 
-@pytest.mark.parametrize("name", ["topk 0.01, all-to-all, packed", "quantized 8 bits", "powersgd rank 4"])
-def test_the_metric_says_what_the_program_sends(name):
+@pytest.mark.parametrize("config", [TopK(algorithm="all_to_all"), Quantized(), PowerSGD()], ids=lambda one: one.label)
+def test_the_metric_says_what_the_program_sends(config):
     """The closed forms that the metrics and the cost model use are those of the program."""
     command = traffic.TrafficBench(num_elements=4 * 1_024_000, replica=4, fsdp=2)
-    sent = traffic.exchange_bytes(traffic.EXCHANGES[name], command)["replica"]
-    config = traffic.EXCHANGES[name]
-    if name.startswith("powersgd"):
+    sent = traffic.exchange_bytes(config, command)["replica"]
+    if isinstance(config, PowerSGD):
         expected = 2 * 3 / 4 * 4 * 4 * (1024 + 500) * config.rank
     else:
         expected = config.sent_bytes(4 * 512_000, 4)

@@ -139,7 +139,7 @@ def best(rows: Sequence[Row]) -> Row:
 def is_compressed(variant: str) -> bool:
     """Whether it sends less than the gradients."""
     config = VARIANTS[variant].config
-    return config is not None and config.kind != "dense"
+    return config is not None and config.compresses
 
 
 def rate_table(rows: Sequence[Row]) -> Table:

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxdl.collectives.primitive import Result, define
-from jaxdl.exchange import Dense, Exchange, PowerSGD, Quantized, TopK
+from jaxdl.exchange import Dense, Exchange, ExchangeConfig, TopK, kinds
 from jaxdl.exchange.base import ExchangeMetrics, ExchangeState
-from jaxdl.exchange.cost import ExchangeChoice
 
 _own_p = define(
     "jaxdl_own",
@@ -26,7 +25,7 @@ _own_p = define(
 class Variant:
     """One way of averaging gradients on the cluster."""
 
-    config: ExchangeChoice | None
+    config: ExchangeConfig | None
     """None: no exchange at all."""
     is_flat: bool = False
     """Whether every device is a replica of its own, rather than every host."""
@@ -46,9 +45,7 @@ VARIANTS: Mapping[str, Variant] = {
     "topk threshold": Variant(TopK(method="threshold")),
     "topk block": Variant(TopK(method="block")),
     "topk threshold, all-to-all": Variant(TopK(method="threshold", algorithm="all_to_all")),
-    "quantized 8 bits": Variant(Quantized()),
-    "powersgd rank 4": Variant(PowerSGD(rank=4)),
-}
+} | {one.label: Variant(one) for one in (kind() for kind in kinds().values() if kind not in (Dense, TopK))}
 """By the names of the table. Each is compared with the floor of its own mesh; the flat floor has no row."""
 
 

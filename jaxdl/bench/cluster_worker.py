@@ -21,11 +21,10 @@ import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from jaxdl.bench.cluster_variants import BASELINE, FLAT, VARIANTS, no_exchange
-from jaxdl.collectives.select import METHODS, Method
 from jaxdl.config import ConfigError
 from jaxdl.data.loader import TrainLoader
-from jaxdl.exchange import Dense, TopK
-from jaxdl.exchange.cost import Gradients, Link, Machine, Speeds, buckets, predict
+from jaxdl.exchange import Dense
+from jaxdl.exchange.cost import Figures, Gradients, Link, Machine, Speeds, predict
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, batch_sharding
@@ -128,11 +127,10 @@ class Worker:
         plan = self._plans[False]
         mesh = plan.parts.layout.mesh
         gradients = self._gradients(BASELINE)
-        largest = max(bucket.num_own for bucket in buckets(Dense(), gradients)[0])
+        largest = max(bucket.num_own for bucket in Dense().buckets(gradients.shapes, gradients.layout)[0])
         configs = [VARIANTS[name].config for name in self._variants]
-        used = {config.method for config in configs if isinstance(config, TopK)}
-        methods: list[Method] = [method for method in METHODS if method in used]
-        self._speeds = probe_speeds(mesh, largest, methods=methods, num_repeats=num_repeats)
+        needed = Figures.of(one for one in configs if one is not None)
+        self._speeds = probe_speeds(mesh, largest, methods=needed.methods, bits=needed.bits, num_repeats=num_repeats)
         inner = {
             axis: probe_link(mesh, axis, ("all_gather",), num_repeats=num_repeats)
             for axis in _INSIDE

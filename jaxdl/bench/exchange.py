@@ -26,18 +26,17 @@ from jaxdl.config import ConfigError
 from jaxdl.exchange import (
     Dense,
     Exchange,
+    ExchangeConfig,
     GradientLayout,
-    PowerSGD,
-    Quantized,
-    Sign,
     TopK,
     exchanged_on_mesh,
     init_on_mesh,
+    kinds,
     state_specs,
 )
-from jaxdl.exchange.cost import Cost, ExchangeChoice, Gradients, Machine, break_even_density, inner_step_sec, predict
+from jaxdl.exchange.cost import Cost, Gradients, Machine, inner_step_sec, predict
 from jaxdl.exchange.probe import probe
-from jaxdl.exchange.recommend import MIN_SPEEDUP, Recommendation, label, recommend
+from jaxdl.exchange.recommend import MIN_SPEEDUP, Recommendation, recommend
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.options import parse_options
 from jaxdl.report import replace_file
@@ -73,7 +72,7 @@ class ExchangeBench:
 class Row:
     """One exchange: predicted and measured."""
 
-    config: ExchangeChoice
+    config: ExchangeConfig
     cost: Cost
     seconds: tuple[float, ...]
     sent_bytes: float
@@ -123,7 +122,7 @@ def main(args: list[str]) -> None:
             f"besides, inside a replica, for every exchange alike: {1e3 * inner:.2f} ms (not measured here)",
             soft_wrap=True,
         )
-    console.print(f"recommended: {label(found.best)}")
+    console.print(f"recommended: {found.best.label}")
     for line in found.reasons:
         console.print(f"  - {line}", soft_wrap=True)
     if jax.process_index() != 0:
@@ -159,7 +158,7 @@ def parse_command(args: list[str]) -> ExchangeBench:
     return replace(command, mesh=command.mesh.replaced({"cpu_devices": command.devices}))
 
 
-def exchanges(command: ExchangeBench) -> list[ExchangeChoice]:
+def exchanges(command: ExchangeBench) -> list[ExchangeConfig]:
     """Every exchange that is compared."""
     first, *more = command.density
     method = TopK().method if TopK().method in command.methods else command.methods[0]
@@ -167,8 +166,8 @@ def exchanges(command: ExchangeBench) -> list[ExchangeChoice]:
     top_k += [TopK(density=first, method=method, wire="plain")]
     top_k += [TopK(density=first, method=method, algorithm="all_to_all")]
     top_k += [TopK(density=one, method=method) for one in more]
-    dense = [Dense(), Dense(wire_dtype="bfloat16"), Dense(wire_dtype="float16")]
-    return [*dense, Quantized(), Quantized(bits=4), Quantized(bits=2), Sign(), PowerSGD(), *top_k]
+    others = [kind for kind in kinds().values() if kind is not TopK]
+    return [*(one for kind in others for one in kind.variants()), *top_k]
 
 
 def make_trial(num_elements: int, mesh: Mesh) -> Trial:
@@ -211,7 +210,7 @@ def probe_for(command: ExchangeBench, trial: Trial) -> Machine:
 
 
 def measure(
-    configs: Sequence[ExchangeChoice], trial: Trial, machine: Machine, *, num_repeats: int
+    configs: Sequence[ExchangeConfig], trial: Trial, machine: Machine, *, num_repeats: int
 ) -> tuple[list[Row], float]:
     """Every exchange's `update`, timed in turns, after one that warms up; and the seconds of one that does nothing."""
     runs = [
@@ -315,11 +314,11 @@ def rows_table(rows: Sequence[Row], gradients: Gradients, machine: Machine, titl
     for row in rows:
         density = ""
         if isinstance(row.config, TopK):
-            found = break_even_density(row.config, gradients, machine)
+            found = row.config.break_even_density(gradients, machine)
             density = "none" if found is None else f"{found:.2g}"
         predicted, measured = 1e3 * row.cost.total_sec, 1e3 * row.measured_sec
         table.add_row(
-            label(row.config),
+            row.config.label,
             f"{predicted:.1f}",
             f"{measured:.1f}",
             f"{predicted / measured:.2f}",
@@ -339,7 +338,7 @@ def as_json(command: ExchangeBench, machine: Machine, rows: Sequence[Row], found
         "machine": asdict(machine),
         "exchanges": [
             {
-                "exchange": label(row.config),
+                "exchange": row.config.label,
                 "config": row.config.model_dump(),
                 "predicted": asdict(row.cost) | {"total_sec": row.cost.total_sec},
                 "measured_sec": row.seconds,
@@ -348,6 +347,6 @@ def as_json(command: ExchangeBench, machine: Machine, rows: Sequence[Row], found
             }
             for row in rows
         ],
-        "recommended": label(found.best),
+        "recommended": found.best.label,
         "reasons": found.reasons,
     }

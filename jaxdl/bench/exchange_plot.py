@@ -9,7 +9,6 @@ import numpy as np
 
 from jaxdl.exchange import Dense, TopK
 from jaxdl.exchange.cost import Gradients, Machine, predict
-from jaxdl.exchange.recommend import label
 from jaxdl.report import style
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ def figure(rows: Sequence[Row], gradients: Gradients, machine: Machine, title: s
     """A PNG: predicted and measured times of every exchange; times of top-k by density, and of dense."""
     drawn = style.new_figure(12.5, max(4.2, 0.34 * len(rows) + 1.4), f"One exchange by itself: {title}")
     bars, curve = drawn.subplots(1, 2, width_ratios=(3, 2))
-    names = [label(row.config) for row in rows]
+    names = [row.config.label for row in rows]
     chosen, places, height = style.looks(names), np.arange(len(rows)), 0.38
     colors = [chosen[name].color for name in names]
     modelled = [1e3 * row.cost.total_sec for row in rows]

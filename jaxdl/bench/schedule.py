@@ -22,8 +22,7 @@ from jaxdl.bench.output import check_folder, write_json
 from jaxdl.compiler import Links, hlo
 from jaxdl.compiler.overlap import Message, Timeline, play
 from jaxdl.config import ConfigError
-from jaxdl.exchange import Auto, Dense, PowerSGD, Quantized, Sign, TopK
-from jaxdl.exchange.recommend import label
+from jaxdl.exchange import ExchangeConfig, kinds
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.mesh import Axis
 from jaxdl.report import replace_file, style
@@ -75,7 +74,7 @@ def main(args: list[str]) -> None:
         plan = make_plan(command.experiment.replaced({"exchange": exchange}), devices)
         options = compiler_options(plan)
         text = compile_train_step(plan).as_text()
-        name = label(exchange) + (", 1 step late" if exchange.delay_steps else "")
+        name = exchange.label + (", 1 step late" if exchange.delay_steps else "")
         if plan.parts.layout.mesh.shape[Axis.REPLICA] == 1:
             raise ConfigError("one replica exchanges nothing. Give --mesh.replica 2 or more.")
         apart = int(options.get(STREAMS) or 1) > 1
@@ -89,16 +88,15 @@ def main(args: list[str]) -> None:
         replace_file(command.plot, figure(values))
 
 
-def exchanges(command: ScheduleBench) -> list[Any]:
+def exchanges(command: ScheduleBench) -> list[ExchangeConfig]:
     """The exchanges to show: that of the experiment, and with `all_exchanges` one of each other kind."""
     own = command.experiment.exchange
-    if isinstance(own, Auto):
+    if not isinstance(own, ExchangeConfig):
         raise ConfigError("--exchange auto: a schedule is that of one exchange. Give one, such as --exchange topk.")
     if not command.all_exchanges:
         return [own]
     same = {"delay_steps": own.delay_steps, "bucket_mib": own.bucket_mib}
-    others = [Dense, TopK, Quantized, PowerSGD, Sign]
-    return [own, *(kind(**same) for kind in others if kind is not type(own))]
+    return [own, *(kind(**same) for kind in kinds().values() if kind is not type(own))]
 
 
 def _devices(command: ScheduleBench) -> list[Any] | None:

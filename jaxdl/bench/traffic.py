@@ -21,33 +21,16 @@ from jaxdl.bench.output import check_folder, write_json
 from jaxdl.bench.wire import lower, sent_bytes
 from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import (
-    Dense,
     Exchange,
+    ExchangeConfig,
     GradientLayout,
-    PowerSGD,
-    Quantized,
-    Sign,
-    TopK,
     exchanged_on_mesh,
     init_on_mesh,
+    kinds,
     state_specs,
 )
 from jaxdl.mesh import Axis
 from jaxdl.options import parse_options
-
-EXCHANGES: dict[str, Any] = {
-    "dense float32": Dense(),
-    "dense bfloat16": Dense(wire_dtype="bfloat16"),
-    "topk 0.01, all-gather, 8 bytes": TopK(density=0.01, wire="plain"),
-    "topk 0.01, all-gather, packed": TopK(density=0.01),
-    "topk 0.01, all-to-all, packed": TopK(density=0.01, algorithm="all_to_all"),
-    "topk 0.001, all-gather, packed": TopK(density=0.001),
-    "quantized 8 bits": Quantized(),
-    "quantized 4 bits": Quantized(bits=4),
-    "quantized 2 bits": Quantized(bits=2),
-    "sign": Sign(),
-    "powersgd rank 4": PowerSGD(),
-}
 
 _ROWS, _COLUMNS = 1024, 1000
 
@@ -93,8 +76,9 @@ def main(args: list[str]) -> None:
 
 
 def measure(command: TrafficBench) -> list[Row]:
-    """The bytes of every exchange in `EXCHANGES`."""
-    sent = {name: exchange_bytes(config, command) for name, config in EXCHANGES.items()}
+    """The bytes of every kind of exchange, in the settings that differ in bytes."""
+    configs = [config for kind in kinds().values() for config in kind.variants()]
+    sent = {config.label: exchange_bytes(config, command) for config in configs}
     slow = {name: found[Axis.REPLICA.value] for name, found in sent.items()}
     return [
         Row(name, found, slow[name] / slow["dense float32"], slow[name] / slow["dense bfloat16"])
@@ -102,7 +86,7 @@ def measure(command: TrafficBench) -> list[Row]:
     ]
 
 
-def exchange_bytes(config: Any, command: TrafficBench) -> dict[str, float]:
+def exchange_bytes(config: ExchangeConfig, command: TrafficBench) -> dict[str, float]:
     """Mesh axis -> bytes that one device sends in one exchange, counted in its StableHLO."""
     sizes = {Axis.REPLICA.value: command.replica, Axis.FSDP.value: command.fsdp}
     mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))

@@ -18,7 +18,8 @@ from jaxdl.exchange.base import (
     state_specs,
 )
 from jaxdl.exchange.compressed import Compressed
-from jaxdl.exchange.cost import ExchangeChoice, Gradients, Link, Machine, break_even_density, predict
+from jaxdl.exchange.config import ExchangeConfig, kinds
+from jaxdl.exchange.cost import Cost, Gradients, Link, Machine, predict
 from jaxdl.exchange.delayed import delayed
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.order import backward_order
@@ -27,14 +28,16 @@ from jaxdl.exchange.quantized import Quantized, Sign
 from jaxdl.exchange.recommend import Recommendation, recommend
 from jaxdl.exchange.topk import TopK
 
-ExchangeConfig = ExchangeChoice | Auto
-"""Every gradient exchange."""
+ExchangeChoice = Dense | TopK | Quantized | PowerSGD | Sign | Auto
+"""What an experiment may have: every gradient exchange, and the choice of one."""
 
 __all__ = [
     "Auto",
     "Compressed",
+    "Cost",
     "Dense",
     "Exchange",
+    "ExchangeChoice",
     "ExchangeConfig",
     "ExchangeMetrics",
     "ExchangeState",
@@ -49,11 +52,11 @@ __all__ = [
     "TopK",
     "alone",
     "backward_order",
-    "break_even_density",
     "by_name",
     "delayed",
     "exchanged_on_mesh",
     "init_on_mesh",
+    "kinds",
     "leaf_names",
     "predict",
     "recommend",

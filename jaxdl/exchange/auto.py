@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -11,19 +11,13 @@ from jax.sharding import Mesh
 
 from jaxdl.config import Config, ConfigError, Kind
 from jaxdl.exchange.base import Exchange, GradientLayout
-from jaxdl.exchange.cost import NOMINAL_SPEEDS, ExchangeChoice, Gradients, Link, Machine, buckets
+from jaxdl.exchange.config import ExchangeConfig, kinds
+from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Gradients, Link, Machine
 from jaxdl.exchange.dense import Dense
-from jaxdl.exchange.powersgd import PowerSGD
-from jaxdl.exchange.probe import COLLECTIVES, probe
-from jaxdl.exchange.quantized import Quantized, Sign
-from jaxdl.exchange.recommend import MIN_SPEEDUP, label, recommend
-from jaxdl.exchange.topk import TopK
+from jaxdl.exchange.probe import probe
+from jaxdl.exchange.recommend import MIN_SPEEDUP, recommend
 from jaxdl.mesh import Axis
 
-Candidate = Literal["bfloat16", "float16", "quantized", "topk", "powersgd", "sign"]
-
-_FEW_REPLICAS = 4
-"""Up to here all-to-all cannot beat all-gather by much, and a second selection only loses entries."""
 _MOST_PROBED = {"cpu": 2**20, "gpu": 2**23}
 _INNER_LINKS = {"cpu": Link(2e-5, 2e9), "gpu": Link(5e-6, 1.5e11)}
 """Inside a replica, when only the figures of the slow network are given: orders of magnitude (of NVLink)."""
@@ -33,7 +27,7 @@ _INNER_LINKS = {"cpu": Link(2e-5, 2e9), "gpu": Link(5e-6, 1.5e11)}
 class Choice:
     """What was chosen, and why."""
 
-    config: ExchangeChoice
+    config: ExchangeConfig
     lines: tuple[str, ...]
     """Reasons for the user."""
 
@@ -43,7 +37,7 @@ class Auto(Config):
     the gradients least; dense where little is gained. The run keeps the choice."""
 
     kind: Annotated[Literal["auto"], Kind] = "auto"
-    candidates: tuple[Candidate, ...] = ("bfloat16", "quantized", "topk")
+    candidates: tuple[str, ...] = ("bfloat16", "quantized", "topk")
     """What may be chosen besides dense float32: dense bfloat16 or float16, quantized (8 bits), topk, powersgd, sign."""
     densities: tuple[float, ...] = pydantic.Field(default=(0.01,), min_length=1)
     """Densities of topk that may be chosen."""
@@ -66,6 +60,10 @@ class Auto(Config):
             raise ValueError(
                 f"{given} = {getattr(self, given):g} without {other}: a network is measured or given. Set both or none."
             )
+        known = _candidates((1.0,), 2)
+        for name in self.candidates:
+            if name not in known:
+                raise ValueError(f"candidates: {name!r} is not one of {', '.join(known)}. Choose from these.")
         if len(set(self.candidates)) < len(self.candidates):
             raise ValueError(f"candidates = {self.candidates}: one is named twice. Name it once.")
         if not self.candidates:
@@ -76,13 +74,23 @@ class Auto(Config):
             raise ValueError(f"densities = {self.densities}: topk is no candidate. Add it to candidates.")
         return self
 
+    @property
+    def warmup_steps(self) -> int:
+        """No exchange that it may choose has a warm-up."""
+        return 0
+
+    def check_optimizer(self, optimizer: Config) -> None:
+        """Every exchange that it may choose works with every optimizer."""
+
     def build_alone(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange of a single replica, for which there is nothing to choose."""
         return Dense(delay_steps=self.delay_steps).build_alone(layout)
 
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """Raises ConfigError: an exchange has to be chosen first, by `choose`."""
-        raise ConfigError("exchange auto: it is no exchange itself. Build the config that its choose(...) returns.")
+        raise ConfigError(
+            "exchange auto only selects an exchange and cannot be built. Build the config that its choose(...) returns."
+        )
 
     def choose(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, mesh: Mesh) -> Choice:
         """The exchange for gradients of these local shapes, by name; measures the mesh's devices for some seconds.
@@ -98,21 +106,16 @@ class Auto(Config):
         configs = [
             config
             for config in self._configs(gradients.num_replicas)
-            if isinstance(config, Dense) or buckets(config, gradients)[1]
+            if not config.compresses or config.buckets(gradients.shapes, gradients.layout)[1]
         ]
         found = recommend(configs, gradients, self._machine(gradients, mesh), min_speedup=self.min_speedup)
         best = found.best.model_copy(update={"delay_steps": self.delay_steps})
-        return Choice(best, (f"chose {label(best)}", *found.reasons))
+        return Choice(best, (f"chose {best.label}", *found.reasons))
 
-    def _configs(self, num_replicas: int) -> list[ExchangeChoice]:
+    def _configs(self, num_replicas: int) -> list[ExchangeConfig]:
         """All exchanges that may be chosen."""
-        found: list[ExchangeChoice] = [Dense()]
-        found += [Dense(wire_dtype=name) for name in ("bfloat16", "float16") if name in self.candidates]
-        if "topk" in self.candidates:
-            algorithms = ("all_gather", "all_to_all") if num_replicas > _FEW_REPLICAS else ("all_gather",)
-            found += [TopK(density=density, algorithm=one) for density in self.densities for one in algorithms]
-        others = {"quantized": Quantized, "powersgd": PowerSGD, "sign": Sign}
-        return found + [cls() for name, cls in others.items() if name in self.candidates]
+        known = _candidates(self.densities, num_replicas)
+        return [Dense(), *(config for name in self.candidates for config in known[name])]
 
     def _machine(self, gradients: Gradients, mesh: Mesh) -> Machine:
         platform = "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
@@ -120,16 +123,22 @@ class Auto(Config):
             links = dict.fromkeys(gradients.layout.inner, _INNER_LINKS[platform])
             links[Axis.REPLICA.value] = Link(self.latency_us * 1e-6, self.bandwidth_gbps * 1e9 / 8)
             return Machine(links, NOMINAL_SPEEDS[platform], source="given; speeds of the devices from a table")
-        bits = [number for name, number in (("quantized", 8), ("sign", 1)) if name in self.candidates]
-        dtypes = [name for name in ("bfloat16", "float16") if name in self.candidates]
-        unused = {f"all_reduce/{name}" for name in ("bfloat16", "float16") if name not in dtypes}
-        bucket = min(gradients.num_elements, int(TopK().bucket_elements))
+        needed = Figures.of(self._configs(gradients.num_replicas))
+        bucket = min(gradients.num_elements, int(Dense().bucket_elements))
         return probe(
             mesh,
             num_elements=max(2**12, min(bucket, _MOST_PROBED[platform])),
             density=min(max(self.densities), 0.25),
-            methods=(TopK().method,) if "topk" in self.candidates else (),
-            bits=bits,
-            collectives=[name for name in COLLECTIVES if name not in unused],
+            methods=needed.methods,
+            bits=needed.bits,
+            collectives=(Figures(collectives=ALWAYS_MEASURED) | needed).collectives,
             num_repeats=3,
         )
+
+
+def _candidates(densities: Sequence[float], num_replicas: int) -> dict[str, list[ExchangeConfig]]:
+    """What may be chosen besides dense float32, of all kinds, by name."""
+    found: dict[str, list[ExchangeConfig]] = {}
+    for kind in kinds().values():
+        found |= kind.candidates(densities, num_replicas)
+    return found

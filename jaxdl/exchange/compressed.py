@@ -13,7 +13,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.collectives.primitive import alike
-from jaxdl.config import Config, ConfigError
+from jaxdl.config import ConfigError
 from jaxdl.exchange.alone import alone, grown
 from jaxdl.exchange.base import (
     PER_REPLICA,
@@ -37,42 +37,16 @@ from jaxdl.exchange.base import (
     rounding_of,
     shares_of,
 )
-from jaxdl.exchange.buckets import Bucket, exchange_order, held_back, in_turn, make_buckets
+from jaxdl.exchange.buckets import Bucket, held_back, in_turn, make_buckets
+from jaxdl.exchange.config import ExchangeConfig
+from jaxdl.exchange.cost import Cost, Gradients, Machine, all_reduce_cost
 from jaxdl.exchange.delayed import delayed
 
 Leaves = dict[str, jax.Array]
 """Gradients by name, float32."""
 
 
-class Bucketed(Config):
-    """How gradients are put together into messages, and when they are applied."""
-
-    delay_steps: Literal[0, 1] = 0
-    """Apply gradients this many steps late. With 1 the exchange is of the last step's gradients, and runs beside this
-    step's forward and backward pass."""
-    bucket_mib: float = pydantic.Field(default=8.0, gt=0)
-    """Fuse gradients into flat buffers of at most this many MiB (float32, on one device); larger ones stay alone. Each
-    is sent when the backward pass has finished its gradients, so several of them hide behind the rest of it."""
-    bucket_order: Literal["backward", "forward"] = "backward"
-    """Which gradients are fused first: those that the backward pass finishes first (the last layers), or last."""
-
-    @property
-    def bucket_elements(self) -> float:
-        """The most elements of a bucket."""
-        return self.bucket_mib * 2**20 / 4
-
-    def ordered(self, names: Sequence[str], layout: GradientLayout) -> list[str]:
-        """The names in the order of the buckets."""
-        order = exchange_order(names, layout)
-        return order if self.bucket_order == "backward" else order[::-1]
-
-    def build_alone(self, layout: GradientLayout | None = None) -> Exchange:
-        """The exchange of a single replica, which sends nothing."""
-        del layout
-        return delayed(alone(), self.delay_steps)
-
-
-class Compressed(Bucketed, abc.ABC):
+class Compressed(ExchangeConfig):
     """Options of every compressed exchange."""
 
     error_feedback: bool = True
@@ -84,8 +58,10 @@ class Compressed(Bucketed, abc.ABC):
     dense_names: tuple[str, ...] = ()
     """Patterns, such as `*/embedding/*`, of the names of gradients that stay dense (names as --explain prints them)."""
 
-    def check(self, num_elements: Mapping[str, int]) -> None:
-        """Raises ConfigError when an option has no effect on gradients of these names and numbers of elements."""
+    def check(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, num_replicas: int) -> None:
+        """See `ExchangeConfig.check`."""
+        del layout, num_replicas
+        num_elements = {name: math.prod(shape) for name, shape in shapes.items()}
         for pattern in self.dense_names:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in num_elements):
                 raise ConfigError(
@@ -95,7 +71,7 @@ class Compressed(Bucketed, abc.ABC):
         most = max(num_elements.values(), default=0)
         if most < self.min_elements:
             raise ConfigError(
-                f"--exchange.min-elements {self.min_elements}: no gradient would be compressed, for the largest has "
+                f"--exchange.min-elements {self.min_elements}: no gradient would be compressed, since the largest has "
                 f"{most:,} elements. Choose a smaller number, or --exchange dense."
             )
         if all(self.stays_dense(name, number) for name, number in num_elements.items()):
@@ -104,9 +80,25 @@ class Compressed(Bucketed, abc.ABC):
                 "choose --exchange dense."
             )
 
+    @abc.abstractmethod
+    def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
+        """The cost of one compressed bucket. Raises ValueError for a speed that is not known."""
+
+    def cost(self, gradients: Gradients, machine: Machine) -> Cost:
+        """See `ExchangeConfig.cost`."""
+        dense, compressed = self.buckets(gradients.shapes, gradients.layout)
+        costs = [all_reduce_cost(bucket, gradients, machine) for bucket in dense]
+        return sum([*costs, *(self.bucket_cost(bucket, gradients, machine) for bucket in compressed)], Cost())
+
+    def buckets(
+        self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout
+    ) -> tuple[list[Bucket], list[Bucket]]:
+        """See `ExchangeConfig.buckets`."""
+        return self.engine(layout).buckets({name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in shapes.items()})
+
     @property
     def warmup_steps(self) -> int:
-        """Steps before the exchange is what it is for the rest of the run."""
+        """Steps before the exchange has its final settings."""
         return self.dense_warmup_steps
 
     @abc.abstractmethod

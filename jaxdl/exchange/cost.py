@@ -9,37 +9,32 @@ sends inside a replica. Nothing overlaps with anything: the time is what an exch
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import jax
-import jax.numpy as jnp
+from typing import TYPE_CHECKING, TypeVar
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes
+from jaxdl.collectives.select import Method
 from jaxdl.exchange.base import GradientLayout
-from jaxdl.exchange.buckets import Bucket, make_buckets
-from jaxdl.exchange.compressed import Compressed
-from jaxdl.exchange.dense import Dense
-from jaxdl.exchange.powersgd import PowerSGD, matrix_shape
-from jaxdl.exchange.quantized import Quantized, Sign
-from jaxdl.exchange.topk import TopK
+from jaxdl.exchange.buckets import Bucket
 from jaxdl.mesh import Axis
 
-ExchangeChoice = Dense | TopK | Quantized | PowerSGD | Sign
-"""The exchanges whose cost is known."""
+if TYPE_CHECKING:
+    from jaxdl.exchange.config import ExchangeConfig
+
+ALWAYS_MEASURED = ("all_reduce/float32", "all_gather")
+"""The collectives that every exchange uses: between replicas, or inside one."""
+
+KeyT = TypeVar("KeyT", str, int)
 
 _FLOAT_BYTES = 4
 # What a device reads and writes of its part of the gradients, in float32 numbers an element.
-_JOIN, _SPLIT, _NORM = 2, 2, 1
+JOIN, SPLIT, NORM = 2, 2, 1
+ADD_RESIDUAL = 3
 _TO_WIRE_DTYPE = 3
-_ADD_RESIDUAL, _ZERO_SENT, _ADD_ERROR = 3, 2, 4
-_EMPTY_TOTAL = 1
-_POWERSGD = 7
-"""Two products that read the matrix, one that writes the total, and the error."""
-_OWN_ENTRIES = 3
-"""Rounding, packing and keeping what was not sent: as much work as receiving the own entries this many times."""
 
 
 @dataclass(frozen=True)
@@ -96,6 +91,43 @@ class Speeds:
     operation_sec: float = 0.0
     """The time of one operation on a small array, of which PowerSGD has hundreds."""
 
+    def selection(self, method: str) -> float:
+        """Elements a second of a selection. Raises ValueError where only others were measured."""
+        return _known(self.selection_elements_per_sec, method, f"selection {method}")
+
+    def quantization(self, bits: int) -> float:
+        """Elements a second of a quantized sum. Raises ValueError where only others were measured."""
+        return _known(self.quantized_elements_per_sec, bits, f"quantization {bits}")
+
+
+def _known(speeds: Mapping[KeyT, float], name: KeyT, what: str) -> float:
+    if not speeds:
+        return math.inf
+    if name not in speeds:
+        raise ValueError(
+            f"{what}: its speed is not known, only that of {', '.join(map(str, speeds))}. Measure it as well."
+        )
+    return speeds[name]
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Which of a machine's figures the cost of an exchange needs, as arguments of `jaxdl.exchange.probe.probe`."""
+
+    methods: tuple[Method, ...] = ()
+    bits: tuple[int, ...] = ()
+    collectives: tuple[str, ...] = ()
+    """Besides `ALWAYS_MEASURED`."""
+
+    def __or__(self, other: Figures) -> Figures:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return Figures(*(tuple(dict.fromkeys(mine + its)) for mine, its in pairs))
+
+    @classmethod
+    def of(cls, configs: Iterable[ExchangeConfig]) -> Figures:
+        """What all of these exchanges need together."""
+        return functools.reduce(operator.or_, (config.figures for config in configs), cls())
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -106,6 +138,36 @@ class Machine:
     speeds: Speeds = Speeds()
     source: str = "given"
     """Where the figures come from: measured or given."""
+
+    def link(self, axis: str) -> Link:
+        """How a device sends over a mesh axis. Raises ValueError for one that was not measured."""
+        if axis not in self.links:
+            raise ValueError(
+                f"no link for mesh axis {axis}: the machine has {', '.join(self.links)}. Measure it again."
+            )
+        return self.links[axis]
+
+    @property
+    def slow(self) -> Link:
+        """The link between replicas."""
+        return self.link(Axis.REPLICA.value)
+
+    def passes_sec(self, num_elements: float, num_accesses: float) -> float:
+        """Seconds for reading and writing so many float32 numbers for each of the elements."""
+        return num_elements * num_accesses * _FLOAT_BYTES / self.speeds.memory_bytes_per_sec
+
+    def two_shots_sec(self, num_bytes: float, num_replicas: int) -> tuple[float, float]:
+        """(latency, wire) seconds of an all-to-all and an all-gather that send about half of the bytes each."""
+        links = [self.slow.of(kind) for kind in ("all_to_all", "all_gather")]
+        shots = [link.seconds(num_replicas - 1, num_bytes / 2) for link in links]
+        return sum(latency for latency, _ in shots), sum(wire for _, wire in shots)
+
+    def gathers_sec(self, bucket: Bucket, layout: GradientLayout, count: int) -> float:
+        """Seconds for gathering a bucket inside the replica this many times."""
+        found = 0.0
+        for axis, num_bytes in bucket.split_bytes(layout).items():
+            found += sum(self.link(axis).of("all_gather").seconds(layout.inner[axis] - 1, num_bytes))
+        return count * found
 
 
 NOMINAL_SPEEDS: Mapping[str, Speeds] = {
@@ -177,21 +239,9 @@ class Cost:
         return Cost(*(a + b for a, b in zip(mine, its, strict=True)))
 
 
-def predict(config: ExchangeChoice, gradients: Gradients, machine: Machine) -> Cost:
+def predict(config: ExchangeConfig, gradients: Gradients, machine: Machine) -> Cost:
     """The cost of one `update` of an exchange, after all warm-ups. Raises ValueError for a speed that is not known."""
-    if gradients.num_replicas == 1:
-        return Cost()
-    dense, compressed = buckets(config, gradients)
-    dtype = config.wire_dtype if isinstance(config, Dense) else "float32"
-    costs = [_dense(bucket, dtype, gradients, machine) for bucket in dense]
-    for bucket in compressed:
-        if isinstance(config, TopK):
-            costs.append(_top_k(config, bucket, gradients, machine))
-        elif isinstance(config, Quantized | Sign):
-            costs.append(_quantized(config, bucket, gradients, machine))
-        elif isinstance(config, PowerSGD):
-            costs.append(_powersgd(config, bucket, gradients, machine))
-    return sum(costs, Cost())
+    return Cost() if gradients.num_replicas == 1 else config.cost(gradients, machine)
 
 
 def inner_step_sec(gradients: Gradients, machine: Machine, axis: str = Axis.FSDP.value) -> float:
@@ -208,175 +258,16 @@ def inner_step_sec(gradients: Gradients, machine: Machine, axis: str = Axis.FSDP
     return sum(sum(link.seconds(ways - 1, num_bytes)) for link in links)
 
 
-def break_even_density(
-    config: TopK, gradients: Gradients, machine: Machine, *, dense: Dense | None = None
-) -> float | None:
-    """The density at which `config` takes as long as `dense` (default: float32); None where it always takes longer.
-
-    Below it top-k is faster. Where nothing costs but bytes it is 2 b_dense / (m b_entry) for m replicas, b_dense bytes
-    an element and b_entry bytes an entry. At most 1.
-    """
-    limit = predict(dense or Dense(), gradients, machine).total_sec
-
-    def excess(density: float) -> float:
-        return predict(config.model_copy(update={"density": density}), gradients, machine).total_sec - limit
-
-    lowest = 1 / max(2, gradients.num_elements)
-    if excess(lowest) >= 0:
-        return None
-    if excess(1.0) <= 0:
-        return 1.0
-    low, high = lowest, 1.0
-    if config.algorithm == "all_gather" and not _slow(machine).of("all_gather").curve:
-        # Entries are sent and added one by one: the time is a straight line, but for rounding to whole entries.
-        slope = (excess(1.0) - excess(0.5)) / 0.5
-        return min(1.0, max(lowest, 1.0 - excess(1.0) / slope))
-    for _ in range(40):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if excess(middle) >= 0 else (middle, high)
-    return math.sqrt(low * high)
-
-
-def buckets(config: ExchangeChoice, gradients: Gradients) -> tuple[list[Bucket], list[Bucket]]:
-    """The messages of an exchange as `update` makes them: dense ones, and compressed ones."""
-    layout = gradients.layout
-    if isinstance(config, Compressed):
-        leaves = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in gradients.shapes.items()}
-        return config.engine(layout).buckets(leaves)
-    names = config.ordered(list(gradients.shapes), layout)
-    return make_buckets(names, gradients.shapes, layout, max_elements=config.bucket_elements), []
-
-
-def _link(machine: Machine, axis: str) -> Link:
-    if axis not in machine.links:
-        raise ValueError(f"no link for mesh axis {axis}: the machine has {', '.join(machine.links)}. Measure it again.")
-    return machine.links[axis]
-
-
-def _slow(machine: Machine) -> Link:
-    return _link(machine, Axis.REPLICA.value)
-
-
-def _gathers(bucket: Bucket, count: int, gradients: Gradients, machine: Machine) -> float:
-    """Seconds for making a bucket whole inside the replica this many times."""
-    found = 0.0
-    for axis, num_bytes in bucket.split_bytes(gradients.layout).items():
-        link = _link(machine, axis).of("all_gather")
-        found += sum(link.seconds(gradients.layout.inner[axis] - 1, num_bytes))
-    return count * found
-
-
-def _passes_sec(num_elements: float, num_accesses: float, machine: Machine) -> float:
-    return num_elements * num_accesses * _FLOAT_BYTES / machine.speeds.memory_bytes_per_sec
-
-
-def _dense(bucket: Bucket, dtype: str, gradients: Gradients, machine: Machine) -> Cost:
+def all_reduce_cost(bucket: Bucket, gradients: Gradients, machine: Machine, dtype: str = "float32") -> Cost:
+    """The cost of summing a bucket by one all-reduce in `dtype`."""
     m, n = gradients.num_replicas, bucket.num_own
     sent = all_reduce_sent_bytes(n, m, dtype)
-    link = _slow(machine).of(f"all_reduce/{dtype}")
-    accesses = _JOIN + _SPLIT + _NORM + (_TO_WIRE_DTYPE if dtype != "float32" else 0)
-    latency, wire = link.seconds(2 * (m - 1), sent)
+    latency, wire = machine.slow.of(f"all_reduce/{dtype}").seconds(2 * (m - 1), sent)
+    accesses = JOIN + SPLIT + NORM + (_TO_WIRE_DTYPE if dtype != "float32" else 0)
     return Cost(
         latency_sec=latency,
         wire_sec=wire,
-        compute_sec=_passes_sec(n, accesses, machine),
-        inner_sec=_gathers(bucket, 1, gradients, machine),
+        compute_sec=machine.passes_sec(n, accesses),
+        inner_sec=machine.gathers_sec(bucket, gradients.layout, 1),
         sent_bytes=sent,
     )
-
-
-def _two_shots(num_bytes: float, num_replicas: int, machine: Machine) -> tuple[float, float]:
-    """(latency, wire) seconds of an all-to-all and an all-gather that send about half of the bytes each."""
-    links = [_slow(machine).of(kind) for kind in ("all_to_all", "all_gather")]
-    shots = [link.seconds(num_replicas - 1, num_bytes / 2) for link in links]
-    return sum(latency for latency, _ in shots), sum(wire for _, wire in shots)
-
-
-def _top_k(config: TopK, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
-    m, n, speeds = gradients.num_replicas, bucket.num_own, machine.speeds
-    k = config.num_kept(n, config.density)
-    sent = config.sent_bytes(n, m)
-    selected, accesses = float(n), _JOIN + _SPLIT + _NORM + _EMPTY_TOTAL
-    if config.algorithm == "all_gather":
-        link = _slow(machine).of("all_gather")
-        latency, wire = link.seconds(m - 1, sent)
-        entries, sorted_entries = float((m + _OWN_ENTRIES) * k), 0
-    else:
-        latency, wire = _two_shots(sent, m, machine)
-        # The owner of a range adds up as many entries as a device sends, and selects from the range once more.
-        entries, sorted_entries = float((2 + _OWN_ENTRIES) * k), k
-        selected += n / m
-    num_splits = 1
-    if config.error_feedback:
-        num_splits += 1
-        accesses += _ADD_RESIDUAL + _ZERO_SENT + _ADD_ERROR + _SPLIT + _NORM
-    if config.momentum_correction is not None:
-        num_splits += 1
-        accesses += _ADD_RESIDUAL + _JOIN + _ZERO_SENT + _SPLIT
-    compute = _passes_sec(n, accesses, machine)
-    compute += entries / speeds.entries_per_sec + sorted_entries / speeds.sorted_entries_per_sec
-    rate = _known(speeds.selection_elements_per_sec, config.method, "selection")
-    return Cost(
-        latency_sec=latency,
-        wire_sec=wire,
-        selection_sec=selected / rate,
-        compute_sec=compute,
-        inner_sec=_gathers(bucket, num_splits, gradients, machine),
-        sent_bytes=sent,
-    )
-
-
-def _quantized(config: Quantized | Sign, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
-    m, n = gradients.num_replicas, bucket.num_own
-    sent = config.sent_bytes(n, m)
-    latency, wire = _two_shots(sent, m, machine)
-    bits = config.bits if isinstance(config, Quantized) else 1
-    rate = _known(machine.speeds.quantized_elements_per_sec, bits, "quantization")
-    accesses = _JOIN + _SPLIT + _NORM
-    if config.error_feedback:
-        accesses += _ADD_RESIDUAL + _SPLIT + _NORM
-    return Cost(
-        latency_sec=latency,
-        wire_sec=wire,
-        compute_sec=n / rate + _passes_sec(n, accesses, machine),
-        inner_sec=_gathers(bucket, 1 + config.error_feedback, gradients, machine),
-        sent_bytes=sent,
-    )
-
-
-def _powersgd(config: PowerSGD, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
-    m, speeds = gradients.num_replicas, machine.speeds
-    shapes = [
-        matrix_shape(shape, stacked=name in gradients.layout.stacked)
-        for name, shape in zip(bucket.names, bucket.shapes, strict=True)
-    ]
-    factors = [config.rank * sum(count * size[side] for count, *size in shapes) for side in (0, 1)]
-    # Each of the devices that hold the same sends its share of a factor, and gathers the others'.
-    entries = sum(-(-size // bucket.ways) for size in factors)
-    sent = all_reduce_sent_bytes(entries, m, jnp.float32)
-    link = _slow(machine).of("all_reduce/float32")
-    shots = [link.seconds(2 * (m - 1), sent / 2) for _ in factors]
-    products = 3 * 2 * config.rank * bucket.num_elements
-    # Gram-Schmidt, twice: each column against all columns before it, a product and a difference.
-    projections = config.rank * (config.rank - 1)
-    orthogonal = 4 * sum(count * rows for count, rows, _ in shapes) * projections
-    operations = len(shapes) * (2 * projections + 3 * config.rank)
-    accesses = _POWERSGD + _NORM + (_ADD_RESIDUAL + _NORM if config.error_feedback else 0)
-    return Cost(
-        latency_sec=sum(latency for latency, _ in shots),
-        wire_sec=sum(wire for _, wire in shots),
-        compute_sec=operations * speeds.operation_sec
-        + (products + orthogonal) / speeds.flops_per_sec
-        + _passes_sec(bucket.num_elements, accesses, machine),
-        sent_bytes=sent,
-    )
-
-
-def _known(speeds: Mapping[Any, float], name: str | int, what: str) -> float:
-    if not speeds:
-        return math.inf
-    if name not in speeds:
-        raise ValueError(
-            f"{what} {name}: its speed is not known, only that of {', '.join(map(str, speeds))}. Measure it as well."
-        )
-    return speeds[name]

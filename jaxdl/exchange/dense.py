@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,18 +19,56 @@ from jaxdl.exchange.base import (
     nonempty,
     shares_of,
 )
-from jaxdl.exchange.buckets import in_turn, make_buckets
-from jaxdl.exchange.compressed import Bucketed, Sent, measured, message_costs, send_dense
+from jaxdl.exchange.buckets import in_turn
+from jaxdl.exchange.compressed import Sent, measured, message_costs, send_dense
+from jaxdl.exchange.config import ExchangeConfig
+from jaxdl.exchange.cost import Cost, Figures, Gradients, Machine, all_reduce_cost
 from jaxdl.exchange.delayed import delayed
 
+WireDtype = Literal["float32", "bfloat16", "float16"]
+"""From exact to rough: float16 overflows where bfloat16 only rounds."""
 
-class Dense(Bucketed):
+
+class Dense(ExchangeConfig):
     """Sums whole gradients by one all-reduce a bucket: the baseline that compression must beat."""
 
     kind: Annotated[Literal["dense"], Kind] = "dense"
-    wire_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    wire_dtype: WireDtype = "float32"
     """What travels. The 16-bit ones halve the bytes and round the sum (on GPUs every partial sum); float16 becomes
     infinite above 65,504 and zero below 6e-8, bfloat16 has the range of float32."""
+
+    compresses: ClassVar[bool] = False
+
+    @property
+    def label(self) -> str:
+        """`dense float32`."""
+        return f"dense {self.wire_dtype}"
+
+    @property
+    def distortion(self) -> tuple[float, float]:
+        """The least: sums are rounded at most."""
+        return 0, get_args(WireDtype).index(self.wire_dtype)
+
+    @property
+    def figures(self) -> Figures:
+        """The all-reduce in this dtype."""
+        return Figures(collectives=(f"all_reduce/{self.wire_dtype}",))
+
+    @classmethod
+    def variants(cls) -> list[ExchangeConfig]:
+        """One for each dtype."""
+        return [cls(wire_dtype=name) for name in get_args(WireDtype)]
+
+    @classmethod
+    def candidates(cls, densities: Sequence[float], num_replicas: int) -> dict[str, list[ExchangeConfig]]:
+        """The 16-bit ones by their dtypes; float32 can always be chosen."""
+        del densities, num_replicas
+        return {name: [cls(wire_dtype=name)] for name in get_args(WireDtype)[1:]}
+
+    def cost(self, gradients: Gradients, machine: Machine) -> Cost:
+        """See `ExchangeConfig.cost`."""
+        dense, _ = self.buckets(gradients.shapes, gradients.layout)
+        return sum((all_reduce_cost(bucket, gradients, machine, self.wire_dtype) for bucket in dense), Cost())
 
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange; it keeps no state, but what is delayed."""
@@ -43,10 +82,9 @@ class Dense(Bucketed):
             check_local(leaves, axis)
             shapes = {name: leaf.shape for name, leaf in leaves.items()}
             shares = shares_of(leaves, axis)
-            names = self.ordered(list(leaves), layout)
-            buckets = make_buckets(names, shapes, layout, max_elements=self.bucket_elements)
+            buckets, _ = self.buckets(shapes, layout)
             messages: list[Sent] = []
-            for number in in_turn(buckets, names):
+            for number in in_turn(buckets, self.ordered(list(leaves), layout)):
                 last, dtype = messages[-1].last if messages else None, jnp.dtype(self.wire_dtype)
                 messages.append(send_dense(buckets[number], shares, layout=layout, axis=axis, dtype=dtype, last=last))
             total = {name: x for message in messages for name, x in message.total.items()}

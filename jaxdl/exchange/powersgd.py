@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import zlib
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 import jax
@@ -13,13 +14,16 @@ import pydantic
 from jax import lax
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes
-from jaxdl.config import Kind
+from jaxdl.config import ConfigError, Kind
 from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
+from jaxdl.exchange.cost import ADD_RESIDUAL, NORM, Cost, Gradients, Machine
 
 _EPSILON = 1e-6
 """Columns that shrink to this share of their length when made orthogonal are numerical noise."""
+_ACCESSES = 7
+"""For the cost: two products that read the matrix, one that writes the total, and the error."""
 
 
 class PowerSGD(Compressed):
@@ -52,6 +56,55 @@ class PowerSGD(Compressed):
 
         return CompressedExchange(
             self, layout, [Stage(math.inf, self._send(layout))], suits=suits, init_shard=init_shard
+        )
+
+    @property
+    def label(self) -> str:
+        """`powersgd rank 4`."""
+        return f"powersgd rank {self.rank}"
+
+    @property
+    def distortion(self) -> tuple[float, float]:
+        """More with a smaller rank."""
+        return 3, -self.rank
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, num_replicas: int) -> None:
+        """See `ExchangeConfig.check`."""
+        super().check(shapes, layout, num_replicas)
+        if num_replicas > 1 and not any(
+            self.is_smaller(shape, stacked=name in layout.stacked) for name, shape in shapes.items()
+        ):
+            raise ConfigError(
+                f"--exchange.rank {self.rank}: no gradient would be compressed, since two thin matrices of so many "
+                "columns are not smaller than any of them. Choose a smaller rank, or --exchange dense."
+            )
+
+    def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
+        """See `Compressed.bucket_cost`."""
+        m, speeds = gradients.num_replicas, machine.speeds
+        shapes = [
+            matrix_shape(shape, stacked=name in gradients.layout.stacked)
+            for name, shape in zip(bucket.names, bucket.shapes, strict=True)
+        ]
+        factors = [self.rank * sum(count * size[side] for count, *size in shapes) for side in (0, 1)]
+        # Each of the devices that hold the same sends its share of a factor, and gathers the others'.
+        entries = sum(-(-size // bucket.ways) for size in factors)
+        sent = all_reduce_sent_bytes(entries, m, jnp.float32)
+        link = machine.slow.of("all_reduce/float32")
+        shots = [link.seconds(2 * (m - 1), sent / 2) for _ in factors]
+        products = 3 * 2 * self.rank * bucket.num_elements
+        # Gram-Schmidt, twice: each column against all columns before it, a product and a difference.
+        projections = self.rank * (self.rank - 1)
+        orthogonal = 4 * sum(count * rows for count, rows, _ in shapes) * projections
+        operations = len(shapes) * (2 * projections + 3 * self.rank)
+        accesses = _ACCESSES + NORM + (ADD_RESIDUAL + NORM if self.error_feedback else 0)
+        return Cost(
+            latency_sec=sum(latency for latency, _ in shots),
+            wire_sec=sum(wire for _, wire in shots),
+            compute_sec=operations * speeds.operation_sec
+            + (products + orthogonal) / speeds.flops_per_sec
+            + machine.passes_sec(bucket.num_elements, accesses),
+            sent_bytes=sent,
         )
 
     def is_smaller(self, shape: tuple[int, ...], *, stacked: bool) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import math
 from typing import Annotated, Literal
 
@@ -14,9 +15,49 @@ from jaxdl.config import Kind
 from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
+from jaxdl.exchange.config import ExchangeConfig
+from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine
 
 
-class Quantized(Compressed):
+class _FewBits(Compressed):
+    """What is common to the exchanges of few bits an entry."""
+
+    block_size: int
+
+    @property
+    @abc.abstractmethod
+    def num_bits(self) -> int:
+        """Bits an entry."""
+
+    @property
+    def figures(self) -> Figures:
+        """The quantized sum, and its all-to-all."""
+        return Figures(bits=(self.num_bits,), collectives=("all_to_all",))
+
+    def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
+        """Bytes that one device sends over the slow axis for a bucket."""
+        return quantized_sent_bytes(num_elements, num_replicas, bits=self.num_bits, block_size=self.block_size)
+
+    def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
+        """See `Compressed.bucket_cost`."""
+        m, n = gradients.num_replicas, bucket.num_own
+        sent = self.sent_bytes(n, m)
+        latency, wire = machine.two_shots_sec(sent, m)
+        accesses = JOIN + SPLIT + NORM + (ADD_RESIDUAL + SPLIT + NORM if self.error_feedback else 0)
+        return Cost(
+            latency_sec=latency,
+            wire_sec=wire,
+            compute_sec=n / machine.speeds.quantization(self.num_bits) + machine.passes_sec(n, accesses),
+            inner_sec=machine.gathers_sec(bucket, gradients.layout, 1 + self.error_feedback),
+            sent_bytes=sent,
+        )
+
+    def engine(self, layout: GradientLayout) -> CompressedExchange:
+        """The exchange; it keeps a residual only with error feedback."""
+        return CompressedExchange(self, layout, [Stage(math.inf, _send(self, layout))])
+
+
+class Quantized(_FewBits):
     """Sends every entry in a few bits, rounded at random so that the mean is right on average (QSGD, Alistarh et al.
     2017), once on the way to the owner of its range and once, summed, on the way back."""
 
@@ -37,16 +78,28 @@ class Quantized(Compressed):
             )
         return self
 
-    def engine(self, layout: GradientLayout) -> CompressedExchange:
-        """The exchange; it keeps a residual only with error feedback."""
-        return CompressedExchange(self, layout, [Stage(math.inf, _send(self, self.bits, layout))])
+    @property
+    def num_bits(self) -> int:
+        """Bits an entry."""
+        return self.bits
 
-    def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
-        """Bytes that one device sends over the slow axis for a bucket."""
-        return quantized_sent_bytes(num_elements, num_replicas, bits=self.bits, block_size=self.block_size)
+    @property
+    def label(self) -> str:
+        """`quantized 8 bits`."""
+        return f"quantized {self.bits} bits" + (" feedback" if self.error_feedback else "")
+
+    @property
+    def distortion(self) -> tuple[float, float]:
+        """Unbiased: little; more with fewer bits."""
+        return 1, -self.bits
+
+    @classmethod
+    def variants(cls) -> list[ExchangeConfig]:
+        """One for each number of bits."""
+        return [cls(bits=8), cls(bits=4), cls(bits=2)]
 
 
-class Sign(Compressed):
+class Sign(_FewBits):
     """Sends the sign of every entry and one mean magnitude a block, both ways, and keeps what that leaves out.
 
     1-bit SGD (Seide et al. 2014) with the compression on both ways of 1-bit Adam (Tang et al. 2021).
@@ -62,16 +115,23 @@ class Sign(Compressed):
             raise ValueError("error_feedback = False: signs alone are biased and do not converge. Leave it on.")
         return self
 
-    def engine(self, layout: GradientLayout) -> CompressedExchange:
-        """The exchange; its state is the residual."""
-        return CompressedExchange(self, layout, [Stage(math.inf, _send(self, 1, layout))])
+    @property
+    def num_bits(self) -> int:
+        """Bits an entry."""
+        return 1
 
-    def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
-        """Bytes that one device sends over the slow axis for a bucket."""
-        return quantized_sent_bytes(num_elements, num_replicas, bits=1, block_size=self.block_size)
+    @property
+    def label(self) -> str:
+        """`sign`."""
+        return "sign"
+
+    @property
+    def distortion(self) -> tuple[float, float]:
+        """The most."""
+        return 4, 0
 
 
-def _send(config: Quantized | Sign, bits: int, layout: GradientLayout) -> Send:
+def _send(config: _FewBits, layout: GradientLayout) -> Send:
     def send(
         bucket: Bucket,
         summand: Leaves,
@@ -87,7 +147,9 @@ def _send(config: Quantized | Sign, bits: int, layout: GradientLayout) -> Send:
         # Ranges of whole blocks: padding by the collective would cost copies of everything.
         whole = lax.axis_size(axis) * config.block_size
         own = held_back(bucket.join(summand, multiple=whole if bucket.num_own >= 16 * whole else 1), last)
-        total, error = quantized_all_reduce(own, axis, key, bits=bits, block_size=config.block_size, return_error=True)
+        total, error = quantized_all_reduce(
+            own, axis, key, bits=config.num_bits, block_size=config.block_size, return_error=True
+        )
         sent = {axis: config.sent_bytes(own.size, lax.axis_size(axis))}
         num_splits = 2 if config.error_feedback else 1
         sent |= {name: num_splits * value for name, value in bucket.split_bytes(layout).items()}

@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, get_args
 
 import jax
 import pydantic
 from jax import lax
 
-from jaxdl.collectives.select import select_top_k
-from jaxdl.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
-from jaxdl.config import Kind
+from jaxdl.collectives.packing import Wire
+from jaxdl.collectives.select import Method, select_top_k
+from jaxdl.collectives.sparse import Algorithm, sparse_all_reduce, sparse_sent_bytes
+from jaxdl.config import Config, Kind
 from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
+from jaxdl.exchange.config import ExchangeConfig
+from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine, predict
+from jaxdl.exchange.dense import Dense
 
 WARMUP_DENSITY = 0.25
 """The density at the beginning of a density warm-up (Lin et al. 2018, section 3.3)."""
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
+_FEW_REPLICAS = 4
+"""Up to here all-to-all cannot beat all-gather by much, and a second selection only loses entries."""
+# For the cost: float32 numbers that a device reads and writes for each element.
+_ZERO_SENT, _ADD_ERROR, _EMPTY_TOTAL = 2, 4, 1
+_OWN_ENTRIES = 3
+"""Rounding, packing and keeping what was not sent: as much work as receiving the own entries this many times."""
 
 
 class TopK(Compressed):
@@ -30,14 +42,14 @@ class TopK(Compressed):
     kind: Annotated[Literal["topk"], Kind] = "topk"
     density: float = pydantic.Field(default=0.01, gt=0, le=1)
     """The share of entries that is sent."""
-    method: Literal["exact", "threshold", "mstopk", "block"] = "threshold"
+    method: Method = "threshold"
     """How they are selected: see `jaxdl.collectives.select_top_k`."""
     num_passes: int = pydantic.Field(default=30, ge=1, le=60)
     """Passes of the method mstopk (N in the paper)."""
-    algorithm: Literal["all_gather", "all_to_all"] = "all_gather"
+    algorithm: Algorithm = "all_gather"
     """How they travel: to everyone (few replicas), or to the owner of each index range, which selects again from the
     sums and sends those to everyone (many replicas: the cost does not grow with their number)."""
-    wire: Literal["packed", "plain"] = "packed"
+    wire: Wire = "packed"
     """4 bytes an entry (bfloat16 value, 16-bit index inside its block), or 8 (float32, int32)."""
     momentum_correction: float | None = pydantic.Field(default=None, gt=0, lt=1)
     """Add momentum, not gradients, to the residual (Deep Gradient Compression); the optimizer must have none."""
@@ -65,8 +77,54 @@ class TopK(Compressed):
         )
 
     @property
+    def label(self) -> str:
+        """`topk 0.01 threshold all_gather`."""
+        rest = ["plain"] * (self.wire == "plain") + ["no feedback"] * (not self.error_feedback)
+        return " ".join(["topk", f"{self.density:g}", self.method, self.algorithm, *rest])
+
+    @property
+    def distortion(self) -> tuple[float, float]:
+        """Grows as the density falls; a second selection, of sums, loses more than the first alone."""
+        return 2, -self.density + (self.algorithm == "all_to_all") * 1e-6
+
+    @property
+    def figures(self) -> Figures:
+        """The selection, and the all-to-all where it is used."""
+        return Figures(methods=(self.method,), collectives=("all_to_all",) * (self.algorithm == "all_to_all"))
+
+    @property
+    def single_replica_options(self) -> list[str]:
+        """See `ExchangeConfig`; momentum is corrected there, too."""
+        correction = self.momentum_correction
+        return super().single_replica_options + (
+            [] if correction is None else [f"--exchange.momentum-correction {correction:g}"]
+        )
+
+    @classmethod
+    def variants(cls) -> list[ExchangeConfig]:
+        """Both algorithms, both wire formats, and a lower density."""
+        return [cls(), cls(wire="plain"), cls(algorithm="all_to_all"), cls(density=0.001)]
+
+    @classmethod
+    def candidates(cls, densities: Sequence[float], num_replicas: int) -> dict[str, list[ExchangeConfig]]:
+        """The densities with all-gather, and where there are many replicas also with all-to-all."""
+        algorithms = ALGORITHMS if num_replicas > _FEW_REPLICAS else ALGORITHMS[:1]
+        return {"topk": [cls(density=density, algorithm=one) for density in densities for one in algorithms]}
+
+    def check_optimizer(self, optimizer: Config) -> None:
+        """Raises ValueError when the optimizer has momentum as well."""
+        for name in ("momentum", "momentum_at_peak", "b1") if self.momentum_correction is not None else ():
+            value = getattr(optimizer, name, None)
+            if value:
+                raise ValueError(
+                    f"exchange.momentum_correction = {self.momentum_correction:g} and optimizer.{name} = {value:g}: "
+                    f"momentum would be applied twice. Set --optimizer.{name} 0, or no correction. (Weight decay is "
+                    "then not part of the momentum: raise it by 1 / (1 - momentum) for the same effect.)"
+                )
+
+    @property
     def warmup_steps(self) -> int:
-        """Steps before the density is what it is for the rest of the run."""
+        """Steps before the density is final."""
         return self.dense_warmup_steps + self.density_warmup_steps
 
     def densities(self) -> list[tuple[float, float]]:
@@ -89,6 +147,75 @@ class TopK(Compressed):
         """Bytes that one device sends over the slow axis for a bucket."""
         k = self.num_kept(num_elements, self.density if density is None else density)
         return sparse_sent_bytes(k, num_elements, num_replicas, algorithm=self.algorithm, wire=self.wire)
+
+    def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
+        """See `Compressed.bucket_cost`."""
+        m, n, speeds = gradients.num_replicas, bucket.num_own, machine.speeds
+        k, sent = self.num_kept(n, self.density), self.sent_bytes(n, m)
+        selected, accesses = float(n), JOIN + SPLIT + NORM + _EMPTY_TOTAL
+        if self.algorithm == "all_gather":
+            latency, wire = machine.slow.of("all_gather").seconds(m - 1, sent)
+            entries, sorted_entries = float((m + _OWN_ENTRIES) * k), 0
+        else:
+            latency, wire = machine.two_shots_sec(sent, m)
+            # The owner of a range adds up as many entries as a device sends, and selects from the range once more.
+            entries, sorted_entries = float((2 + _OWN_ENTRIES) * k), k
+            selected += n / m
+        num_splits = 1
+        if self.error_feedback:
+            num_splits += 1
+            accesses += ADD_RESIDUAL + _ZERO_SENT + _ADD_ERROR + SPLIT + NORM
+        if self.momentum_correction is not None:
+            num_splits += 1
+            accesses += ADD_RESIDUAL + JOIN + _ZERO_SENT + SPLIT
+        compute = machine.passes_sec(n, accesses)
+        compute += entries / speeds.entries_per_sec + sorted_entries / speeds.sorted_entries_per_sec
+        return Cost(
+            latency_sec=latency,
+            wire_sec=wire,
+            selection_sec=selected / speeds.selection(self.method),
+            compute_sec=compute,
+            inner_sec=machine.gathers_sec(bucket, gradients.layout, num_splits),
+            sent_bytes=sent,
+        )
+
+    def remarks(self, cost: Cost, gradients: Gradients, machine: Machine, dense: ExchangeConfig) -> list[str]:
+        """The share of the selection, and the density below which top-k is faster than dense."""
+        share = 100 * cost.selection_sec / cost.total_sec if cost.total_sec else 0.0
+        density = self.break_even_density(gradients, machine, dense)
+        return [
+            f"selection ({self.method}) is {share:.0f} % of the time of {self.label}",
+            f"no density makes it faster than {dense.label}: its fixed overhead alone takes longer"
+            if density is None
+            else f"it is faster than {dense.label} below a density of {density:.3g} (break-even)",
+        ]
+
+    def break_even_density(
+        self, gradients: Gradients, machine: Machine, dense: ExchangeConfig | None = None
+    ) -> float | None:
+        """The density at which it takes as long as `dense` (default: float32); None where it always takes longer.
+
+        Below it top-k is faster. Where nothing costs but bytes it is 2 b_dense / (m b_entry) for m replicas, b_dense
+        bytes an element and b_entry bytes an entry. At most 1.
+        """
+        limit = predict(dense or Dense(), gradients, machine).total_sec
+
+        def excess(density: float) -> float:
+            return predict(self.model_copy(update={"density": density}), gradients, machine).total_sec - limit
+
+        low, high = 1 / max(2, gradients.num_elements), 1.0
+        if excess(low) >= 0:
+            return None
+        if excess(1.0) <= 0:
+            return 1.0
+        if self.algorithm == "all_gather" and not machine.slow.of("all_gather").curve:
+            # Entries are sent and added one by one: the time is a straight line, but for rounding to whole entries.
+            slope = (excess(1.0) - excess(0.5)) / 0.5
+            return min(1.0, max(low, 1.0 - excess(1.0) / slope))
+        for _ in range(40):
+            middle = math.sqrt(low * high)
+            low, high = (low, middle) if excess(middle) >= 0 else (middle, high)
+        return math.sqrt(low * high)
 
     def _send(self, density: float, layout: GradientLayout) -> Send:
         def send(

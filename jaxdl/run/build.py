@@ -6,7 +6,6 @@ Nothing is compiled before everything that can be checked has been.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +20,16 @@ from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, PhotoSource, Source, Splits, TextSpec
 from jaxdl.exchange import (
     Auto,
-    Compressed,
     Dense,
     Exchange,
     ExchangeConfig,
     GradientLayout,
-    PowerSGD,
-    TopK,
     backward_order,
     by_name,
     init_on_mesh,
     leaf_names,
 )
 from jaxdl.exchange.cost import Gradients
-from jaxdl.exchange.recommend import label
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, platform
 from jaxdl.models import Network
@@ -68,6 +63,12 @@ class Plan:
     """The experiment as it was given; in `experiment` the exchange has been chosen, where that was left open."""
     reasons: tuple[str, ...] = ()
     """Why this exchange was chosen, or that with one replica it sends nothing."""
+
+    @property
+    def exchange(self) -> ExchangeConfig:
+        """The exchange, which has been chosen."""
+        assert isinstance(self.experiment.exchange, ExchangeConfig)
+        return self.experiment.exchange
 
     @property
     def total_steps(self) -> int:
@@ -193,7 +194,7 @@ def make_rates(experiment: Experiment, timeline: Timeline) -> Callable[[jax.typi
 
 
 def settled(
-    experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, chosen: Any = None
+    experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, chosen: ExchangeConfig | None = None
 ) -> tuple[Experiment, tuple[str, ...]]:
     """The experiment with its exchange chosen, if it left that open, and the reasons; all processes call it alike.
 
@@ -205,7 +206,7 @@ def settled(
     if not isinstance(auto, Auto):
         return experiment, _idle(auto) if one_replica else ()
     if chosen is not None:
-        note = f"exchange: {label(chosen)}, as chosen when the run began"
+        note = f"exchange: {chosen.label}, as chosen when the run began"
         return experiment.replaced({"exchange": chosen}), (note, *(_idle(chosen) if one_replica else ()))
     if one_replica:
         dense = Dense(delay_steps=auto.delay_steps)
@@ -223,11 +224,9 @@ def _idle(config: ExchangeConfig) -> tuple[str, ...]:
     """
     if config == Dense(delay_steps=config.delay_steps):
         return ()
-    momentum = config.momentum_correction if isinstance(config, TopK) else None
-    still = [f"--exchange.delay-steps {config.delay_steps}"] if config.delay_steps else []
-    still += [] if momentum is None else [f"--exchange.momentum-correction {momentum:g}"]
+    still = config.single_replica_options
     return (
-        f"exchange {config.kind}: this mesh has one replica, so nothing is exchanged or compressed; --exchange "
+        f"exchange {config.kind_name()}: this mesh has one replica, so nothing is exchanged or compressed; --exchange "
         + (f"has no effect but for {' and '.join(still)}. " if still else "has no effect. ")
         + "It takes effect with --mesh.replica 2 or more.",
     )
@@ -248,21 +247,11 @@ def _network(experiment: Experiment, spec: ImageSpec | TextSpec) -> Network:
 
 def _make_exchange(experiment: Experiment, network: Network, spec: Any, layout: Layout) -> Exchange:
     """The exchange over the mesh's replicas; a single one has nobody to talk to."""
-    config = experiment.exchange
-    if isinstance(config, Compressed):
-        config.check({name: math.prod(x.shape) for name, x in by_name(network.param_shapes).items()})
+    config, num_replicas = experiment.exchange, layout.mesh.shape[Axis.REPLICA]
+    assert isinstance(config, ExchangeConfig), "it has been chosen"
     gradients = _gradient_layout(experiment, network, spec, layout)
-    if layout.mesh.shape[Axis.REPLICA] == 1:
-        return config.build_alone(gradients)
-    shapes = {name: x.shape for name, x in by_name(network.param_shapes).items()}
-    if isinstance(config, PowerSGD) and not any(
-        config.is_smaller(shape, stacked=name in gradients.stacked) for name, shape in shapes.items()
-    ):
-        raise ConfigError(
-            f"--exchange.rank {config.rank}: no gradient would be compressed, since two thin matrices of so many "
-            "columns are not smaller than any of them. Choose a smaller rank, or --exchange dense."
-        )
-    return config.build(gradients)
+    config.check({name: x.shape for name, x in by_name(network.param_shapes).items()}, gradients, num_replicas)
+    return config.build_alone(gradients) if num_replicas == 1 else config.build(gradients)
 
 
 def _gradient_layout(experiment: Experiment, network: Network, spec: Any, layout: Layout) -> GradientLayout:

@@ -10,7 +10,6 @@ import jax
 
 from jaxdl.compiler import Options, compiled
 from jaxdl.evaluate import make_eval_step, make_norm_step
-from jaxdl.exchange import Auto
 from jaxdl.mesh import Axis, platform
 from jaxdl.phases import Segment
 from jaxdl.run.build import Plan
@@ -64,12 +63,11 @@ def compile_train_step(plan: Plan, segment: Segment | None = None) -> Any:
 def compiler_options(plan: Plan) -> Options:
     """XLA's options for the train step of a plan."""
     experiment, mesh = plan.experiment, plan.parts.layout.mesh
-    assert not isinstance(experiment.exchange, Auto)
     return experiment.compiler.resolved(
         platform(mesh),
         num_replicas=mesh.shape[Axis.REPLICA],
         num_inner=mesh.shape[Axis.FSDP],
-        bucket_elements=experiment.exchange.bucket_elements,
+        bucket_elements=plan.exchange.bucket_elements,
     )
 
 

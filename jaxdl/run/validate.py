@@ -15,7 +15,6 @@ from jaxdl.cluster import current, host_memory_bytes, wait_for_all
 from jaxdl.cluster.consistency import process_names
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, PhotoSource, Splits, TextSpec
-from jaxdl.exchange import Compressed
 from jaxdl.experiment import Experiment
 from jaxdl.models import Network
 from jaxdl.sharding import STACKED, ShardingConfig
@@ -30,11 +29,13 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
             f"--exchange.delay-steps {config.delay_steps}: the run has {total_steps} steps, so no gradient would be "
             "applied. Set it to 0, or make the run longer."
         )
-    if isinstance(config, Compressed) and config.warmup_steps >= total_steps:
+    if config.warmup_steps >= total_steps:
+        options = [name for name in type(config).model_fields if name.endswith("warmup_steps")]
+        flags = " or ".join(f"--exchange.{name.replace('_', '-')}" for name in options if getattr(config, name))
         raise ConfigError(
             f"the warm-up of exchange {config.kind} ({config.warmup_steps} steps) is not shorter than the run "
-            f"({total_steps} steps), so its final setting would never be reached. Lower "
-            "--exchange.dense-warmup-steps (and, of topk, --exchange.density-warmup-steps), or make the run longer."
+            f"({total_steps} steps), so its final setting would never be reached. Lower {flags}, or make the run "
+            "longer."
         )
 
 

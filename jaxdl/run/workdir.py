@@ -23,7 +23,7 @@ from jaxdl.cluster.agree import of_first_process
 from jaxdl.cluster.consistency import flat, process_names
 from jaxdl.cluster.exits import end_process
 from jaxdl.config import Config, ConfigError
-from jaxdl.exchange import ExchangeConfig
+from jaxdl.exchange import ExchangeChoice
 from jaxdl.files import CHOICE_FILE, CONFIG_FILE, EXAMPLES_FILE
 from jaxdl.lease import FULL, Lease
 from jaxdl.report import replace_file
@@ -259,7 +259,7 @@ def read_choice(workdir: Path | None) -> Any:
         return None
     try:
         values = json.loads(content)["exchange"]
-        return pydantic.TypeAdapter(Annotated[ExchangeConfig, pydantic.Discriminator("kind")]).validate_python(values)
+        return pydantic.TypeAdapter(Annotated[ExchangeChoice, pydantic.Discriminator("kind")]).validate_python(values)
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
             f"{path}: not a choice of exchange any more. Restore it, or choose another --workdir."

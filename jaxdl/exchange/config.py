@@ -1,0 +1,131 @@
+"""The base of the configs of all exchanges: everything that the rest of jaxdl asks about a kind of exchange.
+
+A new kind is a subclass of `ExchangeConfig`, or of `jaxdl.exchange.compressed.Compressed`, in a module of its own that
+`jaxdl.exchange` imports. What is abstract here nobody else can know: a kind without it cannot be instantiated.
+"""
+
+from __future__ import annotations
+
+import abc
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal
+
+import pydantic
+
+from jaxdl.config import Config
+from jaxdl.exchange.alone import alone
+from jaxdl.exchange.base import Exchange, GradientLayout
+from jaxdl.exchange.buckets import Bucket, exchange_order, make_buckets
+from jaxdl.exchange.cost import Cost, Figures, Gradients, Machine
+from jaxdl.exchange.delayed import delayed
+
+
+class ExchangeConfig(Config, abc.ABC):
+    """A gradient exchange: its options, what it costs, and what it does to the gradients."""
+
+    delay_steps: Literal[0, 1] = 0
+    """Apply gradients this many steps late. With 1 the exchange is of the last step's gradients, and runs beside this
+    step's forward and backward pass."""
+    bucket_mib: float = pydantic.Field(default=8.0, gt=0)
+    """Fuse gradients into flat buffers of at most this many MiB (float32, on one device); larger ones stay alone. Each
+    is sent when the backward pass has finished its gradients, so several of them hide behind the rest of it."""
+    bucket_order: Literal["backward", "forward"] = "backward"
+    """Which gradients are fused first: those that the backward pass finishes first (the last layers), or last."""
+
+    compresses: ClassVar[bool] = True
+    """Whether it changes more of the mean than its rounding; only a large speed-up is worth that."""
+
+    @classmethod
+    def kind_name(cls) -> str:
+        """Its `kind`, by which the command line and config.json know it."""
+        return cls.model_fields["kind"].default
+
+    @abc.abstractmethod
+    def build(self, layout: GradientLayout | None = None) -> Exchange:
+        """The exchange, for gradients that are sharded as `layout` says; without one, not at all."""
+
+    @property
+    @abc.abstractmethod
+    def label(self) -> str:
+        """The exchange in a few words, the kind first, for tables and figures."""
+
+    @property
+    @abc.abstractmethod
+    def distortion(self) -> tuple[float, float]:
+        """How much it changes the gradients, to sort by. Dense sums are (0, _), quantized ones, unbiased, (1, _), top-k
+        (2, _), PowerSGD (3, _), signs (4, _); the second number grows with the distortion inside a kind."""
+
+    @abc.abstractmethod
+    def cost(self, gradients: Gradients, machine: Machine) -> Cost:
+        """The cost of one `update` after all warm-ups. Raises ValueError for a speed that is not known."""
+
+    def build_alone(self, layout: GradientLayout | None = None) -> Exchange:
+        """The exchange of a single replica, which sends nothing."""
+        del layout
+        return delayed(alone(), self.delay_steps)
+
+    @property
+    def figures(self) -> Figures:
+        """What `cost` needs to know of a machine, beyond what is always measured."""
+        return Figures()
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps before the exchange has its final settings."""
+        return 0
+
+    @property
+    def single_replica_options(self) -> list[str]:
+        """The options that also take effect with a single replica, as the user types them."""
+        return [f"--exchange.delay-steps {self.delay_steps}"] if self.delay_steps else []
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, num_replicas: int) -> None:
+        """Raises ConfigError when an option has no effect on gradients of these names and shapes (of all shards)."""
+
+    def check_optimizer(self, optimizer: Config) -> None:
+        """Raises ValueError when the exchange does not work with an optimizer."""
+
+    def remarks(self, cost: Cost, gradients: Gradients, machine: Machine, dense: ExchangeConfig) -> list[str]:
+        """What else the user should know of its cost, beside that of `dense`, a line each."""
+        del cost, gradients, machine, dense
+        return []
+
+    @classmethod
+    def variants(cls) -> list[ExchangeConfig]:
+        """The settings that benchmarks compare."""
+        return [cls()]
+
+    @classmethod
+    def candidates(cls, densities: Sequence[float], num_replicas: int) -> dict[str, list[ExchangeConfig]]:
+        """What `auto` may choose of this kind, by the names for `--exchange.candidates`."""
+        del densities, num_replicas
+        return {cls.kind_name(): [cls()]}
+
+    @property
+    def bucket_elements(self) -> float:
+        """The most elements of a bucket."""
+        return self.bucket_mib * 2**20 / 4
+
+    def ordered(self, names: Sequence[str], layout: GradientLayout) -> list[str]:
+        """The names in the order of the buckets."""
+        order = exchange_order(names, layout)
+        return order if self.bucket_order == "backward" else order[::-1]
+
+    def buckets(
+        self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout
+    ) -> tuple[list[Bucket], list[Bucket]]:
+        """The messages for gradients of these local shapes: dense ones and compressed ones."""
+        names = self.ordered(list(shapes), layout)
+        return make_buckets(names, shapes, layout, max_elements=self.bucket_elements), []
+
+
+def kinds() -> dict[str, type[ExchangeConfig]]:
+    """Every kind of exchange by the name of its kind: all complete subclasses of `ExchangeConfig` that have one."""
+    found: dict[str, type[ExchangeConfig]] = {}
+    classes: list[type[ExchangeConfig]] = [ExchangeConfig]
+    for cls in classes:
+        classes += cls.__subclasses__()
+        if "kind" in cls.model_fields and not inspect.isabstract(cls):
+            found[cls.kind_name()] = cls
+    return found
