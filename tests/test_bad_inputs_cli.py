@@ -253,7 +253,7 @@ def test_a_flag_that_this_xla_does_not_have_is_named(capsys, monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=abc")
     assert "device_count=abc: not a whole number" in refusal(capsys, "--config", DIGITS)
     monkeypatch.setenv("XLA_FLAGS", "no-such-file")
-    assert "XLA_FLAGS=no-such-file: neither flags" in refusal(capsys, "--config", DIGITS)
+    assert "XLA_FLAGS=no-such-file: neither a list of flags" in refusal(capsys, "--config", DIGITS)
 
 
 def test_a_platform_that_is_not_there_is_named():

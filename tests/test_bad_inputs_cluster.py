@@ -57,11 +57,11 @@ def only(monkeypatch):
         ),
         (
             FINE | {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_BIND_ADDRESS": "[::1::1]:8476"},
-            ["JAX_COORDINATOR_BIND_ADDRESS=[::1::1]:8476: ::1::1 is no address of "],
+            ["JAX_COORDINATOR_BIND_ADDRESS=[::1::1]:8476: ::1::1 is not an address of "],
         ),
         (
             FINE | {"JAX_PROCESS_ID": "0", "JAX_COORDINATOR_BIND_ADDRESS": "192.0.2.1:8476"},
-            ["JAX_COORDINATOR_BIND_ADDRESS=192.0.2.1:8476: 192.0.2.1 is no address of ", "or unset it"],
+            ["JAX_COORDINATOR_BIND_ADDRESS=192.0.2.1:8476: 192.0.2.1 is not an address of ", "or unset it"],
         ),
         (FINE | {TOKEN: "\udcff" * 20}, [f"{TOKEN} is not UTF-8 text", "openssl rand -hex 16"]),
         (FINE | {TOKEN: ""}, [f"{TOKEN} is empty. Set it to the same random text in all processes"]),

@@ -134,8 +134,8 @@ def test_a_missing_process_is_named_on_every_host():
     assert time.monotonic() - before < 10
     for code, _, error in results:
         assert code == BROKEN
-        assert "process 2 of 4 has not come within 3 s" in error
-        assert "here are host0 (process 0), host1 (process 1), host2 (process 3)" in error
+        assert "process 2 of 4 did not join within 3 s" in error
+        assert "joined: host0 (process 0), host1 (process 1), host2 (process 3)" in error
     first = results[0][2]
     assert "JAX_COORDINATOR_ADDRESS=127.0.0.1:" in first
     assert "a loopback address" in first
@@ -145,8 +145,8 @@ def test_a_coordinator_that_is_not_there():
     port = free_port()
     places = [{"address": f"{host}:{port}"} for host in ("127.0.0.1", "no-such-host.invalid")]
     results = run(*places, process=3, num_processes=4, timeout_sec=2.0, host="c")
-    assert_all_say(results, BROKEN, "process 3 on c has not reached process 0 at", "within 2 s")
-    assert "loopback address, by which c finds only itself" in results[0][2]
+    assert_all_say(results, BROKEN, "process 3 on c could not reach process 0 at", "within 2 s")
+    assert "loopback address: it leads c only to itself" in results[0][2]
     assert "refused" in results[0][2]
     assert "cannot be resolved" in results[1][2]
 
@@ -164,7 +164,7 @@ def test_a_coordinator_that_is_not_there():
         (
             [{"description": {"files": {"jaxdl/step.py": "ab"}}}]
             + [{"description": {"files": {"jaxdl/step.py": "cd"}}}] * 2,
-            ["jaxdl/step.py on host0 (process 0) is another than on host1 (process 1), host2 (process 2)"],
+            ["jaxdl/step.py on host0 (process 0) differs from host1 (process 1), host2 (process 2)"],
         ),
         (
             [{"description": {"versions": {"jax": "0.10.2"}}}] * 2 + [{"description": {"versions": {"jax": "0.11.2"}}}],
@@ -174,7 +174,7 @@ def test_a_coordinator_that_is_not_there():
             [{}, {"description": {"devices": 4}}],
             ["unequal numbers of devices: devices is 2 on host0 (process 0), but 4 on"],
         ),
-        ([{}, {"process": 1}, {"process": 1}], ["2 processes say that they are process 1, on host1 and host2"]),
+        ([{}, {"process": 1}, {"process": 1}], ["2 processes claim to be process 1, on host1 and host2"]),
         ([{}, {"num_processes": 3}], ["host1 (process 1) expects 3 processes, but host0 (process 0) expects 2"]),
     ],
 )
@@ -203,7 +203,11 @@ def test_one_that_dies_ends_all_at_once_with_the_reason(who):
     assert time.monotonic() - before < 6
     assert results[who][0] == -signal.SIGKILL
     assert_all_say(
-        results, BROKEN, f"host{who} (process {who}) exited unexpectedly", "last heard of after step", but=[who]
+        results,
+        BROKEN,
+        f"host{who} (process {who}) exited unexpectedly (connection closed)",
+        "last report: step",
+        but=[who],
     )
 
 
@@ -212,7 +216,7 @@ def test_one_that_is_stopped_ends_all_within_the_time(who):
     processes = [{"at": 50, "do": "stop"} if number == who else {} for number in range(3)]
     results = run(*processes, silence_sec=2)
     assert_all_say(
-        results, BROKEN, f"host{who} (process {who}) has been silent for 2 s", "last heard of after step", but=[who]
+        results, BROKEN, f"host{who} (process {who}) has been silent for 2 s", "last report: step", but=[who]
     )
 
 
@@ -245,7 +249,7 @@ def test_one_that_is_stuck_is_named_and_all_write_their_stacks():
     """Its threads live and beat; but its loop does not come on, and the others' loops wait for it."""
     waiting = {"at": 11, "do": "wait"}
     results = run(waiting, {"at": 10, "do": "stuck"}, waiting, hang_sec=2)
-    parts = ["no step has been finished for 2 s", "host1 (process 1): after step 10 (phase data)", "after step 11"]
+    parts = ["no progress for 2 s", "host1 (process 1): step 10 (phase data)", "step 11"]
     assert_all_say(results, BROKEN, *parts)
     assert "in stuck_for_good" in results[1][2]
     assert all("Thread 0x" in error for _, _, error in results)

@@ -125,13 +125,13 @@ def test_who_was_here_before_a_connection_broke_is_not_here_now(monkeypatch):
         process = rendezvous._Guest(*guest_options(first.port, timeout_sec=30))
         line = Line(socket.create_connection(("127.0.0.1", first.port)))
         with pytest.raises(Lost):
-            process._heard(line)
+            process._join(line)
         line.close()
     with socket.create_server(("127.0.0.1", 0)) as silent:
         line = Line(socket.create_connection(silent.getsockname()))
         before = time.monotonic()
-        with pytest.raises(Lost, match="it said nothing"):
-            process._heard(line)
+        with pytest.raises(Lost, match="no reply"):
+            process._join(line)
         assert time.monotonic() - before < 5
         line.close()
 
@@ -183,9 +183,9 @@ def gathered(port, *, num_processes, said, monkeypatch, timeout_sec=1.0):
 def test_a_hello_of_which_the_connection_is_over_is_of_nobody(monkeypatch):
     result = gathered(free_port(), num_processes=2, said=[(hello(), False)], monkeypatch=monkeypatch)
     assert isinstance(result, ClusterError), result
-    assert "process 1 of 2 has not come" in str(result)
+    assert "process 1 of 2 did not join" in str(result)
     assert "1 left before the answer (127.0.0.1)" in str(result)
-    assert "no process of this run" not in str(result)
+    assert "from outside this run" not in str(result)
 
 
 @pytest.mark.parametrize("num_processes", [2, 3])
@@ -240,7 +240,7 @@ def pair():
 
 
 def test_messages_before_one_that_is_none_are_handed_over():
-    for bad, message in ((b"garbage\n", "something else"), (b"x" * 1001 + b"\n", "of more than 1000 bytes")):
+    for bad, message in ((b"garbage\n", "not a JSON object"), (b"x" * 1001 + b"\n", "of more than 1000 bytes")):
         line, other = pair()
         other.sendall(b'{"a": 1}\n{"b": 2}\n' + bad)
         time.sleep(0.05)
@@ -256,7 +256,7 @@ def test_a_peer_that_reads_nothing_is_bounded(monkeypatch):
     """What it does not take is not kept beyond the bound, and process 0 lets it go."""
     monkeypatch.setattr(wire, "_MAX_UNSENT_BYTES", 10_000)
     line, other = pair()
-    with pytest.raises(Lost, match="it reads nothing"):
+    with pytest.raises(Lost, match="the peer reads nothing"):
         line.send({"a": "x" * 20_000})
     assert not line.waits_to_send
     line.close()
@@ -268,7 +268,7 @@ def test_a_guest_that_reads_nothing_is_not_here(monkeypatch):
     said = [(hello(num_processes=3, host="x" * 250), True)]
     result = gathered(free_port(), num_processes=3, said=said, monkeypatch=monkeypatch, timeout_sec=0.5)
     assert isinstance(result, ClusterError)
-    assert "processes 1, 2 have not come" in str(result)
+    assert "processes 1, 2 did not join" in str(result)
 
 
 def test_who_is_here_is_sent_once_for_all_that_came_together(monkeypatch):
@@ -276,7 +276,7 @@ def test_who_is_here_is_sent_once_for_all_that_came_together(monkeypatch):
     monkeypatch.setattr(gathering, "encoded", lambda message: encodings.append(message) or wire.encoded(message))
     said = [(hello(num_processes=9, process=process), True) for process in range(1, 8)]
     result = gathered(free_port(), num_processes=9, said=said, monkeypatch=monkeypatch, timeout_sec=0.5)
-    assert "process 8 of 9 has not come" in str(result)
+    assert "process 8 of 9 did not join" in str(result)
     assert [len(one["here"]) for one in encodings][-1] == 8
     assert len(encodings) < 7
 

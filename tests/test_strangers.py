@@ -46,7 +46,9 @@ def test_a_start_among_strangers(seed):
     assert len(results[0].lines) == num_processes - 1
     assert {len(result.hosts) for result in results} == {num_processes}
     if results[0].note:
-        assert "no process" in results[0].note or "ended before it was known what they are" in results[0].note
+        assert (
+            "from outside this run" in results[0].note or "closed before they identified themselves" in results[0].note
+        )
         assert "127.0.0.1" in results[0].note
     assert TOKEN not in str(results)
 
@@ -58,9 +60,7 @@ def test_what_is_no_hello_comes_from_a_stranger(name):
         strangers.later(lambda: strangers.say(MALFORMED[name]))
         first, second = meet_in_threads(port, tokens=[None, None], delays=[0, 0.1])
     assert isinstance(second, Meeting)
-    assert first.note == (
-        "1 connection was no process of this run and was closed: 1 sent no hello of jaxdl (127.0.0.1)."
-    )
+    assert first.note == ("1 connection from outside this run was closed: 1 sent no valid hello (127.0.0.1).")
     assert "evil" not in first.hosts
 
 
@@ -78,7 +78,7 @@ def test_with_a_token_a_perfect_hello_is_not_believed(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("another process 0", "2 processes say that they are process 0, on evil"),
+        ("another process 0", "2 processes claim to be process 0, on evil"),
         ("another count", "evil (process 1) expects 3 processes, but"),
         ("another version", "evil (process 1) has another version of jaxdl"),
         ("another experiment", "the same experiment: batch_size is 8 on"),
@@ -104,10 +104,10 @@ def test_one_without_the_token_is_told_so_and_named_when_the_time_is_up():
     for other in (None, "another-token-of-16"):
         first, second = meet_in_threads(free_port(), tokens=[TOKEN, other], timeout_sec=0.9)
         assert isinstance(second, ConfigError), second
-        has = "none" if other is None else "another one"
+        has = "none" if other is None else "a different one"
         assert f"has a run token (JAXDL_RUN_TOKEN), and process 1 on {socket.gethostname()} has {has}." in str(second)
         assert isinstance(first, ClusterError)
-        assert "process 1 of 2 has not come within 0.9 s" in str(first)
+        assert "process 1 of 2 did not join within 0.9 s" in str(first)
         assert f" did not know the run's token (127.0.0.1, as process 1 on {socket.gethostname()})" in str(first)
         for error in (first, second):
             assert TOKEN not in str(error)
@@ -143,7 +143,7 @@ def test_a_process_0_that_does_not_know_the_token_is_not_believed():
         thread.join()
     assert isinstance(result, ClusterError)
     assert TOKEN not in str(result)
-    assert "something answered, but" in str(result)
+    assert "a program answered there, but the handshake failed (" in str(result)
 
 
 def test_proofs():
@@ -280,7 +280,7 @@ def test_a_flood_from_one_address_does_not_push_out_another(monkeypatch):
     )
     entrance.accept(1000.0)
     assert [one.address for one in entrance.strangers] == ["10.0.0.7"] + ["10.0.0.1"] * 3
-    ended = "Connections that ended before it was known what they are: 5 made room for others (10.0.0.1)."
+    ended = "Connections closed before they identified themselves: 5 evicted to make room (10.0.0.1)."
     assert entrance.seen.note() == ended
     entrance.tidy(1000.0 + acceptor.STRANGER_SEC)
     assert not entrance.strangers
@@ -334,7 +334,7 @@ def test_addresses_are_counted_within_bounds():
     for number in range(5000):
         seen.add(acceptor.SILENT, f"10.0.{number // 256}.{number % 256}")
     assert len(seen.counts[acceptor.SILENT]) <= 1001
-    assert seen.note().startswith("5000 connections were no processes of this run and were closed: 5000 said nothing (")
+    assert seen.note().startswith("5000 connections from outside this run were closed: 5000 sent nothing (")
     assert "more addresses" in seen.note()
     assert "; 10.0.0.0; 10.0.0.1; " in seen.note()
     assert len(seen.note()) < 300
@@ -373,11 +373,11 @@ NO_MESSAGES = {
     b'{"kind": "beat", "step": true, "phase": "train"}\n': "beat.step: ",
     b'{"kind": "beat", "step": -1, "phase": "train"}\n': "beat.step: ",
     b'{"kind": "beat", "step": 1, "phase": "train", "more": 1}\n': "beat.more: ",
-    b'{"kind": ["beat"]}\n': "no message of jaxdl (",
+    b'{"kind": ["beat"]}\n': "an invalid message (",
     b'{"beat": 1}\n': "Unable to extract tag",
-    b"[1]\n": "it sends something else",
-    b"\xff\xfe\n": "it sends something else",
-    b"[" * 100_000 + b"\n": "it sends something else",
+    b"[1]\n": "not a JSON object",
+    b"\xff\xfe\n": "not a JSON object",
+    b"[" * 100_000 + b"\n": "not a JSON object",
 }
 TO_FIRST = NO_MESSAGES | {
     b'{"kind": "end", "reason": "x", "code": 2, "dump": false}\n': "does not match any of the expected tags",
@@ -434,7 +434,7 @@ def test_a_member_that_sends_no_message_is_lost_with_the_reason(side, words, alo
     peer.sendall(words)
     reason, code = end()
     assert code == 75
-    assert reason.startswith(f"host{1 - side} (process {1 - side}) sent something that is no message of jaxdl (")
+    assert reason.startswith(f"host{1 - side} (process {1 - side}) sent an invalid message (")
     assert (TO_FIRST if side == 0 else FROM_FIRST)[words] in reason
     assert "\n" not in reason
 
@@ -459,5 +459,5 @@ def test_a_defect_in_the_thread_that_watches_ends_the_process(alone_with_one, mo
     monkeypatch.setattr(Coordinator, "_understood", lambda *_: 1 // 0)
     peer, end = alone_with_one(0)
     peer.sendall(b"{}\n")
-    assert end() == ("the thread that watches over the other processes failed (ZeroDivisionError: "
+    assert end() == ("the thread that monitors the other processes failed (ZeroDivisionError: "
                      "integer division or modulo by zero)", 75)  # fmt: skip

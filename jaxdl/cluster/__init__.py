@@ -1,4 +1,4 @@
-"""Many processes as one run: they meet before JAX starts, watch over each other, and end together."""
+"""Many processes as one run: they meet before JAX starts, monitor each other, and exit together."""
 
 from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
 from jaxdl.cluster.heartbeat import heartbeat

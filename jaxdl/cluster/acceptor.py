@@ -1,9 +1,8 @@
-"""Where process 0 meets everybody who connects, before it is known who they are; strangers cannot use it up.
+"""Process 0 accepts connections here and keeps them as strangers until their hello is valid. Resists floods.
 
-Bounded are: the strangers at once, what each may send and all together, the time until a whole hello is here, and the
-work per connection. Where room is needed, the address with the most connections gives it up first, its oldest first, so
-that a flood from one place does not push out a process that comes from another. A process that was pushed out comes
-again by itself.
+Bounded are: the number of strangers, the bytes that each and all may send, the time until a complete hello, and the
+work per connection. To make room, the address with the most connections loses its oldest one, so that a flood from one
+host does not evict a process on another. An evicted process connects again by itself.
 """
 
 from __future__ import annotations
@@ -22,43 +21,43 @@ from jaxdl.cluster.token import make_nonce
 from jaxdl.cluster.wire import Line, Lost
 
 MIN_STRANGERS = 256
-"""Connections that may wait for their hello at once; twice the number of processes, if that is more."""
+"""Most strangers at a time; twice the number of processes, if that is more."""
 MAX_HELLO_BYTES = 2**20
-"""A hello holds the hashes of the source files and the whole config: some 10 KB."""
+"""Longest hello. One holds the hashes of the source files and the whole config: some 10 KB."""
 MAX_KEPT_BYTES = 16 * 2**20
-"""What all strangers together may have sent of lines that have not ended."""
+"""Most bytes of unfinished lines, of all strangers together."""
 STRANGER_SEC = 10.0
-"""Who connects has this long to say who it is: health checks and port scans never do."""
+"""Seconds until a stranger must have sent its hello: health checks and port scans never do."""
 _BATCH = 64
-"""Connections accepted before those that are here are listened to again."""
+"""Connections accepted before the existing ones are read again."""
 _BACK_OFF_SEC = 0.2
-"""No connection is accepted for this long when there are no descriptors and no stranger holds one."""
+"""Pause in accepting when the process has no file descriptors left and no stranger holds one."""
 LEAST_SEC = 0.05
-"""For want of descriptors a stranger is pushed out only after it has had this long to say its hello."""
+"""Seconds to send its hello that a stranger has, even when file descriptors run out."""
 _EXHAUSTED = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _MOST_NAMED = 4
 _MAX_COUNTED = 1000
-"""Addresses that are counted singly; a flood from more is one number."""
+"""Addresses that are counted one by one; further ones share a counter."""
 
-SILENT = "said nothing"
-NO_HELLO = "sent no hello of jaxdl"
+SILENT = "sent nothing"
+NO_HELLO = "sent no valid hello"
 NO_TOKEN = "did not know the run's token"
 LEFT = "left before the answer"
-NO_ROOM = "made room for others"
+NO_ROOM = "evicted to make room"
 _PERHAPS_OURS = (LEFT, NO_ROOM)
-"""Kinds of connections that may have been processes of the run, which connect again."""
+"""These may have been processes of the run, which connect again."""
 
 
 @dataclass(eq=False)
 class Stranger:
-    """Somebody who has connected, and has not said a valid hello yet."""
+    """A peer that has connected but not yet sent a valid hello."""
 
     line: Line
     address: str
     since: float
     nonce: str
     num_kept_bytes: int = 0
-    """What it had sent of a line that has not ended, when it was last heard."""
+    """Bytes of its unfinished line when it was last read."""
 
     def fileno(self) -> int:
         """For `wire.ready`."""
@@ -67,30 +66,28 @@ class Stranger:
 
 @dataclass
 class Refused:
-    """How many connections did not become a process of the run, by what they did and the address they came from."""
+    """Counts the connections that did not become a process of the run, by what they did and by their address."""
 
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     num_exhausted: int = 0
-    """How often the process had no file descriptor left for a new connection."""
+    """How often there was no file descriptor left for a new connection."""
 
     def add(self, kind: str, address: str) -> None:
-        """Counts one."""
+        """Counts one connection."""
         counter = self.counts.setdefault(kind, Counter())
         known = address in counter or len(counter) < _MAX_COUNTED
         counter[address if known else "other addresses"] += 1
 
     def note(self) -> str:
-        """A sentence or more about them; empty when there were none."""
+        """Describes them in a sentence or more; empty when there were none."""
         parts = [self._part(kind) for kind in sorted(self.counts) if kind not in _PERHAPS_OURS]
         total = sum(counter.total() for kind, counter in self.counts.items() if kind not in _PERHAPS_OURS)
         text = ""
         if parts:
-            who = "1 connection was no process of this run and was" if total == 1 else (
-                f"{total} connections were no processes of this run and were"
-            )  # fmt: skip
+            who = f"{total} connection{'s' * (total > 1)} from outside this run {'were' if total > 1 else 'was'}"
             text = f"{who} closed: {', '.join(parts)}."
         if unknown := [self._part(kind) for kind in _PERHAPS_OURS if kind in self.counts]:
-            text += f" Connections that ended before it was known what they are: {', '.join(unknown)}."
+            text += f" Connections closed before they identified themselves: {', '.join(unknown)}."
         if self.num_exhausted:
             limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             text += f" The process ran out of file descriptors {self.num_exhausted} times (ulimit -n is {limit})."
@@ -107,7 +104,7 @@ class Refused:
 class Acceptor:
     """Accepts connections and keeps them as strangers until they are `admitted` or `refused`. Takes over the listener.
 
-    Its methods take the time, `now`, by `time.monotonic`.
+    `now` is always a `time.monotonic()`.
     """
 
     def __init__(self, listener: socket.socket, num_processes: int) -> None:
@@ -123,24 +120,24 @@ class Acceptor:
         self.seen = Refused()
 
     def fileno(self) -> int:
-        """For `wire.ready`: something to read is a connection to accept."""
+        """For `wire.ready`: readable when there is a connection to accept."""
         return self._listener.fileno()
 
     @property
     def strangers(self) -> list[Stranger]:
-        """Those that wait to be listened to, the oldest first."""
+        """All strangers, the oldest first."""
         return list(self._strangers)
 
     def __contains__(self, stranger: Stranger) -> bool:
-        """Whether it still waits: others' bytes or connections may have pushed it out."""
+        """Whether this stranger is still kept: it may have been evicted meanwhile."""
         return stranger in self._strangers
 
     def is_open(self, now: float) -> bool:
-        """Whether to accept now: not while there are no descriptors, as the listener would be ready all the time."""
+        """Whether to accept now; not while descriptors are exhausted, when the listener would be ready all the time."""
         return now >= self._deaf_until
 
     def tidy(self, now: float) -> None:
-        """Closes the strangers whose time is up."""
+        """Closes the strangers that have timed out."""
         for stranger in self.strangers:
             if now < stranger.since + STRANGER_SEC:
                 break
@@ -149,9 +146,9 @@ class Acceptor:
             self._take_reserve()
 
     def hear(self, stranger: Stranger) -> dict[str, Any] | None:
-        """What a stranger has said, as `Line.receive_one` returns and raises it.
+        """Reads a stranger; returns and raises as `Line.receive_one` does.
 
-        Closes those that keep the most, this one perhaps, until all together keep no more than `MAX_KEPT_BYTES`.
+        Closes the strangers with the most unfinished bytes, perhaps this one, until all keep at most `MAX_KEPT_BYTES`.
         """
         stranger.line.flush()
         message = stranger.line.receive_one()
@@ -162,7 +159,7 @@ class Acceptor:
         return message
 
     def accept(self, now: float) -> None:
-        """Accepts those who have connected since, and greets them."""
+        """Accepts and greets the waiting connections."""
         for _ in range(_BATCH):
             try:
                 connection, address = self._listener.accept()
@@ -178,21 +175,21 @@ class Acceptor:
                 self.refused(self._first_out(), NO_ROOM)
 
     def admitted(self, stranger: Stranger) -> None:
-        """It has said a valid hello and is kept by somebody else now."""
+        """Hands a stranger with a valid hello over to the caller."""
         self._forget(stranger)
 
     def refused(self, stranger: Stranger, kind: str, named: str = "") -> None:
-        """Closes a stranger for what it has said; `named` is what it says to be."""
+        """Closes a stranger because of what it sent; `named` is who it claims to be."""
         self._forget(stranger)
         stranger.line.close()
         self.seen.add(kind, stranger.address + (f", as {printable(named)}" if named else ""))
 
     def dropped(self, stranger: Stranger) -> None:
-        """Closes a stranger whose time is up, or that keeps too much."""
+        """Closes a stranger that has timed out or keeps too many bytes."""
         self.refused(stranger, NO_HELLO if stranger.line.has_spoken else SILENT)
 
     def gone(self, stranger: Stranger) -> None:
-        """Closes a stranger whose connection is over."""
+        """Closes a stranger whose connection has ended."""
         whole = stranger.line.has_spoken and not stranger.line.num_kept_bytes
         if whole:
             self.refused(stranger, LEFT)
@@ -200,7 +197,7 @@ class Acceptor:
             self.dropped(stranger)
 
     def close(self) -> None:
-        """Stops listening, and closes the strangers that are left."""
+        """Stops listening and closes all strangers."""
         self._listener.close()
         for stranger in self.strangers:
             self.dropped(stranger)
@@ -224,7 +221,7 @@ class Acceptor:
             self.gone(stranger)
 
     def _make_descriptors(self, now: float) -> None:
-        """Closes strangers for their descriptors; failing that gives up the reserve; failing that waits."""
+        """Frees descriptors: closes strangers, else releases the reserved one, else stops accepting for a while."""
         self.seen.num_exhausted += 1
         for _ in range(max(1, len(self._strangers) // 2)):
             oldest = self._first_out() if self._strangers else None
@@ -237,17 +234,17 @@ class Acceptor:
             self._deaf_until = now + LEAST_SEC
         elif self._reserve is not None:
             os.close(self._reserve)
-            self._reserve, self._reserve_from = None, now + _BACK_OFF_SEC  # The next connection is to have it.
+            self._reserve, self._reserve_from = None, now + _BACK_OFF_SEC  # For the next connection.
         else:
             self._deaf_until = now + _BACK_OFF_SEC
 
     def _take_reserve(self) -> None:
-        """Keeps one descriptor for a process that comes when there are no others."""
+        """Reserves one descriptor for a process that connects when there are no others."""
         with contextlib.suppress(OSError):
             self._reserve = os.dup(self._listener.fileno())
 
     def _first_out(self) -> Stranger:
-        """The oldest stranger of the address with the most."""
+        """The stranger to evict: the oldest of the address with the most."""
         most = max(self._by_address.values())
         return next(one for one in self._strangers if self._by_address[one.address] == most)
 

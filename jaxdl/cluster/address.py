@@ -1,4 +1,4 @@
-"""Which process of how many this is, and where process 0 can be met: from the environment, or as JAX finds it out."""
+"""This process's number, the number of processes, and the address of process 0: from the environment or from JAX."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from jaxdl.cluster.messages import MAX_NAME, MAX_PROCESSES, printable
 from jaxdl.config import ConfigError
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
-"""The environment variable that says where process 0 listens, if not on all of its addresses."""
+"""The environment variable with the address that process 0 listens on, if not on all of its addresses."""
 _NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """This process in its run."""
+    """The number of this process, the number of processes, and the coordinator's address."""
 
     address: str
-    """`host:port` of process 0, where JAX's coordinator listens once all have met."""
+    """`host:port` of process 0, where JAX's coordinator listens after the rendezvous."""
     num_processes: int
     process: int
 
@@ -37,7 +37,7 @@ class ClusterSpec:
 
 
 def several_processes() -> bool:
-    """Whether this process is one of several, as a launcher, Slurm or Open MPI started it, or the user says.
+    """Whether this process is one of several, by the variables of a launcher, Slurm, Open MPI or the user.
 
     JAX_NUM_PROCESSES above 1 or JAX_PROCESS_ID above 0 says so even without an address: then `find_cluster_spec` asks
     the cluster for the rest, or refuses, rather than let each process train alone. Raises ConfigError for a value that
@@ -54,9 +54,9 @@ def several_processes() -> bool:
 
 
 def find_cluster_spec(timeout_sec: float) -> ClusterSpec | None:
-    """This process's place; None where only `jax.distributed.initialize` itself can find it.
+    """This process's `ClusterSpec`; None where only `jax.distributed.initialize` itself can find it.
 
-    Raises ConfigError when it is not said which processes there are.
+    Raises ConfigError for variables that are missing or invalid.
     """
     given = (
         os.environ.get("JAX_COORDINATOR_ADDRESS"),
@@ -81,7 +81,7 @@ def find_cluster_spec(timeout_sec: float) -> ClusterSpec | None:
         )
     if not _is_host_and_port(address):
         shown = printable(address[:MAX_NAME])
-        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={shown}: not of the form host:port. Set it to process 0's.")
+        raise ConfigError(f"JAX_COORDINATOR_ADDRESS={shown}: not of the form host:port. Set it to that of process 0.")
     if not 0 < num_processes <= MAX_PROCESSES:
         raise ConfigError(
             f"JAX_NUM_PROCESSES={num_processes}: a run has 1 to {MAX_PROCESSES} processes. Set it to their number."
@@ -95,9 +95,9 @@ def find_cluster_spec(timeout_sec: float) -> ClusterSpec | None:
 
 
 def _detected(given: tuple[str | None, int | None, int | None], timeout_sec: float) -> Any:
-    """`given`, completed by what JAX knows of Slurm, Open MPI, Kubernetes, TPUs; None if it cannot be asked."""
+    """`given`, completed by JAX's detection (Slurm, Open MPI, Kubernetes, TPUs); None if this JAX lacks it."""
     try:
-        from jax._src.clusters import ClusterEnv  # No public name gives the address before JAX listens on it.
+        from jax._src.clusters import ClusterEnv  # JAX has no public function for it.
 
         detect = ClusterEnv.auto_detect_unset_distributed_params
         return detect(*given, None, None, int(timeout_sec))[:3]
@@ -106,11 +106,11 @@ def _detected(given: tuple[str | None, int | None, int | None], timeout_sec: flo
 
 
 def _process_number(name: str) -> int | None:
-    """The number in an environment variable; None, where it is not set, lets JAX ask the cluster."""
+    """The number in an environment variable; None if unset, so that JAX asks the cluster."""
     value = os.environ.get(name)
     if value is not None and (not value.isdecimal() or len(value) > 18):
         shown = printable(value[:MAX_NAME])
-        raise ConfigError(f"{name}={shown}: not a number. Set it to one, or unset it where JAX can ask the cluster.")
+        raise ConfigError(f"{name}={shown}: not a number. Set it to one, or unset it if JAX can ask the cluster.")
     return None if value is None else int(value)
 
 
@@ -132,7 +132,7 @@ def _is_host_and_port(text: str) -> bool:
 
 
 def _can_be_looked_up(host: str) -> bool:
-    """Whether a text may be a host's name or address at all: nameless, overlong or unprintable ones are not asked."""
+    """Whether a text can be a host name or address: not empty, overlong or unprintable."""
     try:
         return bool(host) and host.isprintable() and bool(host.encode("idna"))
     except UnicodeError:
@@ -140,12 +140,12 @@ def _can_be_looked_up(host: str) -> bool:
 
 
 def host_name() -> str:
-    """The name by which messages speak of this host."""
+    """The name of this host in messages."""
     return printable((os.environ.get("JAXDL_HOST") or socket.gethostname())[:MAX_NAME]) or "?"
 
 
 def resolved(host: str) -> list[str]:
-    """The addresses of a host as this machine resolves them; none if it cannot."""
+    """The addresses that a host name resolves to on this machine; empty if it does not resolve."""
     try:
         return sorted({str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)})
     except OSError:
@@ -153,14 +153,14 @@ def resolved(host: str) -> list[str]:
 
 
 def loopback(host: str) -> str | None:
-    """The loopback address that a name stands for on this machine, if it stands for no other."""
+    """The loopback address that a name resolves to on this machine; None if it also resolves to another address."""
     found = resolved(host)
     inner = [one for one in found if ipaddress.ip_address(one.split("%")[0]).is_loopback]
     return inner[0] if inner and len(inner) == len(found) else None
 
 
 def network_address() -> str | None:
-    """An address of this machine by which others may reach it; None without a network. Nothing is sent."""
+    """An address where others may reach this machine; None without a network. Sends nothing."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect(("10.255.255.255", 9))
@@ -171,7 +171,7 @@ def network_address() -> str | None:
 
 
 def is_own_address(host: str) -> bool:
-    """Whether a name stands for an address of this machine."""
+    """Whether a name resolves to an address of this machine."""
     for address in resolved(host):
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:

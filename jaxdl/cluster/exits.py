@@ -1,4 +1,4 @@
-"""The end of a process that cannot end in good order, and the exit codes that tell a launcher what to do."""
+"""Immediate exit of a process that cannot shut down normally, and the exit codes that a launcher acts on."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ import time
 from collections.abc import Callable
 
 BROKEN = 75
-"""Exit code of a run that broke off because of another process, the network or a hang: start it again (EX_TEMPFAIL)."""
+"""Exit code after the loss of a process, a network error or a hang: restart the run (EX_TEMPFAIL)."""
 MISTAKE = 2
-"""Exit code after a mistake of the user's."""
+"""Exit code after a user error."""
 DIVERGED = 3
-"""Exit code of a run that cannot continue from where it is, however often it is started."""
+"""Exit code of a run that diverged: a restart would diverge again."""
 DELIBERATE = (MISTAKE, DIVERGED)
-"""Exit codes of an end that all processes come to alike: the user's mistake, a run that diverged."""
+"""Exit codes that all processes reach alike: a user error, a diverged run."""
 FAREWELL_SEC = 2.0
-"""How long a process that ends waits until its reason has gone out, is printed, and has been read."""
+"""How long an exiting process waits until its reason is sent, and until it is printed."""
 
 _ending = threading.Lock()
 
 
 def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: None) -> None:
-    """Ends this process at once, from any thread: the reason is the last line on stderr. Does not return.
+    """Exits at once, from any thread, with the reason as the last line on stderr. Does not return.
 
-    Nothing orderly is done: threads that wait for a lost process would be waited for.
+    Skips the normal shutdown, which would wait for threads that wait for a lost process.
     """
     if not _ending.acquire(blocking=False):
-        time.sleep(60)  # Another thread is at it.
+        time.sleep(60)  # Another thread is ending the process.
 
     def speak() -> None:
         flush()
         os.write(2, f"error: {reason}\n".encode())
-        # JAX's own threads notice the loss of process 0 a moment later and write a page about it: nobody reads it here.
+        # JAX's threads notice the loss of process 0 a moment later and print a page about it: discard that.
         os.dup2(os.pipe()[1], 2)
 
-    # Whoever holds the lock of a stream may be blocked by a reader that is gone: that must not keep this one here.
+    # The thread that holds the lock of a stream may be blocked by a reader that is gone; do not wait for it.
     speaker = threading.Thread(target=speak, daemon=True)
     speaker.start()
     speaker.join(FAREWELL_SEC)
@@ -48,7 +48,7 @@ def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: No
 
 
 def flush() -> None:
-    """What is still to be written, as far as it can be: a full disk or a reader that is gone keeps nobody."""
+    """Flushes stdout and stderr; ignores a full disk and a closed pipe."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()

@@ -1,4 +1,4 @@
-"""The part of process 0 in the meeting: listens, believes who may be believed, decides, and reports to all."""
+"""Process 0's side of the rendezvous: accepts and authenticates the others, decides, and sends all the verdict."""
 
 from __future__ import annotations
 
@@ -14,54 +14,54 @@ from jaxdl.cluster.address import BIND_VARIABLE, ClusterSpec, bind_address, host
 from jaxdl.cluster.consistency import difference, process_names
 from jaxdl.cluster.meeting import ClusterError, Meeting
 from jaxdl.cluster.messages import MAX_REASON, PROTOCOL, Claim, Hello, Here, Malformed, Verdict, read
-from jaxdl.cluster.missing import missing
+from jaxdl.cluster.missing import missing_message
 from jaxdl.cluster.token import VARIABLE, Handshake, proves
 from jaxdl.cluster.wire import MAX_LINE_BYTES, Line, Lost, NoMessage, encoded, ready
 from jaxdl.config import ConfigError
 
 _LINGER_SEC = 5.0
-"""Once something is wrong, those that are still to come are waited for this long, so that they get the message too."""
+"""Seconds to wait for the remaining processes once a mistake is found, so that they get the message too."""
 PORT_BUSY_SEC = 20.0
-"""An earlier run that is just ending may still hold the port for so long."""
+"""Seconds for which an earlier run, about to exit, may still hold the port."""
 _NO_ADDRESS = (errno.EADDRNOTAVAIL, errno.EINVAL, socket.EAI_NONAME)
-"""Errors of `bind` for a name without an address, and for the address of another host."""
+"""Errors of `bind` for a name that does not resolve, and for an address of another host."""
 _RETRY_SEC = 0.1
 _POLL_SEC = 0.5
 
 
 @dataclass(eq=False)
 class _Guest:
-    """A process whose hello has come and is believed."""
+    """A process whose hello has been accepted."""
 
     line: Line
     claim: Claim
     handshake: Handshake | None
     """None without a token."""
     hello: Hello | None
-    """None where its version of jaxdl is another, so that the rest of its hello may mean anything."""
+    """None if its version of jaxdl differs, so that the rest of its hello cannot be interpreted."""
 
     def fileno(self) -> int:
         return self.line.fileno()
 
 
 class Gathering:
-    """Process 0's part. With a token only those who know it are believed; without one every well-formed hello is."""
+    """Process 0's side. With a token it accepts only processes that know it; without one, every well-formed hello."""
 
     def __init__(self, spec: ClusterSpec, hello: Hello, end: float, timeout_sec: float, token: str | None) -> None:
         self._spec, self._own, self._end, self._timeout_sec = spec, hello, end, timeout_sec
         self._token = token
         self._guests: list[_Guest] = []
         self._has_news = False
-        """Whether somebody has come or gone since the guests were last sent who is here."""
+        """Whether a process has joined or left since the guests were last sent the list."""
         self._mistake: str | None = None
 
     def run(self) -> Meeting:
-        """Returns when all have come; raises ConfigError or ClusterError, as all the others that have come do."""
+        """Returns when all have joined; raises ConfigError or ClusterError in all processes that have joined."""
         acceptor = Acceptor(self._listen(), self._spec.num_processes)
         try:
             self._gather(acceptor)
         finally:
-            acceptor.close()  # It frees descriptors, too, which the messages below need.
+            acceptor.close()  # This also frees descriptors.
         note = acceptor.seen.note()
         verdict, mistake = self._decide(note)
         hosts = [self._hosts().get(process, "?") for process in range(self._spec.num_processes)]
@@ -81,19 +81,19 @@ class Gathering:
         end = min(self._end, time.monotonic() + PORT_BUSY_SEC)
         while True:
             try:
-                # It sets SO_REUSEADDR: JAX binds the port while connections to it are still open.
+                # create_server sets SO_REUSEADDR: JAX binds the port while connections to it are still open.
                 return socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=both)
             except OSError as error:
                 if bind is not None and error.errno in _NO_ADDRESS:
                     raise ConfigError(
-                        f"{BIND_VARIABLE}={bind}: {address[0]} is no address of {host_name()}, where process 0 runs. "
-                        "Set it to one, to 0.0.0.0 for all of them, or unset it."
+                        f"{BIND_VARIABLE}={bind}: {address[0]} is not an address of {host_name()}, where process 0 "
+                        "runs. Set it to one, to 0.0.0.0 for all of them, or unset it."
                     ) from None
                 if error.errno != errno.EADDRINUSE or time.monotonic() > end:
                     raise ClusterError(
                         f"process 0 cannot listen on port {address[1]} of {host_name()}: {error.strerror or error}. If "
-                        "two processes have JAX_PROCESS_ID=0, number them; if another program has the port, choose "
-                        "another one in JAX_COORDINATOR_ADDRESS."
+                        "two processes have JAX_PROCESS_ID=0, number them; if another program uses the port, set "
+                        "JAX_COORDINATOR_ADDRESS to a free one."
                     ) from None
             time.sleep(_RETRY_SEC)
 
@@ -106,7 +106,7 @@ class Gathering:
             open_ = acceptor.is_open(now)
             waited = [*acceptor.strangers, *self._guests, *([acceptor] if open_ else [])]
             found = ready(waited, min(_POLL_SEC if open_ else LEAST_SEC, self._end - now))
-            # Guests first: the end of a connection is noticed before its process comes with another one. The
+            # Guests first: a closed connection is noticed before its process connects again. The
             # acceptor last: a stranger that has said its hello cannot be evicted by the next connection.
             for guest in [one for one in found if isinstance(one, _Guest)]:
                 self._listen_to(guest)
@@ -130,7 +130,7 @@ class Gathering:
             if handshake is not None and not proves(claim.proof, handshake.proof("guest", message)):
                 self._refuse(acceptor, stranger, claim)
                 return
-            # Another version's hello may have another shape; but who it says to be is known.
+            # The hello of another version may have other fields; the claim is common to all.
             hello = read(Hello, message) if claim.jaxdl == PROTOCOL else None
         except (Malformed, NoMessage, RecursionError):
             acceptor.refused(stranger, NO_HELLO)
@@ -147,8 +147,8 @@ class Gathering:
         return Handshake(self._token, stranger.nonce, claim.nonce or "", claim.process)
 
     def _refuse(self, acceptor: Acceptor, stranger: Stranger, claim: Claim) -> None:
-        """Somebody without the run's token hears why it is refused; it may be one of ours, wrongly set up."""
-        has = "another one" if claim.proof is not None else "none"
+        """Sends a process without the run token the reason for the refusal; it may be one of ours, misconfigured."""
+        has = "a different one" if claim.proof is not None else "none"
         text = (
             f"process 0 on {host_name()} has a run token ({VARIABLE}), and process {claim.process} on {claim.host} has "
             f"{has}. Start all processes together with one launcher or job file, or set {VARIABLE} to the same value "
@@ -161,21 +161,21 @@ class Gathering:
     def _listen_to(self, guest: _Guest) -> None:
         try:
             guest.line.flush()
-            spoke = any(True for _ in guest.line.messages())  # It has nothing to say before the verdict.
+            spoke = any(True for _ in guest.line.messages())  # Guests send nothing before the verdict.
         except Lost:
             spoke = True
         if spoke:
             self._drop(guest)
 
     def _drop(self, guest: _Guest) -> None:
-        """Closes a connection that is over; the process may have been stopped, and may connect again."""
+        """Closes a connection that has ended; its process may connect again."""
         guest.line.close()
         self._guests = [one for one in self._guests if one is not guest]
         self._has_news = True
 
     def _welcome(self, guest: _Guest) -> None:
         for other in [one for one in self._guests if one.claim.process == guest.claim.process]:
-            self._listen_to(other)  # It may have ended since, and this be the same process once more.
+            self._listen_to(other)  # If it has ended, this is the same process, connected again.
         self._guests.append(guest)
         mistake = self._problem_with(guest.claim)
         if mistake is not None and self._mistake is None:
@@ -184,7 +184,7 @@ class Gathering:
         self._has_news = True
 
     def _problem_with(self, claim: Claim) -> str | None:
-        """What would keep all from ever coming together, so that it is said at once."""
+        """The mistake in a hello that makes the start impossible, to report it at once; None if there is none."""
         process, host, count = claim.process, claim.host, self._spec.num_processes
         me = f"{host_name()} (process 0)"
         if claim.jaxdl != PROTOCOL:
@@ -204,7 +204,7 @@ class Gathering:
             same = [host_name(), *same]
         if len(same) > 1:
             return (
-                f"{len(same)} processes say that they are process {process}, on {' and '.join(sorted(same))}. Give "
+                f"{len(same)} processes claim to be process {process}, on {' and '.join(sorted(same))}. Give "
                 "each process a JAX_PROCESS_ID of its own."
             )
         return None
@@ -213,7 +213,7 @@ class Gathering:
         return {0: self._own.host} | {guest.claim.process: guest.claim.host for guest in self._guests}
 
     def _send_who_is_here(self) -> None:
-        """Sends all guests the list of those who are here, if it has changed. Drops those that read nothing."""
+        """Sends all guests the list of joined processes, if it has changed. Drops guests that read nothing."""
         while self._has_news:
             self._has_news = False
             words = encoded(Here(here={str(process): host for process, host in self._hosts().items()}).to_json())
@@ -229,19 +229,19 @@ class Gathering:
         if guest.handshake is not None:
             fields["proof"] = guest.handshake.proof("host", fields)
         end = time.monotonic() + 1
-        with contextlib.suppress(Lost):  # If the run begins, its membership notices it.
+        with contextlib.suppress(Lost):  # If the run starts, its membership notices the loss.
             guest.line.send(fields)
             while guest.line.waits_to_send and time.monotonic() < end:
                 ready([guest.line], 0.1)
                 guest.line.flush()
 
     def _decide(self, note: str) -> tuple[str | None, bool]:
-        """The verdict, None if all is well, and whether it is the user's mistake. `note` is about strangers."""
+        """(verdict, whether it is a user error); the verdict is None if all is well. `note` is about strangers."""
         if self._mistake is not None:
             return self._mistake, True
         hosts = self._hosts()
         if len(hosts) < self._spec.num_processes:
-            text = missing(self._spec, hosts, self._timeout_sec)
+            text = missing_message(self._spec, hosts, self._timeout_sec)
             return f"{text} {note}".strip(), False
         others = [guest.hello for guest in sorted(self._guests, key=lambda one: one.claim.process)]
         hellos = [self._own, *(hello for hello in others if hello is not None)]
@@ -255,8 +255,8 @@ class Gathering:
         if hidden is not None:
             process, [name, address] = hidden
             return (
-                f"{process_names([process], names)}: the host's own name '{name}' means {address} there, a loopback "
-                "address, so the other hosts could not reach it for the collectives. Give the name its network address "
-                "in /etc/hosts."
+                f"{process_names([process], names)}: the host's own name '{name}' resolves to {address} there, a "
+                "loopback address, so the other hosts could not reach it for collectives. Give the name its network "
+                "address in /etc/hosts."
             ), True
         return None, False

@@ -6,47 +6,47 @@ import time
 from collections.abc import Callable
 
 WITHOUT_STEPS = ("compile",)
-"""Phases that may take any time: nothing is to be seen from outside while XLA compiles."""
+"""Phases of unlimited duration: XLA shows no progress while it compiles."""
 
 
 class Heartbeat:
-    """The last completed step of this process, its phase, and when either last changed. Cheap: two assignments a beat.
+    """The last completed step of this process, its phase, and the time of its last progress. A beat is two assignments.
 
-    `clock` gives seconds and need not start at zero.
+    `clock` returns seconds from any start.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self.step: int | None = None
-        """The last step that was completed (or, where the host runs ahead, handed to the devices)."""
+        """The last step that completed (or, where the host runs ahead, was dispatched to the devices)."""
         self.phase = "start"
         self._since = clock()
         self._armed = False
 
     def beat(self, step: int | None = None) -> None:
-        """The loop has progressed: to this step, or to the next batch of an evaluation. Arms the watchdog."""
+        """Records progress: this step, or the next batch of an evaluation. Arms the watchdog."""
         if step is not None:
             self.step = step
         self._armed = True
         self._since = self._clock()
 
     def enter(self, phase: str) -> None:
-        """Another phase has begun: "compile", "train", "eval", "checkpoint", "data", ..."""
+        """Records the start of a phase: "compile", "train", "eval", "checkpoint", "data", ..."""
         self.phase = phase
         self._since = self._clock()
 
     def disarm(self) -> None:
-        """The run has ended, or not begun: nothing is expected until the next beat."""
+        """Disarms the watchdog until the next beat: the run has ended."""
         self._armed = False
 
     def idle_sec(self) -> float | None:
-        """Seconds since the last beat or change of phase; None while nothing is expected."""
+        """Seconds since the last beat or change of phase; None while disarmed or in a phase of `WITHOUT_STEPS`."""
         if not self._armed or self.phase in WITHOUT_STEPS:
             return None
         return self._clock() - self._since
 
     def forgive(self, seconds: float) -> None:
-        """The whole process stood still for so long: that is no fault of the loop."""
+        """Does not count `seconds` in which the whole process was suspended."""
         self._since += seconds
 
     def where(self) -> tuple[int | None, str]:
@@ -55,4 +55,4 @@ class Heartbeat:
 
 
 heartbeat = Heartbeat()
-"""This process's. One for all, as there is one JAX and one membership in a process."""
+"""The heartbeat of this process: global, because a process has one training loop and one membership."""

@@ -1,4 +1,4 @@
-"""What this machine can do, checked before XLA aborts the process over it: its flags, its devices, its memory."""
+"""Checks of XLA flags and devices that would otherwise abort the process, and the memory of this host."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jaxdl.cluster.shutdown import from_the_network
 from jaxdl.config import ConfigError
 
 DEVICE_COUNT = "xla_force_host_platform_device_count"
-"""The XLA flag that JAX programs set by hand most, and whose value is a number."""
+"""The XLA flag that users set most; its value is a number."""
 
 _UNKNOWN_PLATFORM = "is not in the list of known backends"
-"""JAX's words for a platform that it does not have, or whose plugin is not installed: no attempt will succeed."""
+"""JAX's error text for an unknown platform or a missing plugin: retrying is useless."""
 
 
 def check_xla_flags() -> None:
-    """Raises ConfigError for a flag in XLA_FLAGS that jaxlib does not have: XLA would abort the process.
+    """Raises ConfigError for a flag in XLA_FLAGS that jaxlib lacks: XLA would abort the process.
 
-    A flag is known when its name is in jaxlib's library; looking takes 0.3 s of CPU time, and only for flags that are
-    set. Of the values only that of `DEVICE_COUNT` is checked.
+    Searches jaxlib's library for the name (0.3 s of CPU time, only if flags are set). Checks no values but that of
+    `DEVICE_COUNT`.
     """
     text = os.environ.get("XLA_FLAGS", "").strip()
     if not text:
@@ -32,27 +32,27 @@ def check_xla_flags() -> None:
     if not text.startswith("--"):
         if Path(text).is_file():
             return
-        raise ConfigError(f"XLA_FLAGS={text}: neither flags, which begin with --, nor a file of them.")
+        raise ConfigError(f"XLA_FLAGS={text}: neither a list of flags (--xla_...) nor a file of flags.")
     given = [word.removeprefix("--").partition("=") for word in text.split() if word.startswith("--")]
     for name, equals, value in given:
         if name == DEVICE_COUNT and equals and not re.fullmatch(r"-?[0-9]{1,9}", value):
-            raise ConfigError(f"XLA_FLAGS: --{name}={value}: not a whole number. Give one, or remove the flag.")
+            raise ConfigError(f"XLA_FLAGS: --{name}={value}: not a whole number. Set one, or remove the flag.")
     spec = importlib.util.find_spec("jaxlib")
     library = Path(str(spec.origin)).with_name("libjax_common.so") if spec is not None else Path()
     if not library.is_file():
-        return  # A jaxlib that is built otherwise.
+        return  # This jaxlib is packaged differently.
     with io.FileIO(library) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         unknown = [name for name, _, _ in given if not _names_flag(name, content)]
     if unknown:
         raise ConfigError(
-            f"XLA_FLAGS: this jaxlib has no flag --{unknown[0]}. Remove it from the environment variable; flags differ "
-            "from one version to the next."
+            f"XLA_FLAGS: this jaxlib has no flag --{unknown[0]}. Remove it from the environment variable; flags change "
+            "from version to version."
         )
 
 
 def _names_flag(name: str, library: mmap.mmap) -> bool:
-    """Whether a flag of XLA has this name: it is one of the strings in the library, not the end of a longer one."""
-    if not re.fullmatch(r"(xla|legacy)_[a-z0-9]+_[a-z0-9_]+", name):  # `xla_cpu` is a string too, of something else.
+    """Whether XLA has a flag of this name: a whole string of the library, not the end of a longer one."""
+    if not re.fullmatch(r"(xla|legacy)_[a-z0-9]+_[a-z0-9_]+", name):  # `xla_cpu` is a string, but not a flag.
         return False
     there = library.find(name.encode() + b"\0")
     while there > 0 and re.fullmatch(rb"[A-Za-z0-9_]", library[there - 1 : there]):
@@ -61,12 +61,12 @@ def _names_flag(name: str, library: mmap.mmap) -> bool:
 
 
 def open_devices() -> None:
-    """Starts JAX's backend, in a run of several processes together with theirs.
+    """Starts JAX's backend; in a run of several processes, together with theirs.
 
     Raises:
-      ConfigError: when the platform that is wanted is not there.
-      ClusterError: when another attempt may succeed, as on one of several processes.
-      RuntimeError: JAX's own, when another process could not be reached (`shutdown.from_the_network`).
+      ConfigError: the requested platform does not exist.
+      ClusterError: another attempt may succeed, as in one of several processes.
+      RuntimeError: JAX's own, if another process was unreachable (`shutdown.from_the_network`).
     """
     import jax
 
@@ -77,7 +77,7 @@ def open_devices() -> None:
         several, network = jax.distributed.is_initialized(), from_the_network(error)
         if several and network:
             raise
-        why = " ".join(str(error).split()) or "JAX finds no device of that platform, or lacks its plugin"
+        why = " ".join(str(error).split()) or "no device of that platform, or its JAX plugin is missing"
         unknown = isinstance(error, AssertionError) or _UNKNOWN_PLATFORM in why
         if (several or network) and not unknown:
             raise ClusterError(f"JAX could not start on the devices of this host: {why}") from None
@@ -88,11 +88,11 @@ def open_devices() -> None:
 
 
 def host_memory_bytes() -> int:
-    """The memory of this machine, or of the container that this process runs in."""
+    """The memory of this host, or the limit of the container, in bytes."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         try:
             limits.append(int(path.read_text()))
         except (OSError, ValueError):
-            continue  # Not under such a limit: the file is not there, or says "max".
+            continue  # No such limit: the file is missing, or says "max".
     return min(limits)

@@ -1,4 +1,4 @@
-"""What comes of a meeting: the processes with their connections, or an error."""
+"""The result of a rendezvous: the hosts and their connections, or an error."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from jaxdl.cluster.wire import Line
 
 
 class ClusterError(RuntimeError):
-    """The run cannot begin or continue because of another process, the network or a hang. A new start may help."""
+    """The run cannot start or continue because of another process, the network or a hang. A restart may help."""
 
 
 @dataclass
 class Meeting:
-    """Who has met: the name of each process's host, and the open connections by process (of others than 0, to 0)."""
+    """The host of each process, and the open connections by process: those of process 0 to all, of others to it."""
 
     hosts: list[str]
     lines: dict[int, Line]
     note: str = ""
-    """What process 0 saw of strangers on its port; empty if there were none, and in the other processes."""
+    """What process 0 reports of strangers on its port; empty if there were none, and in other processes."""

@@ -1,12 +1,12 @@
-"""Who is still there: every process keeps a connection to process 0 for the run, and all end when one is lost.
+"""Detects lost processes: each process keeps a connection to process 0 during the run, and all exit when one is lost.
 
-JAX waits for a process that has exited for as long as its own long defaults say, and indefinitely for one that is
-stuck. Here each process reports to process 0 every second where it is; process 0 reports to all of them when one has
-died (its connection closed), has been silent for too long (stopped, or cut off), sends what is no message, has failed,
-or hangs. Then each says why and ends with code 75, without JAX's orderly shutdown, which would wait for the lost one.
-The loss of process 0 is seen by all. `roles` has the two sides: process 0, and every other.
+JAX waits for an exited process until its long timeouts expire, and indefinitely for a stuck one. Here each process
+sends process 0 a heartbeat with its step every second. Process 0 tells all when a process has exited (its connection
+closed), is silent for too long (stopped, or disconnected), sends invalid data, has failed, or hangs. Each then prints
+the reason and exits with code 75, without JAX's normal shutdown, which would wait for the lost process. All processes
+notice the loss of process 0 themselves. `roles` has the two sides, `Coordinator` (process 0) and `Follower`.
 
-The same connections make a signal to one process stop all of them at the same poll of their loops.
+Over the same connections, a signal to one process stops all of them at the same poll of their loops.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ Said: TypeAlias = ToFirst | FromFirst
 
 _BEAT_SEC = 1.0
 _SAME_END_SEC = 20.0
-"""How long the others may take to come to a deliberate end on their own."""
+"""How long a process may take to reach by itself the user error or divergence that another has reported."""
 
 
 class Membership(abc.ABC):
-    """This process among the others: a thread that holds the connections. See `Coordinator` and `Follower`.
+    """This process's membership in the run: a thread that serves the connections. See `Coordinator` and `Follower`.
 
     Args:
-      process: this one's number.
-      meeting: the hosts' names and the open connections.
-      silence_sec: how long nothing may come from a process.
-      heartbeat: where this process is.
+      process: the number of this process.
+      meeting: the host names and the open connections.
+      silence_sec: a process that sends nothing for this long is lost.
+      heartbeat: the step and phase of this process.
     """
 
     def __init__(self, process: int, meeting: Meeting, *, silence_sec: float, heartbeat: Heartbeat) -> None:
@@ -78,21 +78,21 @@ class Membership(abc.ABC):
         self._arrivals, self._passed = 0, 0
         self._own_end, self._notified = threading.Event(), threading.Event()
         self.write_stacks: Callable[[], None] = lambda: None
-        """Writes the stacks of all threads: set by the watchdog."""
+        """Writes the stacks of all threads; set by the watchdog."""
         self._thread = threading.Thread(target=self._run, name="jaxdl-membership", daemon=True)
 
     def start(self) -> None:
         """Starts the thread."""
         self._thread.start()
 
-    # What the main thread calls.
+    # Called by the main thread.
 
     def poll(self, signum: int) -> int:
-        """The signal that all processes stop for at this poll; 0 for none. `signum`: the one that came here, or 0.
+        """The signal for which all processes stop at this poll, or 0. `signum`: the one that this process got, or 0.
 
-        Every process must poll equally often. A stop is agreed on in two rounds, so that it is exact however far the
-        processes are apart: all hold still before their next poll and say how many they have passed; the stop is at
-        the poll after the largest of these numbers, which none has passed and all will come to.
+        Every process must poll equally often. Two rounds agree on the stop, so that it is exact however far apart the
+        processes are: all hold before their next poll and report how many they have made; the stop is at the poll
+        after the largest count, which none has made yet and all will reach.
         """
         with self._condition:
             if signum and not self._asked:
@@ -108,7 +108,7 @@ class Membership(abc.ABC):
     def wait_for_all(self) -> None:
         """Returns when every process has called this as often as this one.
 
-        Gloo gives up when a process comes to its first collective 30 s after another: a slower compilation is enough.
+        Gloo fails if a process reaches its first collective 30 s after another, which a slow compilation can cause.
         """
         with self._condition:
             self._arrivals += 1
@@ -118,18 +118,18 @@ class Membership(abc.ABC):
 
     @property
     def agreed(self) -> bool:
-        """Whether all processes stop together because of a signal."""
+        """Whether the processes have agreed to stop for a signal."""
         return self._stop_at is not None
 
     def leave(self) -> None:
-        """Says that this process is about to end in good order, so that its end is no loss."""
+        """Announces that this process is about to exit normally, so that the others do not report a loss."""
         self._post(Bye())
         end = time.monotonic() + 1
         while self._posted and time.monotonic() < end:
             time.sleep(0.01)
 
     def report_failure(self, reason: str, code: int) -> None:
-        """Reports to the others that this process ends, why, and with which code; returns when they know it."""
+        """Tells the others that this process exits, why, and with which code; waits for that at most 2 s."""
         self._own_end.set()
         self._post(Failed(reason=reason[:MAX_REASON], code=code % 256))
         end = time.monotonic() + FAREWELL_SEC
@@ -137,34 +137,36 @@ class Membership(abc.ABC):
             time.sleep(0.02)
 
     def report_hang(self, idle_sec: float) -> None:
-        """Reports a hang here to process 0, which names who hangs to all. Ends the process if that takes too long."""
+        """Reports a hang to process 0, which tells all who hangs and ends them. Exits alone if that takes too long."""
         self._post(Hang(idle_sec=idle_sec))
         time.sleep(FAREWELL_SEC)
-        end_process(f"no step has been finished here for {idle_sec:.0f} s; the stacks of all threads are above", BROKEN)
+        end_process(f"no progress here for {idle_sec:.0f} s; the stacks of all threads are above", BROKEN)
 
     def await_reason(self) -> None:
-        """Returns only if no process turns out to be lost, so that a broken connection has another cause."""
+        """Waits long enough to detect a lost process, which ends this one; returns if none is lost."""
         time.sleep(self._silence_sec + 2 * self._beat_sec + 1)
 
     # The thread.
 
     def _post(self, message: ToFirst) -> None:
         self._posted.append(message)
-        with contextlib.suppress(OSError):  # Full: it wakes up anyhow.
+        with contextlib.suppress(OSError):  # The pipe is full: the thread wakes up anyway.
             self._wake.send(b"x")
 
     def _run(self) -> None:
         try:
             self._watch()
-        except Exception as error:  # A defect here: without this thread a lost process would go unnoticed.
+        except Exception as error:  # A bug: without this thread a lost process would go unnoticed.
             what = f"{type(error).__name__}: {error}"
-            end_process(f"the thread that watches over the other processes failed ({what})", BROKEN)
+            end_process(f"the thread that monitors the other processes failed ({what})", BROKEN)
 
     def _watch(self) -> None:
         last = next_beat = time.monotonic()
         while True:
             now = time.monotonic()
-            if now - last > 2 * self._beat_sec + 1:  # This process stood still itself: the others have not been silent.
+            if (
+                now - last > 2 * self._beat_sec + 1
+            ):  # This process was suspended: do not count that as silence of the others.
                 self._heard = {process: heard + now - last for process, heard in self._heard.items()}
             last = now
             if now >= next_beat:
@@ -188,16 +190,16 @@ class Membership(abc.ABC):
         try:
             line.flush()
             for fields in line.messages():
-                # What came before something that is no message counts: it may say why.
+                # Messages before invalid data count: one may give the reason.
                 self._hear(process, self._understood(fields))
                 self._heard[process] = time.monotonic()
         except (NoMessage, Malformed) as error:
-            self._gone(process, f"sent something that is no message of jaxdl ({error})")
+            self._gone(process, f"sent an invalid message ({error})")
         except Lost as lost:
             self._gone(process, f"exited unexpectedly ({lost})")
 
     def _gone(self, process: int, how: str) -> None:
-        """The connection to a process is over; unless it was about to end in good order, the process is lost."""
+        """Closes the connection to a process, which is lost unless it had announced its exit."""
         line = self._lines.pop(process, None)
         if line is not None:
             line.close()
@@ -223,22 +225,22 @@ class Membership(abc.ABC):
 
     @abc.abstractmethod
     def _deliver(self, message: ToFirst) -> None:
-        """Takes a message of this process to process 0."""
+        """Delivers a message of this process to process 0."""
 
     @abc.abstractmethod
     def _understood(self, fields: Mapping[str, Any]) -> Said:
-        """What came as a message that this side may be sent. Raises Malformed."""
+        """Parses a received message. Raises Malformed for one that this side must not get."""
 
     @abc.abstractmethod
     def _hear(self, process: int, message: Any) -> None:
-        """Takes a message of another process, as `_understood` returns it."""
+        """Handles a message of another process, as returned by `_understood`."""
 
     @abc.abstractmethod
     def _lost(self, process: int, how: str) -> None:
-        """Another process is lost."""
+        """Handles the loss of a process."""
 
     def _act_on(self, message: FromFirst) -> None:
-        """Does what process 0 says to all."""
+        """Acts on a message of process 0 to all."""
         match message:
             case Hold():
                 with self._condition:
@@ -256,10 +258,10 @@ class Membership(abc.ABC):
             case End():
                 self._end(message.reason, message.code, dump=message.dump)
             case Beat() | Bye():
-                pass  # They are about the sender, not about all.
+                pass  # About the sender only.
 
     def _end(self, reason: str, code: int, *, dump: bool = False) -> None:
-        """Ends this process, unless it is already ending for a reason of its own."""
+        """Exits, unless this process is already exiting for its own reason."""
         self._notified.set()
         if self._own_end.is_set() or (code in DELIBERATE and self._own_end.wait(_SAME_END_SEC)):
             return
@@ -269,32 +271,33 @@ class Membership(abc.ABC):
 
     @abc.abstractmethod
     def _is_heard(self) -> bool:
-        """Whether the others know of this process's end."""
+        """Whether the others know that this process exits."""
 
     @abc.abstractmethod
     def _before_exit(self) -> None:
-        """What is left to be done before this process ends because of another."""
+        """Called before this process exits because of another."""
 
 
 _current: Membership | None = None
+"""Global, because the connections of a process last for its whole life; set once, by `set_current`."""
 
 
 def current() -> Membership | None:
-    """This process's membership; None when it is alone."""
+    """The membership of this process; None in a run of one process."""
     return _current
 
 
 def wait_for_all() -> None:
-    """`Membership.wait_for_all` of this process; returns at once in a process that is alone."""
+    """`Membership.wait_for_all`; returns at once in a run of one process."""
     if _current is not None:
         _current.wait_for_all()
 
 
 def set_current(member: Membership) -> None:
-    """Makes `member` this process's membership, once, and starts it for as long as the process lives."""
+    """Makes `member` the membership of this process, once, and starts its thread."""
     global _current
     assert _current is None
     _current = member
     member.start()
-    # JAX's own handler, registered earlier, comes after it, and waits there for the others.
+    # Runs before JAX's own handler, registered earlier, which waits for the other processes.
     atexit.register(member.leave)

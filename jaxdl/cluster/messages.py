@@ -1,7 +1,7 @@
-"""What the processes of a run say to each other, each message with its fields, types and ranges.
+"""The messages between the processes of a run: their fields, types and ranges.
 
-Whatever comes over the network is read here, and only here, so that nothing of another shape goes further: `Malformed`
-says what is wrong with it. Text of others is stripped of control characters before it can reach a terminal.
+All network input is validated here and nowhere else; `Malformed` says what is wrong with it. Control characters are
+removed from received text before it can reach a terminal.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import pydantic
 from pydantic import Field, StringConstraints
 
 PROTOCOL = 2
-"""The version of these messages; a process with another one is refused."""
+"""Version of these messages; a process with a different one is refused."""
 MAX_PROCESSES = 100_000
-"""More processes than any run has: a larger number is a mistake or an attack."""
+"""Upper bound on the processes of a run: a larger number is a mistake or an attack."""
 MAX_NAME = 255
-"""Characters of a host's name."""
+"""Longest host name, in characters."""
 MAX_REASON = 10_000
-"""Characters of a reason or verdict; longer ones are cut."""
+"""Longest reason or verdict, in characters; longer ones are cut."""
 _MAX_DEPTH = 32
-"""How deeply a value of a config may be nested."""
+"""Deepest nesting of a config value."""
 
 
 class Malformed(ValueError):
-    """What came is no message of jaxdl; says why."""
+    """Received data that is not a valid message; says why."""
 
 
 def printable(text: str) -> str:
-    """The text with a `?` in place of every character that a terminal might obey."""
+    """The text with `?` for every control character, which a terminal might interpret."""
     return "".join(one if one.isprintable() else "?" for one in text)
 
 
@@ -40,7 +40,7 @@ def _is_printable(text: str) -> str:
 
 
 def _is_shallow(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """The value itself; raises ValueError when lists and dictionaries are nested too deeply in it."""
+    """Returns the value; raises ValueError when its lists and dictionaries are nested too deeply."""
     if isinstance(value, list | dict):
         if depth == 0:
             raise ValueError("it is nested too deeply")
@@ -60,7 +60,7 @@ Code = Annotated[int, Field(ge=0, le=255)]
 
 
 class Message(pydantic.BaseModel):
-    """One message, sent as a JSON object. Fields that are not known are an error."""
+    """One message, sent as a JSON object. Unknown fields are an error."""
 
     model_config = pydantic.ConfigDict(strict=True, frozen=True, extra="forbid")
 
@@ -69,11 +69,11 @@ class Message(pydantic.BaseModel):
         return self.model_dump()
 
 
-# Before the meeting's end: what a process says of itself, and what process 0 answers.
+# During the rendezvous: how a process describes itself, and how process 0 answers.
 
 
 class Claim(Message):
-    """The part of a hello that every version of jaxdl sends: who somebody says to be."""
+    """The part of a hello that every version of jaxdl sends: who the sender claims to be."""
 
     model_config = pydantic.ConfigDict(extra="ignore")
 
@@ -84,17 +84,17 @@ class Claim(Message):
     host: Name
     nonce: Hex | None = None
     proof: Hex | None = None
-    """Shows that it knows the run's token (`token.proof`); None when it has none."""
+    """Proves that the sender knows the run token (`token.Handshake.proof`); None when it has none."""
 
     @pydantic.model_validator(mode="after")
     def _is_one_of_them(self) -> Claim:
         if self.process >= self.num_processes:
-            raise ValueError(f"process {self.process} of {self.num_processes} cannot be")
+            raise ValueError(f"process {self.process} of {self.num_processes} does not exist")
         return self
 
 
 class Description(Message):
-    """What a process says of its software, code, experiment and devices (`consistency.describe_process`)."""
+    """Software, code, experiment and devices of a process (`consistency.describe_process`)."""
 
     versions: dict[str, str]
     files: dict[str, str]
@@ -103,40 +103,40 @@ class Description(Message):
 
 
 class Hello(Claim):
-    """What a process says of itself."""
+    """How a process introduces itself to process 0."""
 
     own_name: Annotated[list[Name], Field(min_length=2, max_length=2)] | None
-    """The host's own name and the loopback address that it stands for, if it does and that matters."""
+    """The host's own name and the loopback address that it resolves to; None if it does not, or if nobody needs it."""
     description: Description
 
 
 class Greeting(Message):
-    """Process 0's first word to everybody who connects."""
+    """The first message of process 0 on every connection."""
 
     nonce: Hex
 
 
 class Here(Message):
-    """Which processes have come: their hosts by number."""
+    """Which processes have joined so far: number -> host."""
 
     here: dict[Annotated[str, StringConstraints(pattern=r"^[0-9]{1,6}$")], Name]
 
 
 class Verdict(Message):
-    """Process 0's decision: None lets the run begin, a text ends all processes."""
+    """The decision of process 0: None starts the run, a text ends all processes."""
 
     verdict: Reason | None
     mistake: bool
-    """Whether the text is about a mistake of the user's."""
+    """Whether the text reports a user error."""
     hosts: list[Name]
     proof: Hex | None = None
 
 
-# After the meeting: what a process says to process 0 (`ToFirst`), and process 0 to all (`FromFirst`).
+# After the rendezvous: messages to process 0 (`ToFirst`), and from process 0 to all (`FromFirst`).
 
 
 class Beat(Message):
-    """The sender lives: its last step and its phase."""
+    """Heartbeat: the last step and the phase of the sender."""
 
     kind: Literal["beat"] = "beat"
     step: Count | None
@@ -144,13 +144,13 @@ class Beat(Message):
 
 
 class Bye(Message):
-    """The sender is about to end in good order."""
+    """The sender is about to exit normally."""
 
     kind: Literal["bye"] = "bye"
 
 
 class Failed(Message):
-    """The sender ends with this code."""
+    """The sender exits with this code."""
 
     kind: Literal["failed"] = "failed"
     reason: Reason
@@ -158,14 +158,14 @@ class Failed(Message):
 
 
 class Hang(Message):
-    """The sender's loop has stood still for so long."""
+    """The loop of the sender has made no progress for this long."""
 
     kind: Literal["hang"] = "hang"
     idle_sec: Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Signalled(Message):
-    """A signal came to the sender, for which all should stop."""
+    """The sender received a signal; all processes should stop."""
 
     kind: Literal["signal"] = "signal"
     signum: Signal
@@ -179,20 +179,20 @@ class Arrived(Message):
 
 
 class Held(Message):
-    """The sender holds still after so many polls."""
+    """The sender holds before its next poll, after this many."""
 
     kind: Literal["held"] = "held"
     polls: Count
 
 
 class Hold(Message):
-    """All are to hold still before their next poll."""
+    """All processes hold before their next poll."""
 
     kind: Literal["hold"] = "hold"
 
 
 class StopAt(Message):
-    """All stop at this poll because of a signal."""
+    """All processes stop at this poll because of a signal."""
 
     kind: Literal["stop"] = "stop"
     poll: Count
@@ -200,14 +200,14 @@ class StopAt(Message):
 
 
 class Passed(Message):
-    """All processes have called `wait_for_all` so often."""
+    """How often every process has called `wait_for_all` by now."""
 
     kind: Literal["passed"] = "passed"
     times: Count
 
 
 class End(Message):
-    """All end with this code, after writing their stacks if `dump` says so."""
+    """All processes exit with this code; with `dump` they write their stacks first."""
 
     kind: Literal["end"] = "end"
     reason: Reason
@@ -224,7 +224,7 @@ MessageT = TypeVar("MessageT", bound=Message)
 
 
 def read(kind: type[MessageT], fields: Mapping[str, Any]) -> MessageT:
-    """The JSON object as a message of this kind. Raises Malformed."""
+    """Parses a JSON object as a message of this kind. Raises Malformed."""
     try:
         return kind.model_validate(dict(fields))
     except pydantic.ValidationError as error:
@@ -232,15 +232,15 @@ def read(kind: type[MessageT], fields: Mapping[str, Any]) -> MessageT:
 
 
 def read_answer(fields: Mapping[str, Any]) -> Greeting | Here | Verdict:
-    """What process 0 says during the meeting. Raises Malformed."""
+    """Parses a message of process 0 during the rendezvous. Raises Malformed."""
     kind = next((kind for key, kind in _ANSWERS.items() if key in fields), None)
     if kind is None:
-        raise Malformed("no such message")
+        raise Malformed("unknown kind of message")
     return read(kind, fields)
 
 
 def read_to_first(fields: Mapping[str, Any]) -> ToFirst:
-    """What another process says to process 0 after the meeting. Raises Malformed."""
+    """Parses a message to process 0 after the rendezvous. Raises Malformed."""
     try:
         return _TO_FIRST.validate_python(fields)
     except pydantic.ValidationError as error:
@@ -248,7 +248,7 @@ def read_to_first(fields: Mapping[str, Any]) -> ToFirst:
 
 
 def read_from_first(fields: Mapping[str, Any]) -> FromFirst:
-    """What process 0 says to another after the meeting. Raises Malformed."""
+    """Parses a message from process 0 after the rendezvous. Raises Malformed."""
     try:
         return _FROM_FIRST.validate_python(fields)
     except pydantic.ValidationError as error:
@@ -256,7 +256,7 @@ def read_from_first(fields: Mapping[str, Any]) -> FromFirst:
 
 
 def _why(error: pydantic.ValidationError) -> str:
-    """The first thing that is wrong, in a few words, without the values."""
+    """The first error in a few words, without the received values."""
     first = error.errors(include_input=False, include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     return printable(f"{where}: {first['msg']}" if where else first["msg"])[:200]

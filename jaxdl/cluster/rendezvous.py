@@ -1,7 +1,7 @@
-"""All processes meet before JAX starts, so that what would be a silent hang is a message on every host.
+"""All processes meet before JAX starts, so that a failed start is a message on every host rather than a silent hang.
 
-They meet on the coordinator's own port: process 0 listens there until all have come (`gathering`), compares what they
-say of themselves, sends all one verdict, and stops listening, so that JAX can. The connections stay open for
+They use the coordinator's port: process 0 listens there until all have joined (`gathering`), compares their
+descriptions, sends all of them one verdict, and stops listening so that JAX can. The connections stay open for
 `membership`.
 """
 
@@ -18,20 +18,20 @@ from jaxdl.cluster.address import ClusterSpec, host_name, loopback
 from jaxdl.cluster.gathering import PORT_BUSY_SEC, Gathering
 from jaxdl.cluster.meeting import ClusterError, Meeting
 from jaxdl.cluster.messages import PROTOCOL, Greeting, Hello, Here, Malformed, Verdict, read, read_answer
-from jaxdl.cluster.missing import missing, not_reached
+from jaxdl.cluster.missing import missing_message, unreachable_message
 from jaxdl.cluster.token import Handshake, make_nonce, proves
 from jaxdl.cluster.wire import Line, Lost, ready
 from jaxdl.config import ConfigError
 
 _GRACE_SEC = 2.0
-"""Process 0 decides when its time is up; the others wait this much longer for its word."""
+"""The other processes wait for the verdict this much longer than process 0 waits for them."""
 _RETRY_SEC = 0.1
 _REFUSED_RETRY_SEC = 0.5
-"""After a refusal that may be another run's: each attempt counts there as one of a stranger."""
+"""Pause after a refusal, perhaps by another run, where each attempt counts as a stranger's."""
 
 
 class _Refused(Lost):
-    """Process 0 refuses this process, but does not prove that it is the process 0 of this run."""
+    """The peer refuses this process without proving that it is process 0 of this run."""
 
 
 def meet(
@@ -42,11 +42,11 @@ def meet(
     uses_gloo: bool = False,
     token: str | None = None,
 ) -> Meeting:
-    """Returns when all processes have come and have said the same of themselves (`consistency.describe_process`).
+    """Returns when all processes have joined with equal descriptions (`consistency.describe_process`).
 
-    With a `token` (`token.run_token`) only processes that know it take part. With `uses_gloo` the hosts must be able to
-    resolve their own names to addresses that others reach. Raises ConfigError for what must be changed, in all
-    processes alike, and ClusterError for who has not come in time.
+    With a `token` (`token.run_token`) only processes that know it take part. With `uses_gloo` each host's own name must
+    resolve to an address that others reach. Raises, in all processes alike, ConfigError for a mistake in the setup and
+    ClusterError for processes that did not join in time.
     """
     own = loopback(socket.gethostname()) if uses_gloo else None
     fields = {
@@ -60,8 +60,8 @@ def meet(
     text = json.dumps(fields)
     if len(text) > MAX_HELLO_BYTES // 2:
         raise ConfigError(
-            f"the experiment's config takes {len(text)} bytes: several processes compare theirs, and can with at most "
-            f"{MAX_HELLO_BYTES // 2}. Keep long lists in a file that the config names."
+            f"the experiment's config takes {len(text)} bytes; the processes compare their configs, which may take at "
+            f"most {MAX_HELLO_BYTES // 2}. Move long lists to a file that the config names."
         )
     hello = read(Hello, json.loads(text))
     end = time.monotonic() + timeout_sec
@@ -71,19 +71,19 @@ def meet(
 
 
 class _Guest:
-    """The part of every process but the first."""
+    """The side of every process but process 0."""
 
     def __init__(self, spec: ClusterSpec, hello: Hello, end: float, timeout_sec: float, token: str | None) -> None:
         self._spec, self._hello, self._end, self._timeout_sec = spec, hello, end, timeout_sec
         self._token = token
         self._here: dict[int, str] = {}
-        """Who has come, as the last process 0 that was reached has said; empty until it has."""
+        """The joined processes, as process 0 last sent them on this connection."""
         self._refusal: str | None = None
         self._refused_since: float | None = None
-        """When the attempts began that all ended with a refusal; None when the last one ended otherwise."""
+        """Time of the first of the latest attempts that were all refused; None if the last attempt ended otherwise."""
 
     def run(self) -> Meeting:
-        """Returns when process 0 has let the run begin. Raises ConfigError and ClusterError."""
+        """Returns when process 0 starts the run. Raises ConfigError and ClusterError."""
         while True:
             pause_sec = _RETRY_SEC
             try:
@@ -94,14 +94,14 @@ class _Guest:
                 self._here, self._refused_since = {}, None
             else:
                 try:
-                    return self._heard(line)
+                    return self._join(line)
                 except _Refused as refused:
                     line.close()
                     why, pause_sec = str(refused), _REFUSED_RETRY_SEC
                     self._note_refusal(str(refused))
                 except Lost as lost:
                     line.close()
-                    why = f"something answered, but {lost}"
+                    why = f"a program answered there, but the handshake failed ({lost})"
                     self._refused_since = None
                 except BaseException:
                     line.close()
@@ -110,7 +110,7 @@ class _Guest:
             self._give_up_if_late(why)
 
     def _note_refusal(self, text: str) -> None:
-        """Raises ConfigError when it is not an earlier run's process 0, which would have left the port by now."""
+        """Raises ConfigError once an earlier run's process 0 would have released the port."""
         now = time.monotonic()
         self._refusal = text
         self._refused_since = now if self._refused_since is None else self._refused_since
@@ -121,13 +121,13 @@ class _Guest:
         if time.monotonic() < self._end:
             return
         if len(self._here) > 1:
-            raise ClusterError(missing(self._spec, self._here, self._timeout_sec))
+            raise ClusterError(missing_message(self._spec, self._here, self._timeout_sec))
         if self._refusal is not None:
             raise ConfigError(self._refusal)
-        raise ClusterError(not_reached(self._spec, why, self._timeout_sec))
+        raise ClusterError(unreachable_message(self._spec, why, self._timeout_sec))
 
-    def _heard(self, line: Line) -> Meeting:
-        """Says hello and waits for the verdict; notes who else has come. Raises Lost if process 0 goes away."""
+    def _join(self, line: Line) -> Meeting:
+        """Sends the hello and waits for the verdict. Raises Lost when the connection fails."""
         self._here = {}
         handshake: Handshake | None = None
         if self._token is None:
@@ -136,14 +136,14 @@ class _Guest:
         end = self._end + _GRACE_SEC
         while True:
             if time.monotonic() > (end if self._here else min(end, greeted)):
-                raise Lost("it said nothing")
+                raise Lost("no reply")
             ready([line], 0.2)
             line.flush()
             for fields in line.messages():
                 try:
                     message = read_answer(fields)
                 except Malformed as error:
-                    raise Lost(f"it sends something else ({error})") from None
+                    raise Lost(f"invalid message: {error}") from None
                 match message:
                     case Greeting():
                         if self._token is not None and handshake is None:
@@ -163,12 +163,12 @@ class _Guest:
     def _act_on(self, verdict: Verdict, line: Line, *, proven: bool) -> Meeting:
         if self._token is not None and not proven:
             if verdict.verdict is None:
-                raise Lost("it does not know the run's token")
+                raise Lost("it does not know the run token")
             raise _Refused(verdict.verdict)
         if verdict.verdict is not None:
             raise (ConfigError if verdict.mistake else ClusterError)(verdict.verdict)
         if len(verdict.hosts) != self._spec.num_processes:
-            raise Lost(f"it speaks of {len(verdict.hosts)} hosts")
+            raise Lost(f"its verdict names {len(verdict.hosts)} hosts")
         return Meeting(verdict.hosts, {0: line})
 
 

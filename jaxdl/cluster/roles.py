@@ -1,4 +1,4 @@
-"""The two sides of a membership: process 0, which hears all and decides, and every other process."""
+"""The two sides of a membership: process 0, which decides for all, and every other process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from jaxdl.cluster.wire import Lost, ready
 
 
 class Coordinator(Membership):
-    """Process 0's: hears all the others, decides, and reports to all."""
+    """The membership of process 0: receives from all, decides, and sends to all."""
 
     def __init__(self, meeting: Meeting, *, silence_sec: float, heartbeat: Heartbeat) -> None:
         super().__init__(0, meeting, silence_sec=silence_sec, heartbeat=heartbeat)
@@ -80,17 +80,17 @@ class Coordinator(Membership):
         self._settle()
 
     def _settle(self) -> None:
-        """Says where to stop, once all that remain have said where they hold."""
+        """Announces the stop once all remaining processes have reported where they hold."""
         if self._counts and {0, *self._lines} <= set(self._counts):
             self._broadcast(StopAt(poll=max(self._counts.values()) + 1, signum=self._stopping))
             self._counts = {}
 
     def _lost(self, process: int, how: str) -> None:
         step, phase = self._where.get(process, (None, "start"))
-        self._end_all(f"{self._name(process)} {how}; {_last(step, phase)}", BROKEN)
+        self._end_all(f"{self._name(process)} {how}; last report: {_position(step, phase)}", BROKEN)
 
     def _end_all(self, reason: str, code: int, *, dump: bool = False) -> None:
-        if not self._ended:  # What others say once they end because of this is not the reason.
+        if not self._ended:  # Later reports are consequences of the first.
             self._ended = True
             self._broadcast(End(reason=reason[:MAX_REASON], code=code, dump=dump))
 
@@ -103,7 +103,7 @@ class Coordinator(Membership):
         return not self._lines
 
     def _before_exit(self) -> None:
-        """Waits until the others have gone: JAX aborts them, with a message of its own, when this process is gone."""
+        """Waits until the others have exited: JAX aborts them, with its own message, when process 0 exits."""
         end = time.monotonic() + FAREWELL_SEC
         while self._lines and time.monotonic() < end:
             for process, line in list(self._lines.items()):
@@ -119,17 +119,16 @@ class Coordinator(Membership):
         groups: dict[tuple[int | None, str], list[int]] = {}
         for process in range(len(self.hosts)):
             groups.setdefault(self._where.get(process, (None, "start")), []).append(process)
-        # The many wait for the few.
+        # The smallest group first: the others wait for it.
         by_size = sorted(groups.items(), key=lambda item: len(item[1]))
         parts = [
-            f"{process_names(processes, self.hosts)}: {_last(step, phase).removeprefix('last heard of ')}"
-            for (step, phase), processes in by_size
+            f"{process_names(processes, self.hosts)}: {_position(step, phase)}" for (step, phase), processes in by_size
         ]
-        return f"no step has been finished for {idle_sec:.0f} s, and the stacks were written; {'; '.join(parts)}"
+        return f"no progress for {idle_sec:.0f} s; the stacks of all threads are above; {'; '.join(parts)}"
 
 
 class Follower(Membership):
-    """Every other process's: reports to process 0, and does as it says."""
+    """The membership of every other process: reports to process 0 and acts on its messages."""
 
     def __init__(self, process: int, meeting: Meeting, *, silence_sec: float, heartbeat: Heartbeat) -> None:
         super().__init__(process, meeting, silence_sec=silence_sec, heartbeat=heartbeat)
@@ -154,19 +153,19 @@ class Follower(Membership):
         return self._notified.is_set() or not self._lines
 
     def _before_exit(self) -> None:
-        return  # Nobody waits for a worker that ends because of another process.
+        return  # No other process depends on this one.
 
     def _lost(self, process: int, how: str) -> None:
-        cut = f" (or {self.hosts[self.process]} is cut off)" if "silent" in how else ""
-        self._end(f"{self._name(process)} {how}{cut}; {_last(*self._first)}", BROKEN)
+        cut = f" (or {self.hosts[self.process]} is disconnected)" if "silent" in how else ""
+        self._end(f"{self._name(process)} {how}{cut}; last report: {_position(*self._first)}", BROKEN)
 
 
-def _last(step: int | None, phase: str) -> str:
-    return f"last heard of {f'after step {step}' if step is not None else 'before it began to train'} (phase {phase})"
+def _position(step: int | None, phase: str) -> str:
+    return f"{f'step {step}' if step is not None else 'before the first step'} (phase {phase})"
 
 
 def begin(process: int, meeting: Meeting, *, silence_sec: float, heartbeat: Heartbeat) -> Membership:
-    """Makes and starts this process's membership, for as long as it lives."""
+    """Makes this process's membership and starts its thread."""
     kind = Coordinator(meeting, silence_sec=silence_sec, heartbeat=heartbeat) if process == 0 else None
     member = kind or Follower(process, meeting, silence_sec=silence_sec, heartbeat=heartbeat)
     set_current(member)

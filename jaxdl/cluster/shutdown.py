@@ -1,4 +1,4 @@
-"""How a process of several ends: the others get to know why, and nobody waits for one that is lost."""
+"""The exit of one of several processes: the others get its reason, and nobody waits for a lost process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NETWORK = re.compile(
 
 
 def from_the_network(error: BaseException | None) -> bool:
-    """Whether JAX raised this because it could not reach another process any more."""
+    """Whether JAX raised this error because it lost the connection to another process."""
     while error is not None:
         kind = type(error)
         ours = kind.__name__ in ("JaxRuntimeError", "XlaRuntimeError", "ValueError", "RuntimeError")
@@ -30,10 +30,10 @@ def from_the_network(error: BaseException | None) -> bool:
 
 
 class end_together:
-    """Context around a whole program: what ends one process of several ends all, with the reason and its exit code.
+    """Context around a whole program: an error that ends one of several processes ends all, with its reason and code.
 
-    Of a single process it changes nothing. It stands outside of what turns errors into messages and exit codes: a
-    SystemExit raised because of another error tells the others that error.
+    No effect in a single process. Belongs outside the code that turns errors into messages and exit codes: of a
+    SystemExit raised from another error, the other processes get that error.
     """
 
     def __enter__(self) -> None:
@@ -47,14 +47,14 @@ class end_together:
 
 
 def report_and_exit(error: BaseException) -> None:
-    """Ends a process of several because of the error: tells the others, without waiting for them as JAX would."""
+    """Reports the error to the other processes and exits, without waiting for them as JAX would."""
     member = current()
     assert member is not None
     exiting = isinstance(error, SystemExit)
     cause = (error.__cause__ or error.__context__ or error) if exiting else error
     if not exiting and from_the_network(error):
-        member.await_reason()  # If a process is lost, this one ends in here.
-        reason = f"the processes have lost their connection: {_one_line(error)}"
+        member.await_reason()  # Does not return if a process is lost.
+        reason = f"the connection between the processes was lost: {_one_line(error)}"
         member.report_failure(reason, BROKEN)
         end_process(reason, BROKEN)
     code = _exit_code(error)
@@ -62,24 +62,24 @@ def report_and_exit(error: BaseException) -> None:
         return
     if not exiting:
         traceback.print_exception(error)
-    # What became a message and an exit code speaks for itself; a crash does with its kind.
+    # A message with an exit code is complete; the text of a crash needs the class of the error.
     member.report_failure(_one_line(cause) if exiting else f"{type(error).__name__}: {_one_line(error)}", code)
     flush()
     os._exit(code)
 
 
 def leave_and_exit(code: int) -> None:
-    """Ends the process at once, as all of them do now: threads may still be compiling.
+    """Exits at once, as all processes do now: background threads may still be compiling.
 
-    A `code` of 128 + N stands for signal N. If not all stopped for it, it came before the run, and is reported to the
-    others.
+    A `code` of 128 + N stands for signal N. If the processes have not agreed to stop, the signal came before the run
+    began and is reported to the others.
     """
     member = current()
     if member is not None and code > 128 and not member.agreed:
         member.report_failure("was stopped by a signal before the run began", code)
     elif member is not None:
         member.leave()
-        if "jax" in sys.modules:  # Otherwise JAX's part in the other processes would take this one for lost, and abort.
+        if "jax" in sys.modules:  # Otherwise JAX in the other processes would take this one for lost, and abort.
             sys.modules["jax"].distributed.shutdown()
     flush()
     os._exit(code)

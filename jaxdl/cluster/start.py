@@ -1,4 +1,4 @@
-"""Starting JAX: on the devices that are wanted, and together with the other processes of the run."""
+"""Starts JAX on the requested devices and together with the other processes of the run."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ if TYPE_CHECKING:
     from jaxdl.mesh import MeshConfig
 
 _SHUTDOWN_SEC = 120
-"""How long JAX, in an orderly end, waits for the other processes, which may still be drawing curves."""
+"""How long JAX waits in a normal shutdown for the other processes, which may still be drawing curves."""
 
 
 class ClusterConfig(Config):
-    """What a run of several processes does about one that is missing, lost or stuck. No part of what it computes."""
+    """Timeouts for missing, lost and stuck processes. They do not affect results."""
 
     start_timeout_sec: float = pydantic.Field(default=300, gt=0)
-    """Seconds in which all processes must have come together; then the start fails, with the missing ones named."""
+    """Seconds to wait for all processes at the start; after that, the start fails and names the missing processes."""
     silence_timeout_sec: float = pydantic.Field(default=30, gt=0)
-    """Seconds without a word from a process until all end (code 75): it is stopped, or its network is cut."""
+    """Seconds without a message from a process until it counts as lost and all processes exit (code 75)."""
     hang_timeout_sec: float | None = pydantic.Field(default=600, gt=0)
-    """Seconds without a finished step, evaluated batch or new phase until the run writes its stacks and ends (code 75).
+    """Seconds without progress (step, evaluated batch or phase) until the run dumps all stacks and exits (code 75).
 
-    Compiling may take any time. Must be longer than a save and a restore take. None never ends a run.
+    Compilation does not count. Must be longer than a save and a restore of a checkpoint. None turns this off.
     """
 
 
 def launched_cpu_devices() -> int | None:
-    """The virtual CPU devices that jaxdl's launcher gives this process; None if it did not start it or gives none."""
+    """The number of virtual CPU devices that jaxdl's launcher gives this process; None without launcher or number."""
     count = os.environ.get("JAX_NUM_CPU_DEVICES", "")
     return int(count) if "JAXDL_HOST" in os.environ and count.isdecimal() and int(count) > 0 else None
 
@@ -53,17 +53,17 @@ def launched_cpu_devices() -> int | None:
 def start_devices(
     config: MeshConfig, cluster: ClusterConfig | None = None, *, experiment: Mapping[str, Any] | None = None
 ) -> None:
-    """Starts JAX on the devices that the config asks for, once per process; joins the other processes if there are any.
+    """Starts JAX on the devices of the config, once per process, and joins the other processes if there are any.
 
-    Several processes are recognised by `JAX_COORDINATOR_ADDRESS` (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), by a
-    multi-task Slurm or Open MPI job, or, where JAX detects the cluster otherwise, by `JAXDL_DISTRIBUTED=1`. All must
-    have been given the same `experiment`, and the same `JAXDL_RUN_TOKEN` or none. Under jaxdl's launcher its number of
-    devices counts, not the config's.
+    A run has several processes if `JAX_COORDINATOR_ADDRESS` is set (with `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`), in
+    a multi-task Slurm or Open MPI job, or, on other clusters that JAX detects, with `JAXDL_DISTRIBUTED=1`. All need the
+    same `experiment`, and the same `JAXDL_RUN_TOKEN` or none. jaxdl's launcher overrides the number of devices of the
+    config.
 
     Raises:
-      ConfigError: when JAX cannot start, or already runs on other devices, when it is not said which processes there
-        are, or when they differ in what must be the same; on all of them.
-      ClusterError: when not all have come within the time-out; on all that have.
+      ConfigError: JAX cannot start, or already runs on other devices; the variables of the processes are incomplete;
+        or the processes differ in what must be equal. Raised in all of them.
+      ClusterError: not all processes joined within the timeout. Raised in all that did.
     """
     import jax
 
@@ -76,7 +76,7 @@ def start_devices(
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
-            pass  # JAX has started already, which is fine as long as it has these devices: seen below.
+            pass  # JAX has already started; whether on these devices is checked below.
     if not jax.distributed.is_initialized() and several_processes():
         _join(cluster or ClusterConfig(), describe_process(experiment, count), on_cpu=count is not None)
     open_devices()
@@ -91,7 +91,7 @@ def start_devices(
 def _join(cluster: ClusterConfig, description: Mapping[str, Any], *, on_cpu: bool) -> None:
     import jax
 
-    # Its preemption service would take SIGTERM away from `jaxdl.run.signals`.
+    # JAX's preemption service would intercept SIGTERM, which `jaxdl.run.signals` handles.
     jax.config.update("jax_enable_preemption_service", False)
     spec = find_cluster_spec(cluster.start_timeout_sec)
     if spec is not None and spec.num_processes > 1:
@@ -118,11 +118,11 @@ def _initialize(cluster: ClusterConfig, spec: ClusterSpec | None) -> None:
         jax.distributed.initialize(
             **known,
             initialization_timeout=max(1, round(cluster.start_timeout_sec)),
-            # Our own membership is to notice first, and to say what it noticed.
+            # Longer than our own timeouts, so that the membership notices first and names the lost process.
             heartbeat_timeout_seconds=max(100, round(4 * cluster.silence_timeout_sec)),
             shutdown_timeout_seconds=_SHUTDOWN_SEC,
         )
-    except ValueError as error:  # Something is not given, and no cluster knows it.
+    except ValueError as error:  # A variable is missing, and JAX detects no cluster.
         raise ConfigError(
             f"the processes of the run cannot find each other: {error} Set JAX_COORDINATOR_ADDRESS, "
             "JAX_NUM_PROCESSES and JAX_PROCESS_ID in each of them, or none (nor JAXDL_DISTRIBUTED) for one process."
@@ -132,7 +132,7 @@ def _initialize(cluster: ClusterConfig, spec: ClusterSpec | None) -> None:
 
 
 def _compare(description: Mapping[str, Any]) -> None:
-    """The comparison of processes that could not meet before JAX started; nobody watches over them then."""
+    """Compares processes that could not meet before JAX started, and so have no membership."""
     import json
 
     import jax
@@ -140,7 +140,7 @@ def _compare(description: Mapping[str, Any]) -> None:
     from jax.experimental import multihost_utils
 
     if jax.process_index() == 0:
-        print("note: the processes met through JAX alone; a lost one is noticed late.", file=sys.stderr)
+        print("note: the processes are connected by JAX alone: it notices a lost one late.", file=sys.stderr)
     own = np.frombuffer(json.dumps({"host": host_name(), "description": description}).encode(), np.uint8)
     lengths = np.ravel(multihost_utils.process_allgather(np.int32(len(own))))
     texts = multihost_utils.process_allgather(np.pad(own, (0, int(lengths.max()) - len(own))))
@@ -151,7 +151,7 @@ def _compare(description: Mapping[str, Any]) -> None:
 
 
 def _check_counts() -> None:
-    """Raises ConfigError, in all processes alike, when one of them turns out to have more devices than another."""
+    """Raises ConfigError, in all processes alike, when one has more devices than another."""
     import jax
 
     found = Counter(device.process_index for device in jax.devices())

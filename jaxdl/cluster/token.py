@@ -1,8 +1,8 @@
-"""The run token: a secret that all processes of one start share, by which process 0 tells them from strangers.
+"""The run token: a secret shared by all processes of one start, by which process 0 tells them from strangers.
 
-It never travels. Process 0 greets every connection with a random nonce; who knows the token answers with a nonce of its
-own and the HMAC of both and of its hello; process 0 proves its verdict in the same way. Only the meeting is protected:
-nothing that is sent is encrypted, and the connections of JAX, Gloo and NCCL know no token (see docs/howto/clusters.md).
+It is never sent. Process 0 greets every connection with a random nonce; a process that knows the token answers with its
+own nonce and the HMAC of both nonces and its hello; process 0 proves its verdict in the same way. Only the rendezvous
+is protected: nothing is encrypted, and the connections of JAX, Gloo and NCCL have no token (see docs/howto/clusters.md).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def make_nonce() -> str:
 
 
 def run_token() -> str | None:
-    """The token in this process's environment; None when there is none.
+    """The token in this process's environment; None if unset.
 
-    Raises ConfigError, without the value, for one that can be guessed or is no text.
+    Raises ConfigError, without the value, for a token that is too short or not UTF-8.
     """
     value = os.environ.get(VARIABLE)
     if value is None:
@@ -59,21 +59,21 @@ def run_token() -> str | None:
 
 @dataclass(frozen=True)
 class Handshake:
-    """What both sides of one connection know, by which each shows the other that it knows the token too."""
+    """The secrets of one connection, with which each side proves to the other that it knows the token."""
 
     token: str
     host_nonce: str
-    """Process 0's, for this connection alone."""
+    """The nonce of process 0, for this connection only."""
     guest_nonce: str
-    """The other process's, for this connection alone."""
+    """The nonce of the other process, for this connection only."""
     process: int
-    """The other process's number."""
+    """The number of the other process."""
 
     def proof(self, role: str, message: Mapping[str, Any]) -> str:
-        """The HMAC-SHA256 (RFC 2104) that belongs to a message, in hexadecimal digits.
+        """The HMAC-SHA256 (RFC 2104) of a message, in hexadecimal digits.
 
-        It covers the content of the message, without its own field `proof`. `role` ("guest" or "host") says which side
-        speaks, so that neither can send the other's proof back.
+        Covers the message without its own field `proof`. `role` ("guest" or "host") is the side that sends, so that
+        neither can replay the other's proof.
         """
         content = json.dumps({name: value for name, value in message.items() if name != "proof"}, sort_keys=True)
         digest = hashlib.sha256(content.encode()).hexdigest()
@@ -82,5 +82,5 @@ class Handshake:
 
 
 def proves(given: str | None, expected: str) -> bool:
-    """Whether a proof is the expected one, compared in constant time."""
+    """Whether a proof is the expected one; compares in constant time."""
     return given is not None and hmac.compare_digest(given.encode(), expected.encode())

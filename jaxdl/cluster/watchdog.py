@@ -1,4 +1,4 @@
-"""The watchdog: a run that no longer progresses writes the stacks of all its threads, and ends."""
+"""The watchdog: dumps the stacks of all threads and exits when the run stops making progress."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from jaxdl.cluster.heartbeat import Heartbeat, heartbeat
 from jaxdl.cluster.membership import current
 
 _LOG_SEC = 10.0
-"""Where a file system hangs, so does the writing of the log: it is not waited for longer."""
+"""Longest wait for the stacks to be written: a file system that hangs would block it."""
 
 
 class Watchdog:
-    """Context: while it is open, `timeout_sec` without a beat end the process (code 75). None turns it off.
+    """Context that ends the process (code 75) after `timeout_sec` without a heartbeat; None turns it off.
 
-    The stacks go to stderr and, if given, to the file that `open_log` opens. In a run of several processes all write
-    theirs, and the last line says which of them others wait for.
+    The stacks go to stderr and to the file that `open_log` opens, if given. In a run of several processes all write
+    theirs, and the last line names the process that the others wait for.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         member = current()
         if member is not None:
-            member.write_stacks = self.write_stacks  # Another process may be the first to notice.
+            member.write_stacks = self.write_stacks  # Another process may notice the hang first.
         if self._timeout_sec is not None:
             threading.Thread(target=self._watch, args=(self._timeout_sec,), name="jaxdl-watchdog", daemon=True).start()
         return self
@@ -54,7 +54,7 @@ class Watchdog:
         last = time.monotonic()
         while not self._over.wait(tick):
             now = time.monotonic()
-            if now - last > tick + 1:  # The whole process stood still (Ctrl-Z, a suspended machine): no hang.
+            if now - last > tick + 1:  # The whole process was suspended (Ctrl-Z, a suspended machine): no hang.
                 self._heartbeat.forgive(now - last - tick)
             last = now
             idle_sec = self._heartbeat.idle_sec()
@@ -68,24 +68,24 @@ class Watchdog:
             member.report_hang(idle_sec)
         step, phase = self._heartbeat.where()
         end_process(
-            f"no step has been finished for {idle_sec:.0f} s, and the stacks were written; the last one was {step} "
-            f"(phase {phase}). If steps may take longer, raise --cluster.hang-timeout-sec.",
+            f"no progress for {idle_sec:.0f} s (last step {step}, phase {phase}); the stacks of all threads are above. "
+            "If steps may take longer, raise --cluster.hang-timeout-sec.",
             BROKEN,
         )
 
     def write_stacks(self) -> None:
         """Writes the stacks of all threads, once."""
-        with self._once:  # Who comes second waits until they are written: then the process may end.
+        with self._once:  # A second caller waits until they are written; then the process may exit.
             if self._writer is None:
                 self._writer = threading.Thread(target=self._write, daemon=True)
                 self._writer.start()
         self._writer.join(_LOG_SEC)
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # Of a stream without a file there is nothing to write to.
+        with contextlib.suppress(OSError, ValueError):  # The stream may have no file descriptor.
             faulthandler.dump_traceback(sys.__stderr__ or 2)
         if self._open_log is not None:
             with contextlib.suppress(OSError), self._open_log() as log:
-                log.write(time.strftime("%Y-%m-%d %H:%M:%S: the run no longer progresses; the stacks of all threads\n"))
+                log.write(time.strftime("%Y-%m-%d %H:%M:%S: no progress; stacks of all threads:\n"))
                 log.flush()
                 faulthandler.dump_traceback(log)

@@ -1,4 +1,4 @@
-"""JSON messages over TCP, one a line, without ever blocking; and what the connection was lost by."""
+"""JSON messages over non-blocking TCP, one per line; a lost connection says why."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 MAX_LINE_BYTES = 4 * 2**20
-"""No message is longer; a stream without line ends is cut here."""
+"""Longest message; a longer line ends the connection."""
 _MAX_UNSENT_BYTES = 16 * 2**20
-"""More than this waits only for a peer that does not read; its silence is noticed long before."""
+"""Only a peer that has stopped reading lets more pile up; its silence is noticed long before."""
 
 
 class Lost(Exception):
-    """The connection is over; the message says by what."""
+    """The connection is over; the message says why."""
 
 
 class NoMessage(Lost):
-    """What comes is no message: nothing that follows can be understood."""
+    """The peer sent something that is not a message, so nothing after it can be read."""
 
 
 class Line:
     """A TCP connection that carries JSON objects. Takes over the socket.
 
-    `limit_bytes` bounds what is kept of a line that has not ended yet.
+    `limit_bytes` bounds the buffer of an unfinished line.
     """
 
     def __init__(self, connection: socket.socket, *, limit_bytes: int = MAX_LINE_BYTES) -> None:
@@ -37,7 +37,7 @@ class Line:
         self._received = bytearray()
         self._unsent = bytearray()
         self.has_spoken = False
-        """Whether anything has come."""
+        """Whether any byte has been received."""
 
     def fileno(self) -> int:
         """For `ready`."""
@@ -45,34 +45,34 @@ class Line:
 
     @property
     def waits_to_send(self) -> bool:
-        """Whether something is left that the connection did not take yet."""
+        """Whether bytes wait in the send buffer."""
         return bool(self._unsent)
 
     @property
     def num_kept_bytes(self) -> int:
-        """How much has come of a line that has not ended yet."""
+        """Received bytes of an unfinished line."""
         return len(self._received)
 
     def same_machine(self) -> bool:
-        """Whether the other end is on this machine (in this network namespace): both ends have one address."""
+        """Whether both ends have the same address: the peer is on this machine, in this network namespace."""
         try:
             return self._socket.getpeername()[0] == self._socket.getsockname()[0]
         except OSError:
             return False
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Hands the message over; what the connection does not take at once goes with the next `flush`. Raises Lost."""
+        """Sends the message; bytes that the socket does not take now wait for the next `flush`. Raises Lost."""
         self.send_encoded(encoded(message))
 
     def send_encoded(self, words: bytes) -> None:
-        """`send` of a message that is `encoded` already, as one that goes to many is. Raises Lost."""
+        """`send` of a message that is already `encoded`, because it goes to many. Raises Lost."""
         if len(self._unsent) + len(words) > _MAX_UNSENT_BYTES:
-            raise Lost("it reads nothing")
+            raise Lost("the peer reads nothing")
         self._unsent += words
         self.flush()
 
     def flush(self) -> None:
-        """Sends on what is left. Raises Lost."""
+        """Sends buffered bytes. Raises Lost."""
         while self._unsent:
             try:
                 del self._unsent[: self._socket.send(self._unsent)]
@@ -82,9 +82,9 @@ class Line:
                 raise Lost(_why(error)) from None
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """Yields the messages that have come since; whoever calls this takes them all, or closes the connection.
+        """Yields the messages received since the last call; the caller must take them all, or close the connection.
 
-        Then raises Lost when the connection is over, and NoMessage when what follows is no message.
+        Then raises Lost when the connection is over, and NoMessage for bytes that are not a message.
         """
         whole, problem = self._read()
         for line in whole:
@@ -93,23 +93,23 @@ class Line:
             raise problem
 
     def receive_one(self) -> dict[str, Any] | None:
-        """The message of a peer that may send one and no more before it is answered; None until all of it is here.
+        """The only message that a peer may send before it is answered; None until it is complete.
 
-        Raises Lost when the connection is over, also after a message, as nobody is there to be answered; NoMessage when
-        what comes is no message, or more than one.
+        Raises Lost when the connection is over, even after a message, since nobody could read the answer; NoMessage for
+        bytes that are not a message, and for more than one message.
         """
         whole, problem = self._read()
         if isinstance(problem, NoMessage):
             raise problem
         if len(whole) > 1 or (whole and self._received):
-            raise NoMessage("it sends more than one message")
+            raise NoMessage("more than one message")
         message = _parsed(whole[0]) if whole else None
         if problem is not None:
             raise problem
         return message
 
     def _read(self) -> tuple[list[bytes], Lost | None]:
-        """(whole lines, what is wrong after them). At most `limit_bytes` and a little are taken at once."""
+        """(complete lines, the problem after them). Reads little more than `limit_bytes` at once."""
         problem: Lost | None = None
         ended = False
         while len(self._received) <= self.limit_bytes:
@@ -121,23 +121,23 @@ class Line:
                 problem = Lost(_why(error))
                 break
             if not data:
-                problem = Lost("its connection closed")
+                problem = Lost("connection closed")
                 break
             self._received += data
             self.has_spoken = True
             ended = ended or b"\n" in data
         whole: list[bytes] = []
-        if ended:  # What came earlier has no line end: a drip of bytes must not have it searched again each time.
+        if ended:  # Earlier bytes have no line end: do not search them again for every few bytes received.
             *parts, rest = bytes(self._received).split(b"\n")
             self._received = bytearray(rest)
             whole = [line for line in parts if line.strip()]
         too_long = next((index for index, line in enumerate(whole) if len(line) > self.limit_bytes), None)
         if too_long is not None or len(self._received) > self.limit_bytes:
-            return whole[:too_long], NoMessage(f"it sends a line of more than {self.limit_bytes} bytes")
+            return whole[:too_long], NoMessage(f"a line of more than {self.limit_bytes} bytes")
         return whole, problem
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._socket.close()
 
 
@@ -147,7 +147,7 @@ def encoded(message: Mapping[str, Any]) -> bytes:
 
 
 class HasFileno(Protocol):
-    """What can be waited for."""
+    """Anything with a file descriptor to wait for."""
 
     def fileno(self) -> int:
         """Its file descriptor."""
@@ -158,11 +158,11 @@ WaitedT = TypeVar("WaitedT", bound=HasFileno)
 
 
 def ready(waited: Iterable[WaitedT], timeout_sec: float) -> list[WaitedT]:
-    """Those that have something to read (or have ended), or take what waited to be sent; within the time, or none."""
+    """The items that can be read (or have ended), or can take buffered bytes; empty after `timeout_sec`."""
     by_number = {one.fileno(): one for one in waited}
     poll = select.poll()  # Unlike select() it knows file descriptors above 1023.
     for number, one in by_number.items():
-        line = getattr(one, "line", one)  # Of one that holds a connection, that.
+        line = getattr(one, "line", one)  # The item is a Line or holds one.
         writes = isinstance(line, Line) and line.waits_to_send
         poll.register(number, select.POLLIN | (select.POLLOUT if writes else 0))
     return [by_number[number] for number, _ in poll.poll(max(0.0, timeout_sec) * 1000)]
@@ -174,11 +174,11 @@ def _parsed(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError, as is a number of too many digits.
         message = None
     if not isinstance(message, dict):
-        raise NoMessage("it sends something else")
+        raise NoMessage("not a JSON object")
     return message
 
 
 def _why(error: OSError) -> str:
     if error.errno in (errno.ECONNRESET, errno.EPIPE):
-        return "its connection closed"
-    return f"its connection broke: {error.strerror or error}"
+        return "connection closed"
+    return f"connection broke: {error.strerror or error}"
