@@ -2,7 +2,7 @@
 
 It is never sent. Process 0 greets every connection with a random nonce; a process that knows the token answers with its
 own nonce and the HMAC of both nonces and its hello; process 0 proves its verdict in the same way. Only the rendezvous
-is protected: nothing is encrypted, and the connections of JAX, Gloo and NCCL have no token (see docs/howto/clusters.md).
+is protected: nothing is encrypted, and connections of JAX, Gloo and NCCL use no token (see docs/howto/clusters.md).
 """
 
 from __future__ import annotations
