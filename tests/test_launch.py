@@ -105,7 +105,7 @@ print("a problem", file=sys.stderr)
     assert address.startswith("'127.0.0.1:")
     [token] = tokens
     assert token != hashlib.sha256(given["JAXDL_RUN_TOKEN"].encode()).hexdigest(), "each start has its own"
-    assert err[-1].startswith("launcher | all 3 hosts ended after ")
+    assert err[-1].startswith("launcher | all 3 hosts finished after ")
 
 
 def test_the_first_failure_decides_and_the_others_may_end_by_themselves():
@@ -151,7 +151,7 @@ time.sleep(100)
     result, _, err = run(code, 3, grace_sec=0.4)
     assert result == 128 + signal.SIGKILL
     assert 0.4 < time.monotonic() - began < LONG_SEC
-    assert "launcher | host0 and host1 did not end within 0.4 s: killed" in err
+    assert "launcher | host0 and host1 did not exit within 0.4 s: killed" in err
     assert err[-1].startswith("launcher | host2 ended with SIGKILL after ")
 
 
@@ -199,7 +199,7 @@ def test_restarts_end_and_the_pause_before_them_grows(monkeypatch):
     assert len(times) == 3
     assert times[1] - times[0] > 0.2
     assert times[2] - times[1] > 0.4
-    assert err[-1].endswith("; all 2 restarts are used up")
+    assert err[-1].endswith("; all 2 restarts used")
     assert "host0 ended with exit code 5" in err[-1]
 
 
@@ -208,7 +208,7 @@ def test_the_users_mistake_and_divergence_are_not_restarted(code):
     result, out, err = run(f"print('once'); raise SystemExit({code})", 1, restarts=5)
     assert result == code
     assert len(out) == 1
-    assert "not started again" in err[-1]
+    assert "not restarted" in err[-1]
 
 
 WAITS_FOR_SIGTERM = """
@@ -228,7 +228,7 @@ def test_a_signal_is_handed_on_and_nothing_restarts():
     assert launch.wait(LONG_SEC) == 143
     assert launch.num_restarts == 0
     said = stderr.getvalue().splitlines()
-    assert said[0].startswith("launcher | SIGTERM is handed on to all hosts")
+    assert said[0].startswith("launcher | SIGTERM is forwarded to all hosts")
     assert said[-1].startswith("launcher | ended by SIGTERM after ")
 
 
@@ -265,7 +265,7 @@ def test_a_signal_in_the_pause_ends_the_run(monkeypatch):
     time.sleep(0.1)
     launch.stop(signal.SIGINT)
     assert launch.wait(LONG_SEC) == 130
-    assert "no process runs" in stderr.getvalue()
+    assert "while no process was running" in stderr.getvalue()
 
 
 class CommandLine:
@@ -365,7 +365,7 @@ def test_when_nobody_reads_any_more_the_run_is_told_to_end():
     with line.process.stderr as stream:
         err = stream.read()
     assert line.process.wait(LONG_SEC) == 143
-    assert "SIGTERM is handed on" in err
+    assert "SIGTERM is forwarded" in err
     assert "Traceback" not in err
     assert "BrokenPipe" not in err
 
@@ -376,7 +376,7 @@ def test_when_nobody_reads_any_more_the_run_is_told_to_end():
         (["local", "--hosts", "0", "--", "true"], "0 hosts"),
         (["local", "--hosts", "2"], "no command"),
         (["local", "--hosts", "2", "--"], "no command"),
-        (["local", "--", "no-such-program"], "no-such-program: there is no such program"),
+        (["local", "--", "no-such-program"], "no-such-program: no such program"),
         (["local", "--devices-per-host", "0", "--", "true"], "devices_per_host = 0"),
         (["local", "--restarts", "-1", "--", "true"], "restarts = -1"),
         (["locale"], "locale: there is no such command; choose one of local, netns"),
@@ -426,7 +426,7 @@ def test_what_the_launcher_fails_with_is_raised(monkeypatch, tmp_path):
     launch = Launch(["true"], local_hosts(1), devices_per_host=1, environment={"NOT\0POSSIBLE": ""})
     with pytest.raises(ValueError, match="null byte"):
         launch.start().wait(LONG_SEC)
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="does not exist; make it first"):
         Launch(["true"], local_hosts(1), devices_per_host=1, pids_file=tmp_path / "none" / "pids.json")
 
 

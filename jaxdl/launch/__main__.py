@@ -1,4 +1,4 @@
-"""The command line that starts many processes: on this machine, or by a job file for a cluster."""
+"""The command line that starts many processes: on this machine, or through a job file for a cluster."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ _PROG = "python -m jaxdl.launch"
 
 @dataclass(frozen=True)
 class Local:
-    """Runs a command once per host, all hosts being this machine: OPTIONS -- COMMAND.
+    """Runs a command once per host, with all hosts on this machine: OPTIONS -- COMMAND.
 
-    `python` in front of the command is the Python that runs the launcher. The processes find each other by themselves
-    and have virtual CPU devices. When one fails, all end; the exit code is that of the first failure, 128 + N after
-    signal N. SIGTERM and SIGINT are handed on to all; the second one kills them.
+    `python` at the start of the command means the Python of the launcher. The processes connect to each other and have
+    virtual CPU devices. When one fails, all end; the exit code is that of the first failure, 128 + N after signal N.
+    SIGTERM and SIGINT are forwarded to all; a second one kills them.
     """
 
     hosts: int = 2
-    """Hosts, with a process each."""
+    """Number of hosts, with one process each."""
     devices_per_host: int = 1
-    """Virtual CPU devices of each process."""
+    """Number of virtual CPU devices of each process."""
     restarts: int = 0
-    """Start all again after a failure, at most this often; not after exit code 2 (user's mistake) or 3 (diverged)."""
+    """Most restarts of all hosts after failures. None follows exit code 2 (user error) or 3 (diverged)."""
     grace_sec: float = 10.0
-    """When a host fails, the others have this long to end by themselves. Then they are killed."""
+    """Seconds until the other hosts are killed after one has failed."""
     pids: Path | None = None
-    """Write the pids to this JSON file at every start: {"launcher": 1, "restart": 0, "hosts": {"host0": 2}}."""
+    """JSON file for the process ids, written at every start: {"launcher": 1, "restart": 0, "hosts": {"host0": 2}}."""
 
 
 @dataclass(frozen=True)
 class Netns(Local):
     """Runs a command once per host, each in a network namespace with a limited link (Linux, root): OPTIONS -- COMMAND.
 
-    The hosts are called host0, host1, ... and have the addresses 10.77.0.1, 10.77.0.2, ... They reach each other, but
-    nothing else: data must be on the disk already. Otherwise it does what `local` does.
+    The hosts are called host0, host1, ... and have the addresses 10.77.0.1, 10.77.0.2, ... They reach each other but
+    nothing else, so the data must be on disk. Everything else is as in `local`.
     """
 
     rate: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
-    """Bits per second of each link, each way: 500kbit, 50mbit, 2.5gbit. Unlimited when it is not given."""
+    """Rate of each link in bits per second, each way: 500kbit, 50mbit, 2.5gbit. Unlimited by default."""
 
 
 JOB_FILES = ("slurm", "kubernetes", "ray", "skypilot")
-"""Commands of `jaxdl.launch.jobs`, named here so that it is loaded only when one of them is used."""
+"""Commands of `jaxdl.launch.jobs`, listed here so that the package is imported only when one is used."""
 
 OptionsT = TypeVar("OptionsT", bound=Local)
 
@@ -74,19 +74,19 @@ def netns(args: list[str]) -> int:
 
 HERE: dict[str, tuple[str, Callable[[list[str]], int]]] = {
     "local": ("processes on this machine", local),
-    "netns": ("processes on this machine in network namespaces, with links as slow as you like", netns),
+    "netns": ("processes on this machine in network namespaces, with links of limited rate", netns),
 }
 
 
 def parse(name: str, kind: type[OptionsT], args: list[str]) -> tuple[OptionsT, list[str]]:
-    """The options in front of `--` and the command after it. Raises ConfigError."""
+    """(the options before `--`, the command after it). Raises ConfigError."""
     own, command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
     options = parse_options(kind, own, prog=f"{_PROG} {name}", description=inspect.getdoc(kind))
     return options, command
 
 
 def _run(options: Local, command: list[str], network: Network | contextlib.nullcontext[list[Host]]) -> int:
-    """The command on all hosts of a network."""
+    """Runs the command on all hosts of a network; returns the exit code."""
     command = resolved(command)
     launch: Launch | None = None
     early: list[int] = []
@@ -110,19 +110,19 @@ def _run(options: Local, command: list[str], network: Network | contextlib.nullc
 
 
 def main(args: list[str]) -> None:
-    """Runs one command; exits with 2 for the user's mistakes."""
+    """Runs one command; exits with code 2 after a user error."""
     if not args or args[0] in ("-h", "--help"):
         print(f"usage: {_PROG} NAME [OPTIONS] -- COMMAND...\n")
         for name, (what, _) in HERE.items():
             print(f"  {name:10} {what}")
         for name in JOB_FILES:
-            print(f"  {name:10} prints a job file for a cluster of COMMAND")
+            print(f"  {name:10} prints a job file that runs COMMAND on a cluster")
         raise SystemExit(0)
     name, rest = args[0], args[1:]
     try:
         if name in HERE:
             code = HERE[name][1](rest)
-            _let_go_of_stdout()
+            _discard_unwritable_output()
             raise SystemExit(code)
         if name not in JOB_FILES:
             fail(f"{name}: there is no such command; choose one of {', '.join((*HERE, *JOB_FILES))}.")
@@ -135,8 +135,8 @@ def main(args: list[str]) -> None:
         end_interrupted()
 
 
-def _let_go_of_stdout() -> None:
-    """Keeps Python from complaining at its end when nobody reads any more (`| head`), or the disk of a log is full."""
+def _discard_unwritable_output() -> None:
+    """Prevents an error at Python's exit when the reader is gone (`| head`) or the disk of a log is full."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

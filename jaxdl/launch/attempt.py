@@ -1,4 +1,4 @@
-"""One run of the command on all hosts, from the start of the processes to the end of the last."""
+"""One attempt to run the command on all hosts, from the start of the processes to the end of the last."""
 
 from __future__ import annotations
 
@@ -10,20 +10,17 @@ from collections.abc import Callable, Sequence
 from jaxdl.launch.host import HostProcess, describe_code, exit_code, first_failure
 
 Events = queue.SimpleQueue[HostProcess | int]
-"""What a run waits for: a process that has ended, or the number of a signal to hand on."""
+"""What an attempt waits for: a process that has ended, or the number of a signal to forward."""
 
 
 class Attempt:
-    """Started processes until their end.
-
-    When one fails the others have `grace_sec` to end by themselves, then they are killed.
-    """
+    """Waits for started processes. When one fails, the others are killed after `grace_sec`."""
 
     def __init__(
         self, processes: Sequence[HostProcess], events: Events, *, grace_sec: float, say: Callable[[str], None]
     ) -> None:
         self.stopped: int | None = None
-        """The signal that was handed on."""
+        """The signal that was forwarded."""
         self._processes = list(processes)
         self._events = events
         self._grace_sec = grace_sec
@@ -33,24 +30,24 @@ class Attempt:
         self._deadline_sec: float | None = None
 
     def run(self) -> None:
-        """Returns when every process has ended, and nothing that it started is left."""
+        """Returns when all processes, and those that they started, have ended."""
         while len(self._ended) < len(self._processes):
             try:
                 event = self._events.get(timeout=self._remaining_sec())
             except queue.Empty:
-                self._kill_rest(f"did not end within {format_sec(self._grace_sec)}: killed")
+                self._kill_rest(f"did not exit within {format_sec(self._grace_sec)}: killed")
                 continue
             if isinstance(event, int):
-                self._hand_on(event)
+                self._forward(event)
             else:
                 self._note_end(event)
         deadline_sec = time.monotonic() + self._grace_sec
-        left = [process.host.name for process in self._processes if process.clean_up(deadline_sec)]
-        if left:
-            self._say(f"{_names(left)} left processes behind, which were killed")
+        killed = [process.host.name for process in self._processes if process.clean_up(deadline_sec)]
+        if killed:
+            self._say(f"{_names(killed)} left processes behind, which were killed")
 
     def kill(self) -> None:
-        """Ends everything at once."""
+        """Kills all processes at once."""
         for process in self._processes:
             process.kill()
 
@@ -65,7 +62,7 @@ class Attempt:
 
     @property
     def reason(self) -> str:
-        """Who failed first, how and after what time; empty when none failed."""
+        """Which host failed first, how, and after what time; empty when none failed."""
         culprit = first_failure(self._ended)
         return "" if culprit is None else self._describe(culprit)
 
@@ -84,13 +81,13 @@ class Attempt:
         if process.failed and not asked and self._deadline_sec is None:
             self._deadline_sec = process.ended_sec + self._grace_sec
             if self._running():
-                self._say(f"{self._describe(process)}; the others have {format_sec(self._grace_sec)} to end")
+                self._say(f"{self._describe(process)}; the others have {format_sec(self._grace_sec)} to exit")
 
-    def _hand_on(self, signum: int) -> None:
+    def _forward(self, signum: int) -> None:
         name = signal.Signals(signum).name
         if self.stopped is None:
             self.stopped = signum
-            self._say(f"{name} is handed on to all hosts; the second time it kills them")
+            self._say(f"{name} is forwarded to all hosts; a second one kills them")
             for process in self._running():
                 process.signal(signum)
         else:

@@ -1,4 +1,4 @@
-"""One host's process: started in a session of its own, read line by line, waited for, and ended."""
+"""The process of one host: started in its own session, read line by line, waited for, and killed."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ _READ_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Host:
-    """A place where one process of the run is started."""
+    """A real or emulated host, on which one process of the run is started."""
 
     name: str
-    """What its lines begin with."""
+    """The name printed before each of its lines."""
     address: str
-    """Where the other hosts reach it."""
+    """The address at which the other hosts reach it."""
     prefix: tuple[str, ...] = ()
-    """Words in front of the command; they enter the host (its network namespace) and become the command."""
+    """Words before the command, which enter the host (its network namespace) and exec the command."""
 
 
 class HostProcess:
-    """The process of one host. `ended` gets the process when its process has ended, however it did.
+    """The process of one host. Puts itself into `ended` when it has ended for any reason.
 
-    Start it from a thread that lives until then: on Linux the process is killed when that thread ends.
+    Make it in a thread that outlives the process: on Linux the process is killed when that thread ends.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class HostProcess:
     ) -> None:
         self.host = host
         self.code: int | None = None
-        """As `subprocess` has it: -N after signal N; None while the process runs."""
+        """Return code as in `subprocess`: -N after signal N; None while the process runs."""
         self.killed = False
-        """Whether the launcher ended it."""
+        """Whether the launcher killed it."""
         self.ended_sec = float("inf")
-        """When it ended, by `time.monotonic`."""
+        """Time of its end, by `time.monotonic`."""
         self._gone = False
         self._reaper = reaper
         self._process = subprocess.Popen(
@@ -91,30 +91,30 @@ class HostProcess:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended with a failure of its own, rather than being ended by the launcher."""
+        """Whether it failed by itself, rather than being killed by the launcher."""
         return self.code not in (None, 0) and not self.killed
 
     def signal(self, signum: int) -> None:
-        """Sends a signal to the process and what it started, as a terminal does."""
+        """Sends a signal to the process group, as a terminal does."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signum)
 
     def kill(self) -> None:
-        """Ends the process, if it still runs, and all of its session at once."""
+        """Kills the process, if it still runs, and all of its session at once."""
         self.killed = self.killed or self.code is None
-        if not self._gone:  # Else the number may be another's by now.
+        if not self._gone:  # Afterwards the pid may belong to another process.
             kill_session(self.pid)
 
     def clean_up(self, deadline_sec: float) -> bool:
-        """Waits until nothing is left of the session, and kills what is at `deadline_sec` (of `time.monotonic`).
+        """Waits until the session is empty; kills what is left of it at `deadline_sec` (of `time.monotonic`).
 
-        To be called after the process has ended. Returns whether something had to be killed.
+        Call it after the process has ended. Returns whether anything had to be killed.
         """
         killed = False
         while session_members(self.pid):
             now_sec = time.monotonic()
             if now_sec >= deadline_sec + _UNKILLABLE_SEC:
-                break  # It waits for a disk or a network file system that does not answer.
+                break  # A member waits for a disk or network file system that does not answer.
             if now_sec >= deadline_sec:
                 kill_session(self.pid)
                 killed = True
@@ -122,12 +122,12 @@ class HostProcess:
         self._gone = True
         self._reaper.forget(self.pid)
         for reader in self._readers:
-            reader.join(timeout=1.0)  # A process that left the session may hold the other end indefinitely.
+            reader.join(timeout=1.0)  # A process that left the session may hold the pipe open indefinitely.
         return killed
 
 
 def _read(name: str, stream: IO[bytes], printer: Printer, error: bool) -> None:
-    """Prints what comes from a stream until its end."""
+    """Prints the lines of a stream until its end."""
     lines = LineReader()
     while data := os.read(stream.fileno(), _READ_BYTES):
         for line in lines.feed(data):
@@ -138,16 +138,16 @@ def _read(name: str, stream: IO[bytes], printer: Printer, error: bool) -> None:
 
 
 def first_failure(ended: Sequence[HostProcess]) -> HostProcess | None:
-    """The process that broke the run off, of those in the order of their end; None when none failed by itself.
+    """The process that caused the failure, of `ended` in the order of their ends; None when none failed by itself.
 
-    A process that says it ended because of another one (exit code 75) may well be faster than that other.
+    A process that exits because of another one (code 75) may end before that other, so it counts only if all did.
     """
     failed = [process for process in ended if process.failed]
     return next((process for process in failed if process.code != BROKEN), failed[0] if failed else None)
 
 
 def exit_code(code: int) -> int:
-    """The exit code as shells have it: 128 + N after signal N."""
+    """The exit code as in shells: 128 + N after signal N."""
     return 128 - code if code < 0 else code
 
 

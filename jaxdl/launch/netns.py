@@ -1,9 +1,9 @@
-"""Hosts on this machine with a slow network between them: a network namespace each, joined by a bridge (Linux, root).
+"""Emulated hosts with a slow network: one network namespace each, joined by a bridge (Linux, root).
 
-Every host has an address, a host name of its own and a link to the bridge, and the bridge has a namespace of its own:
-the links of the machine are not touched. A link is slowed down at both ends, so that sending and receiving are each
-limited, also when several hosts send to one. What is made is called `jaxdl-PID-...` after the process that made it, and
-removed with it; what a killed one leaves behind is removed by the next.
+Each host has its own address, host name and link to the bridge, which has its own namespace: the machine's own network
+is untouched. Each link is limited at both ends, so that sending and receiving are both limited, also when several hosts
+send to one. The namespaces are called `jaxdl-PID-...` after the process that made them and are removed when it exits;
+those of a killed process are removed by the next network.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _UNITS = {"bit": 1, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _LATENCY_MS = 50
 _BURST_SEC, _MIN_BURST_BYTES = 2e-3, 16_384
 _KILL_SEC = 5.0
-# Devices of one host talk over its loopback, too: with its usual 65,536 bytes, Gloo's messages between them stall for
-# tens of milliseconds at some sizes.
+# Devices of one host also communicate over its loopback: with the usual MTU of 65,536 bytes, Gloo's messages of some
+# sizes stall for tens of milliseconds.
 _LOOPBACK_MTU = 9000
-_HELD: set[int] = set()  # This process's own pid while it has a network.
+_HELD: set[int] = set()  # The pid of this process while it has a network.
 # `sudo` and cron leave these out.
 _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
-# Gives the host its name, then becomes the command.
+# Sets the host name, then execs the command.
 _NAMED = 'hostname "$0" 2>/dev/null || echo "$0" >/proc/sys/kernel/hostname && exec "$@"'
 
 
@@ -49,16 +49,16 @@ def parse_rate(rate: str) -> int:
     match = _RATE.fullmatch(rate.strip().lower())
     bits = float(match[1]) * _UNITS[match[2]] if match else 0.0
     if not 8e3 <= bits <= 1e12:
-        # The tool `tc` takes mbps for megabytes per second: better no such word at all.
-        raise ConfigError(f"rate {rate}: write it as 500kbit, 50mbit or 2.5gbit (bits per second), from 8kbit on.")
+        # `tc` reads mbps as megabytes per second, so only unambiguous units are accepted.
+        raise ConfigError(f"rate {rate}: write it as 500kbit, 50mbit or 2.5gbit (bits per second), at least 8kbit.")
     return round(bits)
 
 
 class Network:
-    """Context: `num_hosts` namespaces whose links carry `rate` each way (None: unlimited). `hosts` are ready inside.
+    """Context with `num_hosts` namespaces whose links carry `rate` each way (None: unlimited); see `hosts`.
 
-    A process has one at a time. Hosts are called host0, host1, ...; with the addresses 10.77.0.1, 10.77.0.2, ...
-    Raises ConfigError where there are no namespaces: not on Linux, not as root, without iproute2.
+    A process has one network at a time. The hosts are host0, host1, ...; with the addresses 10.77.0.1, 10.77.0.2, ...
+    Raises ConfigError without Linux, root or iproute2.
     """
 
     def __init__(self, num_hosts: int, rate: str | None = None) -> None:
@@ -88,7 +88,7 @@ class Network:
     def __enter__(self) -> Network:
         check_possible()
         if self._pid in _HELD:
-            raise ConfigError("netns: this process has a network already; leave it before the next one is made.")
+            raise ConfigError("netns: this process already has a network; leave it before making another.")
         clean_up_stale()
         self._lock = _lock(self._pid)
         _HELD.add(self._pid)
@@ -107,7 +107,7 @@ class Network:
             self._lock = None
 
     def set_rate(self, rate: str | None) -> None:
-        """Changes the rate of all links, each way; None takes the limit away."""
+        """Changes the rate of all links, each way; None removes the limit."""
         bits = None if rate is None else parse_rate(rate)
         for index in range(len(self.hosts)):
             for namespace, device in ((self._namespace(index), _DEVICE), (self._bridge, f"port{index}")):
@@ -115,7 +115,7 @@ class Network:
         self._rate = rate
 
     def set_link(self, host_index: int, up: bool) -> None:
-        """Cuts the link of a host, as if its cable were pulled out at the switch; or mends it."""
+        """Disconnects the link of a host, as if its cable were unplugged at the switch, or reconnects it."""
         _ip("-n", self._bridge, "link", "set", f"port{host_index}", "up" if up else "down")
 
     def sent_bytes(self, host_index: int) -> int:
@@ -168,12 +168,12 @@ class Network:
 
 
 def check_possible() -> None:
-    """Raises ConfigError when this process cannot make network namespaces."""
-    advice = "`python -m jaxdl.launch local` needs none of this."
+    """Raises ConfigError if this process cannot make network namespaces."""
+    advice = "`python -m jaxdl.launch local` works without."
     if not sys.platform.startswith("linux"):
-        raise ConfigError(f"netns: network namespaces are a part of Linux, this is {sys.platform}. {advice}")
+        raise ConfigError(f"netns: network namespaces need Linux; this is {sys.platform}. {advice}")
     if os.geteuid() != 0:
-        raise ConfigError(f"netns: only root can make network namespaces; put `sudo` in front. {advice}")
+        raise ConfigError(f"netns: only root can make network namespaces; run the command with `sudo`. {advice}")
     missing = [tool for tool in ("ip", "tc", "unshare", "sh") if shutil.which(tool, path=_PATH) is None]
     if missing:
         package = "util-linux" if missing == ["unshare"] else "iproute2"
@@ -181,11 +181,11 @@ def check_possible() -> None:
 
 
 def clean_up_stale() -> list[str]:
-    """Removes the namespaces of processes that are no more, and kills what runs in them. Returns their names."""
+    """Removes the namespaces of processes that have ended, and kills what runs in them. Returns their names."""
     pids = {int(match[1]) for name in _leftovers() if (match := _NAME.fullmatch(name))}
     removed: list[str] = []
     for pid in sorted(pids):
-        # The lock ends with its holder, so a pid that another process has by now says nothing.
+        # The lock ends with its holder; the pid alone may belong to another process by now.
         lock = _lock(pid, wait=False)
         if lock is not None:
             removed += _remove(pid)
@@ -199,13 +199,13 @@ def _leftovers() -> set[str]:
 
 
 def _namespaces() -> list[str]:
-    """Names of all network namespaces of ours and of other processes like this one."""
+    """Names of all network namespaces that jaxdl has made, in this process or others."""
     names = [line.split()[0] for line in _ip("netns", "list").splitlines() if line.strip()]
     return [name for name in names if _NAME.fullmatch(name)]
 
 
 def _remove(pid: int) -> list[str]:
-    """Removes all that process `pid` has made; returns the names. What is gone already is no error."""
+    """Removes the namespaces of process `pid`, if they still exist; returns their names."""
     names = sorted(name for name in _leftovers() if name.startswith(f"jaxdl-{pid}-"))
     for name in names:
         _empty(name)
@@ -216,13 +216,13 @@ def _remove(pid: int) -> list[str]:
 
 
 def _empty(namespace: str) -> None:
-    """Kills every process in a namespace: while one is left, its links stay."""
+    """Kills every process in a namespace, which would keep its links alive."""
     deadline_sec = time.monotonic() + _KILL_SEC
     while time.monotonic() < deadline_sec:
         try:
             pids = _ip("netns", "pids", namespace).split()
         except ConfigError:
-            return  # There is no such namespace any more.
+            return  # The namespace no longer exists.
         if not pids:
             return
         for pid in pids:
@@ -232,7 +232,7 @@ def _empty(namespace: str) -> None:
 
 
 def _lock(pid: int, *, wait: bool = True) -> IO[str] | None:
-    """The lock file of process `pid`, held until it is closed; None when another holds it and we do not wait."""
+    """The lock file of process `pid`, held until it is closed; None if another process holds it and `wait` is false."""
     LOCK_FOLDER.mkdir(parents=True, exist_ok=True)
     path = LOCK_FOLDER / f"{pid}.lock"
     while True:
@@ -245,7 +245,7 @@ def _lock(pid: int, *, wait: bool = True) -> IO[str] | None:
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino == os.fstat(file.fileno()).st_ino:
                 return file
-        file.close()  # Its holder has removed it meanwhile.
+        file.close()  # Its holder removed the file meanwhile.
 
 
 def _unlock(lock: IO[str]) -> None:
@@ -264,13 +264,13 @@ def _prefix(pid: int, index: int, name: str) -> tuple[str, ...]:
 
 
 def _limit(namespace: str, device: str, bits: int | None) -> None:
-    """Limits what a device sends to `bits` per second; None takes the limit away."""
+    """Limits a device to sending `bits` per second; None removes the limit."""
     if bits is None:
-        with contextlib.suppress(ConfigError):  # It has none.
+        with contextlib.suppress(ConfigError):  # There was no limit.
             _run("tc", "-n", namespace, "qdisc", "delete", "dev", device, "root")
         return
-    # After a pause a burst passes at full speed. A small one keeps small messages as slow as the link; but the kernel
-    # fills the bucket up late at times, and a full bucket loses what it would have been given.
+    # After a pause a burst passes at full speed. Small buckets keep small messages as slow as the link; the kernel
+    # sometimes refills it late, and a full bucket loses the excess.
     burst_bytes = max(_MIN_BURST_BYTES, round(bits / 8 * _BURST_SEC))
     shape = ("rate", f"{bits}bit", "burst", f"{burst_bytes}b", "latency", f"{_LATENCY_MS}ms")
     _run("tc", "-n", namespace, "qdisc", "replace", "dev", device, "root", "tbf", *shape)
@@ -285,7 +285,7 @@ def _ip_batch(namespace: str, *commands: str) -> None:
 
 
 def _run(*words: str, stdin: str | None = None) -> str:
-    """Runs a tool and returns what it prints. Raises ConfigError with its own words when it fails."""
+    """Runs a tool and returns its output. Raises ConfigError with its error output when it fails."""
     result = subprocess.run(
         words,
         input=stdin,
@@ -293,10 +293,10 @@ def _run(*words: str, stdin: str | None = None) -> str:
         capture_output=True,
         text=True,
         check=False,
-        start_new_session=True,  # Ctrl-C on a terminal is for the launcher only.
+        start_new_session=True,  # Ctrl-C in a terminal must reach the launcher only.
         env=os.environ | {"PATH": _PATH},
     )
     if result.returncode:
         said = result.stderr.strip() or f"exit code {result.returncode}"
-        raise ConfigError(f"`{' '.join(words)}` failed: {said}. Making network namespaces takes root's full rights.")
+        raise ConfigError(f"`{' '.join(words)}` failed: {said}. Making network namespaces needs full root privileges.")
     return result.stdout

@@ -1,4 +1,4 @@
-"""What the hosts print, line by line behind the name of the host."""
+"""Prints the output of the hosts line by line, each line after the name of its host."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rich.console import Console
 from rich.style import Style
 
 DRAFT_SEC = 5.0
-"""A line that is written over again and again, as progress bars do, is shown this often until it ends."""
+"""Seconds between two prints of a line that is overwritten all the time, such as a progress bar."""
 MAX_LINE_BYTES = 1 << 16
-"""A longer line is broken here."""
+"""Longer lines are broken here."""
 LAUNCHER = "launcher"
-"""The name in front of the launcher's own lines."""
+"""The name before the launcher's own lines."""
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-LPSTXf-ln-u]|\x1b[78cDEHM]|[\b\x07]")
 
 
 class LineReader:
-    """Makes lines of the bytes of one stream.
+    """Splits the bytes of one stream into lines.
 
-    A carriage return starts its line again: of what was written over, only the newest is given every `DRAFT_SEC`
-    seconds, so that a progress bar is a few lines. Escape codes that move the cursor are left out, colours are kept.
+    Of a line that is overwritten after carriage returns, only the newest state is returned every `DRAFT_SEC` seconds,
+    so that a progress bar is a few lines. Removes escape codes that move the cursor, keeps colours.
     """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
@@ -50,13 +50,13 @@ class LineReader:
         return lines
 
     def end(self) -> list[str]:
-        """The last line, when it did not end before the stream did."""
+        """The last line, if it has no line end."""
         rest, self._rest = self._rest, b""
         return [_last_written(rest)] if rest.strip(b"\r") else []
 
 
 def _last_written(line: bytes) -> str:
-    """What is to be seen of a line in the end: what follows its last carriage return."""
+    """The visible text of a line: what follows its last carriage return."""
     shown = line.rstrip(b"\r").rpartition(b"\r")[2]
     return _MOVES.sub("", shown.decode(errors="replace"))
 
@@ -64,14 +64,14 @@ def _last_written(line: bytes) -> str:
 _CONNECTED = re.compile(
     r"(?:\[Gloo\] Rank )*\d+ is connected to (\d+) peer ranks\. Expected number of connected peer ranks is : \1"
 )
-"""What Gloo prints for each group when nothing is wrong, its threads into each other's lines; there is no setting."""
+"""Gloo prints this for each group when nothing is wrong, and has no setting against it; its threads mix their lines."""
 
 
 class Printer:
-    """Prints whole lines of many hosts to stdout and stderr, each behind `host0 | `, coloured on a terminal.
+    """Prints complete lines of many hosts to stdout and stderr, each after `host0 | `, coloured on a terminal.
 
-    May be used by many threads. When nobody reads a stream any more (`| head`) it calls `on_closed` once. What a full
-    disk or the encoding of a stream does not take is lost or a question mark: the run continues.
+    Thread-safe. Calls `on_closed` once when the reader of a stream is gone (`| head`). On a full disk lines are lost,
+    and characters that the stream cannot encode become question marks: the run continues.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Printer:
                 self._prefixes[name, stream] = prefix
 
     def print(self, name: str, line: str, *, error: bool = False) -> None:
-        """Prints a line of the host `name`, to stderr if `error`, unless it is Gloo's that all is connected."""
+        """Prints a line of the host `name`, to stderr if `error`; skips Gloo's message that all is connected."""
         if _CONNECTED.fullmatch(line.rstrip()):
             return
         stream = self._streams[error]
@@ -105,9 +105,9 @@ class Printer:
                 text = self._prefixes[name, stream] + line.encode(encoding, "replace").decode(encoding)
                 print(text, file=stream, flush=True)
             except (BrokenPipeError, ValueError):  # ValueError: this side closed the file.
-                told = bool(self._closed)
+                already_closed = bool(self._closed)
                 self._closed.append(stream)
-                if self._on_closed is not None and not told:
+                if self._on_closed is not None and not already_closed:
                     self._on_closed()
             except OSError:
-                pass  # Raised in a thread that reads what a host prints, it would stop the host at its next full pipe.
+                pass  # An error would end the thread that reads this host, which would block on a full pipe.

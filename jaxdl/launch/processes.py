@@ -1,4 +1,4 @@
-"""One process per host: started together, ended together, started again after a failure."""
+"""One process per host: started together, ended together, restarted after a failure."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from jaxdl.launch.host import Host, HostProcess
 from jaxdl.launch.output import LAUNCHER, Printer
 from jaxdl.launch.reaper import Reaper
 
-NOT_RESTARTED = {MISTAKE: "a mistake of the user's", DIVERGED: "training diverged for good"}
-"""Exit codes after which the same would happen again."""
+NOT_RESTARTED = {MISTAKE: "user error", DIVERGED: "training diverged"}
+"""Exit codes after which a restart would fail in the same way."""
 FAST_SEC = 30.0
-"""A run that fails within this time of its start is started again after a pause."""
+"""An attempt that fails sooner than this is followed by a pause."""
 FIRST_PAUSE_SEC, MAX_PAUSE_SEC = 1.0, 30.0
-_PORTS = range(15_000, 32_000)  # Below those that Linux and macOS give to outgoing connections.
+_PORTS = range(15_000, 32_000)  # Below the ports of outgoing connections on Linux and macOS.
 
 
 def local_hosts(num_hosts: int) -> list[Host]:
-    """`num_hosts` hosts that are all this machine."""
+    """`num_hosts` hosts, all on this machine."""
     if num_hosts < 1:
-        raise ConfigError(f"{num_hosts} hosts: there must be 1 or more.")
+        raise ConfigError(f"{num_hosts} hosts: at least 1 is needed.")
     return [Host(f"host{index}", "127.0.0.1") for index in range(num_hosts)]
 
 
 class Launch:
-    """A command that runs once on every host.
+    """Runs a command once on every host.
 
-    `run` blocks; `start` and `wait` do the same from a thread. Each process finds in its environment who it is
-    (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`, `JAXDL_HOST`), has `devices_per_host` virtual CPU
-    devices, and finds the number of the restart and its reason (`JAXDL_RESTART`, `JAXDL_RESTART_REASON`). Every start
-    has a run token of its own (`JAXDL_RUN_TOKEN`), which is in no command line and is not printed.
+    `run` blocks; `start` and `wait` do the same in a thread. Each process gets `devices_per_host` virtual CPU devices
+    and environment variables with its identity (`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID`,
+    `JAXDL_HOST`), the number and the reason of the restart (`JAXDL_RESTART`, `JAXDL_RESTART_REASON`), and the run token
+    of this start (`JAXDL_RUN_TOKEN`), which is in no command line and never printed.
 
-    When a process fails, the others have `grace_sec` to end by themselves, then they are killed. After that the command
-    is started again on all hosts, `restarts` times at most; not after exit codes 2 and 3, nor after `stop`.
-    `pids_file` gets the pids as JSON at every start: {"launcher": 1, "restart": 0, "hosts": {"host0": 2, ...}}.
+    When a process fails, the others are killed after `grace_sec`. Then the command is restarted on all hosts, at most
+    `restarts` times; not after exit codes 2 and 3, nor after `stop`. `pids_file` gets the process ids as JSON at every
+    start: {"launcher": 1, "restart": 0, "hosts": {"host0": 2, ...}}.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Launch:
         self.command = resolved(command)
         self.hosts = list(hosts)
         if not self.hosts:
-            raise ConfigError("0 hosts: there must be 1 or more.")
+            raise ConfigError("0 hosts: at least 1 is needed.")
         for name, value, least in (
             ("devices_per_host", devices_per_host, 1),
             ("restarts", restarts, 0),
@@ -79,13 +79,13 @@ class Launch:
                 raise ConfigError(f"{name} = {value}: it must be {least} or more.")
         self.devices_per_host, self.restarts, self.grace_sec = devices_per_host, restarts, grace_sec
         if pids_file is not None and not pids_file.parent.is_dir():
-            raise ConfigError(f"pids {pids_file}: there is no folder {pids_file.parent}; make it first.")
+            raise ConfigError(f"pids {pids_file}: the folder {pids_file.parent} does not exist; make it first.")
         self.pids_file = pids_file
         self.environment = dict(os.environ if environment is None else environment)
         self.num_restarts = 0
-        """Restarts up to now."""
+        """Restarts so far."""
         self.pids: dict[str, int] = {}
-        """Host name -> pid of its newest process."""
+        """Host name -> pid of its current process."""
         self._events: Events = queue.SimpleQueue()
         self._reason = ""
         self._result = 0
@@ -95,7 +95,7 @@ class Launch:
         self._printer = Printer(names, stdout or sys.stdout, stderr or sys.stderr, lambda: self.stop(signal.SIGTERM))
 
     def start(self) -> Launch:
-        """Runs in a thread from here on; `wait` for the result. Returns itself."""
+        """Starts `run` in a thread; `wait` returns its result. Returns itself."""
         assert self._thread is None, "started twice"
         self._thread = threading.Thread(target=self._run_and_note, name="jaxdl-launch")
         self._thread.start()
@@ -108,9 +108,9 @@ class Launch:
             self._error = error
 
     def wait(self, timeout_sec: float | None = None) -> int | None:
-        """The exit code of a run that was started; None when it has not ended after `timeout_sec`.
+        """The exit code of a started run; None if it has not ended after `timeout_sec`.
 
-        Raises what the launcher itself failed with.
+        Raises the exception with which the launcher itself failed.
         """
         assert self._thread is not None, "wait without start"
         self._thread.join(timeout_sec)
@@ -119,9 +119,9 @@ class Launch:
         return None if self._thread.is_alive() else self._result
 
     def stop(self, signum: int = signal.SIGTERM) -> None:
-        """Hands a signal on to all processes, and starts them no more. The second time it kills them.
+        """Forwards a signal to all processes and prevents restarts. A second call kills them.
 
-        May be called from any thread, and by a signal's handler.
+        May be called from any thread and from a signal handler.
         """
         self._events.put(int(signum))
 
@@ -137,7 +137,7 @@ class Launch:
                 began_sec = time.monotonic()
                 attempt = self._run_once(reaper)
                 self._result, took_sec = attempt.code, time.monotonic() - began_sec
-                if not self._goes_on(attempt, took_sec):
+                if not self._should_restart(attempt, took_sec):
                     break
                 pause_sec = min(max(2 * pause_sec, FIRST_PAUSE_SEC), MAX_PAUSE_SEC) if took_sec < FAST_SEC else 0.0
                 soon = f" (in {format_sec(pause_sec)})" if pause_sec else ""
@@ -150,7 +150,7 @@ class Launch:
         return self._result
 
     def _run_once(self, reaper: Reaper) -> Attempt:
-        """One start of all processes, to the end of the last."""
+        """Runs one attempt: starts all processes and waits for the end of the last."""
         processes: list[HostProcess] = []
         coordinator, token = f"{self.hosts[0].address}:{free_port()}", make_token()
         try:
@@ -170,21 +170,21 @@ class Launch:
                 process.kill()
         return attempt
 
-    def _goes_on(self, attempt: Attempt, took_sec: float) -> bool:
-        """Whether the run is to be started again. Prints the closing line if it is not."""
+    def _should_restart(self, attempt: Attempt, took_sec: float) -> bool:
+        """Whether to restart. If not, prints the closing line."""
         self._reason = attempt.reason
         if attempt.code == 0:
             who = "the host" if len(self.hosts) == 1 else f"all {len(self.hosts)} hosts"
-            self._say(f"{who} ended after {format_sec(took_sec)}")
+            self._say(f"{who} finished after {format_sec(took_sec)}")
         elif attempt.stopped is not None:
             as_asked = attempt.code == 128 + attempt.stopped
             name = signal.Signals(attempt.stopped).name
             self._say(f"ended by {name} after {format_sec(took_sec)}" if as_asked else attempt.reason)
         elif self.restarts and attempt.code in NOT_RESTARTED:
-            self._say(f"{attempt.reason}; not started again: {NOT_RESTARTED[attempt.code]}")
+            self._say(f"{attempt.reason}; not restarted: {NOT_RESTARTED[attempt.code]}")
         elif self.restarts and self.num_restarts == self.restarts:
-            used = "the only restart is" if self.restarts == 1 else f"all {self.restarts} restarts are"
-            self._say(f"{attempt.reason}; {used} used up")
+            used = "the only restart" if self.restarts == 1 else f"all {self.restarts} restarts"
+            self._say(f"{attempt.reason}; {used} used")
         elif not self.restarts:
             self._say(attempt.reason)
         else:
@@ -192,17 +192,17 @@ class Launch:
         return False
 
     def _stopped_within(self, pause_sec: float) -> bool:
-        """Waits while no process runs; returns at once, and true, when `stop` is called."""
+        """Waits for `pause_sec` between attempts; returns true at once when `stop` is called."""
         with contextlib.suppress(queue.Empty):
             signum = self._events.get(timeout=pause_sec)
             assert isinstance(signum, int), "a process of an earlier run has ended twice"
-            self._say(f"ended by {signal.Signals(signum).name}; no process runs")
+            self._say(f"ended by {signal.Signals(signum).name} while no process was running")
             self._result = 128 + signum
             return True
         return False
 
     def _variables(self, index: int, coordinator: str, token: str) -> dict[str, str]:
-        """The environment of process `index` in which it differs from the launcher's."""
+        """The environment variables of process `index` that the launcher sets."""
         return {
             "JAX_COORDINATOR_ADDRESS": coordinator,
             "JAX_NUM_PROCESSES": str(len(self.hosts)),
@@ -212,7 +212,7 @@ class Launch:
             "JAX_NUM_CPU_DEVICES": str(self.devices_per_host),
             "PYTHONUNBUFFERED": "1",
             "JAXDL_HOST": self.hosts[index].name,
-            "JAXDL_PROCESSES_OF_HOST": str(len(self.hosts)),  # Emulated hosts share the one that there is.
+            "JAXDL_PROCESSES_OF_HOST": str(len(self.hosts)),  # Emulated hosts share the real one.
             "JAXDL_RESTART": str(self.num_restarts),
             "JAXDL_RESTART_REASON": self._reason,
         }
@@ -220,7 +220,7 @@ class Launch:
     def _write_pids(self) -> None:
         if self.pids_file is not None:
             text = json.dumps({"launcher": os.getpid(), "restart": self.num_restarts, "hosts": self.pids})
-            # Replaced as a whole: who polls the file never reads half of it.
+            # Replaced atomically, so that nobody reads half of it.
             unfinished = self.pids_file.with_name(self.pids_file.name + ".tmp")
             try:
                 unfinished.write_text(text + "\n")
@@ -228,22 +228,21 @@ class Launch:
             except OSError as error:
                 if self.num_restarts == 0:
                     raise
-                self._say(f"--pids {self.pids_file}: {error.strerror}; the file is of an earlier start")
+                self._say(f"--pids {self.pids_file}: {error.strerror}; the file still has the pids of an earlier start")
 
     def _say(self, text: str) -> None:
         self._printer.print(LAUNCHER, text, error=True)
 
 
 def start_hosts(command: Sequence[str], hosts: Sequence[Host], *, devices_per_host: int, **options: Any) -> Launch:
-    """Starts the command on all hosts and returns the run at once. Options as those of `Launch`."""
+    """Starts the command on all hosts and returns at once. The options are those of `Launch`."""
     return Launch(command, hosts, devices_per_host=devices_per_host, **options).start()
 
 
 def run_hosts(command: Sequence[str], hosts: Sequence[Host], *, devices_per_host: int, **options: Any) -> int:
     """Runs the command on all hosts. Returns 0, or the exit code of the first failure (128 + N after signal N).
 
-    SIGTERM, SIGINT and SIGHUP are handed on while it runs, when it is called from the main thread. Options as those of
-    `Launch`.
+    Called from the main thread, it forwards SIGTERM, SIGINT and SIGHUP. The options are those of `Launch`.
     """
     launch = Launch(command, hosts, devices_per_host=devices_per_host, **options)
     with signals_to(launch.stop):
@@ -252,15 +251,15 @@ def run_hosts(command: Sequence[str], hosts: Sequence[Host], *, devices_per_host
 
 @contextlib.contextmanager
 def signals_to(stop: Callable[[int], None]) -> Iterator[None]:
-    """Context: SIGTERM, SIGINT and SIGHUP (as SIGTERM) call `stop`. Those that are ignored stay so (nohup)."""
+    """Context in which SIGTERM, SIGINT and SIGHUP (as SIGTERM) call `stop`; ignored signals stay ignored (nohup)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handed_on = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
-    before = {signum: signal.getsignal(signum) for signum in handed_on}
-    for signum in handed_on:
+    forwarded = {signal.SIGTERM: signal.SIGTERM, signal.SIGINT: signal.SIGINT, signal.SIGHUP: signal.SIGTERM}
+    before = {signum: signal.getsignal(signum) for signum in forwarded}
+    for signum in forwarded:
         if before[signum] is not signal.SIG_IGN:
-            signal.signal(signum, lambda number, _: stop(handed_on[signal.Signals(number)]))
+            signal.signal(signum, lambda number, _: stop(forwarded[signal.Signals(number)]))
     try:
         yield
     finally:
@@ -269,7 +268,7 @@ def signals_to(stop: Callable[[int], None]) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on, outside those given to outgoing connections."""
+    """A free TCP port of this machine, outside the range of outgoing connections."""
     for _ in range(100):
         port = random.SystemRandom().choice(_PORTS)
         with socket.socket() as probe:
@@ -277,16 +276,16 @@ def free_port() -> int:
             with contextlib.suppress(OSError):
                 probe.bind(("", port))
                 return port
-    raise ConfigError(f"no free TCP port was found between {_PORTS.start} and {_PORTS.stop}.")
+    raise ConfigError(f"found no free TCP port between {_PORTS.start} and {_PORTS.stop}.")
 
 
 def resolved(command: Sequence[str]) -> list[str]:
-    """The command to run: `python` is the Python of the launcher. Raises ConfigError when there is no such program."""
+    """The command with `python` replaced by the Python of the launcher. Raises ConfigError for an unknown program."""
     if not command:
-        raise ConfigError("there is no command to run. Write it after --, as in: -- python -m jaxdl.train ...")
+        raise ConfigError("no command to run. Write it after --, as in: -- python -m jaxdl.train ...")
     if command[0] in ("python", "python3"):
-        # Under sudo the first `python` on the path is mostly not that of the environment in use.
+        # Under sudo the first `python` on PATH is usually not that of the active environment.
         return [sys.executable, *command[1:]]
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"{command[0]}: there is no such program to run. Write the command and its options after --.")
+        raise ConfigError(f"{command[0]}: no such program. Write the command and its options after --.")
     return list(command)

@@ -19,7 +19,7 @@ _PROC = Path("/proc")
 
 
 def session_members(session: int) -> list[int]:
-    """The living processes of a session (a number: the pid of its leader). Without /proc, of its process group."""
+    """The pids of the running processes of a session (the pid of its leader); without /proc, of the process group."""
     if not (_PROC / "self" / "stat").exists():
         try:
             os.killpg(session, 0)
@@ -32,7 +32,7 @@ def session_members(session: int) -> list[int]:
     for entry in os.listdir(_PROC):
         if entry.isdecimal():
             with contextlib.suppress(OSError, ValueError, IndexError):
-                # After the name, which may hold anything, in brackets: state, parent, group, session.
+                # After the name in brackets, which may hold anything: state, parent, group, session.
                 fields = (_PROC / entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
                 if int(fields[3]) == session and fields[0] not in "ZX":
                     members.append(int(entry))
@@ -40,7 +40,7 @@ def session_members(session: int) -> list[int]:
 
 
 def kill_session(session: int) -> None:
-    """SIGKILL to all processes of a session, stopped ones too."""
+    """Sends SIGKILL to all processes of a session, including stopped ones."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(session, signal.SIGKILL)
     for pid in session_members(session):
@@ -49,7 +49,7 @@ def kill_session(session: int) -> None:
 
 
 class Reaper:
-    """A process that kills the sessions it was told of if this process ends before it calls `close`."""
+    """A process that kills the watched sessions if this process ends without calling `close`."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -63,29 +63,29 @@ class Reaper:
         self._pipe: IO[bytes] = self._process.stdin
 
     def watch(self, session: int) -> None:
-        """From now on the session is to be killed with this process."""
+        """Adds a session to those that are killed with this process."""
         self._say(f"watch {session}")
 
     def forget(self, session: int) -> None:
-        """The session is empty; its number may be given to another."""
+        """Removes a session that is empty; its number may be reused."""
         self._say(f"forget {session}")
 
     def close(self) -> None:
-        """Ends the reaper: nothing is killed any more."""
+        """Ends the reaper without killing anything."""
         self._say("close")
         with contextlib.suppress(OSError):
             self._pipe.close()
         self._process.wait()
 
     def _say(self, line: str) -> None:
-        # Without a reaper (somebody killed it) the run still continues.
+        # The run continues even if the reaper was killed.
         with contextlib.suppress(OSError, ValueError):
             self._pipe.write(f"{line}\n".encode())
             self._pipe.flush()
 
 
 def main() -> None:
-    """Reads what to watch from stdin until its end, which comes with the end of the launcher."""
+    """Reads commands from stdin until it closes, which it does when the launcher ends."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     watched: set[int] = set()
