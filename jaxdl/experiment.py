@@ -17,7 +17,7 @@ from jaxdl.evaluate import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeChoice
 from jaxdl.guard import GuardConfig
 from jaxdl.mesh import MeshConfig, gpus_visible
-from jaxdl.models import VGG, AlexNet, ResNet, Transformer, ViT
+from jaxdl.models import ModelConfig, ResNet
 from jaxdl.optim import SGD, Cosine, OptimizerConfig, ScheduleConfig
 from jaxdl.options import choices_help, parse, parse_options, take_choices
 from jaxdl.phases import Phase
@@ -26,7 +26,7 @@ from jaxdl.report import ReportConfig
 from jaxdl.sharding import ShardingConfig
 from jaxdl.startup import find_config, given_config, no_config
 from jaxdl.step import StepConfig
-from jaxdl.tasks import Classification, LanguageModelling
+from jaxdl.tasks import Classification, TaskConfig
 
 CommandT = TypeVar("CommandT")
 
@@ -34,11 +34,11 @@ CommandT = TypeVar("CommandT")
 class Experiment(Config):
     """Everything that decides a run. A file in configs/ returns one; the command line changes it."""
 
-    model: ResNet | AlexNet | VGG | ViT | Transformer = ResNet()
+    model: ModelConfig = ResNet()
     """The architecture."""
     data: DataConfig = Digits()
     """The data set."""
-    task: Classification | LanguageModelling = Classification()
+    task: TaskConfig = Classification()
     """What is learnt: the loss and the metrics."""
     optimizer: OptimizerConfig = SGD()
     """The optimizer and its peak learning rate."""

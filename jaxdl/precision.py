@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 import pydantic
+from jax.typing import DTypeLike
 
 from jaxdl.config import Config, ConfigError, Kind
 
@@ -24,12 +25,12 @@ class _Precision(Config):
     """What all precisions have; without loss scale."""
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """The dtype of activations, and of weights while they are used."""
         return jnp.dtype("float32")
 
     @property
-    def weight_dtype(self) -> Any:
+    def weight_dtype(self) -> jnp.dtype:
         """The dtype of weights as the model receives them. Their gradients have it, and are summed in it over `fsdp`.
 
         A product rounds a wider weight to `dtype` before it multiplies.
@@ -68,7 +69,7 @@ class _Half(_Precision):
     `replica` is a setting of the exchange."""
 
     @property
-    def weight_dtype(self) -> Any:
+    def weight_dtype(self) -> jnp.dtype:
         """float32, or `dtype` where gradients are summed in it."""
         return self.dtype if self.reduce_dtype == "compute" else jnp.dtype("float32")
 
@@ -109,7 +110,7 @@ class BFloat16(_Half):
     kind: Annotated[Literal["bfloat16"], Kind] = "bfloat16"
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """bfloat16."""
         return jnp.dtype("bfloat16")
 
@@ -152,7 +153,7 @@ class Float16(_Half):
         return self
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> jnp.dtype:
         """float16."""
         return jnp.dtype("float16")
 
@@ -209,7 +210,7 @@ def _float32_matmul_backward(transpose: Any, cotangent: jax.Array) -> tuple[jax.
 float32_matmul.defvjp(_float32_matmul_forward, _float32_matmul_backward)
 
 
-def cast_weights(params: Any, axes: Any, dtype: Any) -> Any:
+def cast_weights(params: Any, axes: Any, dtype: DTypeLike) -> Any:
     """Weights (two dimensions or more, not counting stacked layers) in `dtype`; biases and norm scales as they are."""
 
     def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:

@@ -15,7 +15,7 @@ import numpy as np
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
-from jaxdl.data import Codec, spec_from_json
+from jaxdl.data import Codec, ImageSpec, TextSpec, spec_from_json
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment
 from jaxdl.files import CONFIG_FILE, DATA_FILE, step_folder
@@ -47,7 +47,7 @@ class Predictor:
         for another shape or type, and for a network that does not read images.
         """
         spec = self.parts.data_spec
-        if spec.modality != "images":
+        if not isinstance(spec, ImageSpec):
             raise ConfigError("predict: this network reads text; use generate(prompt).")
         images, wanted = np.asarray(images), (spec.height, spec.width, spec.channels)
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != wanted:
@@ -70,7 +70,7 @@ class Predictor:
         read text, and for a negative temperature.
         """
         spec = self.parts.data_spec
-        if spec.modality != "text":
+        if not isinstance(spec, TextSpec):
             raise ConfigError("generate: this network reads images; use predict(images).")
         if temperature < 0 or num_tokens < 0:
             raise ConfigError(f"generate: temperature {temperature} and num_tokens {num_tokens} must not be negative.")
@@ -80,6 +80,7 @@ class Predictor:
     def _continued(
         self, codec: Codec, tokens: list[int], num_tokens: int, temperature: float, seed: int
     ) -> Iterator[str]:
+        assert isinstance(self.parts.data_spec, TextSpec)
         length, key, tokens = self.parts.data_spec.length, jax.random.key(seed), list(tokens)
         shown = len(codec.decode(tokens))
         for index in range(num_tokens):

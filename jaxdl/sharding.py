@@ -27,9 +27,19 @@ import pydantic
 from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
 from jaxdl.config import Config, ConfigError
 from jaxdl.mesh import Axis
+
+Params = dict[str, Any]
+"""Parameters by name: nested dictionaries of arrays, or of their shapes."""
+Grads = dict[str, Any]
+"""Gradients, a tree like the parameters."""
+Specs = dict[str, Any]
+"""PartitionSpecs, a tree like the parameters."""
+LogicalAxes = dict[str, Any]
+"""The logical names of each parameter's dimensions, a tuple of strings each; a tree like the parameters."""
 
 STACKED = "layers"
 """The logical name of the leading dimension of parameters that are stacked over layers."""
@@ -69,7 +79,7 @@ class Layout:
     config: ShardingConfig
     mesh: Mesh
     manual: frozenset[str] = frozenset()
-    wire_dtype: Any = None
+    wire_dtype: DTypeLike | None = None
 
     def param_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of a parameter with these logical axes and this shape."""
@@ -247,7 +257,7 @@ def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
 def _lookup(
-    table: jax.Array, tokens: jax.Array, like: jax.ShapeDtypeStruct, dtype: Any, layout: Layout | None
+    table: jax.Array, tokens: jax.Array, like: jax.ShapeDtypeStruct, dtype: DTypeLike, layout: Layout | None
 ) -> jax.Array:
     table = table.astype(dtype)
     if layout is not None:
@@ -258,13 +268,13 @@ def _lookup(
 
 
 def _lookup_forward(
-    table: jax.Array, tokens: jax.Array, like: jax.ShapeDtypeStruct, dtype: Any, layout: Layout | None
+    table: jax.Array, tokens: jax.Array, like: jax.ShapeDtypeStruct, dtype: DTypeLike, layout: Layout | None
 ) -> tuple[jax.Array, jax.Array]:
     return _lookup(table, tokens, like, dtype, layout), tokens
 
 
 def _lookup_backward(
-    like: jax.ShapeDtypeStruct, dtype: Any, layout: Layout | None, tokens: jax.Array, cotangent: jax.Array
+    like: jax.ShapeDtypeStruct, dtype: DTypeLike, layout: Layout | None, tokens: jax.Array, cotangent: jax.Array
 ) -> tuple[jax.Array, None]:
     # The plain transpose is one scatter-add of all examples, for which XLA gathers the cotangent of the whole batch,
     # [batch, length, embed]. With a dimension for the data shards each device adds up its own examples, and what
@@ -287,7 +297,7 @@ def _lookup_backward(
 _lookup.defvjp(_lookup_forward, _lookup_backward)
 
 
-def lookup(table: jax.Array, tokens: jax.Array, dtype: Any = None) -> jax.Array:
+def lookup(table: jax.Array, tokens: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
     """The rows of `table`, [vocab, embed], at `tokens`, int [batch, length]: [batch, length, embed].
 
     The result is in `dtype` (None takes the table's), the gradient in the table's.
@@ -311,12 +321,12 @@ def gather_layer(layer_state: nnx.State) -> nnx.State:
     return jax.tree.map(one, layer_state, is_leaf=lambda node: isinstance(node, nnx.Variable))
 
 
-def gather_params(params: Any, axes: Any) -> Any:
+def gather_params(params: Params, axes: LogicalAxes) -> Params:
     """`params` with every parameter that is not stacked over layers made whole; stacked ones wait for their layer."""
     return jax.tree.map(lambda names, x: x if STACKED in names else gather(x, names), axes, params, is_leaf=_is_names)
 
 
-def param_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
+def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
     """The tree of PartitionSpecs of the parameters; `axes` their logical names, `shapes` arrays or shape structs.
 
     Raises ConfigError when the mesh has a tensor axis of which no parameter makes use.
@@ -333,17 +343,17 @@ def param_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
     return specs
 
 
-def grad_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
+def grad_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
     """The tree of PartitionSpecs of the gradients while they are exchanged; arguments as of `param_specs`."""
     return jax.tree.map(lambda names, x: layout.grad_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
 
 
-def update_specs(layout: Layout, axes: Any, shapes: Any) -> Any:
+def update_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
     """The tree of PartitionSpecs of the parameters while they are updated; arguments as of `param_specs`."""
     return jax.tree.map(lambda names, x: layout.update_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
 
 
-def _named_sizes(axes: Any, shapes: Any) -> Iterator[tuple[str, int]]:
+def _named_sizes(axes: LogicalAxes, shapes: Params) -> Iterator[tuple[str, int]]:
     for names, x in zip(jax.tree.leaves(axes, is_leaf=_is_names), jax.tree.leaves(shapes), strict=True):
         yield from zip(names, x.shape, strict=True)
 
@@ -372,7 +382,7 @@ class ParamRow:
     bytes_per_device: int
 
 
-def explain(params: Any, specs: Any, mesh: Mesh) -> list[ParamRow]:
+def explain(params: Params, specs: Specs, mesh: Mesh) -> list[ParamRow]:
     """How every parameter lies on the mesh; the rows of the table that `--explain` prints.
 
     `params` is a tree of arrays or shape structs, `specs` their PartitionSpecs.

@@ -15,7 +15,10 @@ from jaxdl.exchange import Exchange, init_on_mesh, state_specs
 from jaxdl.guard import Guard, GuardConfig
 from jaxdl.models.network import Network
 from jaxdl.precision import LossScale, Precision
-from jaxdl.sharding import Layout, grad_specs, is_spec, named, param_specs, update_specs
+from jaxdl.sharding import Layout, Params, Specs, grad_specs, is_spec, named, param_specs, update_specs
+
+ModelState = dict[str, Any]
+"""What a network keeps besides parameters: the running statistics of batch norm, by name."""
 
 
 @jax.tree_util.register_dataclass
@@ -25,13 +28,13 @@ class TrainState:
 
     step: Any
     """Steps completed, int32: the number of batches consumed, which is also the position in the data."""
-    params: Any
+    params: Params
     """Parameters, float32."""
-    model_state: Any
+    model_state: ModelState
     """Running statistics of batch normalization."""
-    ema_params: Any
+    ema_params: Params
     """Exponential moving average of the parameters; empty when it is off."""
-    opt_state: Any
+    opt_state: optax.OptState
     """The optimizer's state."""
     exchange_state: Any
     """The gradient exchange's state; that of a single replica is the same as that of several."""
@@ -43,7 +46,7 @@ class TrainState:
     """Data of the run's random key; a step's key is this folded with the step."""
 
     @property
-    def eval_params(self) -> Any:
+    def eval_params(self) -> Params:
         """The parameters to evaluate: the moving average where there is one."""
         return self.ema_params or self.params
 
@@ -56,11 +59,11 @@ class TrainState:
 class StateSpec:
     """Shapes and shardings of a train state on one mesh, known before anything is allocated."""
 
-    params: Any
+    params: Specs
     """PartitionSpecs of the parameters."""
-    grads: Any
+    grads: Specs
     """PartitionSpecs of the gradients while they are exchanged."""
-    update: Any
+    update: Specs
     """PartitionSpecs of gradients and parameters in the update, and of what the optimizer keeps of a parameter."""
     shapes: TrainState
     """The state's shapes."""
@@ -84,7 +87,7 @@ def init_state(
     precision: Precision,
     guard: GuardConfig,
     *,
-    grad_specs: Any,
+    grad_specs: Specs,
     mesh: Mesh,
     use_ema: bool,
 ) -> TrainState:
@@ -164,7 +167,7 @@ def _whole(tree: Any) -> Any:
     return jax.tree.map(lambda _: PartitionSpec(), tree)
 
 
-def param_bytes_per_device(params: Any) -> int:
+def param_bytes_per_device(params: Params) -> int:
     """Bytes of the parameters that the first local device holds, read off the arrays' own shards."""
     device = jax.local_devices()[0]
     return sum(

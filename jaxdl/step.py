@@ -26,6 +26,7 @@ from jax.flatten_util import ravel_pytree
 from jax.sharding import PartitionSpec
 
 from jaxdl.config import Config
+from jaxdl.data import DataSpec
 from jaxdl.exchange import Exchange, exchanged_on_mesh
 from jaxdl.guard import GuardConfig, choose
 from jaxdl.mesh import Axis, batch_sharding
@@ -33,11 +34,13 @@ from jaxdl.models.network import Network
 from jaxdl.optim import Rates, num_updates
 from jaxdl.optim.norms import global_norm
 from jaxdl.precision import Precision, cast_weights
-from jaxdl.sharding import Layout, gather_params, is_spec, named, spec_axes, use_layout
-from jaxdl.state import StateSpec, TrainState, replicated
+from jaxdl.sharding import Grads, Layout, Params, Specs, gather_params, is_spec, named, spec_axes, use_layout
+from jaxdl.state import ModelState, StateSpec, TrainState, replicated
 from jaxdl.tasks import Task
 
 Batch = Mapping[str, jax.Array]
+Sums = dict[str, jax.Array]
+"""Sums over a batch, as `Task.sums` gives them."""
 Metrics = dict[str, jax.Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
@@ -59,7 +62,7 @@ class Parts:
 
     network: Network
     task: Task
-    data_spec: Any
+    data_spec: DataSpec
     optimizer: optax.GradientTransformationExtraArgs
     rates: Callable[[jax.typing.ArrayLike], Rates]
     """Learning rate and momentum of the next update, by the number of updates made so far."""
@@ -71,7 +74,7 @@ class Parts:
     guard: GuardConfig
 
 
-def make_train_step(parts: Parts) -> Any:
+def make_train_step(parts: Parts) -> jax.stages.Wrapped:
     """The jitted train step `(state, batch) -> (state, metrics)`.
 
     The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded over
@@ -107,14 +110,14 @@ def make_train_step(parts: Parts) -> Any:
     )
 
 
-def make_update(parts: Parts) -> Any:
+def make_update(parts: Parts) -> jax.stages.Wrapped:
     """The jitted update of a step by itself, `(state, grads) -> state`: gradients as after the exchange.
 
     The state is donated.
     """
     spec = parts.state_spec
 
-    def update(state: TrainState, grads: Any) -> TrainState:
+    def update(state: TrainState, grads: Grads) -> TrainState:
         return _update(parts, state, grads)[0]
 
     shardings = (spec.shardings, named(parts.layout.mesh, spec.update))
@@ -122,8 +125,15 @@ def make_update(parts: Parts) -> Any:
 
 
 def apply_network(
-    parts: Parts, layout: Layout, params: Any, model_state: Any, batch: Batch, *, train: bool, forget: bool = False
-) -> tuple[jax.Array, Any]:
+    parts: Parts,
+    layout: Layout,
+    params: Params,
+    model_state: ModelState,
+    batch: Batch,
+    *,
+    train: bool,
+    forget: bool = False,
+) -> tuple[jax.Array, ModelState]:
     """`(outputs, model_state)` of the network on a batch, in the precision's dtype and laid out by `layout`.
 
     `train` and `forget` are those of `Network.apply`.
@@ -141,7 +151,7 @@ def apply_network(
 
 def _local_gradients(
     parts: Parts, state: TrainState, batch: Batch, loss_factor: jax.Array
-) -> tuple[Any, dict[str, jax.Array], Any]:
+) -> tuple[Grads, Sums, ModelState]:
     """Region 1: `(grads, sums, model_state)`; grads and sums are each replica's own, leaves `[replica, ...]`.
 
     `loss_factor` times the number of replicas multiplies the sum of losses, so that the mean of the gradients over
@@ -151,8 +161,10 @@ def _local_gradients(
     inside = Layout(parts.layout.config, mesh, manual=frozenset({replica}))
     factor = loss_factor * mesh.shape[replica]
 
-    def one_microbatch(params: Any, model_state: Any, batch: Batch, factor: jax.Array) -> Any:
-        def objective(params: Any) -> tuple[jax.Array, Any]:
+    def one_microbatch(
+        params: Params, model_state: ModelState, batch: Batch, factor: jax.Array
+    ) -> tuple[Grads, Sums, ModelState]:
+        def objective(params: Params) -> tuple[jax.Array, tuple[Sums, ModelState]]:
             outputs, new_model_state = apply_network(parts, inside, params, model_state, batch, train=True)
             sums = parts.task.sums(outputs, batch, train=True)
             return sums["loss"] * factor, (sums, new_model_state)
@@ -163,7 +175,9 @@ def _local_gradients(
         )
         return grads, sums, new_model_state
 
-    def local(params: Any, model_state: Any, batch: Batch, factor: jax.Array) -> Any:
+    def local(
+        params: Params, model_state: ModelState, batch: Batch, factor: jax.Array
+    ) -> tuple[Grads, Sums, ModelState]:
         # Without this, differentiating would already sum over `replica` and the exchange would see no local gradient.
         params, model_state, factor = lax.pcast((params, model_state, factor), replica, to="varying")
         batch = {name: lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)) for name, x in batch.items()}
@@ -211,9 +225,7 @@ def split(x: jax.Array, num_parts: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
 
 
-def _reduced(
-    parts: Parts, grads: Any, sums: dict[str, jax.Array], *, checked: bool
-) -> tuple[dict[str, jax.Array], jax.Array]:
+def _reduced(parts: Parts, grads: Grads, sums: Sums, *, checked: bool) -> tuple[Sums, jax.Array]:
     """Region 2: the sums over all replicas, and whether every gradient of every replica is finite (if `checked`).
 
     Local gradients, because a compressor can hide what is not finite. Over `replica` it is a single reduction.
@@ -222,7 +234,7 @@ def _reduced(
     specs = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), parts.state_spec.grads, is_leaf=is_spec)
     split = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)} - {replica}
 
-    def one_device(grads: Any, sums: dict[str, jax.Array]) -> jax.Array:
+    def one_device(grads: Grads, sums: Sums) -> jax.Array:
         values = [sums[name][0].astype(jnp.float32) for name in names]
         if checked:
             finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
@@ -236,7 +248,7 @@ def _reduced(
 
 
 def _guarded(
-    parts: Parts, state: TrainState, changed: TrainState, more: Metrics, sums: Metrics, finite: jax.Array
+    parts: Parts, state: TrainState, changed: TrainState, more: Metrics, sums: Sums, finite: jax.Array
 ) -> tuple[TrainState, Metrics]:
     """Region 5: the changed state, or for a step that is skipped the old one, with counters and loss scale after it."""
     loss = sums["loss"] / sums["weight"]
@@ -262,7 +274,7 @@ def _guarded(
     return changed.replace(guard=guard, loss_scale=scale), more
 
 
-def _exchange(parts: Parts, grads: Any, exchange_state: Any, key: jax.Array) -> tuple[Any, Any, Metrics]:
+def _exchange(parts: Parts, grads: Grads, exchange_state: Any, key: jax.Array) -> tuple[Grads, Any, Metrics]:
     """Region 3: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard."""
     spec = parts.state_spec
     exchanged = exchanged_on_mesh(
@@ -271,7 +283,7 @@ def _exchange(parts: Parts, grads: Any, exchange_state: Any, key: jax.Array) -> 
     return exchanged(grads, exchange_state, key)
 
 
-def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Metrics]:
+def _update(parts: Parts, state: TrainState, grads: Grads) -> tuple[TrainState, Metrics]:
     """Region 4: clipping, the optimizer, and the moving average of the parameters."""
     config = parts.config
     grad_norm = global_norm(grads)
@@ -297,8 +309,8 @@ def _update(parts: Parts, state: TrainState, grads: Any) -> tuple[TrainState, Me
     return state.replace(params=params, opt_state=opt_state, ema_params=ema_params), metrics
 
 
-def _laid_out(parts: Parts, tree: Any, specs: Any) -> Any:
+def _laid_out(parts: Parts, params: optax.Params, specs: Specs) -> Any:
     """Parameters laid out as `specs`, unless that is how they always are."""
     if parts.state_spec.update == parts.state_spec.params:
-        return tree
-    return lax.with_sharding_constraint(tree, named(parts.layout.mesh, specs))
+        return params
+    return lax.with_sharding_constraint(params, named(parts.layout.mesh, specs))

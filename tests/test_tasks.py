@@ -1,5 +1,5 @@
+import dataclasses
 import math
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from jaxdl.config import ConfigError
+from jaxdl.data import ImageSpec, TextSpec
 from jaxdl.tasks import Classification, LanguageModelling, Task
 
-IMAGES = SimpleNamespace(num_classes=6, mean=(100.0, 120.0, 140.0), std=(50.0, 60.0, 70.0))
-TEXT = SimpleNamespace(bytes_per_token=3.5)
+IMAGES = ImageSpec(8, 8, 3, num_classes=6, mean=(100.0, 120.0, 140.0), std=(50.0, 60.0, 70.0))
+TEXT = TextSpec(vocab_size=50, length=8, bytes_per_token=3.5)
 
 
 def image_batch(batch=6, size=5, masked=True):
@@ -59,7 +60,7 @@ def test_classification_sums(masked, train):
 @pytest.mark.parametrize("num_classes", [3, 5, 6])
 def test_top_5_is_reported_only_where_there_are_more_classes(num_classes):
     sums = {"loss": 1.0, "weight": 4.0, "correct": 1.0, "correct_top5": 4.0}
-    metrics = Classification().metrics(sums, SimpleNamespace(num_classes=num_classes))
+    metrics = Classification().metrics(sums, dataclasses.replace(IMAGES, num_classes=num_classes))
     assert set(metrics) == {"loss", "accuracy"} | ({"accuracy_top5"} if num_classes > 5 else set())
 
 
@@ -189,7 +190,9 @@ def test_uniform_bytes_take_eight_bits_each():
     batch = {"tokens": jnp.zeros((1, 5), jnp.int32)}
     task = LanguageModelling()
     sums = task.sums(jnp.zeros((1, 4, 256)), batch, train=False)
-    metrics = task.metrics({name: float(value) for name, value in sums.items()}, SimpleNamespace(bytes_per_token=1.0))
+    metrics = task.metrics(
+        {name: float(value) for name, value in sums.items()}, dataclasses.replace(TEXT, bytes_per_token=1.0)
+    )
     assert metrics["bits_per_byte"] == pytest.approx(8)
     assert metrics["perplexity"] == pytest.approx(256, rel=1e-5)
 

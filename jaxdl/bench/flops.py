@@ -35,7 +35,7 @@ def step_flops(plan: Plan) -> float:
     """
     parts = plan.parts
     spec = parts.data_spec
-    example = parts.task.inputs(spec.blank(), spec)
+    example = parts.task.inputs(jax.tree.map(jnp.asarray, spec.blank()), spec)
     state = parts.state_spec.shapes
 
     def forward(params: Any, model_state: Any, *inputs: jax.Array) -> jax.Array:

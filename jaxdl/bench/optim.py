@@ -21,7 +21,7 @@ from rich.table import Table
 from jaxdl.bench.output import check_folder, write_json
 from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
-from jaxdl.data import ImageSpec, TextSpec
+from jaxdl.data import DataSpec, ImageSpec, TextSpec
 from jaxdl.data.shm import available_bytes
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, gpus_visible, make_mesh
@@ -35,7 +35,7 @@ from jaxdl.state import TrainState, init_state
 from jaxdl.step import Parts, make_update
 from jaxdl.tasks import Classification, LanguageModelling
 
-MODELS: dict[str, tuple[Experiment, ImageSpec | TextSpec]] = {
+MODELS: dict[str, tuple[Experiment, DataSpec]] = {
     "resnet50": (
         Experiment(model=ResNet(depth=50), task=Classification(), optimizer=LARS(), epochs=1),
         ImageSpec(224, 224, 3, 1000, (0.0,) * 3, (1.0,) * 3),
@@ -138,7 +138,7 @@ def _program(parts: Parts) -> dict[str, Any]:
         named(parts.layout.mesh, parts.state_spec.update),
     )
     compiled = make_update(parts).lower(state, grads).compile()
-    text = compiled.as_text()
+    text = compiled.as_text() or ""
     # Without those of a branch: it is for norms whose squares float32 does not hold, and does not run otherwise.
     lines = [
         line for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line) and "wide_norms" not in line

@@ -15,7 +15,7 @@ from jaxdl.data.folder import ImageFolder
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
 from jaxdl.data.order import EpochShuffle
 from jaxdl.data.photos import Cache, Photos, PhotoSource
-from jaxdl.data.source import ImageArrays, ImageSpec, Source, Splits, TextSpec, spec_from_json, spec_to_json
+from jaxdl.data.source import DataSpec, ImageArrays, ImageSpec, Source, Splits, TextSpec, spec_from_json, spec_to_json
 from jaxdl.data.synthetic import SyntheticImages, SyntheticText
 from jaxdl.data.tars import ImageTars
 from jaxdl.data.text import TextFiles, TokenWindows, standard_library_files
@@ -30,6 +30,7 @@ __all__ = [
     "Cache",
     "Codec",
     "DataConfig",
+    "DataSpec",
     "Digits",
     "EpochShuffle",
     "ImageArrays",

@@ -62,12 +62,15 @@ class TextSpec:
         return {"tokens": np.zeros((1, self.length + 1), np.int32)}
 
 
-def spec_to_json(spec: ImageSpec | TextSpec) -> str:
+DataSpec = ImageSpec | TextSpec
+
+
+def spec_to_json(spec: DataSpec) -> str:
     """The spec as JSON, which a run keeps so that its network can be used without its data."""
     return json.dumps({"modality": spec.modality} | dataclasses.asdict(spec), indent=2)
 
 
-def spec_from_json(text: str) -> ImageSpec | TextSpec:
+def spec_from_json(text: str) -> DataSpec:
     """The spec that `spec_to_json` wrote."""
     values = json.loads(text)
     kind = {"images": ImageSpec, "text": TextSpec}[values.pop("modality")]
@@ -112,7 +115,7 @@ class Source(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def spec(self) -> ImageSpec | TextSpec:
+    def spec(self) -> DataSpec:
         """Shapes and statistics; the same for the training and the held-out source."""
 
     @abc.abstractmethod

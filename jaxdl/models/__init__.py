@@ -10,4 +10,7 @@ from jaxdl.models.resnet import ResNet
 from jaxdl.models.transformer import Transformer
 from jaxdl.models.vit import ViT
 
-__all__ = ["VGG", "AlexNet", "Network", "ResNet", "Transformer", "ViT"]
+ModelConfig = ResNet | AlexNet | VGG | ViT | Transformer
+"""The choice `--model`."""
+
+__all__ = ["VGG", "AlexNet", "ModelConfig", "Network", "ResNet", "Transformer", "ViT"]

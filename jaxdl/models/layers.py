@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, cast
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxdl import sharding
 from jaxdl.config import ConfigError
@@ -47,7 +48,7 @@ class Norm(nnx.Module):
     round the running statistics before it uses them in evaluation.
     """
 
-    def __init__(self, config: NormConfig, channels: int, rngs: nnx.Rngs, *, dtype: Any, zero_init: bool = False):
+    def __init__(self, config: NormConfig, channels: int, rngs: nnx.Rngs, *, dtype: DTypeLike, zero_init: bool = False):
         self.dtype = dtype
         common: dict[str, Any] = {
             "epsilon": config.norm_epsilon,
@@ -104,7 +105,7 @@ class Norm(nnx.Module):
 class Head(nnx.Module):
     """The linear layer of the logits: its product has operands in `dtype`, its result and its bias are float32."""
 
-    def __init__(self, channels: int, num_classes: int, rngs: nnx.Rngs, *, dtype: Any, stddev: float = 0.01):
+    def __init__(self, channels: int, num_classes: int, rngs: nnx.Rngs, *, dtype: DTypeLike, stddev: float = 0.01):
         kernel = nnx.initializers.normal(stddev)(rngs.params(), (channels, num_classes), jnp.float32)
         self.kernel = nnx.Param(kernel, axes=("channel_in", "classes"))
         self.bias = nnx.Param(jnp.zeros((num_classes,), jnp.float32), axes=("classes",))
@@ -136,7 +137,7 @@ class Linear(nnx.Linear):
 
 
 def conv(
-    incoming: int, outgoing: int, size: int, stride: int, rngs: nnx.Rngs, *, dtype: Any, use_bias: bool = False
+    incoming: int, outgoing: int, size: int, stride: int, rngs: nnx.Rngs, *, dtype: DTypeLike, use_bias: bool = False
 ) -> Conv:
     """A convolution. The same padding on both sides: "SAME" would shift the image when the stride is 2.
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jaxdl.sharding import STACKED
+from jaxdl.sharding import STACKED, LogicalAxes, Params
 
 
 class Network:
@@ -25,19 +25,19 @@ class Network:
         self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
         unknown = [type(leaf).__name__ for _, leaf in nnx.to_flat_state(rest) if not isinstance(leaf, nnx.BatchStat)]
         assert not unknown, f"a network holds parameters and batch statistics alone, not {set(unknown)}"
-        self.axes: dict[str, Any] = nnx.to_pure_dict(
+        self.axes: LogicalAxes = nnx.to_pure_dict(
             jax.tree.map(_axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
         )
-        self.param_shapes: dict[str, Any] = nnx.to_pure_dict(params)
+        self.param_shapes: Params = nnx.to_pure_dict(params)
 
-    def init(self, key: jax.Array) -> tuple[dict[str, Any], dict[str, Any]]:
+    def init(self, key: jax.Array) -> tuple[Params, dict[str, Any]]:
         """Fresh `(params, model_state)` from a random key; equal on every mesh."""
         _, params, rest = nnx.split(self._make(nnx.Rngs(key)), nnx.Param, ...)
         return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
 
     def apply(
-        self, params: Any, model_state: Any, *inputs: jax.Array, train: bool, forget: bool = False
-    ) -> tuple[jax.Array, Any]:
+        self, params: Params, model_state: dict[str, Any], *inputs: jax.Array, train: bool, forget: bool = False
+    ) -> tuple[jax.Array, dict[str, Any]]:
         """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics.
 
         With `forget` they are those of these inputs alone: nothing is left of the running ones.

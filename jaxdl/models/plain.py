@@ -7,12 +7,13 @@ Neither has dropout.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxdl.config import Config, ConfigError, Kind
 from jaxdl.models.layers import Head, Linear, Norm, conv
@@ -59,7 +60,7 @@ class AlexNet(PlainConfig):
     pool5_norm: bool = True
     """Batch norm after the last pooling (Jia et al.)."""
 
-    def build(self, *, num_classes: int, channels: int, dtype: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+    def build(self, *, num_classes: int, channels: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `PlainModule` from random keys (stream `params`); it computes in `dtype`."""
         layers = [(self.channels(count), size, stride, pools) for count, size, stride, pools in _ALEXNET]
         return lambda rngs: PlainModule(
@@ -85,7 +86,7 @@ class VGG(PlainConfig):
             raise ValueError("norm_span and norm_momentum have no effect with batch_norm = False. Remove them.")
         return self
 
-    def build(self, *, num_classes: int, channels: int, dtype: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+    def build(self, *, num_classes: int, channels: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `PlainModule` from random keys (stream `params`); it computes in `dtype`."""
         layers = [
             (self.channels(count), 3, 1, number == repeats - 1)
@@ -115,7 +116,7 @@ class PlainModule(nnx.Module):
         norm_hidden: bool,
         norm_grid: bool,
         biases: bool,
-        dtype: Any,
+        dtype: DTypeLike,
     ):
         """`layers`: channels, kernel size, stride, whether pooled. The linear layers read `grid` x `grid` places."""
         incoming, self.pools, self.pool, self.grid = channels, tuple(one[3] for one in layers), pool, grid
@@ -176,7 +177,7 @@ def averaged(x: jax.Array, grid: int) -> jax.Array:
     return x
 
 
-def _linear(incoming: int, outgoing: int, rngs: nnx.Rngs, *, use_bias: bool, dtype: Any) -> Linear:
+def _linear(incoming: int, outgoing: int, rngs: nnx.Rngs, *, use_bias: bool, dtype: DTypeLike) -> Linear:
     return Linear(
         incoming,
         outgoing,

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxdl.collectives.shards import sum_of_shards
 from jaxdl.precision import float32_matmul
@@ -46,23 +47,25 @@ def weight_product(
     return _product(x, kernel, num_contracted, x.dtype)
 
 
-def _product(x: jax.Array, kernel: jax.Array, num_contracted: int, result: Any) -> jax.Array:
+def _product(x: jax.Array, kernel: jax.Array, num_contracted: int, result: DTypeLike) -> jax.Array:
     contracted = tuple(reversed(range(x.ndim - num_contracted, x.ndim))), tuple(reversed(range(num_contracted)))
     return lax.dot_general(x, kernel, (contracted, ((), ())), preferred_element_type=result)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def _wide_product(x: jax.Array, kernel: jax.Array, num_contracted: int, result: Any) -> jax.Array:
+def _wide_product(x: jax.Array, kernel: jax.Array, num_contracted: int, result: DTypeLike) -> jax.Array:
     return _product(x, kernel.astype(x.dtype), num_contracted, result)
 
 
-def _wide_product_forward(x: jax.Array, kernel: jax.Array, num_contracted: int, result: Any) -> tuple[jax.Array, Any]:
+def _wide_product_forward(
+    x: jax.Array, kernel: jax.Array, num_contracted: int, result: DTypeLike
+) -> tuple[jax.Array, Any]:
     narrow = kernel.astype(x.dtype)
     return _product(x, narrow, num_contracted, result), (x, narrow)
 
 
 def _wide_product_backward(
-    num_contracted: int, result: Any, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
+    num_contracted: int, result: DTypeLike, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, narrow = residuals
     cotangent = cotangent.astype(x.dtype)

@@ -7,12 +7,13 @@ The ImageNet family has four stages; from depth 50 on its blocks are bottlenecks
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxdl.config import Config, ConfigError, Kind
 from jaxdl.models.layers import Head, Norm, conv
@@ -92,7 +93,7 @@ class ResNet(Config):
         """Whether a block is 1x1, 3x3, 1x1 convolutions rather than two 3x3."""
         return self.depth in _IMAGENET_BLOCKS and self.depth >= _BOTTLENECK_FROM_DEPTH
 
-    def build(self, *, num_classes: int, channels: int, dtype: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+    def build(self, *, num_classes: int, channels: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `ResNetModule` from random keys (stream `params`); it computes in `dtype`."""
         return lambda rngs: ResNetModule(self, rngs, num_classes=num_classes, channels=channels, dtype=dtype)
 
@@ -103,7 +104,7 @@ class Block(nnx.Module):
     Basic: 3x3 (stride), 3x3. Bottleneck: 1x1, 3x3 (stride), 1x1 to 4 times the width.
     """
 
-    def __init__(self, config: ResNet, channels: int, width: int, stride: int, rngs: nnx.Rngs, *, dtype: Any):
+    def __init__(self, config: ResNet, channels: int, width: int, stride: int, rngs: nnx.Rngs, *, dtype: DTypeLike):
         if config.is_bottleneck:
             layers = [(1, 1, width), (3, stride, width), (1, 1, width * _BOTTLENECK_EXPANSION)]
         else:
@@ -139,7 +140,7 @@ class ResNetModule(nnx.Module):
     Its running variance is the biased one.
     """
 
-    def __init__(self, config: ResNet, rngs: nnx.Rngs, *, num_classes: int, channels: int, dtype: Any):
+    def __init__(self, config: ResNet, rngs: nnx.Rngs, *, num_classes: int, channels: int, dtype: DTypeLike):
         is_imagenet = config.depth in _IMAGENET_BLOCKS
         width = config.width or (64 if is_imagenet else 16)
         stem = config.stem or ("imagenet" if is_imagenet else "cifar")

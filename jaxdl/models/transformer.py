@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxdl import sharding
 from jaxdl.config import Config, Kind
@@ -82,7 +83,7 @@ class Transformer(Config):
         """Size of the MLP's hidden layer, resolved."""
         return math.ceil(8 * self.embed_dim / 3 / 64) * 64 if self.mlp_dim is None else self.mlp_dim
 
-    def build(self, *, vocab_size: int, dtype: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+    def build(self, *, vocab_size: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `TransformerModule` from random keys (stream `params`); it computes in `dtype`."""
         return lambda rngs: TransformerModule(self, rngs, vocab_size=vocab_size, dtype=dtype)
 
@@ -90,7 +91,7 @@ class Transformer(Config):
 class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + epsilon) * scale over the last dimension, in float32; the result is in `dtype`."""
 
-    def __init__(self, config: Transformer, *, dtype: Any):
+    def __init__(self, config: Transformer, *, dtype: DTypeLike):
         self.scale = nnx.Param(jnp.ones((config.embed_dim,), jnp.float32), axes=("norm",))
         self.epsilon = config.norm_epsilon
         self.dtype = dtype
@@ -108,7 +109,7 @@ class Attention(nnx.Module):
     The kernels keep heads and head_dim as dimensions of their own, so that the heads can be sharded without a reshape.
     """
 
-    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: Any):
+    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: DTypeLike):
         heads, kv_heads, embed, head_dim = config.num_heads, config.kv_heads, config.embed_dim, config.head_dim
         self.query = _kernel(rngs, (embed, heads, head_dim), ("embed", "heads", "head_dim"), fan_in=embed)
         self.key = _kernel(rngs, (embed, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), fan_in=embed)
@@ -156,7 +157,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: Any):
+    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: DTypeLike):
         self.attention_norm = RMSNorm(config, dtype=dtype)
         self.attention = Attention(config, rngs, dtype=dtype)
         self.mlp_norm = RMSNorm(config, dtype=dtype)
@@ -175,7 +176,7 @@ class TransformerModule(nnx.Module):
     `scan_layers`.
     """
 
-    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, vocab_size: int, dtype: Any):
+    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, vocab_size: int, dtype: DTypeLike):
         table = nnx.initializers.normal(_TABLE_STDDEV)
         shape = (vocab_size, config.embed_dim)
         self.embedding = nnx.Param(table(rngs.params(), shape, jnp.float32), axes=("vocab", "embed"))

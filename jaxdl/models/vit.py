@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
+from jax.typing import DTypeLike
 
 from jaxdl import sharding
 from jaxdl.config import Config, ConfigError, Kind
@@ -46,7 +47,7 @@ class ViT(Config):
         """Number of blocks, resolved."""
         return self.num_layers or _SIZES[self.size][0]
 
-    def build(self, *, num_classes: int, channels: int, dtype: Any) -> Callable[[nnx.Rngs], nnx.Module]:
+    def build(self, *, num_classes: int, channels: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `ViTModule` from random keys (stream `params`); it computes in `dtype`."""
         return lambda rngs: ViTModule(self, rngs, num_classes=num_classes, channels=channels, dtype=dtype)
 
@@ -54,7 +55,7 @@ class ViT(Config):
 class LayerNorm(nnx.Module):
     """(x - mean) / sqrt(variance + epsilon) * scale + bias over the last dimension, in float32; then in `dtype`."""
 
-    def __init__(self, size: int, epsilon: float, *, dtype: Any):
+    def __init__(self, size: int, epsilon: float, *, dtype: DTypeLike):
         self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=("norm",))
         self.bias = nnx.Param(jnp.zeros((size,), jnp.float32), axes=("norm",))
         self.epsilon, self.dtype = epsilon, dtype
@@ -70,7 +71,7 @@ class LayerNorm(nnx.Module):
 class Attention(nnx.Module):
     """Self-attention of all tokens with all."""
 
-    def __init__(self, embed: int, heads: int, rngs: nnx.Rngs, *, dtype: Any):
+    def __init__(self, embed: int, heads: int, rngs: nnx.Rngs, *, dtype: DTypeLike):
         head_dim = embed // heads
         for name in ("query", "key", "value"):
             kernel = _xavier(rngs, (embed, heads, head_dim), ("embed", "heads", "head_dim"), embed, embed)
@@ -116,7 +117,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: ViT, embed: int, heads: int, rngs: nnx.Rngs, *, dtype: Any):
+    def __init__(self, config: ViT, embed: int, heads: int, rngs: nnx.Rngs, *, dtype: DTypeLike):
         self.attention_norm = LayerNorm(embed, config.norm_epsilon, dtype=dtype)
         self.attention = Attention(embed, heads, rngs, dtype=dtype)
         self.mlp_norm = LayerNorm(embed, config.norm_epsilon, dtype=dtype)
@@ -131,7 +132,7 @@ class Block(nnx.Module):
 class ViTModule(nnx.Module):
     """The network of a `ViT` config. Its blocks are one stacked parameter tree, `layers`, and a loop over it."""
 
-    def __init__(self, config: ViT, rngs: nnx.Rngs, *, num_classes: int, channels: int, dtype: Any):
+    def __init__(self, config: ViT, rngs: nnx.Rngs, *, num_classes: int, channels: int, dtype: DTypeLike):
         _, embed, heads = _SIZES[config.size]
         patch = config.patch
         self.embedding = nnx.Param(

@@ -7,7 +7,7 @@ keeps its layers stacked in one array, and stay off biases and normalization unl
 
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
-from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, OptimizerConfig
+from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer, OptimizerConfig
 from jaxdl.optim.rates import Rates, num_updates, scale_by_learning_rate
 from jaxdl.optim.schedules import Constant, Cosine, Cycle, LearningRate, Linear, Polynomial, ScheduleConfig, Steps
 
@@ -21,6 +21,7 @@ __all__ = [
     "Cycle",
     "LearningRate",
     "Linear",
+    "Optimizer",
     "OptimizerConfig",
     "Polynomial",
     "Rates",

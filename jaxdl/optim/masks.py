@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jaxdl.sharding import STACKED
+from jaxdl.sharding import STACKED, LogicalAxes
 
 
-def num_stacked_dims(axes: Any) -> Any:
+def num_stacked_dims(axes: LogicalAxes) -> dict[str, Any]:
     """How many leading dimensions of each parameter count layers: 1 for `("layers", ...)`, else 0.
 
     `axes` is a tree whose leaves are tuples of logical names, one a dimension; the result has an int for each.
@@ -17,7 +17,7 @@ def num_stacked_dims(axes: Any) -> Any:
     return jax.tree.map(lambda names: int(names[:1] == (STACKED,)), axes, is_leaf=_is_names)
 
 
-def decay_mask(axes: Any) -> Any:
+def decay_mask(axes: LogicalAxes) -> dict[str, Any]:
     """Whether each parameter is a weight: in one layer it has two dimensions or more.
 
     The others are biases and the scales of normalization, whose size means something else: weight decay and trust

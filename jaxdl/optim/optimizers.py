@@ -21,6 +21,7 @@ from jaxdl.optim.layerwise import (
 )
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
 from jaxdl.optim.rates import changing_momentum, scale_by_learning_rate
+from jaxdl.sharding import LogicalAxes
 
 
 class Optimizer(Config):
@@ -34,7 +35,7 @@ class Optimizer(Config):
         del cycle
         return None
 
-    def build(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+    def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """The optimizer of parameters with these logical axes; its `update` needs the extra argument `rates`."""
         raise AssertionError(f"{type(self).__name__} has no build()")
 
@@ -105,7 +106,7 @@ class SGD(MomentumOptimizer):
         _check_exclusion(self.exclude_vectors, self.weight_decay)
         return self
 
-    def build(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+    def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """See `Optimizer.build`."""
         return optax.chain(
             add_weight_decay(self.weight_decay, _mask(axes, self.exclude_vectors)),
@@ -132,7 +133,7 @@ class AdamW(AdamOptimizer):
         _check_exclusion(self.exclude_vectors, self.weight_decay)
         return self
 
-    def build(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+    def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """See `Optimizer.build`."""
         return optax.chain(
             optax.scale_by_adam(self.b1, self.b2, self.epsilon),
@@ -170,7 +171,7 @@ class LARS(MomentumOptimizer):
         _check_clip(self.trust_ratio_clip)
         return self
 
-    def build(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+    def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """See `Optimizer.build`."""
         trust_ratio = scale_by_lars_trust_ratio(
             self.trust_coefficient,
@@ -206,7 +207,7 @@ class LAMB(AdamOptimizer):
         _check_clip(self.trust_ratio_clip)
         return self
 
-    def build(self, axes: Any) -> optax.GradientTransformationExtraArgs:
+    def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """See `Optimizer.build`."""
         mask = _mask(axes, self.exclude_vectors)
         return optax.chain(
@@ -217,7 +218,7 @@ class LAMB(AdamOptimizer):
         )
 
 
-def _mask(axes: Any, exclude_vectors: bool) -> Any:
+def _mask(axes: LogicalAxes, exclude_vectors: bool) -> dict[str, Any]:
     """Which parameters take part in weight decay and trust ratios."""
     weights = decay_mask(axes)
     return weights if exclude_vectors else jax.tree.map(lambda _: True, weights)

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxdl.cluster import start_devices, wait_for_all
 from jaxdl.config import ConfigError
-from jaxdl.data import ImageSpec, PhotoSource, Source, Splits, TextSpec
+from jaxdl.data import DataSpec, PhotoSource, Source, Splits
 from jaxdl.exchange import (
     Auto,
     Dense,
@@ -146,7 +146,7 @@ def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None
     return mesh
 
 
-def make_parts(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, timeline: Timeline) -> Parts:
+def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Timeline) -> Parts:
     """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit."""
     if spec.modality != experiment.model.modality:
         raise ConfigError(
@@ -194,7 +194,7 @@ def make_rates(experiment: Experiment, timeline: Timeline) -> Callable[[jax.typi
 
 
 def settled(
-    experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh, chosen: ExchangeConfig | None = None
+    experiment: Experiment, spec: DataSpec, mesh: Mesh, chosen: ExchangeConfig | None = None
 ) -> tuple[Experiment, tuple[str, ...]]:
     """The experiment with its exchange chosen, if it left that open, and the reasons; all processes call it alike.
 
@@ -232,7 +232,7 @@ def _idle(config: ExchangeConfig) -> tuple[str, ...]:
     )
 
 
-def exchanged_gradients(experiment: Experiment, spec: ImageSpec | TextSpec, mesh: Mesh) -> Gradients:
+def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Gradients:
     """What the exchange of an experiment on a mesh is about, as the cost model takes it."""
     network = _network(experiment, spec)
     layout = Layout(experiment.sharding, mesh)
@@ -241,11 +241,11 @@ def exchanged_gradients(experiment: Experiment, spec: ImageSpec | TextSpec, mesh
     return Gradients(shapes, mesh.shape[Axis.REPLICA], _gradient_layout(experiment, network, spec, layout))
 
 
-def _network(experiment: Experiment, spec: ImageSpec | TextSpec) -> Network:
+def _network(experiment: Experiment, spec: DataSpec) -> Network:
     return Network(experiment.model.build(**spec.sizes(), dtype=experiment.precision.dtype))
 
 
-def _make_exchange(experiment: Experiment, network: Network, spec: Any, layout: Layout) -> Exchange:
+def _make_exchange(experiment: Experiment, network: Network, spec: DataSpec, layout: Layout) -> Exchange:
     """The exchange over the mesh's replicas; a single one has nobody to talk to."""
     config, num_replicas = experiment.exchange, layout.mesh.shape[Axis.REPLICA]
     assert isinstance(config, ExchangeConfig), "it has been chosen"
@@ -254,7 +254,7 @@ def _make_exchange(experiment: Experiment, network: Network, spec: Any, layout: 
     return config.build_alone(gradients) if num_replicas == 1 else config.build(gradients)
 
 
-def _gradient_layout(experiment: Experiment, network: Network, spec: Any, layout: Layout) -> GradientLayout:
+def _gradient_layout(experiment: Experiment, network: Network, spec: DataSpec, layout: Layout) -> GradientLayout:
     def loss(params: Any, batch: Any) -> jax.Array:
         _, model_state = jax.eval_shape(network.init, jax.random.key(0))
         inputs = experiment.task.inputs(batch, spec)

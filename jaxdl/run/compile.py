@@ -14,13 +14,13 @@ from jaxdl.mesh import Axis, platform
 from jaxdl.phases import Segment
 from jaxdl.run.build import Plan
 from jaxdl.state import replicated
-from jaxdl.step import make_train_step
+from jaxdl.step import TrainStep, make_train_step
 
 
 class StepFunctions(NamedTuple):
     """The compiled functions of a segment; calls with other shapes are errors."""
 
-    train: Any
+    train: TrainStep
     """`jaxdl.step.make_train_step`."""
     evaluate: Any
     """`jaxdl.evaluate.make_eval_step`."""

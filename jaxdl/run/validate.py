@@ -14,7 +14,7 @@ from jax.experimental import multihost_utils
 from jaxdl.cluster import current, host_memory_bytes, wait_for_all
 from jaxdl.cluster.consistency import process_names
 from jaxdl.config import ConfigError
-from jaxdl.data import ImageSpec, PhotoSource, Splits, TextSpec
+from jaxdl.data import DataSpec, PhotoSource, Splits
 from jaxdl.experiment import Experiment
 from jaxdl.models import Network
 from jaxdl.sharding import STACKED, ShardingConfig
@@ -116,7 +116,7 @@ def check_phases(experiment: Experiment, splits: Splits) -> None:
         )
 
 
-def check_memory(experiment: Experiment, state_spec: StateSpec, spec: ImageSpec | TextSpec) -> None:
+def check_memory(experiment: Experiment, state_spec: StateSpec, spec: DataSpec) -> None:
     """Raises ConfigError when the state, or a batch, takes more memory than there is: XLA would abort or hang.
 
     Activations and gradients are not counted: what passes may still be too large.

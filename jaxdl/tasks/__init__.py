@@ -6,17 +6,18 @@ Means are taken after the sums, so they are exact on any mesh and for any split 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
+from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import jax
 
+from jaxdl.data import DataSpec
 from jaxdl.tasks.classification import Classification
 from jaxdl.tasks.language import LanguageModelling
 
 
 @runtime_checkable
 class Task(Protocol):
-    """The interface of a task. `spec` describes the data set: each task names the attributes it reads."""
+    """The interface of a task. `spec` describes a data set of the task's modality."""
 
     modality: ClassVar[str]
     """What the task is about, "images" or "text"; the model and the data must be about the same."""
@@ -32,7 +33,7 @@ class Task(Protocol):
         """How the training loss differs from that of the evaluation, "with ..."; empty when they are the same."""
         ...
 
-    def units_per_example(self, spec: Any) -> int:
+    def units_per_example(self, spec: DataSpec) -> int:
         """How many of `unit` one training example has."""
         ...
 
@@ -40,7 +41,7 @@ class Task(Protocol):
         """The training batch, changed at random; a pure function of (key, row) for each row of the global batch."""
         ...
 
-    def inputs(self, batch: Mapping[str, jax.Array], spec: Any) -> tuple[jax.Array, ...]:
+    def inputs(self, batch: Mapping[str, jax.Array], spec: DataSpec) -> tuple[jax.Array, ...]:
         """The positional inputs of the network."""
         ...
 
@@ -52,7 +53,7 @@ class Task(Protocol):
         """Sums over what counts, float32 scalars: "loss", "weight" and what `metrics` needs."""
         ...
 
-    def metrics(self, sums: Mapping[str, float], spec: Any) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
         """The metrics of sums that were added up over any number of batches."""
         ...
 
@@ -61,4 +62,7 @@ class Task(Protocol):
         ...
 
 
-__all__ = ["Classification", "LanguageModelling", "Task"]
+TaskConfig = Classification | LanguageModelling
+"""The choice `--task`."""
+
+__all__ = ["Classification", "LanguageModelling", "Task", "TaskConfig"]

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
 
 from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.data import DataSpec, ImageSpec
 
 _DEFAULT_CROP_PADDING = 4
 _TOP = 5
 """Top-5 accuracy says something only where there are more classes than these."""
-
-
-class ImageSpec(Protocol):
-    """What this task reads of a data set's description."""
-
-    @property
-    def mean(self) -> tuple[float, ...]:
-        """Mean of each channel, in grey levels from 0 to 255."""
-        ...
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        ...
-
-    @property
-    def std(self) -> tuple[float, ...]:
-        """Standard deviation of each channel, in grey levels from 0 to 255."""
-        ...
 
 
 class Classification(Config):
@@ -77,7 +59,7 @@ class Classification(Config):
         used = [f"{name} {value:g}" for name, value in changes.items() if value]
         return f"with {', '.join(used)}" if used else ""
 
-    def units_per_example(self, spec: ImageSpec) -> int:
+    def units_per_example(self, spec: DataSpec) -> int:
         """One: the throughput counts images."""
         del spec
         return 1
@@ -141,8 +123,9 @@ class Classification(Config):
         top, left = jax.random.randint(crop_key, (2,), 0, 2 * padding + 1)
         return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
 
-    def inputs(self, batch: Mapping[str, jax.Array], spec: ImageSpec) -> tuple[jax.Array, ...]:
+    def inputs(self, batch: Mapping[str, jax.Array], spec: DataSpec) -> tuple[jax.Array, ...]:
         """The normalized image, float32 [batch, height, width, channel]: (grey level - mean) / std of the channel."""
+        assert isinstance(spec, ImageSpec)
         mean, std = jnp.asarray(spec.mean, jnp.float32), jnp.asarray(spec.std, jnp.float32)
         return ((batch["image"].astype(jnp.float32) - mean) / std,)
 
@@ -173,12 +156,13 @@ class Classification(Config):
             "correct_top5": jnp.sum(mask & (place < _TOP), dtype=jnp.float32),
         }
 
-    def metrics(self, sums: Mapping[str, float], spec: ImageSpec) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
         """Means over the examples: "loss" in nats, "accuracy" and "accuracy_top5" from 0 to 1.
 
         With five classes or fewer there is no "accuracy_top5": it would always be 1. Raises ConfigError when there was
         no example.
         """
+        assert isinstance(spec, ImageSpec)
         weight = counted_weight(sums)
         metrics = {"loss": float(sums["loss"]) / weight, "accuracy": float(sums["correct"]) / weight}
         if spec.num_classes > _TOP:

@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Protocol
+from typing import Annotated, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
 
 from jaxdl.config import Config, Kind
+from jaxdl.data import DataSpec, TextSpec
 from jaxdl.tasks.classification import counted, counted_weight, label_logit, rank
 
 _MAX_EXPONENT = 700.0
 """exp of more overflows a Python float."""
-
-
-class TextSpec(Protocol):
-    """What this task reads of a data set's description."""
-
-    @property
-    def length(self) -> int:
-        """Number of target tokens of a training example."""
-        ...
-
-    @property
-    def bytes_per_token(self) -> float:
-        """Mean number of UTF-8 bytes that a token stands for."""
-        ...
 
 
 class LanguageModelling(Config):
@@ -52,8 +39,9 @@ class LanguageModelling(Config):
         """The z-loss, which only the training loss has; empty without one."""
         return f"with z-loss {self.z_loss:g}" if self.z_loss else ""
 
-    def units_per_example(self, spec: TextSpec) -> int:
+    def units_per_example(self, spec: DataSpec) -> int:
         """The target tokens of one training window."""
+        assert isinstance(spec, TextSpec)
         return spec.length
 
     def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
@@ -61,7 +49,7 @@ class LanguageModelling(Config):
         del key
         return batch
 
-    def inputs(self, batch: Mapping[str, jax.Array], spec: TextSpec) -> tuple[jax.Array, ...]:
+    def inputs(self, batch: Mapping[str, jax.Array], spec: DataSpec) -> tuple[jax.Array, ...]:
         """The tokens to read, int32 [batch, length]."""
         del spec
         return (batch["tokens"][:, :-1],)
@@ -88,11 +76,12 @@ class LanguageModelling(Config):
             "correct": jnp.sum(mask & (rank(logits, target) < 1), dtype=jnp.float32),
         }
 
-    def metrics(self, sums: Mapping[str, float], spec: TextSpec) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
         """Means over the tokens: "loss" in nats, "perplexity", "bits_per_byte" of the text, "accuracy" from 0 to 1.
 
         Raises ConfigError when there was no token.
         """
+        assert isinstance(spec, TextSpec)
         weight = counted_weight(sums)
         loss = float(sums["loss"]) / weight
         return {
