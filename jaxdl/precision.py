@@ -1,8 +1,8 @@
 """Numerical precision: the dtype that a model computes in, and the loss scale that float16 needs.
 
-Parameters and the optimizer's state are float32 always. The exchange over `replica` has float32 gradients. Inside a
-replica XLA's partitioner sums the gradient of a weight over `fsdp` right at the product that makes it, in the dtype of
-the product's result: float32 by default, or with `reduce_dtype = compute` that of the computation (see
+Parameters and the optimizer's state are always float32, and so are the gradients that enter the exchange over
+`replica`. Inside a replica XLA's partitioner sums the gradient of a weight over `fsdp` right at the product that makes
+it, in the dtype of the product's result: float32 by default, or the computation's with `reduce_dtype = compute` (see
 `jaxdl.models.products`). Gradients of embedding rows, biases and norm scales are always summed in float32.
 """
 
@@ -22,7 +22,7 @@ LossScale = dict[str, jax.Array]
 
 
 class _Precision(Config):
-    """What all precisions have; without loss scale."""
+    """Defaults of all precisions: float32, no loss scale."""
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -48,7 +48,7 @@ class _Precision(Config):
         return None
 
     def check(self, platform: str) -> None:
-        """Raises ConfigError when `platform` ("cpu", "gpu", "tpu") does not have this precision."""
+        """Raises ConfigError when `platform` ("cpu", "gpu", "tpu") does not support this precision."""
 
     def init_loss_scale(self) -> LossScale:
         """The loss scale at the start of a run."""
@@ -61,12 +61,12 @@ class _Precision(Config):
 
 
 class _Half(_Precision):
-    """What precisions of 16 bits have in common."""
+    """What the 16-bit precisions share."""
 
     reduce_dtype: Literal["float32", "compute"] = "float32"
-    """The dtype in which gradients of weights are summed over `fsdp`: float32, or `compute`, that of the computation,
-    which sends half the bytes and rounds every device's part and every partial sum to 16 bits. What travels over
-    `replica` is a setting of the exchange."""
+    """The dtype in which gradients of weights are summed over `fsdp`: float32, or `compute`, the computation's 16 bits,
+    which sends half the bytes and rounds every device's part and every partial sum. What is sent over `replica` is a
+    setting of the exchange."""
 
     @property
     def weight_dtype(self) -> jnp.dtype:
@@ -105,7 +105,7 @@ class TensorFloat32(_Precision):
 
 
 class BFloat16(_Half):
-    """Activations, and weights while used, in bfloat16; it has float32's range, so it needs no loss scale."""
+    """Activations and weights in use in bfloat16, which has float32's range and needs no loss scale."""
 
     kind: Annotated[Literal["bfloat16"], Kind] = "bfloat16"
 
@@ -116,21 +116,21 @@ class BFloat16(_Half):
 
 
 class Float16(_Half):
-    """Activations, and weights while used, in float16, with a loss scale.
+    """Activations and weights in use in float16, with a loss scale.
 
-    A step whose gradients are not finite changes nothing but the scale, which falls; after `growth_interval_steps`
-    good ones it grows. It stays between `min_scale` and `max_scale` (Micikevicius et al., arXiv 1710.03740). A `static`
-    one never changes, as in Jia et al., arXiv 1807.11205. Either way the optimizer has float32 gradients without the
-    scale: in float16 many of LARS's updates would be zero (Jia et al.).
+    A step with non-finite gradients only lowers the scale; after `growth_interval_steps` good ones it grows. It stays
+    between `min_scale` and `max_scale` (Micikevicius et al., arXiv 1710.03740). A `static` one never changes, as in Jia
+    et al., arXiv 1807.11205. Either way the optimizer gets unscaled float32 gradients: in float16 many of LARS's
+    updates would be zero (Jia et al.).
     """
 
     kind: Annotated[Literal["float16"], Kind] = "float16"
     initial_scale: float = pydantic.Field(default=2.0**15, gt=0)
     """The loss is multiplied by this before it is differentiated."""
     static: bool = False
-    """Keep the scale as it is. Steps whose gradients are not finite are passed over all the same."""
+    """Keep the scale constant. Steps with non-finite gradients are skipped all the same."""
     growth_interval_steps: int = pydantic.Field(default=2000, ge=1)
-    """Good steps in a row after which the scale grows."""
+    """Consecutive good steps after which the scale grows."""
     factor: float = pydantic.Field(default=2.0, gt=1)
     """The scale grows and falls by this factor."""
     min_scale: float = pydantic.Field(default=1.0, gt=0)
@@ -144,10 +144,10 @@ class Float16(_Half):
         defaults = {name: type(self).model_fields[name].default for name in changed}
         idle = sorted(name for name, value in defaults.items() if getattr(self, name) != value)
         if self.static and idle:
-            raise ValueError(f"{', '.join(idle)}: no effect on a scale that stays as it is. Remove it, or static.")
+            raise ValueError(f"{', '.join(idle)}: no effect on a static scale. Remove it, or static.")
         if not self.static and not self.min_scale <= self.initial_scale <= self.max_scale:
             raise ValueError(
-                f"initial_scale {self.initial_scale:g} must lie between min_scale {self.min_scale:g} "
+                f"initial_scale {self.initial_scale:g} must be between min_scale {self.min_scale:g} "
                 f"and max_scale {self.max_scale:g}."
             )
         return self
@@ -159,7 +159,7 @@ class Float16(_Half):
 
     @property
     def lowest_scale(self) -> float:
-        """`min_scale`, or the scale that stays."""
+        """`min_scale`, or the static scale."""
         return self.initial_scale if self.static else self.min_scale
 
     def init_loss_scale(self) -> LossScale:
@@ -171,7 +171,7 @@ class Float16(_Half):
         }
 
     def next_loss_scale(self, loss_scale: LossScale, finite: jax.Array) -> LossScale:
-        """Falls by `factor` after a step that was not finite, grows after `growth_interval_steps` finite ones."""
+        """Falls by `factor` after a non-finite step, grows after `growth_interval_steps` finite ones."""
         scale, good_steps = loss_scale["scale"], jnp.where(finite, loss_scale["good_steps"] + 1, 0)
         grow = good_steps >= self.growth_interval_steps
         changed = jnp.where(finite, jnp.where(grow, scale * self.factor, scale), scale / self.factor)
@@ -211,7 +211,7 @@ float32_matmul.defvjp(_float32_matmul_forward, _float32_matmul_backward)
 
 
 def cast_weights(params: Any, axes: Any, dtype: DTypeLike) -> Any:
-    """Weights (two dimensions or more, not counting stacked layers) in `dtype`; biases and norm scales as they are."""
+    """Weights (two dimensions or more, not counting stacked layers) in `dtype`; biases and norm scales unchanged."""
 
     def one(names: tuple[str, ...], x: jax.Array) -> jax.Array:
         return x.astype(dtype) if sum(name != "layers" for name in names) > 1 else x

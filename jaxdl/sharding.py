@@ -1,12 +1,12 @@
 """Sharding rules: from the logical axes that models name to the mesh, for a whole state.
 
-A parameter's logical axes, such as `("embed", "mlp")`, say what its dimensions are; the rules say where they lie:
+A parameter's logical axes, such as `("embed", "mlp")`, name its dimensions; the rules map them to the mesh:
 
 - `tensor` splits the first dimension whose name is in `tensor_dims` and whose size it divides;
-- `fsdp` splits the largest dimension that is left and that it divides (or the same one, once more);
+- `fsdp` splits the largest remaining dimension that it divides (or else the same one again);
 - stacked `layers` are never split, and neither are biases, norm scales and parameters below `min_shard_elements`.
 
-Models call `constrain` and `gather_layer` with logical names alone; the step says what these mean with `use_layout`.
+Models call `constrain` and `gather_layer` with logical names alone; the step says what these mean, with `use_layout`.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ class ShardingConfig(Config):
     param_sharding: Literal["sharded", "replicated"] = "sharded"
     """`sharded` splits parameters over `fsdp` (FSDP, ZeRO-3); `replicated` keeps them whole (plain data parallel)."""
     update_sharding: Literal["parameters", "sharded"] = "parameters"
-    """Where the update is computed and the optimizer's state is kept: `parameters`, as they lie; `sharded` splits both
-    over `fsdp` though parameters are replicated (ZeRO-1): each device updates a part, and the parts are gathered.
-    Never over `replica`, whose network is slow; so with fsdp 1 both are the same."""
+    """How the update and the optimizer's state are sharded: `parameters`, like the parameters; `sharded`, over `fsdp`
+    though the parameters are replicated (ZeRO-1): each device updates a part, and the parts are gathered. Never over
+    `replica`, whose network is slow; so with fsdp 1 both are the same."""
     tensor_dims: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab", "channel_out", "classes")
     """Logical dimensions that `tensor` splits."""
     min_shard_elements: int = pydantic.Field(default=256, ge=1)
@@ -71,9 +71,9 @@ class ShardingConfig(Config):
 
 @dataclass(frozen=True)
 class Layout:
-    """The rules on one mesh. `manual` names the axes that the surrounding `shard_map` has taken over.
+    """The rules on one mesh. `manual` names the manual axes of the surrounding `shard_map`.
 
-    `wire_dtype` is the dtype in which parameters are gathered for their use; None takes theirs.
+    `wire_dtype` is the dtype in which parameters are gathered for use; None takes their own.
     """
 
     config: ShardingConfig
@@ -106,19 +106,19 @@ class Layout:
     def grad_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of a parameter's gradient while it is exchanged over `replica`.
 
-        With several replicas it is split over `fsdp` even where the parameter is kept whole, so that each device
-        exchanges a part of it: reduce-scatter, exchange, all-gather. So it is where the update is split.
+        With several replicas it is split over `fsdp` even if the parameter is not, so that each device exchanges a part
+        of it: reduce-scatter, exchange, all-gather. It is also split where the update is.
         """
         alone = self.mesh.shape[Axis.REPLICA] == 1
         return self.update_spec(axes, shape) if alone else self._split_spec(axes, shape)
 
     def update_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """The PartitionSpec of a parameter while it is updated, and of what the optimizer keeps of it."""
+        """The PartitionSpec of a parameter and its optimizer state in the update."""
         split = self.config.update_sharding == "sharded"
         return self._split_spec(axes, shape) if split else self.param_spec(axes, shape)
 
     def _split_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """The PartitionSpec that a parameter has when parameters are split over `fsdp`."""
+        """The PartitionSpec of a parameter when parameters are split over `fsdp`."""
         split = self.config.replaced({"param_sharding": "sharded", "update_sharding": "parameters"})
         return dataclasses.replace(self, config=split).param_spec(axes, shape)
 
@@ -145,14 +145,14 @@ class Layout:
         return spec_axes(self.activation_spec(("batch",), (num,)))
 
     def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """`x` laid out as `spec`, in plain `jit` as well as inside a partly manual `shard_map`."""
+        """`x` sharded as `spec`, in plain `jit` as well as inside a partly manual `shard_map`."""
         if self.manual:  # There the mesh is the surrounding one, with some axes manual: a bare spec refers to it.
             return lax.with_sharding_constraint(x, spec)
         return lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
 
 
 def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
-    """`spec` with one mesh axis taken out."""
+    """`spec` without one mesh axis."""
     kept = []
     for entry in spec:
         names = tuple(name for name in _entry_names(entry) if name != axis)
@@ -176,7 +176,7 @@ _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("jaxdl_l
 
 @contextlib.contextmanager
 def use_layout(layout: Layout) -> Iterator[None]:
-    """While a model is traced inside, its logical names have the meaning of `layout`."""
+    """Logical names of a model that is traced inside are mapped by `layout`."""
     token = _layout.set(layout)
     try:
         yield
@@ -190,7 +190,7 @@ def current_layout() -> Layout | None:
 
 
 def constrain(x: jax.Array, *names: str) -> jax.Array:
-    """Lays out an activation by the logical names of its dimensions; without a layout returns it unchanged."""
+    """Shards an activation by the logical names of its dimensions; without a layout returns it unchanged."""
     layout = _layout.get()
     return x if layout is None else layout.constrained(x, layout.activation_spec(names, x.shape))
 
@@ -198,9 +198,9 @@ def constrain(x: jax.Array, *names: str) -> jax.Array:
 def statistics_axis() -> str | None:
     """The mesh axis over which statistics of the batch must be averaged to be those of the whole mesh, or None.
 
-    Only replicas that the surrounding `shard_map` has taken over see a part of the batch each; over the other axes XLA
-    sums for itself. So None is for: no layout, `replica` not manual, and a single replica (there is nothing to average,
-    and XLA of jaxlib 0.10 fails to compile it where channels are sharded).
+    Only over a manual `replica` axis does each call see a part of the batch; over the other axes XLA sums by itself. So
+    it is None without a layout, where `replica` is not manual, and with one replica (there is nothing to average, and
+    XLA of jaxlib 0.10 fails to compile it where channels are sharded).
     """
     layout, axis = _layout.get(), Axis.REPLICA.value
     if layout is None or axis not in layout.manual or layout.mesh.shape[axis] == 1:
@@ -209,9 +209,9 @@ def statistics_axis() -> str | None:
 
 
 def mean_of_neighbours(x: jax.Array, num: int) -> jax.Array:
-    """The mean of `x` over `num` neighbouring replicas; `x` where a call does not see one replica's part of the batch.
+    """The mean of `x` over `num` neighbouring replicas; `x` itself where `statistics_axis` is None.
 
-    Raises ConfigError when the replicas cannot be divided so.
+    Raises ConfigError when the replicas cannot be divided into such groups.
     """
     axis = statistics_axis()
     if axis is None:
@@ -234,8 +234,8 @@ def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[
 
 
 def _gather_backward(layout: Layout, spec: PartitionSpec, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    # The plain transpose would make the gradient whole on every device (all-reduce); laid out like the parameter, it is
-    # reduce-scattered. It is not rounded to the dtype that the parameter travels in.
+    # The plain transpose would all-reduce the gradient to every device; sharded like the parameter, it is
+    # reduce-scattered. It is not rounded to `wire_dtype`.
     return (layout.constrained(cotangent, spec),)
 
 
@@ -243,10 +243,10 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 
 def gather(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """A parameter made whole over `fsdp` for its use; its gradient comes back split, in the parameter's dtype.
+    """A parameter all-gathered over `fsdp` for use; its gradient is sharded, in the parameter's dtype.
 
     A float32 parameter that is gathered in the layout's smaller `wire_dtype` comes out as float32 numbers rounded to
-    it. Without a layout, and where a parameter is whole already, it is unchanged.
+    it. Without a layout, or if it is not split, it is unchanged.
     """
     layout = _layout.get()
     if layout is None:
@@ -309,7 +309,7 @@ def lookup(table: jax.Array, tokens: jax.Array, dtype: DTypeLike | None = None) 
 
 
 def gather_layer(layer_state: nnx.State) -> nnx.State:
-    """The parameters of one layer of a scanned stack, made whole over `fsdp` inside the scan's body.
+    """The parameters of one layer of a scanned stack, all-gathered over `fsdp` inside the scan's body.
 
     So no more than one layer is whole at a time.
     """
@@ -322,14 +322,14 @@ def gather_layer(layer_state: nnx.State) -> nnx.State:
 
 
 def gather_params(params: Params, axes: LogicalAxes) -> Params:
-    """`params` with every parameter that is not stacked over layers made whole; stacked ones wait for their layer."""
+    """`params`, all-gathered over `fsdp` except those stacked over layers: `gather_layer` gathers these."""
     return jax.tree.map(lambda names, x: x if STACKED in names else gather(x, names), axes, params, is_leaf=_is_names)
 
 
 def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
     """The tree of PartitionSpecs of the parameters; `axes` their logical names, `shapes` arrays or shape structs.
 
-    Raises ConfigError when the mesh has a tensor axis of which no parameter makes use.
+    Raises ConfigError when the mesh has a tensor axis that no parameter uses.
     """
     specs = jax.tree.map(lambda names, x: layout.param_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
     used = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)}
@@ -349,7 +349,7 @@ def grad_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
 
 
 def update_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
-    """The tree of PartitionSpecs of the parameters while they are updated; arguments as of `param_specs`."""
+    """The tree of PartitionSpecs of the parameters in the update; arguments as of `param_specs`."""
     return jax.tree.map(lambda names, x: layout.update_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
 
 
@@ -374,7 +374,7 @@ def named(mesh: Mesh, specs: Any) -> Any:
 
 @dataclass(frozen=True)
 class ParamRow:
-    """One line of `explain`: a parameter, its shape and spec, and the bytes that one device holds of it."""
+    """One line of `explain`: a parameter, its shape and spec, and its bytes on one device."""
 
     name: str
     shape: tuple[int, ...]
@@ -383,7 +383,7 @@ class ParamRow:
 
 
 def explain(params: Params, specs: Specs, mesh: Mesh) -> list[ParamRow]:
-    """How every parameter lies on the mesh; the rows of the table that `--explain` prints.
+    """How every parameter is sharded: the rows of the table that `--explain` prints.
 
     `params` is a tree of arrays or shape structs, `specs` their PartitionSpecs.
     """

@@ -1,4 +1,4 @@
-"""The train state: one pytree that holds all that a run carries from step to step, and how it lies on the mesh."""
+"""The train state: one pytree with all that a run carries from step to step, and its sharding."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrainState:
     opt_state: optax.OptState
     """The optimizer's state."""
     exchange_state: Any
-    """The gradient exchange's state; that of a single replica is the same as that of several."""
+    """The gradient exchange's state; the same tree with one replica as with several."""
     loss_scale: LossScale
     """The loss scale; empty without float16."""
     guard: Guard
@@ -64,7 +64,7 @@ class StateSpec:
     grads: Specs
     """PartitionSpecs of the gradients while they are exchanged."""
     update: Specs
-    """PartitionSpecs of gradients and parameters in the update, and of what the optimizer keeps of a parameter."""
+    """PartitionSpecs of gradients, parameters and per-parameter optimizer state in the update."""
     shapes: TrainState
     """The state's shapes."""
     specs: TrainState
@@ -122,8 +122,8 @@ def make_state_spec(
 ) -> StateSpec:
     """Infers shapes, then specs, then shardings of the whole state; nothing is allocated.
 
-    The optimizer's state lies as the parameters do in the update. Raises ConfigError when the mesh does not suit the
-    model.
+    The optimizer's state is sharded like the parameters in the update. Raises ConfigError when the mesh does not suit
+    the model.
     """
     specs = param_specs(layout, network.axes, network.param_shapes)
     gradient_specs = grad_specs(layout, network.axes, network.param_shapes)
@@ -168,7 +168,7 @@ def _whole(tree: Any) -> Any:
 
 
 def param_bytes_per_device(params: Params) -> int:
-    """Bytes of the parameters that the first local device holds, read off the arrays' own shards."""
+    """Bytes of the parameters on the first local device, by the arrays' own shards."""
     device = jax.local_devices()[0]
     return sum(
         shard.data.nbytes
@@ -179,5 +179,5 @@ def param_bytes_per_device(params: Params) -> int:
 
 
 def replicated(layout: Layout) -> NamedSharding:
-    """The sharding of a value that every device holds whole."""
+    """The sharding of a replicated value."""
     return NamedSharding(layout.mesh, PartitionSpec())

@@ -3,11 +3,11 @@
 Its parts, in order:
 
 1. local gradients: `shard_map`, manual over `replica` alone; XLA shards the rest over `fsdp` and `tensor`;
-2. the finite check of what every replica has, and the sums of metrics, in one small reduction;
-3. the exchange: a second `shard_map`, manual over every axis, where each device hands over its own shard;
+2. the finite check of all replicas' gradients and the sums of metrics, in one small reduction;
+3. the exchange: a second `shard_map`, manual over every axis, where each device exchanges its own shard;
 4. the update: plain `jit` on sharded gradients, so that norms are global and its work is split over the devices;
-5. the choice between the new state and the old, for a step whose numbers are bad. It comes last: a condition in front
-   of the exchange would wait for all gradients, and the exchange could not overlap the backward pass.
+5. the choice between the new and the old state when the step's numbers are bad. It comes last: a condition before the
+   exchange would wait for all gradients, and the exchange could not overlap the backward pass.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class StepConfig(Config):
 
 @dataclass(frozen=True)
 class Parts:
-    """Everything that a step is made of; built once by `jaxdl.run.build.make_parts`."""
+    """All parts of a step; built once by `jaxdl.run.build.make_parts`."""
 
     network: Network
     task: Task
@@ -80,7 +80,7 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
     The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded over
     `(replica, fsdp)`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
     `momentum` where it changes, `exchange/...`, with float16 `loss_scale` and `skipped_steps`, and with the guard
-    `bad_steps` (so far) and `bad_in_row`; of a step that is skipped `grad_norm` and `exchange/...` are NaN.
+    `bad_steps` (so far) and `bad_in_row`; `grad_norm` and `exchange/...` are NaN in a skipped step.
     """
     shardings = parts.state_spec.shardings
 
@@ -134,7 +134,7 @@ def apply_network(
     train: bool,
     forget: bool = False,
 ) -> tuple[jax.Array, ModelState]:
-    """`(outputs, model_state)` of the network on a batch, in the precision's dtype and laid out by `layout`.
+    """`(outputs, model_state)` of the network on a batch, in the precision's dtype, sharded by `layout`.
 
     `train` and `forget` are those of `Network.apply`.
     """
@@ -152,7 +152,7 @@ def apply_network(
 def _local_gradients(
     parts: Parts, state: TrainState, batch: Batch, loss_factor: jax.Array
 ) -> tuple[Grads, Sums, ModelState]:
-    """Region 1: `(grads, sums, model_state)`; grads and sums are each replica's own, leaves `[replica, ...]`.
+    """Part 1: `(grads, sums, model_state)`; grads and sums are each replica's own, leaves `[replica, ...]`.
 
     `loss_factor` times the number of replicas multiplies the sum of losses, so that the mean of the gradients over
     `replica` is the gradient of the mean loss over the global batch, however the examples are spread.
@@ -195,8 +195,8 @@ def _local_gradients(
             microbatches = {name: split(x, num_parts) for name, x in batch.items()}
             (grads, model_state), sums = lax.scan(body, (zeros, model_state), microbatches)
             sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
-        # Running statistics are averaged over `replica`: each replica normalized with those of its own batch. Laid out
-        # whole first: XLA cannot reduce over a manual axis of size 1 what it has split over an automatic one.
+        # Running statistics are averaged over `replica`: each replica normalizes with those of its own batch.
+        # Replicated first: XLA cannot reduce over a manual axis of size 1 what it has split over an automatic one.
         model_state = _pmean_at_once(lax.with_sharding_constraint(model_state, PartitionSpec()), replica)
         return jax.tree.map(lambda x: x[None], grads), jax.tree.map(lambda x: x[None], sums), model_state
 
@@ -210,7 +210,7 @@ def _local_gradients(
 
 
 def _pmean_at_once(tree: Any, axis: str) -> Any:
-    """The mean of each leaf over the axis, in one message: a network has dozens of small statistics."""
+    """The mean of each leaf over the axis, in one all-reduce: a network has dozens of small statistics."""
     if not jax.tree.leaves(tree):
         return tree
     flat, as_tree = ravel_pytree(tree)
@@ -226,9 +226,9 @@ def split(x: jax.Array, num_parts: int) -> jax.Array:
 
 
 def _reduced(parts: Parts, grads: Grads, sums: Sums, *, checked: bool) -> tuple[Sums, jax.Array]:
-    """Region 2: the sums over all replicas, and whether every gradient of every replica is finite (if `checked`).
+    """Part 2: the sums over all replicas, and whether every gradient of every replica is finite (if `checked`).
 
-    Local gradients, because a compressor can hide what is not finite. Over `replica` it is a single reduction.
+    Checks local gradients, because a compressor can hide non-finite numbers. One all-reduce over `replica`.
     """
     replica, names = Axis.REPLICA.value, list(sums)
     specs = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), parts.state_spec.grads, is_leaf=is_spec)
@@ -247,10 +247,52 @@ def _reduced(parts: Parts, grads: Grads, sums: Sums, *, checked: bool) -> tuple[
     return dict(zip(names, total, strict=False)), total[-1] == 0 if checked else jnp.bool_(True)
 
 
+def _exchange(parts: Parts, grads: Grads, exchange_state: Any, key: jax.Array) -> tuple[Grads, Any, Metrics]:
+    """Part 3: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard."""
+    spec = parts.state_spec
+    exchanged = exchanged_on_mesh(
+        parts.exchange, spec.grads, spec.specs.exchange_state, parts.layout.mesh, wanted=spec.update
+    )
+    return exchanged(grads, exchange_state, key)
+
+
+def _update(parts: Parts, state: TrainState, grads: Grads) -> tuple[TrainState, Metrics]:
+    """Part 4: clipping, the optimizer, and the moving average of the parameters."""
+    config = parts.config
+    grad_norm = global_norm(grads)
+    if config.clip_norm is not None:
+        factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(grad_norm, jnp.finfo(jnp.float32).tiny))
+        grads = jax.tree.map(lambda g: g * factor, grads)
+    spec = parts.state_spec
+    old = _resharded(parts, state.params, spec.update)
+    num_made = num_updates(state.opt_state)
+    rates = parts.rates(num_made)
+    updates, opt_state = parts.optimizer.update(grads, state.opt_state, old, rates=rates)
+    # Without the first line XLA may gather the updates rather than the parameters, and every device adds them all up.
+    params = _resharded(parts, optax.apply_updates(old, updates), spec.update)
+    params = _resharded(parts, params, spec.params)
+    ema_params = state.ema_params
+    if config.ema_decay is not None:
+        # Early on the average is over the steps so far, not over the initial values.
+        decay = jnp.minimum(config.ema_decay, (1.0 + num_made) / (10.0 + num_made))
+        ema_params = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema_params, params)
+    metrics = {"grad_norm": grad_norm, "learning_rate": rates.learning_rate}
+    if rates.momentum is not None:
+        metrics["momentum"] = rates.momentum
+    return state.replace(params=params, opt_state=opt_state, ema_params=ema_params), metrics
+
+
+def _resharded(parts: Parts, params: optax.Params, specs: Specs) -> Any:
+    """The parameters, resharded to `specs` where the update is sharded unlike them."""
+    if parts.state_spec.update == parts.state_spec.params:
+        return params
+    return lax.with_sharding_constraint(params, named(parts.layout.mesh, specs))
+
+
 def _guarded(
     parts: Parts, state: TrainState, changed: TrainState, more: Metrics, sums: Sums, finite: jax.Array
 ) -> tuple[TrainState, Metrics]:
-    """Region 5: the changed state, or for a step that is skipped the old one, with counters and loss scale after it."""
+    """Part 5: the changed state, or the old one if the step is skipped; either with new counters and loss scale."""
     loss = sums["loss"] / sums["weight"]
     loss_fine = jnp.isfinite(loss) & ~parts.guard.is_spike(state.guard, loss)
     # A gradient may also leave the range of float32 on its way to the update; then its norm does.
@@ -272,45 +314,3 @@ def _guarded(
         scale = choose(bad, scale, parts.precision.next_loss_scale(scale, kept))
         more |= {name: scale[name].astype(jnp.float32) for name in ("skipped_steps",)} | {"loss_scale": scale["scale"]}
     return changed.replace(guard=guard, loss_scale=scale), more
-
-
-def _exchange(parts: Parts, grads: Grads, exchange_state: Any, key: jax.Array) -> tuple[Grads, Any, Metrics]:
-    """Region 3: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard."""
-    spec = parts.state_spec
-    exchanged = exchanged_on_mesh(
-        parts.exchange, spec.grads, spec.specs.exchange_state, parts.layout.mesh, wanted=spec.update
-    )
-    return exchanged(grads, exchange_state, key)
-
-
-def _update(parts: Parts, state: TrainState, grads: Grads) -> tuple[TrainState, Metrics]:
-    """Region 4: clipping, the optimizer, and the moving average of the parameters."""
-    config = parts.config
-    grad_norm = global_norm(grads)
-    if config.clip_norm is not None:
-        factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(grad_norm, jnp.finfo(jnp.float32).tiny))
-        grads = jax.tree.map(lambda g: g * factor, grads)
-    spec = parts.state_spec
-    old = _laid_out(parts, state.params, spec.update)
-    num_made = num_updates(state.opt_state)
-    rates = parts.rates(num_made)
-    updates, opt_state = parts.optimizer.update(grads, state.opt_state, old, rates=rates)
-    # Without the first line XLA may gather the updates rather than the parameters, and every device adds them all up.
-    params = _laid_out(parts, optax.apply_updates(old, updates), spec.update)
-    params = _laid_out(parts, params, spec.params)
-    ema_params = state.ema_params
-    if config.ema_decay is not None:
-        # Early on the average is over the steps so far, not over the initial values.
-        decay = jnp.minimum(config.ema_decay, (1.0 + num_made) / (10.0 + num_made))
-        ema_params = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema_params, params)
-    metrics = {"grad_norm": grad_norm, "learning_rate": rates.learning_rate}
-    if rates.momentum is not None:
-        metrics["momentum"] = rates.momentum
-    return state.replace(params=params, opt_state=opt_state, ema_params=ema_params), metrics
-
-
-def _laid_out(parts: Parts, params: optax.Params, specs: Specs) -> Any:
-    """Parameters laid out as `specs`, unless that is how they always are."""
-    if parts.state_spec.update == parts.state_spec.params:
-        return params
-    return lax.with_sharding_constraint(params, named(parts.layout.mesh, specs))

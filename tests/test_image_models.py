@@ -194,7 +194,7 @@ def test_a_fresh_vit_knows_nothing_and_its_positions_differ():
 def test_images_that_are_too_small_are_refused(config, size):
     network = network_of(config)
     _, stats = jax.eval_shape(network.init, jax.random.key(0))
-    with pytest.raises(ConfigError, match=f"{size} x {size} pixels: nothing is left of them"):
+    with pytest.raises(ConfigError, match=f"{size} x {size} pixels: too small"):
         jax.eval_shape(
             lambda p, s, x: network.apply(p, s, x, train=True),
             network.param_shapes,

@@ -85,5 +85,5 @@ def test_the_loss_is_the_mean_over_both_labels():
 
 def test_an_odd_batch_is_refused():
     odd = {name: value[:3] for name, value in batch().items()}
-    with pytest.raises(ConfigError, match="batch of 3: neighbours are mixed, so it must be even"):
+    with pytest.raises(ConfigError, match="batch of 3: mixup and cutmix pair the examples, so it must be even"):
         Classification(mixup=0.2).augmented(odd, jax.random.key(0))

@@ -42,7 +42,7 @@ def test_groups_are_batches_of_their_own():
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
     whole, _ = single.apply(params, stats, image, train=True)
     assert np.abs(whole - expected).max() > 0.05 * np.abs(expected).max(), "one batch of all is something else"
-    with pytest.raises(ConfigError, match="a batch of 6 examples cannot be divided so"):
+    with pytest.raises(ConfigError, match="a batch of 6 examples cannot be divided into such groups"):
         grouped.apply(params, stats, image[:6], train=True)
 
 

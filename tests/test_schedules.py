@@ -59,8 +59,8 @@ def test_steps():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"milestones_epochs": ()}, "give epochs that grow"),
-        ({"milestones_epochs": (3.0, 2.0)}, "give epochs that grow"),
+        ({"milestones_epochs": ()}, "give increasing epochs"),
+        ({"milestones_epochs": (3.0, 2.0)}, "give increasing epochs"),
         ({"milestones_epochs": (0.0, 2.0)}, "after the start"),
     ],
 )
@@ -78,7 +78,7 @@ def test_steps_mistakes(fields, message):
     ],
 )
 def test_milestones_outside_of_the_run_are_refused(fields):
-    with pytest.raises(ConfigError, match=r"milestones-epochs 3 .: not all lie between"):
+    with pytest.raises(ConfigError, match=r"milestones-epochs 3 .: not all are between"):
         Steps(**fields).build(peak=PEAK, total_steps=90, steps_per_epoch=10)
 
 
@@ -96,7 +96,7 @@ def test_decay_in_epochs_survives_another_batch_size():
         by_epochs = Polynomial(decay_epochs=15.0).build(peak=PEAK, total_steps=TOTAL, steps_per_epoch=steps_per_epoch)
         by_steps = Polynomial(decay_steps=steps).build(peak=PEAK, total_steps=TOTAL, steps_per_epoch=1)
         np.testing.assert_array_equal(rates(by_epochs, TOTAL), rates(by_steps, TOTAL))
-    with pytest.raises(ValueError, match="both say how long the decay is"):
+    with pytest.raises(ValueError, match="both set the length of the decay"):
         Polynomial(decay_steps=1, decay_epochs=1.0)
 
 

@@ -1,7 +1,7 @@
 """Architectures: flax.nnx modules whose parameters carry logical axis names. No mesh, no collectives.
 
 `ResNet`, `AlexNet`, `VGG`, `ViT` and `Transformer` are configs; their `build()` returns a function that makes the
-module from random keys. `Network` is such a module split once into a pure function and trees of plain arrays.
+module from random keys. `Network` is such a module, split once into pure functions and trees of arrays.
 """
 
 from jaxdl.models.network import Network

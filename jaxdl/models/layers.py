@@ -1,4 +1,4 @@
-"""Layers that the networks for images share: normalization, convolutions, the linear layer of the logits."""
+"""Layers of the image networks: normalization, convolutions, the linear layer of the logits."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class NormConfig(Protocol):
 
     @property
     def norm_span(self) -> str | int:
-        """Whose batch the statistics are of: "mesh" for all of it; or of how many examples."""
+        """The examples of a statistic: "replica", "mesh", or how many."""
         ...
 
     @property
     def norm_momentum(self) -> float | None:
-        """Part of the running statistics that a step keeps."""
+        """Part of the running statistics that each step keeps."""
         ...
 
     @property
@@ -44,8 +44,8 @@ class NormConfig(Protocol):
 class Norm(nnx.Module):
     """Batch or group normalization of [batch, height, width, channel].
 
-    Statistics and arithmetic are float32 whatever `dtype`, the dtype of the result: in a lower one flax would also
-    round the running statistics before it uses them in evaluation.
+    Statistics and arithmetic are float32; only the result is in `dtype`. In a 16-bit dtype flax would also round the
+    running statistics before it uses them in evaluation.
     """
 
     def __init__(self, config: NormConfig, channels: int, rngs: nnx.Rngs, *, dtype: DTypeLike, zero_init: bool = False):
@@ -78,14 +78,14 @@ class Norm(nnx.Module):
 
     @staticmethod
     def _normalized_in_groups(norm: nnx.BatchNorm, x: jax.Array, span: int) -> jax.Array:
-        """Batch norm with the statistics of each `span` examples that follow one another; float32.
+        """Batch norm with the statistics of each group of `span` consecutive examples; float32.
 
-        The running statistics move towards the means over the groups. A group larger than what is here of the batch
-        takes in neighbouring replicas.
+        The running statistics move towards the means over the groups. A group larger than this
+        replica's batch includes neighbouring replicas.
         """
         num = x.shape[0]
         if num % span and span % num:
-            raise ConfigError(f"norm_span = {span}: a batch of {num} examples cannot be divided so")
+            raise ConfigError(f"norm_span = {span}: a batch of {num} examples cannot be divided into such groups")
         groups = max(1, num // span)
         grouped = x.astype(jnp.float32).reshape(groups, num // groups, *x.shape[1:])
         within = tuple(range(1, grouped.ndim - 1))
@@ -103,7 +103,7 @@ class Norm(nnx.Module):
 
 
 class Head(nnx.Module):
-    """The linear layer of the logits: its product has operands in `dtype`, its result and its bias are float32."""
+    """The linear layer of the logits: operands in `dtype`; result and bias in float32."""
 
     def __init__(self, channels: int, num_classes: int, rngs: nnx.Rngs, *, dtype: DTypeLike, stddev: float = 0.01):
         kernel = nnx.initializers.normal(stddev)(rngs.params(), (channels, num_classes), jnp.float32)
@@ -117,18 +117,18 @@ class Head(nnx.Module):
 
 
 class Conv(nnx.Conv):
-    """A convolution whose gradients are summed as `jaxdl.models.products` says; the padding is in numbers."""
+    """A convolution whose gradients are summed as in `jaxdl.models.products`; the padding is numeric."""
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[batch, height, width, channel_in] -> [batch, height', width', channel_out]."""
-        # Flax declares both as what it takes; here they are what `conv` gives it.
+        # Flax declares all that it accepts; `conv` passes only these types.
         strides, padding = cast(tuple[int, int], self.strides), cast(Pairs, self.padding)
         x = weight_convolution(inputs.astype(self.dtype), self.kernel[...], strides=strides, padding=padding)
         return x if self.bias is None else add_bias(x, self.bias[...])
 
 
 class Linear(nnx.Linear):
-    """x kernel + bias, with gradients summed as `jaxdl.models.products` says."""
+    """x kernel + bias, with gradients summed as in `jaxdl.models.products`."""
 
     def __call__(self, inputs: jax.Array) -> jax.Array:
         """[..., channel_in] -> [..., channel_out]."""
@@ -141,7 +141,7 @@ def conv(
 ) -> Conv:
     """A convolution. The same padding on both sides: "SAME" would shift the image when the stride is 2.
 
-    One whose kernels lie beside each other has none.
+    No padding when the stride is the kernel's size.
     """
     padding = 0 if size == stride else size // 2
     return Conv(

@@ -1,4 +1,4 @@
-"""A network as pure functions on plain pytrees: the NNX graph is traversed once, here, and never again in the loop."""
+"""A network as pure functions on plain pytrees: the NNX graph is traversed here once, never in the training loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Network:
     """An NNX module, split once: `init` and `apply` are pure and work on nested dictionaries of arrays.
 
     Attributes:
-      axes: the logical axes of each parameter, a tuple of names a parameter; see `jaxdl.sharding`.
+      axes: the logical axes of each parameter, a tuple of names each; see `jaxdl.sharding`.
       param_shapes: shape and dtype of each parameter.
     """
 
@@ -24,7 +24,7 @@ class Network:
         abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
         self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
         unknown = [type(leaf).__name__ for _, leaf in nnx.to_flat_state(rest) if not isinstance(leaf, nnx.BatchStat)]
-        assert not unknown, f"a network holds parameters and batch statistics alone, not {set(unknown)}"
+        assert not unknown, f"a network holds only parameters and batch statistics, not {set(unknown)}"
         self.axes: LogicalAxes = nnx.to_pure_dict(
             jax.tree.map(_axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
         )
@@ -40,7 +40,7 @@ class Network:
     ) -> tuple[jax.Array, dict[str, Any]]:
         """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics.
 
-        With `forget` they are those of these inputs alone: nothing is left of the running ones.
+        With `forget` they are those of these inputs alone, without the running ones.
         """
         module = nnx.merge(self._graphdef, nnx.State(params), nnx.State(model_state), copy=True)
         if forget:
@@ -52,7 +52,7 @@ class Network:
 
 
 def _axes(variable: nnx.Variable) -> tuple[str, ...]:
-    """The logical axes of a parameter, with `layers` in front when it is stacked."""
+    """The logical axes of a parameter, after `layers` when it is stacked."""
     axes, ndim = variable.get_metadata().get("axes"), len(variable.shape)
     assert axes is not None, f"a parameter of shape {variable.shape} has no logical axes"
     assert ndim - len(axes) in (0, 1), f"a parameter of shape {variable.shape} has axes {axes}"

@@ -1,6 +1,6 @@
 """Networks without shortcuts, for images: AlexNet with batch normalization, and VGG.
 
-Both end in three linear layers, of which the first reads a fixed grid; images of another size are averaged to it.
+Both end in three linear layers; the first reads a fixed grid, to which images of other sizes are averaged.
 Neither has dropout.
 """
 
@@ -26,14 +26,14 @@ _ALEXNET = ((96, 11, 4, True), (256, 5, 1, True), (384, 3, 1, False), (384, 3, 1
 
 
 class PlainConfig(Config):
-    """What `AlexNet` and `VGG` have in common."""
+    """What `AlexNet` and `VGG` share."""
 
     modality: ClassVar[str] = "images"
     width: float = pydantic.Field(default=1.0, gt=0)
     """Factor of all channels and hidden units; 1 is the published network."""
     norm_span: Literal["replica", "mesh"] | Annotated[int, pydantic.Field(ge=2)] = "replica"
-    """Batch norm statistics in training: over one replica's batch, over the whole mesh (an all-reduce a layer), or over
-    groups of so many examples, such as those of 1, 2 or 4 devices; the same on every mesh."""
+    """Examples in each batch norm statistic in training: those of one replica, of the whole mesh (an all-reduce for
+    each layer), or so many consecutive ones, such as those of 1, 2 or 4 devices: the same groups on every mesh."""
     norm_momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
     """Part of batch norm's running statistics that a step keeps; None takes 0.9."""
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
@@ -76,7 +76,7 @@ class VGG(PlainConfig):
     depth: Literal[16, 19] = 16
     """Weighted layers."""
     batch_norm: bool = True
-    """Batch norm after every convolution. Without it the network is the published one, and hard to train."""
+    """Batch norm after every convolution. Without it the network is as published, and hard to train."""
 
     @pydantic.model_validator(mode="after")
     def _norm_fits(self) -> VGG:
@@ -139,7 +139,7 @@ class PlainModule(nnx.Module):
     def __call__(self, image: jax.Array, *, train: bool) -> jax.Array:
         """Normalized image [batch, height, width, channel] -> logits, float32 [batch, num_classes].
 
-        Raises ConfigError for images that the poolings leave nothing of.
+        Raises ConfigError for images too small for the poolings.
         """
         x = image
         for number, pooled in enumerate(self.pools, start=1):
@@ -150,7 +150,9 @@ class PlainModule(nnx.Module):
             if pooled:
                 x = nnx.max_pool(x, (self.pool, self.pool), strides=(2, 2))
         if 0 in x.shape:
-            raise ConfigError(f"{image.shape[1]} x {image.shape[2]} pixels: nothing is left of them after the poolings")
+            raise ConfigError(
+                f"{image.shape[1]} x {image.shape[2]} pixels: too small, nothing is left after the poolings"
+            )
         if self.norm_grid:
             x = self.grid_norm(x, train=train)
         x = averaged(x, self.grid)

@@ -1,15 +1,15 @@
 """Products of activations with weights, and sums with biases, whose gradients are summed in float32.
 
 Where the batch is split over devices, XLA's partitioner sums the gradient of a weight over them right at the product
-that makes it, in the dtype of its result, before any conversion that follows. So the dtype of the weight decides:
+that makes it, in the dtype of its result, before any later conversion. So the dtype of the weight decides:
 
-- one of the activations' dtype has the plain product, and a gradient that is made and summed in that dtype;
-- a float32 one beside 16-bit activations is rounded to their dtype for the product. Its gradient is a product of 16-bit
-  operands with a float32 result, so that what each device adds to the sum has not been rounded, and the sum is float32.
+- a weight in the activations' dtype has the plain product, and its gradient is computed and summed in that dtype;
+- a float32 weight is rounded to the dtype of 16-bit activations for the product. Its gradient is a product of 16-bit
+  operands with a float32 result, so each device's part is not rounded, and the sum is float32.
 
-GPUs multiply 16-bit matrices to float32 ones. Their convolutions have results in the dtype of the operands only (XLA
+GPUs multiply 16-bit matrices with float32 results. Their convolutions have results in the operands' dtype only (XLA
 would convert the operands to float32, and lose the tensor cores): there each device's part of the gradient is rounded,
-and then summed in float32.
+then summed in float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jaxdl.precision import float32_matmul
 from jaxdl.sharding import Layout, current_layout
 
 Pairs = tuple[tuple[int, int], ...]
-"""The padding in front of and behind each dimension of an image."""
+"""The padding before and after each dimension of an image."""
 
 
 def weight_product(
@@ -36,8 +36,8 @@ def weight_product(
     """`x` [batch..., contracted...] by `kernel` [contracted..., features...]: [batch..., features...].
 
     `num_contracted` dimensions are contracted. The result is in the dtype of `x`; with `float32_result` it is float32,
-    not rounded to that dtype (for logits, whose softmax wants float32; one contracted dimension), and the gradient that
-    comes back is rounded.
+    not rounded to that dtype (for logits, whose softmax needs float32; one contracted dimension), and the cotangent is
+    rounded.
     """
     assert num_contracted == 1 or not float32_result, "logits are the product with a matrix"
     if kernel.dtype != x.dtype:
@@ -129,7 +129,7 @@ def _wide_convolution_backward(
     manual = (*(layout.manual if layout else ()), *axes)
 
     def kernel_gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
-        # Differentiated at a kernel that differs between the devices, so that the transpose does not sum over them.
+        # The kernel varies between the devices, so that its transpose does not sum over them.
         kernel = lax.pcast(jnp.zeros(narrow.shape, narrow.dtype), manual, to="varying")
         _, transpose = jax.vjp(lambda kernel: _convolution(x, kernel, strides, padding), kernel)
         return transpose(cotangent)[0]

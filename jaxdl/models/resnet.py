@@ -39,13 +39,13 @@ class ResNet(Config):
     """First layers. imagenet: 7x7 stride 2, then 3x3 max-pool stride 2; cifar: 3x3 stride 1; patch2: 3x3 stride 2;
     patch4: 4x4 stride 4 without padding (Liu et al., arXiv 2201.03545, section 2.3); None takes the family's."""
     space_to_depth: bool = False
-    """Compute the 7x7 convolution of the imagenet stem as one of 4x4 on 12 channels, four pixels in each: the same
-    function and parameters, in another shape. For images of even height and width."""
+    """Compute the 7x7 convolution of the imagenet stem as one of 4x4 on 2x2 blocks of pixels (12 channels): the same
+    function and parameters. For images of even height and width."""
     norm: Literal["batch", "group"] = "batch"
     """Batch normalization, or group normalization (statistics of one example; at most 32 groups)."""
     norm_span: Literal["replica", "mesh"] | Annotated[int, pydantic.Field(ge=2)] = "replica"
-    """Batch norm statistics in training: over one replica's batch, over the whole mesh (an all-reduce a layer), or over
-    groups of so many examples, such as those of 1, 2 or 4 devices; the same on every mesh."""
+    """Examples in each batch norm statistic in training: those of one replica, of the whole mesh (an all-reduce for
+    each layer), or so many consecutive ones, such as those of 1, 2 or 4 devices: the same groups on every mesh."""
     norm_momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
     """Part of batch norm's running statistics that a step keeps; None takes 0.9."""
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
@@ -80,7 +80,9 @@ class ResNet(Config):
     def _stem_fits(self) -> ResNet:
         family = "imagenet" if self.depth in _IMAGENET_BLOCKS else "cifar"
         if self.space_to_depth and (self.stem or family) != "imagenet":
-            raise ValueError("space_to_depth = True: it is about the 7x7 convolution of the imagenet stem. Remove it.")
+            raise ValueError(
+                "space_to_depth = True: it applies only to the 7x7 convolution of the imagenet stem. Remove it."
+            )
         return self
 
     @property
@@ -135,9 +137,9 @@ class Block(nnx.Module):
 class ResNetModule(nnx.Module):
     """The network of a `ResNet` config.
 
-    Batch norm in training uses the batch of one replica (synchronized inside the replica), with norm_span = mesh of all
-    replicas, or of as many examples as norm_span says; the call knows of replicas from `jaxdl.sharding.use_layout`.
-    Its running variance is the biased one.
+    Batch norm in training uses the batch of one replica (synchronized inside the replica), of all replicas with
+    norm_span = mesh, or of norm_span examples; `jaxdl.sharding.use_layout` says what the replicas are. Its running
+    variance is the biased one.
     """
 
     def __init__(self, config: ResNet, rngs: nnx.Rngs, *, num_classes: int, channels: int, dtype: DTypeLike):
@@ -176,12 +178,12 @@ class ResNetModule(nnx.Module):
     def _deep_stem(self, image: jax.Array) -> jax.Array:
         """The stem's convolution, from blocks of 2x2 pixels.
 
-        An output reads rows 2i - 3 to 2i + 3 of the image. With a row of zeros in front of the kernel they are 2i - 4
-        to 2i + 3, the blocks i - 2 to i + 1.
+        An output reads rows 2i - 3 to 2i + 3 of the image. With a row of zeros before the kernel they are 2i - 4 to
+        2i + 3, the blocks i - 2 to i + 1.
         """
         batch, height, width, channels = image.shape
         if height % 2 or width % 2:
-            raise ConfigError(f"{height} x {width} pixels, with space_to_depth height and width have to be even")
+            raise ConfigError(f"{height} x {width} pixels, with space_to_depth height and width must be even")
         blocks = image.reshape(batch, height // 2, 2, width // 2, 2, channels).transpose(0, 1, 3, 2, 4, 5)
         blocks = blocks.reshape(batch, height // 2, width // 2, 4 * channels)
         kernel = jnp.pad(self.stem_conv.kernel[...], ((1, 0), (1, 0), (0, 0), (0, 0)))

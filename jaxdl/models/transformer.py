@@ -33,7 +33,7 @@ class Transformer(Config):
     embed_dim: int = pydantic.Field(default=256, ge=1)
     """Size of the residual stream; a multiple of num_heads."""
     num_heads: int = pydantic.Field(default=4, ge=1)
-    """Number of query heads; each has embed_dim / num_heads numbers, which must be even."""
+    """Number of query heads; each has size embed_dim / num_heads, which must be even."""
     num_kv_heads: int | None = pydantic.Field(default=None, ge=1)
     """Number of key and value heads, a divisor of num_heads (grouped-query attention); None takes num_heads."""
     mlp_dim: int | None = pydantic.Field(default=None, ge=1)
@@ -45,9 +45,9 @@ class Transformer(Config):
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
     """Added to the mean square before the square root."""
     scan_layers: bool = True
-    """Stack the layers' parameters and loop over them: compile time no longer grows with num_layers."""
+    """Stack the layers' parameters and scan over them: compile time no longer grows with num_layers."""
     remat: bool = False
-    """Compute each block again in the backward pass instead of storing its activations."""
+    """Recompute each block in the backward pass instead of storing its activations."""
 
     @pydantic.model_validator(mode="after")
     def _heads_fit(self) -> Transformer:
@@ -58,7 +58,7 @@ class Transformer(Config):
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"embed_dim / num_heads = {self.head_dim} is odd: rotary embeddings turn pairs of numbers. "
+                f"embed_dim / num_heads = {self.head_dim} is odd: rotary embeddings rotate pairs of numbers. "
                 "Change embed_dim or num_heads so that it is even."
             )
         if self.num_heads % self.kv_heads:
@@ -70,7 +70,7 @@ class Transformer(Config):
 
     @property
     def head_dim(self) -> int:
-        """Numbers of one head."""
+        """Size of one head."""
         return self.embed_dim // self.num_heads
 
     @property
@@ -106,7 +106,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Causal grouped-query self-attention with rotary embeddings.
 
-    The kernels keep heads and head_dim as dimensions of their own, so that the heads can be sharded without a reshape.
+    The kernels keep heads and head_dim as separate dimensions, so that heads can be sharded without a reshape.
     """
 
     def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: DTypeLike):
@@ -132,7 +132,7 @@ class Attention(nnx.Module):
         key = sharding.constrain(rotate(key, positions, self.rope_theta), "batch", "length", "kv_heads", "head_dim")
         value = sharding.constrain(value, "batch", "length", "kv_heads", "head_dim")
         if self.dtype == jnp.float16 and jax.default_backend() == "cpu":
-            # JAX asks for float16 products with float32 sums by name ("F16_F16_F32"), which XLA has not on CPUs.
+            # JAX requests float16 products with float32 sums by name ("F16_F16_F32"), which XLA lacks on CPUs.
             query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
         mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True).astype(self.dtype)
         mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
@@ -202,7 +202,7 @@ class TransformerModule(nnx.Module):
 
     def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
         """Tokens, int32 [batch, length] -> logits of each next token, float32 [batch, length, vocab]."""
-        del train  # Nothing here differs between training and evaluation; every network has the argument.
+        del train  # The same in training and evaluation; every network has the argument.
         x = sharding.lookup(self.embedding[...], tokens, self.dtype)
         x = self._through_layers(sharding.constrain(x, "batch", "length", "embed"))
         x = self.final_norm(x)
@@ -220,22 +220,22 @@ class TransformerModule(nnx.Module):
         return x
 
     def _body(self, graphdef: Any) -> Callable[[jax.Array, Any], tuple[jax.Array, None]]:
-        """One layer as the body of a scan: (x, state of the layer) -> (x, nothing)."""
+        """One layer as the body of a scan: (x, state of the layer) -> (x, None)."""
 
         def body(x: jax.Array, layer_state: Any) -> tuple[jax.Array, None]:
-            # Gathered inside the body, so that only one layer's whole parameters exist at a time, with remat
-            # in the backward pass too.
+            # Gathered inside the body, so that only one layer's full parameters exist at a time, with remat in the
+            # backward pass too.
             return nnx.merge(graphdef, sharding.gather_layer(layer_state))(x), None
 
-        # A loop already keeps XLA from merging the second computation with the first; preventing it again costs time.
+        # A scan already keeps XLA from merging the recomputation with the original; preventing CSE too costs time.
         return jax.checkpoint(body, prevent_cse=not self.scan_layers) if self.remat else body
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     """Rotary position embeddings (Su et al. 2021, section 3.2.2) of x, [batch, length, heads, head_dim], in its dtype.
 
-    Numbers i and i + head_dim / 2 are a pair, turned by positions [length] * theta^(-2 i / head_dim) radians; so the
-    product of a query and a key depends on their positions by the distance only.
+    Numbers i and i + head_dim / 2 are a pair, rotated by positions [length] * theta^(-2 i / head_dim) radians; so the
+    product of a query and a key depends on the distance of their positions only.
     """
     half = x.shape[-1] // 2
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)

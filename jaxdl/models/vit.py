@@ -1,7 +1,7 @@
 """Vision transformers: Dosovitskiy et al. (arXiv 2010.11929), with the simpler parts of Beyer et al. (2205.01580).
 
 Patches are embedded by one linear layer; their positions are fixed sines and cosines, so images may have any size that
-is a multiple of the patch; the tokens' mean goes to a linear head. No class token, no dropout.
+is a multiple of the patch; a linear head reads the mean of the tokens. No class token, no dropout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ViT(Config):
     norm_epsilon: float = pydantic.Field(default=1e-6, gt=0)
     """Added to the variance before the square root."""
     remat: bool = False
-    """Compute each block again in the backward pass instead of storing its activations."""
+    """Recompute each block in the backward pass instead of storing its activations."""
 
     @property
     def blocks(self) -> int:
@@ -89,7 +89,7 @@ class Attention(nnx.Module):
             part = add_bias(weight_product(x, kernel), bias)
             parts.append(sharding.constrain(part, "batch", "length", "heads", "head_dim"))
         if self.dtype == jnp.float16 and jax.default_backend() == "cpu":
-            # JAX asks for float16 products with float32 sums by name ("F16_F16_F32"), which XLA has not on CPUs.
+            # JAX requests float16 products with float32 sums by name ("F16_F16_F32"), which XLA lacks on CPUs.
             parts = [part.astype(jnp.float32) for part in parts]
         mixed = jax.nn.dot_product_attention(*parts).astype(self.dtype)
         mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")

@@ -1,8 +1,8 @@
 """Optimizers and learning-rate schedules: small optax transformations and the configs that chain them.
 
 An optimizer config (`SGD`, `AdamW`, `LARS`, `LAMB`) holds the peak learning rate; a schedule config (`Constant`,
-`Linear`, `Cosine`, `Polynomial`, `Steps`) holds its course. Trust ratios are taken layer by layer, also when a model
-keeps its layers stacked in one array, and stay off biases and normalization unless a config says otherwise.
+`Linear`, `Cosine`, `Polynomial`, `Steps`) its shape. Trust ratios are per layer, also in a stack of layers in one
+array, and exclude biases and normalization unless a config says otherwise.
 """
 
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio

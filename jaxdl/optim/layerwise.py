@@ -1,7 +1,7 @@
-"""Trust ratios: each layer's update is scaled by how large its weights are compared with its gradient.
+"""Trust ratios: each layer's update is scaled by the norm of its weights over that of its gradient.
 
 A *layer* here is one parameter, or one slice of a parameter that stacks layers along its leading dimension, so a
-scanned network has the same ratios as one whose layers are written out. The trees `mask` (bool: takes part) and
+scanned network has the same ratios as an unrolled one. The trees `mask` (bool: takes part) and
 `stacked` (int: leading dimensions that count layers) come from `jaxdl.optim.masks`.
 """
 
@@ -32,7 +32,7 @@ def scale_by_lars_trust_ratio(
         ratio = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon),  update = ratio (g + weight_decay w)
 
     with ratio 1 where |w| or |g| is zero. `optax.lars` divides by |g + weight_decay w| instead, which is smaller.
-    Parameters that `mask` leaves out pass unchanged, without decay. `clip` bounds every ratio, also that 1.
+    Parameters outside of `mask` are unchanged, without decay. `clip` bounds every ratio, also that 1.
     Stateless; the transformation's update needs `params`. Source: You et al., arXiv 1708.03888, equation 6.
     """
 
@@ -57,7 +57,7 @@ def scale_by_lamb_trust_ratio(
 ) -> optax.GradientTransformation:
     """Scales each layer's update u (Adam's direction plus weight decay) by |w| / |u|, or by 1 where either is zero.
 
-    Parameters that `mask` leaves out pass unchanged. `clip` bounds every ratio, also that 1.
+    Parameters outside of `mask` are unchanged. `clip` bounds every ratio, also that 1.
     Stateless; the transformation's update needs `params`. Source: You et al., arXiv 1904.00962, Algorithm 2.
     """
 
@@ -76,7 +76,7 @@ def scale_by_lamb_trust_ratio(
 
 
 def add_weight_decay(weight_decay: float, mask: Any) -> optax.GradientTransformation:
-    """Adds `weight_decay` times the parameter to the update of each parameter that `mask` lets take part.
+    """Adds `weight_decay` times the parameter to the update of each parameter in `mask`.
 
     Stateless; the transformation's update needs `params`.
     """

@@ -1,4 +1,4 @@
-"""What the logical axes of a parameter say about how it is optimized."""
+"""Masks of the optimizers, derived from the logical axes of the parameters."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def num_stacked_dims(axes: LogicalAxes) -> dict[str, Any]:
 def decay_mask(axes: LogicalAxes) -> dict[str, Any]:
     """Whether each parameter is a weight: in one layer it has two dimensions or more.
 
-    The others are biases and the scales of normalization, whose size means something else: weight decay and trust
-    ratios should leave them alone. `axes` is as in `num_stacked_dims`; the result has a bool for each parameter.
+    The others are biases and norm scales, which weight decay and trust ratios should exclude. `axes` is as in
+    `num_stacked_dims`; the result has a bool for each parameter.
     """
     stacked = num_stacked_dims(axes)
     return jax.tree.map(lambda names, dims: len(names) - dims >= 2, axes, stacked, is_leaf=_is_names)

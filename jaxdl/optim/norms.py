@@ -1,11 +1,11 @@
-"""2-norms over all of float32's range: squares of what is below 1e-19 or above 1e19 are outside of it.
+"""2-norms over all of float32's range, where squares of numbers below 1e-19 or above 1e19 leave it.
 
-Two sums of squares, of the numbers times a large and times a small power of two, cover all norms: that one is taken
-which neither lost nor overflowed. (With two sums instead of three this is Blue's algorithm, ACM TOMS 4, 1978, without
-its comparisons.) Unlike a maximum to scale by, they need no all-reduce of their own before the sums.
+Two sums of squares, of the numbers times a large and times a small power of two, cover all norms: the one that neither
+underflows nor overflows counts. (With two sums instead of three this is Blue's algorithm, ACM TOMS 4, 1978, without its
+comparisons.) Unlike scaling by the maximum, this needs no all-reduce before the sums.
 
-On a GPU both sums are made in one pass over memory. On a CPU XLA makes two passes, so there they are made only when a
-plain sum of squares comes out of the range where it is exact.
+On a GPU both sums take one pass over memory. On a CPU XLA makes two passes, so there they are computed only when a
+plain sum of squares is outside of the range where it is exact.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LARGE, _SMALL = np.float32(2.0**64), np.float32(2.0**-36)
 
 
 _SAFE = np.float32(2.0**-72), np.float32(2.0**120)
-"""Within these a plain sum of squares loses nothing: what is 2^27 times smaller than the norm still has a square."""
+"""Within these a plain sum of squares loses nothing: a number 2^27 times smaller than the norm still has a square."""
 
 
 def layer_norms(leaves: Sequence[jax.Array], num_stacked: Sequence[int]) -> list[jax.Array]:
@@ -32,7 +32,7 @@ def layer_norms(leaves: Sequence[jax.Array], num_stacked: Sequence[int]) -> list
 
     The leading `num_stacked` (0 or 1) dimensions of each count layers. Right for norms from 1e-30 to 1e30, infinite or
     NaN where an element is. All sums are joined in one vector before anything depends on them: where arrays are
-    sharded, each device has partial sums, and one small all-reduce serves all layers instead of one for every layer.
+    sharded, one small all-reduce of the partial sums serves all layers instead of one per layer.
     (The parallel tensor operator of Shi et al., arXiv 2010.10458, with shards of layers where that has whole layers.)
     """
     if not leaves:
@@ -64,11 +64,11 @@ def global_norm(tree: Any) -> jax.Array:
 
 
 def _norms(leaves: list[jax.Array], sums: Callable[[Sequence[jax.Array], np.float32], jax.Array]) -> jax.Array:
-    """Norms `[n]` of what `sums` adds up: it gives the sums of squares `[n]` of the leaves times a scale."""
+    """Norms `[n]`; `sums` gives the sums of squares `[n]` of the leaves times a scale."""
 
     def scaled(*leaves: jax.Array) -> jax.Array:
         up, down = jnp.sqrt(jnp.stack([sums(leaves, _LARGE), sums(leaves, _SMALL)]))
-        # Up to norm 1; what is not finite is larger, or is not a number either way.
+        # Up to norm 1; infinity is larger, and NaN stays NaN either way.
         return jnp.where(up <= _LARGE, up / _LARGE, down / _SMALL)
 
     def plain_first(*leaves: jax.Array) -> jax.Array:
@@ -76,7 +76,7 @@ def _norms(leaves: list[jax.Array], sums: Callable[[Sequence[jax.Array], np.floa
         safe = jnp.all((squares >= _SAFE[0]) & (squares <= _SAFE[1]))
 
         def wide() -> jax.Array:
-            with jax.named_scope("wide_norms"):  # By this name the compiled program shows what seldom runs.
+            with jax.named_scope("wide_norms"):  # Names the branch that seldom runs in the compiled program.
                 return scaled(*leaves)
 
         return lax.cond(safe, lambda: jnp.sqrt(squares), wide)

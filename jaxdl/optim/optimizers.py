@@ -28,7 +28,7 @@ class Optimizer(Config):
     """What all optimizers share."""
 
     learning_rate: float = pydantic.Field(default=0.1, gt=0, allow_inf_nan=False)
-    """The peak learning rate; the schedule says the rest."""
+    """The peak learning rate; the schedule decides its course."""
 
     def momentum_at(self, cycle: jax.Array) -> jax.Array | None:
         """The momentum of an update, where it changes over the run; `cycle` is the value of `Schedule.cycle`."""
@@ -46,8 +46,8 @@ class MomentumOptimizer(Optimizer):
     momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)
     """How much of the last update stays; 0 is plain gradient descent."""
     momentum_at_peak: float | None = pydantic.Field(default=None, ge=0, lt=1)
-    """Cycle the momentum against the learning rate: it goes from `momentum` in a straight line to this at the end of
-    the warm-up, and back by the end of the run. None keeps it as it is."""
+    """Cycle the momentum against the learning rate: it moves linearly from `momentum` to this value at the end of the
+    warm-up, and back by the end of the run. None keeps it constant."""
     nesterov: bool = False
     """Nesterov's momentum."""
 
@@ -56,7 +56,7 @@ class MomentumOptimizer(Optimizer):
         if self.momentum_at_peak == self.momentum:
             raise ValueError(
                 f"momentum_at_peak = {self.momentum_at_peak}: the same as momentum, so nothing would change. "
-                "Give another, or None."
+                "Give another value, or None."
             )
         if self.nesterov and not (self.momentum or self.momentum_at_peak):
             raise ValueError(
@@ -92,14 +92,14 @@ class SGD(MomentumOptimizer):
         g += weight_decay w;  m = momentum m + g;  w -= learning_rate m
         (with Nesterov's momentum: w -= learning_rate (g + momentum m))
 
-    The learning rate stands outside the momentum m, so a change of the rate acts on all of m at once.
+    The learning rate is outside the momentum m, so a change of the rate acts on all of m at once.
     """
 
     kind: Annotated[Literal["sgd"], Kind] = "sgd"
     weight_decay: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight decay, added to the gradient."""
     exclude_vectors: bool = True
-    """Keep weight decay off biases and normalization."""
+    """Exclude biases and normalization from weight decay."""
 
     @pydantic.model_validator(mode="after")
     def _effects(self) -> SGD:
@@ -120,13 +120,13 @@ class AdamW(AdamOptimizer):
 
     kind: Annotated[Literal["adamw"], Kind] = "adamw"
     learning_rate: float = pydantic.Field(default=1e-3, gt=0, allow_inf_nan=False)
-    """The peak learning rate; the schedule says the rest."""
+    """The peak learning rate; the schedule decides its course."""
     epsilon: float = pydantic.Field(default=1e-8, gt=0, allow_inf_nan=False)
     """Added to the root of the mean squared gradient."""
     weight_decay: float = pydantic.Field(default=0.01, ge=0, allow_inf_nan=False)
     """Weight decay, times the learning rate."""
     exclude_vectors: bool = True
-    """Keep weight decay off biases and normalization."""
+    """Exclude biases and normalization from weight decay."""
 
     @pydantic.model_validator(mode="after")
     def _effects(self) -> AdamW:
@@ -148,13 +148,13 @@ class LARS(MomentumOptimizer):
         ratio = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon)
         m = momentum m - learning_rate ratio (g + weight_decay w);  w += m
 
-    The learning rate is inside the momentum m. `optax.lars` has another ratio and by default masks nothing. The
+    The learning rate is inside the momentum m. `optax.lars` has another ratio and masks nothing by default. The
     defaults are MLPerf's reference point for a batch of 4096 images; it warms up for 5 epochs.
     """
 
     kind: Annotated[Literal["lars"], Kind] = "lars"
     learning_rate: float = pydantic.Field(default=10.0, gt=0, allow_inf_nan=False)
-    """The peak learning rate; the schedule says the rest."""
+    """The peak learning rate; the schedule decides its course."""
     weight_decay: float = pydantic.Field(default=2e-4, ge=0, allow_inf_nan=False)
     """Weight decay, added to the gradient and part of the trust ratio."""
     trust_coefficient: float = pydantic.Field(default=0.001, gt=0, allow_inf_nan=False)
@@ -164,7 +164,7 @@ class LARS(MomentumOptimizer):
     trust_ratio_clip: tuple[float, float] | None = None
     """Least and greatest trust ratio."""
     exclude_vectors: bool = True
-    """Keep weight decay and trust ratios off biases and normalization."""
+    """Exclude biases and normalization from weight decay and trust ratios."""
 
     @pydantic.model_validator(mode="after")
     def _effects(self) -> LARS:
@@ -192,7 +192,7 @@ class LAMB(AdamOptimizer):
 
     kind: Annotated[Literal["lamb"], Kind] = "lamb"
     learning_rate: float = pydantic.Field(default=2e-3, gt=0, allow_inf_nan=False)
-    """The peak learning rate; the schedule says the rest."""
+    """The peak learning rate; the schedule decides its course."""
     epsilon: float = pydantic.Field(default=1e-6, gt=0, allow_inf_nan=False)
     """Added to the root of the mean squared gradient."""
     weight_decay: float = pydantic.Field(default=0.01, ge=0, allow_inf_nan=False)
@@ -200,7 +200,7 @@ class LAMB(AdamOptimizer):
     trust_ratio_clip: tuple[float, float] | None = None
     """Least and greatest trust ratio."""
     exclude_vectors: bool = True
-    """Keep weight decay and trust ratios off biases and normalization."""
+    """Exclude biases and normalization from weight decay and trust ratios."""
 
     @pydantic.model_validator(mode="after")
     def _effects(self) -> LAMB:

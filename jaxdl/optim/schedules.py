@@ -21,8 +21,8 @@ Cycle = Callable[[jax.typing.ArrayLike], jax.Array]
 class Schedule(Config):
     """What all schedules share: the warm-up, linear from `warmup_start_fraction` of the peak to the peak.
 
-    Step s of W warm-up steps has the fraction (s + 1) / W of the way, so that the first update is not lost on a rate of
-    zero and the last warm-up step, W - 1, has exactly the peak. Decays start at step W, with the peak once more.
+    Step s of W warm-up steps is at the fraction (s + 1) / W of the way, so that the first update is not lost to a rate
+    of zero and the last warm-up step, W - 1, has exactly the peak. Decays start at step W, at the peak again.
     """
 
     warmup_epochs: float | None = pydantic.Field(default=None, ge=0, allow_inf_nan=False)
@@ -36,8 +36,8 @@ class Schedule(Config):
     def _one_warmup(self) -> Schedule:
         if self.warmup_epochs is not None and self.warmup_steps is not None:
             raise ValueError(
-                f"warmup_epochs = {self.warmup_epochs} and warmup_steps = {self.warmup_steps} both say how long the "
-                "warm-up is. Give one of them."
+                f"warmup_epochs = {self.warmup_epochs} and warmup_steps = {self.warmup_steps} both set the length of "
+                "the warm-up. Give one of them."
             )
         if self.warmup_start_fraction and not (self.warmup_epochs or self.warmup_steps):
             raise ValueError(
@@ -65,7 +65,7 @@ class Schedule(Config):
         return num_steps
 
     def build(self, *, peak: float, total_steps: int, steps_per_epoch: float) -> LearningRate:
-        """The learning rate as a function of the step, `peak` at its highest; it keeps its end value after the end.
+        """The learning rate as a function of the step, at most `peak`; after the end it keeps its end value.
 
         Raises ConfigError when the warm-up is longer than `total_steps`.
         """
@@ -87,10 +87,10 @@ class Schedule(Config):
         return learning_rate
 
     def cycle(self, *, total_steps: int, steps_per_epoch: float) -> Cycle:
-        """What goes in a straight line from 0 before the first step to 1 at the last of the warm-up, and back to 0.
+        """A line from 0 before the first step to 1 at the last warm-up step, and back to 0 after the last step.
 
-        It is 0 again after the last step of the run. Without a warm-up it begins at 1. For momentum that is cycled
-        against the learning rate, as in the DAWNBench recipes of Alibaba and Huawei.
+        Without a warm-up it begins at 1. For momentum that is cycled against the learning rate, as in the DAWNBench
+        recipes of Alibaba and Huawei.
         """
         num_warmup = self.num_warmup_steps(total_steps, steps_per_epoch)
         num_left = total_steps - num_warmup
@@ -109,11 +109,11 @@ class Schedule(Config):
 
     def _end_fraction(self) -> float:
         """Where the decay ends, as a fraction of the peak."""
-        raise AssertionError(f"{type(self).__name__} says nothing about its end")
+        raise AssertionError(f"{type(self).__name__} defines no end")
 
     def _shape(self, remaining: jax.Array) -> jax.Array:
         """The course of the decay from 1 to 0, by the fraction of it that remains (1 to 0)."""
-        raise AssertionError(f"{type(self).__name__} says nothing about its shape")
+        raise AssertionError(f"{type(self).__name__} defines no shape")
 
 
 class Constant(Schedule):
@@ -129,7 +129,7 @@ class Constant(Schedule):
 
 
 class Decay(Schedule):
-    """A schedule that comes down to a part of the peak."""
+    """A schedule that decays to a fraction of the peak."""
 
     end_fraction: float = pydantic.Field(default=0.0, ge=0, le=1)
     """Where the decay ends, as a fraction of the peak learning rate."""
@@ -162,16 +162,16 @@ class Steps(Schedule):
 
     kind: Annotated[Literal["steps"], Kind] = "steps"
     milestones_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
-    """When the rate falls, in epochs from the start of the run."""
+    """When the rate falls, in epochs since the start of the run."""
     factor: float = pydantic.Field(default=0.1, gt=0, lt=1)
-    """What it is multiplied by each time."""
+    """The factor at each milestone."""
 
     @pydantic.model_validator(mode="after")
     def _milestones_rise(self) -> Steps:
         if not self.milestones_epochs or list(self.milestones_epochs) != sorted({*self.milestones_epochs}):
-            raise ValueError(f"milestones_epochs = {self.milestones_epochs}: give epochs that grow, such as 30 60 80.")
+            raise ValueError(f"milestones_epochs = {self.milestones_epochs}: give increasing epochs, such as 30 60 80.")
         if self.milestones_epochs[0] <= 0:
-            raise ValueError(f"milestones_epochs = {self.milestones_epochs}: give epochs after the start.")
+            raise ValueError(f"milestones_epochs = {self.milestones_epochs}: give epochs after the start of the run.")
         return self
 
     def build(self, *, peak: float, total_steps: int, steps_per_epoch: float) -> LearningRate:
@@ -183,7 +183,7 @@ class Steps(Schedule):
         first, last = (round(self.milestones_epochs[place] * steps_per_epoch) for place in (0, -1))
         if first < num_warmup or last >= total_steps:
             raise ConfigError(
-                f"--schedule.milestones-epochs {' '.join(f'{one:g}' for one in self.milestones_epochs)}: not all lie "
+                f"--schedule.milestones-epochs {' '.join(f'{one:g}' for one in self.milestones_epochs)}: not all are "
                 f"between the end of the warm-up, at {num_warmup / steps_per_epoch:g} epochs, and of the run, at "
                 f"{total_steps / steps_per_epoch:g}. Give others."
             )
@@ -202,7 +202,7 @@ class Steps(Schedule):
 
 
 class Polynomial(Decay):
-    """A power of what remains: with t steps since the warm-up, end + (peak - end) (1 - t / decay_steps) ^ power.
+    """A power of the remaining decay: with t steps since the warm-up, end + (peak - end) (1 - t / decay_steps) ^ power.
 
     MLPerf's ResNet-50 reference is power 2, `end_fraction` 1e-4 / peak, and `decay_steps` as published with each batch
     size (all steps - warm-up steps + 1): the decay is then the same step by step. Its warm-up begins with a rate of
@@ -222,8 +222,8 @@ class Polynomial(Decay):
     def _one_decay(self) -> Polynomial:
         if self.decay_steps is not None and self.decay_epochs is not None:
             raise ValueError(
-                f"decay_steps = {self.decay_steps} and decay_epochs = {self.decay_epochs:g} both say how long the "
-                "decay is. Give one of them."
+                f"decay_steps = {self.decay_steps} and decay_epochs = {self.decay_epochs:g} both set the length of "
+                "the decay. Give one of them."
             )
         return self
 

@@ -1,4 +1,4 @@
-"""What is learnt: a task turns a network's outputs into sums over a batch, and sums into metrics.
+"""Tasks: the loss and the metrics. A task turns outputs into sums over a batch, and sums into metrics.
 
 Means are taken after the sums, so they are exact on any mesh and for any split of the batch.
 """
@@ -20,17 +20,17 @@ class Task(Protocol):
     """The interface of a task. `spec` describes a data set of the task's modality."""
 
     modality: ClassVar[str]
-    """What the task is about, "images" or "text"; the model and the data must be about the same."""
+    """Input of the task, "images" or "text"; the model and the data must have the same."""
     best_metric: ClassVar[str]
     """The metric by which checkpoints are compared."""
     best_mode: ClassVar[Literal["max", "min"]]
     """Whether a higher or a lower `best_metric` is better."""
     unit: ClassVar[str]
-    """What the throughput counts, in the plural: "examples" or "tokens"."""
+    """Unit of the throughput, in the plural: "examples" or "tokens"."""
 
     @property
     def objective(self) -> str:
-        """How the training loss differs from that of the evaluation, "with ..."; empty when they are the same."""
+        """How the training loss differs from the evaluation loss, "with ..."; empty when it does not."""
         ...
 
     def units_per_example(self, spec: DataSpec) -> int:
@@ -38,7 +38,7 @@ class Task(Protocol):
         ...
 
     def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
-        """The training batch, changed at random; a pure function of (key, row) for each row of the global batch."""
+        """The augmented training batch; a pure function of (key, row) for each row of the global batch."""
         ...
 
     def inputs(self, batch: Mapping[str, jax.Array], spec: DataSpec) -> tuple[jax.Array, ...]:
@@ -46,19 +46,19 @@ class Task(Protocol):
         ...
 
     def weight(self, batch: Mapping[str, jax.Array]) -> jax.Array:
-        """How many examples (or tokens) of the batch count: float32 scalar."""
+        """Number of examples (or tokens) that count: float32 scalar."""
         ...
 
     def sums(self, outputs: jax.Array, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
-        """Sums over what counts, float32 scalars: "loss", "weight" and what `metrics` needs."""
+        """Sums over the examples (or tokens) that count, float32 scalars: "loss", "weight" and those of `metrics`."""
         ...
 
     def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
-        """The metrics of sums that were added up over any number of batches."""
+        """The metrics, from sums over any number of batches."""
         ...
 
     def predictions(self, outputs: jax.Array) -> jax.Array:
-        """What the network predicts, for people: probabilities, float32."""
+        """Predicted probabilities, float32."""
         ...
 
 

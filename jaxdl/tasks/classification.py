@@ -14,7 +14,7 @@ from jaxdl.data import DataSpec, ImageSpec
 
 _DEFAULT_CROP_PADDING = 4
 _TOP = 5
-"""Top-5 accuracy says something only where there are more classes than these."""
+"""Top-5 accuracy is reported only with more classes than this."""
 
 
 class Classification(Config):
@@ -28,15 +28,15 @@ class Classification(Config):
     label_smoothing: float = pydantic.Field(default=0.0, ge=0, lt=1)
     """Part of the target spread evenly over all classes, in training only (Szegedy et al. 2016, section 7)."""
     augment: Literal["none", "flip", "crop_flip"] = "none"
-    """Random changes of training images, on the device. flip: mirror left-right; crop_flip: also crop after padding."""
+    """Augmentation of training images, on the device. flip: mirror left-right; crop_flip: also crop after padding."""
     crop_padding: int | None = pydantic.Field(default=None, ge=1)
     """Black pixels added to each side before the crop of augment = crop_flip; None takes 4."""
 
     mixup: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Blend neighbours of the batch, pixels and labels, in shares drawn from Beta(x, x) (arXiv 1710.09412); 0: not."""
+    """Blend pairs of images and labels, with weights drawn from Beta(x, x) (arXiv 1710.09412); 0: off."""
     cutmix: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
-    """Put a rectangle of the neighbour into an image, its area drawn from Beta(x, x) (arXiv 1905.04899); 0: not. With
-    `mixup` too, each pair of neighbours gets one of them."""
+    """Paste a rectangle of the other image of a pair, its area drawn from Beta(x, x) (arXiv 1905.04899); 0: off. With
+    `mixup` too, each pair gets one of them."""
 
     modality: ClassVar[str] = "images"
     best_metric: ClassVar[str] = "accuracy"
@@ -54,7 +54,7 @@ class Classification(Config):
 
     @property
     def objective(self) -> str:
-        """Label smoothing, mixup and cutmix, as far as they change the training loss; empty when none does."""
+        """Label smoothing, mixup and cutmix, where set; empty when none is."""
         changes = {"label smoothing": self.label_smoothing, "mixup": self.mixup, "cutmix": self.cutmix}
         used = [f"{name} {value:g}" for name, value in changes.items() if value]
         return f"with {', '.join(used)}" if used else ""
@@ -65,10 +65,10 @@ class Classification(Config):
         return 1
 
     def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
-        """The batch with randomly changed images, still uint8.
+        """The batch with augmented images, still uint8.
 
-        Each image depends only on (key, its row), so call it on the global batch: on a part of it the rows, and with
-        them the random numbers, would repeat.
+        Each image depends only on (key, its row), so call it on the global batch: on parts of it the rows, and so the
+        random numbers, would repeat.
         """
         if self.augment == "none" and not (self.mixup or self.cutmix):
             return batch
@@ -80,13 +80,15 @@ class Classification(Config):
         return self._mixed(batch, jax.random.fold_in(key, 2**31)) if self.mixup or self.cutmix else batch
 
     def _mixed(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
-        """The batch with rows 2i and 2i + 1 mixed: "other", the neighbour's label, and "share", that of the own one.
+        """The batch with rows 2i and 2i + 1 mixed; adds "other", the other label, and "share", the weight of the own.
 
-        Neighbours lie on one device as long as each has an even number of rows, so nothing is sent to mix them.
+        A pair is on one device if each device has an even number of rows, so mixing sends nothing.
         """
         images, labels = batch["image"], batch["label"]
         if len(labels) % 2:
-            raise ConfigError(f"batch of {len(labels)}: neighbours are mixed, so it must be even. Change --batch-size.")
+            raise ConfigError(
+                f"batch of {len(labels)}: mixup and cutmix pair the examples, so it must be even. Change --batch-size."
+            )
         keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(len(labels) // 2))
         pairs = images.reshape(-1, 2, *images.shape[1:])
         mixed, shares = jax.vmap(self._mixed_pair)(pairs, keys)
@@ -94,7 +96,7 @@ class Classification(Config):
         return {**batch, "image": mixed.reshape(images.shape), "other": others, "share": jnp.repeat(shares, 2)}
 
     def _mixed_pair(self, pair: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Two images mixed, [2, height, width, channel], and the share that is left of each: float32 scalar."""
+        """Two mixed images, [2, height, width, channel], and the weight of each one's own label: float32 scalar."""
         which, blend_key, cut_key, place_key = jax.random.split(key, 4)
         blend = jax.random.beta(blend_key, self.mixup, self.mixup) if self.mixup else jnp.float32(1)
         _, height, width, _ = pair.shape
@@ -191,18 +193,18 @@ def label_logit(logits: jax.Array, label: jax.Array) -> jax.Array:
 def rank(logits: jax.Array, label: jax.Array) -> jax.Array:
     """The place of each label when the classes are sorted by logit, 0 for the first: int32 [...].
 
-    Of equal logits the lower class comes first, so a constant output is not taken for a correct one. A NaN comes
-    before every number, and after it every label is wrong: with a NaN at the label the rank is the number of classes.
+    Of equal logits the lower class comes first, so a constant output does not count as correct. A NaN comes before
+    every number, so then no label is first: with a NaN at the label the rank is the number of classes.
     """
     classes = jax.lax.broadcasted_iota(label.dtype, logits.shape, logits.ndim - 1)
     own = label_logit(logits, label)[..., None]
-    # NaN <= x is false, as is x <= NaN: both count as being ahead.
+    # NaN <= x and x <= NaN are false: both count as ahead.
     ahead = ~(logits <= own) | ((logits == own) & (classes < label[..., None]))
     return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
 
 
 def counted_weight(sums: Mapping[str, float]) -> float:
-    """The "weight" of the sums. Raises ConfigError when it is zero: there is no mean over nothing."""
+    """The "weight" of the sums. Raises ConfigError when it is zero."""
     weight = float(sums["weight"])
     if weight <= 0:
         raise ConfigError(f"weight = {weight:g}: no example was counted. Is the data set (or its split) empty?")

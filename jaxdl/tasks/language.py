@@ -19,7 +19,7 @@ _MAX_EXPONENT = 700.0
 
 
 class LanguageModelling(Config):
-    """Each token is predicted from the tokens before it.
+    """Predicts each token from the tokens before it.
 
     Batches have "tokens", int32 [batch, length + 1] (inputs are all but the last, targets all but the first), and
     perhaps "mask", bool [batch, length], for the targets that count.
@@ -36,7 +36,7 @@ class LanguageModelling(Config):
 
     @property
     def objective(self) -> str:
-        """The z-loss, which only the training loss has; empty without one."""
+        """The z-loss, which is only in the training loss; empty without one."""
         return f"with z-loss {self.z_loss:g}" if self.z_loss else ""
 
     def units_per_example(self, spec: DataSpec) -> int:
@@ -45,7 +45,7 @@ class LanguageModelling(Config):
         return spec.length
 
     def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
-        """The batch itself: text is not changed."""
+        """The batch itself: text is not augmented."""
         del key
         return batch
 
