@@ -270,8 +270,8 @@ FOLDERS = [
     (not_trained_on, "it has zebra, which train has not. Remove it"),
     (lambda root: shutil.rmtree(root / "val"), "/val: no such folder"),
     (file_instead, "/val: it is a file, not a folder"),
-    (loop, "/train/a/again: it is a link to a folder that it is in"),
-    (dangling, "/train/a/9.jpg: it points to a file that is not there"),
+    (loop, "/train/a/again: this link points to a folder that contains it"),
+    (dangling, "/train/a/9.jpg: this link points to a missing file"),
     (around, "/train/a/9.jpg: it cannot be read (Too many levels of symbolic links)"),
 ]
 
@@ -344,14 +344,14 @@ def without_end(path):
 
 TARS = [
     (lambda path: path.unlink(), {}, "train.tar: no such file"),
-    (lambda path: path.write_bytes(b""), {}, "train.tar: it is no tar file"),
-    (lambda path: path.write_bytes(b"x" * 5000), {}, "train.tar: it is no tar file"),
-    (lambda path: os.truncate(path, path.stat().st_size // 2), {}, "train.tar: it is no tar file"),
+    (lambda path: path.write_bytes(b""), {}, "train.tar: not a tar file"),
+    (lambda path: path.write_bytes(b"x" * 5000), {}, "train.tar: not a tar file"),
+    (lambda path: os.truncate(path, path.stat().st_size // 2), {}, "train.tar: not a tar file"),
     (without_end, {}, "labels (its end is missing (two empty blocks): copy or make it again)"),
     (lambda path: (path.unlink(), path.mkdir()), {}, "train.tar: it cannot be read"),
     (lambda path: (path.unlink(), path.symlink_to("nowhere")), {}, "/nowhere"),
     (lambda path: None, {"train": ("/nowhere/train-{000..003}.tar",)}, "/nowhere: no such folder"),
-    (lambda path: None, {"train": ("train-{5..3}.tar",)}, "{5..3} stands for no number"),
+    (lambda path: None, {"train": ("train-{5..3}.tar",)}, "{5..3} is an empty range"),
     (lambda path: None, {"train": ("nowhere://x/train.tar",)}, "nowhere://x/train.tar: it cannot be reached"),
     (lambda path: None, {"train": ("http://127.0.0.1:9/train.tar",)}, "http://127.0.0.1:9/train.tar: it "),
 ]

@@ -275,7 +275,7 @@ def test_the_standard_library():
         ({"paths": ("nowhere",)}, "nowhere: no such file or folder"),
         ({"glob": "**/*.cobol"}, "no file in it matches"),
         ({"paths": ("python:stdlib",), "glob": "**/*.txt"}, "has no effect"),
-        ({"length": 100_000}, "not one window"),
+        ({"length": 100_000}, "less than one window"),
         ({"tokenizer": "nowhere.json"}, "no such file"),
         ({"glob": "empty.py"}, "empty"),
         ({"glob": "/abs/*.py"}, "glob = '/abs/\\*.py': .* Give a pattern inside"),

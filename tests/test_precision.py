@@ -112,7 +112,7 @@ def test_a_static_scale_stays():
         assert float(state["scale"]) == 1024
     assert int(state["skipped_steps"]) == 2
     assert config.lowest_scale == 1024, "an overflow cannot be the scale's fault, which cannot fall"
-    with pytest.raises(ConfigError, match="factor, max_scale: no effect on a scale that stays"):
+    with pytest.raises(ConfigError, match="factor, max_scale: no effect on a static scale"):
         Float16(static=True, factor=4, max_scale=2.0**20)
 
 

@@ -1,4 +1,4 @@
-"""Encoded examples by number, wherever they lie: what the image pipeline reads from."""
+"""Encoded examples by number, from any storage: the input of the image pipeline."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import abc
 
 
 class BadRecord(ValueError):
-    """An example that cannot be used; says which and why."""
+    """An unusable example; says which and why."""
 
 
 class Records(abc.ABC):
     """Encoded images with their labels, 0 <= index < len(records).
 
-    It goes to worker processes by pickle, so it must not hold open files when it is pickled.
+    It is pickled for worker processes, so it must not hold open files then.
     """
 
     @property
     @abc.abstractmethod
     def identity(self) -> str:
-        """Says where the content comes from, and changes when that does: caches are kept under it."""
+        """Identifies the storage and version of the content: the key of its caches."""
 
     @property
     @abc.abstractmethod
     def content(self) -> str:
-        """Says which examples there are, in which order: the same for a copy of them in another place."""
+        """Identifies the examples and their order: the same for a copy in another place."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -31,8 +31,8 @@ class Records(abc.ABC):
 
     @abc.abstractmethod
     def read(self, index: int) -> tuple[bytes, int]:
-        """The encoded image and the label of an example. Raises BadRecord when it has none."""
+        """The encoded image and the label of an example. Raises BadRecord when it is unusable."""
 
     @abc.abstractmethod
     def name(self, index: int) -> str:
-        """What to call the example in a message."""
+        """Name of the example in messages."""

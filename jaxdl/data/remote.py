@@ -1,4 +1,4 @@
-"""Files by path or address: local and mounted ones as they are, `gs://`, `s3://` and others through fsspec."""
+"""Files by path or address: local and mounted ones directly, `gs://`, `s3://` and others through fsspec."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from typing import Any, NamedTuple, TypeVar
 from jaxdl.config import ConfigError
 
 PAUSES_SEC = (0.2, 1.0, 4.0, 16.0)
-"""Before a read is tried again: networks and their disks have bad moments."""
+"""Pauses before retries of a read: network errors are often short."""
 _PASSING = (
     errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET, errno.ENOTCONN,
     errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTUNREACH, errno.EHOSTDOWN,
 )  # fmt: skip
-"""What may be over soon, of a mounted file system."""
+"""Errors of a mounted file system that may be transient."""
 _PASSING_TEXTS = tuple(
     map(os.strerror, (errno.ESTALE, errno.ETIMEDOUT, errno.ECONNRESET, errno.EHOSTDOWN, errno.ENOTCONN))
 )
-"""How it is recognised in the error of a library: that of array_record raises RuntimeError for everything."""
+"""The same in a library's error message: array_record raises RuntimeError for everything."""
 _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ConfigError, MemoryError)
-"""What stays so."""
+"""Permanent errors."""
 
 _T = TypeVar("_T")
 
 
 class Outage(OSError):
-    """A file that is there cannot be read, after several tries: the network or its storage is down."""
+    """An existing file cannot be read after several tries: the network or its storage is down."""
 
 
 class Found(NamedTuple):
@@ -50,7 +50,7 @@ def is_remote(address: str) -> bool:
 
 
 def find(address: str, suffixes: tuple[str, ...]) -> list[Found]:
-    """The files below a folder with one of the suffixes (lower case), sorted by name. Raises ConfigError without it."""
+    """The files below a folder with one of the suffixes (lower case), by name. Raises ConfigError without a folder."""
     if is_remote(address):
         system, root = _filesystem(address)
         scheme = address.partition("://")[0]
@@ -68,21 +68,21 @@ def find(address: str, suffixes: tuple[str, ...]) -> list[Found]:
 
 def _find_local(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Found]:
     if not os.path.isdir(folder):
-        os.stat(folder)  # It says why, other than isdir.
+        os.stat(folder)  # Unlike isdir, it raises with the reason.
         raise ConfigError(f"{folder}: it is a file, not a folder.")
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=_raise):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))  # .ipynb_checkpoints is no class.
+        folders[:] = sorted(name for name in folders if not name.startswith("."))  # .ipynb_checkpoints is not a class.
         for name in folders:
             path = os.path.join(parent, name)
             if os.path.islink(path) and Path(parent).resolve().is_relative_to(Path(path).resolve()):
-                raise ConfigError(f"{path}: it is a link to a folder that it is in. Remove it.")
+                raise ConfigError(f"{path}: this link points to a folder that contains it. Remove it.")
         for name in names:
             if name.lower().endswith(suffixes) and not name.startswith("."):
                 path = os.path.join(parent, name)
                 try:
                     status = os.stat(path)
                 except FileNotFoundError:
-                    raise ConfigError(f"{path}: it points to a file that is not there. Remove it.") from None
+                    raise ConfigError(f"{path}: this link points to a missing file. Remove it.") from None
                 below = os.path.relpath(path, folder).replace(os.sep, "/")
                 yield Found(path, below, status.st_size, str(status.st_mtime_ns))
 
@@ -90,7 +90,7 @@ def _find_local(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Found]:
 def empty_folders(address: str, filled: Collection[str]) -> list[str]:
     """The folders directly in a local folder that are not among `filled`; hidden ones do not count."""
     if is_remote(address):
-        return []  # There a folder is part of a file's name.
+        return []  # In object stores a folder is part of a file's name.
     with reading(address), os.scandir(Path(address).expanduser()) as entries:
         found = [entry.name for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
     return sorted(set(found) - set(filled))
@@ -102,7 +102,7 @@ def _raise(error: OSError) -> None:
 
 @contextlib.contextmanager
 def reading(address: str) -> Iterator[None]:
-    """Turns what the system says of a local folder into a message for the user."""
+    """Turns the system's errors on a local folder into messages for the user."""
     try:
         yield
     except FileNotFoundError:
@@ -117,7 +117,7 @@ def expand(pattern: str) -> list[Found]:
     if braces is not None:
         first, last = braces.groups()
         if int(last) < int(first):
-            raise ConfigError(f"{pattern}: {{{first}..{last}}} stands for no number. Write the smaller one first.")
+            raise ConfigError(f"{pattern}: {{{first}..{last}}} is an empty range. Write the smaller number first.")
         names = [
             pattern[: braces.start()] + str(number).zfill(len(first)) + pattern[braces.end() :]
             for number in range(int(first), int(last) + 1)
@@ -148,18 +148,18 @@ def expand(pattern: str) -> list[Found]:
 def read(address: str, start: int = 0, length: int | None = None) -> bytes:
     """The bytes of a file, or `length` of them from `start`.
 
-    Raises OSError for what cannot be read, and Outage when the network or a disk fails for half a minute.
+    Raises OSError for an unreadable file, and Outage when the network or a disk fails for half a minute.
     """
     for pause_sec in (*PAUSES_SEC, None):
         try:
             return _read_remote(address, start, length) if is_remote(address) else _read_local(address, start, length)
         except _FINAL:
             raise
-        except Exception as error:  # Each cloud's library raises kinds of its own.
+        except Exception as error:  # Each cloud library raises its own types.
             if not is_remote(address) and getattr(error, "errno", None) not in _PASSING:
                 raise
             if pause_sec is None and not is_remote(address) and getattr(error, "errno", None) == errno.EIO:
-                raise  # A bad place of a disk stays bad.
+                raise  # A bad sector of a disk stays bad.
             if pause_sec is None:
                 raise Outage(f"{address}: {type(error).__name__}: {error}") from None
             time.sleep(pause_sec)
@@ -180,7 +180,7 @@ def _read_local(address: str, start: int, length: int | None) -> bytes:
 
 
 def _read(file: int, start: int, length: int) -> bytes:
-    """So many bytes from `start`, or those up to the end of the file. One call, for all but very large files."""
+    """Up to `length` bytes from `start`. One system call, for all but very large files."""
     parts = []
     while length > 0 and (part := os.pread(file, length, start)):
         parts.append(part)
@@ -189,10 +189,10 @@ def _read(file: int, start: int, length: int) -> bytes:
 
 
 def patiently(place: Callable[[], str], read: Callable[[], _T]) -> _T:
-    """What `read` returns. It is called again, after a pause, while it raises what a network disk says in a bad moment.
+    """What `read` returns; it is retried, after pauses, while it raises transient errors of a network disk.
 
-    Raises Outage, which begins with the place, when that lasts for 20 seconds; PermissionError also where a library
-    raises another error from it; and all else as it comes.
+    Raises Outage, whose message begins with the place, when they last for 20 seconds; PermissionError also where a
+    library raises another error from it; all other errors unchanged.
     """
     for pause_sec in (*PAUSES_SEC, None):
         try:
@@ -211,14 +211,14 @@ def patiently(place: Callable[[], str], read: Callable[[], _T]) -> _T:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error, that which it was raised from, and so on."""
+    """The error and its chain of causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
 def first_line(error: BaseException) -> str:
-    """For a message: what a library says, without the rest of its report."""
+    """The first line of a library's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
@@ -244,14 +244,14 @@ def _filesystem(address: str) -> tuple[Any, str]:
 
 @contextlib.contextmanager
 def _listing(address: str) -> Iterator[None]:
-    """Says what goes wrong in a cloud, whose libraries raise many kinds, as the user's problem."""
+    """Turns the errors of cloud libraries, of many types, into messages for the user."""
     try:
         yield
     except FileNotFoundError:
         raise ConfigError(f"{address}: no such file.") from None
     except Exception as error:
         raise ConfigError(
-            f"{address}: it cannot be listed ({type(error).__name__}: {error}). Check the address, the credentials and "
+            f"{address}: cannot be listed ({type(error).__name__}: {error}). Check the address, the credentials and "
             "the network."
         ) from None
 

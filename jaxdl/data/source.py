@@ -1,4 +1,4 @@
-"""What a data set offers to the trainer: a specification, and the rows of any examples by index."""
+"""Interface of data sets: a specification, and rows of examples by index."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ DataSpec = ImageSpec | TextSpec
 
 
 def spec_to_json(spec: DataSpec) -> str:
-    """The spec as JSON, which a run keeps so that its network can be used without its data."""
+    """The spec as JSON; a run keeps it so that its network can be used without its data."""
     return json.dumps({"modality": spec.modality} | dataclasses.asdict(spec), indent=2)
 
 
@@ -82,17 +82,15 @@ class DataSet(Config):
 
     def build(self) -> Splits:
         """Reads the data. Raises ConfigError for what cannot be read."""
-        raise ConfigError(f"data {type(self).__name__}: it defines no build().")
+        raise ConfigError(f"data {type(self).__name__}: build() is not defined.")
 
     def codec(self) -> Codec:
-        """Between text and this data's tokens. Raises ConfigError for data that stand for no text."""
-        raise ConfigError(
-            f"data {type(self).__name__}: it stands for no text, so there is nothing to encode or sample."
-        )
+        """Between text and this data's tokens. Raises ConfigError for data that are not text."""
+        raise ConfigError(f"data {type(self).__name__}: it is not text, so there is nothing to encode or sample.")
 
 
 class Activity(NamedTuple):
-    """What a source has done so far: examples by the tier that they came from, seconds and examples by stage."""
+    """Work of a source so far: examples by cache tier, seconds and examples by stage."""
 
     tiers: Counter[str]
     seconds: dict[str, float]
@@ -111,7 +109,7 @@ class Source(abc.ABC):
     """Examples by index, 0 <= index < len(source). Reading has no state: equal indices give equal rows."""
 
     reuses_memory: ClassVar[bool] = False
-    """Whether what `train_batches` and `eval_batches` yield is overwritten later."""
+    """Whether `train_batches` and `eval_batches` overwrite what they yielded."""
 
     @property
     @abc.abstractmethod
@@ -135,7 +133,7 @@ class Source(abc.ABC):
         The mask is [batch] for images and [batch, length] for text.
         """
         valid = indices < len(self)
-        # An empty batch would have no shapes to copy, so a batch of padding alone reads one example.
+        # An empty batch has no shapes to copy, so a batch of only padding reads one example.
         known = self.batch(indices[valid] if valid.any() else np.zeros(1, np.int64))
         rows = {}
         for name, values in known.items():
@@ -144,11 +142,11 @@ class Source(abc.ABC):
         return rows | {"mask": self._mask(indices, valid)}
 
     def content(self) -> str:
-        """Says which examples there are, in which order, where the config alone does not: files may change."""
+        """Identifies the examples and their order where the config alone does not: files may change."""
         return ""
 
     def activity(self) -> Activity | None:
-        """What the source has done so far, for all splits; None where that is nothing worth telling."""
+        """Work of the source so far, for all splits; None where there is nothing to report."""
         return None
 
     def on_warning(self, warn: Callable[[str], None]) -> None:
@@ -160,9 +158,9 @@ class Source(abc.ABC):
         return
 
     def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[dict[str, np.ndarray]]:
-        """The rows of each request, changed at random if the source does that; equal requests give equal rows.
+        """The rows of each request, augmented if the source does that; equal requests give equal rows.
 
-        What is yielded is the source's again when the next one is asked for: it may be overwritten then.
+        The source may overwrite what it yielded when the next batch is requested.
         """
         for request in requests:
             yield self.batch(request.indices)
@@ -174,7 +172,7 @@ class Source(abc.ABC):
 
     def batch_shapes(self, batch_size: int, *, evaluating: bool) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes and types of what `batch` returns for `batch_size` examples, or `eval_batch` if `evaluating`."""
-        import jax  # Not above: the workers that make photographs do without it.
+        import jax  # Not above: the worker processes for photographs do not import it.
 
         rows = self.spec.blank()
         if evaluating:
@@ -195,17 +193,17 @@ class Splits:
     test: Source
 
     def content(self) -> dict[str, dict[str, int | str]]:
-        """For each split, how many examples it has and what they are."""
+        """Number and identity of the examples of each split."""
         splits = {"train": self.train, "test": self.test}
         return {name: {"examples": len(source), "content": source.content()} for name, source in splits.items()}
 
 
 def check_classes(num_classes: int, name: str) -> None:
-    """Raises ConfigError for a data set with which a classifier has nothing to learn."""
+    """Raises ConfigError for a data set with fewer than two classes."""
     if num_classes < 2:
         raise ConfigError(
             f"{name}: it has {'1 class' if num_classes == 1 else 'no classes'}: a classifier learns nothing from fewer "
-            "than 2. Give it data with 2 classes or more."
+            "than 2. Choose data with 2 classes or more."
         )
 
 

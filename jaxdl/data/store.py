@@ -1,9 +1,9 @@
 """Records by number in a few large files, written and read by all processes of a host at once: a tier of the cache.
 
-A store is a folder: `index`, an entry of 32 bytes for each record, and segments, files that hold the records one after
-the other. Every writing process appends to a segment of its own, which it has locked; an entry is written when its
-record is, and carries checksums of both. So whatever is killed at whatever byte leaves at most a record without an
-entry, or an entry whose checksum is wrong, and both are read as "not there".
+A store is a folder: `index`, an entry of 32 bytes for each record, and segments, files of consecutive records. Every
+writing process appends to its own locked segment; an entry is written after its record, with checksums of both. So a
+process that is killed at any byte leaves at most a record without an entry, or an entry with a wrong checksum; both
+read as "not there".
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _ENTRY = np.dtype(
     ]
 )
 _ALIGNMENT = 64
-"""Records begin at multiples of it in a segment: what reads them is faster then."""
+"""Records begin at multiples of this in a segment, which makes reading faster."""
 _CHUNK_BYTES = 2**24
-"""By how much a segment grows: space is taken in large pieces, and a full disk is met before a record is written."""
+"""Growth of a segment: space is allocated in large pieces, so a full disk is found before a record is written."""
 ENCODED, PIXELS = 0, 1
-"""Forms of a record: a file as it was, or uint8 [height, width, 3]."""
+"""Forms of a record: the encoded file, or uint8 [height, width, 3]."""
 
 
 class Record(NamedTuple):
-    """A record, uint8 [bytes], and what is known of it; `height` and `width` are those of pixels, 0 for a file."""
+    """A record, uint8 [bytes], its label, and height and width of pixels (0 for a file)."""
 
     data: np.ndarray
     label: int
@@ -53,33 +53,33 @@ class Record(NamedTuple):
 
 
 class Store:
-    """Records 0 .. count-1 in a folder, up to `budget` bytes in all; the first ones that come stay.
+    """Records 0 .. count-1 in a folder, up to `budget` bytes in all; first come, first kept.
 
     Args:
-      folder: made when it is not there; only this user may write to it.
+      folder: created if missing; only this user may write to it.
       count: number of records.
       budget: bytes that the segments may take.
       form: of every record, `ENCODED` or `PIXELS`.
-      verify: for disks, which can lose what was written: the content is checked when it is read, and not mapped.
+      verify: for disks, which can lose writes: the content is read and checked, not mapped.
 
     Raises:
-      OSError: when the folder cannot be made or opened.
+      OSError: when the folder cannot be created or opened.
       NotPrivate: an OSError, when the folder or a file in it is a link, or the folder is another user's.
     """
 
     def __init__(self, folder: Path, count: int, budget: int, *, form: int, verify: bool) -> None:
         self.folder, self._count, self._budget, self._form, self._verify = folder, count, budget, form, verify
         self.problem: str | None = None
-        """Why nothing more is written, once that is so; a store that is full is no problem."""
+        """Why nothing more is written; a full store is no problem. None while there is none."""
         self._full = False
         self._lock = threading.Lock()
         self._maps: dict[int, mmap.mmap] = {}
         self._files: dict[int, int] = {}
-        """Segments that are read: mapped ones, or file descriptors."""
+        """Segments for reading: file descriptors; the mapped ones are in `_maps`."""
         self._scratch = Scratch()
         self._last: tuple[mmap.mmap, int, int] | None = None
         self._own: tuple[int, int] | None = None
-        """File descriptor and number of the segment that this process writes."""
+        """File descriptor and number of this process's own segment."""
         self._end = self._room = 0
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._opened = private_folder(folder)
@@ -90,7 +90,7 @@ class Store:
             raise
         try:
             if os.fstat(self._index_file).st_size < count * _ENTRY.itemsize:
-                # A hole in a file in memory would be filled when it is read, and kill the process if there is no room.
+                # Reading a hole of a file in memory allocates it, and kills the process if there is no room.
                 os.posix_fallocate(self._index_file, 0, count * _ENTRY.itemsize)
         except OSError:
             os.close(self._index_file)
@@ -102,27 +102,27 @@ class Store:
         return self._entry(index) is not None
 
     def num_bytes(self) -> int:
-        """What the segments take."""
+        """Size of the segments."""
         return sum(path.stat().st_size for path in self.folder.glob("segment-*"))
 
     def get(self, index: int) -> Record | None:
-        """A record, or None. Its data are there until the next one is got; call `release` when they are not needed."""
+        """A record, or None. Its data are valid until the next call; call `release` after use."""
         entry = self._entry(index)
         if entry is None or entry["form"] != self._form:
             return None
         offset, length = int(entry["offset"]), int(entry["length"])
         segment = int(entry["segment"])
         try:
-            # A disk's error would kill a process that has the file mapped.
+            # With the file mapped, a disk error would kill the process.
             data = (self._read if self._verify else self._mapped)(segment, offset, length)
-        except (OSError, ValueError):  # The segment is gone, or shorter than it was.
+        except (OSError, ValueError):  # The segment was deleted or truncated.
             return None
         if self._verify and zlib.crc32(data.data) != entry["content"]:
             return None
         return Record(data, int(entry["label"]), int(entry["height"]), int(entry["width"]))
 
     def release(self) -> None:
-        """The pages of the last record no longer count as this process's memory; the system may keep them."""
+        """Removes the pages of the last record from this process's memory; the system may keep them cached."""
         if self._last is not None:
             found, offset, length = self._last
             first = offset // mmap.PAGESIZE * mmap.PAGESIZE
@@ -130,7 +130,7 @@ class Store:
             self._last = None
 
     def put(self, index: int, record: Record) -> bool:
-        """Keeps a record, if there is room. Never raises: what goes wrong is in `problem`, and nothing is kept then."""
+        """Keeps a record, if there is room; returns whether it did. Never raises: an error goes to `problem`."""
         if self._full or self.problem is not None:
             return False
         length = record.data.nbytes
@@ -156,7 +156,7 @@ class Store:
         return True
 
     def close(self) -> None:
-        """Gives back the space that was taken and not used, and unlocks the segment."""
+        """Releases the allocated space that is unused, and unlocks the segment."""
         with self._lock:
             if self._own is not None:
                 with contextlib.suppress(OSError):
@@ -189,7 +189,7 @@ class Store:
         return data
 
     def _mapped(self, segment: int, offset: int, length: int) -> np.ndarray:
-        """Bytes of a segment, as they lie in memory."""
+        """Bytes of a segment, mapped into memory."""
         found = self._maps.get(segment)
         if found is None or len(found) < offset + length:
             file = self._open_segment(segment, os.O_RDONLY)
@@ -206,20 +206,20 @@ class Store:
         return open_own(self._opened, self.folder / f"segment-{number:05d}", flags)
 
     def _make_room(self, length: int) -> bool:
-        """Sees to it that `length` bytes can be appended to this process's segment; False when the store is full."""
+        """Makes room for `length` bytes in this process's segment; False when the store is full."""
         if self._own is None:
             self._own = self._take_segment()
         if self._end + length <= self._room:
             return True
         file, _ = self._own
         wanted = max(length - (self._room - self._end), 1)
-        fcntl.flock(self._index_file, fcntl.LOCK_EX)  # The sum below is everybody's.
+        fcntl.flock(self._index_file, fcntl.LOCK_EX)  # The sum below is over all processes.
         try:
             left = self._budget - self.num_bytes()
             if wanted > left:
                 self._full = True
                 return False
-            # No writer is to take all of a small budget at once.
+            # No writer takes all of a small budget at once.
             taken = min(max(wanted, min(_CHUNK_BYTES, self._budget // 32)), left)
             os.posix_fallocate(file, self._room, taken)
             self._room += taken
@@ -228,7 +228,7 @@ class Store:
         return True
 
     def _take_segment(self) -> tuple[int, int]:
-        """The first segment that no process writes; goes on behind its last whole record."""
+        """Locks the first segment that no process writes; appends after its last whole record."""
         for number in range(2**16):
             file = self._open_segment(number, os.O_RDWR | os.O_CREAT)
             try:
@@ -239,7 +239,7 @@ class Store:
             self._room = os.fstat(file).st_size
             own = self._index[(self._index["check"] != 0) & (self._index["segment"] == number)]
             ends = own["offset"] + own["length"]
-            ends = ends[ends <= self._room]  # What says otherwise is no whole entry.
+            ends = ends[ends <= self._room]  # Beyond it: not a whole entry.
             self._end = _aligned(int(ends.max())) if len(ends) else 0
             return file, number
         raise OSError("all segments are in use")

@@ -1,4 +1,4 @@
-"""Data made on the spot: learnable, of any size, a pure function of (seed, index). For tests and timings."""
+"""Generated data: learnable, of any size, a pure function of (seed, index). For tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def random_bits(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
     """64 random bits for every counter: uint64, the counters' shape; independent between seeds and streams.
 
     The finalizer of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"), which
-    is vectorised and needs no state, unlike a generator object for every index.
+    is vectorised and stateless, unlike a generator object per index.
     """
     key = np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)
     bits = counters.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key
@@ -31,17 +31,17 @@ def random_bits(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
 
 
 class SyntheticImages(DataSet):
-    """Images of a coarse pattern that belongs to the class, under noise of the same strength."""
+    """Images of the class's coarse pattern plus noise of the same strength."""
 
     kind: Annotated[Literal["synthetic_images"], Kind] = "synthetic_images"
     height: int = pydantic.Field(default=32, ge=1)
-    """Pixels from top to bottom."""
+    """Height in pixels."""
     width: int = pydantic.Field(default=32, ge=1)
-    """Pixels from left to right."""
+    """Width in pixels."""
     channels: int = pydantic.Field(default=3, ge=1)
-    """Values of a pixel."""
+    """Channels of a pixel."""
     num_classes: int = pydantic.Field(default=10, ge=2)
-    """Number of patterns."""
+    """Number of classes, each with a pattern."""
     num_train: int = pydantic.Field(default=10_000, ge=1)
     """Training examples."""
     num_test: int = pydantic.Field(default=1_000, ge=1)
@@ -59,7 +59,7 @@ class SyntheticImages(DataSet):
 
 
 class _Images(Source):
-    """Examples first .. first+count of the endless synthetic set."""
+    """Examples first .. first+count of the infinite synthetic set."""
 
     def __init__(self, config: SyntheticImages, first: int, count: int, spec: ImageSpec):
         self._first, self._count, self._spec, self._seed = first, count, spec, config.seed
@@ -82,7 +82,7 @@ class _Images(Source):
         labels = (random_bits(self._seed, 2, examples) % np.uint64(self._spec.num_classes)).astype(np.int32)
         shape = self._patterns.shape[1:]
         num_values = int(np.prod(shape))
-        num_words = -(-num_values // 8)  # one word of 64 bits makes the noise of 8 values
+        num_words = -(-num_values // 8)  # a word of 64 bits is the noise of 8 values
         words = random_bits(
             self._seed, 3, examples[:, None] * np.uint64(num_words) + np.arange(num_words, dtype=np.uint64)
         )
@@ -111,13 +111,13 @@ class SyntheticText(DataSet):
 
 
 class _Chain(Source):
-    """Sequences first .. first+count of the endless synthetic set."""
+    """Sequences first .. first+count of the infinite synthetic set."""
 
     def __init__(self, config: SyntheticText, first: int, count: int):
         self._first, self._count, self._seed = first, count, config.seed
         self._spec = TextSpec(vocab_size=config.vocab_size, length=config.length, bytes_per_token=1.0)
         random = np.random.Generator(np.random.Philox(key=np.array([config.seed, 4], np.uint64)))
-        # Distinct offsets make the four successors of a token distinct, which makes the entropy exact.
+        # Distinct offsets make the four successors of a token distinct, and so the entropy exact.
         offsets = random.choice(config.vocab_size, size=4, replace=False)
         base = random.permutation(config.vocab_size)
         self._successors = ((base[:, None] + offsets) % config.vocab_size).astype(np.int32)
@@ -131,7 +131,7 @@ class _Chain(Source):
         return self._count
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """One walk through the chain for every index."""
+        """One random walk through the chain per index."""
         length = self._spec.length
         examples = np.asarray(indices, np.uint64) + np.uint64(self._first)
         counters = examples[:, None] * np.uint64(length + 1) + np.arange(length + 1, dtype=np.uint64)

@@ -24,24 +24,24 @@ from jaxdl.data.source import DataSet, Splits
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _READERS = 16
-"""Tar files that are read through at once: that waits for disks and networks, not for the CPU."""
+"""Tar files that are scanned at once: it waits for disks and networks, not for the CPU."""
 
 
 class ImageTars(DataSet):
-    """Images in tar files. They are read through once for where the images lie; that is kept in the disk cache."""
+    """Images in tar files, which are scanned once; the positions of the images are kept in the disk cache."""
 
     kind: Annotated[Literal["image_tars"], Kind] = "image_tars"
     train: tuple[str, ...] = ()
     """Files to train on: names, `train-{0000..0146}.tar`, or `train-*.tar`; local ones or addresses (gs://, s3://)."""
     test: tuple[str, ...] = ()
-    """Files that are held out."""
+    """Held-out files."""
     num_classes: int | None = pydantic.Field(default=None, ge=2)
-    """Number of classes; None takes the largest label and one more."""
+    """Number of classes; None takes the largest label plus 1."""
     photos: Photos = Photos()
     """How images are made into batches."""
 
     def build(self) -> Splits:
-        """Training and held-out images. Raises ConfigError for files without images, or with labels that do not fit."""
+        """Training and held-out images. Raises ConfigError for files without images or with bad labels."""
         if not self.train or not self.test:
             raise ConfigError("--data.train and --data.test: both need tar files, such as train-{0000..0146}.tar.")
         train, test = (self._records(patterns) for patterns in (self.train, self.test))
@@ -62,9 +62,9 @@ class ImageTars(DataSet):
         with ThreadPoolExecutor(_READERS) as threads:
             rows = np.concatenate(list(threads.map(_read_through, range(len(found)), found)))
         if len(rows) == 0:
-            raise ConfigError(f"{', '.join(patterns)}: no image with a label in them.")
+            raise ConfigError(f"{', '.join(patterns)}: they have no image with a label.")
         if rows[:, 3].min() < 0:
-            raise ConfigError(f"{', '.join(patterns)}: it has the label {rows[:, 3].min()}; classes begin at 0.")
+            raise ConfigError(f"{', '.join(patterns)}: there is a label {rows[:, 3].min()}; labels start at 0.")
         if kept is not None:
             _keep(kept, rows)
         return TarRecords([one.address for one in found], rows, identity)
@@ -86,15 +86,15 @@ def _kept(path: Path) -> np.ndarray | None:
 
 
 def _keep(path: Path, rows: np.ndarray) -> None:
-    """Writes a table: a checksum, and int64 [image, 4]. Without it, the next start reads through the files too."""
+    """Writes a table: a checksum, and int64 [image, 4]. If that fails, the next start scans the files again."""
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     content = np.ascontiguousarray(rows, np.int64).tobytes()
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(f"{path.name}.*"):  # Of one that was killed here.
+        for left in path.parent.glob(f"{path.name}.*"):  # Left by a killed process.
             left.unlink(missing_ok=True)
         try:
-            # Made new, so it is no link that another user put there.
+            # O_EXCL: not a link that another user put there.
             file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
             with open(file, "wb") as stream:
                 stream.write(hashlib.sha256(content).digest() + content)
@@ -104,7 +104,7 @@ def _keep(path: Path, rows: np.ndarray) -> None:
 
 
 def _read_through(shard: int, found: remote.Found) -> np.ndarray:
-    """Where the images of a tar file lie: int64 [image, (shard, offset, length, label)]. Raises ConfigError."""
+    """Positions of the images of a tar file: int64 [image, (shard, offset, length, label)]. Raises ConfigError."""
     images: dict[str, tuple[int, int]] = {}
     labels: dict[str, int] = {}
     try:
@@ -117,20 +117,20 @@ def _read_through(shard: int, found: remote.Found) -> np.ndarray:
                     label = _label(suffix, content.read())
                     if label is not None:
                         labels[key] = label
-            # The library takes a file that is cut off for one that ends there, if the cut is where it looks next.
+            # tarfile accepts a truncated file as complete if the cut is where it expects the next header.
             stream.seek(tar.offset)
             if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("its end is missing (two empty blocks): copy or make it again")
     except (tarfile.TarError, ValueError) as error:
-        raise ConfigError(f"{found.address}: it is no tar file of images and labels ({error}).") from None
-    except Exception as error:  # Each cloud's library raises kinds of its own.
+        raise ConfigError(f"{found.address}: not a tar file of images and labels ({error}).") from None
+    except Exception as error:  # Each cloud library raises its own types.
         raise ConfigError(f"{found.address}: it cannot be read ({type(error).__name__}: {error}).") from None
     rows = [(shard, *place, labels[key]) for key, place in images.items() if key in labels]
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
 def _split(name: str) -> tuple[str, str, str]:
-    """`folder/0001`, `.`, `jpg`: what stands before and after the first dot of the file's name."""
+    """`folder/0001`, `.`, `jpg`: the parts before and after the first dot of the file's name."""
     folder, slash, base = name.rpartition("/")
     key, dot, suffix = base.partition(".")
     return folder + slash + key, dot, suffix.lower()
@@ -158,7 +158,7 @@ class TarRecords(Records):
 
     @property
     def content(self) -> str:
-        """The tar files' names, and where in them the images lie."""
+        """The tar files' names, and the positions of the images in them."""
         names = [address.rsplit("/", 1)[-1] for address in self._addresses]
         return hashlib.sha256(json.dumps(names).encode() + self._rows.tobytes()).hexdigest()
 
@@ -179,7 +179,7 @@ class TarRecords(Records):
         return found, label
 
     def name(self, index: int) -> str:
-        """Its tar file and its name in it."""
+        """The tar file and the image's name in it."""
         shard, offset = (int(value) for value in self._rows[index, :2])
         try:
             header = remote.read(self._addresses[shard], offset - 512, 512)

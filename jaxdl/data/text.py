@@ -29,19 +29,19 @@ class TextFiles(DataSet):
     kind: Annotated[Literal["text"], Kind] = "text"
     paths: tuple[str, ...] = (STANDARD_LIBRARY,)
     """Files, folders, or "python:stdlib" for the source code of Python's standard library (about 10 MB; it differs a
-    little from one Python version to the next)."""
+    little between Python versions)."""
     glob: str = _DEFAULT_GLOB
     """Which files of a folder are read."""
     length: int = pydantic.Field(default=256, ge=1)
     """Tokens of a training window (targets; a window has one more token)."""
     tokenizer: str | None = None
-    """Path of a JSON file of the `tokenizers` library; None means bytes, a vocabulary of 256."""
+    """Path of a JSON file of the `tokenizers` library; None takes bytes, a vocabulary of 256."""
     test_fraction: float = pydantic.Field(default=0.05, gt=0, lt=1)
     """Part of the files (or of a single file's bytes) that is held out."""
     split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
-    """Which files are held out, and which are taken when `max_bytes` is set."""
+    """Decides which files are held out, and which are taken when `max_bytes` is set."""
     max_bytes: int | None = pydantic.Field(default=None, ge=1)
-    """At most this much text is used, a random choice of the files."""
+    """Limit of the text, a random choice of the files."""
 
     @pydantic.model_validator(mode="after")
     def _paths(self) -> TextFiles:
@@ -79,14 +79,14 @@ class TextFile(NamedTuple):
 
 
 def find_files(paths: Sequence[str], glob: str = _DEFAULT_GLOB) -> list[TextFile]:
-    """The files that `paths` mean, each once, sorted by name. Raises ConfigError when a path has none."""
+    """The files of `paths`, each once, sorted by name. Raises ConfigError when a path has none."""
     found: dict[Path, str] = {}
     folders = False
     for text in paths:
         path = Path(text).expanduser()
         with reading(text):
             if text != STANDARD_LIBRARY:
-                path.is_dir()  # It raises when a folder above may not be entered.
+                path.is_dir()  # Raises when a parent folder may not be entered.
         if text == STANDARD_LIBRARY:
             root = Path(sysconfig.get_paths()["stdlib"])
             named = [(Path(file), Path(file).relative_to(root).as_posix()) for file in standard_library_files()]
@@ -127,20 +127,20 @@ def standard_library_files() -> tuple[str, ...]:
 
 
 def _hash(purpose: str, seed: int, name: str) -> float:
-    """A number in [0, 1) that depends on the name alone, so one file more or less moves no other."""
+    """A number in [0, 1) that depends on the name alone, so adding or removing a file changes no other's."""
     digest = hashlib.blake2b(f"{purpose}:{seed}:{name}".encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 
 def _held_out(names: Sequence[str], test_fraction: float, seed: int) -> set[str]:
-    """The names that are held out: at least one, and never all."""
+    """The held-out names: at least one, never all."""
     ranked = sorted(names, key=lambda name: _hash("held out", seed, name))
     count = sum(_hash("held out", seed, name) < test_fraction for name in names)
     return set(ranked[: min(max(count, 1), len(names) - 1)])
 
 
 def _limit(files: Sequence[TextFile], max_bytes: int, seed: int) -> list[TextFile]:
-    """A random choice of the files that holds `max_bytes`, the last one cut short; sorted by name."""
+    """A random choice of files of `max_bytes` in all, the last one truncated; sorted by name."""
     taken, left = [], max_bytes
     for file in sorted(files, key=lambda file: _hash("taken", seed, file.name)):
         if left > 0:
@@ -175,10 +175,10 @@ def text_splits(train: Iterable[bytes], test: Iterable[bytes], length: int, toke
     test_tokens, num_bytes = _encode(test, encoder, tokenizer)
     if len(train_tokens) <= length:
         raise ConfigError(
-            f"length = {length}: the training text has {len(train_tokens)} tokens, not one window; set length lower."
+            f"length = {length}: the training text has {len(train_tokens)} tokens, less than one window; reduce it."
         )
     if len(test_tokens) < 2:
-        raise ConfigError("The held-out text has no 2 tokens: raise test_fraction, or give more text.")
+        raise ConfigError("The held-out text has fewer than 2 tokens: raise test_fraction, or give more text.")
     vocab_size = 256 if encoder is None else max(encoder.get_vocab(with_added_tokens=True).values()) + 1
     spec = TextSpec(vocab_size=vocab_size, length=length, bytes_per_token=num_bytes / len(test_tokens))
     return Splits(TokenWindows(train_tokens, spec, partial=False), TokenWindows(test_tokens, spec, partial=True))
@@ -209,9 +209,9 @@ def _encode(documents: Iterable[bytes], encoder: Any, tokenizer: str | None) -> 
 class TokenWindows(Source):
     """Windows of a token stream: window i is tokens[i*length : i*length+length+1].
 
-    Neighbours share one token, the last target of the one being the first input of the other, so every token but the
-    first is the target of exactly one window. With `partial` the last, shorter window is there too: zeros follow the
-    text, and the mask of `eval_batch` leaves them out. Without it there are full windows only.
+    Consecutive windows share one token, the last target of one and the first input of the next, so every token but the
+    first is the target of exactly one window. With `partial` there is also the last, shorter window, padded with zeros,
+    which the mask of `eval_batch` excludes.
     """
 
     def __init__(self, tokens: np.ndarray, spec: TextSpec, *, partial: bool):

@@ -27,7 +27,7 @@ from jaxdl.data.text import text_splits
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # channels -> Pillow's name
 _MANY_PIXELS = 128 * 128
-"""Pillow lets go of Python's lock while it decodes; below this size threads cost more than that gains (measured)."""
+"""Pillow releases the GIL while it decodes; below this size threads cost more than they gain (measured)."""
 _READ_EXAMPLES = 1024
 
 
@@ -36,36 +36,36 @@ class TFDS(DataSet):
 
     kind: Annotated[Literal["tfds"], Kind] = "tfds"
     name: str = "mnist"
-    """Its name, with config and version if wanted: "mnist", "imagenet_resized/64x64", "fashion_mnist:3.0.1"."""
+    """Name, with config and version if needed: "mnist", "imagenet_resized/64x64", "fashion_mnist:3.0.1"."""
     data_dir: str | None = None
     """Folder of the prepared data sets; None takes TFDS_DATA_DIR, or else the library's default."""
     train_split: str = "train"
-    """Split to train on; slices like "train[:90%]" are understood."""
+    """Split to train on; slices like "train[:90%]" are allowed."""
     test_split: str | None = None
-    """Split that is held out; None takes "test" or, where there is none, "validation"."""
+    """Held-out split; None takes "test" or, if there is none, "validation"."""
     image_key: str = "image"
     """Feature with the image."""
     label_key: str = "label"
     """Feature with the class."""
     photos: Photos | None = None
-    """Set, images are decoded and augmented for every batch, by worker processes, with a cache: for photographs."""
+    """If set, worker processes decode and augment images for every batch, with a cache: for photographs."""
     image_size: int | None = pydantic.Field(default=None, ge=1)
     """Without `photos`: images are resized (shorter side) and cropped (centre) to this height and width; None keeps
     their own."""
     text_key: str | None = None
-    """Feature with the text; set, the data set is read as text."""
+    """Feature with the text; if set, the data set is read as text."""
     length: int | None = pydantic.Field(default=None, ge=1)
-    """Text: tokens of a training window; None means 256."""
+    """Text: tokens of a training window; None takes 256."""
     tokenizer: str | None = None
-    """Text: path of a JSON file of the `tokenizers` library; None means bytes."""
+    """Text: path of a JSON file of the `tokenizers` library; None takes bytes."""
     memory_limit_bytes: int = pydantic.Field(default=2**30, ge=0)
-    """Images that need no more than this when decoded are kept in memory, others are decoded for every batch. Text is
+    """Decoded images of at most this total size are kept in memory; otherwise they are decoded for every batch. Text is
     always kept in memory: more of it is an error."""
 
     @pydantic.model_validator(mode="after")
     def _one_kind_of_data(self) -> TFDS:
         if self.photos is not None and (self.text_key is not None or self.image_size is not None):
-            raise ValueError("photos is set: then text_key has no place, and photos.size takes that of image_size.")
+            raise ValueError("photos cannot be combined with text_key or image_size; use photos.size.")
         if self.text_key is None:
             for field in ("length", "tokenizer"):
                 if getattr(self, field) is not None:
@@ -81,7 +81,7 @@ class TFDS(DataSet):
     def build(self) -> Splits:
         """Training and held-out examples, images or windows of text.
 
-        Raises ConfigError when the data set is not prepared, or lacks what the fields name.
+        Raises ConfigError when the data set is not prepared, or has no such split or feature.
         """
         builder = open_builder(self.name, self.data_dir or os.environ.get("TFDS_DATA_DIR"))
         test_split = self.test_split or find_test_split(builder)
@@ -105,7 +105,7 @@ def _feature(builder: Any, field: str, key: str, kind: type, noun: str) -> Any:
     advice = f"Set {field} to {' or '.join(fitting)}." if fitting else "Choose another data set."
     hint = " A text data set needs text_key." if not fitting and field == "image_key" else ""
     raise ConfigError(
-        f"tfds {builder.name}: {field} = {key!r}, but it has no {noun} of that name, only {', '.join(features)}. "
+        f"tfds {builder.name}: {field} = {key!r}, but there is no {noun} of that name, only {', '.join(features)}. "
         f"{advice}{hint}"
     )
 
@@ -147,7 +147,7 @@ def _build_photos(config: TFDS, photos: Photos, builder: Any, test_split: str) -
 
 
 class TFDSRecords(Records):
-    """The encoded images of a split. In another process it opens the files again, which are checked then."""
+    """The encoded images of a split. Unpickled in another process, it reopens the files without checking them."""
 
     def __init__(self, config: TFDS, split: str, num_classes: int) -> None:
         self._config, self._split, self._num_classes = config, split, num_classes
@@ -176,7 +176,7 @@ class TFDSRecords(Records):
 
     @property
     def content(self) -> str:
-        """Name, version, split and number of examples: under a version they do not change."""
+        """Name, version, split and number of examples, which are fixed for a version."""
         return self._content
 
     def __len__(self) -> int:
@@ -202,7 +202,7 @@ def _label_problem(label: int, num_classes: int) -> str | None:
 
 
 def _read(stored: Stored, indices: Sequence[int], name: str, split: str) -> list[dict[str, Any]]:
-    """Examples. Raises ConfigError for one that is damaged, and ClusterError for one that is out of reach."""
+    """Examples. Raises ConfigError for one that is damaged, and ClusterError for one that cannot be reached."""
     try:
         return stored.many(indices)
     except Unreadable as error:
@@ -219,7 +219,7 @@ def _broken(name: str, split: str, index: int, problem: str) -> ConfigError:
 
 
 def _size_and_time(file: str) -> tuple[int, int]:
-    """Of a file; where it lies in the cloud, data sets do not change under their version."""
+    """Of a local file; zeros in the cloud, where a version of a data set does not change."""
     try:
         status = os.stat(file)
     except OSError:
@@ -228,7 +228,7 @@ def _size_and_time(file: str) -> tuple[int, int]:
 
 
 class _Format(NamedTuple):
-    """The images that come out; `resize` says whether the stored ones differ, `large` whether they are many pixels."""
+    """The decoded images; `resize`: the stored size differs; `large`: worth decoding in threads."""
 
     height: int
     width: int
@@ -255,7 +255,7 @@ def _build_images(config: TFDS, builder: Any, test_split: str) -> Splits:
         mean, std = channel_statistics(lambda rows: images[rows], len(images))
         spec = ImageSpec(*form[:3], classes.num_classes, mean, std)
         return Splits(ImageArrays(images, labels, spec), ImageArrays(*test.read(np.arange(len(test))), spec))
-    # A thousand photographs give the mean to a grey level, and decoding more would hold up every start.
+    # A thousand photographs give the mean to a grey level; decoding more would delay every start.
     mean, std = channel_statistics(lambda rows: train.read(rows)[0], len(train), max_examples=1024)
     spec = ImageSpec(*form[:3], classes.num_classes, mean, std)
     return Splits(_DecodedImages(train, spec), _DecodedImages(test, spec))
@@ -302,7 +302,7 @@ class _Examples:
         def decode(row: int) -> None:
             try:
                 images[row] = decode_image(examples[row][self._config.image_key], self._form)
-            except Exception as error:  # Pillow raises many kinds for a broken file
+            except Exception as error:  # Pillow raises many types for a broken file
                 raise self._broken(indices[row], f"its image cannot be decoded ({error})") from error
 
         examples = _read(self._stored, indices, self._config.name, self._split)
@@ -328,7 +328,7 @@ def decode_image(encoded: bytes, form: _Format) -> np.ndarray:
     image = Image.open(io.BytesIO(encoded))
     mode = _MODES[form.channels]
     if form.resize:
-        # A JPEG can be decoded at a fraction of its size; twice the wanted one is left to the antialiasing filter.
+        # A JPEG can be decoded at a fraction of its size; twice the final size leaves work for the antialiasing.
         image.draft(mode, (2 * form.width, 2 * form.height))
     if image.mode != mode:
         image = image.convert(mode)
@@ -343,7 +343,7 @@ def decode_image(encoded: bytes, form: _Format) -> np.ndarray:
 
 
 class _DecodedImages(Source):
-    """Images decoded whenever they are asked for."""
+    """Images that are decoded for every batch."""
 
     def __init__(self, examples: _Examples, spec: ImageSpec):
         self._examples, self._spec = examples, spec

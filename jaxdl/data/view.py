@@ -1,4 +1,4 @@
-"""What is made of a photograph for one example of a batch: crop, size, mirroring and changes of colour.
+"""How a photograph becomes an example of a batch: crop, resize, mirror, colour augmentation.
 
 Every choice is a pure function of (seed, epoch, index), so it is the same with any number of workers and hosts.
 """
@@ -16,15 +16,15 @@ from jaxdl.data.colours import Jitter, changed, policy_changed
 from jaxdl.data.photo import Photo, Scratch
 
 _STREAM = 2**32
-"""Above every seed: the order of the examples is drawn with the seed itself, see `EpochShuffle`."""
+"""Added to the seed, so that the streams differ from that of `EpochShuffle`, which uses the seed itself."""
 
 
 _OWN_BLUR = 0.5
-"""What bilinear interpolation blurs by itself, as the square of a factor; measured against Pillow on photographs."""
+"""Blur of bilinear interpolation alone, as a squared factor; measured against Pillow on photographs."""
 _SHARP_UP_TO = 1.15
-"""An image made smaller by less needs no blur: the mean difference from Pillow is 0.4 grey levels with or without."""
+"""Shrinking by less needs no blur: the mean difference from Pillow is 0.4 grey levels with or without."""
 _SMALL_BLUR = 0.7
-"""Up to this standard deviation, in pixels, the three middle weights of a Gaussian are all of it."""
+"""Up to this standard deviation, in pixels, a Gaussian of three weights suffices."""
 
 
 class Box(NamedTuple):
@@ -72,26 +72,26 @@ class View:
     erasing: Erasing | None = None
 
     def random(self, seed: int, epoch: int, index: int) -> np.random.Generator:
-        """The source of an example's random choices; that of the thread's next example takes its place."""
+        """The generator of an example's random choices, valid until the thread's next call."""
         generator, state = _generator()
         state["state"]["key"][:] = seed % _STREAM + _STREAM, (epoch << 40) + index
-        generator.bit_generator.state = state  # Making a generator anew takes ten times as long.
+        generator.bit_generator.state = state  # A new generator takes ten times as long.
         return generator
 
     def box(self, height: int, width: int, random: np.random.Generator) -> Box:
-        """The part of an image of this size that is shown. Equal images and choices give equal boxes."""
+        """The crop of an image of this size. Equal sizes and random choices give equal boxes."""
         if not self.train or self.scale is None:
             side = self.centre_fraction * min(height, width)
             return Box((height - side) / 2, (width - side) / 2, side, side)
         return random_box(height, width, self.scale, self.ratio, random)
 
     def finish(self, image: np.ndarray, random: np.random.Generator) -> None:
-        """Mirrors and recolours an image, uint8 [size, size, 3], in place."""
+        """Mirrors an image, uint8 [size, size, 3], and augments its colours, in place."""
         if not self.train:
             return
         import cv2
 
-        # Each kind of change takes its numbers whether it is used or not, so that none moves another's.
+        # Both numbers are always drawn, so that one setting does not change the random numbers of another.
         flips, erases = random.random(), random.random()
         if self.flip and flips < 0.5:
             cv2.flip(image, 1, dst=image)
@@ -107,7 +107,7 @@ _kept = threading.local()
 
 
 def _generator() -> tuple[np.random.Generator, Any]:
-    """This thread's generator, and the state of one that has not drawn yet."""
+    """This thread's generator, and the initial state of one."""
     if not hasattr(_kept, "generator"):
         bits = np.random.Philox(key=0)
         _kept.generator, _kept.state = np.random.Generator(bits), bits.state
@@ -117,7 +117,7 @@ def _generator() -> tuple[np.random.Generator, Any]:
 def random_box(
     height: int, width: int, scale: tuple[float, float], ratio: tuple[float, float], random: np.random.Generator
 ) -> Box:
-    """A random part: area and ratio drawn, ten times if it does not fit, then the largest central part that may be."""
+    """A random crop: area and ratio are drawn until it fits, at most ten times; else the largest central crop."""
     logs = math.log(ratio[0]), math.log(ratio[1])
     for _ in range(10):
         drawn = random.random(4).tolist()
@@ -133,11 +133,10 @@ def random_box(
 
 
 def resized(pixels: np.ndarray, box: Box, out: np.ndarray, scratch: Scratch | None = None) -> None:
-    """The part `box` of an image, antialiased, at the size of `out`, uint8 [height, width, 3], which it is written to.
+    """Writes the part `box` of an image, resized and antialiased, to `out`, uint8 [height, width, 3].
 
-    Where it is made smaller by a factor f, the usual antialiasing filter is a triangle with a variance of f^2 / 6.
-    A Gaussian of that variance, less what the interpolation blurs itself, and a bilinear interpolation look the same
-    and take half the time.
+    To shrink by a factor f, the usual antialiasing filter is a triangle with a variance of f^2 / 6. A Gaussian of that
+    variance, less the blur of the interpolation, and a bilinear interpolation look the same and take half the time.
     """
     import cv2
 
@@ -154,7 +153,7 @@ def resized(pixels: np.ndarray, box: Box, out: np.ndarray, scratch: Scratch | No
     top, left = max(0, math.floor(box.top) - margin), max(0, math.floor(box.left) - margin)
     bottom, right = math.ceil(box.top + box.height) + margin, math.ceil(box.left + box.width) + margin
     part = pixels[top:bottom, left:right]
-    # Pixel i of the result has its centre at (i + 1/2) of it; OpenCV counts from the centre of the first pixel.
+    # Pixel i of the result has its centre at i + 1/2; OpenCV counts from the centre of the first pixel.
     down, across = factors
     first = box.left - left + (across - 1) / 2, box.top - top + (down - 1) / 2
     matrix = np.array([[across, 0, first[0]], [0, down, first[1]]])
@@ -164,10 +163,10 @@ def resized(pixels: np.ndarray, box: Box, out: np.ndarray, scratch: Scratch | No
 
 
 def _blurred(part: np.ndarray, down: float, across: float, scratch: Scratch) -> np.ndarray:
-    """What an image that is made smaller by these factors has to lose first."""
+    """The image blurred for shrinking it by these factors."""
     import cv2
 
-    # OpenCV takes a standard deviation of 0 for "choose one".
+    # To OpenCV a standard deviation of 0 means "choose one".
     blurs = [max(0.01, math.sqrt(max(0.0, factor**2 - _OWN_BLUR) / 6)) if factor > 1 else 0.01
              for factor in (across, down)]  # fmt: skip
     size = (3, 3) if max(blurs) < _SMALL_BLUR else (0, 0)
@@ -177,7 +176,7 @@ def _blurred(part: np.ndarray, down: float, across: float, scratch: Scratch) -> 
 
 
 def shrunk(photo: Photo, side: int, scratch: Scratch | None = None) -> np.ndarray:
-    """A photograph with its shorter side made `side`, antialiased; a smaller one as it is. May lie in `scratch`."""
+    """A photograph shrunk to a shorter side of `side`, antialiased; a smaller one unchanged. May be in `scratch`."""
     scratch = scratch or Scratch()
     factor = side / min(photo.height, photo.width)
     if factor >= 1:
