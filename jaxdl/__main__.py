@@ -1,4 +1,4 @@
-"""The command `jaxdl`, also `python -m jaxdl`: what there is, and each of it by name."""
+"""The command `jaxdl`, also `python -m jaxdl`: runs a subcommand, or lists them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ COMMANDS = {
     "train": ("jaxdl.train", "trains an experiment: --config FILE --workdir FOLDER"),
     "sample": ("jaxdl.sample", "prints text from a trained language model"),
     "data": ("jaxdl.data.__main__", "prepares the data of an experiment before it trains"),
-    "launch": ("jaxdl.launch.__main__", "starts many processes: on this machine, or by a job file for a cluster"),
-    "bench": ("jaxdl.bench.__main__", "measures: exchanges, steps, the input pipeline, start-up"),
+    "launch": ("jaxdl.launch.__main__", "starts several processes: on this machine, or by a job file for a cluster"),
+    "bench": ("jaxdl.bench.__main__", "measures exchanges, steps, the input pipeline, start-up"),
 }
-"""Name -> (module with a function main(args), what it does)."""
+"""Name -> (module with a function main(args), description)."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs one command; exits with 2 for the user's mistakes, 130 after Ctrl-C."""
+    """Runs one subcommand. Exits with 2 after a user error, 130 after Ctrl-C."""
     line = sys.argv[1:] if args is None else args
     if not line or line[0] in ("-h", "--help", "help"):
         print(help_text())
@@ -38,14 +38,14 @@ def main(args: list[str] | None = None) -> None:
         )
     try:
         module = importlib.import_module(COMMANDS[line[0]][0])
-        named = {"prog": "jaxdl train"} if line[0] == "train" else {}  # How its messages name it.
+        named = {"prog": "jaxdl train"} if line[0] == "train" else {}  # The name of the command in messages.
         module.main(line[1:], **named)
     except KeyboardInterrupt:
         end_interrupted()
 
 
 def help_text() -> str:
-    """What `jaxdl --help` prints."""
+    """The text of `jaxdl --help`."""
     commands = "\n".join(f"  {name:8} {about}" for name, (_, about) in COMMANDS.items())
     return f"""jaxdl {__version__}: a JAX trainer for clusters whose network is slower than their GPUs
 
@@ -53,7 +53,7 @@ usage: jaxdl COMMAND [OPTIONS]      (also: python -m jaxdl COMMAND, python -m ja
 
 {commands}
 
-  jaxdl train --config digits --workdir runs/digits     trains a small model, in a minute on a CPU
+  jaxdl train --config digits --workdir runs/digits     trains a small model in a minute on a CPU
   jaxdl COMMAND --help                                  the options of a command
   jaxdl --version                                       the version"""
 

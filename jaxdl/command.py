@@ -1,4 +1,4 @@
-"""The options of `python -m jaxdl.train`, and what they start. `jaxdl.train` looks at the command line first."""
+"""The options of `python -m jaxdl.train` and the runs that they start; `jaxdl.train` checks the command line before."""
 
 from __future__ import annotations
 
@@ -24,26 +24,23 @@ from jaxdl.startup import PROG
 
 @dataclass(frozen=True)
 class Command:
-    """The options of a run that are not part of the experiment."""
+    """The options of a training command that are not fields of the experiment."""
 
     config: Path
     """The experiment: a Python file with a function config()."""
     experiment: Annotated[Experiment, tyro.conf.arg(name="")]
     workdir: str | None = None
-    """The folder of the run; started again with the same folder, it resumes. Without one nothing is kept."""
+    """The folder of the run. The same command with the same folder resumes. Without a folder nothing is saved."""
     devices: int | None = None
     """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
     max_steps: int | None = None
-    """Stop after this many steps of the experiment, as a trial; the same command without it resumes."""
+    """Stop after this many steps, for a trial. The same command without this option resumes."""
     explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Print how the parameters are sharded over the mesh and the memory the step needs, and stop."""
+    """Print how the parameters are sharded over the mesh and how much memory the step needs, then exit."""
 
 
 def run(args: list[str], prog: str = PROG) -> None:
-    """Runs the command line.
-
-    Exit codes: see `exit_codes`.
-    """
+    """Runs the command line. For exit codes see `exit_codes`."""
     with end_together(), exit_codes():
         command = parse_command(args, prog)
         if command.explain:
@@ -53,14 +50,14 @@ def run(args: list[str], prog: str = PROG) -> None:
 
 
 def parse_command(args: list[str], prog: str = PROG) -> Command:
-    """The command line as a Command. Raises ConfigError, or exits after --help."""
+    """The parsed command line. Raises ConfigError; exits after `--help`."""
     command, experiment = parse_command_line(Command, args, about=str(__doc__), prog=prog)
     given, launched = command.experiment.mesh.cpu_devices, launched_cpu_devices()
     asked = command.devices or (given if given != experiment.mesh.cpu_devices else None)
     if launched is not None and asked not in (None, launched):
         raise ConfigError(
-            f"--devices {asked}: the launcher gives each process {launched}. Leave it out, or start the launcher with "
-            f"--devices-per-host {asked}."
+            f"--devices {asked}: the launcher gives each process {launched} devices. Leave the option out, or start "
+            f"the launcher with --devices-per-host {asked}."
         )
     if command.devices is None:
         return command
@@ -75,7 +72,7 @@ def parse_command(args: list[str], prog: str = PROG) -> Command:
 def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> None:
     """Prints the table of `--explain`: parameters, shapes, specs, bytes, and the memory of the compiled step.
 
-    Where the exchange is to be chosen it is measured, unless it was chosen for the run in `workdir`.
+    `--exchange auto` measures and chooses an exchange, unless `workdir` has the choice of an earlier run.
     """
     folder = check_workdir(workdir)
     start = Start()

@@ -1,8 +1,8 @@
-"""The base class of every config, and how a config file is loaded. No jax here.
+"""The base class of all configs, and loading of config files. JAX is not imported here.
 
-A config is a frozen pydantic model that stands beside the code it configures and builds it. A *choice* (which
-optimizer, model, data set...) is a field whose type is a union of config classes, each told apart by its literal
-`kind`. In a file it is an object; on the command line it is switched by name: `--optimizer lars`.
+A config is a frozen pydantic model, defined beside the code that it configures and builds. A *choice* (the optimizer,
+the model, the data set...) is a field whose type is a union of config classes, distinguished by their literal `kind`.
+A config file sets it to an object; the command line switches it by name: `--optimizer lars`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from jaxdl.startup import check_source, find_config
 ConfigT = TypeVar("ConfigT", bound="Config")
 
 Kind = tyro.conf.Suppress
-"""Marks the `kind` field of a choice, `kind: Annotated[Literal["sgd"], Kind] = "sgd"`: it is no option of its own."""
+"""Marks the `kind` field of a choice, `kind: Annotated[Literal["sgd"], Kind] = "sgd"`, as not an option."""
 
 
 class Config(pydantic.BaseModel):
-    """Base of all configs: frozen, no unknown fields, help texts from the string below each field."""
+    """Base of all configs: frozen, unknown fields refused, help texts taken from the string below each field."""
 
     model_config = pydantic.ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
@@ -54,21 +54,20 @@ class Config(pydantic.BaseModel):
         super().__delattr__(name)
 
     def _refuse_change(self, name: str) -> None:
-        """Raises ConfigError for a field, or a name that is none; what pydantic keeps for itself begins with `_`."""
+        """Raises ConfigError for any name, except those that begin with `_`: pydantic sets these."""
         cls = type(self)
         if name.startswith("_"):
             return
         if name not in cls.model_fields:
             raise ConfigError(f"{name}: {_no_such_field(cls.__name__, name)}")
         raise ConfigError(
-            f"{name}: a config is frozen. Make a changed copy instead: of a {cls.__name__}, "
-            f"replaced({{{name!r}: ...}}); of what it is a part of, with the path, as in "
-            "experiment = experiment.replaced({'optimizer.learning_rate': 0.1})."
+            f"{name}: a config is frozen. Make a changed copy instead: {cls.__name__}.replaced({{{name!r}: ...}}), or "
+            "replace it by its path: experiment = experiment.replaced({'optimizer.learning_rate': 0.1})."
         )
 
     @classmethod
     def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
-        # Told apart by `kind`, a mistake in a choice is reported for the kind that was meant, not for every kind.
+        # With `kind` as the discriminator, pydantic reports an error for the given kind alone, not for every kind.
         unions = [field for field in cls.model_fields.values() if len(_members(field.annotation)) > 1]
         for field in unions:
             field.discriminator = "kind"
@@ -76,20 +75,20 @@ class Config(pydantic.BaseModel):
             cls.model_rebuild(force=True)
 
     def to_json(self) -> str:
-        """The resolved config as indented JSON; `from_json` gives an equal config."""
+        """The config with all its defaults as indented JSON; `from_json` gives an equal config."""
         return self.model_dump_json(indent=2)
 
     @classmethod
     def from_json(cls: type[ConfigT], text: str) -> ConfigT:
-        """The config that `to_json` wrote. Raises ConfigError when the text does not fit this class."""
+        """The config that `to_json` wrote. Raises ConfigError when the text is not valid for this class."""
         with one_message():
             return cls.model_validate_json(text)
 
     def replaced(self: ConfigT, overrides: Mapping[str, Any]) -> ConfigT:
         """A copy with dotted fields replaced: `{"optimizer.learning_rate": 0.3, "mesh.replica": 4, "model": "resnet"}`.
 
-        A choice may be given as a config object, or by the name of its kind: the kind that is there already keeps its
-        values, another one comes with its defaults. Raises ConfigError for unknown fields and values that do not fit.
+        A choice may be given as a config object, or by the name of its kind: the current kind keeps its values, another
+        one gets its defaults. Raises ConfigError for unknown fields and invalid values.
         """
         values = self.model_dump()
         kinds = {
@@ -106,7 +105,7 @@ class Config(pydantic.BaseModel):
 
 
 class one_message:
-    """Context: turns pydantic's report into one ConfigError, `field: what is wrong (got value)`, a line each."""
+    """Context: turns a pydantic error into a ConfigError with one line per problem, `field: problem (got value)`."""
 
     def __enter__(self) -> None:
         return None
@@ -117,9 +116,9 @@ class one_message:
 
 
 def describe(error: pydantic.ValidationError, name: Callable[[str, str, str], str] | None = None) -> str:
-    """The problems of a pydantic error in a line each, `optimizer.learning_rate: what is wrong (got value)`.
+    """The problems of a pydantic error, one line each: `optimizer.learning_rate: problem (got value)`.
 
-    `name` writes the line from the dotted field, what is wrong, and the value, where it is not in the text.
+    `name` formats a line from the dotted field, the problem, and the value ("" if the problem mentions it).
     """
     return "\n".join((name or _in_python)(".".join(where), what, given) for where, what, given in _problems(error))
 
@@ -129,13 +128,13 @@ def _in_python(path: str, what: str, given: str) -> str:
 
 
 def _problems(error: pydantic.ValidationError) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """Each problem of a pydantic error: (names of the field and those around it, what is wrong, the value or "")."""
+    """(path of the field, problem, value or "") for each problem of a pydantic error."""
     for problem in error.errors():
         where, what = tuple(str(part) for part in problem["loc"]), problem["msg"]
         context = problem.get("ctx", {})
         cause = context.get("error")
         if isinstance(cause, ConfigError) and isinstance(cause.__context__, pydantic.ValidationError):
-            # A config inside this one: its own report. In a choice, the name of the kind follows that of the field.
+            # The error of a nested config. In a choice, pydantic adds the name of the kind to the path.
             yield from ((where[:1] + inner, text, given) for inner, text, given in _problems(cause.__context__))
         elif problem["type"] == "extra_forbidden":
             yield where, _no_such_field(error.title, where[-1]), ""
@@ -151,7 +150,7 @@ def _problems(error: pydantic.ValidationError) -> Iterator[tuple[tuple[str, ...]
 
 
 def _no_such_field(title: str, name: str) -> str:
-    """What to say of a field that the config class called `title` does not have."""
+    """The message for a field that the config class called `title` does not have."""
     fields = [name for name in _class_called(title).model_fields if name != "kind"]
     near = difflib.get_close_matches(name, fields, n=1)
     return (
@@ -162,7 +161,7 @@ def _no_such_field(title: str, name: str) -> str:
 
 
 def _not_a_config(title: str, where: tuple[str, ...], value: Any) -> str:
-    """What to say of a value that should be a config object, for the field `where` of the class called `title`."""
+    """The message for a value that is not a config object, given for the field `where` of the class `title`."""
     field = _class_called(title).model_fields.get(where[0])
     kinds = _members(field.annotation) if field is not None else []
     names = ", ".join(f"{one.__name__}()" for one in kinds)
@@ -173,17 +172,17 @@ def _not_a_config(title: str, where: tuple[str, ...], value: Any) -> str:
     if isinstance(value, str) and kinds:
         named = [one for one in kinds if one.model_fields["kind"].default == value]
         advice = f"{named[0].__name__}(...)" if named else f"one of {names}"
-        return f"{value!r} is a text; give an object: {advice}. By name it is given in overrides or on the command line"
+        return f"{value!r} is a string; give an object: {advice}. Only overrides and the command line take names"
     what = f"an object of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
     if callable(getattr(value, "init", None)) and callable(getattr(value, "update", None)):
         what = "an optax transformation"
-    return f"{what} is no config. Give " + (
+    return f"{what} is not a config. Give " + (
         f"an object of one of {names}" if kinds else "an object of its config class"
     )
 
 
 def _class_called(title: str) -> type[Config]:
-    """The config class of this name: pydantic's reports have no more of it."""
+    """The config class of this name; pydantic's errors have only the name."""
     found: list[type[Config]] = [Config]
     for one in found:
         if one.__name__ == title:
@@ -198,25 +197,23 @@ def _set(values: dict[str, Any], path: str, value: Any) -> None:
     for depth, parent in enumerate(parents):
         if not isinstance(values.get(parent), dict):
             raise ConfigError(
-                f"{path}: '{'.'.join(parents[: depth + 1])}' has no fields inside; --help lists the fields."
+                f"{path}: '{'.'.join(parents[: depth + 1])}' has no fields of its own; --help lists the fields."
             )
         values = values[parent]
     if last == "kind" and parents:
         where = ".".join(parents)
-        raise ConfigError(
-            f"{path}: a kind has fields of its own. Give {where} = {value!r}, then the fields of that kind."
-        )
+        raise ConfigError(f"{path}: set {where} = {value!r} instead, then the fields of that kind.")
     if last not in values:
         near = difflib.get_close_matches(last, values, n=1)
         raise ConfigError(
-            f"{path}: there is no such field; one of {', '.join(sorted(values))} was expected."
+            f"{path}: there is no such field; choose one of {', '.join(sorted(values))}."
             + (f" Did you mean {'.'.join([*parents, near[0]])}?" if near else "")
         )
     values[last] = value
 
 
 def _members(annotation: Any) -> list[type[Config]]:
-    """The kinds that a field's type allows: config classes with a field `kind`, in a union or alone."""
+    """The config classes with a field `kind` that a field's type allows, alone or in a union."""
     if typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     in_union = typing.get_origin(annotation) in (Union, types.UnionType)
@@ -229,7 +226,7 @@ def _is_config(annotation: Any) -> TypeGuard[type[Config]]:
 
 
 def choices(cls: type[Config], prefix: str = "") -> dict[str, dict[str, type[Config]]]:
-    """Every choice of a config class: dotted field -> {name of kind: class}."""
+    """All choices of a config class: dotted field -> {name of the kind: class}."""
     found: dict[str, dict[str, type[Config]]] = {}
     for name, field in cls.model_fields.items():
         members = _members(field.annotation)
@@ -249,7 +246,7 @@ def field_at(config: Config, path: str) -> Any:
 
 
 def make_choice(cls: type[Config], path: str, name: str) -> Config:
-    """The kind called `name` of the choice at `path`, with its defaults. Raises ConfigError for an unknown name."""
+    """The config of kind `name` for the choice at `path`, with its defaults. Raises ConfigError for an unknown name."""
     kinds = choices(cls)[path]
     if name not in kinds:
         raise ConfigError(f"--{path} {name}: there is no such kind; choose one of {', '.join(kinds)}.")
@@ -258,20 +255,20 @@ def make_choice(cls: type[Config], path: str, name: str) -> Config:
 
 
 def load_file(given: str | Path) -> Config:
-    """Runs `config()` of a Python file, or with `FILE:NAME` its function `NAME`, and returns the config.
+    """The config that `config()` of a Python file returns; `FILE:NAME` calls the function `NAME` instead.
 
-    Instead of a file, the name of a config that comes with jaxdl will do: `digits`. The file may import others from its
-    folder. Raises ConfigError when that is not possible, as of a run's config.json, which holds an Experiment alone.
+    The name of a config that comes with jaxdl, such as `digits`, may replace the file. The file may import others from
+    its folder. Raises ConfigError when the file is missing, fails, or is not a Python file.
     """
     check_source(given)
     path, function = find_config(given)
     if path.suffix != ".py":
-        raise ConfigError(f"--config {given}: a run's file, not a Python file. Give the Python file of the run.")
+        raise ConfigError(f"--config {given}: the config.json of a run, but a Python file is needed here.")
     spec = importlib.util.spec_from_file_location(f"jaxdl_config_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dataclasses and pydantic look types up there.
+    sys.modules[spec.name] = module  # Dataclasses and pydantic look up types there.
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)
     try:
@@ -282,7 +279,7 @@ def load_file(given: str | Path) -> Config:
         raise ConfigError(f"--config {given}{_line(error, spec.origin)}: {error}") from None
     except SystemExit as error:
         where = _line(error, spec.origin)
-        raise ConfigError(f"--config {given}{where}: it ends the program (sys.exit or exit). Remove that.") from None
+        raise ConfigError(f"--config {given}{where}: it calls sys.exit or exit. Remove the call.") from None
     except Exception as error:
         raise ConfigError(f"--config {given}{_line(error, spec.origin)}: {type(error).__name__}: {error}") from error
     finally:
@@ -295,18 +292,18 @@ def load_file(given: str | Path) -> Config:
 
 
 def _line(error: BaseException, filename: str | None) -> str:
-    """`, line 12`: where in the file the error came from, or nothing if it has no part in it."""
+    """`, line 12`: the line of this file where the error was raised; empty if it is not in the traceback."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == filename]
     return f", line {lines[-1]}" if lines else ""
 
 
 class Periodic(Config):
-    """Base of the configs of what happens again and again in a run."""
+    """Base of the configs of periodic actions: evaluations, checkpoints, reports."""
 
     every_epochs: float | None = pydantic.Field(default=None, gt=0)
-    """Do it every this many epochs; every epoch when neither this nor `every_steps` is set."""
+    """Period in epochs. Default: 1 epoch, unless `every_steps` is set. Set only one of the two."""
     every_steps: int | None = pydantic.Field(default=None, ge=1)
-    """Do it every this many steps."""
+    """Period in steps. Set only one of `every_steps` and `every_epochs`."""
 
     @pydantic.model_validator(mode="after")
     def _one_period(self) -> Periodic:

@@ -1,4 +1,4 @@
-"""The user's mistakes, and how a program ends because of one. Nothing but the standard library is imported here."""
+"""User errors, and how a program exits because of one. Only the standard library is imported here."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import typing
 
 
 class ConfigError(ValueError):
-    """What the user wrote cannot be run. The message has the value, why not, and what to do instead."""
+    """A user error. The message has the value, the reason, and what to do instead."""
 
 
 def fail(message: str) -> typing.NoReturn:
-    """Ends the program as the user's mistake: the message on stderr, exit code 2."""
+    """Exits with code 2 after a user error and prints the message on stderr."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
 
 
 def end_interrupted() -> typing.NoReturn:
-    """Ends the program after Ctrl-C: one line on stderr, exit code 130 (128 + SIGINT) as in shells."""
+    """Exits after Ctrl-C: one line on stderr, exit code 130 (128 + SIGINT) as in shells."""
     print("interrupted", file=sys.stderr)
     raise SystemExit(130)

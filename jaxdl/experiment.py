@@ -1,4 +1,4 @@
-"""Experiment: the root config, which joins the configs of all parts."""
+"""Experiment, the root config: it holds the configs of all parts of a run."""
 
 from __future__ import annotations
 
@@ -32,80 +32,79 @@ CommandT = TypeVar("CommandT")
 
 
 class Experiment(Config):
-    """Everything that decides a run. A file in configs/ returns one; the command line changes it."""
+    """All settings of a run. A config file returns one; command-line options change it."""
 
     model: ModelConfig = ResNet()
-    """The architecture."""
+    """The architecture of the model."""
     data: DataConfig = Digits()
-    """The data set."""
+    """The training data and the held-out data."""
     task: TaskConfig = Classification()
-    """What is learnt: the loss and the metrics."""
+    """The task: its loss and its metrics."""
     optimizer: OptimizerConfig = SGD()
-    """The optimizer and its peak learning rate."""
+    """The optimizer. Its `learning_rate` is the peak of the schedule."""
     schedule: ScheduleConfig = Cosine()
-    """How the learning rate goes over the run."""
+    """The learning rate as a function of the step, relative to the optimizer's peak."""
     exchange: ExchangeChoice = Dense()
-    """How gradients are averaged over the mesh axis `replica`."""
+    """How gradients are averaged over the slow network, the mesh axis `replica`."""
     precision: Precision = Float32()
-    """The precision of the computation; parameters and optimizer are float32 always."""
+    """The dtypes of the computation. Parameters and optimizer state are always float32."""
     batch_size: int = pydantic.Field(default=128, ge=1)
-    """Examples in one step, over all devices."""
+    """Examples per step, over all devices."""
     epochs: float | None = pydantic.Field(default=None, gt=0)
-    """Length of the run in passes over the training data; this or `steps` is needed."""
+    """Length of the run in passes over the training data. Set either this or `steps`."""
     steps: int | None = pydantic.Field(default=None, ge=1)
-    """Length of the run in steps; this or `epochs` is needed."""
+    """Length of the run in steps. Set either this or `epochs`."""
     phases: tuple[Phase, ...] = ()
-    """Progressive resizing: parts of the run with images of other sizes, one after the other; set in a config file.
-    Their lengths then make the run's."""
+    """Progressive resizing: consecutive parts of the run, each with its own image size and length. Only a config file
+    can set them. The length of the run is their sum, so `epochs` and `steps` must be None."""
     seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
-    """Decides the initial parameters, the order of the data, and every random choice in a step."""
+    """Seed of the initial parameters, the data order, and all random numbers in a step."""
     mesh: MeshConfig = MeshConfig()
-    """The devices."""
+    """The device mesh: how many devices each axis has."""
     sharding: ShardingConfig = ShardingConfig()
-    """How parameters are spread over the mesh."""
+    """How parameters are sharded over the mesh."""
     step: StepConfig = StepConfig()
-    """Gradient accumulation, clipping, moving average."""
+    """Gradient accumulation, gradient clipping, and the moving average of the parameters."""
     guard: GuardConfig = GuardConfig()
-    """What happens at steps whose numbers are bad."""
+    """What happens when a loss or gradient is not finite, or the loss spikes."""
     compiler: CompilerConfig = CompilerConfig()
-    """How the step is compiled."""
+    """How XLA compiles the training step."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """When the held-out data is evaluated."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """When checkpoints are written."""
+    """When checkpoints are written, and which are kept."""
     report: ReportConfig = ReportConfig()
-    """What is reported."""
+    """How often metrics are reported, and in which forms."""
     cluster: ClusterConfig = ClusterConfig()
-    """What is done about processes that are missing, lost or stuck."""
+    """How long a run waits for processes that are missing, lost or hung."""
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Experiment:
         if self.epochs is not None and self.steps is not None:
             raise ValueError(
-                f"epochs = {self.epochs:g} and steps = {self.steps}: the length of the run is given twice. "
+                f"epochs = {self.epochs:g} and steps = {self.steps}: both set the length of the run. "
                 "Set one of them to None: --epochs None or --steps None."
             )
         if self.phases and (self.epochs is not None or self.steps is not None):
-            raise ValueError("phases are set, whose lengths make that of the run. Set epochs and steps to None.")
+            raise ValueError("phases already set the length of the run. Set epochs and steps to None.")
         self.exchange.check_optimizer(self.optimizer)
         if self.model.modality != self.task.modality:
             raise ValueError(
-                f"model {self.model.kind} reads {self.model.modality}, but task {self.task.kind} is about "
+                f"model {self.model.kind} reads {self.model.modality}, but task {self.task.kind} needs "
                 f"{self.task.modality}. Choose a --model and a --task of the same kind."
             )
         return self
 
 
 LENGTH = ("epochs", "steps", "phases")
-"""The fields that make the length of a run; they may change when it resumes, see `jaxdl.run.length`."""
+"""The fields that set the length of a run. They may change when it resumes, see `jaxdl.run.length`."""
 
 
 def identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dumped Experiment that make it the run it is: all but its length, the mesh and reports.
+    """The fields of a dumped Experiment that must not change when a run resumes: not its length, mesh or reports.
 
-    Of photographs, how many workers make them and where they are cached changes nothing, but that crops are cut from
-    what is cached does. `guard.max_rollbacks` only says when to give up: it may be raised to go on with a run that gave
-    up.
+    For photographs, the number of workers and the place of the cache may change, but not the form in which images are
+    cached, since crops are cut from it. `guard.max_rollbacks` may be raised to resume a run that gave up.
     """
     others = (*LENGTH, "mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
     found = {name: value for name, value in config.items() if name not in others}
@@ -116,7 +115,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         pixels = {name: cache[name] for name in ("form", "short_side")} if cached else None
         kept = {name: value for name, value in photos.items() if name not in ("workers", "max_bad")}
         found["data"] = {**found["data"], "photos": kept | {"cache": pixels}}
-    if "precision" in found:  # Runs of before there was the setting summed in the dtype of the computation.
+    if "precision" in found:  # Runs made before this setting existed summed in the compute dtype.
         found["precision"] = {"reduce_dtype": "compute", **found["precision"]}
     if "guard" in found:
         found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
@@ -129,40 +128,40 @@ def load(
     """The experiment of a config file, changed by `overrides`.
 
     Overrides are dotted fields, `{"optimizer": "lars", "optimizer.learning_rate": 2.0}`, or command-line arguments,
-    `["--optimizer", "lars", "--optimizer.learning-rate", "2"]`. `gpus` says whether the machine of the
-    run has GPUs, which chooses between `mesh` and `mesh.without_gpus` before the overrides; by default this machine is
-    looked at. Raises ConfigError for what does not fit.
+    `["--optimizer", "lars", "--optimizer.learning-rate", "2"]`. `gpus`: whether the machine of the run has GPUs; it
+    chooses between `mesh` and `mesh.without_gpus` before the overrides; by default, whether this machine has GPUs.
+    Raises ConfigError for an invalid override.
     """
     if not isinstance(path, str | Path):
-        raise ConfigError(f"load: {path!r} is no path. Give that of a config file, for example configs/digits.py.")
+        raise ConfigError(f"load: {path!r} is not a path. Give that of a config file, for example configs/digits.py.")
     experiment = load_experiment(path, gpus=gpus)
     if isinstance(overrides, Mapping):
         return experiment.replaced(overrides)
     if isinstance(overrides, str):
-        raise ConfigError(f"overrides: {overrides!r} is one text. Give a dictionary, or a list of arguments.")
+        raise ConfigError(f"overrides: {overrides!r} is a single string. Give a dictionary, or a list of arguments.")
     if not isinstance(overrides, Sequence):
         raise ConfigError(f"overrides: {overrides!r}: give a dictionary, or a list of arguments; or leave it out.")
     return changed(experiment, overrides)
 
 
 def changed(experiment: Experiment, args: Sequence[str]) -> Experiment:
-    """The experiment changed by command-line arguments. Raises ConfigError for what does not fit."""
+    """The experiment changed by command-line arguments. Raises ConfigError for an invalid argument."""
     return parse(experiment, list(args))
 
 
 def as_experiment(given: Experiment | str | Path) -> Experiment:
-    """The experiment itself, or that of a config file. Raises ConfigError when it is neither."""
+    """The given experiment, or that of the given config file. Raises ConfigError when it is neither."""
     if isinstance(given, Experiment):
         return _with_mesh(given)
     if isinstance(given, str | Path):
         return load_experiment(given)
-    raise ConfigError(f"{given!r}: not an Experiment. Give one, from jaxdl.load(FILE) or made in Python, or the file.")
+    raise ConfigError(f"{given!r}: not an Experiment. Give an Experiment, or the path of a config file.")
 
 
 def load_experiment(path: str | Path, *, gpus: bool | None = None) -> Experiment:
-    """The experiment that `config()` of a file returns, or that of a run's config.json; `gpus` as in `load`.
+    """The experiment that a Python file's `config()` returns, or the one in a run's config.json; `gpus` as in `load`.
 
-    Raises ConfigError when there is none or it cannot be run.
+    Raises ConfigError when the file is missing or invalid.
     """
     if find_config(path)[0].suffix == ".json":
         return _from_run(find_config(path)[0])
@@ -192,11 +191,11 @@ def _from_run(path: Path) -> Experiment:
 def parse_command_line(
     command: Callable[[Path, Experiment], CommandT], args: Sequence[str], *, about: str, prog: str, intro: str = ""
 ) -> tuple[CommandT, Experiment]:
-    """The command line of a program about one experiment, and the experiment of its file with the choices switched.
+    """(the parsed command, the config file's experiment with its choices switched) of a program with `--config`.
 
-    `command` is a dataclass whose first fields are the config's path and the experiment; the others are the program's
-    own options; `intro` stands above them in the help. Raises ConfigError for a mistake; exits after `--help`, which
-    prints `about` where there is no `--config`.
+    `command` is a dataclass whose first fields are the config's path and the experiment; its other fields are the
+    program's own options. `--help` prints `intro` and all options, or `about` if there is no `--config`, and exits.
+    Raises ConfigError for an invalid command line.
     """
     path = given_config(args)
     if path is None:

@@ -1,11 +1,12 @@
-"""The options of an experiment as its source declares them, for the first look at a command line.
+"""The fields of an experiment and their types, read from the source for the first check of a command line.
 
-To import the classes takes 2 s of CPU time, to read their source a few hundredths.
+Importing the classes takes 2 s of CPU time; reading their source takes a few hundredths of a second.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 from collections.abc import Collection
@@ -14,12 +15,12 @@ from pathlib import Path
 _PACKAGE = Path(__file__).parent
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:$", re.MULTILINE)
 _FIELD = re.compile(r"^    ([a-z]\w*): (.+?)(?: = .*)?$", re.MULTILINE)
-"""A field in the body of a class; a line of a docstring that looks like one only makes the checks milder."""
+"""A field in the body of a class. A docstring line that looks like a field only makes the check more permissive."""
 _NUMBERS = re.compile(r"Literal\[[\d, ]+\]")
 
 
 def experiment_fields() -> dict[str, str]:
-    """Option -> its type in the source of `Experiment`: "int | None"; "group" for a part that is no choice of kinds."""
+    """Option -> its type in the source of `Experiment`, such as "int | None"; "group" for a config without kinds."""
     source = ast.parse((_PACKAGE / "experiment.py").read_bytes())
     found = {}
     for one in source.body:
@@ -32,8 +33,9 @@ def experiment_fields() -> dict[str, str]:
     return found
 
 
+@functools.cache
 def inner_fields() -> dict[str, set[str]]:
-    """Last name of an option -> the types that it has in the configs of the package, whichever they are."""
+    """Last part of an option -> the types of all fields of that name in the configs of the package."""
     bases: dict[str, list[str]] = {}
     declared: dict[str, list[tuple[str, str]]] = {}
     for path in _PACKAGE.rglob("*.py"):
@@ -55,7 +57,7 @@ def inner_fields() -> dict[str, set[str]]:
 
 
 def not_of_type(types: Collection[str], value: str) -> str | None:
-    """What a value should be, where all types are of numbers and it is none; None where it fits or is not known."""
+    """The kind of number that a value should be but is not; None if it fits, or if a type is not a number."""
     kinds = {_NUMBERS.sub("int", kind) for type_ in types for kind in type_.split(" | ")}
     if not kinds <= {"int", "float", "None"} or kinds == {"None"}:
         return None

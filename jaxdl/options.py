@@ -1,8 +1,8 @@
-"""Command lines: every field of a config is an option, `--mesh.replica 4`, whose default is the config's value.
+"""Parsing of command lines: every field of a config is an option, `--mesh.replica 4`; the config has the defaults.
 
-A choice is switched by name, `--optimizer lars`, before its own fields are set. Help is tyro's; values are read here,
-so that a mistake is one message that names the option as it was typed. Programs with options of their own describe
-them in a dataclass; its field `experiment`, if it has one, contributes the options of the experiment.
+A choice is switched by name, `--optimizer lars`, before its fields are set. tyro prints the help; values are parsed
+here, so that an error is one message that names the option as the user typed it. A program describes its own options
+in a dataclass; if that has a field `experiment`, the fields of the experiment are options too.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from jaxdl.startup import USUAL_NAMES
 CommandT = TypeVar("CommandT")
 
 CLI_STYLE = (tyro.conf.AvoidSubcommands,)
-"""How tyro shows configs in help: choices are switched by `take_choices`, so that no subcommands are needed."""
+"""tyro's settings for help. `take_choices` switches choices, so no subcommands are needed."""
 
 
 def take_choices(config: ConfigT, args: Sequence[str]) -> tuple[ConfigT, list[str]]:
-    """Applies `--optimizer lars` and the like to the config; returns it and the arguments that are left."""
+    """(the config with `--optimizer lars` and the like applied, the remaining arguments)."""
     known, rest, left = choices(type(config)), list(args), []
     switched: dict[str, str] = {}
     while rest:
@@ -39,7 +39,7 @@ def take_choices(config: ConfigT, args: Sequence[str]) -> tuple[ConfigT, list[st
             left.append(flag + equals + value)
             continue
         if not equals and (not rest or rest[0].startswith("-")):
-            raise ConfigError(f"{flag}: needs the name of a kind, one of {', '.join(known[path])}.")
+            raise ConfigError(f"{flag}: needs a value, one of {', '.join(known[path])}.")
         switched[path] = value if equals else rest.pop(0)
     with _named_as_options({}):
         return config.replaced(switched), left
@@ -48,15 +48,15 @@ def take_choices(config: ConfigT, args: Sequence[str]) -> tuple[ConfigT, list[st
 def parse(config: ConfigT, args: Sequence[str], *, prog: str | None = None) -> ConfigT:
     """The config changed by command-line arguments, `--mesh.replica 4 --optimizer lars`.
 
-    Prints help and exits after `--help`. Raises ConfigError for a mistake.
+    `--help` prints the help and exits. Raises ConfigError for an invalid argument.
     """
     chosen, rest = take_choices(config, args)
     return parse_options(type(chosen), rest, default=chosen, prog=prog, description=choices_help(chosen))
 
 
 def choices_help(config: Config) -> str:
-    """The text of `--help` on choices: each with its kinds, the current one first."""
-    lines = ["Every field is an option. These switch a whole part, before its own fields are set:"]
+    """The part of `--help` on choices: each choice with its kinds, the current one first."""
+    lines = ["Every field is an option. These options switch a whole part; its own fields are set afterwards:"]
     for path, kinds in choices(type(config)).items():
         current = field_at(config, path).kind
         others = [name for name in kinds if name != current]
@@ -72,9 +72,9 @@ def parse_options(
     prog: str | None = None,
     description: str | None = None,
 ) -> CommandT:
-    """A config or dataclass made of `default` (or the defaults of its class) and the command-line arguments.
+    """A config or dataclass: `default` (or the defaults of its class) changed by command-line arguments.
 
-    Prints help and exits after `--help`. Raises ConfigError for a mistake.
+    `--help` prints the help and exits. Raises ConfigError for an invalid argument.
     """
     if {"--help", "-h"} & set(args):
         tyro.cli(kind, args=["--help"], default=default, prog=prog, config=CLI_STYLE, description=description)  # pyright: ignore[reportCallIssue, reportArgumentType]
@@ -91,7 +91,7 @@ def parse_options(
 
 
 def _required(kind: Any) -> list[str]:
-    """The fields of a dataclass that have no default."""
+    """The fields of a dataclass without a default."""
     return [
         field.name
         for field in dataclasses.fields(kind)
@@ -100,12 +100,12 @@ def _required(kind: Any) -> list[str]:
 
 
 def _filled(kind: type[CommandT], values: Mapping[str, Any], default: CommandT | None) -> CommandT:
-    """A dataclass with these values of its own fields, and of those of the configs in it."""
+    """A dataclass with these values of its fields and of the fields of its configs."""
     own = {name: values[name] for name in values if name in kind.__dataclass_fields__}  # pyright: ignore[reportAttributeAccessIssue]
     if default is None:
         for name in _required(kind):
             if name not in own:
-                raise ConfigError(f"--{name.replace('_', '-')}: needed, and not given. --help lists the options.")
+                raise ConfigError(f"--{name.replace('_', '-')}: required, but not given. --help lists the options.")
         return kind(**own)
     for name, config in vars(default).items():
         if isinstance(config, Config):
@@ -116,12 +116,12 @@ def _filled(kind: type[CommandT], values: Mapping[str, Any], default: CommandT |
 
 
 def _prefix(name: str) -> str:
-    """What stands in front of the options of the config in this field: nothing for an experiment."""
+    """The prefix of the options of the config in this field; empty for an experiment."""
     return "" if name == "experiment" else f"{name}."
 
 
 def _options(kind: Any, value: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted field -> its type, of all fields that are options. `value` decides the kinds of choices, where given."""
+    """Dotted field -> its type, for all fields that are options. `value`, if given, has the kinds of the choices."""
     found: dict[str, Any] = {}
     if issubclass(kind, Config):
         annotations = {name: field.rebuild_annotation() for name, field in kind.model_fields.items() if name != "kind"}
@@ -132,21 +132,21 @@ def _options(kind: Any, value: Any, prefix: str = "") -> dict[str, Any]:
         if isinstance(inner, Config):
             found |= _options(type(inner), inner, prefix + _prefix(name))
         elif isinstance(inner, tuple) and inner and isinstance(inner[0], Config):
-            continue  # Phases: set in a config file.
+            continue  # Phases: only a config file sets them.
         elif not any(issubclass(one, Config) for one in _classes(annotation)):
             found[prefix + name] = annotation
     return found
 
 
 def _classes(annotation: Any) -> list[type]:
-    """All classes that an annotation mentions."""
+    """All classes in an annotation."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return [annotation]
     return [one for inner in typing.get_args(annotation) for one in _classes(inner)]
 
 
 def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """The values of a command line, by dotted field, and how each was typed. Raises ConfigError."""
+    """(dotted field -> value, dotted field -> text as typed) of a command line. Raises ConfigError."""
     values: dict[str, Any] = {}
     typed: dict[str, str] = {}
     names = {_flag(path, annotation): path for path, annotation in options.items()}
@@ -181,18 +181,18 @@ def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tupl
 
 
 def _shown(words: Sequence[str]) -> str:
-    """The words of a value as in a command; one that is empty in quotes."""
+    """The words of a value as typed; an empty word in quotes."""
     return " ".join(word or "''" for word in words)
 
 
 def _flag(path: str, annotation: Any) -> str:
-    """`--mesh.cpu-devices`. A name given to tyro in the annotation takes the field's place."""
+    """The option of a field, `--mesh.cpu-devices`; a name given to tyro in the annotation replaces the field's."""
     given = [getattr(one, "name", None) for one in typing.get_args(annotation)[1:]] if _is_annotated(annotation) else []
     return "--" + next((one for one in given if isinstance(one, str) and one), path).replace("_", "-")
 
 
 def _off(flag: str) -> str:
-    """`--optimizer.no-nesterov` of `--optimizer.nesterov`."""
+    """The option that turns a switch off: `--optimizer.no-nesterov` for `--optimizer.nesterov`."""
     group, dot, last = flag.removeprefix("--").rpartition(".")
     return f"--{group}{dot}no-{last}"
 
@@ -204,16 +204,16 @@ def _switch(flag: str, value: str | None, *, on: bool, off: str) -> bool:
 
 
 def _stray(word: str, typed: Mapping[str, str]) -> str:
-    """What to say of a word that is neither an option nor a value of one."""
+    """The message for a word that is neither an option nor the value of one."""
     before = list(typed.values())[-1] if typed else None
     if before is None:
         return f"{word}: not an option; options begin with --. --help lists them."
-    number = "one value" if " " in before else "none"
-    return f"{word}: it belongs to no option; {before.split()[0]} before it takes {number}."
+    number = "one value" if " " in before else "no value"
+    return f"{word}: not an option and not a value: {before.split()[0]} before it takes {number}."
 
 
 def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
-    """What to say of an option that does not exist: what was meant, as well as can be guessed."""
+    """The message for an unknown option, with a guess of what was meant."""
     name = flag.lstrip("-").replace("_", "-")
     experiment = default if isinstance(default, Config) else getattr(default, "experiment", None)
     usual = USUAL_NAMES.get(name) or USUAL_NAMES.get(name.rpartition(".")[2])
@@ -225,16 +225,16 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
         return f"{flag}: a kind is chosen by the option without .kind: --{group.replace('_', '-')} {next(iter(kinds))}."
     inside = [one for one in names if one.startswith(f"--{name}.")]
     if inside:
-        return f"{flag}: it takes no value itself; it has {', '.join(inside)}."
+        return f"{flag}: not an option itself; its options are {', '.join(inside)}."
     if experiment is not None and name.replace("-", "_") in type(experiment).model_fields:
-        return f"{flag}: no option; {name} are set in a config file."
+        return f"{flag}: not an option; {name} are set in a config file."
     having = [kind for kind, cls in kinds.items() if last in cls.model_fields and last != "kind"]
     if experiment is not None and having:
         current = field_at(experiment, group).kind
         own = ", ".join(one for one in names if one.startswith(f"--{group.replace('_', '-')}."))
         return (
             f"{flag}: {group} {current} has no {last}; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it. "
-            f"Of {current} there are {own}."
+            f"The options of {current} are {own}."
         )
     near = difflib.get_close_matches(f"--{name}", names, n=3, cutoff=0.75)
     tail = last.replace("_", "-")
@@ -264,8 +264,8 @@ def _takes_many(annotation: Any) -> bool:
 
 
 def _convert(annotation: Any, words: Sequence[str]) -> Any:
-    """The value that the words mean. Raises ValueError when they are none of this type."""
-    for one in sorted(_members(annotation), key=lambda one: one is not type(None)):  # "None" is no text.
+    """The value of this type that the words spell. Raises ValueError when there is none."""
+    for one in sorted(_members(annotation), key=lambda one: one is not type(None)):  # "None" is not a string.
         origin, inner = typing.get_origin(one), typing.get_args(one)
         try:
             if origin in (tuple, list):
@@ -302,14 +302,14 @@ _NOUNS = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
-    str: "a text",
+    str: "a string",
     Path: "a path",
     type(None): "None",
 }
 
 
 def _wanted(annotation: Any) -> str:
-    """`a number, or None`: what an option of this type takes."""
+    """`a number or None`: the values that an option of this type takes."""
     wanted = []
     for one in sorted(_members(annotation), key=lambda one: one is type(None)):
         inner = typing.get_args(one)
@@ -324,7 +324,7 @@ def _wanted(annotation: Any) -> str:
 
 
 class _named_as_options:
-    """Context: a ConfigError about fields names them as the options that were typed: `--step.clip-norm -3: ...`."""
+    """Context: a ConfigError raised inside names fields as the user typed them: `--step.clip-norm -3: ...`."""
 
     def __init__(self, typed: Mapping[str, str]) -> None:
         self._typed = typed
@@ -339,7 +339,7 @@ class _named_as_options:
     def _named(self, path: str, what: str, given: str) -> str:
         what = what.replace("Input should be", "must be")
         if not path:
-            return what  # The experiment's own validators name the options.
+            return what  # The validators of Experiment name the options themselves.
         if path in self._typed:
             return f"{self._typed[path]}: {what}"
         inside = {name.rpartition(".")[2]: name for name in self._typed if name.rpartition(".")[0] == path}
@@ -349,9 +349,9 @@ class _named_as_options:
 
 
 def _of_several(inside: Mapping[str, str], typed: Mapping[str, str], what: str) -> str:
-    """What a config's validator says of its fields, as a message about the options of it that were typed.
+    """The message of a config's validator, with its fields named as the options that the user typed.
 
-    `inside` has the fields of that config -> their dotted names.
+    `inside` maps the fields of that config to their dotted names.
     """
     start = re.match(r"(\w+) = [^:]*: ", what)
     if start and start[1] in inside:

@@ -1,4 +1,4 @@
-"""Text from a trained language model: `python -m jaxdl.sample --workdir runs/python_lm --prompt "def main("`."""
+"""Samples text from a trained model: `python -m jaxdl.sample --workdir runs/python_lm --prompt "def main("`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdl.predictor import restore
 
 @dataclass(frozen=True)
 class Sample:
-    """Prints text that a trained language model continues a prompt with."""
+    """Prints a prompt and its continuation by a trained language model."""
 
     workdir: Path
     """The folder of the run."""
@@ -25,15 +25,15 @@ class Sample:
     num_tokens: int = 400
     """How many tokens (bytes, for a model of bytes) to sample."""
     temperature: float = 0.7
-    """1 samples the model's own distribution, less is safer, 0 takes the likeliest token each time."""
+    """Sampling temperature: 1 is the model's own distribution, lower is less random, 0 takes the likeliest token."""
     seed: int = 0
-    """Another seed gives another text."""
+    """Seed of the random sampling."""
     checkpoint: Literal["newest", "best"] | int = "newest"
-    """Which checkpoint of the run: the newest, that with the best evaluation, or that of a step."""
+    """The checkpoint to load: the newest, the one with the best evaluation, or the one of a step."""
 
 
 def main(args: list[str] | None = None) -> None:
-    """Runs the command line; exits with 2 for the user's mistakes, 75 if the disk does not answer, 130 after Ctrl-C."""
+    """Runs the command line. Exits with 2 after a user error, 75 if the disk does not respond, 130 after Ctrl-C."""
     try:
         command = parse_options(Sample, sys.argv[1:] if args is None else args, prog="python -m jaxdl.sample")
         text = restore(command.workdir, checkpoint=command.checkpoint).generate(
@@ -49,7 +49,7 @@ def main(args: list[str] | None = None) -> None:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(MISTAKE if error.lasting else BROKEN) from None
     except KeyboardInterrupt:
-        print(flush=True)  # Ends the line of text that was being written.
+        print(flush=True)  # End the line of text that was being printed.
         end_interrupted()
 
 

@@ -1,14 +1,14 @@
-"""The first look at a command line, before jax, numpy and pydantic are imported (2 s of CPU time).
+"""The first check of a command line, before JAX, NumPy and pydantic are imported (2 s of CPU time).
 
-It finds the config file, reads it without running it, and refuses what cannot be meant: most mistakes in a command are
-answered at once. What has to be known to say more - the fields of the configs - comes later, in `jaxdl.options`.
-Nothing but the standard library is imported here.
+It finds and parses the config file without running it, so that most errors in a command are reported at once. Errors
+that depend on the values of the config are found later, in `jaxdl.options`. Only the standard library is imported here.
 """
 
 from __future__ import annotations
 
 import ast
 import difflib
+import itertools
 import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -19,7 +19,7 @@ from jaxdl.fields import experiment_fields, inner_fields, not_of_type
 from jaxdl.files import CONFIG_FILE
 
 PROG = "python -m jaxdl.train"
-"""How the command that trains is started."""
+"""The command that trains, as messages name it."""
 
 USUAL_NAMES = {
     "lr": "optimizer.learning-rate",
@@ -42,7 +42,7 @@ USUAL_NAMES = {
     "dtype": "precision",
     "resume": "workdir",
 }
-"""Options of other trainers -> those of jaxdl that mean the same."""
+"""Option of other trainers -> the option of jaxdl with the same meaning."""
 
 VALUED = {
     "config": "a Python file with a function config()",
@@ -50,19 +50,19 @@ VALUED = {
     "devices": "a number of virtual CPU devices",
     "max-steps": "a number of steps",
 }
-"""The options of training that are no fields of the experiment and take a value: what that is."""
+"""Options of training that are not fields of the experiment -> the value that each takes."""
 
 WHOLE_NUMBERS = ("devices", "max-steps")
-"""Those that take a whole number of 1 or more."""
+"""The options in `VALUED` that take a whole number, 1 or more."""
 
 MAX_CPU_DEVICES = 512
-"""Virtual CPU devices of one process. Each has threads of its own; with 1000 XLA hangs or aborts."""
+"""The most virtual CPU devices of one process. Each has its own threads; with 1000, XLA hangs or aborts."""
 
 MAKE_CLASSES = {"type", "exec", "eval", "__import__"}
-"""Names in a config file with which it can make or import a class that its source does not show."""
+"""Names with which a config file can define or import a class that is not visible in its source."""
 
 PROCESS_NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
-"""Environment variables with the number of this process in a run of several."""
+"""Environment variables with the index of this process in a run of several."""
 
 
 def shipped_folder() -> Path:
@@ -72,35 +72,35 @@ def shipped_folder() -> Path:
 
 
 def shipped_configs() -> dict[str, str]:
-    """Name -> first line of the docstring, of the configs that come with jaxdl; what they share is left out."""
+    """Name -> first line of the docstring, for the configs that come with jaxdl; not for modules that they share."""
     found = {}
     for path in sorted(shipped_folder().glob("*.py")):
         try:
             tree = ast.parse(path.read_bytes())
         except (OSError, SyntaxError, ValueError):
-            continue  # A file that somebody is editing.
+            continue  # The user may be editing it.
         if any(isinstance(node, ast.FunctionDef) and node.name == "config" for node in tree.body):
             found[path.stem] = (ast.get_docstring(tree) or "").split("\n")[0]
     return found
 
 
 def find_config(given: str | Path) -> tuple[Path, str]:
-    """The file that `--config FILE`, `FILE:FUNCTION` or the name of a shipped config means, and its function.
+    """(path, function) of `--config FILE`, `FILE:FUNCTION`, or the name of a config that comes with jaxdl.
 
-    A name counts only where there is no such file. Raises ConfigError when there is none, or it cannot be looked up.
+    A file takes precedence over a name. Raises ConfigError when there is neither, or the path cannot be read.
     """
     try:
         return _find(given)
-    except OSError as error:  # A name that is too long for the file system, or a folder that may not be entered.
+    except OSError as error:  # A name too long for the file system, or a folder without permission.
         shown = str(given) if len(str(given)) <= 100 else f"{str(given)[:97]}..."
         raise ConfigError(
-            f"--config {shown}: cannot be looked up: {error.strerror}. Give a file that this user may read, or the "
+            f"--config {shown}: not accessible: {error.strerror}. Give a file that this user may read, or the "
             f"name of an example from configs/: {', '.join(shipped_configs())}."
         ) from None
 
 
 def _find(given: str | Path) -> tuple[Path, str]:
-    """What `find_config` returns. Raises OSError too."""
+    """Like `find_config`, but may also raise OSError."""
     path, function = Path(given), "config"
     if not str(given).strip():
         raise ConfigError(f"--config '': no file. {_advice(path)}")
@@ -108,7 +108,7 @@ def _find(given: str | Path) -> tuple[Path, str]:
         name, function = path.name.rsplit(":", 1)
         if not name or not function.isidentifier():
             raise ConfigError(
-                f"--config {given}: neither a file nor FILE:NAME, a file and the name of a function in it."
+                f"--config {given}: neither a file nor FILE:NAME (a file and the name of a function in it)."
             )
         path = path.with_name(name)
     if path.is_dir():
@@ -126,7 +126,7 @@ def _find(given: str | Path) -> tuple[Path, str]:
 
 
 def _advice(path: Path) -> str:
-    """What to give instead of a file that is not there: the nearest names, or all shipped configs."""
+    """What to give instead of a missing file: the nearest name, or all configs that come with jaxdl."""
     folder = path.parent if path.parent.is_dir() else Path()
     files = {one.name: str(one) for one in sorted(folder.glob("*.py"))} | {name: name for name in shipped_configs()}
     near = difflib.get_close_matches(path.name, files, n=1) or difflib.get_close_matches(path.stem, files, n=1)
@@ -136,7 +136,7 @@ def _advice(path: Path) -> str:
 
 
 def check_source(given: str | Path) -> None:
-    """Raises ConfigError for a Python config that cannot be parsed, or has no function that takes no arguments."""
+    """Raises ConfigError for a Python config that cannot be parsed, or without a function to call without arguments."""
     path, function = find_config(given)
     if path.suffix != ".py":
         return
@@ -158,11 +158,11 @@ def check_source(given: str | Path) -> None:
             + (f" It defines `{near[0]}()`." if near else "")
         )
     if made and not made[-1].decorator_list and bound.count(function) == 1 and "*" not in bound:
-        check_arguments(given, made[-1])  # A decorator, or a second assignment, may supply the arguments.
+        check_arguments(given, made[-1])  # A decorator or a second assignment could supply the arguments.
 
 
 def check_arguments(given: str | Path, function: ast.FunctionDef) -> None:
-    """Raises ConfigError when a config's function cannot be called without arguments."""
+    """Raises ConfigError when the function of a config file cannot be called without arguments."""
     positional = [*function.args.posonlyargs, *function.args.args]
     required = positional[: len(positional) - len(function.args.defaults)]
     required += [
@@ -172,12 +172,12 @@ def check_arguments(given: str | Path, function: ast.FunctionDef) -> None:
         names = ", ".join(one.arg for one in required)
         raise ConfigError(
             f"--config {given}, line {function.lineno}: `{function.name}({names})` is called without arguments. Give "
-            f"{names} a default, or remove it."
+            f"{names} a default value, or remove it."
         )
 
 
 def _bound(tree: ast.Module) -> Iterator[str]:
-    """The names that a module binds outside of functions and classes, `*` for an import of everything."""
+    """The names that a module binds outside of functions and classes; `*` for a star import."""
     inside = {
         id(inner)
         for node in ast.walk(tree)
@@ -197,9 +197,9 @@ def _bound(tree: ast.Module) -> Iterator[str]:
 
 
 def own_options(args: Sequence[str], names: Collection[str] = tuple(VALUED)) -> tuple[dict[str, str], list[str]]:
-    """(the values of these options of `VALUED`, by name, and the other arguments) of a command line.
+    """(name -> value of these options of `VALUED`, the other arguments) of a command line.
 
-    Raises ConfigError when a value is missing, empty or no number where one is needed.
+    Raises ConfigError for a value that is missing, empty, or not a number although the option takes one.
     """
     values: dict[str, str] = {}
     others: list[str] = []
@@ -227,18 +227,18 @@ def own_options(args: Sequence[str], names: Collection[str] = tuple(VALUED)) -> 
 
 
 def check_cpu_devices(count: int, option: str) -> None:
-    """Raises ConfigError for more virtual CPU devices, asked for by this option, than XLA can run in one process."""
+    """Raises ConfigError if `option` asks for more virtual CPU devices than XLA can run in one process."""
     if count > MAX_CPU_DEVICES:
         raise ConfigError(
             f"{option} {count}: a process can have at most {MAX_CPU_DEVICES} virtual CPU devices, since each has "
-            f"threads of its own, and this machine has {os.cpu_count()} cores. Give fewer."
+            f"its own threads; this machine has {os.cpu_count()} cores. Give fewer."
         )
 
 
 def first_look(args: Sequence[str], prog: str) -> dict[str, str]:
-    """The values of the options in `VALUED`, of a command line of training; `config` is there.
+    """Name -> value of the options in `VALUED` of a training command; always has `config`.
 
-    Raises ConfigError for what can be seen to be a mistake whatever the config file has.
+    Raises ConfigError for errors that do not depend on the config file.
     """
     _check_first(args, prog)
     values, _ = own_options(args)
@@ -248,69 +248,74 @@ def first_look(args: Sequence[str], prog: str) -> dict[str, str]:
 
 
 def given_config(args: Sequence[str]) -> str | None:
-    """What the last `--config` gives, None where there is none. Raises ConfigError when its value is missing."""
+    """The value of the last `--config`; None without one. Raises ConfigError when its value is missing."""
     return own_options(args, ("config",))[0].get("config")
 
 
 def no_config(prog: str) -> str:
-    """What to say to a command without `--config`."""
-    return f"which experiment? Give --config FILE, for example --config {_example()}. {prog} --help says more."
+    """The message for a command without `--config`."""
+    return f"no --config. Give --config FILE, for example --config {_example()}. See {prog} --help."
 
 
 def check_names(args: Sequence[str], given: str) -> None:
-    """Raises ConfigError for an option that no experiment has, or a word where a number belongs.
+    """Raises ConfigError for an option that no experiment has, or a value that should be a number but is not.
 
-    The fields are read off the source (`jaxdl.fields`): which of them a part has is known later. Nothing is checked
-    where the config may have an Experiment with other fields, see `_is_stock`.
+    The fields are read from the source (`jaxdl.fields`), without knowing which kind each part has. Nothing is checked
+    if the config may define a subclass of Experiment with other fields, see `_is_stock`.
     """
     if not _is_stock(find_config(given)[0], set()):
         return
     fields = experiment_fields()
-    inner: dict[str, set[str]] = {}
-    for number, arg in enumerate(args):
+    for arg, following in itertools.zip_longest(args, args[1:], fillvalue="--"):
         flag, equals, value = arg.partition("=")
         name = flag.removeprefix("--").replace("_", "-")
         if not arg.startswith("--") or name in {*VALUED, "explain"}:
             continue
-        if not equals and number + 1 < len(args) and not args[number + 1].startswith("--"):
-            equals, value = "=", args[number + 1]
-        group, dot, rest = name.partition(".")
-        if group in fields:
-            if not dot:
-                wanted = not_of_type({fields[group]}, value) if equals else None
-            else:
-                inner = inner or inner_fields()
-                types = inner.get(rest.rpartition(".")[2].removeprefix("no-"))
-                if types is None:
-                    _check_inner(flag, group, rest, inner)
-                    continue
-                wanted = not_of_type(types, value) if equals else None
-            if wanted:
-                raise ConfigError(f"{flag} {value or repr('')}: not {wanted}.")
-            continue
-        if name in USUAL_NAMES:
-            raise ConfigError(f"{flag}: there is no such option. Did you mean --{USUAL_NAMES[name]}?")
-        # A part without a dot, such as --step, is no option.
-        meant = [one for one, type_ in fields.items() if dot or not (type_ == "group" or type_.startswith("tuple"))]
-        near = difflib.get_close_matches(group, meant, n=1)
-        if dot or near:
-            advice = f"Did you mean --{near[0]}{dot}{rest}?" if near else f"Options begin with --{', --'.join(fields)}."
-            raise ConfigError(f"{flag}: there is no such option. {advice}")
+        if name.partition(".")[0] not in fields:
+            _check_unknown(flag, name, fields)
+        elif equals or not following.startswith("--"):
+            _check_field(flag, name, fields, value if equals else following)
+        else:
+            _check_field(flag, name, fields, None)
 
 
-def _check_inner(flag: str, group: str, rest: str, inner: Mapping[str, set[str]]) -> None:
-    """Raises ConfigError for the option of a part, `rest`, that no part of any experiment has, if a name is near it."""
-    before, dot, last = rest.rpartition(".")
+def _check_field(flag: str, name: str, fields: Mapping[str, str], value: str | None) -> None:
+    """Raises ConfigError for an option of the experiment or a part of it that does not exist, or not with this value.
+
+    A name in a part is refused only if some config has a similar one. `value` is None if the option has none.
+    """
+    group, dot, rest = name.partition(".")
+    before, inner_dot, last = rest.rpartition(".")
+    types = inner_fields().get(last.removeprefix("no-")) if dot else {fields[group]}
+    if types is not None:
+        wanted = None if value is None else not_of_type(types, value)
+        if wanted:
+            raise ConfigError(f"{flag} {value or repr('')}: not {wanted}.")
+        return
     usual = USUAL_NAMES.get(last, "").removeprefix(f"{group}.")
-    near = [usual] if usual in inner else difflib.get_close_matches(last, inner, n=1)
-    if near and last not in ("kind", *inner):
-        raise ConfigError(f"{flag}: there is no such option. Did you mean --{group}.{before}{dot}{near[0]}?")
+    near = [usual] if usual in inner_fields() else difflib.get_close_matches(last, inner_fields(), n=1)
+    if near and last != "kind":
+        raise ConfigError(f"{flag}: there is no such option. Did you mean --{group}.{before}{inner_dot}{near[0]}?")
+
+
+def _check_unknown(flag: str, name: str, fields: Mapping[str, str]) -> None:
+    """Raises ConfigError for an option of no part of the experiment, unless it may be one of another program."""
+    if name in USUAL_NAMES:
+        raise ConfigError(f"{flag}: there is no such option. Did you mean --{USUAL_NAMES[name]}?")
+    group, dot, rest = name.partition(".")
+    # A part without a dot, such as --step, is not an option.
+    meant = [one for one, type_ in fields.items() if dot or not (type_ == "group" or type_.startswith("tuple"))]
+    near = difflib.get_close_matches(group, meant, n=1)
+    if dot or near:
+        advice = f"Did you mean --{near[0]}{dot}{rest}?" if near else f"Options begin with --{', --'.join(fields)}."
+        raise ConfigError(f"{flag}: there is no such option. {advice}")
 
 
 def _is_stock(path: Path, seen: set[Path]) -> bool:
-    """Whether a config file can have no Experiment but jaxdl's: it defines no class, and all its imports are known.
+    """Whether a config file can only return jaxdl's own Experiment: it defines no class and imports known modules only.
 
-    Known are jaxdl, the standard library, and files next to it of which the same holds. `seen` are those looked at.
+    Known modules are jaxdl, the standard library, and files in the same folder for which this holds too. `seen` has the
+    files checked so far.
     """
     if path.suffix != ".py" or path in seen:
         return True
@@ -339,13 +344,13 @@ def _is_stock(path: Path, seen: set[Path]) -> bool:
 
 
 def _check_first(args: Sequence[str], prog: str) -> None:
-    """Raises ConfigError for a command line that begins without an option, such as with a file."""
+    """Raises ConfigError for a command line whose first word is not an option, such as a file."""
     if not args or args[0].startswith("-"):
         return
     first = args[0]
     if first.endswith((".py", ".json")) or (shipped_folder() / f"{first}.py").is_file():
-        raise ConfigError(f"{first}: an option is missing in front of it. Give --config {first}.")
-    raise ConfigError(f"{first}: not an option. Options begin with --, the first is --config FILE; see {prog} --help.")
+        raise ConfigError(f"{first}: not an option. Give --config {first}.")
+    raise ConfigError(f"{first}: not an option. Options begin with --, such as --config FILE; see {prog} --help.")
 
 
 def _example() -> str:
@@ -354,30 +359,30 @@ def _example() -> str:
 
 
 def is_first_process() -> bool:
-    """Whether this is the first process of the run, as far as its environment says: the others are silent."""
+    """Whether this is the first process of the run according to its environment; the others print nothing."""
     return not any(os.environ.get(name, "0").strip() not in ("", "0") for name in PROCESS_NUMBERS)
 
 
 def overview(prog: str) -> str:
-    """The text of `--help` without a config: how to begin, the shipped configs, and the usual options."""
+    """The text of `--help` without a config: usage, the usual options, and the configs that come with jaxdl."""
     width = max(map(len, shipped_configs()), default=0)
     configs = "\n".join(f"  {name:{width}}  {about}" for name, about in shipped_configs().items())
     return f"""usage: {prog} --config FILE [--workdir FOLDER] [OPTIONS]
 
-Trains an experiment: a Python file with a function config(), the name of one that comes with jaxdl, or the config.json
-of a run. Started again with the same --workdir, it resumes.
+Trains an experiment: a Python file with a function config(), the name of a config that comes with jaxdl, or the
+config.json of a run. The same command with the same --workdir resumes the run.
 
   {prog} --config {_example()} --workdir runs/digits
 
 Usual options:
-  --workdir FOLDER              where checkpoints, metrics and curves are kept; nothing is without it
+  --workdir FOLDER              folder for checkpoints, metrics and curves; without it nothing is saved
   --devices N                   run on N virtual CPU devices
-  --explain                     print how the parameters are sharded and the memory of a step, and stop
+  --explain                     print the sharding of the parameters and the memory of a step, then exit
   --epochs N, --steps N         length of the run
-  --batch-size N                examples in one step, over all devices
-  --optimizer NAME              sgd, adamw, lars, lamb; then --optimizer.learning-rate N and its other fields
+  --batch-size N                examples per step, over all devices
+  --optimizer NAME              sgd, adamw, lars, lamb; its fields are --optimizer.learning-rate N and others
   --exchange NAME               how gradients are averaged over the slow network
-  --mesh.replica N              groups of devices that exchange gradients; see also --mesh.fsdp, --mesh.tensor
+  --mesh.replica N              number of replicas, which exchange gradients; see also --mesh.fsdp, --mesh.tensor
 
 With --config FILE --help: every option, with its default in that file.
 

@@ -1,6 +1,6 @@
 """The command line: `python -m jaxdl.train --config configs/digits.py --workdir runs/digits`.
 
-Nothing heavy is imported before the command line has been looked at and its first words are on the screen.
+The command line is checked and the first line printed before JAX is imported.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from jaxdl.startup import PROG, check_names, check_source, find_config, first_lo
 
 
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
-    """Runs the command line.
-
-    Exit codes: see `jaxdl.run.result.exit_codes`.
-    """
+    """Runs the command line. For exit codes see `jaxdl.run.result.exit_codes`."""
     line = sys.argv[1:] if args is None else args
     try:
         begin(line, prog)
@@ -31,10 +28,9 @@ def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
 
 
 def begin(args: list[str], prog: str) -> None:
-    """Looks at the command line and prints what it starts. Raises ConfigError.
+    """Checks the command line and prints the config and workdir of the run. Raises ConfigError.
 
-    Exits after `--version`, and after `--help` without a config.
-    With `--help` nothing is started: `jaxdl.command` prints it.
+    Exits after `--version`, and after `--help` without a config; with one, `jaxdl.command` prints the help.
     """
     helped = "--help" in args or "-h" in args
     if helped and not any(arg.partition("=")[0] == "--config" for arg in args):
@@ -52,7 +48,7 @@ def begin(args: list[str], prog: str) -> None:
 
 
 class _CallableModule(types.ModuleType):
-    """`jaxdl.train` is this module and the function of that name: the module can be called as the function."""
+    """`jaxdl.train` is this module and also the function of that name, so calling the module calls the function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from jaxdl.run.trainer import train

@@ -71,7 +71,7 @@ def test_no_start_at_0_beside_damaged_checkpoints(workdir, refused):
     before = contents(workdir)
     for _ in range(2):
         again = refused()
-        assert "its history says that 4 steps were done, and its checkpoints are damaged" in again
+        assert "its history has 4 steps; its checkpoints are damaged" in again
         assert f"{step_folder(2)}, {step_folder(4)}" in again
         assert contents(workdir) == before
 
@@ -140,11 +140,11 @@ def test_files_in_the_place_of_folders_and_folders_in_the_place_of_files(workdir
     (workdir / "metrics.jsonl").unlink()
     (workdir / "metrics.jsonl").mkdir()
     before = contents(workdir)
-    assert "metrics.jsonl is no file" in refused()
+    assert "metrics.jsonl is not a file" in refused()
     (workdir / "metrics.jsonl").rmdir()
     shutil.rmtree(workdir / "checkpoints")
     (workdir / "checkpoints").write_text("mine")
-    assert "checkpoints is no folder" in refused()
+    assert "checkpoints is not a folder" in refused()
     assert (workdir / "checkpoints").read_text() == "mine"
     assert before.keys() - contents(workdir).keys() == {name for name in before if name.parts[0] == "checkpoints"}, (
         "only what this test removed"
@@ -167,7 +167,7 @@ def test_which_checkpoint_to_predict_with(workdir):
     assert jaxdl.restore(workdir).step == 4
     assert jaxdl.restore(workdir, checkpoint=2).step == 2
     assert jaxdl.restore(workdir, checkpoint="best").step in (2, 4)
-    with pytest.raises(jaxdl.ConfigError, match="no checkpoint of step 3; there are checkpoints of the steps 2, 4"):
+    with pytest.raises(jaxdl.ConfigError, match="no checkpoint of step 3; there are checkpoints of steps 2, 4"):
         jaxdl.restore(workdir, checkpoint=3)
     with pytest.raises(jaxdl.ConfigError, match='choose "newest", "best" or the number of a step'):
         jaxdl.restore(workdir, checkpoint="latest")  # pyright: ignore[reportArgumentType]
@@ -176,5 +176,5 @@ def test_which_checkpoint_to_predict_with(workdir):
 def test_the_best_of_none(tmp_path):
     jaxdl.train(TINY.replaced({"evaluation.every_steps": 100}), tmp_path, quiet=True)
     shutil.rmtree(step_dir(tmp_path, 4))  # It was evaluated, as the last one always is.
-    with pytest.raises(jaxdl.ConfigError, match="no checkpoint was evaluated; there are checkpoints of the steps 2"):
+    with pytest.raises(jaxdl.ConfigError, match="no checkpoint has an evaluation; there are checkpoints of steps 2"):
         jaxdl.restore(tmp_path, checkpoint="best")

@@ -40,12 +40,12 @@ WITH_THE_FILE = {
     "--optimizer.learning_rat 3": ["Did you mean --optimizer.learning-rate?"],
     "--optimzer.x 3": ["--optimzer.x: there is no such option. Did you mean --optimizer.x?"],
     "--clip-norm 3": ["--clip-norm: there is no such option. Did you mean --step.clip-norm?"],
-    "--optimizer.nesterov true": ["true: it belongs to no option", "--optimizer.nesterov"],
+    "--optimizer.nesterov true": ["true: not an option and not a value", "--optimizer.nesterov"],
     "--optimizer.nesterov=true": ["--optimizer.nesterov=true: it takes no value", "--optimizer.no-nesterov"],
-    "--seed 3 4": ["4: it belongs to no option; --seed before it takes one value"],
+    "--seed 3 4": ["4: not an option and not a value: --seed before it takes one value"],
     "--steps ": ["--steps '': not a whole number or None."],
     "--optimizer.learning-rate ": ["--optimizer.learning-rate '': not a number."],
-    "--steps 2": ["error: epochs = 30 and steps = 2: the length of the run is given twice."],
+    "--steps 2": ["error: epochs = 30 and steps = 2: both set the length of the run."],
     "--mesh.replica 0": ["error: --mesh.replica 0: an axis has 1 or more devices"],
     "--evaluation.every-steps 2 --evaluation.every-epochs 1": [
         "error: --evaluation.every-steps 2, --evaluation.every-epochs 1: "
@@ -54,8 +54,8 @@ WITH_THE_FILE = {
     "--optimizer.lr 3": ["--optimizer.lr: there is no such option. Did you mean --optimizer.learning-rate?"],
     "--model.kind vit": ["--model.kind: a kind is chosen by the option without .kind: --model "],
     "--stepz 3": ["--stepz: there is no such option. Did you mean --steps?"],
-    "--mesh 3": ["--mesh: it takes no value itself; it has --mesh.replica, --mesh.fsdp"],
-    "--phases 3": ["--phases: no option; phases are set in a config file"],
+    "--mesh 3": ["--mesh: not an option itself; its options are --mesh.replica, --mesh.fsdp"],
+    "--phases 3": ["--phases: not an option; phases are set in a config file"],
     f"--max-steps {'9' * 5000}": ["--max-steps 999", "give a whole number"],
     "--devices x": ["--devices x: give a whole number"],
     "--devices 0": ["--devices 0: give a whole number"],
@@ -81,7 +81,7 @@ def test_a_command_without_a_usable_file_says_what_to_give(capsys, tmp_path, mon
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "broken.json").write_text('{"batch_siz": 3}')
     for line, words in {
-        ("configs/digits.py",): "configs/digits.py: an option is missing in front of it. Give --config",
+        ("configs/digits.py",): "configs/digits.py: not an option. Give --config",
         ("digits",): "Give --config digits.",
         ("start",): "start: not an option",
         ("--config", "configs/digit.py"): "no such file. Did you mean --config configs/digits.py?",
@@ -89,17 +89,17 @@ def test_a_command_without_a_usable_file_says_what_to_give(capsys, tmp_path, mon
         ("--config", "configs"): "a folder, not a config file",
         ("--config", tmp_path): f"Give a file, for example --config {tmp_path}/config.json.",
         ("--config", ""): "--config '': empty",
-        ("--config", "x" * 300): "cannot be looked up: File name too long",
+        ("--config", "x" * 300): "not accessible: File name too long",
         ("--config", tmp_path / "broken.json"): "batch_siz: there is no such field. Did you mean batch_size?",
-        ("--steps", "3"): "which experiment? Give --config FILE",
+        ("--steps", "3"): "no --config. Give --config FILE",
     }.items():  # fmt: skip
         message = refusal(capsys, *line)
         assert words in message, message
 
 
 FILES = {
-    "import sys\ndef config():\n    sys.exit(3)\n": ["line 3", "it ends the program"],
-    "exit()\ndef config():\n    pass\n": ["line 1", "it ends the program"],
+    "import sys\ndef config():\n    sys.exit(3)\n": ["line 3", "it calls sys.exit or exit"],
+    "exit()\ndef config():\n    pass\n": ["line 1", "it calls sys.exit or exit"],
     "def config(x):\n    return x\n": ["line 1", "`config(x)` is called without arguments. Give x a default"],
     "def confg():\n    return 3\n": ["defines no function `config()`", "It defines `confg()`"],
     "from jaxdl.optim import SGD\ndef config():\n    return SGD(lerning_rate=3)\n": [
@@ -134,9 +134,9 @@ def test_a_file_that_prints_is_run_and_what_it_printed_is_shown(capsys, tmp_path
     [
         (SGD, "optimizer: SGD is a class, not an object. Write SGD(...)"),
         (ResNet, "optimizer: ResNet is a class, not an object. Write ResNet(...), of one of SGD(), AdamW()"),
-        ("sgd", "optimizer: 'sgd' is a text; give an object: SGD(...)"),
-        (optax.sgd(0.1), "optimizer: an optax transformation is no config. Give an object of one of SGD(), AdamW()"),
-        (3, "optimizer: an object of type builtins.int is no config"),
+        ("sgd", "optimizer: 'sgd' is a string; give an object: SGD(...)"),
+        (optax.sgd(0.1), "optimizer: an optax transformation is not a config. Give an object of one of SGD(), AdamW()"),
+        (3, "optimizer: an object of type builtins.int is not a config"),
     ],
 )
 def test_what_is_no_config_is_refused_in_python(optimizer, words):
@@ -169,7 +169,7 @@ def test_train_takes_the_file_too_and_refuses_what_is_no_experiment(tmp_path):
     with pytest.raises(jaxdl.ConfigError, match="3: not an Experiment"):
         jaxdl.train(3)
     for rubbish in (3, None, {}):
-        with pytest.raises(jaxdl.ConfigError, match="is no path"):
+        with pytest.raises(jaxdl.ConfigError, match="is not a path"):
             jaxdl.load(rubbish)
     with pytest.raises(jaxdl.ConfigError, match="--max-steps 0: give a whole number"):
         jaxdl.train(Experiment(steps=3, data=Digits()), max_steps=0)
@@ -177,7 +177,7 @@ def test_train_takes_the_file_too_and_refuses_what_is_no_experiment(tmp_path):
         jaxdl.train(DIGITS, 3)
     with pytest.raises(jaxdl.ConfigError, match="overrides: None: give a dictionary"):
         jaxdl.load(DIGITS, None)
-    with pytest.raises(jaxdl.ConfigError, match="is one text"):
+    with pytest.raises(jaxdl.ConfigError, match="is a single string"):
         jaxdl.load(DIGITS, "--steps 3")
 
 

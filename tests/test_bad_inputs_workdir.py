@@ -41,12 +41,12 @@ def test_a_folder_that_cannot_be_written(capsys, config, monkeypatch, tmp_path):
 
     monkeypatch.setattr(jaxdl.lease.lease.Path, "mkdir", refuse)
     message = refusal(capsys, "--config", config, "--workdir", tmp_path / "run")
-    assert message == (f"error: --workdir {tmp_path / 'run'}: Permission denied. Choose a folder that can be written.")
+    assert message == (f"error: --workdir {tmp_path / 'run'}: Permission denied. Choose a writable folder.")
 
 
 def test_names_that_no_file_can_have(capsys, config, tmp_path):
     message = refusal(capsys, "--config", config, "--workdir", tmp_path / ("a" * 300))
-    assert message.endswith("File name too long. Choose a folder that can be written.")
+    assert message.endswith("File name too long. Choose a writable folder.")
     for name in ("runs/a\0b", "runs/\ud800"):
         with pytest.raises(jaxdl.ConfigError, match="Choose another --workdir"):
             jaxdl.train(tiny_experiment(), name)

@@ -107,14 +107,14 @@ def test_all_checkpoints_damaged(tmp_path):
     for path in step_dir(tmp_path, 2).rglob("*"):
         if path.is_file():
             path.write_bytes(b"")
-    with pytest.raises(ConfigError, match="No whole checkpoint is left"):
+    with pytest.raises(ConfigError, match="There is no intact checkpoint"):
         jaxdl.train(IMAGES.replaced({"steps": 2}), tmp_path, quiet=True, devices=jax.devices()[:4])
     assert (tmp_path / "checkpoints" / "damaged" / step_folder(2)).is_dir()
 
 
 def test_workdir_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="Choose a folder that can be written"):
+    with pytest.raises(ConfigError, match="Choose a writable folder"):
         claim_workdir(tmp_path / "file" / "run", IMAGES, identity)
 
 

@@ -193,7 +193,7 @@ def rewrite_meta(workdir, change, step=2):
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (lambda meta: meta.update(format=3), "has format 3, and this version of jaxdl reads formats 1 to 2"),
+        (lambda meta: meta.update(format=3), "has format 3, but this version of jaxdl reads formats 1 to 2"),
         (lambda meta: meta.pop("evaluated_step"), "it has no evaluated_step"),
         (lambda meta: meta.pop("fingerprints"), "it has no fingerprints"),
         (lambda meta: meta["fingerprints"]["model"].update(more="0"), "of another version"),
@@ -243,7 +243,7 @@ def test_checkpoints_of_the_first_format_are_read(workdir):
 def test_all_damaged(workdir):
     for step in (1, 2):
         damage(step_dir(workdir, step) / META_FILE, "emptied")
-    with pytest.raises(NoneLeft, match="No whole checkpoint is left"):
+    with pytest.raises(NoneLeft, match="There is no intact checkpoint"):
         restore(workdir)
 
 

@@ -359,12 +359,15 @@ def test_without_a_config_file_it_says_what_to_give(args, words, capsys):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"optimizer.learning_rat": 1}, "optimizer.learning_rat: there is no such field; one of exclude_vectors"),
-        ({"optimizr.learning_rate": 1}, "'optimizr' has no fields inside"),
-        ({"batch_size.x": 1}, "'batch_size' has no fields inside"),
+        (
+            {"optimizer.learning_rat": 1},
+            "optimizer.learning_rat: there is no such field; choose one of exclude_vectors",
+        ),
+        ({"optimizr.learning_rate": 1}, "'optimizr' has no fields of its own"),
+        ({"batch_size.x": 1}, "'batch_size' has no fields of its own"),
         ({"optimizer": "larz"}, "larz: there is no such kind; choose one of sgd, adamw, lars, lamb"),
         ({"optimizer": {"kind": "larz"}}, "optimizer: there is no such kind (got 'larz'); choose one of sgd, adamw"),
-        ({"optimizer.kind": "lars"}, "Give optimizer = 'lars'"),
+        ({"optimizer.kind": "lars"}, "set optimizer = 'lars' instead"),
         ({"optimizer": 3}, "optimizer: "),
         ({"optimizer.learning_rate": "fast"}, "optimizer.learning_rate: Input should be a valid number"),
         ({"data.test_fraction": 2}, "data.test_fraction: Input should be less than 1 (got 2)"),

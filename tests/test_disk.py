@@ -110,8 +110,8 @@ def test_a_full_disk_for_a_while(small_disk, monkeypatch, plain, leave_bytes):
     assert_bit_equal(jax.tree.map(np.asarray, run.state), plain)
     assert_bit_equal(saved_state(workdir, EXPERIMENT), plain)
     assert events(workdir) == [
-        f"the checkpoint of step {step} could not be written: No space left on device; training goes on; the newest "
-        "whole one is of step 2"
+        f"the checkpoint of step {step} could not be written: No space left on device; training continues; the newest "
+        "complete one is at step 2"
         for step in (4, 6)
     ]
     assert [row["step"] for row in rows(workdir) if "train/loss" in row] == [2, 4, 6, 8], "what was missing came later"
@@ -177,9 +177,9 @@ def test_a_workdir_that_becomes_read_only_or_is(small_disk, monkeypatch):
     assert [text[:70] for text in told] == ["the checkpoint of step 4 could not be written: Read-only file system; "]
     assert steps(workdir) == [8]
     remount("ro")
-    with pytest.raises(jaxdl.ConfigError, match=r"Read-only file system.* Choose a folder that can be written"):
+    with pytest.raises(jaxdl.ConfigError, match=r"Read-only file system.* Choose a writable folder"):
         train(workdir)
-    with pytest.raises(jaxdl.ConfigError, match=r"Read-only file system.* Choose a folder that can be written"):
+    with pytest.raises(jaxdl.ConfigError, match=r"Read-only file system.* Choose a writable folder"):
         train(small_disk / "other")
 
 
@@ -199,7 +199,7 @@ def test_what_a_disk_refuses(tmp_path, monkeypatch, number):
         checkpoints.save(state, 2, evaluated_step=-1, metrics=None)
     checkpoints.wait()
     (note,) = checkpoints.take_notes()
-    assert note.startswith(f"the checkpoint of step 2 could not be written: {os.strerror(number)}; training goes on")
+    assert note.startswith(f"the checkpoint of step 2 could not be written: {os.strerror(number)}; training continues")
     assert checkpoints.steps == steps(tmp_path) == [1]
     checkpoints.save(state, 3, evaluated_step=-1, metrics=None)
     checkpoints.wait()

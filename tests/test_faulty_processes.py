@@ -52,7 +52,7 @@ def test_a_disk_that_refuses_one_costs_both_the_checkpoint_and_no_more(story):
     assert [code for code, _ in story.ended] == [1, 1], story.ended
     notes = [text for text in story.events if "could not be written" in text]
     assert [text.partition(";")[0] for text in notes] == [
-        f"the checkpoint of step {step} could not be written: another process could not" for step in (8, 16)
+        f"the checkpoint of step {step} could not be written: another process failed" for step in (8, 16)
     ]
     for _, output in story.ended:
         assert "the state of step 16 could not be saved" in output

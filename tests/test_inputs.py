@@ -47,7 +47,7 @@ def test_the_input_is_reported_since_the_last_report():
 def test_waiting_for_data_names_the_slow_stage_once(seconds, stage, cure):
     _, told = watched([0.5] * 10, seconds)
     (line,) = told
-    assert f"the slow stage is {stage!r}" in line
+    assert f"the slowest stage is {stage!r}" in line
     assert cure in line
     assert watched([0.5, 0.5, 0.0] * 5, seconds)[1] == [], "now and then is no reason"
 

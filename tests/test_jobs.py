@@ -43,7 +43,7 @@ def test_the_file_says_what_the_mesh_will_be(cluster):
     ("options", "command", "message"),
     [
         ([], [], "nothing to run: end with the command"),
-        ([], TRAIN[:3], "which experiment"),
+        ([], TRAIN[:3], "no --config"),
         ([], [*TRAIN[:4], "no/such.py"], "no/such.py: no such file"),
         ([], [*TRAIN, "--mesh.fsdp", "4"], "4 nodes with 8 GPUs each: mesh replica 4 x fsdp 4 x tensor 1 = 16 devices"),
         ([], [*TRAIN, "--batchsize", "4"], "--batchsize"),

@@ -75,7 +75,7 @@ def test_an_owner_of_this_host_that_is_suspended_is_not_taken_over(tmp_path):
     outcomes, left = run(tmp_path, "own_owner_stopped")
     owner, refused, after_its_end = outcomes
     assert f"process {owner['pid']} on host" in refused["refused"]
-    assert "does not respond, but exists" in refused["refused"]
+    assert "exists, but does not respond" in refused["refused"]
     assert after_its_end["held"]
     assert after_its_end["waited_sec"] < 2
     assert not left
@@ -158,7 +158,7 @@ def test_a_full_disk_is_noted_and_the_lease_taken_when_there_is_room(tmp_path, m
         waiting = quick(tmp_path, note=notes.append)
         waiting.acquire()
         assert not waiting.held
-    assert "No space left on device; nothing keeps a second run out" in notes[0]
+    assert "No space left on device; until there is space" in notes[0]
     end = time.monotonic() + 20
     while not waiting.held and time.monotonic() < end:
         time.sleep(0.01)

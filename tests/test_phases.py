@@ -170,7 +170,7 @@ def test_a_run_goes_on_in_the_phase_where_it_stopped(stop, whole, folder, tmp_pa
 def test_phases_need_images_of_any_size_and_no_other_length(folder):
     with pytest.raises(ConfigError, match="phases: the images of data digits have one size"):
         jaxdl.train(Experiment(phases=PHASES[:1], batch_size=8, mesh=MeshConfig(cpu_devices=8)), quiet=True)
-    with pytest.raises(ConfigError, match="phases are set, whose lengths make that of the run"):
+    with pytest.raises(ConfigError, match="phases already set the length of the run"):
         experiment(folder, epochs=3.0)
     odd = experiment(folder, phases=(Phase(epochs=1, size=32, batch_size=6),))
     with pytest.raises(ConfigError, match=r"--batch-size 6: cannot be split evenly"):

@@ -114,7 +114,7 @@ def test_a_part_that_one_cannot_read_is_damage_for_both(story, tmp_path):
     ended = [finish(process) for process in start_pair(story.config, tmp_path, *ACROSS)]
     assert [code for code, _ in ended] == [2, 2], ended
     for _, output in ended:
-        assert "No whole checkpoint is left" in output
+        assert "There is no intact checkpoint" in output
         assert output.count("ocdbt.process_1/d/") == 2
         assert "is missing" in output
     assert sorted(path.name for path in (tmp_path / "checkpoints" / "damaged").iterdir()) == [

@@ -300,7 +300,7 @@ def test_no_number_is_lost_on_a_narrow_terminal(width, quiet):
     console = Console(file=output, force_terminal=True, width=width, color_system=None, _environ={"TERM": "xterm"})
     with Progress(99999, 0, examples_per_step=64, console=console, quiet=quiet) as progress:
         progress.report(WIDE_ROW)
-        progress.note("the step waits for its data 25 % of the time; the slow stage is 'decode', 80 % of the work")
+        progress.note("training waits for data 25 % of the time; the slowest stage is 'decode', 80 % of the work")
     text = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", output.getvalue())
     lines = re.split("[\r\n]+", text)
     assert max(map(len, lines)) <= width

@@ -176,7 +176,7 @@ def test_a_checkpoint_of_another_network_is_refused_and_kept(tmp_path):
     jaxdl.train(TINY.replaced({"steps": 2}), tmp_path, quiet=True, devices=FOUR)
     other = TINY.replaced({"steps": 2, "model.norm": "group", "model.norm_span": "replica"})
     (tmp_path / "config.json").write_text(other.to_json())
-    with pytest.raises(jaxdl.ConfigError, match="another network or another version"):
+    with pytest.raises(jaxdl.ConfigError, match="another network or version"):
         jaxdl.train(other, tmp_path, quiet=True, devices=FOUR)
     assert step_dir(tmp_path, 2).is_dir()
 

@@ -1,12 +1,12 @@
 """Checkpoints: written asynchronously, restored onto the current mesh, checked by fingerprints.
 
-A checkpoint is a folder `checkpoints/step_N`. It is flat: one array for each leaf of the train state, by its path, in
+A checkpoint is a folder `checkpoints/step_N` with one array for each leaf of the train state, named by its path, in
 three items (`model`, `optimizer`, `exchange`, written by Orbax), a description with the fingerprint of each array
 (`meta/metadata`), and a list of its files (`files.json`).
 
-A checkpoint that cannot be written (a full disk) ends no run: it is a note, the half of it is removed, and nothing that
-is whole is touched. One that cannot be read ends the run and stays where it is; only one that is proven to be damaged
-is moved, to `checkpoints/damaged`, and the one before it is used.
+A checkpoint that cannot be written (a full disk) does not end the run: the failure is noted, the partial folder is
+removed, and complete checkpoints are kept. A checkpoint that cannot be read ends the run and is not moved. Only a
+checkpoint that is proven to be damaged is quarantined in `checkpoints/damaged`; the one before it is used instead.
 """
 
 from jaxdl.checkpoint.earlier import Earlier

@@ -1,4 +1,4 @@
-"""What a disk refuses to write, and whether there is room on it."""
+"""Errors of a disk that refuses to write, and a check for free space."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 import jax
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
-"""What a disk refuses to write with: full, over quota, read-only, not allowed, broken."""
+"""The errno of a refused write: full, over quota, read-only, no permission, I/O error."""
 
 
 def disk_reason(error: BaseException | None) -> str | None:
-    """What the disk refused, in words, if that is what an error (or what caused it) is about; None otherwise.
+    """The reason, in words, if an error or one of its causes is a refused write; None otherwise.
 
-    Libraries that write from other languages raise errors of other types, with the system's words in them.
+    Libraries written in other languages raise other types of errors, with the system's message in their text.
     """
     while error is not None:
         if isinstance(error, OSError) and error.errno is not None:
@@ -24,14 +24,14 @@ def disk_reason(error: BaseException | None) -> str | None:
         for number in DISK_ERRORS:
             if os.strerror(number) in str(error):
                 return os.strerror(number)
-        if "RESOURCE_EXHAUSTED: Error writing" in str(error):  # TensorStore, of a file that was cut short.
+        if "RESOURCE_EXHAUSTED: Error writing" in str(error):  # TensorStore, for a file that was cut short.
             return os.strerror(errno.ENOSPC)
         error = error.__cause__ or error.__context__
     return None
 
 
 def check_room(folder: Path, num_bytes: int) -> None:
-    """Raises OSError when there is no room for what several processes are to write; one alone notices that in time."""
+    """Raises OSError if several processes lack the space for `num_bytes`; a single process fails in time by itself."""
     disk = shutil.disk_usage(folder)
-    if jax.process_count() > 1 and disk.total and disk.free < num_bytes:  # Some file systems say 0 of 0.
+    if jax.process_count() > 1 and disk.total and disk.free < num_bytes:  # Some file systems report 0 of 0.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,6 +1,7 @@
-"""What may be wrong with a checkpoint: it is damaged, it cannot be read now, or it is not there any more.
+"""Errors of checkpoints: damaged, unreadable at the moment, unusable by this run, or none left.
 
-Only damage says something against the files. A disk that does not answer, or that this user may not read, says nothing.
+Only `Damaged` is about the files themselves. A disk that does not respond, or a lack of permission, proves nothing
+about them.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import re
 from jaxdl.errors import ConfigError
 
 LASTING = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
-"""What refuses a read again and again until the user has changed something; any other refusal may pass."""
+"""The errno of a refused read that lasts until the user changes something; any other may be temporary."""
 _KNOWN = (
     *LASTING, errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOMEM, errno.EINTR,
     errno.EAGAIN, errno.EBUSY, errno.ENOTCONN, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENODEV,
     errno.ENXIO, errno.EREMOTEIO, errno.ESHUTDOWN, errno.ENETDOWN, errno.ENETUNREACH,
 )  # fmt: skip
 
-# Of TensorStore's and XLA's statuses those that no content of a file can lead to.
+# The statuses of TensorStore and XLA that no content of a file can cause.
 _STATUS = {
     "PERMISSION_DENIED": errno.EACCES,
     "RESOURCE_EXHAUSTED": errno.ENOMEM,
@@ -29,11 +30,11 @@ _STATUS = {
 
 
 class Damaged(Exception):
-    """The bytes of a checkpoint could be read, and are not those that were written; the message says which."""
+    """The bytes of a checkpoint were read and differ from those written; the message has the file or array."""
 
 
 class Unusable(ConfigError):
-    """The checkpoints that are there cannot be used by this run."""
+    """This run cannot use the existing checkpoints."""
 
 
 class NoneLeft(Unusable):
@@ -41,10 +42,10 @@ class NoneLeft(Unusable):
 
 
 class Unreadable(OSError):
-    """A checkpoint cannot be read now, and nothing is known against its files: they stay where they are.
+    """A checkpoint cannot be read at the moment; its files may be intact and are not moved.
 
-    The same command resumes from it when the fault is gone. `lasting` is True for what only the user can change, such
-    as permissions; otherwise a launcher may try again.
+    The same command resumes from it once it is readable. `lasting` is True for causes that only the user can remove,
+    such as permissions; otherwise a launcher may retry.
     """
 
     def __init__(self, message: str, *, lasting: bool = False) -> None:
@@ -53,9 +54,9 @@ class Unreadable(OSError):
 
 
 def read_refused(error: BaseException) -> int | None:
-    """The errno of a read that the system refused, if that is what an error is about; None otherwise.
+    """The errno if an error or one of its causes is a read that the system refused; None otherwise.
 
-    TensorStore raises errors of other types, with the system's number and words, or only its own status, in the text.
+    TensorStore raises other types of errors, with the system's errno and message, or only its own status, in the text.
     """
     seen: BaseException | None = error
     while seen is not None:
@@ -78,11 +79,11 @@ def read_refused(error: BaseException) -> int | None:
 
 
 def unreadable(path: object, number: int) -> Unreadable:
-    """The error of a read of `path` that the system refused with errno `number`."""
+    """The error for a read of `path` that the system refused with errno `number`."""
     lasting = number in LASTING
     advice = (
         "Make it readable for this user; the same command then resumes from it."
         if lasting
-        else "Nothing was moved; the same command resumes from it when the disk answers again."
+        else "Nothing was moved; the same command resumes from it when the disk responds again."
     )
     return Unreadable(f"{path}: not readable: {os.strerror(number)}. {advice}", lasting=lasting)

@@ -14,21 +14,21 @@ _WORDS = (
     (0x9E3779B9, ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None))),
     (0x7F4A7C15, ((16, 0x7FEB352D), (15, 0x846CA68B), (16, None))),
 )
-"""For each of the two words a seed, and the finalizer: shifts to xor with, and odd factors to multiply by."""
+"""For each of the two words: a seed, and the finalizer as (shift to xor with, odd factor to multiply by)."""
 
 
 def fingerprints(tree: Any) -> Any:
     """64 bits of each array, as two uint32, `[2]`, in a tree like the given one.
 
-    Each word is the sum modulo 2**32, over the elements, of `mix(bits ^ mix(place))`, where `bits` are the element's
-    own, `place` is its row-major index in the whole array, and `mix` is a bijection of 32 bits in which each bit of the
-    input changes about half of those of the output: the finalizer of MurmurHash3 (Appleby) for one word and lowbias32
-    (Wellons) for the other. Elements of 8 bytes count as two. Sums can be taken in any order, so a sharded array is
-    summed where it is, and the devices exchange two numbers.
+    Each word is the sum modulo 2**32, over the elements, of `mix(bits ^ mix(place))`, where `bits` are the bits of the
+    element, `place` is its row-major index in the global array, and `mix` is a bijection of 32 bits in which each input
+    bit changes about half of the output bits: the finalizer of MurmurHash3 (Appleby) for one word and lowbias32
+    (Wellons) for the other. Elements of 8 bytes count as two. Sums can be taken in any order, so each device sums its
+    shard of an array, and the devices exchange two numbers.
 
     One changed element of up to 4 bytes changes both words with certainty. Any other change (several elements, values
-    swapped, a sign, a shift) goes undetected with a probability of about 2**-64, if it was not made by someone who
-    knows these constants: this guards against accidents, not against forgery. Shape and dtype are not part of it: an
+    swapped, a sign, a shift) goes undetected with a probability of about 2**-64, unless someone who knows
+    these constants made it: fingerprints guard against accidents, not forgery. They do not cover shape and dtype: an
     array and its reshaped copy have the same fingerprint.
     """
     return jax.tree.map(_fingerprint, tree)
@@ -52,7 +52,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """The bits of each element as uint32; with one more dim of 2 for elements of 8 bytes."""
+    """The bits of each element as uint32; elements of 8 bytes add a last dimension of 2."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
@@ -66,7 +66,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _places(shape: Sequence[int]) -> list[jax.Array]:
-    """The row-major index of each element: one uint32, or several for an array of more than 2**32 elements."""
+    """The row-major index of each element: one uint32, or several for arrays of more than 2**32 elements."""
     groups: list[jax.Array] = []
     count = 1
     for dim, size in enumerate(shape):
@@ -89,9 +89,9 @@ def _mix(x: jax.Array, rounds: Sequence[tuple[int, int | None]]) -> jax.Array:
 
 
 def first_sums(tree: Any) -> Any:
-    """The fingerprints of checkpoints of format 1: a sum of each array's bits, each weighted by its place.
+    """The fingerprints in checkpoints of format 1, needed to read them: the position-weighted sum of an array's bits.
 
-    It is there to read those checkpoints. It does not see everything: with factors of 2**31, two changed signs cancel.
+    They miss some changes: with factors of 2**31, two changed signs cancel.
     """
 
     def one(x: jax.Array) -> jax.Array:

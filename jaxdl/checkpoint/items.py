@@ -1,4 +1,4 @@
-"""A train state as the flat items of a checkpoint, and how each is read."""
+"""Conversion of a train state to the flat items of a checkpoint and back, and reading of items."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEMS = {
     "optimizer": ("opt_state", "loss_scale", "guard", "key"),
     "exchange": ("exchange_state",),
 }
-"""The items of a checkpoint and the fields of the train state in each; prediction needs only `model`."""
+"""Item of a checkpoint -> the fields of the train state in it. Prediction reads only `model`."""
 
 
 def to_items(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -27,7 +27,7 @@ def to_items(state: TrainState) -> dict[str, dict[str, Any]]:
 
 
 def to_state(items: dict[str, dict[str, Any]], abstract: TrainState) -> TrainState:
-    """The inverse of `to_items`, in the structure of `abstract`; what is not in `items` stays."""
+    """The inverse of `to_items`, in the structure of `abstract`, which also gives the leaves that `items` lack."""
     changes: dict[str, Any] = {}
     for item, fields in ITEMS.items():
         tree = {field: getattr(abstract, field) for field in fields}
@@ -39,7 +39,7 @@ def to_state(items: dict[str, dict[str, Any]], abstract: TrainState) -> TrainSta
 
 
 def handlers() -> dict[str, Any]:
-    """Orbax's handlers. Small arrays are written by one replica: sharing them out costs a compilation each."""
+    """Orbax's handlers. One replica writes small arrays: dividing them among replicas costs a compilation each."""
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     trees = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in ITEMS}
@@ -47,13 +47,13 @@ def handlers() -> dict[str, Any]:
 
 
 def read_items(folder: Any, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The wanted items (name -> shape structs with shardings) of a checkpoint; each process waits for no other."""
+    """The wanted items (name -> shape structs with shardings) of a checkpoint. Processes do not wait for each other."""
     with _reader() as reader:
         return {name: reader.restore(folder / name, args=ocp.args.StandardRestore(x)) for name, x in wanted.items()}
 
 
 def stored_arrays(folder: Any, item: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """(shape, dtype) of each array of an item, as TensorStore has them."""
+    """(shape, dtype) of each array of an item, as TensorStore reports them."""
     with _reader() as reader:
         tree = reader.metadata(folder / item)
     flat = getattr(tree, "item_metadata", tree)

@@ -1,4 +1,4 @@
-"""The checkpoints of one workdir: saves, restores, and keeps the newest and the best."""
+"""Saves and restores the checkpoints of a workdir, and keeps the newest and the best."""
 
 from __future__ import annotations
 
@@ -33,39 +33,39 @@ from jaxdl.files import CHECKPOINTS_FOLDER, DAMAGED_FOLDER, LEFT_FOLDER, step_fo
 from jaxdl.state import TrainState
 
 HALF = ".orbax-checkpoint-tmp"
-"""In the name of a folder that is being written; Orbax's older versions put a number behind it."""
+"""Part of the name of a folder that is being written; older versions of Orbax append a number."""
 _VANISH_SEC = 1.0
 _CLEAR_SEC, _SETTLE_SEC = 5.0, 0.3
 
 
 class CheckpointConfig(Periodic):
-    """When checkpoints are written to the workdir, and which are kept. One is always written at the end of a run."""
+    """When checkpoints are written, and which are kept. The end of a run always writes one."""
 
     keep: int = pydantic.Field(default=2, ge=1)
-    """Keep the newest this many."""
+    """Number of newest checkpoints to keep. More allow a rollback further back, but need more disk space."""
     keep_best: int = pydantic.Field(default=1, ge=0)
-    """Keep also this many with the best evaluation."""
+    """Number of checkpoints with the best evaluation to keep as well; 0 keeps the newest only."""
     start_over: bool = False
-    """Start again from step 0 if the workdir had checkpoints and none can be used any more. They and the history are
-    set aside, nothing is deleted. Without effect while a checkpoint can be used: the run resumes from it."""
+    """Start again at step 0 if the workdir had checkpoints and none is usable any more. They and the history are moved
+    to a folder `earlier-N`; nothing is deleted. Has no effect if a checkpoint is usable: the run resumes from it."""
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What was read from a checkpoint."""
+    """The result of a restore."""
 
     state: TrainState
     step: int
     evaluated_step: int
-    """The last step that had been evaluated, -1 if none."""
+    """The last evaluated step, -1 if none."""
     damaged: tuple[str, ...]
-    """A line for each checkpoint that would have been used before this one but is damaged, and where it was moved."""
+    """A line for each damaged checkpoint that was tried before this one, with the place it was moved to."""
     notes: tuple[str, ...] = ()
-    """A line for what had to be changed for this mesh."""
+    """A line for each change that this mesh required."""
 
 
 class Checkpoints:
-    """The checkpoints of one workdir. With `read_only` nothing in it is changed, so a run may go on writing there."""
+    """The checkpoints of a workdir. With `read_only` it changes no files, so a run may write there at the same time."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Checkpoints:
         best_mode: Literal["max", "min"],
         read_only: bool = False,
     ) -> None:
-        """Raises ConfigError when the folder cannot be used, and Unreadable when it cannot be read."""
+        """Raises ConfigError if the folder cannot be used, Unreadable if it cannot be read."""
         self.read_only = read_only
         self.folder = workdir.absolute() / CHECKPOINTS_FOLDER
         policies = ocp.checkpoint_managers
@@ -100,7 +100,7 @@ class Checkpoints:
         try:
             self._manager = ocp.CheckpointManager(self.folder, options=options, item_handlers=handlers())
         except OSError as error:
-            raise ConfigError(f"{self.folder}: {error.strerror}. Choose a folder that can be written.") from None
+            raise ConfigError(f"{self.folder}: {error.strerror}. Choose a writable folder.") from None
 
     def _check_folder(self) -> None:
         try:
@@ -109,17 +109,17 @@ class Checkpoints:
             return
         except NotADirectoryError:
             raise ConfigError(
-                f"{self.folder} is a file: the checkpoints belong in a folder of that name. Move it away, or choose "
-                "another --workdir."
+                f"{self.folder} is a file, but a run keeps its checkpoints in a folder of that name. Move it away, or "
+                "choose another --workdir."
             ) from None
         except OSError as error:
             number = read_refused(error)
             raise error if number is None else unreadable(self.folder, number) from None
 
     def save(self, state: TrainState, step: int, *, evaluated_step: int, metrics: dict[str, float] | None) -> None:
-        """Starts writing `state`; returns when it has been copied, so that training may continue.
+        """Starts writing `state`; returns once it is copied, so that training may continue.
 
-        `metrics` are those of the evaluation at this step, if there was one. A disk that refuses it makes a note.
+        `metrics` are those of the evaluation at this step, if there was one. A disk error becomes a note.
         """
         self.wait()
         if step in self.steps:
@@ -141,17 +141,17 @@ class Checkpoints:
         room = functools.partial(check_room, self.folder, sum(x.nbytes for x in jax.tree.leaves(items)))
         self._writing = step
         self._clear()
-        # Asked before anything is written: processes that wait for one that cannot write its part wait long.
+        # Checked before anything is written: otherwise processes wait long for one that cannot write its part.
         if all(self._settled(step, act) for act in (self._probe, room, start)):
             self._under_way = step
 
     def _list_files(self) -> None:
-        """Orbax calls this on the first process when all files are written, before the folder gets its name."""
+        """Writes the manifest. Orbax calls this on the first process before the folder gets its final name."""
         for half in self.folder.glob(f"{step_folder(self._writing)}{HALF}*"):
             write_manifest(half)
 
     def wait(self) -> None:
-        """Returns when everything is written, or has failed; raises only what is not the disk's doing."""
+        """Waits until the checkpoint is written or has failed. Raises errors other than those of the disk."""
         step, self._under_way = self._under_way, None
         if step is not None:
 
@@ -162,7 +162,7 @@ class Checkpoints:
             self._settled(step, finish)
 
     def _settled(self, step: int, act: Callable[[], None]) -> bool:
-        """Whether `act` was possible on all processes; if not, removes what there is of the checkpoint and notes it."""
+        """Whether `act` succeeded on all processes; if not, removes the partial checkpoint and makes a note."""
         reason = None
         try:
             act()
@@ -175,30 +175,32 @@ class Checkpoints:
         self._clear(_SETTLE_SEC)
         all_processes(True)
         self._manager.reload()
-        if step not in self.steps:  # What failed may have come after it was whole: making room by deleting an old one.
-            newest = f"the newest whole one is of step {self.steps[-1]}" if self.steps else "there is no whole one yet"
+        if step not in self.steps:  # If it is complete, the deletion of an old one failed.
+            newest = (
+                f"the newest complete one is at step {self.steps[-1]}" if self.steps else "there is no complete one yet"
+            )
             self._notes.append(
-                f"the checkpoint of step {step} could not be written: {reason or 'another process could not'}; "
-                f"training goes on; {newest}"
+                f"the checkpoint of step {step} could not be written: {reason or 'another process failed'}; "
+                f"training continues; {newest}"
             )
         return False
 
     def _clear(self, settle_sec: float = 0.0) -> None:
-        """Removes halves of checkpoints, of earlier runs too, while nothing is being written.
+        """Removes partial checkpoints, of earlier runs too, while no save is in progress.
 
-        After a save that failed Orbax's threads and TensorStore's may still be writing: then it returns when the former
-        have ended and for `settle_sec` nothing has come again, or after a while; what comes later is removed before the
-        next save.
+        After a failed save, threads of Orbax and TensorStore may still be writing: it returns once those of Orbax have
+        ended and no file has appeared for `settle_sec`, after `_CLEAR_SEC` at the latest. Files that appear later are
+        removed before the next save.
         """
         end = time.monotonic() + _CLEAR_SEC
         if settle_sec:
             for thread in threading.enumerate():
                 if type(thread).__module__.startswith("orbax."):
-                    with contextlib.suppress(Exception):  # It raises here what the thread ended with.
+                    with contextlib.suppress(Exception):  # join raises the error that ended the thread.
                         thread.join(max(0.0, end - time.monotonic()))
         quiet_since = time.monotonic()
         while jax.process_index() == 0:
-            # The other processes' probes are theirs while they live; before the first save they are of an earlier run.
+            # Probes of live processes are kept; before the first save, all probes are of an earlier run.
             probes = self.folder.glob(".probe.*.tmp") if self._writing < 0 else ()
             for one in [*self.folder.glob(f"*{HALF}*"), *probes]:
                 if one.is_dir() and not one.is_symlink():
@@ -213,7 +215,7 @@ class Checkpoints:
             time.sleep(0.05)
 
     def _probe(self) -> None:
-        """Raises OSError when nothing can be written at all. One process' disk may be another than the others'."""
+        """Raises OSError if this process cannot write. Each process checks, since their disks may differ."""
         path = self.folder / f".probe.{jax.process_index()}.tmp"
         try:
             with path.open("wb") as file:
@@ -224,12 +226,12 @@ class Checkpoints:
                 path.unlink(missing_ok=True)
 
     def take_notes(self) -> list[str]:
-        """What has been noted since this was last called."""
+        """The notes since the last call."""
         notes, self._notes = self._notes, []
         return notes
 
     def close(self) -> None:
-        """Waits for what is being written and ends the writer's threads."""
+        """Waits for the save in progress and ends the threads of the writer."""
         try:
             self._manager.close()
         except Exception as error:
@@ -239,7 +241,7 @@ class Checkpoints:
 
     @property
     def steps(self) -> list[int]:
-        """The steps that have a whole checkpoint, in order."""
+        """The steps of complete checkpoints, in order."""
         return sorted(self._manager.all_steps())
 
     def restore(
@@ -250,16 +252,16 @@ class Checkpoints:
         fresh_exchange_state: Callable[[], Any] | None = None,
         which: Literal["newest", "best"] | int = "newest",
     ) -> Restored | None:
-        """A checkpoint that is undamaged, laid out by the shardings in `abstract`; None when there is none at all.
+        """An intact checkpoint, sharded as in `abstract`; None if there are no checkpoints.
 
-        `which` is the newest, that with the best evaluation, or that of a step. One that is damaged is moved to
-        `checkpoints/damaged`, not deleted (with `read_only` it stays), and the next newest (or best) one is tried.
-        Fields of items not asked for stay as they are in `abstract`. With another number of replicas the exchange's
-        state is split again (`exchange.resplit`); `fresh_exchange_state` makes that of a new run, for what cannot be
-        carried over; without it that is an error.
+        `which` is the newest, the one with the best evaluation, or the one of a step. A damaged checkpoint is
+        quarantined in `checkpoints/damaged` (with `read_only` it is not moved), and the next newest (or best) one is
+        tried. Fields of items other than `items` are those of `abstract`. For another number of replicas the state of
+        the exchange is split again (`exchange.resplit`); `fresh_exchange_state` makes the initial state of those parts
+        that cannot be carried over; without it they are an error.
 
-        Raises NoneLeft when all are damaged; Unreadable when one cannot be read, which says nothing against it;
-        Unusable for one of another network or version, and ConfigError for a step that is not there.
+        Raises NoneLeft if all are damaged, Unreadable if one cannot be read (it may be intact), Unusable for one of
+        another network or version, and ConfigError for a step without a checkpoint.
         """
         damaged: dict[int, str] = {}
         while (step := next((one for one in self._choice(which) if one not in damaged), None)) is not None:
@@ -276,28 +278,28 @@ class Checkpoints:
             note = resplit.changed(to_items(abstract)["exchange"], stored) if "exchange" in items else None
             return Restored(state, step, meta.evaluated_step, tuple(damaged.values()), (note,) if note else ())
         if damaged:
-            raise NoneLeft("\n".join(damaged.values()) + f"\nNo whole checkpoint is left in {self.folder}.")
+            raise NoneLeft("\n".join(damaged.values()) + f"\nThere is no intact checkpoint in {self.folder}.")
         return None
 
     def _choice(self, which: Literal["newest", "best"] | int) -> Sequence[int]:
-        """The steps to try, in order. Raises ConfigError when what was asked for is not there."""
+        """The steps to try, in order. Raises ConfigError if the requested checkpoint does not exist."""
         if self.read_only:
-            self._manager.reload()  # The run that writes here has deleted some meanwhile, and made others.
+            self._manager.reload()  # The run that writes here may have deleted some and made others.
         steps = self.steps
         if which == "newest" or not steps:
             return steps[::-1]
-        there = f"there are checkpoints of the steps {', '.join(map(str, steps))}"
+        there = f"there are checkpoints of steps {', '.join(map(str, steps))}"
         if which == "best":
             best = self._best.order(steps)
             if not best:
-                raise ConfigError(f"{self.folder}: no checkpoint was evaluated; {there}. Choose one of them.")
+                raise ConfigError(f"{self.folder}: no checkpoint has an evaluation; {there}. Choose one of them.")
             return best
         if which not in steps:
             raise ConfigError(f"{self.folder}: there is no checkpoint of step {which}; {there}.")
         return [which]
 
     def _vanishes(self, step: int) -> bool:
-        """Whether a checkpoint is being deleted by the run that writes here, and is gone now."""
+        """Whether the run that writes here has deleted the checkpoint; waits up to `_VANISH_SEC`."""
         end = time.monotonic() + _VANISH_SEC
         while (self.folder / step_folder(step)).exists():
             if not self.read_only or time.monotonic() > end:
@@ -316,7 +318,7 @@ class Checkpoints:
         return to_state(found, abstract), meta
 
     def quarantine_after(self, step: int) -> None:
-        """Moves the checkpoints after this step to `checkpoints/left`: the run went back, and takes another course."""
+        """Quarantines the checkpoints after this step in `checkpoints/left`: a rollback abandoned their trajectory."""
         self.wait()
         for later in [one for one in self.steps if one > step]:
             self._move(later, LEFT_FOLDER)
@@ -341,10 +343,10 @@ class Checkpoints:
                 os.replace(source, target)
         except OSError as error:
             reason = error.strerror
-        if not all_processes(reason is None):  # Before it is moved, no process may look for the next one.
-            reason = reason or "the first process could not"
+        if not all_processes(reason is None):  # Until it is moved, no process may search for the next one.
+            reason = reason or "the first process failed"
             raise ConfigError(
-                f"{source}: not moved to {target.parent}: {reason}. Make room there, or make it writable."
+                f"{source}: cannot be moved to {target.parent}: {reason}. Free some space there, or make it writable."
             )
         self._manager.reload()
         return target
@@ -353,6 +355,6 @@ class Checkpoints:
 def _fresh_exchange(abstract: TrainState, make: Callable[[], Any] | None) -> dict[str, Any]:
     if make is None:
         raise ConfigError(
-            "the checkpoint has no state of the exchange for this mesh. Restore it with fresh_exchange_state."
+            "the checkpoint has no state of the exchange for this mesh. Give fresh_exchange_state to restore it."
         )
     return to_items(abstract.replace(exchange_state=make()))["exchange"]

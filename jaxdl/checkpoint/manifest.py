@@ -1,8 +1,8 @@
-"""The list of a checkpoint's files, `step_N/files.json`, by which damage is proven.
+"""The manifest of a checkpoint, `step_N/files.json`: the list of its files, which proves damage.
 
-It is written into the folder before that gets its name, so a whole checkpoint has it (those of earlier versions of
-jaxdl have none). It has the size of every file, and the CRC-32 of those up to a megabyte: these say how to decode the
-others, whose content the fingerprints of the arrays vouch for. So it costs little for large checkpoints too.
+It is written before the folder gets its final name, so every complete checkpoint has one, except those of earlier
+versions of jaxdl. It has the size of every file and the CRC-32 of files up to a megabyte, which describe how to decode
+the others; the fingerprints of the arrays cover the content of those. So it is cheap for large checkpoints too.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from jaxdl.checkpoint.meta import META_FILE, checksum, parsed, verified
 from jaxdl.files import MANIFEST_FILE
 
 SMALL_BYTES = 2**20
-"""Up to this size a file's content is part of the manifest."""
+"""The manifest has the CRC-32 of files up to this size."""
 _CHUNK_BYTES = 2**24
-# Written after the manifest, or again after it: nothing that a restore reads.
+# Written or rewritten after the manifest; a restore does not read them.
 _NOT_READ = (MANIFEST_FILE, "commit_success.txt", "_CHECKPOINT_METADATA")
 
 
 def write_manifest(folder: Path) -> None:
-    """Lists the files that are in `folder` now. Raises OSError."""
+    """Writes the manifest of the files in `folder`. Raises OSError."""
     files = {}
     for path in _files(folder):
         if path == folder / META_FILE:
-            continue  # It has a checksum of its own.
+            continue  # It contains its own checksum.
         size = path.stat().st_size
         crc = f"{zlib.crc32(path.read_bytes()):08x}" if size <= SMALL_BYTES else None
         files[path.relative_to(folder).as_posix()] = [size, crc]
@@ -41,19 +41,18 @@ def write_manifest(folder: Path) -> None:
 
 
 def check_files(folder: Path) -> bool:
-    """Compares the files in `folder` with its manifest; whether that vouches for every byte of them.
+    """Compares the files in `folder` with its manifest; True if that proves every byte of them to be intact.
 
-    It does not for large files, and not where there is no manifest, or none that is whole.
+    It is False if there are large files, or no intact manifest.
 
-    Raises Damaged for a file that is missing, or has another size or other bytes, if all files could be read; and
-    Unreadable when one could not.
+    Raises Unreadable if a file cannot be read; otherwise Damaged if a file is missing, or its size or bytes differ.
     """
     manifest = folder / MANIFEST_FILE
     try:
         content = verified(parsed(_read(manifest)))
         listed = dict(content["files"])
     except (FileNotFoundError, Damaged, KeyError, TypeError, ValueError):
-        return False  # Without it, all else may be whole.
+        return False  # All other files may still be intact.
     damage = None
     for name, (size, crc) in sorted(listed.items()):
         try:
@@ -63,7 +62,7 @@ def check_files(folder: Path) -> bool:
         except FileNotFoundError:
             damage = damage or f"{name} is missing"
         except NotADirectoryError:
-            damage = damage or f"{name}: a folder of it is a file"
+            damage = damage or f"{name}: one of its folders is a file"
         except IsADirectoryError:
             damage = damage or f"{name} is a folder"
         except Unreadable:
@@ -80,7 +79,7 @@ def check_files(folder: Path) -> bool:
 
 
 def read_everything(folder: Path) -> None:
-    """Reads all files in `folder` to their end. Raises Unreadable when the system refuses that for one of them."""
+    """Reads all files in `folder` to their end. Raises Unreadable if the system refuses to read one of them."""
     for path in _files(folder):
         try:
             with path.open("rb") as file:
@@ -93,7 +92,7 @@ def read_everything(folder: Path) -> None:
 
 
 def _files(folder: Path) -> Iterator[Path]:
-    """The files in `folder` that a restore may need, in order. Raises Unreadable."""
+    """The files in `folder` that a restore may read, sorted. Raises Unreadable."""
 
     def refuse(error: OSError) -> None:
         if not isinstance(error, FileNotFoundError):
@@ -105,7 +104,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _read(path: Path) -> bytes:
-    """A file's content. Raises FileNotFoundError and what else says that it is no file, or Unreadable."""
+    """A file's content. Raises Unreadable; other OSErrors mean that it is missing or not a file."""
     try:
         return path.read_bytes()
     except OSError as error:

@@ -1,7 +1,7 @@
-"""The description of a checkpoint, `step_N/meta/metadata`: JSON with a version of its format and a checksum of its own.
+"""The description of a checkpoint, `step_N/meta/metadata`: JSON with a format version and its own checksum.
 
-Format 2 has of each array its shape, dtype and fingerprint. Format 1, of earlier versions of jaxdl, has no version, no
-checksum, fingerprints of another kind (`fingerprint.first_sums`), and shapes of the exchange's arrays only.
+Format 2 has the shape, dtype and fingerprint of each array. Format 1, of earlier versions of jaxdl, has no version, no
+checksum, fingerprints of another kind (`fingerprint.first_sums`), and only the shapes of the exchange's arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _KEYS = {"format", "evaluated_step", "score", "fingerprints", "shapes", "dtypes"
 
 @dataclass(frozen=True)
 class Stored:
-    """What the description says of one array; in format 1 most shapes and all dtypes are not known."""
+    """The description of one array; format 1 lacks most shapes and all dtypes."""
 
     fingerprint: str
     shape: tuple[int, ...] | None = None
@@ -34,11 +34,11 @@ class Meta:
     """The description of a checkpoint."""
 
     evaluated_step: int
-    """The last step that had been evaluated, -1 if none."""
+    """The last evaluated step, -1 if none."""
     score: float | None
-    """The evaluation's at this step, if there was one."""
+    """The metric that decides which checkpoint is best, if this step was evaluated."""
     arrays: Mapping[str, Mapping[str, Stored]]
-    """Item -> path of the array in the train state -> what is known of it."""
+    """Item -> path of the array in the train state -> its description."""
     format: int = FORMAT
 
     @property
@@ -63,7 +63,7 @@ class Meta:
 
 
 def checksum(content: Mapping[str, Any]) -> str:
-    """8 hexadecimal digits (CRC-32) that depend on all of a JSON object. Later formats must keep it as it is."""
+    """The CRC-32 of a JSON object as 8 hexadecimal digits. Later formats must not change it."""
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
@@ -72,27 +72,27 @@ def parsed(content: bytes) -> dict[str, Any]:
     try:
         found = json.loads(content)
     except (ValueError, RecursionError):
-        raise Damaged("it is no JSON") from None
+        raise Damaged("it is not JSON") from None
     if not isinstance(found, dict):
-        raise Damaged("it is no JSON object")
+        raise Damaged("it is not a JSON object")
     return found
 
 
 def verified(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The content of a JSON object, its `checksum` verified if it has one. Raises Damaged."""
+    """The content of a JSON object after its `checksum`, if it has one, is verified. Raises Damaged."""
     found = dict(found)
     written = found.pop("checksum", None)
-    # A format that is older than the checksum has neither key.
+    # The format before checksums has neither key.
     if (written is not None or "format" in found) and written != checksum(found):
-        raise Damaged("its content is not what was written")
+        raise Damaged("its content has changed since it was written")
     return found
 
 
 def read_meta(folder: Path) -> Meta:
     """The description of the checkpoint in `folder`.
 
-    Raises Damaged when it is missing or its bytes are not those written, Unreadable when they cannot be read, and
-    Unusable when another version of jaxdl wrote it.
+    Raises Damaged if it is missing or has changed, Unreadable if it cannot be read, and Unusable if another version of
+    jaxdl wrote it.
     """
     path = folder / META_FILE
     try:
@@ -103,7 +103,7 @@ def read_meta(folder: Path) -> Meta:
         raise unreadable(path, number) from None
     try:
         found = parsed(content)
-        if found.keys() < _KEYS and "format" in found:  # No defect of a disk leaves whole JSON with a key less.
+        if found.keys() < _KEYS and "format" in found:  # A disk fault does not leave valid JSON that lacks a key.
             raise _of_another(path, f"it has no {', '.join(sorted(_KEYS - found.keys()))}")
         found = verified(found)
     except Damaged as damage:
@@ -111,7 +111,7 @@ def read_meta(folder: Path) -> Meta:
     version = found.get("format", 1)
     if version not in (1, FORMAT):
         raise Unusable(
-            f"{folder}: this checkpoint has format {version}, and this version of jaxdl reads formats 1 to {FORMAT}. "
+            f"{folder}: this checkpoint has format {version}, but this version of jaxdl reads formats 1 to {FORMAT}. "
             "Use the version of jaxdl that wrote it."
         )
     try:
@@ -123,7 +123,7 @@ def read_meta(folder: Path) -> Meta:
 
 def _of_another(path: Path, what: str) -> Unusable:
     return Unusable(
-        f"{path}: this description is of another version of jaxdl: {what}. Use the version of jaxdl that wrote the "
+        f"{path}: another version of jaxdl wrote this description: {what}. Use the version of jaxdl that wrote the "
         "checkpoint."
     )
 

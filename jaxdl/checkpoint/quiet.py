@@ -1,4 +1,4 @@
-"""Keeps off the screen what Orbax prints besides raising it: the error that reaches us is reported once, in words."""
+"""Silences the logs of Orbax: it also raises its errors, and jaxdl reports those once, in words."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def hush_orbax() -> None:
-    """From here on Orbax logs nothing and drops late results silently, in its background threads too.
+    """Drops Orbax's log records and the late errors of its background threads from now on.
 
-    A failed write makes Orbax log the same traceback from several threads, at any later time; and TensorStore's other
-    writes, whose event loop Orbax has closed by then, each end in an exception that nobody can catch.
+    After a failed write, Orbax logs the same traceback from several threads at any later time; and each other write of
+    TensorStore ends in an exception that cannot be caught, since Orbax has closed its event loop.
     """
     logger = logging.getLogger("absl")
     if _from_orbax not in logger.filters:
@@ -23,12 +23,12 @@ def hush_orbax() -> None:
 
 
 def _from_orbax(record: logging.LogRecord) -> bool:
-    """Whether a record is shown: all are but Orbax's own."""
+    """Whether a record is shown: all but those of Orbax."""
     return "/orbax/" not in record.pathname.replace("\\", "/")
 
 
 def _of_others(record: logging.LogRecord) -> bool:
-    """Whether a record of asyncio is shown: all are but those of Orbax's writes that failed after another one."""
+    """Whether a record of asyncio is shown: all but those of Orbax's writes that failed after another write."""
     text = record.getMessage()
     return "never retrieved" not in text or ("orbax" not in text and "OCDBT" not in text)
 

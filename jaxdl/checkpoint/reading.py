@@ -1,8 +1,8 @@
-"""Reads one checkpoint, and tells damage from a disk that does not answer and from another version of the code.
+"""Reads one checkpoint, and distinguishes damage from an unresponsive disk and from another version of the code.
 
-Damage is what is wrong with bytes that could be read: a file that the manifest lists is missing, has another size or
-other bytes; or all files can be read to their end, and twice in a row the arrays cannot be made of them, or do not have
-their fingerprints. Nothing else moves a checkpoint.
+Damage requires that all files can be read to their end, and that a file in the manifest is missing or has another size
+or other bytes; or that restoring the arrays fails, or their fingerprints differ, twice in a row. Nothing else
+quarantines a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def fingerprint_texts(items: Items) -> dict[str, dict[str, str]]:
 
 
 def read_checkpoint(folder: Path, wanted: Items) -> tuple[Items, Meta]:
-    """The arrays of the checkpoint in `folder`, and its description; on all processes, or on none.
+    """(the arrays, the description) of the checkpoint in `folder`; it succeeds on all processes or on none.
 
-    `wanted` are shape structs with shardings. Of the exchange's state all is read that is stored, laid out as
-    `resplit.readable` says. Raises, on all processes alike, Damaged, Unreadable, and Unusable for a checkpoint of
-    other arrays or another version.
+    `wanted` are shape structs with shardings. All stored arrays of the exchange's state are read, sharded as
+    `resplit.readable` says. Raises the same error on all processes: Damaged, Unreadable, or Unusable for a checkpoint
+    with other arrays or of another version.
     """
     for last in (False, True):
         error, found, meta = None, {}, None
@@ -46,31 +46,31 @@ def read_checkpoint(folder: Path, wanted: Items) -> tuple[Items, Meta]:
                 check_files(folder)
             meta = read_meta(folder)
             found = read_items(folder, _to_read(folder, meta, wanted))
-        except Exception as raised:  # Kept until the other processes know: this one must not go another way than they.
+        except Exception as raised:  # Kept until the others know: all processes must take the same path.
             error = raised
         if not _problem(folder, error, last):
             assert meta is not None
             bad = _changed(found, meta)
             if not bad:
                 return found, meta
-            found.clear()  # The second attempt needs its memory.
+            found.clear()  # Free its memory for the second attempt.
             changed = ValueError(f"the stored values of {', '.join(bad[:3])} have changed since they were written")
             _problem(folder, changed, last)
     raise AssertionError("the last attempt returns or raises")
 
 
 def _problem(folder: Path, error: Exception | None, last: bool) -> bool:
-    """Whether any process met an error that a second attempt may not meet; raises, on all, what is certain."""
+    """Whether any process met an error that a second attempt may avoid; raises definite errors on all processes."""
     every = findings(Finding.of(None if error is None else _diagnosed(folder, error, last)))
     raise_worst(every)
     return any(kind for kind, _ in every)
 
 
 def _diagnosed(folder: Path, error: Exception, last: bool) -> Exception:
-    """What an error in reading says: Damaged, Unreadable or Unusable; itself where a second attempt has to show it.
+    """The error as Damaged, Unreadable or Unusable; unchanged if a second attempt has to decide.
 
-    Orbax and TensorStore raise many kinds of errors for a damaged file, and the same ones for a disk that refuses; so
-    the files are read here without them.
+    Orbax and TensorStore raise many kinds of errors for a damaged file, and the same ones for a refused read, so the
+    files are read here without them.
     """
     if isinstance(error, Damaged | Unreadable | Unusable):
         return error
@@ -86,19 +86,19 @@ def _diagnosed(folder: Path, error: Exception, last: bool) -> Exception:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
     if vouched:
         return Unreadable(
-            f"{folder}: its files are those that were written, and yet it cannot be restored: {reason}. Nothing was "
-            "moved; the same command tries again. If it fails again, suspect the memory, or another version of Orbax."
+            f"{folder}: its files are intact, but it cannot be restored: {reason}. Nothing was moved; the same command "
+            "tries again. If it fails again, check the memory of this host and the version of Orbax."
         )
     return Damaged(reason)
 
 
 def _to_read(folder: Path, meta: Meta, wanted: Items) -> Items:
-    """What to read: shape structs of the arrays that are stored. Raises Unusable when other ones are wanted."""
+    """Shape structs of the stored arrays to read. Raises Unusable if others are wanted."""
     for item, leaves in wanted.items():
         stored = meta.arrays.get(item, {})
         other = sorted(leaves.keys() ^ stored.keys())
         if other and not (item == "exchange" and resplit.same_kind(leaves, meta.exchange_shapes)):
-            what = "is not in it" if other[0] in leaves else "is unknown here"
+            what = "is not in it" if other[0] in leaves else "is not in this network"
             raise _of_another(folder, f"{other[0]} {what}")
         if item != "exchange":
             _check_shapes(folder, item, leaves, stored)
@@ -109,36 +109,36 @@ def _to_read(folder: Path, meta: Meta, wanted: Items) -> Items:
 
 def _check_shapes(folder: Path, item: str, leaves: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:
     known = {name: (one.shape, one.dtype) for name, one in stored.items() if one.shape is not None}
-    if not known:  # Format 1: TensorStore knows them. What it cannot read the restore will not read either.
+    if not known:  # Format 1: ask TensorStore. If it cannot read them, the restore will fail too.
         with contextlib.suppress(Exception):
             known = stored_arrays(folder, item)
     for name, x in leaves.items():
         now = (tuple(x.shape), str(x.dtype))
         if name in known and known[name] != now:
             then = f"{known[name][1]} {list(known[name][0] or ())}"
-            raise _of_another(folder, f"{name} is {then} in it, and {now[1]} {list(now[0])} here")
+            raise _of_another(folder, f"{name} is {then} in it, but {now[1]} {list(now[0])} here")
 
 
 def _exchange_to_read(folder: Path, meta: Meta, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """The exchange's arrays in the dtypes in which they are stored, where those are known."""
+    """Shape structs of the exchange's arrays, in their stored dtypes where known."""
     found = {}
     for name, x in resplit.readable(dict(wanted), meta.exchange_shapes).items():
         dtype = meta.arrays["exchange"][name].dtype or str(x.dtype)
         if name in wanted and dtype != str(wanted[name].dtype):
-            raise _of_another(folder, f"{name} is {dtype} in it, and {wanted[name].dtype} here")
+            raise _of_another(folder, f"{name} is {dtype} in it, but {wanted[name].dtype} here")
         found[name] = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
     return found
 
 
 def _of_another(folder: Path, what: str) -> Unusable:
     return Unusable(
-        f"{folder}: this checkpoint is of another network or another version of jaxdl: {what}. Restore it with the "
+        f"{folder}: this checkpoint is of another network or version of jaxdl: {what}. Restore it with the "
         "settings and the version that wrote it."
     )
 
 
 def _changed(found: Items, meta: Meta) -> list[str]:
-    """The arrays that do not have their fingerprints."""
+    """The names of the arrays whose fingerprints differ from the stored ones."""
     if meta.format == 1:
         now = jax.tree.map(lambda x: str(int(x)), jax.device_get(_first_sums(found)))
     else:

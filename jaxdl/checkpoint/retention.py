@@ -1,11 +1,13 @@
-"""Which checkpoints are kept for their evaluation."""
+"""The retention policy that keeps the checkpoints with the best evaluations."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
+
+from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo
 
 from jaxdl.checkpoint.errors import Damaged, Unreadable
 from jaxdl.checkpoint.meta import read_meta
@@ -16,8 +18,8 @@ from jaxdl.files import step_folder
 class Best:
     """A preservation policy of Orbax: the `num` checkpoints with the best scores, those of earlier runs too.
 
-    A score is stored in the checkpoint's own description. A damaged one counts as none: restoring that checkpoint will
-    report it. One that cannot be read now may be the best, so that checkpoint is kept until it can be.
+    The description of a checkpoint has its score. A damaged description counts as no score: restoring the checkpoint
+    reports the damage. A checkpoint whose description is unreadable may be the best, and is kept until it is readable.
     """
 
     def __init__(self, folder: Path, num: int, mode: Literal["max", "min"]) -> None:
@@ -25,10 +27,10 @@ class Best:
         self._known: dict[int, float | None] = {}
 
     def add(self, step: int, score: float | None) -> None:
-        """Notes the score of a checkpoint that is about to be written; None when it was not evaluated."""
+        """Records the score of a checkpoint that is about to be written; None if it was not evaluated."""
         self._known[step] = None if score is None or math.isnan(score) else self._sign * score
 
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+    def should_preserve(self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: object) -> list[bool]:
         """For each checkpoint, in Orbax's order, whether it is one of the best."""
         del context
         steps = [one.step for one in checkpoints]
@@ -38,7 +40,7 @@ class Best:
         return [step in kept for step in steps]
 
     def order(self, steps: Sequence[int]) -> list[int]:
-        """The steps that have a score, the best one first; of equal scores the later one. Raises Unreadable."""
+        """The steps with a score, the best first; of equal scores, the later step first. Raises Unreadable."""
         for step in steps:
             if not self._learn(step):
                 read_meta(self._folder / step_folder(step))  # Raises.
@@ -46,7 +48,7 @@ class Best:
         return [step for _, step in sorted(scored, reverse=True)]
 
     def _learn(self, step: int) -> bool:
-        """Whether the score of a checkpoint is known now, or known to be none."""
+        """Reads the score of a checkpoint if needed; False if it is unreadable at the moment."""
         if step not in self._known:
             try:
                 score = read_meta(self._folder / step_folder(step)).score

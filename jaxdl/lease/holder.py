@@ -1,4 +1,4 @@
-"""Who holds a lease: the record in its file, and whether that process still runs."""
+"""The holder of a lease: the record in the lease's file, and whether that process still runs."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from dataclasses import dataclass
 from pathlib import Path
 
 RECORD_BYTES = 2048
-"""A record is padded to this size, so that it is replaced in place by one write."""
+"""Records are padded to this size, so that one write replaces a record in place."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a lease, as its file says."""
+    """The holder of a lease, as recorded in its file."""
 
     token: str
-    """Its name, unique to this lease."""
+    """The unique name of this lease."""
     host: str = "an unknown host"
     pid: int = 0
     place: str | None = None
-    """The boot and the process namespace in which `pid` means something; None where the system does not say."""
+    """The boot and the process namespace in which `pid` is valid; None if the system does not report them."""
     started: int = 0
-    """When the process started, in the system's ticks since its boot."""
+    """When the process started, in system ticks since the boot."""
     since: str = "an unknown time"
-    """When it took the lease, by its own clock: to be read by people only."""
+    """When it took the lease, by the clock of its host; for messages only."""
     command: str = ""
     beat: int = 0
     released: bool = False
-    """The lease is being released: nobody holds it any more."""
+    """The lease is being released and has no holder any more."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on host {self.host}" if self.pid else "a process that left no name"
 
     def to_bytes(self) -> bytes:
-        """The content of the file, always of `RECORD_BYTES`."""
+        """The content of the file, `RECORD_BYTES` long."""
         return json.dumps(dataclasses.asdict(self)).encode().ljust(RECORD_BYTES)
 
     @classmethod
     def from_bytes(cls, content: bytes) -> Holder:
-        """The inverse. A file that is empty or half written gives a holder of which nothing is known."""
+        """The inverse of `to_bytes`. An empty or partially written file gives a holder with unknown fields."""
         try:
             return cls(**json.loads(content))
         except (ValueError, TypeError):
@@ -53,7 +53,7 @@ class Holder:
 
 
 def this_process() -> Holder:
-    """A new lease of this process."""
+    """The record of a new lease of this process."""
     place, started = _place(), _started(os.getpid())
     return Holder(
         token=secrets.token_hex(8),
@@ -68,7 +68,7 @@ def this_process() -> Holder:
 
 def _place() -> str | None:
     try:
-        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace than this process.
+        if os.readlink("/proc/self") != str(os.getpid()):  # /proc is of another namespace.
             return None
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -77,7 +77,7 @@ def _place() -> str | None:
 
 
 def _started(pid: int) -> int | None:
-    """The start time of a running process; 0 for one that has ended and is not yet reaped; None when unknown."""
+    """The start time of a process in ticks; 0 for a zombie; None if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return 0 if fields[0] in "ZX" else int(fields[19])
@@ -86,11 +86,11 @@ def _started(pid: int) -> int | None:
 
 
 def is_alive(holder: Holder) -> bool | None:
-    """Whether the holder's process runs; None when that cannot be known from here."""
+    """Whether the holder's process runs; None if this process cannot find out."""
     if holder.place is None or holder.place != _place():
         return None
     try:
-        os.kill(holder.pid, 0)  # /proc may hide the processes of other users; this does not.
+        os.kill(holder.pid, 0)  # Unlike /proc, this sees the processes of all users.
     except ProcessLookupError:
         return False
     except OSError:

@@ -1,4 +1,4 @@
-"""What a run tells about itself: history, progress, curves, wall time and the summary at the end."""
+"""The reports of a run: history, progress, curves, wall time, and the summary at the end."""
 
 from jaxdl.report.explanation import print_explanation
 from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step, replace_file

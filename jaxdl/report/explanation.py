@@ -1,4 +1,4 @@
-"""The table of `--explain`: where each parameter lies, and the memory that the compiled step needs."""
+"""The table of `--explain`: the sharding of each parameter, and the memory that the compiled step needs."""
 
 from __future__ import annotations
 
@@ -25,26 +25,31 @@ class Row(Protocol):
 
     @property
     def spec(self) -> str:
-        """The mesh axes of its dimensions, for people."""
+        """The mesh axes of its dimensions, as text."""
         ...
 
     @property
     def bytes_per_device(self) -> int:
-        """What one device holds of it."""
+        """Bytes of it on one device."""
         ...
 
 
 def print_explanation(
     rows: Sequence[Row], mesh: Mapping[str, int], memory: Any, console: Console | None = None
 ) -> None:
-    """Prints one line a parameter (shape, mesh axes of each dimension, bytes on one device) and the step's memory.
+    """Prints one line per parameter (shape, mesh axes of each dimension, bytes on one device) and the step's memory.
 
-    `memory` is the `memory_analysis()` of the compiled step; a platform without one gives None.
+    `memory` is the `memory_analysis()` of the compiled step; None on platforms without one.
     """
     console = console or Console()
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     table = Table(title=f"parameters on {shape}", title_justify="left")
-    for column, justify in (("parameter", "left"), ("shape", "right"), ("split over", "left"), ("per device", "right")):
+    for column, justify in (
+        ("parameter", "left"),
+        ("shape", "right"),
+        ("sharded over", "left"),
+        ("per device", "right"),
+    ):
         table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
     for row in rows:
         table.add_row(row.name, " x ".join(map(str, row.shape)), row.spec, readable_bytes(row.bytes_per_device))
@@ -61,8 +66,8 @@ def print_explanation(
     console.print(
         f"the compiled step needs {readable_bytes(total)} per device: "
         f"{readable_bytes(memory.argument_size_in_bytes)} of state and batch, "
-        f"{readable_bytes(memory.temp_size_in_bytes)} while it computes "
-        f"(XLA's own analysis; nothing was run)"
+        f"{readable_bytes(memory.temp_size_in_bytes)} temporary "
+        f"(XLA's analysis; nothing was run)"
     )
 
 

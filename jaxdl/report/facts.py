@@ -1,4 +1,4 @@
-"""What is known of a run before its first step, in one line each: devices, data, model, steps, optimizer, exchange."""
+"""The facts printed before the first step, one line each: devices, data, model, steps, optimizer, exchange."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxdl.report.lines import format_number
 
 
 def describe_config(config: Config, *always: str) -> str:
-    """The kind of a config, the fields named in `always`, and all that are not at their defaults.
+    """The kind of a config, its fields in `always`, and its fields with values other than their defaults.
 
-    `sgd, learning rate 0.2, nesterov, weight decay 0.0005`. Configs inside it are left out.
+    `sgd, learning rate 0.2, nesterov, weight decay 0.0005`. Nested configs are left out.
     """
     parts = [str(getattr(config, "kind", type(config).__name__.lower()))]
     for name, field in type(config).model_fields.items():
@@ -50,7 +50,7 @@ def devices_fact(mesh: Mesh) -> str:
 
 
 def data_fact(config: Config, splits: Any) -> str:
-    """`digits: 1,438 training and 359 held-out images of 8 x 8 x 1, 10 classes`; `splits` are the data as read."""
+    """`digits: 1,438 training and 359 held-out images of 8 x 8 x 1, 10 classes`; `splits` is the data."""
     spec = splits.train.spec
     if spec.modality == "text":
         noun, what = "windows", f"{spec.length:,} tokens, vocabulary of {spec.vocab_size:,}"
@@ -62,7 +62,7 @@ def data_fact(config: Config, splits: Any) -> str:
 
 
 def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
-    """(name, value) of what a `jaxdl.run.build.Plan` decides; the run ends after `end` steps."""
+    """(name, value) of the facts of a `jaxdl.run.build.Plan`; the run ends after `end` steps."""
     experiment, parts = plan.experiment, plan.parts
     sizes = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.network.param_shapes)]
     yield (
@@ -71,7 +71,7 @@ def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
     )
     objective = parts.task.objective
     if objective:
-        yield "loss", f'{objective} in training, reported as "objective"; without in evaluations'
+        yield "loss", f'{objective} in training, reported as "objective"; without it in evaluations'
     yield "length", _length(plan, end)
     schedule = experiment.schedule
     yield "optimizer", f"{describe_config(experiment.optimizer, 'learning_rate')}; schedule {describe_config(schedule)}"

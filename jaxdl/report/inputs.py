@@ -1,4 +1,4 @@
-"""Watches whether the step waits for its data, and which stage of the input is the slow one."""
+"""Measures how long steps wait for data, and finds the slow stage of the input pipeline."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ from collections.abc import Callable
 from typing import Protocol
 
 _WARN_SHARE = 0.2
-"""From this share of the time on, waiting for data is worth a word."""
+"""Waiting for this share of the time or more leads to a warning."""
 _WARN_AFTER = 3
-"""After so many reports in a row: the first ones include the start of the workers."""
+"""The warning needs this many consecutive reports: the first ones include the start of the workers."""
 
 _CURES = {
     "read": "keep the images on a local disk (--data.photos.cache.disk) or in memory (.memory-bytes)",
-    "decode": "cache decoded images (--data.photos.cache.disk or .memory-bytes), or give it more CPUs "
+    "decode": "cache decoded images (--data.photos.cache.disk or .memory-bytes), or use more CPUs "
     "(--data.photos.workers)",
-    "augment": "give it more CPUs (--data.photos.workers), or augment less",
-    "store": "the cache is still being filled; if that goes on, its disk is slow",
-    "disk": "cache in memory (--data.photos.cache.memory-bytes), or take a faster disk for --data.photos.cache.disk",
-    "memory": "give it more CPUs (--data.photos.workers)",
+    "augment": "use more CPUs (--data.photos.workers), or less augmentation",
+    "store": "the cache is still being filled; if this persists, its disk is slow",
+    "disk": "cache in memory (--data.photos.cache.memory-bytes), or use a faster disk for --data.photos.cache.disk",
+    "memory": "use more CPUs (--data.photos.workers)",
 }
 
 
 class Activity(Protocol):
-    """What a source says that it has done; counted from its start."""
+    """The work of a data source since its start."""
 
     @property
     def tiers(self) -> Counter[str]:
-        """Examples by the tier of the cache that they came from."""
+        """Examples by the cache tier that they came from."""
         ...
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of work by stage, over all workers."""
+        """Seconds of work by stage, summed over all workers."""
         ...
 
     @property
@@ -42,11 +42,11 @@ class Activity(Protocol):
 
 
 class InputWatch:
-    """What to report of the input since the last report.
+    """The metrics of the input pipeline between reports.
 
     Args:
-      activity: what the source has done so far; None for one that does nothing worth telling.
-      warn: says when the step waits for data again and again.
+      activity: returns the work of the source so far; None for a source without stages.
+      warn: shows a warning if steps keep waiting for data.
     """
 
     def __init__(self, activity: Callable[[], Activity | None], warn: Callable[[str], None]) -> None:
@@ -56,10 +56,10 @@ class InputWatch:
         self._slow_reports, self._warned = 0, False
 
     def report(self, wait_share: float) -> dict[str, float]:
-        """The metrics: `input/wait`, the share of the time that the step waited, as given.
+        """The metrics: `input/wait`, the given share of the time that steps waited for data.
 
-        And of image pipelines, since the last report: `input/hits/TIER`, the share of images that came from a tier;
-        `input/per_sec/STAGE`, images that one worker takes through a stage in a second.
+        For image pipelines, since the last report: `input/hits/TIER`, the share of images that came from a cache tier;
+        `input/per_sec/STAGE`, images per second that one worker processes in a stage.
         """
         row = {"input/wait": wait_share}
         now = self._activity()
@@ -86,6 +86,6 @@ class InputWatch:
         stage = max(seconds, key=lambda one: seconds[one])
         share = 100 * seconds[stage] / sum(seconds.values())
         self._warn(
-            f"the step waits for its data {100 * wait_share:.0f} % of the time; the slow stage is {stage!r}, "
-            f"{share:.0f} % of the work: {_CURES.get(stage, 'look at what it does')}"
+            f"training waits for data {100 * wait_share:.0f} % of the time; the slowest stage is {stage!r}, "
+            f"{share:.0f} % of the work: {_CURES.get(stage, 'look for the cause there')}"
         )

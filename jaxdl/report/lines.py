@@ -1,4 +1,4 @@
-"""Rows, numbers and durations as text, in lines that fit the terminal."""
+"""Formats rows, numbers and durations as lines that fit the terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rich.console import Console
 
 
 def format_row(row: Mapping[str, Any], total_steps: int, *, unit: str = "examples", width: int | None = None) -> str:
-    """One plain line for a row of the history, easy to grep; fields that the row lacks are left out.
+    """One plain line for a row of the history, easy to grep, with the fields that the row has.
 
-    `step 120/840  epoch 5.3  loss 0.1234  lr 0.05  12,345 examples/s  eta 0:00:31`. "train/" is not written, "eval/"
-    is. The time left comes from "eta_sec", the throughput from "UNIT_per_sec". Where the line is longer than `width`,
-    it continues on the next line, between two fields.
+    `step 120/840  epoch 5.3  loss 0.1234  lr 0.05  12,345 examples/s  eta 0:00:31`. The prefix
+    "train/" is dropped, "eval/" is not. The time left comes from "eta_sec", the throughput from "UNIT_per_sec". A line
+    longer than `width` is broken between two fields.
     """
     parts = [f"step {row['step']}/{total_steps}"]
     if row.get("epoch") is not None:
@@ -35,9 +35,9 @@ def format_row(row: Mapping[str, Any], total_steps: int, *, unit: str = "example
 
 
 def fitted(parts: Iterable[str], width: int | None) -> list[str]:
-    """The parts, two spaces between them, in lines of at most `width` characters (None: one line).
+    """The parts, separated by two spaces, in lines of at most `width` characters (None: one line).
 
-    A part is never divided; one that is longer than `width` has a line of its own.
+    A part is never broken; one longer than `width` gets its own line.
     """
     lines: list[str] = []
     for part in parts:
@@ -49,12 +49,12 @@ def fitted(parts: Iterable[str], width: int | None) -> list[str]:
 
 
 def is_throughput(name: str) -> bool:
-    """Whether a column of the history is what was trained on in a second: `examples_per_sec`, `tokens_per_sec`."""
+    """Whether a column of the history is a throughput: `examples_per_sec`, `tokens_per_sec`."""
     return name.endswith("_per_sec")
 
 
 def format_number(value: Any) -> str:
-    """A number in about four digits: 0.1234, 0.05, 1e-05, 12,345. Anything else as it is."""
+    """A number with about four digits: 0.1234, 0.05, 1e-05, 12,345. Other values unchanged."""
     if isinstance(value, str | bool) or value is None:
         return str(value)
     if isinstance(value, int):
@@ -64,7 +64,7 @@ def format_number(value: Any) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds as h:mm:ss, with days in front from a day on; "?" when not finite."""
+    """Seconds as h:mm:ss, after a day as `2d h:mm:ss`; "?" if not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, whole_sec = divmod(round(seconds), 60)
@@ -74,12 +74,12 @@ def format_duration(seconds: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A short time: `14.2 s`, and from a minute on h:mm:ss."""
+    """Seconds as `14.2 s`, after a minute as h:mm:ss."""
     return f"{seconds:.1f} s" if seconds < 60 else format_duration(seconds)
 
 
 def is_live(console: Console) -> bool:
-    """Whether the console is a terminal that can redraw. A notebook is not: there the bar would need widgets."""
+    """Whether the console is a terminal that can redraw lines. A notebook cannot without widgets."""
     return console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal and not console.quiet
 
 

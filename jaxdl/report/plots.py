@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 TRAIN_COLOR, EVAL_COLOR, RATE_COLOR, SPEED_COLOR, INK = "#2f6fde", "#e4572e", "#7b4fc9", "#1b998b", "#2b2d33"
 LOWER_IS_BETTER = ("loss", "bits", "perplexity", "error")
 SMOOTHING = 0.01
-"""The width (standard deviation) of the average that smooths a curve, as a part of the curve's points."""
+"""Standard deviation of the Gaussian that smooths a curve, as a share of the curve's points."""
 FEW_POINTS = 30
 EVENT_COLOR, MOST_NAMED_EVENTS = "#8a8f99", 8
 EVENT_NAME_WIDTH = 0.03
-"""What the name of an event, written upwards, takes of a panel's width."""
+"""Share of a panel's width that the name of an event, written vertically, needs."""
 
 Columns = Mapping[str, Sequence[Any]]
 
@@ -31,13 +31,13 @@ Columns = Mapping[str, Sequence[Any]]
 def plot_history(
     columns: Columns, path: Path | None = None, *, title: str | None = None, objective: str = ""
 ) -> Figure:
-    """Draws the columns of a History over steps, epochs on top; given a path, writes a PNG there, whole or not at all.
+    """Draws the columns of a History over steps, with epochs on top; writes a PNG to `path`, atomically, if given.
 
-    `objective` says how the training loss differs from that of the evaluation: "with label smoothing 0.1".
+    `objective` is how the training loss differs from that of evaluations: "with label smoothing 0.1".
 
     Panels: loss (training raw and smoothed, evaluation); one for each other eval/ metric, with train/ of the same name;
-    learning rate; throughput. Only those that have data. Events are dotted lines. Values that are not finite are left
-    out. Uses no pyplot, so it needs no display and may run in any thread.
+    learning rate; throughput. Panels without data are left out, and so are values that are not finite. Events are
+    dotted lines. It does not use pyplot, so it needs no display and may run in any thread.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -72,7 +72,7 @@ def plot_history(
 
 
 def _panels(columns: Columns, objective: str) -> list[Callable[[Axes], None]]:
-    """A drawing function for every panel that has something to show."""
+    """A drawing function for each panel with data."""
 
     def has(name: str) -> bool:
         return len(_points(columns, name)[0]) > 0
@@ -95,7 +95,7 @@ def _panels(columns: Columns, objective: str) -> list[Callable[[Axes], None]]:
 
 
 def _metric(axes: Axes, columns: Columns, base: str, objective: str = "") -> None:
-    """Training (raw light, smoothed strong) and evaluation of one metric, its best evaluation marked."""
+    """Draws training (raw light, smoothed strong) and evaluation of one metric, and marks the best evaluation."""
     training = f"training, {objective}" if objective else "training"
     evaluation = f"evaluation, {objective.replace('with', 'without', 1)}" if objective else "evaluation"
     axes.set_title(_words(base))
@@ -140,7 +140,7 @@ def _speed(axes: Axes, columns: Columns, name: str) -> None:
 
 
 def _events(axes: Axes, columns: Columns, *, named: bool) -> None:
-    """A dotted line at the step of each event; in one panel the newest are `named`, where that has room."""
+    """Draws a dotted line at the step of each event; if `named`, with the names of the newest, where there is space."""
     found = [
         (step, text)
         for step, text in zip(columns["step"], columns.get("event", [None] * len(columns["step"])), strict=True)
@@ -169,7 +169,7 @@ def _events(axes: Axes, columns: Columns, *, named: bool) -> None:
 
 
 def _points(columns: Columns, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a column where the value is a finite number; both empty when there is no such column."""
+    """Steps and values of a column, where the value is a finite number; both empty without such a column."""
     if name not in columns or "step" not in columns:
         return np.zeros(0), np.zeros(0)
     pairs = zip(columns["step"], columns[name], strict=True)
@@ -187,7 +187,7 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     weights = np.exp(-0.5 * (offsets / width) ** 2)
     half = len(offsets) // 2
     total = np.convolve(medians, weights)[half : half + len(values)]
-    # At both ends part of the window is empty, so the weights that did count are summed too.
+    # At both ends part of the window is empty: divide by the sum of the weights inside.
     return total / np.convolve(np.ones(len(values)), weights)[half : half + len(values)]
 
 
@@ -196,12 +196,12 @@ def _marks(steps: np.ndarray) -> dict[str, Any]:
 
 
 def _keep_spikes_out(axes: Axes, curves: list[np.ndarray]) -> None:
-    """Limits the vertical axis to where nearly all values lie, so that one spike does not flatten the curve."""
+    """Limits the vertical axis to nearly all values, so that one spike does not flatten the curve."""
     values = np.concatenate(curves)
     if len(values) < 2:
         return
     low, high = np.percentile(values, [0.2, 99.5]) if len(values) > 200 else (values.min(), values.max())
-    # The evaluations are few and each one counts.
+    # Evaluations are few: show all of them.
     low, high = min([low, *curves[1]]), max([high, *curves[1]])
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     axes.set_ylim(low - margin, high + margin)
@@ -238,7 +238,7 @@ def _dress(axes: Axes, last_step: int) -> None:
 
 
 def _epochs_on_top(axes: Axes, columns: Columns) -> None:
-    """A second axis in epochs, where at least one has passed. Epochs are proportional to steps."""
+    """Adds a second axis in epochs, if at least one has passed. Epochs are proportional to steps."""
     from matplotlib.ticker import MaxNLocator
 
     steps, epochs = _points(columns, "epoch")
@@ -250,5 +250,5 @@ def _epochs_on_top(axes: Axes, columns: Columns) -> None:
     top.set_xlabel("epoch", color="#6b7079", fontsize=9, loc="right", labelpad=7)
     top.tick_params(colors="#6b7079", length=0, labelsize=9)
     top.spines["top"].set_visible(False)
-    # The title shares a line with the word "epoch" instead of standing above it.
+    # The title shares a line with the word "epoch".
     axes.set_title(axes.get_title(loc="left"), loc="left", fontsize=12, fontweight="bold", color=INK, y=1.0, pad=25)

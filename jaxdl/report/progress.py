@@ -1,4 +1,4 @@
-"""What a run says while it runs: a live bar on a terminal, one plain line per report everywhere else."""
+"""The progress display of a run: a live bar on a terminal, one plain line per report everywhere else."""
 
 from __future__ import annotations
 
@@ -27,30 +27,29 @@ from jaxdl.report.lines import (
 )
 
 WINDOW_SEC = 10.0
-"""The rate is taken over this much of the recent past, or more when a step is longer than SAMPLE_SEC."""
+"""The rate is averaged over this much of the recent past, or more if steps take longer than SAMPLE_SEC."""
 SAMPLE_SEC = 0.2
 REFRESHES_PER_SEC = 8
 TRAINING = "training"
 SAID_ALWAYS, SAID_ONCE = ("compiling",), ("reading data", "evaluating")
-"""What plain lines say when it begins, and how long it took; the second only for the first time."""
+"""Statuses whose begin and duration plain lines show: each time, and the first time only."""
 WORTH_SAYING_SEC = 1.0
 HEARTBEAT_SEC = 10.0
-"""Plain lines of a part of the run that takes longer come so often; in a notebook, those of training too."""
+"""Period of plain lines about a status that lasts longer; in a notebook, also of those about training."""
 MIN_BAR_WIDTH = 10
 
 
 class Progress:
-    """Shows how far a run has come; a context manager, or `start()` and `stop()`.
+    """Shows the progress of a run; a context manager, or `start()` and `stop()`.
 
-    On a terminal: a live bar with step, epoch, rate, time left, the latest metrics and what the run is doing; rows with
-    evaluation metrics and notes stay above it. Elsewhere (a file, a pipe, a notebook, a dumb terminal): one plain line
-    per report, see `format_row`; a notebook gets one every `HEARTBEAT_SEC` seconds at most, and all evaluations.
-    `quiet=True` asks for the plain lines on a terminal too, False forces the bar. For a process that should say
-    nothing, pass `Console(quiet=True)`.
+    On a terminal: a live bar with step, epoch, rate, time left, the latest metrics and the status of the run; notes and
+    rows with evaluation metrics stay above it. Elsewhere (a file, a pipe, a notebook, a dumb terminal): one plain line
+    per report, see `format_row`; in a notebook at most one every `HEARTBEAT_SEC` seconds, and all evaluations.
+    `quiet=True` prints plain lines on a terminal too, False forces the bar; `Console(quiet=True)` prints nothing.
 
     `total_steps` and `start_step` (0, or where the run was resumed) count steps of the whole run; `examples_per_step`
-    is the global batch in `unit`s ("examples", "tokens"), see `pace`; `epoch_at` says how many epochs a number of steps
-    is. The rate counts time in the state "training" only; the time left is computed from it, without evaluations.
+    is the global batch in `unit`s ("examples", "tokens"), see `pace`; `epoch_at` converts a number of steps to
+    epochs. The rate counts only time in the status "training"; the time left follows from it, without evaluations.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Progress:
         self._steps_per_sec: float | None = None
 
     def start(self) -> None:
-        """Shows the bar; on anything but a terminal it does nothing."""
+        """Shows the bar; does nothing elsewhere than on a terminal."""
         if self._use_live and self._live is None:
             self._live = Live(
                 get_renderable=self._render,
@@ -94,7 +93,7 @@ class Progress:
             self._live.start()
 
     def stop(self) -> None:
-        """Leaves the bar as it stands and gives the terminal back. May be called twice."""
+        """Leaves the bar in its last state and releases the terminal. May be called twice."""
         if self._live is not None:
             self._live.stop()
             self._live = None
@@ -107,14 +106,14 @@ class Progress:
         self.stop()
 
     def advance(self, step: int) -> None:
-        """`step` steps of the run are now completed. Costs well under a microsecond mostly: call it on every step."""
+        """Sets the number of completed steps. Usually takes well under a microsecond: call it on every step."""
         self._step = step
         now = time.perf_counter()
         if now >= self._next_sample and self._status == TRAINING:
             self._sample(now)
 
     def pace(self, examples_per_step: float) -> None:
-        """From here on a step has so many examples."""
+        """Sets the number of examples per step from now on."""
         self._examples_per_step = examples_per_step
 
     def back(self, step: int) -> None:
@@ -125,7 +124,7 @@ class Progress:
     def report(self, row: Mapping[str, Any]) -> None:
         """Shows the metrics of a row of the history; its "step" also advances the progress.
 
-        Plain lines get the rate and the time left from here where a training row does not bring them.
+        A training row without a rate and the time left gets them here.
         """
         row = dict(row)
         self._step = max(self._step, int(row.get("step", self._step)))
@@ -144,7 +143,7 @@ class Progress:
             self._say(format_row(row, self.total_steps, unit=self._unit, width=width), "bold" if evaluated else "")
 
     def _too_soon(self, row: Mapping[str, Any]) -> bool:
-        """Whether a notebook, which keeps every line, has had one of training a moment ago."""
+        """Whether a notebook, which keeps every line, has shown a line of training less than `HEARTBEAT_SEC` ago."""
         now = time.perf_counter()
         if self._console.is_jupyter and now - self._last_line < HEARTBEAT_SEC and row["step"] < self.total_steps:
             return True
@@ -152,7 +151,7 @@ class Progress:
         return False
 
     def status(self, word: str) -> None:
-        """What the run does now: "compiling", "training", "evaluating", "saving"; the rate counts "training" only."""
+        """Sets the status: "compiling", "training", "evaluating", "saving". The rate counts "training" only."""
         if word == self._status:
             return
         now = time.perf_counter()
@@ -165,7 +164,7 @@ class Progress:
         if self._is_said(word) and not self._use_live:
             self._say(f"{word} ...", "")
         if word == TRAINING:
-            # The pause must not look like slow steps: the window is emptied; until it fills, the old rate is shown.
+            # Empty the window, or the pause would look like slow steps; until it fills, the old rate is shown.
             self._samples = _samples()
             self._sample(time.perf_counter())
 
@@ -173,7 +172,7 @@ class Progress:
         return word in SAID_ALWAYS or (word in SAID_ONCE and word not in self._said)
 
     def part(self, done: int, total: int) -> None:
-        """How far what the run does now has come, such as the batches of an evaluation."""
+        """Shows the progress within the current status, such as the batches of an evaluation."""
         self._part, now = (done, total), time.perf_counter()
         if not self._use_live and now - self._last_line >= HEARTBEAT_SEC:
             self._last_line = now
@@ -188,11 +187,11 @@ class Progress:
         self._say(f"warning: {text}", "yellow")
 
     def steps_per_sec(self) -> float | None:
-        """Steps per second of training over the last ten seconds, or the last 50 steps where that is longer.
+        """Steps per second of training over the last ten seconds, or the last 50 steps if they take longer.
 
-        None before there is anything to measure.
+        None until there are two samples.
         """
-        samples = self._samples  # rich's thread reads while the run goes on: it must see one window only
+        samples = self._samples  # rich's thread reads while the run adds samples: it must see a single window.
         if len(samples) >= 2:
             (begin, first), (end, last) = samples[0], samples[-1]
             if end > begin and last > first:
@@ -200,7 +199,7 @@ class Progress:
         return self._steps_per_sec
 
     def eta_sec(self) -> float | None:
-        """Seconds of training that are left at the present rate, or None while no rate is known."""
+        """Seconds of training left at the current rate; None while the rate is unknown."""
         rate = self.steps_per_sec()
         return None if rate is None else max(self.total_steps - self._step, 0) / rate
 
@@ -215,7 +214,7 @@ class Progress:
             print(text, file=self._console.file, flush=True)
 
     def _render(self) -> RenderableType:
-        """The bar and the metrics below it, no line wider than the terminal; called by rich's own thread."""
+        """The bar with the metrics below it, no line wider than the terminal. Called by rich's thread."""
         metrics, width = dict(self._metrics), self._console.width
         line = self._bar(width)
         if not metrics:
@@ -224,7 +223,7 @@ class Progress:
         return Group(line, Text("\n".join(values)))
 
     def _bar(self, width: int) -> RenderableType:
-        """One line: what the run does, how far it is, its rate. Where the terminal is narrow, the less needed go."""
+        """One line with status, progress and rate; a narrow terminal gets fewer of them."""
         step, rate, eta_sec, part = self._step, self.steps_per_sec(), self.eta_sec(), self._part
         doing = self._status
         if part is not None:

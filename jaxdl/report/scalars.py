@@ -1,4 +1,4 @@
-"""TensorBoard scalars, of which a full disk loses some, but which never stop a run."""
+"""TensorBoard scalars. A full disk loses some of them, but does not stop the run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class Scalars:
-    """TensorBoard scalars in a folder, from `resume_step` on. When they cannot be written, `warn` is told once."""
+    """TensorBoard scalars in a folder, from `resume_step` on. `warn` is called once if they cannot be written."""
 
     def __init__(self, folder: Path, resume_step: int, warn: Callable[[str], None]) -> None:
         from tensorboardX import SummaryWriter
@@ -24,12 +24,12 @@ class Scalars:
             self._say(error)
             return
         events: Any = board._get_file_writer().event_writer  # pyright: ignore
-        # Its thread would die of an error, and the run would wait for the thread's queue for ever.
+        # An error would end its thread, and the run would wait for the thread's queue indefinitely.
         self._file = events._ev_writer = events._worker._record_writer = _Surviving(events._ev_writer)
         self._board: Any = board
 
     def write(self, row: Mapping[str, Any]) -> bool:
-        """Writes the finite numbers of a row; False once that is not possible any more."""
+        """Writes the finite numbers of a row; False if writing has failed, now or before."""
         if self._board is None:
             return False
         for name, value in row.items():
@@ -40,7 +40,7 @@ class Scalars:
         return self._board is not None
 
     def close(self) -> None:
-        """Writes out what is buffered and closes the file."""
+        """Flushes the buffer and closes the file."""
         if self._board is not None:
             self._board.close()
             self._board = None
@@ -48,11 +48,11 @@ class Scalars:
                 self._say(self._file.error)
 
     def _say(self, error: OSError) -> None:
-        self._warn(f"TensorBoard's scalars could not be written: {error.strerror}; they end here")
+        self._warn(f"TensorBoard scalars could not be written: {error.strerror}; this run writes no more of them")
 
 
 class _Surviving:
-    """A writer of events that keeps its first error instead of raising it, and writes nothing from then on."""
+    """A writer of events that stores its first error instead of raising it, and then writes nothing more."""
 
     def __init__(self, writer: Any) -> None:
         self._writer = writer

@@ -1,4 +1,4 @@
-"""What a run says before its first step: the facts of it as soon as each is known, and what is being done."""
+"""The output of a run before its first step: facts as soon as each is known, and the current activity."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ WORTH_SAYING_SEC = 1.0
 
 
 class Start:
-    """The first lines of a run: facts, and what is being done while nothing else is to be seen.
+    """Prints the first lines of a run: facts, and the current activity.
 
-    On a terminal: a spinner with the time that it takes, above which the facts stay. Elsewhere: a plain line when
-    something begins and, if it took a second or more, one when it ends. Only the first process of a run prints.
-    `quiet` is that of `Progress`. After `close` it says nothing more.
+    On a terminal: a spinner with the elapsed time, below the facts. Elsewhere: a plain line when an activity begins,
+    and one when it ends if it took a second or more. Only the first process of a run prints. `quiet` is as in
+    `Progress`. After `close` it prints nothing.
     """
 
     def __init__(self, console: Console | None = None, quiet: bool | None = None) -> None:
@@ -45,7 +45,7 @@ class Start:
 
     @contextlib.contextmanager
     def doing(self, text: str) -> Iterator[None]:
-        """Context: says `text`, such as "reading the data", while the block runs; nothing where it is empty."""
+        """Context: shows `text`, such as "reading the data", while the block runs; nothing if it is empty."""
         if self._closed or self.console.quiet or not text:
             yield
             return
@@ -64,7 +64,7 @@ class Start:
             self._say(f"{text}: {format_seconds(spent)}")
 
     def fact(self, name: str, value: str) -> None:
-        """Prints one line, `name` before `value`; on a terminal that is too narrow, more lines, divided at words."""
+        """Prints `name` and `value` on one line; on a narrow terminal on several, broken between words."""
         if self._closed or self.console.quiet:
             return
         width = self.console.width if self.console.is_terminal else None
@@ -78,29 +78,29 @@ class Start:
                 self._say(label + line)
 
     def devices(self, mesh: Mesh) -> None:
-        """Prints the devices; from here on it is known which process is the first: the only one to print."""
+        """Prints the devices. From now on only JAX's process 0 prints."""
         if self._guessed:
             self.console.quiet = jax.process_index() > 0
         self.fact("devices", devices_fact(mesh))
 
     def data(self, config: Config, splits: Any) -> None:
-        """Prints the number of examples and their kind; `splits` are the data as they were read."""
+        """Prints the number and kind of examples; `splits` is the data."""
         self.fact("data", data_fact(config, splits))
 
     def plan(self, plan: Any, end: int) -> None:
-        """Prints what a `Plan` decides: model, length, optimizer, exchange. The run ends at step `end`."""
+        """Prints the facts of a `Plan`: model, length, optimizer, exchange. The run ends at step `end`."""
         for name, value in plan_facts(plan, end):
             self.fact(name, value)
 
     def workdir(self, folder: Path | None, step: int | None) -> None:
-        """Prints where the run is kept, and the step that it resumes from; None for a new run."""
+        """Prints the workdir and the step from which the run resumes; None for a new run."""
         if folder is None:
-            self.fact("workdir", "none: nothing is kept. Give --workdir FOLDER to keep checkpoints and curves.")
+            self.fact("workdir", "none: nothing is saved. Give --workdir FOLDER to save checkpoints and curves.")
         else:
             self.fact("workdir", f"{folder}, {'new' if step is None else f'resumes from step {step:,}'}")
 
     def close(self) -> None:
-        """Gives the terminal back. May be called twice, and while another thread is still in `doing`."""
+        """Releases the terminal. May be called twice, and while another thread is in `doing`."""
         self._closed = True
         self._stop()
 

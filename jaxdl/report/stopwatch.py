@@ -1,4 +1,4 @@
-"""Where the wall time of a run goes: seconds of compiling, training, evaluating, saving, waiting for data."""
+"""Splits the wall time of a run: seconds of compiling, training, evaluating, saving, waiting for data."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 
 class Stopwatch:
-    """Splits the wall time since it was made into phases; a phase's time excludes the phases inside it.
+    """Splits the wall time since its creation into phases; a phase's time excludes the phases nested in it.
 
-    `with watch("eval"): ...` counts the block as "eval"; time outside of every block counts as "other". The phases
-    therefore add up to the whole wall time. About a microsecond per block. For one thread only. `on_change` is called
-    with the phase that begins, or goes on after one inside it.
+    `with watch("eval"): ...` counts the block as "eval"; time outside of all blocks counts as "other". So the
+    phases add up to the whole wall time. About a microsecond per block. For one thread only. `on_change` is called with
+    the phase that begins, or that continues after a nested one.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Stopwatch:
         return block
 
     def seconds(self) -> dict[str, float]:
-        """Phase -> seconds up to now, blocks that are still open included. The sum is the wall time since the start."""
+        """Phase -> seconds up to now, including open blocks. The sum is the wall time since the start."""
         self._settle()
         return dict(self._seconds)
 
@@ -57,7 +57,7 @@ class Stopwatch:
 
 
 class _Block:
-    """The context of one phase. It holds no state of its own, so one object serves every block, nested ones too."""
+    """The context of one phase. It has no state, so one object serves all blocks, nested ones too."""
 
     __slots__ = ("_phase", "_watch")
 

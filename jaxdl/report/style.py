@@ -1,9 +1,9 @@
-"""The one look of all figures: sizes, colours by meaning, measured and modelled values told apart, labels that fit.
+"""The common style of all figures: sizes, colours by meaning, measured and modelled values, labels that fit.
 
-What is measured is drawn solid, with filled marks; what a model predicts is drawn dashed, with hollow marks; and
-`legend` has an entry for each of the two. An exchange has the colour of its kind in every figure, the variants of a
-kind differ in mark and shade. Colours are those of Okabe and Ito (2008), which people with any of the common colour
-deficiencies tell apart. No pyplot: figures need no display and may be drawn in any thread.
+Measured values are solid lines with filled marks; predictions of a model are dashed lines with hollow marks; the legend
+has an entry for each of the two. An exchange has the colour of its kind in every figure; the variants of a kind differ
+in mark and shade. The colours are those of Okabe and Ito (2008), which people with common colour deficiencies can
+distinguish. No pyplot: figures need no display and may be drawn in any thread.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 INK, GREY, GRID, SPINE = "#2b2d33", "#6b7079", "#e9ebef", "#c9ccd3"
 DPI, TITLE, SUBTITLE, SMALL = 140, 12, 10.5, 9
-"""Dots an inch; then sizes of type in points: a figure's title, a panel's, and everything else."""
+"""Dots per inch; then font sizes in points: a figure's title, a panel's title, and all other text."""
 
 EXCHANGE_COLORS: Mapping[str, str] = {
     "no": "#b9bec7",
@@ -35,36 +35,36 @@ EXCHANGE_COLORS: Mapping[str, str] = {
     "powersgd": "#009e73",
     "sign": "#cc79a7",
 }
-"""By the kind of exchange, the first word of its name; "no exchange" is the floor."""
+"""Colour by the kind of exchange, the first word of its name; "no exchange" is the lower bound."""
 OPTIMIZER_COLORS: Mapping[str, str] = {"SGD": "#56b4e9", "LARS": "#e69f00"}
 OTHER_COLOR = "#7b4fc9"
 FORWARD, BACKWARD, OTHER_KERNELS, INNER_MESSAGES = "#c3cede", "#7587a6", "#e6d9a8", "#56b4e9"
-"""What fills a device's time: kernels of the forward pass, the backward pass and all else, messages in a replica."""
+"""Colours of a device's time: kernels of the forward pass, the backward pass, others; messages inside a replica."""
 KIND_MARKS: Mapping[str, str] = {"no": ".", "dense": "o", "topk": "s", "quantized": "D", "powersgd": "^", "sign": "v"}
 VARIANT_MARKS = "<>phd8*P"
 MOST_SHADE = 0.4
-"""How much white the lightest variant of a kind has."""
+"""Share of white in the lightest variant of a kind."""
 MEASURED: Mapping[str, Any] = {"ls": "-", "ms": 5.5}
 MODELLED: Mapping[str, Any] = {"ls": (0, (4, 2.5)), "ms": 7, "mfc": "none", "mew": 1.3}
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a series is drawn in every panel of a figure."""
+    """The look of a series in every panel of a figure."""
 
     color: str
     mark: str
     text_color: str
-    """Of its kind: darker than the lines of variants, since letters are thin."""
+    """The colour of its kind: darker than the lines of variants, since letters are thin."""
 
 
 def looks(names: Sequence[str], colors: Mapping[str, str] = EXCHANGE_COLORS) -> dict[str, Look]:
-    """A look for each name: the colour by its first word; names that share the word differ in mark and in shade."""
+    """A look for each name: the colour by its first word; names with the same first word differ in mark and shade."""
     kinds = {name: kind_of(name) for name in names}
     found: dict[str, Look] = {}
     for name, kind in kinds.items():
         alike = [one for one in kinds if kinds[one] == kind]
-        alike.sort(key=lambda one: one != kind)  # The plain kind first: its variants are the lighter ones.
+        alike.sort(key=lambda one: one != kind)  # The plain kind first: its variants are lighter.
         place = alike.index(name)
         shade = MOST_SHADE * place / (len(alike) - 1) if place else 0.0
         mark = VARIANT_MARKS[(place - 1) % len(VARIANT_MARKS)] if place else KIND_MARKS.get(kind, "o")
@@ -86,7 +86,7 @@ def _lighter(color: str, share: float) -> str:
 
 
 def new_figure(width: float, height: float, title: str = "") -> Figure:
-    """An empty figure of so many inches; a long title is broken into lines."""
+    """An empty figure, `width` x `height` inches; a long title is broken into lines."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -100,7 +100,7 @@ def new_figure(width: float, height: float, title: str = "") -> Figure:
 
 
 def dress(axes: Axes, title: str = "", *, x: str = "", y: str = "") -> None:
-    """Title, names of the axes with their units, grid and spines of a panel."""
+    """Sets title, axis labels with units, grid and spines of a panel."""
     if title:
         axes.set_title(title, loc="left", fontsize=SUBTITLE, fontweight="bold", color=INK)
     axes.set_xlabel(x, color=GREY, fontsize=SMALL)
@@ -109,30 +109,30 @@ def dress(axes: Axes, title: str = "", *, x: str = "", y: str = "") -> None:
     axes.set_axisbelow(True)
     axes.tick_params(which="both", colors=GREY, length=0, labelsize=SMALL)
     axes.ticklabel_format(style="plain", useOffset=False)
-    axes.tick_params(axis="x", pad=6)  # Else a 0 of both axes overlaps at the corner.
+    axes.tick_params(axis="x", pad=6)  # Otherwise the zeros of both axes overlap in the corner.
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(SPINE)
 
 
 def rows_of_names(axes: Axes, names: Sequence[str], width: int = 30) -> None:
-    """Makes the vertical axis one of rows, the first on top, each with its name."""
+    """Turns the vertical axis into rows, the first on top, each with its name."""
     axes.set_yticks(range(len(names)), [wrapped(name, width) for name in names], fontsize=SMALL, color=INK)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.grid(visible=False, axis="y")
 
 
 def wrapped(name: str, width: int) -> str:
-    """The name in lines of at most so many characters, broken at spaces and commas where that is possible."""
+    """The name in lines of at most `width` characters, broken at spaces and commas where possible."""
     return textwrap.fill(re.sub(r",(?=[^\s\d])", ", ", name), width)
 
 
 def log_axis(
     axes: Axes, name: Literal["x", "y"], values: Sequence[float], *, most: int = 7, ticks_at_values: bool = False
 ) -> None:
-    """A logarithmic scale over the values, with at most so many ticks in plain numbers.
+    """Sets a logarithmic scale over the values, with at most `most` ticks in plain numbers.
 
-    With `ticks_at_values` they are at the values themselves, if those are few and apart enough to be read.
+    With `ticks_at_values` the ticks are at the values, if these are few and far enough apart to be readable.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -159,38 +159,38 @@ def log_axis(
 
 
 def plain(value: float) -> str:
-    """A tick's number, without a power of ten where that is short enough: 0.002, 1.5, 20,000."""
+    """The number of a tick, without a power of ten if short enough: 0.002, 1.5, 20,000."""
     if 1e3 <= value < 1e7:
         return f"{value:,.0f}"
     return f"{value:.3g}" if 1e-4 <= value < 1e3 else f"{value:.0e}"
 
 
 def line_entry(label: str, color: str = GREY, mark: str = "", **style: Any) -> Artist:
-    """An entry of a legend: a line, with its mark if there is one."""
+    """A legend entry: a line, with a mark if given."""
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color=color, marker=mark or None, label=label, **style)
 
 
 def patch_entry(label: str, **style: Any) -> Artist:
-    """An entry of a legend: a filled area."""
+    """A legend entry: a filled area."""
     from matplotlib.patches import Patch
 
     return Patch(label=label, **style)
 
 
 def measured_entry(label: str = "measured", *, line: bool = True) -> Artist:
-    """What a solid line with filled marks means."""
+    """The legend entry of a solid line with filled marks."""
     return line_entry(label, mark="o", **{**MEASURED, **({} if line else {"ls": ""})})
 
 
 def modelled_entry(label: str = "modelled", *, line: bool = True) -> Artist:
-    """What a dashed line with hollow marks means."""
+    """The legend entry of a dashed line with hollow marks."""
     return line_entry(label, mark="o", **{**MODELLED, **({} if line else {"ls": ""})})
 
 
 def legend(figure: Figure, entries: Sequence[Artist], *, width: int = 44) -> None:
-    """Below the panels, over no data, in as many columns as the figure has room for."""
+    """Adds a legend below the panels, in as many columns as fit."""
     labels = [wrapped(str(entry.get_label()), width) for entry in entries]
     longest = max(len(line) for label in labels for line in label.splitlines())
     column = (0.62 * longest + 4.5) * SMALL / 72  # A character is about 0.6 em wide, and the handle 4 em.
@@ -201,15 +201,15 @@ def legend(figure: Figure, entries: Sequence[Artist], *, width: int = 44) -> Non
 
 
 def legend_inches(num_entries: int, per_row: int = 4) -> float:
-    """About the height that a legend of so many entries adds to a figure."""
+    """The approximate height in inches that a legend with this many entries adds to a figure."""
     return 0.2 * math.ceil(num_entries / per_row) + 0.1
 
 
 def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: float) -> list[float]:
-    """Centres near the `wanted` ones, in the same order, of intervals of these sizes that do not overlap.
+    """Centres of non-overlapping intervals of these sizes, near the `wanted` ones and in the same order.
 
-    The least sum of squared moves (isotonic regression by pooling adjacent violators); inside `low` to `high` where
-    all of them fit there, else around its middle.
+    They minimize the sum of squared moves (isotonic regression by pooling adjacent violators). They are between `low`
+    and `high` if all fit there, otherwise around the middle.
     """
     order = sorted(range(len(wanted)), key=wanted.__getitem__)
     if not order:
@@ -235,9 +235,9 @@ def spread(wanted: Sequence[float], sizes: Sequence[float], low: float, high: fl
 
 
 def label_ends(axes: Axes, ends: Iterable[tuple[float, str, Look]]) -> None:
-    """Names lines at the right edge: (last value, name, look) each, moved apart where they would overlap.
+    """Labels lines at the right edge, (last value, name, look) each, moved apart where they would overlap.
 
-    To be called when all else is drawn, since the place of the panel has to be known.
+    Call it after everything else is drawn, since it needs the final position of the panel.
     """
     style = {"xycoords": ("axes fraction", "data"), "va": "center", **_NOTE}
     notes = [
@@ -249,7 +249,7 @@ def label_ends(axes: Axes, ends: Iterable[tuple[float, str, Look]]) -> None:
 
 
 def label_top(axes: Axes, places: Iterable[tuple[float, str]]) -> None:
-    """Names places of the horizontal axis above the panel, moved apart where they would overlap; to be called last."""
+    """Labels places of the horizontal axis above the panel, moved apart where they would overlap; call it last."""
     style = {"xycoords": ("data", "axes fraction"), "ha": "center", **_NOTE}
     notes = [axes.annotate(text, (at, 1), (0, 10), color=INK, **_line(GREY, 0.5, 0), **style) for at, text in places]
     _move_apart(axes, notes, vertical=False)
@@ -259,7 +259,7 @@ _NOTE: Mapping[str, Any] = {"textcoords": "offset points", "fontsize": SMALL, "a
 
 
 def _line(color: str, across: float, up: float) -> dict[str, Any]:
-    """A thin line from a label to what it names, that leaves the label at this part of its width and height."""
+    """A thin line from a label to its target, starting at this fraction of the label's width and height."""
     arrow = {"arrowstyle": "-", "color": color, "lw": 0.7, "shrinkA": 1, "shrinkB": 1, "relpos": (across, up)}
     return {"arrowprops": arrow}
 
@@ -292,7 +292,7 @@ def png(figure: Figure) -> bytes:
 
 
 def seed_dots(axes: Axes, groups: Mapping[str, Sequence[float]], chosen: Mapping[str, Look]) -> None:
-    """A row for each name: a measured value for each seed, and a tall bar at their mean."""
+    """Draws a row for each name: the measured value of each seed, and a tall bar at their mean."""
     for place, (name, values) in enumerate(groups.items()):
         look = chosen[name]
         axes.plot(values, [place] * len(values), look.mark, color=look.color, ms=7, alpha=0.85, mec="white", mew=0.6)
@@ -302,5 +302,5 @@ def seed_dots(axes: Axes, groups: Mapping[str, Sequence[float]], chosen: Mapping
 
 
 def mean_entry() -> Artist:
-    """What the bar of `seed_dots` means."""
+    """The legend entry of the bar of `seed_dots`."""
     return line_entry("mean of the seeds", INK, "|", ls="", ms=12, mew=1.4)

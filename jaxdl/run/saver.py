@@ -91,7 +91,7 @@ class Saver:
         """Sets aside what cannot be used, if that was ordered. Raises Unusable if not."""
         if self._has_begun or not self._plan.experiment.checkpoint.start_over:
             raise self._earlier.refuse(reason) from None
-        folder = self._earlier.set_aside()
+        folder = self._earlier.archive()
         self.started_over = f"started over from step 0; what was there is in {folder} ({reason.splitlines()[0]})"
 
     def evaluated_step(self, restored: Restored) -> int:

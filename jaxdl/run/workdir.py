@@ -201,7 +201,7 @@ def _compare(path: Path, earlier: bytes, config: Config, identity: Callable[[dic
 
 
 def _refused(workdir: Path, error: OSError) -> ConfigError:
-    return ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a folder that can be written.")
+    return ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.")
 
 
 def keep_examples(workdir: Path, content: Mapping[str, Any]) -> None:
