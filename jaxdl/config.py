@@ -263,7 +263,7 @@ def load_file(given: str | Path) -> Config:
     check_source(given)
     path, function = find_config(given)
     if path.suffix != ".py":
-        raise ConfigError(f"--config {given}: the config.json of a run, but a Python file is needed here.")
+        raise ConfigError(f"--config {given}: not a Python file. Give the Python file of the run.")
     spec = importlib.util.spec_from_file_location(f"jaxdl_config_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

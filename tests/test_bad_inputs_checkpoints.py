@@ -84,7 +84,7 @@ def test_checkpoints_removed_under_a_history(workdir, refused, what):
     before = contents(workdir)
     for _ in range(2):
         message = refused()
-        assert "4 steps were done" in message
+        assert "its history has 4 steps" in message
         assert "--checkpoint.start-over" in message
         assert contents(workdir) == before
 

@@ -196,7 +196,7 @@ def rewrite_meta(workdir, change, step=2):
         (lambda meta: meta.update(format=3), "has format 3, but this version of jaxdl reads formats 1 to 2"),
         (lambda meta: meta.pop("evaluated_step"), "it has no evaluated_step"),
         (lambda meta: meta.pop("fingerprints"), "it has no fingerprints"),
-        (lambda meta: meta["fingerprints"]["model"].update(more="0"), "of another version"),
+        (lambda meta: meta["fingerprints"]["model"].update(more="0"), "another version of jaxdl wrote"),
         (lambda meta: meta["shapes"]["model"].update({"params.w": [16, 32]}), r"\[16, 32\] in it"),
         (lambda meta: meta["dtypes"]["model"].update({"params.w": "bfloat16"}), "bfloat16"),
     ],
@@ -211,7 +211,7 @@ def test_a_checkpoint_of_another_version_stays_where_it_is(workdir, change, prob
 
 def test_arrays_of_another_shape_are_another_version(workdir):
     before = names(workdir)
-    with pytest.raises(Unusable, match=r"params.w is float32 \[16, 24\] in it, and float32 \[16, 32\] here"):
+    with pytest.raises(Unusable, match=r"params.w is float32 \[16, 24\] in it, but float32 \[16, 32\] here"):
         restore(workdir, state=make_state(shapes={"w": (16, 32), "odd": (7, 5)}))
     assert names(workdir) == before
 

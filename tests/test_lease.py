@@ -119,7 +119,7 @@ def test_released_while_it_waits_it_takes_nothing(tmp_path):
     waiting.release()
     thread.join(timeout=30)
     assert not waiting.held
-    assert "the lease of process 1 on host elsewhere: waiting up to 1 s" in notes[0]
+    assert "process 1 on host elsewhere has the lease; waiting up to 1 s" in notes[0]
     assert [path.name for path in tmp_path.iterdir()] == [LEASE_FILE]
     assert (tmp_path / LEASE_FILE).read_bytes() == content
 
