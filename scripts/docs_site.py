@@ -54,7 +54,7 @@ def config_pages() -> dict[str, list[str]]:
     """The lines of the pages on configs: `experiment` first, then one for each choice and each part."""
     found = {"experiment": _experiment_page()}
     for name, field in Experiment.model_fields.items():
-        kinds = list(choices(Experiment).get(name, {}).values()) or list(_configs_in(field.annotation))
+        kinds = list(choices(Experiment).get(name, {}).values()) or list(configs_in(field.annotation))
         if kinds:
             found[name] = _part_page(name, field, kinds)
     return found
@@ -64,7 +64,7 @@ def _experiment_page() -> list[str]:
     lines = [
         "# Experiment",
         "",
-        f"`{Experiment.__module__}.Experiment`. {_sentence(Experiment)}",
+        f"`{Experiment.__module__}.Experiment`. {_about(Experiment)}",
         "",
         "A config file's `config()` returns one. On the command line a field is an option, `batch_size` being "
         "`--batch-size`; a field of a part is `--optimizer.learning-rate`. A part with kinds is switched by name, "
@@ -94,10 +94,10 @@ def _sections(cls: type[Config], path: str, seen: set[type[Config]], *, switched
         return []
     seen.add(cls)
     title = f"`{_kind(cls)}`: {cls.__name__}" if switched else cls.__name__
-    lines = ["", f"## {title} {{ #{_anchor(cls)} }}", "", f"`{cls.__module__}.{cls.__name__}`. {_sentence(cls)}", ""]
+    lines = ["", f"## {title} {{ #{_anchor(cls)} }}", "", f"`{cls.__module__}.{cls.__name__}`. {_about(cls)}", ""]
     lines += _table(cls, path)
     for name, field in cls.model_fields.items():
-        for inner in _configs_in(field.annotation):
+        for inner in configs_in(field.annotation):
             lines += _sections(inner, f"{path}.{name}", seen, switched="kind" in inner.model_fields)
     return lines
 
@@ -109,7 +109,7 @@ def _table(cls: type[Config], path: str, *, links: bool = False) -> list[str]:
         return ["No fields."]
     lines = ["| field | type | default | limits | meaning |", "|---|---|---|---|---|"]
     for name, field in fields.items():
-        shown = f"[`{name}`]({name}.md)" if links and list(_configs_in(field.annotation)) else f"`{name}`"
+        shown = f"[`{name}`]({name}.md)" if links and list(configs_in(field.annotation)) else f"`{name}`"
         anchor = f'<span id="{_option(f"{path}.{name}" if path else name)}-of-{_anchor(cls)}"></span>'
         kind = (
             "a part with kinds"
@@ -177,12 +177,12 @@ def _type(annotation: Any, page: str = "") -> str:
     return f"`{getattr(annotation, '__name__', annotation)}`"
 
 
-def _configs_in(annotation: Any) -> Iterator[type[Config]]:
+def configs_in(annotation: Any) -> Iterator[type[Config]]:
     """The config classes that a type mentions."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         yield annotation
     for one in typing.get_args(annotation):
-        yield from _configs_in(one)
+        yield from configs_in(one)
 
 
 def _kind(cls: type[Config]) -> str:
@@ -197,8 +197,11 @@ def _option(path: str) -> str:
     return path.replace("_", "-")
 
 
-def _sentence(cls: type[Config]) -> str:
-    return _plain(inspect.getdoc(cls))
+def _about(cls: type[Config]) -> str:
+    """The docstring as it is: it may have formulas in an indented block."""
+    text = inspect.getdoc(cls)
+    assert text, f"{cls.__name__} has no docstring"
+    return text
 
 
 def _plain(text: str | None) -> str:

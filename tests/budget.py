@@ -47,6 +47,7 @@ BUDGETS = {
     "test_loader.py": 60,
     "test_sharding.py": 60,
     "test_step.py": 50,
+    "test_docs.py": 50,
     "test_imagenet_configs.py": 50,
     "test_models.py": 50,
     "test_quantized.py": 50,

@@ -1,0 +1,321 @@
+"""README, CONTRIBUTING and the pages of docs/: their commands run, and what they list is what there is.
+
+Every `bash` and `python` block has a mark above it, which says what is done with it here:
+
+- `<!-- run -->`: it is executed as it stands, in this process, in a folder whose configs/ are those of the repository,
+  but for digits.py, which has 5 steps and a narrow network there. What the commands leave (workdirs, job files) is
+  shared by all pages;
+- `<!-- check -->`: nothing is trained or measured, but each command is read: jaxdl's own by their own parsers (or by
+  the options of their help), scripts by the options in their source, make by its targets;
+- `<!-- shown -->`: commands of other programs, and what cannot stand alone.
+"""
+
+import ast
+import contextlib
+import importlib
+import inspect
+import io
+import json
+import pkgutil
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import test_floors
+from PIL import Image
+from runs import ROOT, rows
+
+import jaxdl
+import jaxdl.train
+from jaxdl import files
+from jaxdl.__main__ import main as commands_of_jaxdl
+from jaxdl.bench.__main__ import BENCHES
+from jaxdl.bench.__main__ import main as bench
+from jaxdl.checkpoint.items import ITEMS
+from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
+from jaxdl.command import parse_command
+from jaxdl.config import Config, choices
+from jaxdl.experiment import Experiment
+from jaxdl.launch import __main__ as launch
+
+sys.path.insert(0, str(ROOT / "scripts"))
+import docs_site
+import draw_architecture
+
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text() for path in
+         [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]}  # fmt: skip
+FENCE = re.compile(r"^(?P<mark><!-- (?:run|check|shown) -->\n)?```(?P<kind>\w+)\n(?P<text>.*?)^```$", re.M | re.S)
+BLOCKS = [(name, match) for name, text in PAGES.items() for match in FENCE.finditer(text)]
+
+
+def cases():
+    """The blocks to run; those that compile another step than README's first commands are slow."""
+    for name, match in BLOCKS:
+        if match["mark"] == "<!-- run -->\n":
+            trains = "jaxdl.train --config configs/digits" in match["text"] or "jaxdl.train(" in match["text"]
+            slow = trains and not (name == "README.md" and match["kind"] == "bash")
+            marks = [pytest.mark.slow] if slow else []
+            yield pytest.param(match["kind"], match["text"], id=f"{name}-{match.start()}", marks=marks)
+
+
+RUN = list(cases())
+
+
+def commands(text):
+    """The commands of a block as lists of words, without comments; a redirection is left in."""
+    joined = text.replace("\\\n", " ")
+    return [words for line in joined.splitlines() if (words := shlex.split(line, comments=True))]
+
+
+CHECKED = sorted({shlex.join(words) for _, match in BLOCKS if match["mark"] == "<!-- check -->\n"
+                  for words in commands(match["text"])})  # fmt: skip
+
+
+def page(name):
+    """The text of a page of docs/."""
+    return PAGES[f"docs/{name}"]
+
+
+def first_column(text):
+    """The names in the first column of a page's tables, in backticks."""
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The folder in which the blocks run."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "configs").mkdir()
+    for path in (ROOT / "configs").glob("*.py"):
+        (folder / "configs" / path.name).symlink_to(path)
+    small = folder / "configs" / "digits.py"
+    small.unlink()
+    changes = {"epochs": 0.2, "schedule.warmup_epochs": 0.05, "model.width": 8}
+    original = str(ROOT / "configs/digits.py")
+    small.write_text(f"import jaxdl\n\ndef config():\n    return jaxdl.load({original!r}, {changes})\n")
+    with contextlib.chdir(folder):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def digits_run(place):
+    """The workdir of README's first command."""
+    run(["python", "-m", "jaxdl.train", "--config", "configs/digits.py", "--workdir", "runs/digits"])
+    return place / "runs" / "digits"
+
+
+PROGRAMS = {"jaxdl": commands_of_jaxdl, "jaxdl.train": jaxdl.train.main, "jaxdl.launch": launch.main}
+
+
+def run(words):
+    """Executes one `python -m jaxdl...` command in this process, and writes what it prints where `>` says."""
+    assert words[:2] == ["python", "-m"], words
+    args, target = (words[3 : words.index(">")], words[words.index(">") + 1]) if ">" in words else (words[3:], None)
+    printed, code = io.StringIO(), 0
+    with contextlib.redirect_stdout(printed):
+        try:
+            PROGRAMS[words[2]](args)
+        except SystemExit as ended:
+            code = ended.code or 0
+    assert code == 0, f"{shlex.join(words)}: exit code {code}"
+    assert printed.getvalue(), words
+    if target:
+        Path(target).write_text(printed.getvalue())
+
+
+def test_every_block_says_how_it_is_checked():
+    unmarked = [f"{name}: {match['text'][:60]!r}" for name, match in BLOCKS if not match["mark"]]
+    assert not unmarked, "put <!-- run -->, <!-- check --> or <!-- shown --> above:\n" + "\n".join(unmarked)
+    assert {match["kind"] for _, match in BLOCKS} == {"bash", "python"}
+    assert len(RUN) > 15
+
+
+@pytest.mark.parametrize(("kind", "text"), RUN)
+def test_what_is_marked_run(kind, text, place):
+    if kind == "bash":
+        for words in commands(text):
+            run(words)
+        return
+    found = {"__name__": "docs"}
+    exec(compile(text, "a page", "exec"), found)
+    if "config" in found:
+        assert isinstance(found["config"](), Experiment)
+
+
+def check(words):
+    """Reads one command without running it."""
+    words = [word for word in words if "=" not in word or not word[0].isupper()]  # Variables in front.
+    words = words[: words.index(">")] if ">" in words else words
+    words = words[1:] if words[0] == "sudo" else words
+    if words[0] == "make":
+        targets = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.M)
+        assert set(words[1:]) <= set(targets[1].split())
+    elif words[1] == "-m":
+        check_module(words[2], words[3:])
+    else:
+        source = (ROOT / words[1]).read_text()
+        given = [word for word in words[2:] if word.startswith("--") and word != "--help"]
+        assert not [one for one in given if f'"{one}"' not in source], words
+
+
+def check_module(module, args):
+    """Reads the arguments of one of jaxdl's programs by its own parser."""
+    if module == "jaxdl.train":
+        assert parse_command(args).experiment
+    elif module == "jaxdl.launch" and args[0] in launch.HERE:
+        kind = {"local": launch.Local, "netns": launch.Netns}[args[0]]
+        check(launch.parse(args[0], kind, args[1:])[1])
+    elif module == "jaxdl.launch":
+        run(["python", "-m", module, *args])
+    elif module == "jaxdl.bench" and hasattr(inspect.getmodule(BENCHES[args[0]][1]), "parse_command"):
+        assert inspect.getmodule(BENCHES[args[0]][1]).parse_command(args[1:])
+    else:
+        main = bench if module == "jaxdl.bench" else importlib.import_module(module).main
+        options = [word for word in args if word.startswith("--")]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:
+            main([*args, "--help"])
+        assert not ended.value.code
+        assert not [one for one in options if one not in printed.getvalue()]
+
+
+@pytest.mark.parametrize("command", CHECKED)
+def test_what_is_marked_check(command, place):
+    check(shlex.split(command))
+
+
+def option_paths(cls, prefix="", inside=()):
+    """The options of all fields of a config class, of every kind of its choices too."""
+    for name, field in cls.model_fields.items():
+        yield f"--{prefix}{name}".replace("_", "-")
+        for one in docs_site.configs_in(field.annotation):
+            if one not in inside:
+                yield from option_paths(one, f"{prefix}{name}.", (*inside, one))
+
+
+def test_options_in_the_text_exist():
+    known = set(option_paths(Experiment))
+    named = {
+        (name, one)
+        for name, text in PAGES.items()
+        for one in re.findall(r"--[a-z-]+\.[a-z0-9-]+(?:\.[a-z0-9-]+)*", text)
+    }
+    assert not [f"{name}: {one}" for name, one in sorted(named) if one not in known]
+    assert len(named) > 40
+
+
+def test_files_in_the_text_exist():
+    found = [
+        f"{name}: {path}"
+        for name, text in PAGES.items()
+        for path, new in re.findall(r"`((?:jaxdl|tests|scripts|configs|notebooks|docs)/[\w./]+\.\w+)`( \(new\))?", text)
+        if not new and not (ROOT / path).exists()
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_names_of_the_api_exist():
+    names = re.findall(r"^::: (\S+)$", page("reference/api.md"), re.M)
+    for module, _, name in (one.rpartition(".") for one in names):
+        assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
+    assert len(names) > 20
+
+
+def test_the_config_reference_has_every_config_class_and_field():
+    for one in pkgutil.walk_packages(jaxdl.__path__, "jaxdl."):
+        if not one.name.endswith("__main__") and ".bench" not in one.name:
+            importlib.import_module(one.name)
+    classes = [Config]
+    for one in classes:
+        classes += one.__subclasses__()
+    # Bases of others have no section of their own, and tests and pages may define classes.
+    programs = ("jaxdl.bench", "jaxdl.launch")  # The options of a program of its own; its --help has them.
+    ours = [one for one in classes if one.__module__.startswith("jaxdl.") and not one.__module__.startswith(programs)]
+    leaves = [one for one in ours if not one.__subclasses__()]
+    text = "\n".join(docs_site.pages().values())
+    for one in leaves:
+        section = text.split(f"`{one.__module__}.{one.__name__}`.", 1)
+        assert len(section) == 2, f"{one.__name__} is not in the reference"
+        table = section[1].split("\n## ")[0]
+        for name, field in one.model_fields.items():
+            assert name == "kind" or f"`{name}`" in table, f"{one.__name__}.{name}"
+            assert name == "kind" or field.description.split()[0] in table
+    assert len(leaves) > 35
+    assert "| `float` | `0.1` | > 0 | The peak learning rate; the schedule says the rest. |" in text
+    assert set(choices(Experiment)) <= {Path(name).stem for name in docs_site.pages()}
+
+
+ELSEWHERE = {
+    "train/perplexity": "tasks/language.py", "train/bits_per_byte": "tasks/language.py",
+    "eval/perplexity": "tasks/language.py", "eval/bits_per_byte": "tasks/language.py",
+    "train/momentum": "step.py", "train/loss_scale": "step.py", "train/skipped_steps": "step.py",
+    "tokens_per_sec": "tasks/language.py",
+    "input/hits/TIER": "report/inputs.py", "input/per_sec/STAGE": "report/inputs.py",
+}  # fmt: skip
+"""Metrics that a small run on digits does not write -> where they are made."""
+
+
+def test_the_page_of_metrics_has_what_a_run_writes_and_nothing_else(digits_run):
+    documented = first_column(page("reference/metrics.md"))
+    patterns = {name: re.sub(r"[A-Z]{3,}", "[a-z_]+", name) for name in documented}
+    written = {name for row in rows(digits_run) if "event" not in row for name in row} - {"step", "epoch"}
+    known = {name: [doc for doc, pattern in patterns.items() if re.fullmatch(pattern, name)] for name in written}
+    assert not [name for name, found in known.items() if not found]
+    assert documented - {one for found in known.values() for one in found} == ELSEWHERE.keys()
+    for name, path in ELSEWHERE.items():
+        word = next(part for part in reversed(name.split("/")) if part.islower()).removesuffix("_per_sec")
+        assert word in (ROOT / "jaxdl" / path).read_text(), name
+
+
+def test_the_page_of_files_has_what_a_run_writes(digits_run):
+    text = page("reference/workdir.md")
+    written = {path.name for path in digits_run.iterdir()}
+    assert {"config.json", "metrics.jsonl", "summary.json", "checkpoints"} <= written
+    names = {value for name, value in vars(files).items() if name.isupper()} | written | set(ITEMS)
+    assert not [name for name in sorted(names) if name not in text]
+
+
+def test_the_page_of_exit_codes_has_those_of_the_code():
+    codes = re.findall(r"^\| (\d+) \|", page("reference/exit-codes.md"), re.M)
+    assert {BROKEN, MISTAKE, DIVERGED, 0, 1, 130, 143} == {int(code) for code in codes}
+
+
+def test_the_architecture_names_every_room():
+    table = re.search(r"\| room \|.*?\n\n", page("architecture.md"), re.S)
+    assert table
+    assert first_column(table[0]) == set(test_floors.FLOOR)
+    with Image.open(ROOT / "docs/floors.png") as picture:
+        drawn = json.loads(picture.info["Description"])
+    assert drawn == draw_architecture.layout(), "the floors have changed: python scripts/draw_docs.py floors"
+
+
+def where_is_what():
+    """(concept, file, name) of the table in architecture.md."""
+    table = re.search(r"\| concept \|.*?\n\n", page("architecture.md"), re.S)
+    assert table
+    for line in table[0].splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if len(cells) == 3:
+            yield cells[0], cells[1].strip("`"), cells[2].strip("`")
+
+
+def test_where_is_what():
+    for concept, path, name in where_is_what():
+        tree = ast.parse((ROOT / path).read_text())
+        defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        assert not [part for part in name.split(".") if part not in defined], f"{concept}: {path} has no {name}"
+    concepts = " ".join(concept for concept, _, _ in where_is_what())
+    for word in ("top-k selects", "residual is saved", "rollback is decided", "image is cached", "speed is measured"):
+        assert word in concepts
+
+
+def test_numbers_of_the_readme_are_measured():
+    table = re.search(r"\| what \| result \|.*?\n\n", PAGES["README.md"], re.S)
+    assert table
+    results = (ROOT / "RESULTS.md").read_text()
+    numbers = re.findall(r"\d[\d.,]*\d|1e-5", table[0])
+    assert not [number for number in numbers if number not in results]
+    assert len(numbers) > 15
