@@ -244,7 +244,8 @@ def test_the_config_reference_has_every_config_class_and_field():
             assert name == "kind" or f"`{name}`" in table, f"{one.__name__}.{name}"
             assert name == "kind" or field.description.split()[0] in table
     assert len(leaves) > 35
-    assert "| `float` | `0.1` | > 0 | The peak learning rate; the schedule says the rest. |" in text
+    described = Experiment.model_fields["batch_size"].description
+    assert f"`batch_size` | `int` | `128` | >= 1 | {described} |" in text
     assert set(choices(Experiment)) <= {Path(name).stem for name in docs_site.pages()}
 
 
