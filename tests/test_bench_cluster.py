@@ -26,7 +26,7 @@ from jaxdl.bench.cluster_report import (
     rate_table,
     summary,
 )
-from jaxdl.bench.cluster_variants import BASELINE, FLAT, FLAT_FLOOR, FLOOR, VARIANTS, floor_of, no_exchange
+from jaxdl.bench.cluster_variants import BASELINE, FLAT, FLAT_FLOOR, FLOOR, VARIANTS, NoExchange, floor_of
 from jaxdl.bench.wire import collectives, lower
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages
@@ -56,7 +56,7 @@ def test_the_floor_gives_every_replica_its_own_gradients():
     grads = {"kernel": np.arange(4 * 6 * 3, dtype=np.float32).reshape(4, 6, 3)}
     place = jax.NamedSharding(mesh, jax.P(REPLICA, Axis.FSDP.value))
     grads = jax.device_put(grads, {"kernel": place})
-    function = exchanged_on_mesh(no_exchange(), {"kernel": spec}, {}, mesh)
+    function = exchanged_on_mesh(NoExchange(), {"kernel": spec}, {}, mesh)
     mean, state, metrics = jax.jit(function)(grads, {}, jax.random.key(0))
     assert state == {}
     assert metrics[f"bytes_sent/{REPLICA}"] == 0
@@ -75,7 +75,7 @@ def test_the_floor_sends_nothing():
     grads = {name: jnp.zeros(shape) for name, shape in shapes.items()}
     programs = {}
     layout = GradientLayout(specs=specs, inner={Axis.FSDP.value: 2})
-    for name, exchange in (("floor", no_exchange()), ("dense", Dense().build(layout))):
+    for name, exchange in (("floor", NoExchange()), ("dense", Dense().build(layout))):
         function = exchanged_on_mesh(exchange, specs, {}, mesh)
         programs[name] = lower(function, grads, {}, jax.random.key(0))
     assert collectives(programs["dense"])

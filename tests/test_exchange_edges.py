@@ -101,7 +101,7 @@ def test_rounding_of_16_bit_means_goes_into_the_residual(config, dtype):
     for name in shapes:
         np.testing.assert_allclose(sums[name] + residual[name], true[name], atol=2e-6)
 
-    update, one = compiled(config.build_alone(), shapes, 1, dtype)
+    update, one = compiled(config.build_single_replica(), shapes, 1, dtype)
     one["replica"]["residual"] = {name: jnp.float32(x)[None] for name, x in residual.items()}
     gradients = normal(shapes, 1, 9, dtype)
     mean, one, metrics = update(gradients, one, jax.random.key(0))

@@ -28,8 +28,8 @@ class Incomplete(Compressed):
     def distortion(self):
         return 1, 0
 
-    def engine(self, layout):
-        return TopK().engine(layout)
+    def send(self, message, context):
+        return TopK().send(message, context)
 
 
 class Halves(Incomplete):

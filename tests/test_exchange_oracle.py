@@ -7,7 +7,7 @@ from exchange_cases import EXCHANGES, NAMED_SHAPES, ORDER, PLACES, STACKED, Plac
 from exchange_oracle import Oracle
 
 from jaxdl.bench.wire import sent_bytes
-from jaxdl.exchange import alone, by_name
+from jaxdl.exchange import Dense, by_name
 
 EVERYWHERE = (
     "dense",
@@ -168,7 +168,7 @@ def test_reported_bytes_are_those_of_the_collectives(exchange, place):
 def test_one_replica_sends_and_keeps_nothing():
     class Alone:
         def build(self, layout):
-            return alone()
+            return Dense().build_single_replica(layout)
 
     run = Run(Alone(), Place(1, 2))
     gradients = run.gradients(0)

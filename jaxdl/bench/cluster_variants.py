@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdl.collectives.primitive import Result, define
-from jaxdl.exchange import Dense, Exchange, ExchangeConfig, TopK, kinds
+from jaxdl.exchange import Dense, ExchangeConfig, TopK, kinds
 from jaxdl.exchange.base import ExchangeMetrics, ExchangeState
 
 _own_p = define(
@@ -54,20 +54,24 @@ def floor_of(name: str) -> str:
     return FLAT_FLOOR if VARIANTS[name].is_flat else FLOOR
 
 
-def no_exchange() -> Exchange:
+class NoExchange:
     """Every replica takes its own gradients for the mean and nothing is sent: what a free exchange would cost.
 
     It is no way to train, the replicas drift apart, so no config builds it.
     """
 
+    def init(self, grads: Any) -> ExchangeState:
+        """Nothing."""
+        del grads
+        return {}
+
     def update(
-        grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
+        self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
+        """See `Exchange.update`."""
         del key
         zero, one = jnp.float32(0), jnp.float32(1)
         metrics = {f"bytes_sent/{axis}": zero, "compression": one, "density": one}
         # Typed as the same on all replicas, which is not true: a true way would send something.
         own = jax.tree.map(lambda g: _own_p.bind(g, axes=(axis,))[0], grads)
         return own, state, metrics | {"residual_norm": zero, "residual_ratio": zero}
-
-    return Exchange(lambda grads: {}, update)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from jaxdl.bench.cluster_variants import BASELINE, FLAT, VARIANTS, no_exchange
+from jaxdl.bench.cluster_variants import BASELINE, FLAT, VARIANTS, NoExchange
 from jaxdl.config import ConfigError
 from jaxdl.data.loader import TrainLoader
 from jaxdl.exchange import Dense
@@ -74,7 +74,7 @@ class Worker:
         variant = VARIANTS[name]
         plan = self._plans[variant.is_flat]
         if variant.config is None:  # Its state is that of the dense exchange: none.
-            return replace(plan, parts=replace(plan.parts, exchange=no_exchange()))
+            return replace(plan, parts=replace(plan.parts, exchange=NoExchange()))
         experiment = plan.experiment.replaced({"exchange": variant.config})
         mesh = plan.parts.layout.mesh
         parts = make_parts(experiment, plan.splits.train.spec, mesh, plan.timeline)

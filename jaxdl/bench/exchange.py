@@ -214,7 +214,7 @@ def measure(
 ) -> tuple[list[Row], float]:
     """Every exchange's `update`, timed in turns, after one that warms up; and the seconds of one that does nothing."""
     runs = [
-        _run(_launch(tuple(trial.gradients.layout.inner)), trial),
+        _run(_Launch(tuple(trial.gradients.layout.inner)), trial),
         *(_run(config.build(trial.gradients.layout), trial) for config in configs),
     ]
     times: list[list[float]] = [[] for _ in runs]
@@ -238,19 +238,22 @@ def measure(
     return rows, statistics.median(times[0])
 
 
-def _launch(axes: Sequence[str]) -> Exchange:
+@dataclass(frozen=True)
+class _Launch:
     """Takes and gives as many arrays as an exchange: what a program of its own costs, which a step does not pay."""
 
-    def update(grads: Any, state: Any, *, axis: str, key: jax.Array) -> tuple[Any, Any, Any]:
+    inner: tuple[str, ...]
+    """The axes inside a replica."""
+
+    def init(self, grads: Any) -> Any:
+        del grads
+        return {}
+
+    def update(self, grads: Any, state: Any, *, axis: str, key: jax.Array) -> tuple[Any, Any, Any]:
         del key
         corners = sum(x.reshape(-1)[0] for x in jax.tree.leaves(grads))
-        return (
-            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads),
-            state,
-            {"sum": jax.lax.psum(corners, (axis, *axes))},
-        )
-
-    return Exchange(lambda grads: {}, update)
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
+        return zeros, state, {"sum": jax.lax.psum(corners, (axis, *self.inner))}
 
 
 def _run(exchange: Exchange, trial: Trial) -> Callable[[], Mapping[str, jax.Array]]:

@@ -1,10 +1,9 @@
-"""Gradient exchanges: `(init, update)` pairs that average gradients over `replica`, the slow network.
+"""Gradient exchanges, pairs of `init` and `update`: they average gradients over `replica`, the slow network.
 
 They work on local shards inside a fully manual `shard_map`, so a replica that is sharded over `fsdp` and `tensor`
 exchanges each shard with the same shard of the other replicas, and nothing else.
 """
 
-from jaxdl.exchange.alone import alone
 from jaxdl.exchange.auto import Auto
 from jaxdl.exchange.base import (
     Exchange,
@@ -20,7 +19,6 @@ from jaxdl.exchange.base import (
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeConfig, kinds
 from jaxdl.exchange.cost import Cost, Gradients, Link, Machine, predict
-from jaxdl.exchange.delayed import delayed
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.order import backward_order
 from jaxdl.exchange.powersgd import PowerSGD
@@ -50,10 +48,8 @@ __all__ = [
     "Recommendation",
     "Sign",
     "TopK",
-    "alone",
     "backward_order",
     "by_name",
-    "delayed",
     "exchanged_on_mesh",
     "init_on_mesh",
     "kinds",

@@ -82,9 +82,9 @@ class Auto(Config):
     def check_optimizer(self, optimizer: Config) -> None:
         """Every exchange that it may choose works with every optimizer."""
 
-    def build_alone(self, layout: GradientLayout | None = None) -> Exchange:
+    def build_single_replica(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange of a single replica, for which there is nothing to choose."""
-        return Dense(delay_steps=self.delay_steps).build_alone(layout)
+        return Dense(delay_steps=self.delay_steps).build_single_replica(layout)
 
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """Raises ConfigError: an exchange has to be chosen first, by `choose`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -34,36 +34,29 @@ ExchangeState = dict[str, dict[str, Any]]
 """
 
 
+Leaves = dict[str, jax.Array]
+"""Gradients, or what belongs to them, by name."""
+
 PER_REPLICA = Axis.REPLICA.value
 """The part of an exchange's state that each replica has its own of."""
 
 
-class InitExchange(Protocol):
-    """`init(grads) -> state`: the exchange's state for local gradient shards, which may be shape structs."""
+class Exchange(Protocol):
+    """A gradient exchange over one mesh axis; built by `Dense().build()`, `TopK().build()` and the like."""
 
-    def __call__(self, grads: Any) -> ExchangeState:
-        """The state."""
+    def init(self, grads: Any) -> ExchangeState:
+        """The state for one device's gradient shards, which may be shape structs."""
         ...
 
-
-class UpdateExchange(Protocol):
-    """`update(grads, state, axis=, key=) -> (mean gradients, state, metrics)`, inside a manual `shard_map`.
-
-    `grads` are one device's shards of one replica's gradients; the mean is over `axis`, in the gradients' dtypes.
-    """
-
-    def __call__(
+    def update(
         self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
-        """The mean, the new state and the metrics."""
+        """(mean gradients, new state, metrics), inside a manual `shard_map`.
+
+        `grads` are one device's shards of one replica's gradients; the mean is over `axis`, in the gradients' dtypes.
+        `key` is the same on all devices, another one in each step.
+        """
         ...
-
-
-class Exchange(NamedTuple):
-    """A gradient exchange over one mesh axis; built by `Dense().build()`, `TopK().build()` and their like."""
-
-    init: InitExchange
-    update: UpdateExchange
 
 
 @dataclass(frozen=True)
@@ -92,6 +85,10 @@ class GradientLayout:
         split = spec_axes(self.specs.get(name, PartitionSpec()))
         return tuple(axis for axis, size in self.inner.items() if size > 1 and axis not in split)
 
+    def num_elements(self, name: str, shape: tuple[int, ...]) -> int:
+        """Elements of all shards of a gradient of this local shape."""
+        return math.prod(shape) * self.ways(self.used(name))
+
     def ways(self, axes: tuple[str, ...]) -> int:
         """How many devices these inner axes have together."""
         return math.prod(self.inner[axis] for axis in axes)
@@ -118,6 +115,11 @@ def nonempty(tree: Any) -> dict[str, Any]:
 def shares_of(leaves: Mapping[str, jax.Array], axis: str) -> dict[str, jax.Array]:
     """This replica's summands of the mean, float32: its gradients over the number of replicas."""
     return {name: x.astype(jnp.float32) / jax.lax.axis_size(axis) for name, x in leaves.items()}
+
+
+def with_momentum(momentum: Leaves, shares: Leaves, factor: float) -> Leaves:
+    """The momentum after a step with these shares."""
+    return {name: factor * momentum[name] + x for name, x in shares.items()}
 
 
 def like(grads: Any, values: Mapping[str, jax.Array]) -> Any:

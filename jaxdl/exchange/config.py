@@ -14,11 +14,11 @@ from typing import ClassVar, Literal
 import pydantic
 
 from jaxdl.config import Config
-from jaxdl.exchange.alone import alone
 from jaxdl.exchange.base import Exchange, GradientLayout
 from jaxdl.exchange.buckets import Bucket, exchange_order, make_buckets
 from jaxdl.exchange.cost import Cost, Figures, Gradients, Machine
-from jaxdl.exchange.delayed import delayed
+from jaxdl.exchange.delayed import Delayed
+from jaxdl.exchange.single_replica import SingleReplica
 
 
 class ExchangeConfig(Config, abc.ABC):
@@ -41,9 +41,21 @@ class ExchangeConfig(Config, abc.ABC):
         """Its `kind`, by which the command line and config.json know it."""
         return cls.model_fields["kind"].default
 
-    @abc.abstractmethod
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange, for gradients that are sharded as `layout` says; without one, not at all."""
+        return self._delayed(self.undelayed(layout or GradientLayout()))
+
+    def build_single_replica(self, layout: GradientLayout | None = None) -> Exchange:
+        """The exchange of a single replica: it sends nothing, but has the same state as that of several replicas."""
+        layout = layout or GradientLayout()
+        return self._delayed(SingleReplica(self.undelayed(layout), self.momentum_factor, layout))
+
+    def _delayed(self, exchange: Exchange) -> Exchange:
+        return Delayed(exchange) if self.delay_steps else exchange
+
+    @abc.abstractmethod
+    def undelayed(self, layout: GradientLayout) -> Exchange:
+        """The exchange of gradients in the step that computes them; `build` delays it."""
 
     @property
     @abc.abstractmethod
@@ -60,10 +72,10 @@ class ExchangeConfig(Config, abc.ABC):
     def cost(self, gradients: Gradients, machine: Machine) -> Cost:
         """The cost of one `update` after all warm-ups. Raises ValueError for a speed that is not known."""
 
-    def build_alone(self, layout: GradientLayout | None = None) -> Exchange:
-        """The exchange of a single replica, which sends nothing."""
-        del layout
-        return delayed(alone(), self.delay_steps)
+    @property
+    def momentum_factor(self) -> float | None:
+        """That of the momentum which the exchange keeps in place of the optimizer; None where it keeps none."""
+        return None
 
     @property
     def figures(self) -> Figures:

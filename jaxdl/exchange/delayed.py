@@ -7,6 +7,7 @@ with one step of staleness.)
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,32 +27,34 @@ from jaxdl.exchange.base import (
 
 PENDING = "pending"
 """The entry of the state with what each replica hands to the next exchange: its gradients over the number of
-replicas, so that their sum over replicas, the mean, is what a new number of replicas takes over."""
+replicas. Their sum over replicas is the mean, so a new number of replicas can split it again."""
 
 
-def delayed(exchange: Exchange, steps: int) -> Exchange:
-    """The exchange with its gradients `steps` (0 or 1) steps late; with 0 the exchange itself.
+@dataclass(frozen=True)
+class Delayed:
+    """An exchange with its gradients one step late.
 
-    The first mean is zero, for nothing is pending yet, and the last gradients of a run are never applied. For an
+    The first mean is zero, since nothing is pending yet, and the last gradients of a run are never applied. For an
     optimizer a gradient of zero is a step of weight decay alone. (LAMB makes its steps as long as the weights,
     whatever the gradient: give it a warm-up, whose first learning rate is small.) A step that is skipped keeps all of
     the state: what was pending is exchanged and applied in the next one, what is skipped is never pending.
 
     Pending gradients of 16 bits are not numbers of 16 bits any more when another number of replicas has split them.
-    What they are rounded by goes into the residual where there is one; without error feedback it is lost.
+    Their rounding error goes into the residual where there is one; without error feedback it is lost.
     """
-    if steps == 0:
-        return exchange
-    assert steps == 1, steps
 
-    def init(grads: Any) -> ExchangeState:
-        state = exchange.init(grads)
+    exchange: Exchange
+
+    def init(self, grads: Any) -> ExchangeState:
+        """The exchange's, and pending gradients of zero."""
+        state = self.exchange.init(grads)
         pending = {name: jnp.zeros(x.shape, jnp.float32) for name, x in nonempty(grads).items()}
         return state | {PER_REPLICA: state.get(PER_REPLICA, {}) | {PENDING: pending}}
 
     def update(
-        grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
+        self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
+        """See `Exchange.update`."""
         leaves = nonempty(grads)
         check_local(leaves, axis)
         of_replica = dict(state[PER_REPLICA])
@@ -65,10 +68,8 @@ def delayed(exchange: Exchange, steps: int) -> Exchange:
                 for name, x in of_replica["residual"].items()
             }
         own = {where: entries for where, entries in state.items() if where != PER_REPLICA}
-        mean, new, metrics = exchange.update(
+        mean, new, metrics = self.exchange.update(
             before, own | ({PER_REPLICA: of_replica} if of_replica else {}), axis=axis, key=key
         )
         kept = new.get(PER_REPLICA, {}) | {PENDING: shares_of(leaves, axis)}
         return mean, new | {PER_REPLICA: kept}, metrics
-
-    return Exchange(init, update)

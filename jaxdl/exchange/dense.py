@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 import jax
@@ -10,7 +11,6 @@ import jax.numpy as jnp
 
 from jaxdl.config import Kind
 from jaxdl.exchange.base import (
-    Exchange,
     ExchangeMetrics,
     ExchangeState,
     GradientLayout,
@@ -20,10 +20,9 @@ from jaxdl.exchange.base import (
     shares_of,
 )
 from jaxdl.exchange.buckets import in_turn
-from jaxdl.exchange.compressed import Sent, measured, message_costs, send_dense
 from jaxdl.exchange.config import ExchangeConfig
 from jaxdl.exchange.cost import Cost, Figures, Gradients, Machine, all_reduce_cost
-from jaxdl.exchange.delayed import delayed
+from jaxdl.exchange.message import Context, Message, Sent, measured, message_costs, send_dense
 
 WireDtype = Literal["float32", "bfloat16", "float16"]
 """From exact to rough: float16 overflows where bfloat16 only rounds."""
@@ -70,25 +69,35 @@ class Dense(ExchangeConfig):
         dense, _ = self.buckets(gradients.shapes, gradients.layout)
         return sum((all_reduce_cost(bucket, gradients, machine, self.wire_dtype) for bucket in dense), Cost())
 
-    def build(self, layout: GradientLayout | None = None) -> Exchange:
-        """The exchange; it keeps no state, but what is delayed."""
-        layout = layout or GradientLayout()
+    def undelayed(self, layout: GradientLayout) -> DenseExchange:
+        """See `ExchangeConfig.undelayed`."""
+        return DenseExchange(self, layout)
 
-        def update(
-            grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
-        ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
-            del key  # Nothing here is random.
-            leaves = nonempty(grads)
-            check_local(leaves, axis)
-            shapes = {name: leaf.shape for name, leaf in leaves.items()}
-            shares = shares_of(leaves, axis)
-            buckets, _ = self.buckets(shapes, layout)
-            messages: list[Sent] = []
-            for number in in_turn(buckets, self.ordered(list(leaves), layout)):
-                last, dtype = messages[-1].last if messages else None, jnp.dtype(self.wire_dtype)
-                messages.append(send_dense(buckets[number], shares, layout=layout, axis=axis, dtype=dtype, last=last))
-            total = {name: x for message in messages for name, x in message.total.items()}
-            metrics = measured(message_costs(messages, axis, layout), shares, {}, layout=layout, axis=axis)
-            return like(grads, total), state, metrics
 
-        return delayed(Exchange(init=lambda grads: {}, update=update), self.delay_steps)
+@dataclass(frozen=True)
+class DenseExchange:
+    """The exchange; it keeps no state."""
+
+    options: Dense
+    layout: GradientLayout
+
+    def init(self, grads: Any) -> ExchangeState:
+        """Nothing."""
+        del grads
+        return {}
+
+    def update(
+        self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
+    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
+        """See `Exchange.update`."""
+        leaves, context = nonempty(grads), Context(axis, key, self.layout)
+        check_local(leaves, axis)
+        shares = shares_of(leaves, axis)
+        buckets, _ = self.options.buckets({name: x.shape for name, x in leaves.items()}, self.layout)
+        messages: list[Sent] = []
+        for number in in_turn(buckets, self.options.ordered(list(leaves), self.layout)):
+            message = Message(buckets[number], shares, last=messages[-1].last if messages else None)
+            messages.append(send_dense(message, context, dtype=jnp.dtype(self.options.wire_dtype)))
+        total = {name: x for message in messages for name, x in message.total.items()}
+        metrics = measured(message_costs(messages, context), shares, {}, context)
+        return like(grads, total), state, metrics

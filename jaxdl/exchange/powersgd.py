@@ -15,10 +15,11 @@ from jax import lax
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes
 from jaxdl.config import ConfigError, Kind
-from jaxdl.exchange.base import GradientLayout
+from jaxdl.exchange.base import GradientLayout, Leaves
 from jaxdl.exchange.buckets import Bucket, held_back
-from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
+from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.cost import ADD_RESIDUAL, NORM, Cost, Gradients, Machine
+from jaxdl.exchange.message import Context, Message, Sent
 
 _EPSILON = 1e-6
 """Columns that shrink to this share of their length when made orthogonal are numerical noise."""
@@ -39,24 +40,18 @@ class PowerSGD(Compressed):
     rank: int = pydantic.Field(default=4, ge=1, le=64)
     """Columns of the thin matrices."""
 
-    def engine(self, layout: GradientLayout) -> CompressedExchange:
-        """The exchange; its state is the residual and, for each shard, the right factor of the last step."""
+    def suits(self, name: str, shape: tuple[int, ...], layout: GradientLayout) -> bool:
+        """Whether two thin matrices have fewer elements."""
+        return self.is_smaller(shape, stacked=name in layout.stacked)
 
-        def suits(name: str, shape: tuple[int, ...]) -> bool:
-            return self.is_smaller(shape, stacked=name in layout.stacked)
-
-        def init_shard(leaves: Leaves) -> dict[str, Leaves]:
-            factors = {}
-            for name, leaf in leaves.items():
-                count, _, columns = matrix_shape(leaf.shape, stacked=name in layout.stacked)
-                # The same in all replicas; which random values these are does not matter.
-                key = jax.random.key(zlib.crc32(name.encode()))
-                factors[name] = jax.random.normal(key, (count, columns, self.rank), jnp.float32)
-            return {"factor": factors} if factors else {}
-
-        return CompressedExchange(
-            self, layout, [Stage(math.inf, self._send(layout))], suits=suits, init_shard=init_shard
-        )
+    def init_shard(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout) -> dict[str, Leaves]:
+        """The right factors, random: the same in all replicas; which values these are does not matter."""
+        factors = {}
+        for name, shape in shapes.items():
+            count, _, columns = matrix_shape(shape, stacked=name in layout.stacked)
+            key = jax.random.key(zlib.crc32(name.encode()))
+            factors[name] = jax.random.normal(key, (count, columns, self.rank), jnp.float32)
+        return {"factor": factors} if factors else {}
 
     @property
     def label(self) -> str:
@@ -112,53 +107,39 @@ class PowerSGD(Compressed):
         _, rows, columns = matrix_shape(shape, stacked=stacked)
         return min(rows, columns) > 0 and self.rank * (rows + columns) < rows * columns
 
-    def _send(self, layout: GradientLayout) -> Send:
-        def send(
-            bucket: Bucket,
-            summand: Leaves,
-            momentum: Leaves | None,
-            shard: dict[str, Leaves],
-            *,
-            axis: str,
-            key: jax.Array,
-            last: jax.Array | None,
-        ) -> Sent:
-            del key  # Nothing here is random.
-            assert momentum is None
-            shapes = {name: matrix_shape(summand[name].shape, stacked=name in layout.stacked) for name in bucket.names}
-            matrices = {name: summand[name].reshape(shape) for name, shape in shapes.items()}
-            right = {name: shard["factor"][name] for name in bucket.names}
-            own = {name: _matmul(m, right[name]) for name, m in matrices.items()}
-            left, left_size, _ = _summed(own, bucket, axis, last)
-            left = {name: orthonormal(x) for name, x in left.items()}
-            own = {name: _matmul(jnp.swapaxes(m, 1, 2), left[name]) for name, m in matrices.items()}
-            new, right_size, last = _summed(own, bucket, axis)
+    def send(self, message: Message, context: Context) -> Sent:
+        """See `Compressed.send`."""
+        bucket, axis, layout, summand = message.bucket, context.axis, context.layout, message.summand
+        shapes = {name: matrix_shape(summand[name].shape, stacked=name in layout.stacked) for name in bucket.names}
+        matrices = {name: summand[name].reshape(shape) for name, shape in shapes.items()}
+        right = {name: message.shard["factor"][name] for name in bucket.names}
+        own = {name: _matmul(m, right[name]) for name, m in matrices.items()}
+        left, left_size, _ = _summed(own, bucket, axis, message.last)
+        left = {name: orthonormal(x) for name, x in left.items()}
+        own = {name: _matmul(jnp.swapaxes(m, 1, 2), left[name]) for name, m in matrices.items()}
+        new, right_size, last = _summed(own, bucket, axis)
 
-            def product(factors: Leaves) -> Leaves:
-                wide = {name: _matmul(left[name], jnp.swapaxes(x, 1, 2)) for name, x in factors.items()}
-                return {name: x.reshape(summand[name].shape) for name, x in wide.items()}
+        def product(factors: Leaves) -> Leaves:
+            wide = {name: _matmul(left[name], jnp.swapaxes(x, 1, 2)) for name, x in factors.items()}
+            return {name: x.reshape(summand[name].shape) for name, x in wide.items()}
 
-            # In the paper every replica keeps its summand less the mean. The residuals have the same sum, but the
-            # differences between replicas would never be sent and would grow indefinitely.
-            error = {name: summand[name] - x for name, x in product(own).items()} if self.error_feedback else None
-            # A column of zeros, from a gradient that was zero or of lower rank, would stay zero indefinitely.
-            factor = {
-                name: jnp.where(jnp.any(x != 0, axis=1, keepdims=True), x, right[name]) for name, x in new.items()
-            }
-            entries = left_size.num_own + right_size.num_own
-            inner = [size.split_bytes(layout) for size in (left_size, right_size)]
-            return Sent(
-                total=product(new),
-                error=error,
-                sent_bytes={axis: all_reduce_sent_bytes(entries, lax.axis_size(axis), jnp.float32)}
-                | {name: inner[0][name] + inner[1][name] for name in inner[0]},
-                num_entries=entries,
-                num_elements=bucket.num_own,
-                shard={"factor": factor},
-                last=last,
-            )
-
-        return send
+        # In the paper every replica keeps its summand less the mean. The residuals have the same sum, but the
+        # differences between replicas would never be sent and would grow indefinitely.
+        residual = {name: summand[name] - x for name, x in product(own).items()} if self.error_feedback else None
+        # A column of zeros, from a gradient that was zero or of lower rank, would stay zero indefinitely.
+        factor = {name: jnp.where(jnp.any(x != 0, axis=1, keepdims=True), x, right[name]) for name, x in new.items()}
+        entries = left_size.num_own + right_size.num_own
+        inner = [size.split_bytes(layout) for size in (left_size, right_size)]
+        return Sent(
+            bucket,
+            total=product(new),
+            residual=residual,
+            sent_bytes={axis: all_reduce_sent_bytes(entries, context.num_replicas, jnp.float32)}
+            | {name: inner[0][name] + inner[1][name] for name in inner[0]},
+            num_entries=entries,
+            last=last,
+            shard={"factor": factor},
+        )
 
 
 def matrix_shape(shape: tuple[int, ...], *, stacked: bool) -> tuple[int, int, int]:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import abc
-import math
 from typing import Annotated, Literal
 
-import jax
 import pydantic
-from jax import lax
 
 from jaxdl.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
 from jaxdl.config import Kind
-from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket, held_back
-from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
+from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeConfig
 from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine
+from jaxdl.exchange.message import Context, Message, Sent
 
 
 class _FewBits(Compressed):
@@ -52,9 +49,19 @@ class _FewBits(Compressed):
             sent_bytes=sent,
         )
 
-    def engine(self, layout: GradientLayout) -> CompressedExchange:
-        """The exchange; it keeps a residual only with error feedback."""
-        return CompressedExchange(self, layout, [Stage(math.inf, _send(self, layout))])
+    def send(self, message: Message, context: Context) -> Sent:
+        """See `Compressed.send`."""
+        bucket, axis, key = message.bucket, context.axis, context.device_key(message)
+        # Ranges of whole blocks: padding by the collective would cost copies of everything.
+        whole = context.num_replicas * self.block_size
+        own = bucket.join(message.summand, multiple=whole if bucket.num_own >= 16 * whole else 1)
+        own, bits, block = held_back(own, message.last), self.num_bits, self.block_size
+        total, error = quantized_all_reduce(own, axis, key, bits=bits, block_size=block, return_error=True)
+        num_splits = 2 if self.error_feedback else 1
+        inner = {name: num_splits * value for name, value in bucket.split_bytes(context.layout).items()}
+        sent = {axis: self.sent_bytes(own.size, context.num_replicas)} | inner
+        residual = bucket.split(error) if self.error_feedback else None
+        return Sent(bucket, bucket.split(total), residual, sent, bucket.num_own, total[0])
 
 
 class Quantized(_FewBits):
@@ -129,31 +136,3 @@ class Sign(_FewBits):
     def distortion(self) -> tuple[float, float]:
         """The most."""
         return 4, 0
-
-
-def _send(config: _FewBits, layout: GradientLayout) -> Send:
-    def send(
-        bucket: Bucket,
-        summand: Leaves,
-        momentum: Leaves | None,
-        shard: dict[str, Leaves],
-        *,
-        axis: str,
-        key: jax.Array,
-        last: jax.Array | None,
-    ) -> Sent:
-        assert momentum is None
-        assert not shard
-        # Ranges of whole blocks: padding by the collective would cost copies of everything.
-        whole = lax.axis_size(axis) * config.block_size
-        own = held_back(bucket.join(summand, multiple=whole if bucket.num_own >= 16 * whole else 1), last)
-        total, error = quantized_all_reduce(
-            own, axis, key, bits=config.num_bits, block_size=config.block_size, return_error=True
-        )
-        sent = {axis: config.sent_bytes(own.size, lax.axis_size(axis))}
-        num_splits = 2 if config.error_feedback else 1
-        sent |= {name: num_splits * value for name, value in bucket.split_bytes(layout).items()}
-        left = bucket.split(error) if config.error_feedback else None
-        return Sent(bucket.split(total), left, sent, bucket.num_own, bucket.num_own, last=total[0])
-
-    return send

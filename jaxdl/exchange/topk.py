@@ -14,12 +14,12 @@ from jaxdl.collectives.packing import Wire
 from jaxdl.collectives.select import Method, select_top_k
 from jaxdl.collectives.sparse import Algorithm, sparse_all_reduce, sparse_sent_bytes
 from jaxdl.config import Config, Kind
-from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket, held_back
-from jaxdl.exchange.compressed import Compressed, CompressedExchange, Leaves, Send, Sent, Stage
+from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeConfig
 from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine, predict
 from jaxdl.exchange.dense import Dense
+from jaxdl.exchange.message import Context, Message, Sent
 
 WARMUP_DENSITY = 0.25
 """The density at the beginning of a density warm-up (Lin et al. 2018, section 3.3)."""
@@ -67,14 +67,10 @@ class TopK(Compressed):
             raise ValueError(f"num_passes = {self.num_passes}: method {self.method} has none. Choose method mstopk.")
         return self
 
-    def engine(self, layout: GradientLayout) -> CompressedExchange:
-        """The exchange; its state is the residual, and the momentum when that is corrected."""
-        return CompressedExchange(
-            self,
-            layout,
-            [Stage(until_step, self._send(density, layout)) for until_step, density in self.densities()],
-            momentum_correction=self.momentum_correction,
-        )
+    @property
+    def momentum_factor(self) -> float | None:
+        """That of the momentum correction."""
+        return self.momentum_correction
 
     @property
     def label(self) -> str:
@@ -127,31 +123,62 @@ class TopK(Compressed):
         """Steps before the density is final."""
         return self.dense_warmup_steps + self.density_warmup_steps
 
-    def densities(self) -> list[tuple[float, float]]:
-        """(until this step, density) of the warm-up, and of the rest of the run."""
+    def stages(self) -> list[tuple[float, Compressed]]:
+        """The stages of the density warm-up, and the rest of the run."""
         if not self.density_warmup_steps:
-            return [(math.inf, self.density)]
+            return super().stages()
         num_stages = 4
         ratio = (self.density / WARMUP_DENSITY) ** (1 / num_stages)
-        stages = [
-            (self.density_warmup_steps * (number + 1) / num_stages, WARMUP_DENSITY * ratio**number)
-            for number in range(num_stages)
-        ]
-        return [*stages, (math.inf, self.density)]
+        ends = [self.density_warmup_steps * (number + 1) / num_stages for number in range(num_stages)]
+        densities = [WARMUP_DENSITY * ratio**number for number in range(num_stages)]
+        settings = [self.model_copy(update={"density": density}) for density in densities]
+        return [*zip(ends, settings, strict=True), *super().stages()]
 
-    def num_kept(self, num_elements: int, density: float) -> int:
+    def num_kept(self, num_elements: int) -> int:
         """Entries that are sent of so many."""
-        return min(num_elements, max(1, math.ceil(density * num_elements)))
+        return min(num_elements, max(1, math.ceil(self.density * num_elements)))
 
-    def sent_bytes(self, num_elements: int, num_replicas: int, density: float | None = None) -> float:
+    def sent_bytes(self, num_elements: int, num_replicas: int) -> float:
         """Bytes that one device sends over the slow axis for a bucket."""
-        k = self.num_kept(num_elements, self.density if density is None else density)
+        k = self.num_kept(num_elements)
         return sparse_sent_bytes(k, num_elements, num_replicas, algorithm=self.algorithm, wire=self.wire)
+
+    def send(self, message: Message, context: Context) -> Sent:
+        """See `Compressed.send`."""
+        bucket, axis, key = message.bucket, context.axis, context.device_key(message)
+        own = bucket.join(message.summand)
+        k = self.num_kept(own.size)
+        window_key, second_key = jax.random.split(jax.random.fold_in(key, lax.axis_index(axis)))
+        values, indices = select_top_k(own, k, self.method, key=window_key, num_passes=self.num_passes)
+        total, error = sparse_all_reduce(
+            held_back(values, message.last),
+            indices,
+            own.size,
+            axis,
+            algorithm=self.algorithm,
+            wire=self.wire,
+            method=self.method,
+            key=second_key,
+            num_passes=self.num_passes,
+            indices_sorted=True,
+            return_error=True,
+        )
+
+        def unsent(x: jax.Array) -> jax.Array:
+            return x.at[indices].set(0, unique_indices=True, indices_are_sorted=True)
+
+        residual = bucket.split(unsent(own) + error) if self.error_feedback else None
+        # Sent entries' momentum restarts at zero (momentum factor masking): it would be stale when sent again.
+        momentum = None if message.momentum is None else bucket.split(unsent(bucket.join(message.momentum)))
+        num_splits = 1 + (residual is not None) + (momentum is not None)
+        inner = {name: num_splits * value for name, value in bucket.split_bytes(context.layout).items()}
+        sent = {axis: self.sent_bytes(own.size, context.num_replicas)} | inner
+        return Sent(bucket, bucket.split(total), residual, sent, k, total[0], momentum)
 
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
         """See `Compressed.bucket_cost`."""
         m, n, speeds = gradients.num_replicas, bucket.num_own, machine.speeds
-        k, sent = self.num_kept(n, self.density), self.sent_bytes(n, m)
+        k, sent = self.num_kept(n), self.sent_bytes(n, m)
         selected, accesses = float(n), JOIN + SPLIT + NORM + _EMPTY_TOTAL
         if self.algorithm == "all_gather":
             latency, wire = machine.slow.of("all_gather").seconds(m - 1, sent)
@@ -216,50 +243,3 @@ class TopK(Compressed):
             middle = math.sqrt(low * high)
             low, high = (low, middle) if excess(middle) >= 0 else (middle, high)
         return math.sqrt(low * high)
-
-    def _send(self, density: float, layout: GradientLayout) -> Send:
-        def send(
-            bucket: Bucket,
-            summand: Leaves,
-            momentum: Leaves | None,
-            shard: dict[str, Leaves],
-            *,
-            axis: str,
-            key: jax.Array,
-            last: jax.Array | None,
-        ) -> Sent:
-            own = bucket.join(summand)
-            k = self.num_kept(own.size, density)
-            window_key, second_key = jax.random.split(jax.random.fold_in(key, lax.axis_index(axis)))
-            values, indices = select_top_k(own, k, self.method, key=window_key, num_passes=self.num_passes)
-            values = held_back(values, last)
-            total, error = sparse_all_reduce(
-                values,
-                indices,
-                own.size,
-                axis,
-                algorithm=self.algorithm,
-                wire=self.wire,
-                method=self.method,
-                key=second_key,
-                num_passes=self.num_passes,
-                indices_sorted=True,
-                return_error=True,
-            )
-            inner = [bucket.split_bytes(layout)]
-            kept: Leaves | None = None
-            if self.error_feedback:
-                left = own.at[indices].set(0, unique_indices=True, indices_are_sorted=True) + error
-                kept = bucket.split(left)
-                inner.append(bucket.split_bytes(layout))
-            if momentum is not None:
-                # Sent entries' momentum restarts at zero (momentum factor masking): it would be stale when sent again.
-                masked = bucket.join(momentum).at[indices].set(0, unique_indices=True, indices_are_sorted=True)
-                momentum = bucket.split(masked)
-                inner.append(bucket.split_bytes(layout))
-            sent = {axis: self.sent_bytes(own.size, lax.axis_size(axis), density)}
-            for one in inner:
-                sent |= {name: sent.get(name, 0.0) + value for name, value in one.items()}
-            return Sent(bucket.split(total), kept, sent, k, own.size, momentum, last=total[0])
-
-        return send

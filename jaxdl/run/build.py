@@ -251,7 +251,7 @@ def _make_exchange(experiment: Experiment, network: Network, spec: DataSpec, lay
     assert isinstance(config, ExchangeConfig), "it has been chosen"
     gradients = _gradient_layout(experiment, network, spec, layout)
     config.check({name: x.shape for name, x in by_name(network.param_shapes).items()}, gradients, num_replicas)
-    return config.build_alone(gradients) if num_replicas == 1 else config.build(gradients)
+    return config.build_single_replica(gradients) if num_replicas == 1 else config.build(gradients)
 
 
 def _gradient_layout(experiment: Experiment, network: Network, spec: DataSpec, layout: Layout) -> GradientLayout:
