@@ -61,9 +61,9 @@ def read_all(data):
 # What another user has put in the place of a cache
 
 STRANGE = {
-    "another user's folder": r"the folder belongs to .*uid \d+\), so what is in it cannot be trusted by uid 12345",
-    "a link": "it is a symbolic link that ",
-    "a file": "it is no folder, and belongs to ",
+    "another user's folder": r"the folder belongs to .*uid \d+\), so uid 12345 cannot trust its contents",
+    "a link": "it is a symbolic link made by ",
+    "a file": "it is not a folder, and belongs to ",
     "a folder for all": r"other users can write to the folder \(mode 0777\).*chmod 700",
 }
 
@@ -128,7 +128,7 @@ def test_a_memory_cache_that_cannot_be_made_is_refused(number, tmp_path, monkeyp
         return opened(name, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", fails)
-    with pytest.raises(ConfigError, match=f"cannot use {path}: {os.strerror(number)}. Or do without it: --data.photos"):
+    with pytest.raises(ConfigError, match=f"cannot use {path}: {os.strerror(number)}. Or turn it off: --data.photos"):
         shm.shared_folder("a-cache")
     with pytest.raises(OSError, match=os.strerror(number)):
         Store(tmp_path / "store", 10, 2**20, form=ENCODED, verify=True)
@@ -155,7 +155,7 @@ def test_a_memory_cache_that_is_always_removed_is_refused(tmp_path, monkeypatch)
     shm.release(shm.shared_folder("a-cache"))
     assert len(made) == 4
     removals = 1000
-    with pytest.raises(ConfigError, match=r"-a-cache: it is removed again whenever it is made \(100 tries\)"):
+    with pytest.raises(ConfigError, match=r"-a-cache: other processes keep removing it \(100 tries\)"):
         shm.shared_folder("a-cache")
 
 
@@ -222,7 +222,7 @@ def test_a_split_that_is_damaged_is_an_error(split, noun, count, images):
         path.write_bytes(b"")
     with pytest.raises(ConfigError, match=rf"of the {count} {noun} images are damaged; the last is {split}/") as error:
         read_all(ImageFolder(path=str(images), photos=PLAIN))
-    assert "it has no bytes. Mend the data" in str(error.value)
+    assert "it has no bytes. Repair the data" in str(error.value)
 
 
 # Folders of images
@@ -264,10 +264,10 @@ def around(root):
 
 
 FOLDERS = [
-    (one_class, "all of its 4 images are of one class, 'a', so there is nothing to tell apart"),
-    (empty_class, "/train/c: the folder of a class without an image"),
-    (no_images, "none of its images is in the folder of a class"),
-    (not_trained_on, "it has zebra, which train has not. Remove it"),
+    (one_class, "all of its 4 images are of one class, 'a'; classification needs 2 or more"),
+    (empty_class, "/train/c: this class folder has no images"),
+    (no_images, "none of its images is in a class folder"),
+    (not_trained_on, "it has the classes zebra, which are not in train. Remove them"),
     (lambda root: shutil.rmtree(root / "val"), "/val: no such folder"),
     (file_instead, "/val: it is a file, not a folder"),
     (loop, "/train/a/again: this link points to a folder that contains it"),

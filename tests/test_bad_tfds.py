@@ -128,7 +128,7 @@ AT_START = [
             (cut(-1), "it is cut off or damaged"),
             (cut(2**16), "it is cut off or damaged"),
             (lambda path: path.write_bytes(bytes(path.stat().st_size)), "it is cut off or damaged"),
-            (folder_instead, "it is no file"),
+            (folder_instead, "it is not a regular file"),
             (lambda path: (path.unlink(), path.symlink_to("nowhere")), "the file is missing"),
         )
     ),
@@ -145,7 +145,7 @@ AT_START = [
             (folder_instead, "it cannot be read"),
         )
     ),
-    ("dataset_info.json", edit(splits="x"), "its splits are no list"),
+    ("dataset_info.json", edit(splits="x"), "its splits are not a list"),
     ("dataset_info.json", edit(splits=[]), "it has no splits"),
     ("dataset_info.json", edit(splits=[{"shardLengths": ["1"]}]), "one of its splits has no name"),
     ("dataset_info.json", edit(bogus=1), 'no field named "bogus"'),
@@ -258,7 +258,9 @@ def test_the_limit_of_open_files_is_raised(hard, copied, monkeypatch):
 def test_more_record_files_than_may_be_open_are_refused(copied, monkeypatch):
     data, _ = copied("images")
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (32, 32))
-    with pytest.raises(ConfigError, match=r"1 record files, .* may open 32 files, and cannot raise .*ulimit -n 1026"):
+    with pytest.raises(
+        ConfigError, match=r"1 record files .* may open only 32 files and cannot raise .*ulimit -n 1026"
+    ):
         data.build()
 
 

@@ -29,9 +29,9 @@ def config(tmp_path):
 
 def test_it_fills_the_cache_and_says_what_was_there(config, tmp_path, capsys):
     main(["prepare", "--config", config])
-    assert "30 images read, 0 were there already" in " ".join(capsys.readouterr().out.split())
+    assert "30 images read, 0 already cached" in " ".join(capsys.readouterr().out.split())
     main(["prepare", "--config", config])
-    assert "0 images read, 30 were there already" in " ".join(capsys.readouterr().out.split())
+    assert "0 images read, 30 already cached" in " ".join(capsys.readouterr().out.split())
     from jaxdl.config import load_file
 
     source = load_file(config).data.build().train
@@ -46,7 +46,7 @@ def test_it_fills_the_cache_and_says_what_was_there(config, tmp_path, capsys):
 def test_a_disk_limit_that_is_reached_is_told(config, capsys):
     main(["prepare", "--config", config, "--data.photos.cache.disk-bytes", "200000"])
     told = " ".join(capsys.readouterr().out.split())
-    kept = 30 - int(re.search(r"warning: (\d+) of them are not kept", told)[1])
+    kept = 30 - int(re.search(r"warning: (\d+) images did not fit", told)[1])
     assert 5 < kept < 25
     assert re.search(r"All take about 0\.\d MB; cache.disk_bytes = 200,000", told)
 
@@ -58,7 +58,7 @@ MISTAKES = [
     (["prepare", "--config", "RUN"], "not a Python file. Give the Python file of the run"),
     (["prepare", "--seed", "x", "--config=CONFIG"], "--seed x: not a whole number"),
     (["prepare", "--config", "none.py"], "none.py"),
-    (["prepare", "--config", "CONFIG", "--data.photos.cache.disk", "None"], "has no cache on a disk to fill"),
+    (["prepare", "--config", "CONFIG", "--data.photos.cache.disk", "None"], "has no disk cache to fill"),
     (["prepare", "--config", "CONFIG", "--data.path", "/nowhere"], "/nowhere/train: no such folder"),
 ]
 

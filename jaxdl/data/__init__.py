@@ -1,11 +1,10 @@
 """Data: sources of examples, the order in which they are seen, and the loader that puts batches on the devices.
 
 A data config (`Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `SyntheticImages`, `SyntheticText`) builds
-`Splits`: a training and a held-out `Source`. A source answers "the rows of these examples" and nothing else;
-`EpochShuffle` says which examples make up a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and
-place them on the mesh.
+`Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle` chooses
+the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the mesh.
 
-Photographs (`Photos`) come from `Records`, encoded, wherever they lie; `Maker` makes rows of batches of them, in the
+Encoded photographs (`Photos`) come from `Records`, local or remote; `Maker` turns them into rows of batches, in the
 worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s, the tiers of the cache.
 """
 

@@ -1,8 +1,8 @@
 """Prepares the data of an experiment before it trains: `python -m jaxdl.data prepare --config configs/....py`.
 
-`prepare` reads every image once and brings it into the disk cache (`--data.photos.cache.disk`), so that the first epoch
-is as fast as the others. What is there already is only checked; one that was stopped goes on where it was. Options
-after the config change it, as in training.
+`prepare` reads every image once into the disk cache (`--data.photos.cache.disk`), so that the first epoch is
+as fast as the others. Images in the cache are only checked, so a stopped `prepare` resumes where it was. Options after
+the config change it, as in training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxdl.options import parse
 from jaxdl.startup import no_config, own_options
 
 _PIECE = 64
-"""Images in a piece of work."""
+"""Images per piece of work."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -48,7 +48,7 @@ def main(args: list[str] | None = None) -> None:
 
 
 def _experiment(args: list[str]) -> tuple[Any, str]:
-    """The data config that the arguments mean, and its file."""
+    """(data config with the options applied, file of the experiment)."""
     own, others = own_options(args, ("config",))
     if "config" not in own:
         raise ConfigError(no_config("python -m jaxdl.data"))
@@ -62,16 +62,16 @@ def _experiment(args: list[str]) -> tuple[Any, str]:
 
 
 def prepare(data: Any, file: str) -> None:
-    """Fills the disk cache of a data set of photographs, and says what it did. Raises ConfigError if it has none."""
+    """Fills the disk cache of a data set of photographs and prints a summary. Raises ConfigError if it has no cache."""
     splits = data.build()
     source = splits.train
     if not isinstance(source, PhotoSource) or source.pipeline.config.cache.disk is None:
         raise ConfigError(
-            f"{file}: its data has no cache on a disk to fill. Set --data.photos.cache.disk to a folder on a local "
-            "disk (of data with photos)."
+            f"{file}: its data has no disk cache to fill. Set --data.photos.cache.disk to a folder on a local disk "
+            "(only data sets of photographs have one)."
         )
     config = source.pipeline.config
-    on_disk = config.replaced({"cache.memory_bytes": 0})  # Memory would be gone with this process.
+    on_disk = config.replaced({"cache.memory_bytes": 0})  # The memory cache ends with this process.
     pipeline = ImagePipeline(on_disk, source.pipeline.records, source.pipeline.name)
     console = Console()
     pipeline.warn = lambda text: console.print(text, style="yellow")
@@ -81,14 +81,12 @@ def prepare(data: Any, file: str) -> None:
         pipeline.close()
     folder = Path(config.cache.disk or "").expanduser() / pipeline.cache_key()
     size = sum(path.stat().st_size for path in folder.glob("*/segment-*"))
-    console.print(
-        f"{tiers['origin']:,} images read, {tiers['disk']:,} were there already; {size / 1e9:.2f} GB in {folder}"
-    )
+    console.print(f"{tiers['origin']:,} images read, {tiers['disk']:,} already cached; {size / 1e9:.2f} GB in {folder}")
     seen, kept = tiers["origin"] + tiers["disk"], sum(map(num_records, folder.glob("*/index")))
     if kept < seen:
         console.print(
-            f"warning: {seen - kept:,} of them are not kept, and will be read from the data set in every epoch. All "
-            f"take about {size / max(kept, 1) * seen / 1e6:,.1f} MB; cache.disk_bytes = {config.cache.disk_bytes:,}.",
+            f"warning: {seen - kept:,} images did not fit and will be read from the data set in every epoch. All take "
+            f"about {size / max(kept, 1) * seen / 1e6:,.1f} MB; cache.disk_bytes = {config.cache.disk_bytes:,}.",
             style="yellow",
         )
 
@@ -110,7 +108,7 @@ def _fill(pipeline: ImagePipeline, console: Console) -> Counter[str]:
 
 
 def _settle(pipeline: ImagePipeline, pending: deque[tuple[int, Any]]) -> int:
-    """Takes account of the oldest piece; returns how many images it was."""
+    """Waits for the oldest piece, accounts for it, and returns its number of images."""
     count, future = pending.popleft()
     pipeline.account(future.result())
     return count

@@ -1,6 +1,6 @@
-"""Changes of colour and shape of training images: colour jitter, RandAugment and TrivialAugment.
+"""Augmentation of the colour and shape of training images: colour jitter, RandAugment and TrivialAugment.
 
-Images are uint8 [height, width, 3]. Magnitudes are those that the papers' authors used at 224 pixels.
+Images are uint8 [height, width, 3]. Magnitudes are those of the papers, which used 224 pixels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _BINS = 31
 
 @dataclasses.dataclass(frozen=True)
 class Jitter:
-    """Random changes of colour, in random order: factors from 1 - x to 1 + x, `hue` a turn of -x to x of the circle."""
+    """Changes of colour, in random order, by factors of 1 - x to 1 + x; `hue` rotates by -x to x of the circle."""
 
     brightness: float = 0.0
     contrast: float = 0.0
@@ -27,7 +27,7 @@ class Jitter:
 
 
 def changed(image: np.ndarray, jitter: Jitter, random: np.random.Generator) -> np.ndarray:
-    """The image with random changes of colour; as torchvision's ColorJitter, in uint8 between one and the next."""
+    """Applies random changes of colour like torchvision's ColorJitter, rounding to uint8 after each."""
     factors = random.uniform(-1, 1, 4)
     for which in random.permutation(4):
         factor = float(factors[which])
@@ -47,7 +47,7 @@ def _grey(image: np.ndarray) -> np.ndarray:
 
 
 def _blended(image: np.ndarray, other: Any, factor: float) -> np.ndarray:
-    """`factor` parts of the image and 1 - `factor` of the other, kept within 0..255."""
+    """`factor` * image + (1 - `factor`) * other, clipped to 0..255."""
     mixed = image.astype(np.float32) * factor + other * (1 - factor)
     return np.clip(mixed + 0.5, 0, 255).astype(np.uint8)
 
@@ -55,7 +55,7 @@ def _blended(image: np.ndarray, other: Any, factor: float) -> np.ndarray:
 def _turned_hue(image: np.ndarray, turn: float) -> np.ndarray:
     import cv2
 
-    hsv = cv2.cvtColor(image, cv2.COLOR_RGB2HSV_FULL)  # The circle in 256 steps.
+    hsv = cv2.cvtColor(image, cv2.COLOR_RGB2HSV_FULL)  # Hue in 256 steps.
     hsv[..., 0] += np.uint8(round(turn * 256) % 256)
     return cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB_FULL)
 
@@ -65,7 +65,8 @@ def policy_changed(
 ) -> np.ndarray:
     """The image after RandAugment (arXiv 1909.13719) or TrivialAugment, wide (arXiv 2103.10158).
 
-    RandAugment applies `num_operations` of 14 operations at `magnitude` (0 .. 30); TrivialAugment one, at any.
+    RandAugment applies `num_operations` of 14 operations at `magnitude` (0 .. 30); TrivialAugment applies one, at a
+    random magnitude.
     """
     from PIL import Image
 

@@ -1,4 +1,4 @@
-"""Counts the images that cannot be used, and ends the run when they are too many to train on or to evaluate with."""
+"""Counts damaged images, and ends the run when there are too many to train on or to evaluate with."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from jaxdl.config import ConfigError
 SPLITS = ("training", "held-out")
 
 Bad = dict[tuple[int, int], tuple[str, str]]
-"""Images that cannot be used: (split, index) -> (name, why)."""
+"""Damaged images: (split, index) -> (name, why)."""
 
 
 def most_bad(max_bad: int, num_examples: int) -> int:
-    """How many images of a split may be damaged: `max_bad`, and no more than half of them.
+    """The most images of a split that may be damaged: `max_bad`, and at most half of them.
 
-    With more, other images would be trained on in their place again and again, or the score would be that of the rest.
+    With more, their replacements would be trained on too often, or the score would be that of a fraction.
     """
     return min(max_bad, num_examples // 2)
 
 
 class Damage:
-    """The damaged images that this process has come across, each counted once.
+    """The damaged images that this process has found, each counted once.
 
     Args:
-      name: the data set's, for messages.
+      name: name of the data set, for messages.
       sizes: number of examples of each split, the training split first.
-      max_bad: so many may be damaged in all.
+      max_bad: most damaged images in all splits.
     """
 
     def __init__(self, name: str, sizes: Sequence[int], max_bad: int) -> None:
@@ -34,13 +34,13 @@ class Damage:
         self._bad: Bad = {}
 
     def add(self, bad: Mapping[tuple[int, int], tuple[str, str]]) -> list[str]:
-        """Counts images; returns a warning for each that was not known to be damaged."""
+        """Counts damaged images; returns a warning for each new one."""
         new = {place: found for place, found in bad.items() if place not in self._bad}
         self._bad.update(new)
         return [f"{self._name}: {name} is skipped: {why}" for name, why in new.values()]
 
     def check(self) -> None:
-        """Raises ConfigError when there are too many."""
+        """Raises ConfigError if there are too many."""
         if not self._bad:
             return
         name, why = next(reversed(self._bad.values()))
@@ -50,11 +50,11 @@ class Damage:
             if bad > size // 2:
                 some = f"all {size:,}" if bad == size else f"{bad:,} or more of the {size:,}"
                 raise ConfigError(
-                    f"{self._name}: {some} {SPLITS[split]} images are damaged; {last} Mend the data: copy or prepare "
-                    "it again."
+                    f"{self._name}: {some} {SPLITS[split]} images are damaged; {last} Repair the data: copy or "
+                    "prepare it again."
                 )
         if len(self._bad) > self._max_bad:
             raise ConfigError(
                 f"{self._name}: {len(self._bad)} images are damaged, more than photos.max_bad = {self._max_bad}; "
-                f"{last} Mend the data, or raise the limit."
+                f"{last} Repair the data, or raise the limit."
             )

@@ -1,4 +1,4 @@
-"""The handwritten digits that scikit-learn ships: real images that need no download."""
+"""The handwritten digits that ship with scikit-learn: real images without a download."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Digits(DataSet):
 
     kind: Annotated[Literal["digits"], Kind] = "digits"
     test_fraction: float = pydantic.Field(default=0.2, gt=0, lt=1)
-    """Part of every class that is held out."""
+    """Fraction of each class that is held out for evaluation."""
     split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
-    """Which examples are held out."""
+    """Seed of the choice of held-out examples."""
 
     def build(self) -> Splits:
-        """Training and held-out digits: image uint8 [batch, 8, 8, 1], 10 classes, the classes' shares kept."""
+        """Training and held-out digits: image uint8 [batch, 8, 8, 1], 10 classes, stratified by class."""
         from sklearn.datasets import load_digits
 
         data, labels = (np.asarray(part) for part in load_digits(return_X_y=True))
@@ -37,9 +37,9 @@ class Digits(DataSet):
 
 
 def stratified_split(labels: np.ndarray, test_fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sorted indices of the training and of the held-out examples; each class gives `test_fraction` of its own.
+    """(training, held-out) indices, sorted; `test_fraction` of each class is held out.
 
-    Every class keeps at least one example on both sides (if it has two).
+    Each class has at least one example on both sides, if it has two.
     """
     random = np.random.Generator(np.random.Philox(seed))
     held_out = np.zeros(len(labels), bool)

@@ -1,4 +1,4 @@
-"""A folder of images by class, `train/class/image.jpg`: local, mounted, or in the cloud."""
+"""Image files in class folders, `train/class/image.jpg`: local, mounted, or in the cloud."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".ti
 
 
 _NAMES = "utf-8", "surrogateescape"
-"""The encoding of file names, which need not be UTF-8: as Python's own."""
+"""Encoding of file names, which may not be UTF-8; that of `os.fsencode`."""
 
 
 class ImageFolder(DataSet):
-    """Image files in a folder for each class, as `train/cat/1.jpg` and `val/cat/2.jpg`."""
+    """Image files in one folder per class, such as `train/cat/1.jpg` and `val/cat/2.jpg`."""
 
     kind: Annotated[Literal["image_folder"], Kind] = "image_folder"
     path: str = ""
-    """The folder, or its address: gs://bucket/imagenet, s3://bucket/imagenet."""
+    """Root folder of the images, or its URL: gs://bucket/imagenet, s3://bucket/imagenet."""
     train_folder: str = "train"
-    """The folder in it to train on."""
+    """Folder below `path` with the training images."""
     test_folder: str = "val"
-    """The folder in it that is held out."""
+    """Folder below `path` with the held-out images."""
     photos: Photos = Photos()
-    """How images are made into batches."""
+    """Crops, augmentation, workers and cache of the images."""
 
     def build(self) -> Splits:
-        """Training and held-out images. The classes are numbered in the order of their folders' names.
+        """Training and held-out images. Classes are numbered in the order of their folder names.
 
-        Raises ConfigError when there is no image, fewer than 2 classes, a class without training images, or one that
-        is held out and not trained on.
+        Raises ConfigError if there are no images, fewer than 2 classes, a class without training images, or a held-out
+        class that is not in the training data.
         """
         if not self.path:
-            raise ConfigError("--data.path is not set: name the folder with the images.")
+            raise ConfigError("--data.path is not set. Set it to the folder with the images.")
         root = self.path.rstrip("/")
         found = [self._find(f"{root}/{one}") for one in (self.train_folder, self.test_folder)]
         classes = sorted({_class(one) for one in found[0]})
         if empty := remote.empty_folders(f"{root}/{self.train_folder}", classes):
             raise ConfigError(
-                f"{root}/{self.train_folder}/{empty[0]}: the folder of a class without an image (one of "
-                f"{', '.join(IMAGE_SUFFIXES)}). Put its images there, or remove it."
+                f"{root}/{self.train_folder}/{empty[0]}: this class folder has no images "
+                f"({', '.join(IMAGE_SUFFIXES)}). Put its images there, or remove it."
             )
         if len(classes) < 2:
             raise ConfigError(
-                f"{root}/{self.train_folder}: all of its {len(found[0]):,} images are of one class, {classes[0]!r}, so "
-                f"there is nothing to tell apart. Make a folder for each class, such as {self.train_folder}/cat/1.jpg "
-                f"and {self.train_folder}/dog/1.jpg."
+                f"{root}/{self.train_folder}: all of its {len(found[0]):,} images are of one class, {classes[0]!r}; "
+                f"classification needs 2 or more. Make one folder per class, such as {self.train_folder}/cat/1.jpg and "
+                f"{self.train_folder}/dog/1.jpg."
             )
         unknown = sorted({_class(one) for one in found[1]} - set(classes))
         if unknown:
             raise ConfigError(
-                f"{root}/{self.test_folder}: it has {', '.join(unknown[:5])}, which {self.train_folder} has not. "
-                "Remove it, or add its images to the training data."
+                f"{root}/{self.test_folder}: it has the classes {', '.join(unknown[:5])}, which are not in "
+                f"{self.train_folder}. Remove them, or add their images to the training data."
             )
         train, test = (FolderRecords(one, classes) for one in found)
         return self.photos.build(train, test, len(classes), name=root.rsplit("/", 1)[-1])
@@ -68,7 +68,7 @@ class ImageFolder(DataSet):
     def _find(self, folder: str) -> list[remote.Found]:
         found = [one for one in remote.find(folder, IMAGE_SUFFIXES) if "/" in one.name]
         if not found:
-            raise ConfigError(f"{folder}: none of its images is in the folder of a class, such as {folder}/cat/1.jpg.")
+            raise ConfigError(f"{folder}: none of its images is in a class folder, such as {folder}/cat/1.jpg.")
         return found
 
 
@@ -84,7 +84,7 @@ class FolderRecords(Records):
         self._labels = np.array([number[_class(one)] for one in found], np.int32)
         self._root = found[0].address[: -len(found[0].name)]
         assert all(one.address == self._root + one.name for one in found)
-        # One array, which worker processes share: a list of a million takes long to send, and much memory in each.
+        # One array that the worker processes share: a list of a million names is slow to send and large in each.
         names = "\n".join(one.name for one in found).encode(*_NAMES)
         self._names = np.frombuffer(names, np.uint8)
         self._ends = np.cumsum([len(one.name.encode(*_NAMES)) + 1 for one in found])
@@ -95,19 +95,19 @@ class FolderRecords(Records):
 
     @property
     def identity(self) -> str:
-        """Folder, names, sizes and times of change."""
+        """Hash of folder, names, sizes and modification times."""
         return self._identity
 
     @property
     def content(self) -> str:
-        """Names below the folder, and sizes."""
+        """Hash of the names below the folder, and of the sizes."""
         return self._content
 
     def __len__(self) -> int:
         return len(self._labels)
 
     def read(self, index: int) -> tuple[bytes, int]:
-        """The file and its class. Raises BadRecord for one that cannot be read."""
+        """(bytes of the file, class). Raises BadRecord for a file that cannot be read."""
         try:
             return remote.read(self._root + self._below(index)), int(self._labels[index])
         except remote.Outage:
@@ -116,7 +116,7 @@ class FolderRecords(Records):
             raise BadRecord(f"it cannot be read ({error.strerror or error})") from None
 
     def name(self, index: int) -> str:
-        """Its path, from the name of the folder on."""
+        """The path of the file, beginning with the name of the root folder."""
         path = self._root.rstrip("/").rsplit("/", 1)[-1] + "/" + self._below(index)
         return path.encode(*_NAMES).decode(errors="replace")
 

@@ -1,6 +1,6 @@
-"""Batches on the devices, made ahead of the consumer by a background thread.
+"""Batches on the devices, prefetched by a background thread.
 
-Every process reads only the rows that its own devices hold, and the rows of a step depend on (seed, step) alone.
+Each process reads only the rows that its devices hold; the rows of a step depend on (seed, step) alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data.order import EpochShuffle
 from jaxdl.data.source import Source, TrainRows
 
-if TYPE_CHECKING:  # Worker processes of the image pipeline import this package, and do without JAX.
+if TYPE_CHECKING:  # Workers of the image pipeline import this package without JAX.
     import jax
     from jax.sharding import NamedSharding
 
@@ -25,11 +25,11 @@ Batch = dict[str, "jax.Array"]
 """Global arrays whose leading dimension is the batch, sharded over the devices."""
 
 Rows = dict[tuple[int, int], slice]
-"""Range of rows of the global batch -> where they lie in the rows that this process reads."""
+"""Range of rows of the global batch -> their slice of the rows that this process reads."""
 
 
 class _Buffer:
-    """A bounded queue that either end can close at any time; nobody waits on a closed one."""
+    """A bounded queue that either side can close at any time; nobody waits on a closed one."""
 
     def __init__(self, capacity: int):
         self._items: collections.deque[Batch] = collections.deque()
@@ -38,7 +38,7 @@ class _Buffer:
         self._changed = threading.Condition()
 
     def put(self, item: Batch) -> bool:
-        """Adds an item once there is room; False when the consumer has closed."""
+        """Adds an item once there is room; returns False if the consumer has closed the queue."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or len(self._items) < self._capacity)
             if not self._closed:
@@ -47,7 +47,7 @@ class _Buffer:
             return not self._closed
 
     def get(self) -> Batch:
-        """The next item; raises the producer's error behind its last item, and StopIteration at the end."""
+        """The next item; after the last one, raises the producer's error or StopIteration."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._items)
             if self._items:
@@ -58,14 +58,14 @@ class _Buffer:
             raise StopIteration if error is None else error
 
     def finish(self, error: BaseException | None) -> None:
-        """The producer's end: what is in the queue can still be taken. An error after `close` is nobody's."""
+        """Called by the producer at its end: queued items remain available. An error after `close` is discarded."""
         with self._changed:
             self._error = None if self._closed else error
             self._closed = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """The consumer's end: what is in the queue is dropped."""
+        """Called by the consumer at its end: queued items are dropped."""
         with self._changed:
             self._closed, self._error = True, None
             self._items.clear()
@@ -78,8 +78,8 @@ def _produce(batches: Iterator[Batch], buffer: _Buffer) -> None:
         for batch in batches:
             if not buffer.put(batch):
                 return
-            del batch  # the consumer may free it while the next one is made
-    except BaseException as raised:  # whatever it is, it belongs to the consumer
+            del batch  # The consumer may free it while the next one is made.
+    except BaseException as raised:  # The consumer raises it.
         error = raised
     finally:
         buffer.finish(error)
@@ -87,24 +87,24 @@ def _produce(batches: Iterator[Batch], buffer: _Buffer) -> None:
 
 def _end(buffer: _Buffer, thread: threading.Thread) -> None:
     buffer.close()
-    # The collector may run this in the thread itself. A read that hangs (a dead network disk) must not hang the end
-    # of the run as well, so the wait has a limit; the thread is a daemon.
+    # The garbage collector may run this in the thread itself. The wait has a limit, so that a read that hangs (a dead
+    # network disk) does not also hang the end of the run; the thread is a daemon.
     if thread is not threading.current_thread():
         thread.join(timeout=10)
 
 
 class Batches(Iterator[Batch]):
-    """An iterator of batches that a thread makes ahead; a context manager, so that leaving early ends the thread.
+    """An iterator of batches that a thread prefetches; a context manager that ends the thread on exit.
 
-    An exception of the thread is raised by `next`, after the batches that were made before it.
+    `next` raises an exception of the thread after the batches made before it.
     """
 
     def __init__(self, batches: Iterator[Batch], prefetch: int = 2):
         if prefetch < 1:
-            raise ConfigError(f"prefetch = {prefetch}: the loader needs room for 1 batch or more.")
+            raise ConfigError(f"prefetch = {prefetch}: the loader must prefetch 1 batch or more.")
         self._buffer = _Buffer(prefetch)
-        # The thread knows the buffer and not this object, so an iterator that is dropped unclosed is collected, and
-        # its finalizer (which also runs at the interpreter's exit) ends the thread.
+        # The thread refers to the buffer and not to this object, so an iterator that is dropped without `close` is
+        # collected; its finalizer, which also runs at the interpreter's exit, ends the thread.
         thread = threading.Thread(target=_produce, args=(batches, self._buffer), name="jaxdl-loader", daemon=True)
         thread.start()
         self._finalizer = weakref.finalize(self, _end, self._buffer, thread)
@@ -113,11 +113,11 @@ class Batches(Iterator[Batch]):
         return self
 
     def __next__(self) -> Batch:
-        """The next batch. Waits until it is there; raises what went wrong in the thread."""
+        """Waits for the next batch. Raises an exception of the thread."""
         return self._buffer.get()
 
     def close(self) -> None:
-        """Drops the batches made ahead and ends the thread, waiting for the batch in hand (10 seconds at most)."""
+        """Drops prefetched batches and ends the thread, waiting for its current batch (10 seconds at most)."""
         self._finalizer()
 
     def __enter__(self) -> Batches:
@@ -128,7 +128,7 @@ class Batches(Iterator[Batch]):
 
 
 class TrainLoader(Batches):
-    """The global batches of `num_steps` steps, from position `start` of the stream of `EpochShuffle` on."""
+    """The global batches of `num_steps` steps, starting at position `start` of the `EpochShuffle` stream."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class TrainLoader(Batches):
     ):
         """`batch_size` is the global one; `sharding` splits the leading dimension of every array.
 
-        Raises ConfigError when the batch cannot be split evenly or the source is empty.
+        Raises ConfigError if the batch cannot be split evenly or the source is empty.
         """
         _check(source, batch_size, sharding)
         super().__init__(_train_batches(source, batch_size, seed, sharding, start, num_steps), prefetch)
@@ -195,10 +195,10 @@ def local_rows(index_map: Mapping[Any, tuple[slice, ...] | None], batch_size: in
 def _placed(
     batches: Iterator[dict[str, np.ndarray]], batch_size: int, rows: Rows, sharding: NamedSharding, *, reused: bool
 ) -> Iterator[Batch]:
-    """Global arrays of this process's rows, made when they no longer need the rows' memory if that is `reused`."""
+    """Global arrays of this process's rows; if their memory is `reused`, yielded only once they no longer need it."""
     import jax
 
-    on_cpu = next(iter(sharding.device_set)).platform == "cpu"  # There an array may well be the memory it is made of.
+    on_cpu = next(iter(sharding.device_set)).platform == "cpu"  # There an array may share the memory of its source.
     for values in batches:
         if reused and on_cpu:
             values = {name: local.copy() for name, local in values.items()}
@@ -211,8 +211,8 @@ def _placed(
 def _global_array(local: np.ndarray, rows: Rows, batch_size: int, sharding: NamedSharding) -> jax.Array:
     import jax
 
-    # Measured on 8 virtual devices: a callback costs 0.1 ms, less than device_put of the whole array, and the same
-    # code serves one process and many.
+    # Measured on 8 virtual devices: a callback costs 0.1 ms, less than device_put of the whole array. Also works with
+    # many processes.
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
         return local[rows[index[0].indices(batch_size)[:2]]]
@@ -223,12 +223,12 @@ def _global_array(local: np.ndarray, rows: Rows, batch_size: int, sharding: Name
 def _check(source: Source, batch_size: int, sharding: NamedSharding) -> None:
     assert len(sharding.spec) <= 1, f"batches are sharded over their leading dimension only, not {sharding.spec}"
     if len(source) == 0:
-        raise ConfigError("The data set has no examples: choose another split, or give it more data.")
+        raise ConfigError("The data set has no examples: choose another split, or add data.")
     ways = sharding.mesh.size // _copies(sharding)
     if batch_size < 1 or batch_size % ways:
         raise ConfigError(
-            f"batch size {batch_size}: it cannot be split evenly over the {ways} parts of the mesh that share a "
-            f"batch. Choose a multiple of {ways}."
+            f"batch size {batch_size}: it cannot be split evenly over the {ways} data-parallel parts of the mesh. "
+            f"Choose a multiple of {ways}."
         )
 
 

@@ -1,4 +1,4 @@
-"""Makes rows of image batches: from the nearest tier that has an example, in whichever process this runs."""
+"""Makes rows of image batches, each from the fastest cache tier that has the example; runs in any process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ORIGIN = "origin"
 
 @dataclasses.dataclass(frozen=True)
 class TierPlan:
-    """A tier of the cache of one split: where it lies, and how many bytes it may take."""
+    """A cache tier of one split: its folder, its limit in bytes, and whether to verify what is read."""
 
     name: str
     folder: Path
@@ -33,7 +33,7 @@ class TierPlan:
 
 @dataclasses.dataclass(frozen=True)
 class SplitPlan:
-    """A split of a data set, and the tiers of its cache, the fastest first."""
+    """A split of a data set and its cache tiers, the fastest first."""
 
     records: Records
     tiers: tuple[TierPlan, ...]
@@ -41,9 +41,10 @@ class SplitPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PipelinePlan:
-    """All that a worker has to know.
+    """All that a worker needs to know.
 
-    `short_side`: what cached images are made smaller to; None caches them encoded. `max_bad`: so many may be bad.
+    `short_side`: length in pixels to which the shorter side of cached images is reduced; None caches encoded images.
+    `max_bad`: most damaged images.
     """
 
     splits: tuple[SplitPlan, ...]
@@ -53,9 +54,9 @@ class PipelinePlan:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Rows to make: examples of a split with the epoch that each is seen in. A row without an example has index -1.
+    """Rows to make: examples of a split, each with its epoch. A row without an example has index -1.
 
-    Without a view nothing is made: the examples are brought into the tiers that lack them.
+    Without a view no rows are made: the examples are only stored in the tiers that lack them.
     """
 
     split: int
@@ -66,10 +67,10 @@ class Work:
 
 
 class Made(NamedTuple):
-    """What there is to say of rows that were made: labels, whether each has an example, and how it went.
+    """The report on rows that were made: labels, whether each row is valid, and statistics.
 
-    `bad`: examples that could not be used, each once; `tiers`: how many examples came from each; `seconds`: of each
-    stage, which `passed` many went through; `problems`: tiers that were turned off, and why.
+    `bad`: damaged examples, each once; `tiers`: number of examples from each; `seconds` and `passed`: time in each
+    stage, and number of examples through it; `problems`: tiers that were turned off, and why.
     """
 
     labels: list[int]
@@ -80,11 +81,11 @@ class Made(NamedTuple):
     passed: Counter[str]
     problems: dict[str, str]
     outages: list[str]
-    """Why rows could not be made at all: what was read is not damaged, but out of reach."""
+    """Why examples could not be read, although they are not damaged: storage out of reach."""
 
 
 class Maker:
-    """Makes rows as a plan says. Opens the tiers; not to be used by two threads at once."""
+    """Makes rows according to a plan. Opens the tiers. Not thread-safe."""
 
     def __init__(self, plan: PipelinePlan) -> None:
         self._plan, self._scratch = plan, Scratch()
@@ -99,7 +100,7 @@ class Maker:
                     tier.close()
 
     def make(self, work: Work, images: np.ndarray) -> Made:
-        """Fills `images`, uint8 [row, size, size, 3]. In training, an example that is bad gives way to the next."""
+        """Fills `images`, uint8 [row, size, size, 3]. In training, the next example replaces a damaged one."""
         made = Made([], [], {}, Counter(), defaultdict(float), Counter(), self._problems, [])
         for row, (index, epoch) in enumerate(zip(work.indices, work.epochs, strict=True)):
             index, epoch = int(index), int(epoch)
@@ -127,15 +128,15 @@ class Maker:
             return None
 
     def _ends(self, split: int, made: Made) -> bool:
-        """Whether what is known of the rows that are being made ends the run."""
+        """Whether these rows end the run: storage out of reach, or too many damaged examples."""
         bad, size = len(made.bad), len(self._plan.splits[split].records)
         return bool(made.outages) or bad > most_bad(self._plan.max_bad, size)
 
     def _row(self, work: Work, view: View, index: int, epoch: int, out: np.ndarray, made: Made) -> int | None:
-        """One row; returns its label, or None when an example to evaluate is bad."""
+        """Makes one row; returns its label, or None for a damaged example in evaluation."""
         count = len(self._plan.splits[work.split].records)
         for tried in range(count if view.train else 1):
-            if self._ends(work.split, made):  # No sense in trying all the others.
+            if self._ends(work.split, made):  # Do not try all the others.
                 return None
             found = self._image(work, view, (index + tried) % count, epoch, out, made)
             if found is not None:
@@ -159,7 +160,7 @@ class Maker:
             resized(pixels, box, out, self._scratch)
             view.finish(out, random)
             del pixels
-        except Exception as error:  # Libraries raise many kinds; of one image none is worth a run.
+        except Exception as error:  # Libraries raise many classes; one image must not end the run.
             made.bad[work.split, index] = self._plan.splits[work.split].records.name(index), _why(error)
             return None
         if tier is not None:
@@ -175,7 +176,7 @@ class Maker:
         return pixels, box.scaled(scale)
 
     def _fetch(self, split: int, index: int, made: Made) -> tuple[Record, Store | None] | None:
-        """An example as the cache keeps it, and the tier that it lies in; fills the tiers above the one that had it."""
+        """(example as cached, its tier); stores it in the faster tiers that lack it."""
         start, lacking = time.perf_counter(), []
         plans = self._plan.splits[split]
         for plan, tier in zip(plans.tiers, self._tiers[split], strict=True):

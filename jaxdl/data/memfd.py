@@ -1,4 +1,4 @@
-"""Files without a name, through which processes of a host share memory: nothing is left when the last one has ended."""
+"""Anonymous memory files (memfd) shared by processes of a host: they vanish with the last process that uses them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALIGNMENT = 64
 
 
 def nameless_file(name: str) -> int:
-    """The descriptor of a new file in memory; `name` is only shown by the system's tools."""
+    """The descriptor of a new anonymous file in memory; system tools show `name`."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create(name, 0)
     with tempfile.TemporaryFile() as file:
@@ -22,7 +22,7 @@ def nameless_file(name: str) -> int:
 
 
 def write_shared(value: Any) -> int:
-    """A nameless file with a value, which `read_shared` reads in another process that has the file open."""
+    """The descriptor of an anonymous file with a pickled value, for `read_shared` in a process that inherits it."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     pieces = [memoryview(head), *(buffer.raw() for buffer in buffers)]
@@ -36,7 +36,7 @@ def write_shared(value: Any) -> int:
 
 
 def read_shared(file: int) -> Any:
-    """The value in a file of `write_shared`. Its arrays lie in the file: all processes have the same, unchangeable."""
+    """The value written by `write_shared`. Its arrays are read-only views of the file, shared by all processes."""
     content = memoryview(mmap.mmap(file, 0, prot=mmap.PROT_READ))
     count = int(np.frombuffer(content, np.int64, 1)[0])
     lengths = np.frombuffer(content, np.int64, count + 1)

@@ -1,4 +1,4 @@
-"""The order of the training examples: a pure function of (seed, step), whatever the hosts and devices."""
+"""The order of the training examples: a pure function of (seed, step), independent of hosts and devices."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 class EpochShuffle:
     """The endless stream of training examples: one shuffled epoch after the other.
 
-    Position p of the stream lies in epoch p // num_examples, whose permutation depends on (seed, epoch) alone. So the
-    whole state of the data is one integer, and a batch may straddle two epochs: nothing is dropped.
+    Position p of the stream belongs to epoch p // num_examples, whose permutation depends on (seed, epoch) alone. So
+    the state of the data is one integer, and a batch may straddle two epochs: nothing is dropped.
     """
 
     def __init__(self, num_examples: int, seed: int):
@@ -33,7 +33,7 @@ class EpochShuffle:
     def _permutation(self, epoch: int) -> np.ndarray:
         if epoch not in self._epochs:
             # Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3") takes the pair itself as its
-            # key, so nearby seeds and epochs share nothing.
+            # key, so nearby seeds and epochs give independent orders.
             key = np.array([self.seed % 2**64, epoch], np.uint64)
             order = np.random.Generator(np.random.Philox(key=key)).permutation(self.num_examples)
             # A batch touches two epochs at most (unless it is larger than the data): keep the last two.

@@ -1,7 +1,7 @@
-"""One encoded photograph: its size, and its pixels at the smallest scale that a use of it needs.
+"""One encoded photograph: its size, and its pixels decoded at the smallest sufficient scale.
 
-JPEG is decoded by libjpeg-turbo (simplejpeg), which can halve an image while it decodes it; everything else, and every
-JPEG that it will not read, by Pillow.
+libjpeg-turbo (simplejpeg) decodes JPEG, and can halve an image while decoding; Pillow decodes other formats, and every
+JPEG that libjpeg-turbo refuses.
 """
 
 from __future__ import annotations
@@ -14,26 +14,23 @@ from typing import Any
 import numpy as np
 
 _SCALES = (1, 2, 4, 8)
-"""Denominators of the scales that JPEG is decoded at: those for which libjpeg-turbo has vector code."""
+"""Denominators of the decoding scales of JPEG: those with vector code in libjpeg-turbo."""
 _SPARE = 1.25
-"""What a scaled-down JPEG keeps is sharper than an antialiased image of that size: the resizing has to have a part."""
+"""A JPEG decoded at a reduced scale is sharper than an antialiased image; leave part of the reduction to resizing."""
 _ROWS_AT_ONCE = 16
-"""JPEG is decoded in bands of so many rows."""
+"""Rows of a JPEG band."""
 _SPARE_ROWS = 4
-"""More than are needed: colours are interpolated across the last row."""
+"""Rows decoded beyond the needed ones: colours are interpolated across rows."""
 
 
 class Scratch:
-    """Memory for intermediate images, used again: pages that the system hands out anew cost 0.5 ms an image.
-
-    Not for two threads at once.
-    """
+    """Reusable memory for intermediate images: new pages from the system cost 0.5 ms an image. Not thread-safe."""
 
     def __init__(self) -> None:
         self._kept: dict[str, np.ndarray] = {}
 
     def take(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """An array of uint8 for a use of this name; what was taken for it before is overwritten."""
+        """A uint8 array for the use `name`; overwrites the array taken earlier under that name."""
         size = math.prod(shape)
         if name not in self._kept or len(self._kept[name]) < size:
             self._kept[name] = np.empty(size, np.uint8)
@@ -41,14 +38,14 @@ class Scratch:
 
 
 class BadImage(ValueError):
-    """The bytes are no whole image."""
+    """The bytes are not a complete image."""
 
 
 class Photo:
     """An encoded image, as a viewer would show it: upright, in red, green and blue.
 
-    `height` and `width` are in pixels, after turning it as its EXIF orientation says. Raises BadImage for what is no
-    image; that some of its content is missing is seen when it is decoded.
+    `height` and `width` are in pixels, after rotation by the EXIF orientation. Raises BadImage for bytes that are no
+    image; missing content is detected when decoding.
     """
 
     height: int
@@ -65,7 +62,7 @@ class Photo:
             try:
                 found: Any = simplejpeg.decode_jpeg_header(encoded)
                 height, width, colorspace = found[:3]
-                self._is_jpeg = colorspace in ("RGB", "YCbCr", "Gray")  # The inks of CMYK need Pillow's arithmetic.
+                self._is_jpeg = colorspace in ("RGB", "YCbCr", "Gray")  # CMYK needs Pillow.
             except ValueError:
                 self._is_jpeg = False
             self._orientation, self._rows_at = _jpeg_header(encoded)
@@ -77,15 +74,15 @@ class Photo:
     def pixels(
         self, scale: float = 1.0, bottom: float | None = None, scratch: Scratch | None = None
     ) -> tuple[np.ndarray, float]:
-        """The image, uint8 [height, width, 3], and its scale: the smallest at hand that leaves detail to spare.
+        """(image as uint8 [height, width, 3], its scale): the smallest available scale that keeps enough detail.
 
-        At scale 1/2 an image of 375 rows has 188, the last of which is half outside of it. Rows below `bottom` may be
-        missing. Raises BadImage when the image is cut off or damaged.
+        At scale 1/2 an image of 375 rows has 188, the last of them half outside the image. Raises BadImage for an image
+        that is cut off or damaged.
 
         Args:
-          scale: what is needed at least.
-          bottom: the row, of the whole image, that the use of it ends before; None needs all.
-          scratch: where the image may lie.
+          scale: smallest sufficient scale.
+          bottom: row of the full-size image from which rows may be missing; None decodes all.
+          scratch: memory that the result may use.
         """
         denominator = max(one for one in _SCALES if one == 1 or scale * _SPARE <= 1 / one)
         found = self._decoded(denominator, bottom, scratch or Scratch()) if self._is_jpeg else None
@@ -101,8 +98,8 @@ class Photo:
         encoded, strict = self._encoded, True
         rows = height if bottom is None else -(-int(bottom + _SPARE_ROWS) // _ROWS_AT_ONCE) * _ROWS_AT_ONCE
         if rows < height and self._rows_at is not None and self._orientation == 1:
-            # The decoder stops after as many rows as the header says that there are, and warns of what is left over.
-            # It would warn of a file that is cut off as well, but this one has its end.
+            # The decoder stops after the number of rows in the header, and warns about leftover data. It would also
+            # warn about a truncated file, but this one has its end.
             encoded = bytearray(encoded)
             encoded[self._rows_at : self._rows_at + 2] = rows.to_bytes(2, "big")
             height, strict = rows, False
@@ -117,11 +114,11 @@ class Photo:
                 strict=strict,
             )
         except ValueError:
-            return None  # Pillow takes some that are slightly wrong, and says what the matter is with the others.
+            return None  # Pillow accepts slightly wrong files and explains what is wrong with others.
 
 
 def _open(encoded: bytes) -> tuple[Any, int]:
-    """The image as Pillow has it, and its orientation."""
+    """(Pillow image, EXIF orientation)."""
     from PIL import Image
 
     if not encoded:
@@ -129,19 +126,19 @@ def _open(encoded: bytes) -> tuple[Any, int]:
     try:
         image = Image.open(io.BytesIO(encoded))
         return image, int(image.getexif().get(0x0112, 1))
-    except Exception as error:  # Pillow raises many kinds
+    except Exception as error:  # Pillow raises many classes.
         raise BadImage(f"it cannot be read ({error})") from None
 
 
 def _convert(image: Any) -> np.ndarray:
     try:
         return np.array(image.convert("RGB"))
-    except Exception as error:  # Pillow raises many kinds
+    except Exception as error:  # Pillow raises many classes.
         raise BadImage(f"it cannot be read ({error})") from None
 
 
 def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
-    """The pixels as EXIF's orientation 1 to 8 wants them shown."""
+    """The pixels turned upright from EXIF orientation 1 to 8."""
     if orientation >= 5:
         pixels = pixels.transpose(1, 0, 2)
     if orientation in (3, 4, 7, 8):
@@ -152,20 +149,20 @@ def _turned(pixels: np.ndarray, orientation: int) -> np.ndarray:
 
 
 def _jpeg_header(encoded: bytes) -> tuple[int, int | None]:
-    """The orientation, 1 to 8, that a JPEG's EXIF data give it (1 without any), and where its number of rows stands.
+    """(EXIF orientation 1 to 8 of a JPEG, 1 without EXIF; offset of its number of rows).
 
-    The latter is None where fewer rows cannot be asked for: only a file that is whole, and has its rows one after the
-    other (sequential coding, all colours in one scan), can be read in part.
+    The offset is None if the file cannot be read in part: that needs a complete file with consecutive rows (sequential
+    coding, all colours in one scan).
     """
     place, orientation, frame, colours = 2, None, None, 0
     while place + 10 <= len(encoded) and encoded[place] == 0xFF:
-        if encoded[place + 1] == 0xFF:  # A byte of filling.
+        if encoded[place + 1] == 0xFF:  # A fill byte.
             place += 1
             continue
         marker, length = encoded[place + 1], int.from_bytes(encoded[place + 2 : place + 4], "big")
         if marker in (0xC0, 0xC1):  # Start of frame: length, bits, rows, columns, number of colours.
             frame, colours = place + 5, encoded[place + 9]
-        elif marker == 0xDA:  # The image begins: nothing about it comes any more.
+        elif marker == 0xDA:  # Start of scan: no more headers.
             whole = encoded[place + 4] == colours and encoded.rfind(b"\xff\xd9") > place
             return orientation or 1, frame if whole else None
         elif marker == 0xE1 and orientation is None and encoded[place + 4 : place + 10] == b"Exif\0\0":

@@ -1,4 +1,4 @@
-"""Photographs: how encoded images of any size become batches, as a config and as the sources that it makes."""
+"""Photographs: the config of how encoded images of any size become batches, and the sources that do it."""
 
 from __future__ import annotations
 
@@ -33,75 +33,77 @@ from jaxdl.data.view import Erasing, View
 
 IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)
 _VERSION = 2
-"""Of what caches hold: one written by code of another version is not read."""
+"""Version of the contents of caches; a cache of another version is not read."""
 _PIECES_A_WORKER = 2
-"""Into how many pieces a batch is cut for each worker, so that they finish it together."""
+"""Pieces of a batch per worker: more than one, so that workers finish a batch together."""
 _AHEAD = 2
-"""Batches that workers make while one is waited for."""
+"""Batches made ahead by the workers."""
 
 
 class Cache(Config):
-    """Where images are kept after they were read once, so that they need not be read and decoded again.
+    """Cache of images, so that later epochs need not read and decode them again.
 
-    Each host keeps what it came across, up to the limits; the first images stay.
+    Each host caches the images that it reads, up to the limits, and evicts none.
     """
 
     form: Literal["pixels", "encoded"] = "pixels"
-    """pixels: decoded, the shorter side made `short_side`; encoded: as they are, which takes less room and no time off
-    decoding. Crops are cut from what the cache holds, so training sees the same pixels with a cold and a warm cache."""
+    """pixels: cache decoded images, resized to `short_side`; encoded: cache the original bytes, which are smaller but
+    decoded in every epoch. Crops come from the cached form, so a cold and a warm cache give equal pixels."""
     short_side: int = pydantic.Field(default=256, ge=8)
-    """Of cached pixels; smaller images stay as they are. No less than the sizes that are trained and evaluated with."""
+    """Shorter side of cached images, in pixels, at least the sizes of training and evaluation; smaller images keep
+    their size."""
     memory_bytes: int = pydantic.Field(default=0, ge=0)
-    """Memory for the cache on each host, shared by its processes; lies in /dev/shm, so it is limited by that."""
+    """Bytes of the memory cache on each host, shared by its processes, in /dev/shm. 0 turns it off."""
     disk: str | None = None
-    """Folder of the cache on a local disk; None for none. A later run finds it."""
+    """Folder of the disk cache, on a local disk; later runs reuse it. None turns it off."""
     disk_bytes: int = pydantic.Field(default=2**40, ge=0)
-    """Room that the cache may take on the disk."""
+    """Largest size of the disk cache, in bytes."""
 
 
 class Photos(Config):
-    """How encoded images are made into batches: uint8 pixels of one size, by worker processes."""
+    """How worker processes turn encoded images into batches of uint8 pixels of one size."""
 
     size: int = pydantic.Field(default=224, ge=8)
-    """Height and width in training."""
+    """Height and width of training images, in pixels."""
     eval_size: int | None = pydantic.Field(default=None, ge=8)
-    """Height and width in evaluation; None takes `size`."""
+    """Height and width of evaluation images, in pixels; None uses `size`."""
     eval_fraction: float = pydantic.Field(default=0.875, gt=0, le=1)
-    """Evaluation shows the centre: this part of the shorter side. 0.875 is 224 of 256."""
+    """Centre crop of evaluation, as a fraction of the shorter side: 0.875 is 224 of 256 pixels."""
     crop: Literal["random", "centre"] = "random"
-    """Which part of a training image is shown: a random one, or as in evaluation."""
+    """Crop of training images: random, or the centre crop of evaluation."""
     min_scale: float = pydantic.Field(default=0.08, gt=0, le=1)
-    """The smallest share of the area that a random crop has (its largest is all)."""
+    """Smallest area of a random crop, as a fraction of the image; the largest is 1."""
     flip: bool = True
-    """Mirror half of the training images."""
+    """Mirror half of the training images horizontally, at random."""
     brightness: float = pydantic.Field(default=0.0, ge=0, le=1)
-    """Random change of brightness: by a factor from 1 - x to 1 + x."""
+    """Random change of brightness of training images, by a factor from 1 - x to 1 + x."""
     contrast: float = pydantic.Field(default=0.0, ge=0, le=1)
-    """Random change of contrast, as `brightness`."""
+    """Random change of contrast of training images, by a factor from 1 - x to 1 + x."""
     saturation: float = pydantic.Field(default=0.0, ge=0, le=1)
-    """Random change of saturation, as `brightness`."""
+    """Random change of saturation of training images, by a factor from 1 - x to 1 + x."""
     hue: float = pydantic.Field(default=0.0, ge=0, le=0.5)
-    """Random turn of the colours, as a part of the circle."""
+    """Random rotation of hue of training images, from -x to x, as a fraction of the colour circle."""
     policy: Literal["none", "rand", "trivial"] = "none"
-    """RandAugment (arXiv 1909.13719) or TrivialAugment (arXiv 2103.10158)."""
+    """Augmentation policy of training images: rand is RandAugment (arXiv 1909.13719), trivial is TrivialAugment (arXiv
+    2103.10158)."""
     policy_operations: int = pydantic.Field(default=2, ge=1)
-    """Operations that RandAugment applies to an image."""
+    """Number of operations that RandAugment applies to each image."""
     policy_magnitude: int = pydantic.Field(default=9, ge=0, le=30)
-    """Strength of RandAugment's operations."""
+    """Magnitude of the operations of RandAugment."""
     erase: float = pydantic.Field(default=0.0, ge=0, le=1)
-    """Probability that a rectangle of the image is erased (arXiv 1708.04896)."""
+    """Probability of erasing a random rectangle of a training image (arXiv 1708.04896)."""
     mean: tuple[float, float, float] = IMAGENET_MEAN
-    """Mean of red, green and blue, in grey levels; ImageNet's by default."""
+    """Mean of the red, green and blue values (0 to 255), for normalization; of ImageNet by default."""
     std: tuple[float, float, float] = IMAGENET_STD
-    """Their standard deviations."""
+    """Standard deviation of the red, green and blue values (0 to 255), for normalization."""
     workers: int | None = pydantic.Field(default=None, ge=0)
-    """Worker processes of each process; None takes the CPUs that it may use (its share of the host's), 0 makes the
-    batches without any."""
+    """Number of worker processes of each process. None uses one per available CPU (the process's share of the host), 0
+    makes batches in the process itself."""
     max_bad: int = pydantic.Field(default=100, ge=0)
-    """So many images may turn out to be damaged (each is named, and another takes its place); one more is an error, as
-    is more than half of a split."""
+    """Most damaged images that a run tolerates; each is reported and replaced by another. More, or more than half of a
+    split, is an error."""
     cache: Cache = Cache()
-    """Tiers of the cache."""
+    """Cache of the images."""
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Photos:
@@ -109,13 +111,13 @@ class Photos(Config):
             largest = max(self.size, self.eval_size or 0)
             if self.cache.form == "pixels" and self.cache.short_side < largest:
                 raise ValueError(
-                    f"cache.short_side = {self.cache.short_side}: images of {largest} pixels would be made from "
-                    "smaller ones. Raise it, or set cache.form = encoded."
+                    f"cache.short_side = {self.cache.short_side}: smaller than the images of {largest} pixels that are "
+                    "made from it. Raise it, or set cache.form = encoded."
                 )
         return self
 
     def build(self, train: Records, test: Records, num_classes: int, *, name: str) -> Splits:
-        """The sources of two splits. `name` is the data set's, for messages and the folders of the cache."""
+        """The sources of two splits. `name`: name of the data set, for messages and the folders of the cache."""
         for records, split in ((train, "training"), (test, "held-out")):
             if len(records) == 0:
                 raise ConfigError(f"{name}: its {split} split has no examples. Choose another, or add images to it.")
@@ -128,7 +130,7 @@ class Photos(Config):
         return Splits(*sources)
 
     def view(self, *, train: bool, size: int | None = None, min_scale: float | None = None) -> View:
-        """How images are shown in training or evaluation, perhaps at another size."""
+        """The view (crop, size, augmentation) of training or evaluation; `size` and `min_scale` override the config."""
         if not train:
             return View(size or self.eval_size or self.size, train=False, centre_fraction=self.eval_fraction)
         jitter = Jitter(self.brightness, self.contrast, self.saturation, self.hue)
@@ -148,7 +150,7 @@ class Photos(Config):
 
 
 class ImagePipeline:
-    """The records, the cache and the workers of a data set; its sources share it. The workers start when needed."""
+    """The records, cache and workers of a data set, shared by its sources. Workers start on first use."""
 
     def __init__(self, config: Photos, records: tuple[Records, ...], name: str) -> None:
         self.config, self.records, self.name = config, records, name
@@ -163,7 +165,7 @@ class ImagePipeline:
         self._nothing: tuple[int, np.ndarray] | None = None
 
     def plan(self) -> PipelinePlan:
-        """What the workers have to know."""
+        """The plan that the workers receive."""
         cache = self.config.cache
         splits = []
         for split, records in enumerate(self.records):
@@ -180,7 +182,7 @@ class ImagePipeline:
         return PipelinePlan(tuple(splits), side, self.config.max_bad)
 
     def cache_key(self) -> str:
-        """Name of the cache's folders: another source, version or form of what is kept has another."""
+        """Name of the cache folders; depends on the source, the version and the form of the cache."""
         cache = self.config.cache
         form = {"form": cache.form, "short_side": cache.short_side if cache.form == "pixels" else None}
         told = json.dumps([_VERSION, form, [records.identity for records in self.records]], sort_keys=True)
@@ -189,11 +191,11 @@ class ImagePipeline:
         )
 
     def _share(self, budget: int, split: int) -> int:
-        """What a split may take of a budget: by its number of examples."""
+        """The share of a split in a budget of bytes, by its number of examples."""
         return budget * len(self.records[split]) // sum(map(len, self.records))
 
     def pool(self) -> Pool:
-        """The workers."""
+        """The pool of workers; starts it if needed."""
         with self._lock:
             if self._pool is None:
                 clear_abandoned()
@@ -203,7 +205,7 @@ class ImagePipeline:
             return self._pool
 
     def close(self) -> None:
-        """Ends the workers; they start again when they are needed again."""
+        """Ends the workers; the next use starts them again."""
         with self._lock:
             if self._pool is not None:
                 self._pool.close()
@@ -213,7 +215,7 @@ class ImagePipeline:
                     self._held = None
 
     def start(self, work: Work, offset: int, images: np.ndarray) -> list[Future[Made]]:
-        """Gives the rows of a batch to the workers, in pieces."""
+        """Submits the rows of a batch to the workers, in pieces."""
         pool, count = self.pool(), len(work.indices)
         pieces = max(1, min(count, self._num_workers * _PIECES_A_WORKER))
         edges = np.linspace(0, count, pieces + 1).astype(int)
@@ -228,7 +230,7 @@ class ImagePipeline:
         ]
 
     def keep(self, split: int, indices: np.ndarray) -> Future[Made]:
-        """Brings examples into the tiers of the cache that lack them."""
+        """Stores examples in the cache tiers that lack them."""
         pool = self.pool()
         if self._nothing is None:
             self._nothing = pool.area.take(1)
@@ -236,15 +238,15 @@ class ImagePipeline:
         return pool.submit(self._nothing[0], self._nothing[1][:1], work)
 
     def so_far(self) -> Activity:
-        """What has been done so far."""
+        """Statistics so far."""
         with self._lock:
             return Activity(Counter(self._activity.tiers), dict(self._activity.seconds), Counter(self._activity.passed))
 
     def account(self, made: Made) -> None:
-        """Adds up what workers report.
+        """Adds the statistics of a piece of work and prints its warnings.
 
-        Raises ConfigError when too many examples are damaged, and ClusterError when they cannot be reached: the run
-        ends, and can be resumed when the network is back.
+        Raises ConfigError if too many examples are damaged, and ClusterError if they are out of reach: the run ends and
+        can be resumed once the storage answers again.
         """
         with self._lock:
             self._activity.tiers.update(made.tiers)
@@ -264,7 +266,7 @@ class ImagePipeline:
 
 
 class PhotoSource(Source):
-    """The images of a split as `view` shows them."""
+    """The images of a split, cropped and augmented by `view`."""
 
     reuses_memory = True
 
@@ -273,22 +275,22 @@ class PhotoSource(Source):
 
     @property
     def spec(self) -> ImageSpec:
-        """Shapes and statistics."""
+        """Shape, number of classes, mean and standard deviation."""
         return self._spec
 
     def __len__(self) -> int:
         return len(self.pipeline.records[self._split])
 
     def content(self) -> str:
-        """That of its records."""
+        """The content hash of its records."""
         return self.pipeline.records[self._split].content
 
     def activity(self) -> Activity:
-        """What the pipeline has done so far, for all splits."""
+        """Statistics of the pipeline so far, for all splits."""
         return self.pipeline.so_far()
 
     def on_warning(self, warn: Callable[[str], None]) -> None:
-        """Whom to tell of damaged images and tiers that are full."""
+        """Sets the callback for warnings about damaged images and full cache tiers."""
         self.pipeline.warn = warn
 
     def close(self) -> None:
@@ -301,26 +303,26 @@ class PhotoSource(Source):
         return PhotoSource(self.pipeline, self._split, view, dataclasses.replace(self._spec, height=size, width=size))
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The examples as they are shown in epoch 0 of seed 0."""
+        """The training rows of examples, as in epoch 0 of seed 0."""
         rows = TrainRows(np.asarray(indices, np.int64), np.zeros(len(indices), np.int64), 0)
         with contextlib.closing(self.train_batches(iter([rows]))) as made:
             return {name: value.copy() for name, value in next(made).items()}
 
     def eval_batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """The examples as they are shown in evaluation, with "mask": False for padding and for damaged images."""
+        """The evaluation rows of examples, with "mask": False for padding and damaged images."""
         with contextlib.closing(self.eval_batches(iter([indices]))) as made:
             return {name: value.copy() for name, value in next(made).items()}
 
     def train_batches(self, requests: Iterator[TrainRows]) -> Generator[dict[str, np.ndarray], None, None]:
-        """The rows of each request, made ahead; what is yielded is overwritten after the next one is asked for."""
+        """The rows of each request, made ahead. Requesting the next batch overwrites the last one."""
         work = (Work(self._split, self._view, one.seed, one.indices, one.epochs) for one in requests)
         for images, labels, _ in self._made(work):
             yield {"image": images, "label": labels}
 
     def eval_batches(self, requests: Iterator[np.ndarray]) -> Generator[dict[str, np.ndarray], None, None]:
-        """As `train_batches`, for indices to evaluate."""
+        """Like `train_batches`, for the indices of an evaluation."""
         view, count = self._view, len(self)
-        assert not view.train, "training images are not shown as in evaluation"
+        assert not view.train, "this source has a training view"
         work = (
             Work(self._split, view, 0, np.where(one < count, one, -1), np.zeros(len(one), np.int64)) for one in requests
         )
@@ -351,19 +353,19 @@ class PhotoSource(Source):
                 area.give_back(offset)
         finally:
             for offset, _, futures in pending:
-                wait(futures)  # Until then they write there.
+                wait(futures)  # Workers write there until then.
                 area.give_back(offset)
 
 
 def num_cpus() -> int:
-    """CPUs that this process may use: at most its share of the host's, where several processes of the run are on it."""
+    """CPUs that this process may use: at most its share of the host, if several processes of the run are on it."""
     every = os.cpu_count() or 1
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
     return max(1, min(allowed, every // processes_of_host(), _quota()))
 
 
 def _quota() -> int:
-    """CPUs that a container may keep busy."""
+    """CPU limit of the container."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return math.ceil(int(limit) / int(period))
@@ -372,9 +374,9 @@ def _quota() -> int:
 
 
 def processes_of_host() -> int:
-    """How many processes of the run are on this host, as jaxdl's launcher, Open MPI or Slurm say."""
+    """Processes of the run on this host, according to jaxdl's launcher, Open MPI or Slurm; 1 if unknown."""
     for name in ("JAXDL_PROCESSES_OF_HOST", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
-        # Slurm's may be "4(x2)", 4 on each of 2 nodes; from "1,8" nobody knows which this one is.
+        # Slurm's may be "4(x2)", 4 on each of 2 nodes; "1,8" does not tell which node this is.
         found = re.fullmatch(r"([1-9]\d*)(\(x\d+\))?", os.environ.get(name, ""))
         if found is not None:
             return int(found[1])

@@ -1,7 +1,7 @@
 """Worker processes that make image batches in shared memory.
 
-The memory has no name, so nothing of it is left when the processes are gone, however they went. A worker that dies is
-replaced and its work is given out again: rows depend on nothing but what is asked for, so the batches are the same.
+The memory is anonymous, so it vanishes with the processes, even if they are killed. A worker that dies is replaced and
+its work is repeated: rows depend only on the request, so the batches stay the same.
 """
 
 from __future__ import annotations
@@ -28,21 +28,19 @@ from jaxdl.data.maker import Made, Maker, PipelinePlan, Work
 from jaxdl.data.memfd import nameless_file, write_shared
 
 _AT_ONCE = 2
-"""Pieces of work that a worker has: one in hand, one waiting."""
+"""Pieces of work per worker: one in progress, one waiting."""
 _DEATHS = 3
-"""So many workers may die over one piece of work, or in a row before they begin."""
-
-
+"""Deaths of workers over one piece of work, or in a row at their start, that are an error."""
 _END_SEC = 3.0
-"""How long a worker may take to end: it is at most in the middle of a piece of work."""
+"""Seconds for a worker to exit; it may have to finish a piece of work."""
 
 
 class WorkerError(ConfigError):
-    """Workers die whatever is done about it."""
+    """Replacement workers die, too."""
 
 
 class Area:
-    """Memory that this process and its workers share: nameless, in pieces that are taken and given back."""
+    """Anonymous memory that this process shares with its workers; allocates and frees pieces."""
 
     def __init__(self) -> None:
         self.file = nameless_file("jaxdl-batches")
@@ -51,7 +49,7 @@ class Area:
         self._lock = threading.Lock()
 
     def take(self, size: int) -> tuple[int, np.ndarray]:
-        """Offset and bytes of a new piece: uint8 [size]."""
+        """Allocates a piece: (offset, uint8 array of `size`, rounded up to pages)."""
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             offset = 0
@@ -63,23 +61,23 @@ class Area:
             if offset + size > self._size:
                 self._size = offset + size
                 os.ftruncate(self.file, self._size)
-            if (offset, size) not in self._maps:  # Mapping anew would fault in every page of every batch.
+            if (offset, size) not in self._maps:  # A new mapping would fault in every page of every batch.
                 self._maps = {piece: found for piece, found in self._maps.items() if piece[0] in self._taken}
                 self._maps[offset, size] = np.frombuffer(mmap.mmap(self.file, size, offset=offset), np.uint8)
             return offset, self._maps[offset, size]
 
     def give_back(self, offset: int) -> None:
-        """The piece at `offset` may be taken again."""
+        """Frees the piece at `offset`."""
         with self._lock:
             self._taken.pop(offset, None)
 
     def close(self) -> None:
-        """Closes the file; what is mapped stays as long as it is used."""
+        """Closes the file; mapped pieces remain valid while they are used."""
         os.close(self.file)
 
 
 class _Piece:
-    """A piece of work on its way."""
+    """A piece of work, queued or in progress."""
 
     def __init__(self, offset: int, shape: tuple[int, ...], work: Work) -> None:
         self.offset, self.shape, self.work = offset, shape, work
@@ -88,7 +86,7 @@ class _Piece:
 
 
 class _Worker:
-    """A worker process and what it has to do."""
+    """A worker process and its pieces of work."""
 
     def __init__(self, plan: int, area: int) -> None:
         ours, theirs = socket.socketpair()
@@ -106,12 +104,12 @@ class _Worker:
         self.ready = False
 
     def send(self, message: Any) -> None:
-        """Sends; that the worker is gone is seen when it is heard next."""
+        """Sends a message; a dead worker is noticed when its connection is next read."""
         with contextlib.suppress(OSError):
             self.connection.send(message)
 
     def end(self) -> None:
-        """Waits until the process has ended, which it does when its connection closes; kills it if it is stuck."""
+        """Closes the connection, so that the process exits, and waits for it; kills it if it is stuck."""
         self.connection.close()
         try:
             self.process.wait(_END_SEC)
@@ -121,9 +119,9 @@ class _Worker:
 
 
 class Pool:
-    """Workers that make rows as a plan says; with none, the rows are made in the caller's thread.
+    """Workers that make rows according to a plan; with 0 workers, the caller's thread makes them.
 
-    A context manager; one that is dropped ends its workers too.
+    A context manager. Its workers end when it is closed or garbage-collected.
     """
 
     def __init__(self, plan: PipelinePlan, num_workers: int) -> None:
@@ -134,7 +132,7 @@ class Pool:
         self._finalizer = weakref.finalize(self, _end, self._dispatch, self._maker, self.area)
 
     def submit(self, offset: int, images: np.ndarray, work: Work) -> Future[Made]:
-        """Starts to make rows in `images`, which lie at `offset` of the area. The future raises what went wrong."""
+        """Starts to make rows in `images`, at `offset` of the area. The future raises errors of the workers."""
         if self._dispatch is not None:
             return self._dispatch.submit(_Piece(offset, images.shape, work))
         assert self._maker is not None
@@ -167,7 +165,7 @@ def _end(dispatch: _Dispatch | None, maker: Maker | None, area: Area) -> None:
 
 
 class _Dispatch:
-    """A thread that gives work to the workers in order, and replaces those that die."""
+    """A thread that distributes work to the workers in order, and replaces workers that die."""
 
     def __init__(self, plan: PipelinePlan, num_workers: int, area: int) -> None:
         self._plan, self._area, self._number = plan, area, 0
@@ -193,7 +191,7 @@ class _Dispatch:
         return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
-        """Ends the thread and the workers; work that is not done is cancelled."""
+        """Ends the thread and the workers; unfinished work is cancelled."""
         with self._lock:
             if self._closed:
                 return
@@ -251,20 +249,20 @@ class _Dispatch:
             self._deaths += 1
             if self._deaths >= _DEATHS:
                 raise WorkerError(
-                    f"workers of the image pipeline end with code {worker.process.returncode} before they begin; see "
-                    "above."
+                    f"workers of the image pipeline exit with code {worker.process.returncode} at their start; see "
+                    "the output above."
                 )
         pieces = [worker.pieces[number] for number in sorted(worker.pieces)]
         if pieces and worker.ready:
-            pieces[0].deaths += 1  # The one in hand.
+            pieces[0].deaths += 1  # The one in progress.
             if pieces[0].deaths >= _DEATHS:
                 piece = pieces.pop(0)
                 records = self._plan.splits[piece.work.split].records
                 names = ", ".join(records.name(index) for index in piece.work.indices if index >= 0)
                 piece.future.set_exception(
                     WorkerError(
-                        f"{_DEATHS} workers died (code {worker.process.returncode}) over {names}: is there too little "
-                        "memory, or a file that kills its decoder?"
+                        f"{_DEATHS} workers died (code {worker.process.returncode}) over {names}. Either memory ran "
+                        "out (use fewer workers), or a file crashes its decoder (remove it)."
                     )
                 )
         with self._lock:

@@ -1,7 +1,7 @@
-"""A data set that TensorFlow Datasets has prepared: found, checked and opened; what is missing or damaged is named.
+"""Finds, checks and opens a data set prepared by TensorFlow Datasets; names missing and damaged files.
 
-The libraries below raise many kinds of errors for a broken folder, most without the name of the file. Here each is a
-ConfigError that says which file is wrong, how, and what to do.
+The libraries raise many classes of errors for a broken folder, most without the file name. Here each becomes a
+ConfigError that names the file, what is wrong with it, and the remedy.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jaxdl.data import remote
 from jaxdl.data.records import BadRecord
 
 _READERS = 16
-"""Record files that are checked at once: that waits for disks and networks, not for the CPU."""
+"""Record files checked concurrently, because the checks wait for disks and networks, not for the CPU."""
 _SPARE_FILES = 64
-"""Files that a process has open besides those of the data set."""
+"""Open files of a process besides those of the data set."""
 
 
 class Unreadable(BadRecord):
@@ -41,10 +41,10 @@ class Unreadable(BadRecord):
 
 
 def open_builder(name: str, data_dir: str | None) -> Any:
-    """The library's builder of a prepared data set, whose `info` says what is in it.
+    """The library's builder of a prepared data set; its `info` describes the data.
 
-    Raises ConfigError when there is none of this name, its dataset_info.json or features.json is damaged, or this user
-    may not read it; and ClusterError when its disk does not answer for 20 seconds.
+    Raises ConfigError if there is no such data set, its dataset_info.json or features.json is damaged, or this user may
+    not read it; and ClusterError if its disk does not answer for 20 seconds.
     """
     with _reachable(name):
         return _open_builder(name, data_dir)
@@ -64,7 +64,7 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
         builder, prepared = remote.patiently(lambda: name, find)
     except (PermissionError, remote.Outage):
         raise
-    except Exception as error:  # of many kinds, for a folder that is not as it should be
+    except Exception as error:  # Of many classes, for a broken folder.
         reason = remote.first_line(error)
         if (folder := _find_folder(name, data_dir)) is not None:
             fault = _metadata_fault(folder) or f"{folder}: it cannot be opened as a data set ({reason})"
@@ -98,21 +98,21 @@ def _check_root(name: str, data_dir: str) -> None:
 
 @contextlib.contextmanager
 def _reachable(name: str) -> Iterator[None]:
-    """Context of opening a data set: what this user may not read, and a disk that does not answer, are no damage."""
+    """Context of opening a data set: missing permission and an unresponsive disk are not reported as damage."""
     try:
         yield
     except PermissionError as error:
         place = str(error.filename).removesuffix("/.")
         raise ConfigError(
-            f"tfds {name}: {place}: it cannot be read ({error.strerror}). Ask its owner to let you read it (chmod -R "
-            "a+rX on the folder of the data set), or start jaxdl as a user who may."
+            f"tfds {name}: {place}: it cannot be read ({error.strerror}). Ask its owner for permission (chmod -R a+rX "
+            "on the folder of the data set), or start jaxdl as a user who has it."
         ) from None
     except remote.Outage as error:
         raise ClusterError(f"tfds {name}: out of reach: {error}") from None
 
 
 def find_test_split(builder: Any) -> str:
-    """ "test" or "validation", the first that the data set has. Raises ConfigError for one that has neither."""
+    """ "test" or "validation", the first that the data set has. Raises ConfigError if it has neither."""
     for split in ("test", "validation"):
         if split in builder.info.splits:
             return split
@@ -126,19 +126,19 @@ def find_test_split(builder: Any) -> str:
 
 
 def open_split(builder: Any, split: str, keys: Sequence[str], *, check: bool = True) -> Stored:
-    """The examples of a split, by index, their images left encoded.
+    """The examples of a split by index, with encoded images.
 
     Args:
-      builder: that of `open_builder`.
-      split: the split, perhaps a slice, `train[:90%]`.
-      keys: the features that every example must have.
-      check: whether the record files are checked: that each is there, is whole at its end, and has the number of
-        records that dataset_info.json gives. Takes about a millisecond a file on a local disk.
+      builder: result of `open_builder`.
+      split: the split or a slice of it, `train[:90%]`.
+      keys: features that every example must have.
+      check: check that each record file exists, is complete at its end, and has as many records as dataset_info.json
+        says. Takes about a millisecond per file on a local disk.
 
     Raises:
-      ConfigError: for an unknown or empty split, and for a file that is missing, cut off or damaged at its end, or that
-        this user may not read.
-      ClusterError: when their disk does not answer for 20 seconds.
+      ConfigError: an unknown or empty split, or a file that is missing, truncated, damaged at its end or unreadable for
+        this user.
+      ClusterError: the disk does not answer for 20 seconds.
     """
     with _reachable(builder.name):
         return _open_split(builder, split, keys, check)
@@ -161,7 +161,7 @@ def _open_split(builder: Any, split: str, keys: Sequence[str], check: bool) -> S
         )
     except (ConfigError, PermissionError, remote.Outage):
         raise
-    except Exception as error:  # as above
+    except Exception as error:  # As above.
         if fault := _metadata_fault(str(builder.data_dir)):
             raise ConfigError(f"tfds {builder.name}: {fault}. {_build_again(builder)}") from None
         text = str(error.args[0] if isinstance(error, KeyError) and error.args else error).strip()
@@ -185,19 +185,19 @@ class Stored:
         return len(self._source)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """An example. Raises Unreadable when it is damaged, and Outage when a network disk fails for 20 seconds."""
+        """An example. Raises Unreadable if it is damaged, and Outage if a network disk fails for 20 seconds."""
         try:
             return remote.patiently(lambda: self._place(index), lambda: self._whole(index, self._source[index]))
         except (BadRecord, remote.Outage):
             raise
-        except Exception as error:  # as above
+        except Exception as error:  # As above.
             raise Unreadable(index, f"{self._place(index)} cannot be read ({remote.first_line(error)})") from None
 
     def many(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        """Several examples, read at once. Raises as for one of them."""
+        """Several examples in one read. Raises as `[]` does."""
         try:
             found = self._source.__getitems__(list(indices))
-        except Exception:  # It does not say of which: read one by one, that one raises.
+        except Exception:  # Without the index: read one by one to find it.
             return [self[index] for index in indices]
         return [self._whole(index, example) for index, example in zip(indices, found, strict=True)]
 
@@ -214,7 +214,7 @@ class Stored:
 
 
 def _check_files(builder: Any, files: Sequence[Any]) -> None:
-    """Raises ConfigError for record files that are missing, damaged, or have another number of records."""
+    """Raises ConfigError for record files that are missing, damaged, or have a wrong number of records."""
     _allow_files(builder.name, len(files))
     with ThreadPoolExecutor(min(_READERS, len(files))) as threads:
         counts = [one.examples_in_shard for one in files]
@@ -225,10 +225,10 @@ def _check_files(builder: Any, files: Sequence[Any]) -> None:
 
 
 def _allow_files(name: str, count: int) -> None:
-    """Raises this process's limit of open files for a data set of `count`; ConfigError if the system does not let it.
+    """Increases this process's limit of open files for `count` record files; raises ConfigError if it cannot.
 
-    The soft limit, 1,024 on most systems, is for programs that cannot handle more. The processes that this one starts
-    inherit the new one.
+    The soft limit, 1,024 on most systems, exists for programs that cannot handle more. Child processes inherit the new
+    limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed, wanted = count + _SPARE_FILES, 2 * count + 1024  # The other split has files too.
@@ -240,14 +240,14 @@ def _allow_files(name: str, count: int) -> None:
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         raise ConfigError(
-            f"tfds {name}: it has {count:,} record files, which are open all at once, but this process may open "
-            f"{soft:,} files, and cannot raise that limit. Raise it before you start it: ulimit -n "
-            f"{2 * count + 1024} (above ulimit -Hn only root can; in a container, --ulimit nofile does)."
+            f"tfds {name}: all of its {count:,} record files must be open at once, but this process may open only "
+            f"{soft:,} files and cannot raise that limit. Raise it before the start: ulimit -n {2 * count + 1024} "
+            "(above ulimit -Hn only root can; in a container, use --ulimit nofile)."
         )
 
 
 def _file_fault(file: str, count: int) -> str | None:
-    """What is wrong with a record file that should have `count` records; None if nothing can be seen from its end.
+    """The fault of a record file that should have `count` records; None if its end shows none.
 
     Raises PermissionError, and Outage for a disk that does not answer.
     """
@@ -259,12 +259,12 @@ def _file_fault(file: str, count: int) -> str | None:
         return f"{file}: the file is missing"
     except OSError as error:
         return f"{file}: it cannot be read ({error.strerror})"
-    except Exception as error:  # as above
+    except Exception as error:  # As above.
         return f"{file}: it is cut off or damaged ({str(error).strip() or 'its end is missing'})"
 
 
 def _look_at(file: str, count: int) -> str | None:
-    """As `_file_fault`, but raises what the system and the reader do."""
+    """Like `_file_fault`, but raises the errors of the system and of the reader."""
     module: Any = importlib.import_module("array_record.python.array_record_module")  # It has no types.
     if not remote.is_remote(file):
         opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # A pipe must not block here.
@@ -273,12 +273,12 @@ def _look_at(file: str, count: int) -> str | None:
         finally:
             os.close(opened)
         if not stat.S_ISREG(status.st_mode):
-            return f"{file}: it is no file"
+            return f"{file}: it is not a regular file"
         if status.st_size == 0:
             return f"{file}: it is empty"
     reader = module.ArrayRecordReader(file, options="readahead_buffer_size:0", file_reader_buffer_size=32768)
     found, whole = reader.num_records(), reader.ok()
-    reader.close()  # This raises what was wrong.
+    reader.close()  # Raises the reader's error.
     if not whole:
         return f"{file}: it is cut off or damaged"
     if found != count:
@@ -287,7 +287,7 @@ def _look_at(file: str, count: int) -> str | None:
 
 
 def _find_folder(name: str, data_dir: str | None) -> str | None:
-    """The local folder of a data set's newest version that the name allows; None if there is none."""
+    """The local folder of the newest matching version of a data set; None if there is none."""
     if data_dir is not None and remote.is_remote(data_dir):
         return None
     base, _, version = name.partition(":")
@@ -302,7 +302,7 @@ def _find_folder(name: str, data_dir: str | None) -> str | None:
 
 
 def _metadata_fault(folder: str) -> str | None:
-    """What is wrong with the two files that describe a data set, as far as it can be seen; not in the cloud.
+    """The fault of the two files that describe a data set; None if none is found, or in the cloud.
 
     Raises PermissionError, and Outage for a disk that does not answer.
     """
@@ -318,7 +318,7 @@ def _metadata_fault(folder: str) -> str | None:
             raise
         except OSError as error:
             return f"{path}: it cannot be read ({error.strerror})"
-        except ValueError as error:  # no JSON, or no UTF-8
+        except ValueError as error:  # Not JSON, or not UTF-8.
             return f"{path}: it is {'empty' if path.stat().st_size == 0 else f'not JSON ({error})'}"
         needed = ("version", "splits") if name == "dataset_info.json" else ("pythonClassName",)
         missing = [key for key in needed if not isinstance(content, dict) or key not in content]
@@ -331,7 +331,7 @@ def _metadata_fault(folder: str) -> str | None:
 
 def _splits_fault(splits: Any) -> str | None:
     if not isinstance(splits, list):
-        return "its splits are no list"
+        return "its splits are not a list"
     for split in splits:
         if not isinstance(split, dict) or not split.get("name"):
             return "one of its splits has no name"
@@ -342,11 +342,11 @@ def _splits_fault(splits: Any) -> str | None:
 
 
 def _advice(name: str, data_dir: str | None) -> str:
-    where = "" if data_dir else " TFDS_DATA_DIR or data_dir says where prepared data sets are."
+    where = "" if data_dir else " TFDS_DATA_DIR or data_dir is the folder of prepared data sets."
     return (
         "To prepare it, on any machine with TensorFlow (reading needs none):\n"
         f"  {_command(name, data_dir)}\n"
-        f"and copy the folder if that was elsewhere.{where}"
+        f"and copy the folder here if that was another machine.{where}"
     )
 
 

@@ -1,7 +1,7 @@
-"""Folders of this user alone, in places where others may write: /dev/shm, /tmp, a disk that a group shares.
+"""Private folders of this user in places where others may write: /dev/shm, /tmp, a disk that a group shares.
 
-Names there can be guessed, so another user can make the folder first, or put a symbolic link in its place. What is
-stored in it would be read as this run's own data, and what is written through the link would overwrite another file.
+Their names can be guessed, so another user can make the folder first, or put a symbolic link in its place. The run
+would then read that user's data as its own, or overwrite a file through the link.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class NotPrivate(OSError):
-    """What has the name of a private folder is none; the message says what it is, whose, and what to do."""
+    """A path is not a private folder or file; the message says what it is, whose, and what to do."""
 
 
 def private_folder(path: Path) -> int:
-    """Opens a folder that only this user can write to, and makes it (mode 0700) if it is not there.
+    """Opens a folder that only this user can write to; makes it (mode 0700) if it does not exist.
 
-    The check is of the open folder, which nobody can exchange afterwards: use the descriptor, or the path while the
-    folder above it does not let others rename entries (as /dev/shm and /tmp do not).
+    Checks the open folder, which nobody can exchange afterwards. So use the descriptor; or the path, if the parent
+    folder does not let others rename entries (/dev/shm and /tmp do not).
 
     Returns:
       The folder's file descriptor, for the caller to close.
 
     Raises:
-      NotPrivate: when the name is a link or a file, or the folder belongs to another user or can be written by others.
-      OSError: when it cannot be made or opened.
+      NotPrivate: the path is a link or a file, or the folder belongs to another user or can be written by others.
+      OSError: the folder cannot be made or opened.
     """
     with contextlib.suppress(FileExistsError):
         os.mkdir(path, 0o700)
@@ -38,11 +38,11 @@ def private_folder(path: Path) -> int:
 
 
 def open_private(path: Path) -> int:
-    """As `private_folder`, for a folder that is there. Raises FileNotFoundError when it is not."""
+    """Like `private_folder`, for an existing folder. Raises FileNotFoundError if there is none."""
     try:
         folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
-        with contextlib.suppress(FileNotFoundError):  # Then the first error says more.
+        with contextlib.suppress(FileNotFoundError):  # Then the first error is the better one.
             found = os.lstat(path)
             if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
                 raise _not_private(path, found, "folder") from error
@@ -55,16 +55,16 @@ def open_private(path: Path) -> int:
 
 
 def open_own(folder: int, path: Path, flags: int) -> int:
-    """Opens a file of a private folder, given by its descriptor too; with O_CREAT it is made with mode 0600.
+    """Opens the file `path` of a private folder with the descriptor `folder`; O_CREAT makes it with mode 0600.
 
-    Never follows a link. Raises NotPrivate for a link and for what is no regular file, and the system's OSError for
-    what cannot be opened or made: FileNotFoundError only if the file, or with O_CREAT the folder, is gone.
+    Never follows a link. Raises NotPrivate for a link or anything but a regular file, and OSError if the file cannot be
+    opened or made: FileNotFoundError only if the file, or with O_CREAT the folder, does not exist.
     """
     try:
-        # A pipe must not block here.
+        # O_NONBLOCK, so that a pipe does not block.
         file = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600, dir_fd=folder)
     except OSError as error:
-        with contextlib.suppress(FileNotFoundError):  # A file that could not be made is not there: say why it was not.
+        with contextlib.suppress(FileNotFoundError):  # The file could not be made: the first error says why.
             found = os.stat(path.name, dir_fd=folder, follow_symlinks=False)
             if not stat.S_ISREG(found.st_mode):
                 raise _not_private(path, found, "regular file") from error
@@ -80,19 +80,19 @@ def _not_private(path: Path, found: os.stat_result, wanted: str) -> NotPrivate:
     owner = _user(found.st_uid)
     remedy = "Remove it, or ask its owner to."
     if stat.S_ISLNK(found.st_mode):
-        what = f"it is a symbolic link that {owner} made"
+        what = f"it is a symbolic link made by {owner}"
     elif not (stat.S_ISDIR if wanted == "folder" else stat.S_ISREG)(found.st_mode):
-        what = f"it is no {wanted}, and belongs to {owner}"
+        what = f"it is not a {wanted}, and belongs to {owner}"
     elif found.st_uid != os.geteuid():
         what = f"the {wanted} belongs to {owner}"
     else:
         what = f"other users can write to the {wanted} (mode {stat.S_IMODE(found.st_mode):04o})"
-        remedy = "Remove it; or, if you know that nobody has changed it, take their permission away (chmod 700)."
-    return NotPrivate(f"{path}: {what}, so what is in it cannot be trusted by {_user(os.geteuid())}. {remedy}")
+        remedy = "Remove it; or, if you know that nobody has changed it, revoke their permission (chmod 700)."
+    return NotPrivate(f"{path}: {what}, so {_user(os.geteuid())} cannot trust its contents. {remedy}")
 
 
 def why_not(folder: Path, error: OSError) -> str:
-    """For a message: why a folder or a file in it cannot be used."""
+    """The reason why a folder, or a file in it, cannot be used, for a message."""
     return str(error) if isinstance(error, NotPrivate) else f"{folder}: {error.strerror or error}"
 
 

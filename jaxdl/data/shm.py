@@ -1,8 +1,7 @@
-"""Folders in memory that the processes of a host share: the home of the cache's memory tier.
+"""Folders in /dev/shm that the processes of a host share: the memory tier of the cache.
 
-A folder is in /dev/shm, is this user's alone, and belongs to the processes that hold its lock. What a killed process
-leaves is removed by the next start of any run (or taken over, if it is the same cache), and the last process to end in
-good order removes it.
+A folder is private to this user and belongs to the processes that hold its lock. The last of them to exit normally
+removes it. What killed processes leave is removed by the next start of any run, or reused if it is the same cache.
 """
 
 from __future__ import annotations
@@ -21,34 +20,34 @@ from jaxdl.config import ConfigError
 from jaxdl.data.private import open_own, open_private, private_folder, why_not
 
 _TRIES = 100
-"""How often a folder is made again that other processes, which end, have removed in the meantime."""
+"""Attempts to make a folder that exiting processes keep removing."""
 _held: dict[Path, tuple[int, int]] = {}
-"""The locks of this process: folder -> file descriptor, and how often it is held."""
+"""The locks of this process: folder -> (file descriptor, number of holders). Global, so that `atexit` releases them."""
 
 
 def memory_folder() -> Path:
-    """Where files are memory; without such a place, the folder for temporary files."""
+    """/dev/shm, whose files are in memory; if there is none, the folder for temporary files."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def shared_path(key: str) -> Path:
-    """The folder of a cache."""
+    """The path of a cache's folder."""
     return memory_folder() / f"jaxdl-{os.geteuid()}-{key}"
 
 
 def check_shared(key: str) -> None:
-    """Raises ConfigError if `shared_folder` would: its path is taken by a link, or by what others can write to."""
+    """Raises ConfigError if `shared_folder` would: its path is a link, or something that others can write to."""
     path = shared_path(key)
     with _refused(path), contextlib.suppress(FileNotFoundError):
         os.close(open_private(path))
 
 
 def shared_folder(key: str) -> Path:
-    """The folder of a cache, held until `release` or the end; made if no process has it. Removes abandoned ones.
+    """The folder of a cache, locked until `release` or exit; made if it does not exist. Removes abandoned folders.
 
-    Raises ConfigError when its path is taken by a link, by another user's folder, or by one that others can write to,
-    and when it cannot be made: no space, too many open files.
+    Raises ConfigError if its path is a link, another user's folder, or a folder that others can write to, and if it
+    cannot be made: no space, too many open files.
     """
     folder = shared_path(key)
     if folder in _held:
@@ -63,18 +62,18 @@ def shared_folder(key: str) -> Path:
 
 @contextlib.contextmanager
 def _refused(folder: Path) -> Iterator[None]:
-    """Context of making or opening the folder: what prevents it is a ConfigError."""
+    """Context that turns errors in making or opening the folder into ConfigErrors."""
     try:
         yield
     except OSError as error:
         why = why_not(folder, error).rstrip(".")
         raise ConfigError(
-            f"the memory cache cannot use {why}. Or do without it: --data.photos.cache.memory-bytes 0."
+            f"the memory cache cannot use {why}. Or turn it off: --data.photos.cache.memory-bytes 0."
         ) from None
 
 
 def _lock(folder: Path) -> int:
-    """Makes and locks the folder, again if another process has just removed it. Raises OSError when it cannot."""
+    """Makes and locks the folder; retries if another process has just removed it. Raises OSError."""
     for _ in range(_TRIES):
         with contextlib.suppress(FileNotFoundError):
             opened = private_folder(folder)
@@ -86,18 +85,18 @@ def _lock(folder: Path) -> int:
             if _is_at(lock, folder / "lock"):
                 return lock
             os.close(lock)
-    raise FileNotFoundError(errno.ENOENT, f"it is removed again whenever it is made ({_TRIES} tries)", str(folder))
+    raise FileNotFoundError(errno.ENOENT, f"other processes keep removing it ({_TRIES} tries)", str(folder))
 
 
 def clear_abandoned(keep: Path | None = None) -> None:
-    """Removes what killed processes have left, but for the folder `keep`, which may be taken over."""
+    """Removes the folders of killed processes, except `keep`, which may be reused."""
     for other in memory_folder().glob(shared_path("*").name):
         if other != keep and other not in _held:
             _remove_abandoned(other)
 
 
 def release(folder: Path) -> None:
-    """This process no longer needs the folder; the last one removes it."""
+    """Releases a folder; the last process to do so removes it."""
     lock, times = _held.pop(folder, (-1, 0))
     if times > 1:
         _held[folder] = lock, times - 1
@@ -114,10 +113,10 @@ def _release_all() -> None:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Removes a folder of this user's whose lock nobody holds; never a link, nor what it points to."""
+    """Removes a folder of this user whose lock nobody holds; never a link or its target."""
     try:
         opened = open_private(folder)
-    except OSError:  # Not ours to remove, or just removed.
+    except OSError:  # Not private to this user, or just removed.
         return
     try:
         lock = open_own(opened, folder / "lock", os.O_RDWR | os.O_CREAT)
@@ -128,7 +127,7 @@ def _remove_abandoned(folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_at(lock, folder / "lock"):
-            shutil.rmtree(folder, ignore_errors=True)  # It refuses a link, also one that comes while it works.
+            shutil.rmtree(folder, ignore_errors=True)  # rmtree refuses a link, even one made meanwhile.
     except BlockingIOError:
         pass
     finally:
@@ -136,7 +135,7 @@ def _remove_abandoned(folder: Path) -> None:
 
 
 def _is_at(file: int, path: Path) -> bool:
-    """Whether an open file is still the one of this name."""
+    """Whether `path` is still the open file."""
     try:
         return os.path.samestat(os.fstat(file), path.stat())
     except FileNotFoundError:
@@ -144,7 +143,7 @@ def _is_at(file: int, path: Path) -> bool:
 
 
 def available_bytes() -> int:
-    """Memory of this host that is free or can be freed; where the system does not say, all of it."""
+    """Free and reclaimable memory of this host; all of its memory if the system does not report that."""
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         return 1024 * int(fields["MemAvailable"].split()[0])

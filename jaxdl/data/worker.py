@@ -1,7 +1,7 @@
-"""A worker process of the image pipeline: `python -m jaxdl.data.worker FD PLAN AREA`. Started by `Pool` alone.
+"""A worker process of the image pipeline: `python -m jaxdl.data.worker FD PLAN AREA`. Started only by `Pool`.
 
-It takes work from the connection FD, reads in the shared memory PLAN how to do it, and writes pixels into the shared
-memory AREA. It ends when its parent does: the connection is closed then. It never imports JAX.
+It receives work over the connection FD, according to the plan in the shared memory PLAN, and writes pixels into the
+shared memory AREA. It exits when its parent does, because the connection closes. It never imports JAX.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jaxdl.data.memfd import read_shared
 
 
 def main() -> None:
-    """Makes rows until the parent is gone."""
+    """Makes rows until the parent exits."""
     import cv2
 
-    for signum in (signal.SIGINT, signal.SIGTERM):  # They come to the whole group; the parent ends this one.
+    for signum in (signal.SIGINT, signal.SIGTERM):  # They reach the whole group; the parent ends this process.
         signal.signal(signum, signal.SIG_IGN)
     cv2.setNumThreads(1)
     file, plan, area = (int(argument) for argument in sys.argv[1:])
