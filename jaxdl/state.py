@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.exchange import Exchange, init_on_mesh, state_specs
 from jaxdl.guard import Guard, GuardConfig
@@ -59,6 +60,8 @@ class TrainState:
 class StateSpec:
     """Shapes and shardings of a train state on one mesh, known before anything is allocated."""
 
+    init: Callable[[jax.Array], TrainState]
+    """The fresh state from a random key, a pure function: run it under `jit` with `shardings`."""
     params: Specs
     """PartitionSpecs of the parameters."""
     grads: Specs
@@ -79,37 +82,6 @@ class StateSpec:
         )
 
 
-def init_state(
-    key: jax.Array,
-    network: Network,
-    optimizer: optax.GradientTransformation,
-    exchange: Exchange,
-    precision: Precision,
-    guard: GuardConfig,
-    *,
-    grad_specs: Specs,
-    mesh: Mesh,
-    use_ema: bool,
-) -> TrainState:
-    """A fresh train state; `grad_specs` are the gradients' PartitionSpecs on the mesh.
-
-    A pure function of the key: run it under `jit` with the shardings of `make_state_spec`.
-    """
-    init_key, run_key = jax.random.split(key)
-    params, model_state = network.init(init_key)
-    return TrainState(
-        step=jnp.int32(0),
-        params=params,
-        model_state=model_state,
-        ema_params=jax.tree.map(jnp.copy, params) if use_ema else {},
-        opt_state=optimizer.init(params),
-        exchange_state=init_on_mesh(exchange, network.param_shapes, grad_specs, mesh),
-        loss_scale=precision.init_loss_scale(),
-        guard=guard.init_guard(),
-        key=jax.random.key_data(run_key),
-    )
-
-
 def make_state_spec(
     layout: Layout,
     network: Network,
@@ -128,39 +100,47 @@ def make_state_spec(
     specs = param_specs(layout, network.axes, network.param_shapes)
     gradient_specs = grad_specs(layout, network.axes, network.param_shapes)
     split_specs = update_specs(layout, network.axes, network.param_shapes)
-    shapes = jax.eval_shape(
-        lambda: init_state(
-            jax.random.key(0),
-            network,
-            optimizer,
-            exchange,
-            precision,
-            guard,
-            grad_specs=gradient_specs,
-            mesh=layout.mesh,
-            use_ema=use_ema,
+
+    def init(key: jax.Array) -> TrainState:
+        init_key, run_key = jax.random.split(key)
+        params, model_state = network.init(init_key)
+        return TrainState(
+            step=jnp.int32(0),
+            params=params,
+            model_state=model_state,
+            ema_params=jax.tree.map(jnp.copy, params) if use_ema else {},
+            opt_state=optimizer.init(params),
+            exchange_state=init_on_mesh(exchange, network.param_shapes, gradient_specs, layout.mesh),
+            loss_scale=precision.init_loss_scale(),
+            guard=guard.init_guard(),
+            key=jax.random.key_data(run_key),
         )
-    )
-    opt_specs = optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, spec: spec,
-        shapes.opt_state,
-        split_specs,
-        transform_non_params=lambda _: PartitionSpec(),
-        is_leaf=is_spec,
-    )
+
+    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
     whole_specs = TrainState(
         step=PartitionSpec(),
         params=specs,
         model_state=_whole(shapes.model_state),
         ema_params=specs if use_ema else {},
-        opt_state=opt_specs,
+        opt_state=_opt_specs(optimizer, shapes.opt_state, split_specs),
         exchange_state=state_specs(exchange, network.param_shapes, gradient_specs, layout.mesh),
         loss_scale=_whole(shapes.loss_scale),
         guard=_whole(shapes.guard),
         key=PartitionSpec(),
     )
-    return StateSpec(specs, gradient_specs, split_specs, shapes, whole_specs, named(layout.mesh, whole_specs))
+    return StateSpec(init, specs, gradient_specs, split_specs, shapes, whole_specs, named(layout.mesh, whole_specs))
+
+
+def _opt_specs(optimizer: optax.GradientTransformation, opt_state: optax.OptState, specs: Specs) -> optax.OptState:
+    """`specs` for what the optimizer keeps of each parameter; all else is replicated."""
+    return optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, spec: spec,
+        opt_state,
+        specs,
+        transform_non_params=lambda _: PartitionSpec(),
+        is_leaf=is_spec,
+    )
 
 
 def _whole(tree: Any) -> Any:

@@ -31,7 +31,7 @@ from jaxdl.options import parse_options
 from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
 from jaxdl.sharding import ShardingConfig, named
-from jaxdl.state import TrainState, init_state
+from jaxdl.state import TrainState
 from jaxdl.step import Parts, make_update
 from jaxdl.tasks import Classification, LanguageModelling
 
@@ -206,11 +206,9 @@ def _together(parts: Parts) -> Callable[[], None] | None:
         return None
 
     def fresh() -> tuple[TrainState, Any]:
-        state = init_state(
-            jax.random.key(0), parts.network, parts.optimizer, parts.exchange, parts.precision, parts.guard,
-            grad_specs=spec.grads, mesh=mesh, use_ema=False,
-        )  # fmt: skip
-        return state, jax.tree.map(lambda x: jnp.full(x.shape, 1e-2, x.dtype), parts.network.param_shapes)
+        return spec.init(jax.random.key(0)), jax.tree.map(
+            lambda x: jnp.full(x.shape, 1e-2, x.dtype), parts.network.param_shapes
+        )
 
     state, grads = jax.jit(fresh, out_shardings=(spec.shardings, shardings))()
     update = make_update(parts)

@@ -3,42 +3,36 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Protocol, cast
+from typing import Annotated, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
+import pydantic
 from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
-from jaxdl.config import ConfigError
+from jaxdl.config import Config, ConfigError
 from jaxdl.models.products import Pairs, add_bias, weight_convolution, weight_product
 
 _KERNEL_AXES = ("height", "width", "channel_in", "channel_out")
 
 
-class NormConfig(Protocol):
-    """What `Norm` reads of a network's config; see `ResNet`."""
+class NormConfig(Config):
+    """The normalization of an image network: batch normalization, or what `uses_group_norm` says."""
+
+    norm_span: Literal["replica", "mesh"] | Annotated[int, pydantic.Field(ge=2)] = "replica"
+    """Examples in each batch norm statistic in training: those of one replica, of the whole mesh (an all-reduce for
+    each layer), or so many consecutive ones, such as those of 1, 2 or 4 devices: the same groups on every mesh."""
+    norm_momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
+    """Part of batch norm's running statistics that a step keeps; None takes 0.9."""
+    norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
+    """Added to the variance before the square root."""
 
     @property
-    def norm(self) -> Literal["batch", "group"]:
-        """Which normalization."""
-        ...
-
-    @property
-    def norm_span(self) -> str | int:
-        """The examples of a statistic: "replica", "mesh", or how many."""
-        ...
-
-    @property
-    def norm_momentum(self) -> float | None:
-        """Part of the running statistics that each step keeps."""
-        ...
-
-    @property
-    def norm_epsilon(self) -> float:
-        """Added to the variance."""
-        ...
+    def uses_group_norm(self) -> bool:
+        """Whether it is group normalization."""
+        return False
 
 
 class Norm(nnx.Module):
@@ -60,7 +54,7 @@ class Norm(nnx.Module):
         }
         self.norm: nnx.GroupNorm | nnx.BatchNorm
         self.span = config.norm_span
-        if config.norm == "group":
+        if config.uses_group_norm:
             self.norm = nnx.GroupNorm(channels, num_groups=math.gcd(32, channels), **common)
         else:
             momentum = 0.9 if config.norm_momentum is None else config.norm_momentum

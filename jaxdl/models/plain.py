@@ -15,8 +15,8 @@ import pydantic
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl.config import Config, ConfigError, Kind
-from jaxdl.models.layers import Head, Linear, Norm, conv
+from jaxdl.config import ConfigError, Kind
+from jaxdl.models.layers import Head, Linear, Norm, NormConfig, conv
 
 _VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Depth -> convolutions of each stage."""
@@ -25,24 +25,12 @@ _ALEXNET = ((96, 11, 4, True), (256, 5, 1, True), (384, 3, 1, False), (384, 3, 1
 """Channels, kernel size, stride, and whether a 3x3 max-pool with stride 2 follows."""
 
 
-class PlainConfig(Config):
+class PlainConfig(NormConfig):
     """What `AlexNet` and `VGG` share."""
 
     modality: ClassVar[str] = "images"
     width: float = pydantic.Field(default=1.0, gt=0)
     """Factor of all channels and hidden units; 1 is the published network."""
-    norm_span: Literal["replica", "mesh"] | Annotated[int, pydantic.Field(ge=2)] = "replica"
-    """Examples in each batch norm statistic in training: those of one replica, of the whole mesh (an all-reduce for
-    each layer), or so many consecutive ones, such as those of 1, 2 or 4 devices: the same groups on every mesh."""
-    norm_momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
-    """Part of batch norm's running statistics that a step keeps; None takes 0.9."""
-    norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
-    """Added to the variance before the square root."""
-
-    @property
-    def norm(self) -> Literal["batch", "group"]:
-        """Which normalization."""
-        return "batch"
 
     def channels(self, published: int) -> int:
         """A number of channels times `width`: a multiple of 8, at least 8."""

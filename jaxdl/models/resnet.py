@@ -15,8 +15,8 @@ import pydantic
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl.config import Config, ConfigError, Kind
-from jaxdl.models.layers import Head, Norm, conv
+from jaxdl.config import ConfigError, Kind
+from jaxdl.models.layers import Head, Norm, NormConfig, conv
 from jaxdl.models.products import weight_convolution
 
 _IMAGENET_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -26,7 +26,7 @@ _STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "patch2": (3, 2), "patch4": (4, 4
 """Stem -> (kernel size, stride) of its convolution."""
 
 
-class ResNet(Config):
+class ResNet(NormConfig):
     """A residual network for image classification."""
 
     modality: ClassVar[str] = "images"
@@ -43,13 +43,6 @@ class ResNet(Config):
     function and parameters. For images of even height and width."""
     norm: Literal["batch", "group"] = "batch"
     """Batch normalization, or group normalization (statistics of one example; at most 32 groups)."""
-    norm_span: Literal["replica", "mesh"] | Annotated[int, pydantic.Field(ge=2)] = "replica"
-    """Examples in each batch norm statistic in training: those of one replica, of the whole mesh (an all-reduce for
-    each layer), or so many consecutive ones, such as those of 1, 2 or 4 devices: the same groups on every mesh."""
-    norm_momentum: float | None = pydantic.Field(default=None, ge=0, lt=1)
-    """Part of batch norm's running statistics that a step keeps; None takes 0.9."""
-    norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
-    """Added to the variance before the square root."""
     zero_init_residual: bool = True
     """Start the last norm's scale of each block at zero, so that a block starts as its shortcut (Goyal et al. 2017)."""
 
@@ -84,6 +77,11 @@ class ResNet(Config):
                 "space_to_depth = True: it applies only to the 7x7 convolution of the imagenet stem. Remove it."
             )
         return self
+
+    @property
+    def uses_group_norm(self) -> bool:
+        """Whether `norm` is "group"."""
+        return self.norm == "group"
 
     @property
     def blocks(self) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ from jaxdl.run.validate import (
     check_warmup,
 )
 from jaxdl.sharding import STACKED, Layout, grad_specs, named
-from jaxdl.state import TrainState, init_state, make_state_spec
+from jaxdl.state import TrainState, make_state_spec
 from jaxdl.step import Parts
 
 
@@ -297,24 +297,11 @@ def _check_sizes(plan: Plan) -> None:
 
 def make_initial_state(plan: Plan) -> TrainState:
     """The fresh train state of a plan, allocated already sharded; equal on every mesh."""
-    parts, experiment = plan.parts, plan.experiment
-
-    def make() -> TrainState:
-        return init_state(
-            jax.random.key(experiment.seed),
-            parts.network,
-            parts.optimizer,
-            parts.exchange,
-            parts.precision,
-            parts.guard,
-            grad_specs=parts.state_spec.grads,
-            mesh=parts.layout.mesh,
-            use_ema=experiment.step.ema_decay is not None,
-        )
-
+    spec, seed = plan.parts.state_spec, plan.experiment.seed
     # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
     options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
-    return jax.jit(make, out_shardings=parts.state_spec.shardings, compiler_options=options)()
+    make = jax.jit(lambda: spec.init(jax.random.key(seed)), out_shardings=spec.shardings, compiler_options=options)
+    return make()
 
 
 def make_exchange_state(plan: Plan) -> Any:
