@@ -150,11 +150,11 @@ class Source(abc.ABC):
         return None
 
     def on_warning(self, warn: Callable[[str], None]) -> None:
-        """Whom to tell of what goes wrong without ending the run."""
+        """Sets the receiver of warnings, about errors that do not end the run."""
         del warn
 
     def close(self) -> None:
-        """Ends what the source has running; it starts again when the source is used again."""
+        """Ends processes and threads of the source; they start again when the source is used again."""
         return
 
     def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[dict[str, np.ndarray]]:

@@ -158,7 +158,7 @@ class ViTModule(nnx.Module):
 
         Raises ConfigError for images that are no whole number of patches.
         """
-        del train  # Nothing here differs between training and evaluation; every network has the argument.
+        del train  # The same in training and evaluation; every network has the argument.
         batch, height, width, channels = image.shape
         patch = self.patch
         if height % patch or width % patch:
@@ -176,7 +176,7 @@ class ViTModule(nnx.Module):
         def body(x: jax.Array, layer_state: Any) -> tuple[jax.Array, None]:
             return nnx.merge(graphdef, sharding.gather_layer(layer_state))(x), None
 
-        # A loop already keeps XLA from merging the second computation with the first; preventing it again costs time.
+        # A scan already keeps XLA from merging the recomputation with the original; preventing CSE too costs time.
         x, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if self.remat else body, x, state)
         return self.head(jnp.mean(self.final_norm(x), axis=1, dtype=jnp.float32))
 

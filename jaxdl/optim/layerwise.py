@@ -1,8 +1,7 @@
 """Trust ratios: each layer's update is scaled by the norm of its weights over that of its gradient.
 
 A *layer* here is one parameter, or one slice of a parameter that stacks layers along its leading dimension, so a
-scanned network has the same ratios as an unrolled one. The trees `mask` (bool: takes part) and
-`stacked` (int: leading dimensions that count layers) come from `jaxdl.optim.masks`.
+scanned network has the same ratios as an unrolled one. `jaxdl.optim.masks` makes `mask` and `stacked`.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdl.optim.masks import Mask, NumStacked
 from jaxdl.optim.norms import layer_norms
 
 TrustRatioClip = tuple[float, float]
@@ -23,8 +23,8 @@ def scale_by_lars_trust_ratio(
     trust_coefficient: float,
     weight_decay: float,
     epsilon: float,
-    mask: Any,
-    stacked: Any,
+    mask: Mask,
+    stacked: NumStacked,
     clip: TrustRatioClip | None = None,
 ) -> optax.GradientTransformation:
     """Adds weight decay and scales each layer by the trust ratio of LARS, as in MLPerf's ResNet-50 reference:
@@ -36,11 +36,15 @@ def scale_by_lars_trust_ratio(
     Stateless; the transformation's update needs `params`. Source: You et al., arXiv 1708.03888, equation 6.
     """
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         assert params is not None, "trust ratios need the parameters"
         param_norms, grad_norms = _layer_norms((params, updates), mask, stacked)
 
-        def scale(masked_in: bool, grad: jax.Array, param: jax.Array, param_norm: Any, grad_norm: Any) -> jax.Array:
+        def scale(
+            masked_in: bool, grad: jax.Array, param: jax.Array, param_norm: jax.Array, grad_norm: jax.Array
+        ) -> jax.Array:
             if not masked_in:
                 return grad
             denominator = grad_norm + weight_decay * param_norm + epsilon
@@ -53,7 +57,7 @@ def scale_by_lars_trust_ratio(
 
 
 def scale_by_lamb_trust_ratio(
-    mask: Any, stacked: Any, clip: TrustRatioClip | None = None
+    mask: Mask, stacked: NumStacked, clip: TrustRatioClip | None = None
 ) -> optax.GradientTransformation:
     """Scales each layer's update u (Adam's direction plus weight decay) by |w| / |u|, or by 1 where either is zero.
 
@@ -61,11 +65,13 @@ def scale_by_lamb_trust_ratio(
     Stateless; the transformation's update needs `params`. Source: You et al., arXiv 1904.00962, Algorithm 2.
     """
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         assert params is not None, "trust ratios need the parameters"
         param_norms, update_norms = _layer_norms((params, updates), mask, stacked)
 
-        def scale(masked_in: bool, direction: jax.Array, param_norm: Any, update_norm: Any) -> jax.Array:
+        def scale(masked_in: bool, direction: jax.Array, param_norm: jax.Array, update_norm: jax.Array) -> jax.Array:
             if not masked_in:
                 return direction
             return _trust_ratio(param_norm, update_norm, param_norm, update_norm, clip) * direction
@@ -75,13 +81,15 @@ def scale_by_lamb_trust_ratio(
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
-def add_weight_decay(weight_decay: float, mask: Any) -> optax.GradientTransformation:
+def add_weight_decay(weight_decay: float, mask: Mask) -> optax.GradientTransformation:
     """Adds `weight_decay` times the parameter to the update of each parameter in `mask`.
 
     Stateless; the transformation's update needs `params`.
     """
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(
+        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, optax.OptState]:
         assert params is not None, "weight decay needs the parameters"
         return jax.tree.map(
             lambda masked_in, grad, param: grad + weight_decay * param if masked_in else grad, mask, updates, params
@@ -103,7 +111,7 @@ def _trust_ratio(
     return ratio if clip is None else jnp.clip(ratio, *clip)
 
 
-def _layer_norms(trees: tuple[Any, ...], mask: Any, stacked: Any) -> tuple[Any, ...]:
+def _layer_norms(trees: tuple[Any, ...], mask: Mask, stacked: NumStacked) -> tuple[Any, ...]:
     """The float32 2-norm of every layer of each tree, shaped to broadcast against the parameter; 0 if masked out."""
     masked_in, treedef = jax.tree.flatten(mask)
     dims = treedef.flatten_up_to(stacked)

@@ -8,8 +8,13 @@ import jax
 
 from jaxdl.sharding import STACKED, LogicalAxes
 
+Mask = dict[str, Any]
+"""A bool for each parameter: whether it takes part."""
+NumStacked = dict[str, Any]
+"""For each parameter, how many leading dimensions count layers: 0 or 1."""
 
-def num_stacked_dims(axes: LogicalAxes) -> dict[str, Any]:
+
+def num_stacked_dims(axes: LogicalAxes) -> NumStacked:
     """How many leading dimensions of each parameter count layers: 1 for `("layers", ...)`, else 0.
 
     `axes` is a tree whose leaves are tuples of logical names, one a dimension; the result has an int for each.
@@ -17,7 +22,7 @@ def num_stacked_dims(axes: LogicalAxes) -> dict[str, Any]:
     return jax.tree.map(lambda names: int(names[:1] == (STACKED,)), axes, is_leaf=_is_names)
 
 
-def decay_mask(axes: LogicalAxes) -> dict[str, Any]:
+def decay_mask(axes: LogicalAxes) -> Mask:
     """Whether each parameter is a weight: in one layer it has two dimensions or more.
 
     The others are biases and norm scales, which weight decay and trust ratios should exclude. `axes` is as in

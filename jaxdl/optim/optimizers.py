@@ -6,7 +6,7 @@ is a class here and its name in `OptimizerConfig`, at the end.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 import optax
@@ -19,7 +19,7 @@ from jaxdl.optim.layerwise import (
     scale_by_lamb_trust_ratio,
     scale_by_lars_trust_ratio,
 )
-from jaxdl.optim.masks import decay_mask, num_stacked_dims
+from jaxdl.optim.masks import Mask, decay_mask, num_stacked_dims
 from jaxdl.optim.rates import changing_momentum, scale_by_learning_rate
 from jaxdl.sharding import LogicalAxes
 
@@ -218,7 +218,7 @@ class LAMB(AdamOptimizer):
         )
 
 
-def _mask(axes: LogicalAxes, exclude_vectors: bool) -> dict[str, Any]:
+def _mask(axes: LogicalAxes, exclude_vectors: bool) -> Mask:
     """Which parameters take part in weight decay and trust ratios."""
     weights = decay_mask(axes)
     return weights if exclude_vectors else jax.tree.map(lambda _: True, weights)

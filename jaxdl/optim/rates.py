@@ -47,7 +47,7 @@ def scale_by_learning_rate() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def num_updates(opt_state: Any) -> jax.Array:
+def num_updates(opt_state: optax.OptState) -> jax.Array:
     """How many updates an optimizer with this state has made, int32: the count of its `scale_by_learning_rate`."""
 
     def counts(node: Any) -> bool:
