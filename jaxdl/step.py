@@ -92,7 +92,7 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
         grads, sums, model_state = _local_gradients(parts, state, batch, scale / parts.task.weight(batch))
         sums, finite = _reduced(parts, grads, sums, checked=bool(state.loss_scale or state.guard))
         metrics = {f"sums/{name}": value for name, value in sums.items()}
-        # Without the loss scale: what the exchange keeps for later must not depend on the scale of the step.
+        # Unscaled: the residual must not depend on the loss scale of the step.
         unscaled = jax.tree.map(lambda g: g / scale, grads) if state.loss_scale else grads
         mean, exchange_state, exchange_metrics = _exchange(parts, unscaled, state.exchange_state, exchange_key)
         changed, more = _update(parts, state, mean)
@@ -111,7 +111,7 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
 
 
 def make_update(parts: Parts) -> jax.stages.Wrapped:
-    """The jitted update of a step by itself, `(state, grads) -> state`: gradients as after the exchange.
+    """The jitted update of a step alone, `(state, grads) -> state`, from exchanged gradients.
 
     The state is donated.
     """
@@ -265,15 +265,16 @@ def _update(parts: Parts, state: TrainState, grads: Grads) -> tuple[TrainState, 
         grads = jax.tree.map(lambda g: g * factor, grads)
     spec = parts.state_spec
     old = _resharded(parts, state.params, spec.update)
+    # The optimizer's own count: a skipped step restores it with the rest of the state, and the schedule waits.
     num_made = num_updates(state.opt_state)
     rates = parts.rates(num_made)
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, old, rates=rates)
-    # Without the first line XLA may gather the updates rather than the parameters, and every device adds them all up.
+    # Without the first resharding XLA may gather the updates, not the parameters, and every device adds all of them.
     params = _resharded(parts, optax.apply_updates(old, updates), spec.update)
     params = _resharded(parts, params, spec.params)
     ema_params = state.ema_params
     if config.ema_decay is not None:
-        # Early on the average is over the steps so far, not over the initial values.
+        # Early on the average is over the steps so far, not dominated by the initial values.
         decay = jnp.minimum(config.ema_decay, (1.0 + num_made) / (10.0 + num_made))
         ema_params = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema_params, params)
     metrics = {"grad_norm": grad_norm, "learning_rate": rates.learning_rate}
