@@ -3,7 +3,7 @@
 from pathlib import Path
 
 CONFIG_FILE = "config.json"
-"""The experiment as it was asked for."""
+"""The experiment as requested."""
 DATA_FILE = "data.json"
 """The shape of the data, which `jaxdl.restore` needs."""
 EXAMPLES_FILE = "examples.json"
@@ -20,7 +20,7 @@ PROFILE_FOLDER = "profile"
 
 CHECKPOINTS_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "damaged"
-"""In the folder of checkpoints: those whose bytes are not what was written."""
+"""In the folder of checkpoints: those whose bytes differ from those written."""
 LEFT_FOLDER = "left"
 """In the folder of checkpoints: those of a trajectory that a rollback abandoned."""
 MANIFEST_FILE = "files.json"

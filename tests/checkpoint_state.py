@@ -1,4 +1,4 @@
-"""A train state of a few small arrays and its checkpoints, without a network: what the tests of their files need."""
+"""A train state of a few small arrays and its checkpoints, without a network, for tests of checkpoint files."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ SHAPES = {"w": (16, 24), "odd": (7, 5)}
 
 
 def make_state(step=0, *, replicas=2, fsdp=1, shapes=SHAPES, dtype=jnp.float32):
-    """A state whose values depend on `step`, on a mesh of so many replicas and shards."""
+    """A state whose values depend on `step`, on a mesh of `replicas` x `fsdp` devices."""
     devices = np.array(jax.devices()[: replicas * fsdp]).reshape(replicas, fsdp, 1)
     mesh, random = Mesh(devices, ("replica", "fsdp", "tensor")), np.random.default_rng(step)
 
@@ -38,18 +38,18 @@ def make_state(step=0, *, replicas=2, fsdp=1, shapes=SHAPES, dtype=jnp.float32):
 
 
 def abstract(state):
-    """Its shapes and shardings."""
+    """The shapes and shardings of a state."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
 
 
 def open_checkpoints(workdir, *, read_only=False, **config):
-    """The checkpoints of a workdir; the metric is the accuracy."""
+    """The Checkpoints of a workdir; the metric is the accuracy."""
     config = CheckpointConfig(**({"keep": 5} | config))
     return Checkpoints(workdir, config, best_metric="accuracy", best_mode="max", read_only=read_only)
 
 
 def save(workdir, accuracies, **config):
-    """Saves the state of each step in `accuracies`: step -> accuracy, None where it was not evaluated."""
+    """Saves the state of each step in `accuracies`: step -> accuracy, or None without an evaluation."""
     checkpoints = open_checkpoints(workdir, **config)
     for step, accuracy in accuracies.items():
         metrics = None if accuracy is None else {"accuracy": accuracy}
@@ -59,7 +59,7 @@ def save(workdir, accuracies, **config):
 
 
 def restore(workdir, *, read_only=False, state=None, **options):
-    """The newest checkpoint, as a new process reads it."""
+    """The newest checkpoint, read as by a new process."""
     checkpoints = open_checkpoints(workdir, read_only=read_only)
     try:
         return checkpoints.restore(abstract(state or make_state()), **options)
@@ -74,6 +74,6 @@ def same(state, step):
 
 
 def names(workdir):
-    """Everything below `checkpoints`, by its path."""
+    """The paths of all files and folders in `checkpoints`."""
     folder = workdir / "checkpoints"
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*"))

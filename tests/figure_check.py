@@ -1,4 +1,4 @@
-"""What makes a figure unreadable, found in the figure as it is rendered: texts on each other, cut off, or on curves."""
+"""Finds faults of a rendered figure: texts that overlap, are cut off, or cover curves."""
 
 import itertools
 
@@ -7,7 +7,7 @@ from matplotlib.text import Annotation, Text
 
 
 def drawn_by(monkeypatch, draw):
-    """The matplotlib figures that `draw` saves; no pixel is drawn, which would take most of the time."""
+    """The matplotlib figures that `draw` saves; nothing is rasterized, which would take most of the time."""
     found = []
     with monkeypatch.context() as patch:
         patch.setattr(Figure, "savefig", lambda figure, *args, **kwargs: found.append(figure))
@@ -17,7 +17,7 @@ def drawn_by(monkeypatch, draw):
 
 
 def text_boxes(figure):
-    """(text, its rectangle in pixels) of every text that is seen: titles, labels, ticks, legends, annotations."""
+    """(text, its rectangle in pixels) of every visible text: titles, labels, ticks, legends, annotations."""
     figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()
     hidden = set()
@@ -31,7 +31,7 @@ def text_boxes(figure):
     for text in figure.findobj(Text):
         if not text.get_visible() or not text.get_text().strip() or id(text) in hidden:
             continue
-        # An annotation's own extent has its line in it, too.
+        # The extent of an annotation includes its line.
         box = (Text if isinstance(text, Annotation) else type(text)).get_window_extent(text, renderer)
         if box.width > 0 and box.height > 0:
             found.append((text.get_text(), box))
@@ -39,7 +39,7 @@ def text_boxes(figure):
 
 
 def faults(figure):
-    """What is wrong with a figure, in words; empty for one that can be read."""
+    """The faults of a figure in words; empty if it is readable."""
     boxes, slack = text_boxes(figure), 1.0
     width, height = figure.get_size_inches() * figure.dpi
     found = [

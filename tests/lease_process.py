@@ -23,7 +23,7 @@ LEASE_SEC, BEAT_SEC = 3.0, 0.05
 
 
 def report(**outcome):
-    """Appends an outcome; one short write is whole."""
+    """Appends an outcome; one short write is atomic."""
     with OUTCOMES.open("ab", buffering=0) as file:
         file.write(json.dumps(outcome | {"pid": os.getpid()}).encode() + b"\n")
 
@@ -34,7 +34,7 @@ def lost(reason):
 
 
 def visit(hold_sec, *, then="release", delay_sec=0.0):
-    """Takes the lease in a process of its own, holds it and releases it, or is killed or stopped with it."""
+    """Takes the lease in its own process, holds it and releases it, or is killed or stopped while holding it."""
     if pid := os.fork():
         return pid
     try:
@@ -76,7 +76,7 @@ def wait_until_held():
 
 
 def many(rounds=20):
-    """Many times three processes at random distances in time, a third of which are killed while they hold the lease."""
+    """Three processes started at random intervals, many times; a third of them are killed while holding the lease."""
     for _ in range(rounds):
         endings = [random.choice(["release", "release", "kill"]) for _ in range(3)]
         wait([visit(0.1, then=end, delay_sec=random.uniform(0, 0.2)) for end in endings])
@@ -94,14 +94,14 @@ def many_without_links():
 
 
 def foreign_owner_killed():
-    """Five takers at once, for whom the killed owner is of another host."""
+    """Five takers at once; to them, the killed owner is on another host."""
     holder._place = lambda: None
     wait([visit(0, then="kill")])
     wait([visit(2, delay_sec=random.uniform(0, 0.1)) for _ in range(5)])
 
 
 def foreign_owner_stopped():
-    """An owner of another host that stands still until it has been taken over."""
+    """An owner on another host that is suspended until its lease has been taken over."""
     holder._place = lambda: None
     owner = visit(20, then="stop")
     wait_until_held()
@@ -113,7 +113,7 @@ def foreign_owner_stopped():
 
 
 def own_owner_stopped():
-    """An owner of this host that stands still: it is seen to exist."""
+    """An owner on this host that is suspended: takers see that its process exists."""
     owner = visit(0, then="stop")
     wait_until_held()
     wait([visit(0)])

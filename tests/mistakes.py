@@ -1,18 +1,18 @@
-"""What a user sees of a command line with a mistake in it, run in this process."""
+"""The output of command lines with user errors, run in this process."""
 
 import pytest
 
 from jaxdl.train import main
 
 MAX_LINES = 4
-"""Most lines that one message takes."""
+"""The most lines of one message."""
 
 
 def refusal(capsys, *args: str, code: int = 2, run=main) -> str:
     """The one message of `python -m jaxdl.train ARGS`, with its line breaks made spaces.
 
     Fails unless the command ends with the exit code `code`, and with one short message and no traceback on stderr; a
-    mistake of the user's, code 2, has nothing in front of `error: `.
+    mistake of the user's, code 2, has nothing before `error: `.
     """
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:

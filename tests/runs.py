@@ -1,4 +1,4 @@
-"""What the tests of whole runs share: a tiny experiment, its command line as a process, and its saved state."""
+"""Shared by the tests of whole runs: a tiny experiment, its command line as a process, and its saved state."""
 
 import contextlib
 import json
@@ -93,14 +93,14 @@ def wait_for(process: subprocess.Popen, condition, timeout_sec: float = 120) -> 
 
 
 def rows(workdir: Path) -> list[dict]:
-    """The lines of metrics.jsonl that are whole."""
+    """The complete lines of metrics.jsonl."""
     path = workdir / "metrics.jsonl"
     lines = path.read_text().split("\n")[:-1] if path.exists() else []
     return [json.loads(line) for line in lines]
 
 
 def measured(workdir: Path) -> list[dict]:
-    """The rows of the history, without what depends on the clock, and without its events."""
+    """The rows of the history without events, and without the columns that depend on the clock."""
     clock = ("examples_per_sec", "tokens_per_sec", "input/", "seconds/")
     return [
         {name: value for name, value in row.items() if not name.startswith(clock)}

@@ -34,7 +34,7 @@ def compiled_once():
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """(config file, workdir) of a run of 4 steps with checkpoints of the steps 2 and 4."""
+    """(config file, workdir) of a run of 4 steps with checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("finished")
     jaxdl.train(TINY, folder / "run", quiet=True)
     return write_config(folder, TINY), folder / "run"
@@ -47,7 +47,7 @@ def workdir(finished, tmp_path):
 
 @pytest.fixture
 def refused(finished, workdir, capsys):
-    """The refusal of the run in `workdir`."""
+    """A function that returns the message with which a run in `workdir` is refused."""
     return lambda *args, code=2: refusal(capsys, "--config", finished[0], "--workdir", workdir, *args, code=code)
 
 
@@ -90,7 +90,7 @@ def test_checkpoints_removed_under_a_history(workdir, refused, what):
 
 
 def test_start_over_when_it_is_ordered_once_and_again(finished, workdir, refused):
-    """A launcher gives the same command again: then the run resumes what it began."""
+    """When a launcher repeats the same command, the run resumes."""
     empty_all(workdir)
     refused()
     kept = contents(workdir)
@@ -152,7 +152,7 @@ def test_files_in_the_place_of_folders_and_folders_in_the_place_of_files(workdir
 
 
 def test_half_written_data_files(workdir, capfd):
-    """Orbax would fail in many threads at once; the manifest shows it before."""
+    """Orbax would fail in many threads at once; the manifest shows the damage before."""
     for path in (step_dir(workdir, 4) / "model").rglob("d/*"):
         damage(path, "truncated")
     run = jaxdl.train(TINY, workdir, quiet=True)

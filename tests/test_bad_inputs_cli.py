@@ -197,7 +197,7 @@ def test_a_config_with_an_experiment_of_its_own_has_options_of_its_own(tmp_path,
 
 
 def test_an_experiment_from_elsewhere_has_options_of_its_own(tmp_path, capsys, monkeypatch):
-    """Its name for the momentum is one that jaxdl's own experiment refuses."""
+    """It has a field for the momentum that jaxdl's own experiment refuses."""
     package = tmp_path / "their_experiments"
     package.mkdir()
     (package / "__init__.py").write_text(
@@ -317,7 +317,7 @@ def test_the_other_processes_of_a_run_leave_the_first_words_to_the_first(capsys,
 
 
 def test_the_source_shows_every_option_of_every_kind():
-    """Otherwise the first look would refuse one that exists."""
+    """Otherwise the first check would refuse an existing option."""
     known, seen = inner_fields(), set()
 
     def walk(config):

@@ -1,4 +1,4 @@
-"""Workdirs that cannot be one."""
+"""Paths that cannot be a workdir."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Checkpoints on other meshes, which are kept, and what they refuse."""
+"""Checkpoints: restoring on other meshes, retention, and refusals."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_restores_on_any_mesh_with_equal_evaluation(tmp_path, experiment):
             np.testing.assert_allclose(metrics[metric], value, rtol=1e-5, err_msg=f"{metric} on {name}")
 
 
-def test_going_on_on_another_mesh_follows_the_same_course(tmp_path):
+def test_resuming_on_another_mesh_follows_the_same_trajectory(tmp_path):
     longer = TEXT.replaced({"steps": 8, "evaluation": {"every_steps": 8}, "schedule": "constant"})
     whole = jaxdl.train(longer, quiet=True, devices=jax.devices()[:4])
     plan = make_plan(longer, jax.devices()[:4])
@@ -96,7 +96,7 @@ def test_keeps_the_newest_and_the_best(tmp_path):
 
 
 def test_a_saved_state_is_not_changed_by_the_steps_after_it(tmp_path):
-    """The step donates its state, so a write still under way must not see the next one's values."""
+    """The step donates its state, so a save in progress must not see the values of the next step."""
     experiment = IMAGES.replaced({"checkpoint.every_steps": 1, "checkpoint.keep": 4})
     run = jaxdl.train(experiment, tmp_path, quiet=True, devices=jax.devices()[:4])
     assert_bit_equal(saved_state(tmp_path, IMAGES), jax.tree.map(np.asarray, run.state))

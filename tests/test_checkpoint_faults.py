@@ -1,4 +1,4 @@
-"""Files that cannot be read, and files that are damaged: only the second kind moves a checkpoint.
+"""Files that cannot be read, and files that are damaged: only damage quarantines a checkpoint.
 
 Every file of a checkpoint is taken in turn, the reads are those of the real file system where that is possible.
 """
@@ -25,7 +25,7 @@ from jaxdl.files import MANIFEST_FILE, step_dir, step_folder
 
 FAULTS = [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE, errno.ETIMEDOUT]
 IGNORED = {"commit_success.txt", "_CHECKPOINT_METADATA"}
-"""Orbax's notes to itself, which a restore does not read."""
+"""Files of Orbax that a restore does not read."""
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_a_read_that_is_refused_moves_nothing_whatever_the_file(workdir, monkeyp
 
 @pytest.mark.parametrize("number", FAULTS)
 def test_a_read_that_only_tensorstore_is_refused(workdir, monkeypatch, number):
-    """It says so in the text of an error of another type; the files themselves are whole."""
+    """TensorStore reports it in the text of another type of error; the files are intact."""
     before = names(workdir)
     words = f"UNKNOWN: Error opening driver: [OS error {number}: {os.strerror(number)} source locations='a.cc:5']"
     with monkeypatch.context() as patch:
@@ -121,7 +121,7 @@ def test_a_disk_that_answers_again_at_once(workdir, monkeypatch):
 
 
 def test_real_read_errors_of_the_system(workdir):
-    """A link to this process's memory opens, and the first read of it fails with EIO."""
+    """A link to this process's memory can be opened, but its first read fails with EIO."""
     before = names(workdir)
     for name in [one for one in files(workdir) if "/d/" in one or one.endswith(("_METADATA", "metadata"))]:
         path = step_dir(workdir, 2) / name
@@ -169,7 +169,7 @@ def test_damage_to_any_file_leads_to_the_checkpoint_before_it(workdir, original,
 @pytest.mark.parametrize("how", ["flipped", "truncated"])
 @pytest.mark.parametrize("manifest_says", ["sizes", "nothing"])
 def test_damage_that_no_checksum_shows(workdir, original, how, manifest_says, monkeypatch):
-    """Large files have no checksum, and checkpoints of earlier versions no manifest: there the arrays show it."""
+    """Large files have no checksum, and checkpoints of earlier versions no manifest: fingerprints show the damage."""
     monkeypatch.setattr(manifest, "SMALL_BYTES", -1)
     (step_dir(workdir, 2) / MANIFEST_FILE).unlink()
     if manifest_says == "sizes":
@@ -182,7 +182,7 @@ def test_damage_that_no_checksum_shows(workdir, original, how, manifest_says, mo
 
 
 def rewrite_meta(workdir, change, step=2):
-    """Changes a checkpoint's description as another version of jaxdl would have written it."""
+    """Changes the description of a checkpoint to one that another version of jaxdl would write."""
     path = step_dir(workdir, step) / META_FILE
     content = json.loads(path.read_text())
     content.pop("checksum")
@@ -217,7 +217,7 @@ def test_arrays_of_another_shape_are_another_version(workdir):
 
 
 def as_first_format(workdir, step):
-    """Rewrites a checkpoint as versions before the formats wrote it."""
+    """Rewrites a checkpoint in format 1."""
     folder = step_dir(workdir, step)
     (folder / MANIFEST_FILE).unlink()
     meta = json.loads((folder / META_FILE).read_text())
@@ -257,7 +257,7 @@ def test_errors_that_are_no_refused_reads():
 
 
 def test_a_checkpoint_that_is_deleted_while_it_is_read(workdir, monkeypatch):
-    """A run that writes on deletes old ones: its reader takes the newest that is there, and calls nothing damaged."""
+    """A live run deletes old checkpoints: a reader takes the newest existing one, and reports no damage."""
     read, folder = reading.read_items, workdir / "checkpoints"
 
     def beside_a_run(path, wanted):

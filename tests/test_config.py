@@ -93,7 +93,7 @@ def test_unusual_values_come_back_equal_from_json():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_resolved_config_is_its_golden_file(path):
-    """A changed default shows as a changed line here. JAXDL_UPDATE_GOLDEN=1 writes the files anew."""
+    """A changed default shows as a changed line here. JAXDL_UPDATE_GOLDEN=1 rewrites the files."""
     experiment, golden = load_file(path), GOLDEN / f"{path.stem}.json"
     if os.environ.get("JAXDL_UPDATE_GOLDEN") == "1":
         golden.parent.mkdir(exist_ok=True)
@@ -216,7 +216,7 @@ def test_help_without_a_config_says_how_to_get_more(capsys):
 
 @pytest.fixture
 def compilations():
-    """Every lowering and compilation that JAX does, as it reports them to listeners. Tracing is none of them."""
+    """Every lowering and compilation that JAX reports to listeners. Tracing is not among them."""
     events = []
 
     def listen(name, *_, **__):
@@ -281,7 +281,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(args, words, capsys, compilati
     printed = capsys.readouterr()
     message = " ".join(re.sub(r"[│╭╮╰╯─]", " ", printed.err).split())
     assert exit.value.code == 2
-    assert "error" not in printed.out, "what is being done may be there, the mistake is not"
+    assert "error" not in printed.out, "the current activity may be on stdout, the error is not"
     assert "Traceback" not in message
     assert message.count("error:") <= 1
     missing = [word for word in words if word not in message]

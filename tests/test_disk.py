@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or broken: the run goes on where that is safe, and nothing whole is lost."""
+"""A disk that is full, read-only or broken: the run continues where that is safe, and loses no complete checkpoint."""
 
 import contextlib
 import errno
@@ -32,20 +32,20 @@ ONE = jax.devices()[:1]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_program():
-    """All runs here are of one plan."""
+    """All runs here share one plan."""
     with compiled_once():
         yield
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The final state of a run with a disk that works."""
+    """The final state of a run with a working disk."""
     return jax.tree.map(np.asarray, train(tmp_path_factory.mktemp("plain")).state)
 
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A folder on a disk of its own, of 8 MiB."""
+    """A folder on a separate disk of 8 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
@@ -64,7 +64,7 @@ def events(workdir):
 
 
 def steps(workdir):
-    """Of whole checkpoints; there must be nothing that is not whole."""
+    """The steps of complete checkpoints; asserts that there are no partial ones."""
     names = sorted(path.name for path in (workdir / "checkpoints").iterdir())
     assert not [name for name in names if "tmp" in name], names
     return checkpoint_steps(workdir / CHECKPOINTS_FOLDER)
@@ -79,7 +79,7 @@ def fill(folder, leave_bytes=0):
 
 
 def at_step(monkeypatch, actions):
-    """Does something just before the step after the given one, when nothing is being written."""
+    """Calls a function just before the step after the given one, when nothing is being written."""
     original = trainer.Session.advance
 
     def advance(self):
@@ -105,7 +105,7 @@ def test_a_full_disk_for_a_while(small_disk, monkeypatch, plain, leave_bytes):
 
     at_step(monkeypatch, {3: lambda: fill(small_disk, leave_bytes), 7: free})
     run = train(workdir)
-    assert seen["steps"] == [2], "what is whole stays, although only one is to be kept"
+    assert seen["steps"] == [2], "a complete checkpoint is kept, although keep is 1"
     assert steps(workdir) == [8]
     assert_bit_equal(jax.tree.map(np.asarray, run.state), plain)
     assert_bit_equal(saved_state(workdir, EXPERIMENT), plain)
@@ -136,7 +136,7 @@ def test_a_disk_that_stays_full_is_an_error_in_the_end(small_disk, monkeypatch, 
 
 
 def test_a_disk_that_is_full_when_a_run_starts_again(small_disk, monkeypatch, plain):
-    """It may have room before the end; what must be written at the start is there already."""
+    """Space may become free before the end; the files needed at the start exist already."""
     workdir = small_disk / "run"
 
     class Killed(BaseException):
@@ -169,7 +169,7 @@ def test_a_workdir_that_becomes_read_only_or_is(small_disk, monkeypatch):
         subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True)
 
     at_step(monkeypatch, {3: lambda: remount("ro"), 5: lambda: remount("rw")})
-    # A file that is open for writing forbids the change.
+    # A file open for writing prevents the remount.
     monkeypatch.setattr(History, "write", lambda self, row: self.rows.append(dict(row)))
     monkeypatch.setattr(History, "_reopen", lambda self, anew: None)
     run = train(workdir)
@@ -209,7 +209,7 @@ def test_what_a_disk_refuses(tmp_path, monkeypatch, number):
 
 @pytest.mark.parametrize("where", ["save", "_finalize_checkpoint"])
 def test_what_fails_at_once_and_what_fails_later(tmp_path, monkeypatch, where):
-    """An error of the writer's library, in its own words: when the write begins, and in its thread."""
+    """An error of the writing library, in its own words: when the write begins, and in its thread."""
 
     def refuse(*_, **__):
         raise ValueError("INTERNAL: Error writing file: [OS error 28: No space left on device]")
@@ -235,7 +235,7 @@ def test_what_fails_at_once_and_what_fails_later(tmp_path, monkeypatch, where):
 
 
 def test_what_orbax_raises_when_its_threads_are_waited_for(tmp_path):
-    """After a save that failed they are; what they ended with has been noted already."""
+    """After a failed save they may be; the error that ended them has been noted already."""
     checkpoints = Checkpoints(tmp_path, EXPERIMENT.checkpoint, best_metric="accuracy", best_mode="max")
     ended = threading.Event()
 
@@ -314,7 +314,7 @@ def test_tensorboard_on_a_full_disk_holds_nothing_up(small_disk):
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.99])
 def test_a_half_written_checkpoint_is_none(tmp_path, plain, share):
-    """A run that is killed while it writes leaves a folder under another name, whatever is in it."""
+    """A run that is killed during a save leaves a folder with another name."""
     train(tmp_path)
     newest = step_dir(tmp_path, 8)
     half = tmp_path / "checkpoints" / f"{step_folder(9)}.orbax-checkpoint-tmp"

@@ -1,4 +1,4 @@
-"""Every figure can be read: no text on another, none cut off, in the worst case; measured and modelled told apart."""
+"""Every figure is readable in the worst case: no texts overlap or are cut off; measured and modelled values differ."""
 
 import itertools
 import math
@@ -161,7 +161,7 @@ def test_events_close_to_each_other_do_not_overlap_in_the_curves():
         ],
     }
     figure = plot_history(columns)
-    found = [fault for fault in faults(figure) if "covers data" not in fault]  # Their names stand on the curves.
+    found = [fault for fault in faults(figure) if "covers data" not in fault]  # Their names are on the curves.
     assert not found, "\n".join(found)
     words = [text for text, _ in text_boxes(figure) if text.startswith("resumed")]
     assert words == ["resumed from step 301 on 4 processes", "resumed from step 105 on 4 processes"]
@@ -221,7 +221,7 @@ def test_spread_labels_do_not_overlap_stay_inside_and_move_little():
         assert edges[1][-1] <= 100 + 1e-9
     assert style.spread([10.0, 30.0], [4, 4], 0, 100) == [10, 30]
     assert style.spread([20.0, 20.0], [4, 6], 0, 100) == [17.5, 22.5]
-    assert style.spread([0.0, 0.0], [8, 8], 0, 10) == [1, 9], "what has no room stays apart, around the middle"
+    assert style.spread([0.0, 0.0], [8, 8], 0, 10) == [1, 9], "intervals that do not fit stay apart, around the middle"
     assert style.spread([], [], 0, 1) == []
 
 
@@ -246,7 +246,7 @@ DEFICIENCIES = {
 
 
 def lab(color, deficiency):
-    """CIE L*a*b* (D65) of a colour as it is seen with a deficiency."""
+    """CIE L*a*b* (D65) of a colour as seen with a deficiency."""
     rgb = np.array(to_rgb(color))
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
     seen = np.clip(np.array(DEFICIENCIES[deficiency]) @ linear, 0, 1)
@@ -257,7 +257,7 @@ def lab(color, deficiency):
 
 @pytest.mark.parametrize("deficiency", DEFICIENCIES)
 def test_colours_are_told_apart_with_a_colour_deficiency(deficiency):
-    """A distance of 2.3 is just noticed."""
+    """A distance of 2.3 is just noticeable."""
     for colors in (
         style.EXCHANGE_COLORS.values(),
         style.OPTIMIZER_COLORS.values(),

@@ -1,4 +1,4 @@
-"""Fingerprints: every bit and every place, the same on every mesh, and no array gathered for one."""
+"""Fingerprints cover every bit and position, are equal on every mesh, and gather no array."""
 
 import re
 
@@ -50,7 +50,7 @@ def test_changes_that_a_sum_of_weighted_bits_may_miss(before, after):
 
 
 def test_every_single_bit_counts():
-    """In both of its words."""
+    """Both words of the fingerprint change."""
     x = np.zeros(8, np.uint32)
     flipped = np.stack([x, *(changed(x, (place, np.uint32(1) << bit)) for place in range(8) for bit in range(32))])
     found = np.asarray(jax.jit(jax.vmap(fingerprints))(flipped))
@@ -59,7 +59,7 @@ def test_every_single_bit_counts():
 
 
 def oracle(x):
-    """One word at a time in Python's own integers."""
+    """The definition, element by element in Python integers."""
     words = []
     for seed, (a, b), (first, second, third) in (
         (0x9E3779B9, (0x85EBCA6B, 0xC2B2AE35), (16, 13, 16)),

@@ -1,4 +1,4 @@
-"""What is said of the input: how long the step waits for it, and why."""
+"""The report on the input pipeline: how long steps wait for it, and why."""
 
 import types
 from collections import Counter
@@ -9,7 +9,7 @@ from jaxdl.report.inputs import InputWatch
 
 
 def watched(shares, seconds, tiers=None, passed=None):
-    """The rows and warnings of reports whose waits are `shares`; each does the work `seconds` once more."""
+    """The rows and warnings of reports whose waits are `shares`; each adds the work `seconds`."""
     done = types.SimpleNamespace(tiers=Counter(), seconds={}, passed=Counter())
     told = []
     watch = InputWatch(lambda: done, told.append)
@@ -49,7 +49,7 @@ def test_waiting_for_data_names_the_slow_stage_once(seconds, stage, cure):
     (line,) = told
     assert f"the slowest stage is {stage!r}" in line
     assert cure in line
-    assert watched([0.5, 0.5, 0.0] * 5, seconds)[1] == [], "now and then is no reason"
+    assert watched([0.5, 0.5, 0.0] * 5, seconds)[1] == [], "occasional waits are no reason for a warning"
 
 
 def test_a_source_that_says_nothing_is_not_asked():

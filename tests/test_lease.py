@@ -1,4 +1,4 @@
-"""The lease of a workdir: one holder at a time, whatever happens to it."""
+"""The lease of a workdir has at most one holder at a time, whatever happens to it."""
 
 import contextlib
 import errno
@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("lease_process.py")
 
 
 def run(folder, part):
-    """What became of the processes of a part of the script, and which files they left."""
+    """(the outcomes of the processes of a part of the script, the files that they left)."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(SCRIPT.parents[1]), *filter(None, sys.path)])}
     command = [sys.executable, str(SCRIPT), str(folder / "run"), part]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
@@ -42,7 +42,7 @@ def test_many_processes_of_one_host(tmp_path, part, rounds):
     assert len(held) + len(refused) == len(outcomes) == 3 * rounds + 1, [one for one in outcomes if "failed" in one]
     assert all(one["alone"] for one in held), "two had the lease at once"
     assert len(held) >= rounds + 1, "one of three each time, and the last one"
-    assert max(one["waited_sec"] for one in held) < 2.5, "whoever was killed here is not waited for"
+    assert max(one["waited_sec"] for one in held) < 2.5, "there is no wait for an owner killed on this host"
     assert all(re.search(r"in use: process \d+ on host \S+ has been .* since 2\d\d\d-", one) for one in refused)
     assert not left
 
@@ -139,7 +139,7 @@ def test_a_lease_that_is_removed_or_replaced_is_lost_once(tmp_path):
     held = quick(tmp_path, on_loss=reasons.append, beat_sec=100)
     held.acquire()
     (tmp_path / LEASE_FILE).unlink()
-    held._seen_sec -= 1000  # As after a suspension: the loop looks at it before it writes.
+    held._seen_sec -= 1000  # As after a suspension: the loop checks the lease before it writes.
     held.check()
     held.check()
     assert len(reasons) == 1
@@ -183,6 +183,8 @@ def test_who_is_alive():
     assert is_alive(me) is True
     other = Holder.from_bytes(me.to_bytes())
     assert other == me
-    assert is_alive(Holder(token="x", pid=me.pid, place=me.place, started=me.started + 1)) is False, "the number again"
+    assert is_alive(Holder(token="x", pid=me.pid, place=me.place, started=me.started + 1)) is False, (
+        "a reused process id"
+    )
     assert is_alive(Holder(token="x", pid=me.pid, place="another boot", started=me.started)) is None
     assert is_alive(Holder(token="x")) is None

@@ -307,7 +307,7 @@ def test_no_number_is_lost_on_a_narrow_terminal(width, quiet):
     whole = format_row(WIDE_ROW, 99999)
     for part in whole.split("  "):
         assert any(part in line for line in lines), part
-    if width == 80:  # One line of the row is not the whole row, and the bar fits too.
+    if width == 80:  # The row needs more than one line, and the bar fits too.
         assert whole not in text
 
 
@@ -325,7 +325,7 @@ def test_plain_lines_say_what_takes_long_and_how_long(monkeypatch):
     progress = Progress(9, 0, examples_per_step=32, console=Console(file=output))
     progress.status("compiling")
     now[0] += 75
-    for number in range(2):  # The second time it is known what comes.
+    for number in range(2):  # The second time, the statuses have been shown before.
         progress.status("evaluating")
         for done in range(4):
             progress.part(done, 4)
@@ -343,7 +343,7 @@ def test_plain_lines_say_what_takes_long_and_how_long(monkeypatch):
         "step 0/9  loss 1",
         "evaluating 2/4",
         "step 1/9  loss 1",
-        "compiling ...",  # In less than a second.
+        "compiling ...",  # It took less than a second.
     ]
 
 
@@ -357,7 +357,7 @@ def test_a_notebook_is_not_flooded(monkeypatch):
         now[0] += 1
         progress.report({"step": step, "train/loss": 1.0})
     progress.report({"step": 100, "eval/loss": 1.0})
-    assert len(said) == 12  # Of step 1, every 10 s, the last one, and the evaluation.
+    assert len(said) == 12  # Step 1, one every 10 s, the last step, and the evaluation.
     assert said[-2:] == ["step 100/100  loss 1", "step 100/100  eval/loss 1"]
 
 

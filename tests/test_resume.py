@@ -1,4 +1,4 @@
-"""Runs that are stopped, killed or damaged, and go on: bit-equal to one that never stopped."""
+"""Runs that are stopped, killed or damaged, and resume: bit-equal to one that never stopped."""
 
 import json
 import random
@@ -97,7 +97,7 @@ def test_sigterm_while_evaluating(tmp_path):
     assert time.monotonic() - begin < 20
     assert not any("eval/accuracy" in row for row in rows(tmp_path / "run"))
     assert step_dir(tmp_path / "run", 3).is_dir()
-    # Started again there is no step left, but the evaluation is: it is done, not forgotten.
+    # The restarted run has no step left, but catches up on the evaluation.
     process = start(config, tmp_path / "run")
     wait_for(process, step_dir(tmp_path / "run", 3).is_dir)
     time.sleep(1)
@@ -125,7 +125,9 @@ def test_damaged_newest_checkpoint(tmp_path, config, uninterrupted, damage):
     assert code == 0, output
     assert f"{step_folder(12)} is damaged" in output
     assert "resumed from the checkpoint at step 8" in output
-    assert (tmp_path / "checkpoints" / "damaged" / step_folder(12)).is_dir(), "what is damaged is kept, not deleted"
+    assert (tmp_path / "checkpoints" / "damaged" / step_folder(12)).is_dir(), (
+        "a damaged checkpoint is kept, not deleted"
+    )
     assert_same_run(tmp_path, uninterrupted)
 
 

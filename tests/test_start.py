@@ -1,4 +1,4 @@
-"""The first lines of a run: facts that are those of its plan, in order, on terminals of any width."""
+"""The first lines of a run: the facts of its plan, in order, on terminals of any width."""
 
 import dataclasses
 import io
@@ -86,7 +86,7 @@ def test_the_facts_of_text_and_of_one_replica():
 def test_no_fact_is_wider_than_the_terminal(width):
     terminal = {"force_terminal": True, "width": width, "color_system": None, "_environ": {"TERM": "xterm"}}
     text, plan = opened(SMOOTHED, **terminal)
-    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 3, "the cursor is given back after each spinner"
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 3, "the cursor is shown again after each spinner"
     lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text))
     assert max(map(len, lines)) <= width
     words = " ".join(" ".join(lines).split())
@@ -101,7 +101,7 @@ def test_a_terminal_is_given_back_after_a_mistake():
         raise ValueError("no such data")
     assert output.getvalue().rstrip().endswith("\x1b[2K")
     with start.doing("reading the data"):
-        start.close()  # As by a signal, while a thread is still in there.
+        start.close()  # As a signal does, while a thread is still inside.
     assert output.getvalue().count("\x1b[?25l") == output.getvalue().count("\x1b[?25h") == 2
     said = output.getvalue()
     start.fact("model", "large")

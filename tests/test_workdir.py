@@ -20,14 +20,14 @@ EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=6, checkpoint={"every_step
 
 @pytest.fixture(autouse=True, scope="module")
 def one_program():
-    """All runs here are of one plan."""
+    """All runs here share one plan."""
     with compiled_once():
         yield
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """The final state and the history of a run that was alone."""
+    """The final state and the history of a run without a competitor."""
     workdir = tmp_path_factory.mktemp("alone")
     run = train(workdir)
     assert not list(workdir.glob("*lease*"))
@@ -47,7 +47,7 @@ def contents(workdir):
 
 
 def test_a_second_run_is_refused_and_changes_nothing(tmp_path, monkeypatch, alone):
-    """Once from another process, as a user starts it, and once from another thread of this one."""
+    """Once from another process, as a user starts it, and once from another thread of this process."""
     workdir = tmp_path / "run"
     config = write_config(tmp_path, EXPERIMENT.replaced({"mesh.cpu_devices": 1}))
     original, seen = trainer.Session.advance, {}
@@ -108,7 +108,7 @@ def test_a_run_looks_at_its_lease_before_it_trains_and_saves(tmp_path, monkeypat
             (tmp_path / LEASE_FILE).write_bytes(b"{}")
             self.check_lease.__self__._seen_sec -= 1000
         original(self)
-        assert self.step < 4, "it trained on"
+        assert self.step < 4, "it continued training"
 
     monkeypatch.setattr(trainer.Session, "advance", advance)
     monkeypatch.setattr(jaxdl.run.workdir, "end_process", end)
