@@ -1,7 +1,7 @@
 """The hook of mkdocs (see mkdocs.yml) that writes the generated pages of the site: `make docs`.
 
 - reference/config/*.md: every field of `Experiment`, from the config classes themselves;
-- results.md and changelog.md: RESULTS.md and CHANGELOG.md, with their links turned towards the site.
+- results.md, contributing.md and changelog.md: the files of the root, with their links turned towards the site.
 
 `pages()` returns them as text, so that a test can read them without mkdocs.
 """
@@ -23,6 +23,7 @@ from jaxdl.experiment import Experiment
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = "reference/config"
+FROM_ROOT = ("RESULTS", "CONTRIBUTING", "CHANGELOG")
 LIMITS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<=", "multiple_of": "multiple of", "min_length": "items >="}
 """Name of a limit in the annotated types that pydantic keeps -> how it is shown."""
 
@@ -39,15 +40,13 @@ def on_files(files: Any, config: Any) -> Any:
 def pages() -> dict[str, str]:
     """The generated pages: path inside the site -> Markdown."""
     found = {f"{REFERENCE}/{name}.md": "\n".join(lines) + "\n" for name, lines in config_pages().items()}
-    found["results.md"] = for_site((ROOT / "RESULTS.md").read_text())
-    found["changelog.md"] = for_site((ROOT / "CHANGELOG.md").read_text())
-    return found
+    return found | {f"{name.lower()}.md": for_site((ROOT / f"{name}.md").read_text()) for name in FROM_ROOT}
 
 
 def for_site(text: str) -> str:
     """A page of the repository's root with links as seen from the root of the site."""
     text = re.sub(r"\]\(docs/", "](", text)
-    return re.sub(r"\]\(RESULTS\.md", "](results.md", text)
+    return re.sub(rf"\]\(({'|'.join(FROM_ROOT)})\.md", lambda match: f"]({match[1].lower()}.md", text)
 
 
 def config_pages() -> dict[str, list[str]]:
