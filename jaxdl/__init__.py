@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from jaxdl.errors import ConfigError
     from jaxdl.experiment import Experiment, load
     from jaxdl.predictor import Predictor, restore
+    from jaxdl.run.entry import train
     from jaxdl.run.result import Interrupted, Run
-    from jaxdl.run.trainer import train
 
 __version__ = "0.1.0"
 
@@ -27,7 +27,7 @@ _HOMES = {
     "load": "jaxdl.experiment",
     "Interrupted": "jaxdl.run.result",
     "Run": "jaxdl.run.result",
-    "train": "jaxdl.run.trainer",
+    "train": "jaxdl.run.entry",
     "Predictor": "jaxdl.predictor",
     "restore": "jaxdl.predictor",
 }

@@ -15,8 +15,8 @@ from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.report import Start, print_explanation
 from jaxdl.run.build import make_plan
 from jaxdl.run.compile import compile_train_step
+from jaxdl.run.entry import train
 from jaxdl.run.result import exit_codes
-from jaxdl.run.trainer import train
 from jaxdl.run.workdir import check_workdir, read_choice
 from jaxdl.sharding import explain
 from jaxdl.startup import PROG

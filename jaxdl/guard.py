@@ -1,4 +1,4 @@
-"""The guard against bad numbers: which steps are skipped, and when a run goes back to a checkpoint.
+"""The guard against bad numbers: which steps are skipped, and when a run is rolled back to a checkpoint.
 
 A bad step (a loss or a gradient that is not finite, a loss that leaps) changes nothing but counters.
 """
@@ -17,8 +17,8 @@ from jaxdl.config import Config
 Guard = dict[str, jax.Array]
 """What the guard carries from step to step; empty when it is off. int32 counters:
 
-- `bad_steps`: steps of the run without an update because they were bad, or were passed over after going back;
-- `bad_in_row`: of those, how many just now, one after the other;
+- `bad_steps`: steps of the run without an update because they were bad, or were skipped after a rollback;
+- `bad_in_row`: the length of the present streak of bad steps;
 
 and where spikes are looked for, of the losses of good steps: `num_losses` (int32), `mean`, `variance` (float32).
 """
@@ -31,7 +31,7 @@ _SMALLEST_DEVIATION = 1e-3
 
 
 class GuardConfig(Config):
-    """Bad steps (numbers that are not finite, spikes) are skipped; after too many in a row the run goes back."""
+    """Bad steps (numbers that are not finite, spikes) are skipped; a long streak of them rolls the run back."""
 
     skip_nonfinite: bool = True
     """Skip a step whose loss or gradient is not finite; without this, the first one ends the run."""
@@ -40,9 +40,9 @@ class GuardConfig(Config):
     spike_window_steps: int = pydantic.Field(default=128, ge=2)
     """Mean and deviation are over about this many good steps; before there are as many, no step is a spike."""
     rollback_after: int = pydantic.Field(default=8, ge=1)
-    """After this many bad steps in a row, go back to a checkpoint (or the start) and pass over their batches."""
+    """After this many bad steps in a row, roll back to a checkpoint (or the start) and skip their batches."""
     max_rollbacks: int = pydantic.Field(default=2, ge=0)
-    """Go back this often in one run; the next time, stop with a report. May be raised to go on from there."""
+    """Roll back at most this often in one run; the next time, stop with a report. May be raised to resume."""
 
     @pydantic.model_validator(mode="after")
     def _takes_effect(self) -> GuardConfig:
@@ -80,7 +80,7 @@ class GuardConfig(Config):
         return warm & (loss > guard["mean"] + self.spike_deviations * deviation)
 
     def next_guard(self, guard: Guard, loss: jax.Array, *, kept: jax.Array, bad: jax.Array) -> Guard:
-        """The guard after a step; one that is neither `kept` nor `bad` (float16's overflow) ends a row all the same.
+        """The guard after a step; one that is neither `kept` nor `bad` (float16's overflow) ends a streak too.
 
         The statistics are those of Finch, "Incremental calculation of weighted mean and variance" (2009), section 9,
         exponential with weight 1 / window, and plain (weight 1 / number) as long as that is larger.
@@ -109,6 +109,6 @@ def choose(kept: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: lax.select(jnp.broadcast_to(kept, jnp.shape(a)), a, b), new, old)
 
 
-def passed_over(guard: Guard) -> Guard:
-    """The guard after a step whose batch was passed over: it made no update, and belongs to no row."""
+def skipped(guard: Guard) -> Guard:
+    """The guard after a step whose batch was skipped: it made no update, and belongs to no streak."""
     return guard | {"bad_steps": guard["bad_steps"] + 1}

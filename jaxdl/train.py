@@ -51,7 +51,7 @@ class _CallableModule(types.ModuleType):
     """`jaxdl.train` is this module and also the function of that name, so calling the module calls the function."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from jaxdl.run.trainer import train
+        from jaxdl.run.entry import train
 
         return train(*args, **kwargs)
 

@@ -9,14 +9,18 @@ import functools
 import itertools
 import json
 import os
+import pathlib
 import sys
 
 import jax
 import jax.numpy as jnp
 
-from jaxdl.checkpoint import Checkpoints
+import jaxdl
+from jaxdl.cluster import end_together
+from jaxdl.command import parse_command
 from jaxdl.data import TrainLoader
-from jaxdl.run import trainer, workdir
+from jaxdl.lease import shared
+from jaxdl.run.result import exit_codes
 from jaxdl.tasks import Classification
 
 LOSS, GRADIENT = 1000, 2000
@@ -52,43 +56,44 @@ def _with_first(sharding):
     return jax.jit(lambda label, value: label.at[0].set(value), out_shardings=sharding)
 
 
-def poison_batches(bad, patch=setattr):
-    """Makes the losses of these steps of a run NaN; the set may be changed later."""
+def poison_batches(bad, patch=setattr, step_at=lambda start, batch_size: start // batch_size):
+    """Makes the losses of these steps of a run NaN; the set may be changed later.
 
-    class Loader(TrainLoader):
-        def __init__(self, *args, start, batch_size, **kwargs):
-            super().__init__(*args, start=start, batch_size=batch_size, **kwargs)
-            self.steps = itertools.count(start // batch_size + 1)
+    `step_at(position, batch_size)` is how many steps come before a position in the stream of examples.
+    """
+    begin, following = TrainLoader.__init__, TrainLoader.__next__
 
-        def __next__(self):
-            batch = super().__next__()
-            return poisoned(batch, LOSS) if next(self.steps) in bad else batch
+    def noted(self, *args, start, batch_size, **kwargs):
+        begin(self, *args, start=start, batch_size=batch_size, **kwargs)
+        self.steps = itertools.count(step_at(start, batch_size) + 1)
 
-    patch(trainer, "TrainLoader", Loader)
+    def next_batch(self):
+        batch = following(self)
+        return poisoned(batch, LOSS) if next(self.steps) in bad else batch
+
+    patch(TrainLoader, "__init__", noted)
+    patch(TrainLoader, "__next__", next_batch)
 
 
 def refuse_checkpoints(steps):
-    """This process's disk is full at these steps."""
-    save, probe, now = Checkpoints.save, Checkpoints._probe, []
+    """This process's disk has no room for the checkpoints of these steps; returns the hook that notes the step."""
+    original, now = pathlib.Path.open, [0]
 
-    def noted_save(self, state, step, **others):
-        now[:] = [step]
-        save(self, state, step, **others)
-
-    def refusing_probe(self):
-        if now[0] in steps:
+    def open_unless_full(self, *args, **kwargs):
+        if self.name.startswith(".probe.") and now[0] in steps:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        probe(self)
+        return original(self, *args, **kwargs)
 
-    Checkpoints.save, Checkpoints._probe = noted_save, refusing_probe
+    pathlib.Path.open = open_unless_full
+    return lambda info: now.__setitem__(0, info.step)
 
 
 if __name__ == "__main__":
-    from jaxdl.train import main
-
     faults = json.loads(sys.argv[1])
     make_labels_poisonous()
     poison_batches(faults.get("bad", ()))
-    refuse_checkpoints(faults.get("refused", ()))
-    workdir.SHARED_SEC = faults.get("shared_sec", workdir.SHARED_SEC)
-    main(sys.argv[2:])
+    note_step = refuse_checkpoints(faults.get("refused", ()))
+    shared.SHARED_SEC = faults.get("shared_sec", shared.SHARED_SEC)
+    with end_together(), exit_codes():
+        command = parse_command(sys.argv[2:])
+        jaxdl.train(command.experiment, command.workdir, on_step=[note_step])

@@ -1,17 +1,16 @@
 """Shared by the tests of whole runs: a tiny experiment, its command line as a process, and its saved state."""
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import jax
 import numpy as np
-import pytest
 
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticImages
@@ -21,7 +20,6 @@ from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import LARS, Cosine
 from jaxdl.report import ReportConfig
-from jaxdl.run import compile as compiling
 from jaxdl.run.build import make_plan
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification
@@ -46,21 +44,6 @@ def tiny_experiment(**changes) -> Experiment:
         "report": ReportConfig(every_steps=1, tensorboard=False),
     }
     return Experiment(**(values | {"checkpoint": {"every_steps": 4}} | changes))
-
-
-@contextlib.contextmanager
-def compiled_once():
-    """Context for runs of one plan (or plans that differ in their length alone, under a constant schedule)."""
-    original, found = compiling.compile_steps, []
-
-    def compile_steps(plan, segment):
-        if not found:
-            found.append(original(plan))
-        return found[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiling, "compile_steps", compile_steps)
-        yield
 
 
 def write_config(folder: Path, experiment: Experiment) -> Path:
@@ -90,6 +73,12 @@ def wait_for(process: subprocess.Popen, condition, timeout_sec: float = 120) -> 
             raise AssertionError(f"the run ended first: {process.communicate()}")
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.02)
+
+
+def nothing_is_written() -> None:
+    """Returns when the checkpoint that is being written in this process, if any, is whole or has failed."""
+    while any(type(thread).__module__.startswith("orbax.") for thread in threading.enumerate()):
+        time.sleep(0.01)
 
 
 def rows(workdir: Path) -> list[dict]:

@@ -14,7 +14,7 @@ import jaxdl
 from jaxdl.checkpoint import reading
 from jaxdl.files import CHECKPOINTS_FOLDER, MANIFEST_FILE, step_dir, step_folder
 from jaxdl.mesh import MeshConfig
-from jaxdl.run import compile as compiling
+from jaxdl.run.compile import shared_programs
 
 TINY = tiny_experiment(mesh=MeshConfig(), steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2})
 
@@ -22,13 +22,9 @@ TINY = tiny_experiment(mesh=MeshConfig(), steps=4, checkpoint={"every_steps": 2}
 @pytest.fixture(autouse=True, scope="module")
 def compiled_once():
     """All runs here are of one plan, on one device."""
-    original, found = compiling.compile_steps, []
     devices = jax.devices
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, shared_programs():
         patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
-        patch.setattr(
-            compiling, "compile_steps", lambda *args: found[0] if found else found.append(original(*args)) or found[0]
-        )
         yield
 
 

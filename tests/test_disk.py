@@ -13,17 +13,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 from orbax.checkpoint.utils import checkpoint_steps
-from runs import assert_bit_equal, compiled_once, rows, saved_state, tiny_experiment
+from runs import assert_bit_equal, nothing_is_written, rows, saved_state, tiny_experiment
 
 import jaxdl
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.checkpoint.disk import disk_reason
-from jaxdl.files import CHECKPOINTS_FOLDER, step_dir, step_folder
+from jaxdl.files import CHECKPOINTS_FOLDER, METRICS_FILE, step_dir, step_folder
 from jaxdl.mesh import MeshConfig
-from jaxdl.report import History
+from jaxdl.report import Event, History
 from jaxdl.report import history as history_module
-from jaxdl.run import trainer
 from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.compile import shared_programs
 
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), checkpoint={"every_steps": 2, "keep": 1, "keep_best": 0}, steps=8)
 EXPERIMENT = EXPERIMENT.replaced({"evaluation.every_steps": 8, "report.every_steps": 2})
@@ -32,8 +32,8 @@ ONE = jax.devices()[:1]
 
 @pytest.fixture(autouse=True, scope="module")
 def one_program():
-    """All runs here share one plan."""
-    with compiled_once():
+    """All runs here are of one plan."""
+    with shared_programs():
         yield
 
 
@@ -55,10 +55,6 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def train(workdir):
-    return jaxdl.train(EXPERIMENT, workdir, quiet=True, devices=ONE)
-
-
 def events(workdir):
     return [row["event"] for row in rows(workdir) if "event" in row]
 
@@ -78,21 +74,19 @@ def fill(folder, leave_bytes=0):
     assert shutil.disk_usage(folder).free <= leave_bytes
 
 
-def at_step(monkeypatch, actions):
-    """Calls a function just before the step after the given one, when nothing is being written."""
-    original = trainer.Session.advance
+def train(workdir, actions=None):
+    """A run that does something after the given steps, when nothing is being written."""
 
-    def advance(self):
-        if self.step in actions:
-            self.saver.checkpoints.wait()
-            actions[self.step]()
-        original(self)
+    def act(info):
+        if info.step in (actions or {}):
+            nothing_is_written()
+            actions[info.step]()
 
-    monkeypatch.setattr(trainer.Session, "advance", advance)
+    return jaxdl.train(EXPERIMENT, workdir, quiet=True, devices=ONE, on_step=[act])
 
 
 @pytest.mark.parametrize("leave_bytes", [0, 100_000], ids=["full", "full while it is written"])
-def test_a_full_disk_for_a_while(small_disk, monkeypatch, plain, leave_bytes):
+def test_a_full_disk_for_a_while(small_disk, plain, leave_bytes):
     seen = {}
     workdir = small_disk / "run"
 
@@ -103,9 +97,8 @@ def test_a_full_disk_for_a_while(small_disk, monkeypatch, plain, leave_bytes):
         look()
         (small_disk / "filler").unlink()
 
-    at_step(monkeypatch, {3: lambda: fill(small_disk, leave_bytes), 7: free})
-    run = train(workdir)
-    assert seen["steps"] == [2], "a complete checkpoint is kept, although keep is 1"
+    run = train(workdir, {3: lambda: fill(small_disk, leave_bytes), 7: free})
+    assert seen["steps"] == [2], "what is whole stays, although only one is to be kept"
     assert steps(workdir) == [8]
     assert_bit_equal(jax.tree.map(np.asarray, run.state), plain)
     assert_bit_equal(saved_state(workdir, EXPERIMENT), plain)
@@ -117,12 +110,10 @@ def test_a_full_disk_for_a_while(small_disk, monkeypatch, plain, leave_bytes):
     assert [row["step"] for row in rows(workdir) if "train/loss" in row] == [2, 4, 6, 8], "what was missing came later"
 
 
-def test_a_disk_that_stays_full_is_an_error_in_the_end(small_disk, monkeypatch, plain, capsys):
+def test_a_disk_that_stays_full_is_an_error_in_the_end(small_disk, plain, capsys):
     workdir = small_disk / "run"
-    actions = {3: lambda: fill(small_disk)}
-    at_step(monkeypatch, actions)
     with pytest.raises(jaxdl.Interrupted, match="1") as ended:
-        train(workdir)
+        train(workdir, {3: lambda: fill(small_disk)})
     assert ended.value.code == 1
     assert "the state of step 8 could not be saved" in ended.value.message
     assert "the newest checkpoint is of step 2" in ended.value.message
@@ -131,12 +122,11 @@ def test_a_disk_that_stays_full_is_an_error_in_the_end(small_disk, monkeypatch, 
     assert "summary.json could not be written" in output
     assert "curves.png could not be written" in output
     (small_disk / "filler").unlink()
-    actions.clear()
     assert_bit_equal(jax.tree.map(np.asarray, train(workdir).state), plain)
 
 
-def test_a_disk_that_is_full_when_a_run_starts_again(small_disk, monkeypatch, plain):
-    """Space may become free before the end; the files needed at the start exist already."""
+def test_a_disk_that_is_full_when_a_run_starts_again(small_disk, plain):
+    """It may have room before the end; what must be written at the start is there already."""
     workdir = small_disk / "run"
 
     class Killed(BaseException):
@@ -146,13 +136,10 @@ def test_a_disk_that_is_full_when_a_run_starts_again(small_disk, monkeypatch, pl
         fill(small_disk)
         raise Killed
 
-    actions = {5: kill}
-    at_step(monkeypatch, actions)
     with pytest.raises(Killed):
-        train(workdir)
+        train(workdir, {5: kill})
     before = (workdir / "config.json").stat().st_mtime_ns
-    actions |= {5: lambda: None, 7: (small_disk / "filler").unlink}
-    run = train(workdir)
+    run = train(workdir, {7: (small_disk / "filler").unlink})
     assert_bit_equal(jax.tree.map(np.asarray, run.state), plain)
     assert steps(workdir) == [8]
     assert (workdir / "config.json").stat().st_mtime_ns == before
@@ -162,17 +149,16 @@ def test_a_disk_that_is_full_when_a_run_starts_again(small_disk, monkeypatch, pl
     ]
 
 
-def test_a_workdir_that_becomes_read_only_or_is(small_disk, monkeypatch):
+def test_a_workdir_that_becomes_read_only_or_is(small_disk, tmp_path):
     workdir = small_disk / "run"
 
     def remount(how):
         subprocess.run(["mount", "-o", f"remount,{how}", str(small_disk)], check=True)
 
-    at_step(monkeypatch, {3: lambda: remount("ro"), 5: lambda: remount("rw")})
-    # A file open for writing prevents the remount.
-    monkeypatch.setattr(History, "write", lambda self, row: self.rows.append(dict(row)))
-    monkeypatch.setattr(History, "_reopen", lambda self, anew: None)
-    run = train(workdir)
+    workdir.mkdir()
+    # Elsewhere: a file that is open for writing forbids the change.
+    (workdir / METRICS_FILE).symlink_to(tmp_path / METRICS_FILE)
+    run = train(workdir, {3: lambda: remount("ro"), 5: lambda: remount("rw")})
     told = [text for text in run.history["event"] if text]
     assert [text[:70] for text in told] == ["the checkpoint of step 4 could not be written: Read-only file system; "]
     assert steps(workdir) == [8]
@@ -288,7 +274,7 @@ def test_history_goes_on_after_an_outage(tmp_path, monkeypatch):
         patch.setattr(history_module, "replace_file", lambda *_: history._file.nothing())
         patch.setattr(History, "_reopen", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         history.write({"step": 3, "loss": 3.0})
-    history.event(3, "again")
+    history.event(Event("checkpoint", 3, "again"))
     history.close()
     assert [row["step"] for row in map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())] == [
         1,

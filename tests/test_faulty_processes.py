@@ -1,6 +1,5 @@
 """Two processes of one run whose data is bad, or of which one has a disk that refuses, or another workdir."""
 
-import functools
 import json
 import re
 import threading
@@ -14,10 +13,8 @@ from runs import finish, rows, tiny_experiment, write_config
 from test_processes import start_pair
 
 import jaxdl
-from jaxdl.run import compile as compiling
-from jaxdl.run import workdir as workdir_module
-from jaxdl.run.build import make_plan
-from jaxdl.run.compile import compile_steps
+from jaxdl.lease.shared import appears
+from jaxdl.run.compile import shared_programs
 
 EXPERIMENT = tiny_experiment(
     mesh={"replica": 2, "fsdp": 1, "tensor": 1, "cpu_devices": 1},
@@ -62,17 +59,16 @@ def test_a_disk_that_refuses_one_costs_both_the_checkpoint_and_no_more(story):
 
 @pytest.mark.slow
 def test_they_go_back_together_and_learn_what_one_process_does(story, tmp_path, monkeypatch):
-    back = [text.partition(":")[0] for text in story.events if text.startswith("went back")]
-    assert back == ["went back from step 4 to the start", "went back from step 12 to the checkpoint of step 4"]
+    back = [text.partition(":")[0] for text in story.events if text.startswith("rolled back")]
+    assert back == ["rolled back from step 4 to the start", "rolled back from step 12 to the checkpoint of step 4"]
     make_labels_poisonous(monkeypatch.setattr)
     poison_batches(BAD, monkeypatch.setattr)
-    compiled = functools.cache(lambda: compile_steps(make_plan(one_process, jax.devices()[:2])))
-    monkeypatch.setattr(compiling, "compile_steps", lambda plan, segment: compiled())
     one_process = EXPERIMENT.replaced({"mesh.cpu_devices": None})
-    alone, resumed = (
-        jaxdl.train(one_process, workdir, quiet=True, devices=jax.devices()[:2])
-        for workdir in (tmp_path, story.workdir)
-    )
+    with shared_programs():
+        alone, resumed = (
+            jaxdl.train(one_process, workdir, quiet=True, devices=jax.devices()[:2])
+            for workdir in (tmp_path, story.workdir)
+        )
     assert "resumed from the checkpoint at step 12" in resumed.history["event"]
     for run in (alone, resumed):
         assert (int(run.state.step), int(run.state.guard["bad_steps"])) == (16, len(BAD))
@@ -93,8 +89,7 @@ def test_another_folder_under_the_name_of_the_workdir_is_a_mistake_on_both(story
 
 
 @pytest.mark.slow
-def test_a_file_that_comes_to_be_seen_late(tmp_path, monkeypatch):
+def test_a_file_that_comes_to_be_seen_late(tmp_path):
     threading.Timer(0.5, (tmp_path / "late").touch).start()
-    assert workdir_module._appears(tmp_path / "late")
-    monkeypatch.setattr(workdir_module, "SHARED_SEC", 0.3)
-    assert not workdir_module._appears(tmp_path / "never")
+    assert appears(tmp_path / "late", 60)
+    assert not appears(tmp_path / "never", 0.3)

@@ -291,7 +291,7 @@ print(json.dumps(found))
 """
     found = in_a_fresh_process(code)
     assert found.pop("nothing") == "module 'jaxdl' has no attribute 'nothing'"
-    assert found["train"] == ["jaxdl.run.trainer", True]
+    assert found["train"] == ["jaxdl.run.entry", True]
     assert found["module"] == ["jaxdl.train", True], "after its import, jaxdl.train is a module that can be called"
     assert found["load"] == ["jaxdl.experiment", True]
     assert set(found) == {

@@ -13,7 +13,6 @@ from orbax.checkpoint.utils import checkpoint_steps
 from runs import assert_bit_equal, measured, rows, saved_state, tiny_experiment
 
 import jaxdl
-from jaxdl.checkpoint import Checkpoints
 from jaxdl.config import ConfigError
 from jaxdl.data import TrainLoader
 from jaxdl.exchange import TopK
@@ -21,13 +20,10 @@ from jaxdl.files import CHECKPOINTS_FOLDER, step_dir, step_folder
 from jaxdl.guard import GuardConfig
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.precision import Float16
-from jaxdl.report import Diverged, Reporter, plot_history
-from jaxdl.run import compile as compiling
-from jaxdl.run import trainer
+from jaxdl.report import Diverged, plot_history
 from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
-from jaxdl.run.rollback import Recovery, pass_over
-from jaxdl.run.saver import Saver
+from jaxdl.run.compile import compile_train_step, shared_programs
+from jaxdl.run.rollback import skip
 from jaxdl.step import make_train_step
 
 FOUR = jax.devices()[:4]
@@ -127,30 +123,22 @@ class Killed(BaseException):
 
 
 @pytest.fixture(scope="module")
-def compiled():
-    return {}
+def programs():
+    """All runs here are of one plan."""
+    with shared_programs() as found:
+        yield found
 
 
 @pytest.fixture
-def bad_batches(monkeypatch, compiled):
-    """Sets the steps whose batches are bad; compiled steps are shared, since all runs here are of one plan."""
+def bad_batches(monkeypatch, programs):
+    """Sets the steps whose batches are bad."""
     bad = set(BAD)
-
-    original = compiling.compile_steps
-
-    def compile_steps(plan, segment):
-        key = plan.experiment.replaced({"guard.rollback_after": 8, "guard.max_rollbacks": 2}).to_json()
-        if key not in compiled:
-            compiled[key] = original(plan)
-        return compiled[key]
-
     poison_batches(bad, monkeypatch.setattr)
-    monkeypatch.setattr(compiling, "compile_steps", compile_steps)
     return bad
 
 
-def train(workdir, experiment=RUN):
-    return jaxdl.train(experiment, workdir, quiet=True, devices=FOUR)
+def train(workdir, experiment=RUN, on_step=()):
+    return jaxdl.train(experiment, workdir, quiet=True, devices=FOUR, on_step=on_step)
 
 
 def events(workdir):
@@ -159,7 +147,7 @@ def events(workdir):
 
 @pytest.fixture(scope="module")
 def rolled_back():
-    """Filled by the first test of a run that went back: its workdir."""
+    """Filled by the first test of a run that rolled back: its workdir."""
     return {}
 
 
@@ -172,26 +160,26 @@ def whole(rolled_back, bad_batches, tmp_path_factory):
     return rolled_back["found"]
 
 
-def by_hand(compiled, passed_over):
-    """The last state of a run that passes over these steps from the beginning."""
+def by_hand(programs, skipped):
+    """The last state of a run that skips these steps from the beginning."""
     plan = make_plan(RUN, FOUR)
-    state, step = make_initial_state(plan), next(iter(compiled.values()))[0]
+    state, step = make_initial_state(plan), programs.of(plan, plan.timeline.segments[0]).train
     with TrainLoader(
         plan.splits.train, batch_size=16, seed=0, sharding=batch_sharding(plan.parts.layout.mesh),
         start=0, num_steps=16,
     ) as loader:  # fmt: skip
         for number, batch in enumerate(loader, start=1):
-            state = pass_over(state) if number in passed_over else step(state, batch)[0]
+            state = skip(state) if number in skipped else step(state, batch)[0]
     return state
 
 
-def test_a_run_goes_back_and_passes_over(whole, compiled):
+def test_a_run_rolls_back_and_skips(whole, programs):
     workdir, run = whole
-    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(compiled, range(5, 13)))))
+    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(programs, range(5, 13)))))
     assert int(run.state.guard["bad_steps"]) == 8
-    first = "went back from step 9 to the checkpoint of step 4: steps 7 to 9 were bad; the batches of steps 7 to 9 are"
-    second = "went back from step 12 to the checkpoint of step 4: steps 10 to 12 were bad; the batches of steps 5 to 12"
-    told = [text for _, text in events(workdir) if text.startswith("went back")]
+    first = "rolled back from step 9 to the checkpoint of step 4: steps 7 to 9 were bad; the batches of steps 7 to 9"
+    second = "rolled back from step 12 to the checkpoint of step 4: steps 10 to 12 were bad; the batches of steps 5 to"
+    told = [text for _, text in events(workdir) if text.startswith("rolled back")]
     assert [text[: len(start)] for text, start in zip(told, (first, second), strict=True)] == [first, second]
     assert run.summary["num_rollbacks"] == 2
     assert run.summary["num_restarts"] == 0
@@ -201,39 +189,58 @@ def test_a_run_goes_back_and_passes_over(whole, compiled):
     assert len(plot_history(run.history).axes[0].lines) > 2
 
 
-KILLS = {
-    "when the row is seen": (Recovery, "go_back"),
-    "when it is on disk": (Checkpoints, "quarantine_after"),
-    "when checkpoints are quarantined": (Checkpoints, "_move"),
-    "before the restore": (Saver, "restore"),
-    "after the restore": (Reporter, "go_back"),
-    "while passing over": (Reporter, "pass_over"),
-    "while training again": (trainer.Session, "evaluate"),
+class Deadly:
+    """Kills the run at the n-th time that a file comes to a path that ends so, before or after it does."""
+
+    def __init__(self, monkeypatch, path, number, *, after):
+        self.original, self.path, self.left, self.after = os.replace, path, number, after
+        monkeypatch.setattr(os, "replace", self)
+
+    def __call__(self, source, target):
+        if not str(target).endswith(self.path):
+            return self.original(source, target)
+        self.left -= 1
+        if self.left == 0 and not self.after:
+            raise Killed
+        self.original(source, target)
+        if self.left == 0:
+            raise Killed
+
+
+# Of both rollbacks, the second: more is on disk by then. skipped.json is written twice for each.
+ON_DISK = {
+    "when the streak is seen": ("skipped.json", 3, False),
+    "when it is on disk": ("skipped.json", 3, True),
+    "before a checkpoint is quarantined": (f"left/{step_folder(8)}", 1, False),
+    "after a checkpoint is quarantined": (f"left/{step_folder(8)}", 1, True),
+    "before the restore": ("skipped.json", 4, True),
+    "after the restore": ("metrics.jsonl", 2, False),
 }
 
 
-@pytest.mark.parametrize(
-    ("when", "after"), [*((when, False) for when in KILLS), ("when checkpoints are quarantined", True)]
-)
-def test_killed_around_a_rollback(tmp_path, whole, monkeypatch, when, after):
-    owner, name = KILLS[when]
-    original, calls = getattr(owner, name), itertools.count()
-    # Of both rollbacks, the second: more is on disk by then. `restore` is also called at the start.
-    fatal = {"restore": 2, "go_back": 1, "quarantine_after": 1, "pass_over": 4}.get(name, 0)
+def at(condition):
+    """A hook that kills the run at the first step of which the condition holds."""
 
-    def deadly(*args, **kwargs):
-        last = next(calls) == fatal
-        if last and not after:
+    def kill(info):
+        if condition(info):
             raise Killed
-        result = original(*args, **kwargs)
-        if last:
-            raise Killed
-        return result
 
-    monkeypatch.setattr(owner, name, deadly)
-    with pytest.raises(Killed):
-        train(tmp_path)
-    monkeypatch.setattr(owner, name, original)
+    return kill
+
+
+@pytest.mark.parametrize("when", [*ON_DISK, "while skipping", "while training again"])
+def test_killed_around_a_rollback(tmp_path, whole, monkeypatch, when):
+    seen = itertools.count(1)
+    hooks = {
+        "while skipping": at(lambda info: info.skipped and next(seen) == 5),
+        "while training again": at(lambda info: info.step == 13),
+    }
+    with monkeypatch.context() as patch:
+        if when in ON_DISK:
+            path, number, after = ON_DISK[when]
+            Deadly(patch, path, number, after=after)
+        with pytest.raises(Killed):
+            train(tmp_path, on_step=[hooks[when]] if when in hooks else [])
     run = train(tmp_path)
     workdir, uninterrupted = whole
     assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (run, uninterrupted)))
@@ -244,17 +251,13 @@ def test_killed_around_a_rollback(tmp_path, whole, monkeypatch, when, after):
 
 
 @pytest.mark.parametrize("step", [8, 11])
-def test_a_signal_in_a_row_of_bad_steps_saves_none_of_it(tmp_path, whole, monkeypatch, step):
-    original, sent = trainer.Session.advance, []
+def test_a_signal_in_a_streak_of_bad_steps_saves_none_of_it(tmp_path, whole, step):
+    def stop(info):
+        if info.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    def advance(self):
-        original(self)
-        if self.step == step and not sent:
-            sent.append(os.kill(os.getpid(), signal.SIGTERM))
-
-    monkeypatch.setattr(trainer.Session, "advance", advance)
     with pytest.raises(jaxdl.Interrupted) as stopped:
-        train(tmp_path)
+        train(tmp_path, on_step=[stop])
     assert stopped.value.code == 128 + signal.SIGTERM
     saved = set(checkpoint_steps(tmp_path / CHECKPOINTS_FOLDER))
     assert not saved & {7, 9, 10, 11, 12}
@@ -264,14 +267,14 @@ def test_a_signal_in_a_row_of_bad_steps_saves_none_of_it(tmp_path, whole, monkey
 
 def test_going_back_is_tried_so_often_and_then_the_run_stops_with_a_report(tmp_path, bad_batches):
     bad_batches |= set(range(7, 17))
-    with pytest.raises(Diverged, match=r"not finite at step \d+ .*2 returns to a checkpoint.*max_rollbacks = 2") as end:
+    with pytest.raises(Diverged, match=r"not finite at step \d+ .*2 rollbacks before; guard.max_rollbacks = 2") as end:
         train(tmp_path)
     report = (tmp_path / "diverged.md").read_text()
     assert str(tmp_path / "diverged.md") in str(end.value)
     assert "| 13 | nan |" in report
-    assert report.count("went back from step") == 2
+    assert report.count("rolled back from step") == 2
     assert "--optimizer.learning-rate" in report
-    assert "a larger --guard.max-rollbacks goes on in this --workdir" in report
+    assert "a larger --guard.max-rollbacks resumes in this --workdir" in report
     with pytest.raises(ConfigError, match="rollback_after"):
         train(tmp_path, RUN.replaced({"guard.rollback_after": 4}))
     run = train(tmp_path, RUN.replaced({"guard.max_rollbacks": 3}))
@@ -284,29 +287,22 @@ def test_without_a_workdir_the_run_stops(bad_batches):
         train(None)
 
 
-def test_before_the_first_checkpoint_a_run_goes_back_to_the_start(tmp_path, bad_batches, compiled, monkeypatch):
+def test_before_the_first_checkpoint_a_run_rolls_back_to_the_start(tmp_path, bad_batches, programs, monkeypatch):
     """Killed before it has begun again."""
     bad_batches.clear()
     bad_batches |= set(range(2, 8))
-    original, calls = Saver.restore, itertools.count()
-
-    def restore(self, **options):
-        if next(calls) == 1:
-            raise Killed
-        return original(self, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Saver, "restore", restore)
+        Deadly(patch, "skipped.json", 2, after=True)
         with pytest.raises(Killed):
             train(tmp_path)
     run = train(tmp_path)
-    told = [(step, text.partition(";")[0]) for step, text in events(tmp_path) if text.startswith("went back")]
+    told = [(step, text.partition(";")[0]) for step, text in events(tmp_path) if text.startswith("rolled back")]
     assert told == [
-        (0, "went back from step 4 to the start: steps 2 to 4 were bad"),
+        (0, "rolled back from step 4 to the start: steps 2 to 4 were bad"),
         # Written while batches were passed over: there is none from before them.
-        (4, "went back from step 7 to the checkpoint of step 4: steps 5 to 7 were bad"),
+        (4, "rolled back from step 7 to the checkpoint of step 4: steps 5 to 7 were bad"),
     ]
-    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(compiled, range(2, 8)))))
+    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(programs, range(2, 8)))))
     assert [row["step"] for row in measured(tmp_path)] == [1, 8, 8, 11, 12, 15, 16, 16]
 
 

@@ -1,22 +1,24 @@
 """Where a run ends: `max_steps`, and a run whose length is changed when it resumes."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 from mistakes import refusal
-from runs import assert_bit_equal, compiled_once, measured, rows, tiny_experiment, write_config
+from runs import assert_bit_equal, measured, rows, tiny_experiment, write_config
 
 import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.exchange import TopK
 from jaxdl.files import step_dir
 from jaxdl.mesh import MeshConfig
-from jaxdl.optim import Constant
+from jaxdl.optim import Constant, Cosine
 from jaxdl.phases import Phase, make_timeline
-from jaxdl.run import compile as compiling
+from jaxdl.run.build import make_plan
+from jaxdl.run.compile import Programs, program_key, shared_programs
 from jaxdl.run.length import change_of_length
 
 TWO = jax.devices()[:2]
@@ -42,7 +44,7 @@ def as_numpy(run):
 @pytest.fixture(scope="module", autouse=True)
 def one_program():
     """All runs here are of one step: under a constant schedule the length makes no difference to it."""
-    with compiled_once():
+    with shared_programs():
         yield
 
 
@@ -167,15 +169,28 @@ def test_a_length_that_cannot_be_read():
             change_of_length(earlier, EXPERIMENT, timeline, 0)
 
 
-def test_a_segment_after_the_end_is_not_compiled(monkeypatch):
+def test_a_segment_after_the_end_is_not_compiled():
     compiled = []
-    monkeypatch.setattr(compiling, "compile_steps", lambda plan, segment: compiled.append(segment.index))
     phases = [Phase(epochs=1, size=16), Phase(epochs=1, size=32)]
-    timeline = make_timeline(64, 16, epochs=None, steps=None, phases=phases)
-    plan = SimpleNamespace(timeline=timeline)
-    compiling.CompiledSteps(plan, 4).of(timeline.segments[0])
+    first, second = make_timeline(64, 16, epochs=None, steps=None, phases=phases).segments
+    plan = replace(make_plan(EXPERIMENT, TWO), timeline=make_timeline(64, 16, epochs=None, steps=None, phases=phases))
+    programs = Programs(lambda plan, segment: compiled.append(segment.index))
+    programs.of(plan, first, end=4)
     assert compiled == [0]
-    futures = compiling.CompiledSteps(plan, 5)
-    futures.of(timeline.segments[0])
-    futures.of(timeline.segments[1])
-    assert compiled == [0, 0, 1]
+    programs.of(plan, first, end=5)
+    programs.of(plan, second, end=5)
+    assert compiled == [0, 1]
+
+
+def test_runs_of_other_programs_share_none():
+    """Length and schedule, network, mesh, batch: each change that compiled steps depend on is part of the key."""
+    changes = [
+        {}, {"seed": 1, "steps": 9, "guard.rollback_after": 3, "report.every_steps": 1},
+        {"schedule": Cosine()}, {"schedule": Cosine(), "steps": 9}, {"model.width": 16}, {"batch_size": 8},
+        {"exchange.density": 0.2}, {"guard.skip_nonfinite": False},
+    ]  # fmt: skip
+    plans = [make_plan(EXPERIMENT.replaced(change), TWO) for change in changes]
+    plans.append(make_plan(EXPERIMENT, jax.devices()[2:4]))
+    keys = [program_key(plan, plan.timeline.segments[0]) for plan in plans]
+    assert keys[0] == keys[1]
+    assert len(set(keys[1:])) == len(keys) - 1

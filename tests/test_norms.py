@@ -1,12 +1,13 @@
 """Batch norm: over groups of examples, and with statistics estimated for the evaluation."""
 
+import os
 import signal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import assert_bit_equal, saved_state, tiny_experiment
+from runs import assert_bit_equal, measured, saved_state, tiny_experiment
 from test_parity import IMAGES, losses_and_params
 
 import jaxdl
@@ -16,8 +17,6 @@ from jaxdl.evaluate import EvaluationConfig
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Network, ResNet, ViT
 from jaxdl.run.build import make_plan
-from jaxdl.run.signals import Stop
-from jaxdl.run.trainer import Session
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification
 
@@ -125,35 +124,32 @@ def test_estimation_changes_the_evaluation_and_not_the_training(tmp_path):
     assert ours.metrics["loss"] != theirs.metrics["loss"]
 
 
-def test_an_interrupted_run_with_estimation_is_bit_equal(tmp_path, monkeypatch):
+def test_an_interrupted_run_with_estimation_is_bit_equal(tmp_path):
     whole = jaxdl.train(ESTIMATED, tmp_path / "whole", quiet=True, devices=FOUR)
-    original = Session.save
 
-    def save(session):
-        original(session)
-        if session.step == 8:
+    def interrupt(info):
+        if info.step == 9:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(Session, "save", save)
     with pytest.raises(KeyboardInterrupt):
-        jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
-    monkeypatch.undo()
+        jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR, on_step=[interrupt])
     again = jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
     assert_bit_equal(jax.device_get(again.state), jax.device_get(whole.state))
     assert again.metrics == whole.metrics
 
 
-def test_a_signal_during_the_last_estimation_changes_nothing(tmp_path, monkeypatch):
-    """The state is saved without the estimates; when the run goes on they are made up for, and saved."""
+def test_a_signal_during_the_last_estimation_changes_nothing(tmp_path):
+    """The state is saved without the estimates; when the run resumes they are made, and saved."""
     whole = jaxdl.train(ESTIMATED, tmp_path / "whole", quiet=True, devices=FOUR)
 
-    def stopped(*args, **kwargs):
-        raise Stop(signal.SIGTERM)
+    def stop(info):
+        if info.step == ESTIMATED.steps:
+            os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(jaxdl.run.trainer, "estimate_norms", stopped)
     with pytest.raises(jaxdl.Interrupted):
-        jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
-    monkeypatch.undo()
+        jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR, on_step=[stop])
+    assert measured(tmp_path / "cut")[-1]["step"] == ESTIMATED.steps
+    assert "eval/loss" not in measured(tmp_path / "cut")[-1], "the signal came before the evaluation"
     for _ in range(2):
         jaxdl.train(ESTIMATED, tmp_path / "cut", quiet=True, devices=FOUR)
     assert_bit_equal(saved_state(tmp_path / "cut", ESTIMATED), jax.device_get(whole.state))

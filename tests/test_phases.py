@@ -3,22 +3,22 @@
 import json
 import os
 import shutil
+import signal
 
 import jax
 import numpy as np
 import pytest
-from faulty_train import LOSS, make_labels_poisonous, poisoned
+from faulty_train import make_labels_poisonous, poison_batches
 from photographs import folder_of_photographs
 
 import jaxdl
 from jaxdl.config import ConfigError, Periodic
-from jaxdl.data import Cache, ImageFolder, Photos, TrainLoader
+from jaxdl.data import Cache, ImageFolder, Photos
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, ViT
 from jaxdl.optim import SGD, Cosine
 from jaxdl.phases import Phase, make_timeline
-from jaxdl.run import trainer
 from jaxdl.run.build import make_plan
 
 PHASES = (Phase(epochs=2, size=32), Phase(epochs=1, size=48, batch_size=4), Phase(epochs=1, size=48, min_scale=0.5))
@@ -145,21 +145,14 @@ def test_the_losses_are_the_same_with_workers(workers, whole, folder):
 
 
 @pytest.mark.parametrize("stop", [4, 6, 9])
-def test_a_run_goes_on_in_the_phase_where_it_stopped(stop, whole, folder, tmp_path, monkeypatch):
-    from jaxdl.run.signals import Stop
-
-    advance = trainer.Session.advance
-
-    def until(session):
-        if session.step == stop:
-            raise Stop(15)
-        advance(session)
+def test_a_run_goes_on_in_the_phase_where_it_stopped(stop, whole, folder, tmp_path):
+    def interrupt(info):
+        if info.step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     one = experiment(folder, report={"every_steps": 1})
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Session, "advance", until)
-        with pytest.raises(jaxdl.Interrupted):
-            jaxdl.train(one, tmp_path, quiet=True, devices=jax.devices()[:4])
+    with pytest.raises(jaxdl.Interrupted):
+        jaxdl.train(one, tmp_path, quiet=True, devices=jax.devices()[:4], on_step=[interrupt])
     run = jaxdl.train(one, tmp_path, quiet=True, devices=jax.devices()[:4])
     for name in ("train/loss", "eval/loss", "train/learning_rate"):
         assert column(run, name) == column(whole, name), name
@@ -189,26 +182,15 @@ def test_a_phase_that_the_model_does_not_take_is_refused_at_the_start(folder):
 
 def test_a_run_goes_back_into_an_earlier_phase(whole, folder, tmp_path, monkeypatch):
     """Steps 7 and 8, the first of the second phase, are bad: back to step 4, in the first one, and over them."""
-    step_at = {timeline().position(step): step + 1 for step in range(15)}
-
-    class Loader(TrainLoader):
-        def __init__(self, *args, start, **options):
-            super().__init__(*args, start=start, **options)
-            self.step = step_at[start] - 1
-
-        def __next__(self):
-            batch = super().__next__()
-            self.step += 1
-            return poisoned(batch, LOSS) if self.step in (7, 8) else batch
-
+    step_at = {timeline().position(step): step for step in range(15)}
     make_labels_poisonous(monkeypatch.setattr)
-    monkeypatch.setattr(trainer, "TrainLoader", Loader)
+    poison_batches((7, 8), monkeypatch.setattr, lambda start, _: step_at[start])
     settings = {"report": {"every_steps": 1}, "guard": {"rollback_after": 2}, "checkpoint": {"every_steps": 4}}
     run = jaxdl.train(experiment(folder, **settings), tmp_path, quiet=True, devices=jax.devices()[:4])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     events = [row["event"] for row in rows if "event" in row]
-    assert [text.partition(":")[0] for text in events if "went back" in text] == [
-        "went back from step 8 to the checkpoint of step 4"
+    assert [text.partition(":")[0] for text in events if "rolled back" in text] == [
+        "rolled back from step 8 to the checkpoint of step 4"
     ]
     assert (int(run.state.step), int(run.state.guard["bad_steps"])) == (15, 2)
     losses = {row["step"]: row["train/loss"] for row in rows if "train/loss" in row}

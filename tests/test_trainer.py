@@ -147,11 +147,11 @@ def test_a_signal_while_restoring_changes_nothing(finished, monkeypatch):
     _, workdir, _ = finished
     before = contents(workdir)
 
-    def restore(self, *_, **__):
+    def read(*_):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    monkeypatch.setattr(jaxdl.checkpoint.Checkpoints, "restore", restore)
+    monkeypatch.setattr(reading, "read_items", read)
     with pytest.raises(jaxdl.Interrupted, match="143") as stopped:
         jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
     assert "nothing changed" in stopped.value.message
@@ -231,19 +231,12 @@ def test_a_run_that_diverges_stops_and_says_so(tmp_path):
 def test_a_signal_in_process_saves_and_the_same_call_goes_on(tmp_path, finished):
     whole, _, _ = finished
 
-    def interrupt(self, *_, original=jaxdl.run.trainer.Session.advance):
-        original(self)
-        if self.step == 6:
+    def interrupt(info):
+        if info.step == 6:
             os.kill(os.getpid(), signal.SIGINT)
 
-    session = jaxdl.run.trainer.Session
-    original = session.advance
-    session.advance = interrupt
-    try:
-        with pytest.raises(jaxdl.Interrupted) as stopped:
-            jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR)
-    finally:
-        session.advance = original
+    with pytest.raises(jaxdl.Interrupted) as stopped:
+        jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR, on_step=[interrupt])
     assert stopped.value.code == 130
     assert "step 6" in stopped.value.message
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handlers are given back"

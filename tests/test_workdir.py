@@ -3,16 +3,18 @@
 import os
 import re
 import threading
+import time
 
 import jax
 import numpy as np
 import pytest
-from runs import assert_bit_equal, compiled_once, finish, measured, start, tiny_experiment, write_config
+from runs import assert_bit_equal, finish, measured, nothing_is_written, start, tiny_experiment, write_config
 
 import jaxdl
+from jaxdl.cluster import exits
 from jaxdl.files import LEASE_FILE
 from jaxdl.mesh import MeshConfig
-from jaxdl.run import trainer
+from jaxdl.run.compile import shared_programs
 
 ONE = jax.devices()[:1]
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=6, checkpoint={"every_steps": 2}, evaluation={"every_steps": 3})
@@ -20,8 +22,8 @@ EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=6, checkpoint={"every_step
 
 @pytest.fixture(autouse=True, scope="module")
 def one_program():
-    """All runs here share one plan."""
-    with compiled_once():
+    """All runs here are of one plan."""
+    with shared_programs():
         yield
 
 
@@ -34,8 +36,8 @@ def alone(tmp_path_factory):
     return jax.tree.map(np.asarray, run.state), measured(workdir)
 
 
-def train(workdir):
-    return jaxdl.train(EXPERIMENT, workdir, quiet=True, devices=ONE)
+def train(workdir, *on_step):
+    return jaxdl.train(EXPERIMENT, workdir, quiet=True, devices=ONE, on_step=on_step)
 
 
 def contents(workdir):
@@ -50,15 +52,15 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path, monkeypatch, alon
     """Once from another process, as a user starts it, and once from another thread of this process."""
     workdir = tmp_path / "run"
     config = write_config(tmp_path, EXPERIMENT.replaced({"mesh.cpu_devices": 1}))
-    original, seen = trainer.Session.advance, {}
+    seen = {}
 
     def in_a_thread():
         with pytest.raises(jaxdl.ConfigError, match=r"is in use: .* \(this one\)"):
             train(workdir)
 
-    def advance(self):
-        if self.step == 3 and not seen:
-            self.saver.checkpoints.wait()
+    def intrude(info):
+        if info.step == 3:
+            nothing_is_written()
             (workdir / ".claim.of-another.tmp").touch()
             before = contents(workdir)
             seen["code"], seen["output"] = finish(start(config, workdir))
@@ -67,10 +69,8 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path, monkeypatch, alon
             thread.join()
             assert contents(workdir) == before
             (workdir / ".claim.of-another.tmp").unlink()
-        original(self)
 
-    monkeypatch.setattr(trainer.Session, "advance", advance)
-    run = train(workdir)
+    run = train(workdir, intrude)
     assert seen["code"] == 2, seen["output"]
     assert "Traceback" not in seen["output"]
     (message,) = [line for line in seen["output"].splitlines() if line.startswith("error:")]
@@ -80,14 +80,12 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path, monkeypatch, alon
     assert measured(workdir) == alone[1]
 
 
-def test_a_run_that_fails_gives_its_lease_back(tmp_path, monkeypatch):
-    def fail(self):
+def test_a_run_that_fails_gives_its_lease_back(tmp_path):
+    def fail(info):
         raise RuntimeError("no more")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(trainer.Session, "advance", fail)
-        with pytest.raises(RuntimeError, match="no more"):
-            train(tmp_path)
+    with pytest.raises(RuntimeError, match="no more"):
+        train(tmp_path, fail)
     assert not list(tmp_path.glob("*lease*"))
 
 
@@ -101,18 +99,16 @@ def test_a_run_looks_at_its_lease_before_it_trains_and_saves(tmp_path, monkeypat
         assert code == 75
         raise Ended(reason)
 
-    original = trainer.Session.advance
+    clock = time.clock_gettime
 
-    def advance(self):
-        if self.step == 3:
+    def lose(info):
+        assert info.step < 4, "it trained on"
+        if info.step == 3:
             (tmp_path / LEASE_FILE).write_bytes(b"{}")
-            self.check_lease.__self__._seen_sec -= 1000
-        original(self)
-        assert self.step < 4, "it continued training"
+            monkeypatch.setattr(time, "clock_gettime", lambda which: clock(which) + 1000)
 
-    monkeypatch.setattr(trainer.Session, "advance", advance)
-    monkeypatch.setattr(jaxdl.run.workdir, "end_process", end)
+    monkeypatch.setattr(exits, "end_process", end)
     with pytest.raises(
         Ended, match=r"has lost the lease of --workdir .* a process that left no name has taken it over"
     ):
-        train(tmp_path)
+        train(tmp_path, lose)

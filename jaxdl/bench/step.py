@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import tempfile
 import time
@@ -16,12 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.config import ConfigError
+from jaxdl.evaluate import max_in_flight
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.optim import Constant
-from jaxdl.report import ReportConfig, Start, Stopwatch
+from jaxdl.report import ReportConfig
 from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.signals import StopSignals
-from jaxdl.run.trainer import Session
+from jaxdl.run.compile import shared_programs
+from jaxdl.run.entry import train
+from jaxdl.run.hooks import StepInfo
 
 
 @dataclass(frozen=True)
@@ -74,39 +75,45 @@ def measure(experiment: Experiment, *, num_steps: int, num_repeats: int) -> dict
     checkpoints do not fall into the measured steps, nothing is profiled, and the learning rate is constant, so that a
     measurement may be shorter than the warm-up. The bare step is the same compiled function on one resident batch.
     """
-    total = num_steps * (num_repeats + 1) + 2
+    total = num_steps * (num_repeats + 1)
     far = {"epochs": None, "steps": total, "evaluation.every_steps": 2 * total, "checkpoint.every_steps": 2 * total}
     far |= {"evaluation.every_epochs": None, "checkpoint.every_epochs": None, "schedule": Constant()}
     far |= {"report.profile_start_step": None, "report.profile_steps": ReportConfig().profile_steps}
-    plan = make_plan(experiment.replaced(far))
+    experiment = experiment.replaced(far)
+    plan = make_plan(experiment)
     times: dict[str, list[float]] = {"bare step": [], "loop": []}
-    with tempfile.TemporaryDirectory() as folder, StopSignals() as stop, contextlib.ExitStack() as stack:
-        session = Session(plan, Path(folder), stop, Stopwatch(), stack, Start(Console(quiet=True)))
-        session.prepare()
-        session.compile()
-        session.start_loop()
-        state, batch = make_initial_state(plan), next(session.loader)
+    state = make_initial_state(plan)
+    with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
+        batch = next(batches)
+    run_ahead = max_in_flight() > 1
 
-        def bare() -> None:
-            nonlocal state
-            for _ in range(num_steps):
-                state, metrics = session.steps.train(state, batch)
-                if not session.run_ahead:
-                    jax.block_until_ready(metrics)
-            jax.block_until_ready(state)
+    def bare() -> None:
+        nonlocal state
+        for _ in range(num_steps):
+            state, metrics = step(state, batch)
+            if not run_ahead:
+                jax.block_until_ready(metrics)
+        jax.block_until_ready(state)
 
-        def loop() -> None:
-            for _ in range(num_steps):
-                session.advance()
-            jax.block_until_ready(session.state)
+    since_sec = 0.0
 
-        sides = [("bare step", bare), ("loop", loop)]
-        for repeat in range(num_repeats + 1):
-            for name, side in sides if repeat % 2 else sides[::-1]:
-                start = time.perf_counter()
-                side()
-                if repeat > 0:  # The first round warms up.
-                    times[name].append((time.perf_counter() - start) / num_steps)
+    def after_step(info: StepInfo) -> None:
+        """At the end of each repeat of the loop: one of the bare step."""
+        nonlocal since_sec
+        if info.step % num_steps:
+            return
+        jax.block_until_ready(info.state)
+        middle = time.perf_counter()
+        bare()
+        end = time.perf_counter()
+        if info.step > num_steps:  # The first round warms up.
+            times["loop"].append((middle - since_sec) / num_steps)
+            times["bare step"].append((end - middle) / num_steps)
+        since_sec = time.perf_counter()
+
+    with shared_programs() as programs, tempfile.TemporaryDirectory() as folder:
+        step = programs.of(plan, plan.timeline.segments[0]).train
+        train(experiment, folder, quiet=True, on_step=[after_step])
     ratios = [loop / bare for loop, bare in zip(times["loop"], times["bare step"], strict=True)]
     device = jax.devices()[0]
     where = f"{jax.device_count()} x {device.device_kind}"

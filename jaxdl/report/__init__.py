@@ -1,25 +1,32 @@
 """The reports of a run: history, progress, curves, wall time, and the summary at the end."""
 
+from jaxdl.report.events import Event, EventKind, event_of
 from jaxdl.report.explanation import print_explanation
 from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step, replace_file
 from jaxdl.report.lines import format_row
 from jaxdl.report.plots import plot_history
-from jaxdl.report.progress import Progress
-from jaxdl.report.reporter import RESTARTED, WENT_BACK, Diverged, Reporter
+from jaxdl.report.progress import Progress, StepCounter
+from jaxdl.report.reporter import Diverged, Report, Reporter, Subject
 from jaxdl.report.start import Start
 from jaxdl.report.stopwatch import Stopwatch
-from jaxdl.report.summary import make_summary, print_summary, read_summary, write_summary
+from jaxdl.report.summary import Status, Summary, make_summary, print_summary, read_summary, write_summary
 
 __all__ = [
-    "RESTARTED",
-    "WENT_BACK",
     "Diverged",
+    "Event",
+    "EventKind",
     "History",
     "Progress",
+    "Report",
     "ReportConfig",
     "Reporter",
     "Start",
+    "Status",
+    "StepCounter",
     "Stopwatch",
+    "Subject",
+    "Summary",
+    "event_of",
     "format_row",
     "last_evaluated_step",
     "last_step",

@@ -16,6 +16,7 @@ import pydantic
 
 from jaxdl.config import Config
 from jaxdl.files import METRICS_FILE, TENSORBOARD_FOLDER
+from jaxdl.report.events import Event, EventKind, event_of
 from jaxdl.report.scalars import Scalars
 
 
@@ -50,7 +51,8 @@ class History:
 
     `resume_step` is the step the run starts from. Rows of an earlier run after it are dropped (they will be measured
     again), those up to it are loaded; at 0 none are. Evaluations after `evaluated_step` (None: after `resume_step`) are
-    dropped too, since they will be made again. Events (`{"step": 120, "event": "resumed ..."}`) are always kept.
+    dropped too, since they will be made again. Events (`{"step": 120, "event": "resumed ...", "kind": "resume"}`) are
+    always kept.
 
     A file that cannot be written ends no run: `warn` is told once, and what is missing is written when that is possible
     again (TensorBoard's scalars end there).
@@ -84,7 +86,7 @@ class History:
                     for row in loaded
                     if "event" in row or (resume_step > 0 and row["step"] <= limits[_is_evaluation(row)])
                 ]
-            self._reopen(anew=self._path.exists())
+            self._reopen(rewrite=self._path.exists())
         except OSError as error:
             self._lost(error)
         if tensorboard:
@@ -101,7 +103,7 @@ class History:
         if self._path is not None:
             try:
                 if self._file is None:
-                    self._reopen(anew=True)
+                    self._reopen(rewrite=True)
                 else:
                     line = _line(plain).encode()
                     if self._file.write(line) != len(line):
@@ -111,20 +113,19 @@ class History:
         if self._board is not None and not self._board.write(plain):
             self._board = None
 
-    def event(self, step: int, text: str) -> None:
-        """Appends an event, unless it is there already."""
-        row = {"step": step, "event": text}
-        if row not in self.rows:
-            self.write(row)
+    def event(self, event: Event) -> None:
+        """Appends an event, unless one of the same step and text is there already."""
+        if not any((event.step, event.text) == (row["step"], row.get("event")) for row in self.rows):
+            self.write(event.to_row())
 
-    def num_events(self, beginning: str) -> int:
-        """How many events begin so."""
-        return sum(str(row.get("event", "")).startswith(beginning) for row in self.rows)
+    def num_events(self, kind: EventKind) -> int:
+        """How many events of this kind there are."""
+        return sum(found is not None and found.kind == kind for found in map(event_of, self.rows))
 
-    def _reopen(self, *, anew: bool) -> None:
-        """Opens the file for appending, after writing all rows `anew`."""
+    def _reopen(self, *, rewrite: bool) -> None:
+        """Opens the file for appending; with `rewrite`, after replacing it by one with all rows."""
         assert self._path is not None
-        if anew:
+        if rewrite:
             replace_file(self._path, "".join(_line(row) for row in self.rows).encode())
         # Unbuffered: what a full disk refused must not come again with a later line.
         self._file = self._path.open("ab", buffering=0)
@@ -160,7 +161,7 @@ class History:
         """Writes out what is buffered and closes the files. May be called twice; the rows stay readable."""
         if self._path is not None and self._file is None and self._warned:
             with contextlib.suppress(OSError):
-                self._reopen(anew=True)
+                self._reopen(rewrite=True)
         self._path = None
         if self._file is not None:
             with contextlib.suppress(OSError):

@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -39,6 +40,16 @@ HEARTBEAT_SEC = 10.0
 MIN_BAR_WIDTH = 10
 
 
+@dataclass
+class StepCounter:
+    """The steps of a run that are completed (or, where the host runs ahead, handed to the devices).
+
+    There is one for a run. Its loop sets it; whatever shows or reports the step reads it here.
+    """
+
+    step: int = 0
+
+
 class Progress:
     """Shows the progress of a run; a context manager, or `start()` and `stop()`.
 
@@ -47,15 +58,15 @@ class Progress:
     per report, see `format_row`; in a notebook at most one every `HEARTBEAT_SEC` seconds, and all evaluations.
     `quiet=True` prints plain lines on a terminal too, False forces the bar; `Console(quiet=True)` prints nothing.
 
-    `total_steps` and `start_step` (0, or where the run was resumed) count steps of the whole run; `examples_per_step`
-    is the global batch in `unit`s ("examples", "tokens"), see `pace`; `epoch_at` converts a number of steps to
-    epochs. The rate counts only time in the status "training"; the time left follows from it, without evaluations.
+    `total_steps` and the run's `counter` count steps of the whole run; `examples_per_step` is the global batch in
+    `unit`s ("examples", "tokens"), see `pace`; `epoch_at` converts a number of steps to epochs. The rate counts only
+    time in the status "training"; the time left follows from it, without evaluations.
     """
 
     def __init__(
         self,
         total_steps: int,
-        start_step: int = 0,
+        counter: StepCounter,
         *,
         examples_per_step: float,
         unit: str = "examples",
@@ -64,7 +75,7 @@ class Progress:
         quiet: bool | None = None,
     ) -> None:
         self.total_steps = total_steps
-        self._step = start_step
+        self._counter = counter
         self._examples_per_step = examples_per_step
         self._unit = unit
         self._epoch_at = epoch_at
@@ -105,9 +116,8 @@ class Progress:
     def __exit__(self, *error: object) -> None:
         self.stop()
 
-    def advance(self, step: int) -> None:
-        """Sets the number of completed steps. Usually takes well under a microsecond: call it on every step."""
-        self._step = step
+    def advance(self) -> None:
+        """The counter has advanced. Usually takes well under a microsecond: call it on every step."""
         now = time.perf_counter()
         if now >= self._next_sample and self._status == TRAINING:
             self._sample(now)
@@ -116,18 +126,12 @@ class Progress:
         """Sets the number of examples per step from now on."""
         self._examples_per_step = examples_per_step
 
-    def back(self, step: int) -> None:
-        """The run went back to an earlier step."""
-        self._step = step
-        self._samples = _samples()
-
     def report(self, row: Mapping[str, Any]) -> None:
-        """Shows the metrics of a row of the history; its "step" also advances the progress.
+        """Shows the metrics of a row of the history.
 
         A training row without a rate and the time left gets them here.
         """
         row = dict(row)
-        self._step = max(self._step, int(row.get("step", self._step)))
         self._metrics |= {
             name: value for name, value in row.items() if name not in ("step", "epoch") and not is_throughput(name)
         }
@@ -201,10 +205,10 @@ class Progress:
     def eta_sec(self) -> float | None:
         """Seconds of training left at the current rate; None while the rate is unknown."""
         rate = self.steps_per_sec()
-        return None if rate is None else max(self.total_steps - self._step, 0) / rate
+        return None if rate is None else max(self.total_steps - self._counter.step, 0) / rate
 
     def _sample(self, now: float) -> None:
-        self._samples.append((now, self._step))
+        self._samples.append((now, self._counter.step))
         self._next_sample = now + SAMPLE_SEC
 
     def _say(self, text: str, style: str) -> None:
@@ -224,7 +228,7 @@ class Progress:
 
     def _bar(self, width: int) -> RenderableType:
         """One line with status, progress and rate; a narrow terminal gets fewer of them."""
-        step, rate, eta_sec, part = self._step, self.steps_per_sec(), self.eta_sec(), self._part
+        step, rate, eta_sec, part = self._counter.step, self.steps_per_sec(), self.eta_sec(), self._part
         doing = self._status
         if part is not None:
             doing += f" {part[0]:,}/{part[1]:,}"

@@ -1,42 +1,46 @@
-"""The reporter of a run: takes what the loop measures to the history, the display, the curves and the summary."""
+"""The reporter of a run: writes what the loop measures to the history, the display, the curves and the summary."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import math
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import jax
 import numpy as np
-from rich.console import Console
 
 from jaxdl.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
+from jaxdl.report.events import Event, EventKind
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.inputs import Activity, InputWatch
 from jaxdl.report.plots import plot_history
-from jaxdl.report.progress import Progress
+from jaxdl.report.progress import Progress, StepCounter
+from jaxdl.report.start import Start
 from jaxdl.report.stopwatch import Stopwatch
-from jaxdl.report.summary import make_summary, print_summary, read_summary, what_next, write_summary
-
-RESTARTED, WENT_BACK = "restarted", "went back"
-"""How the events of a restart and of going back to a checkpoint begin."""
+from jaxdl.report.summary import (
+    Status,
+    Summary,
+    make_summary,
+    print_summary,
+    read_summary,
+    what_next,
+    write_summary,
+)
 
 
 class Diverged(ArithmeticError):
-    """The numbers of the training are bad, and all that was to be done about it has been."""
-
-
-Observe = Callable[[int, Sequence[Mapping[str, Any]]], None]
-"""Is told the first of some steps that have been reported, and the metrics of each; may raise."""
+    """The numbers of the training are bad, and everything that could be done about it has been."""
 
 
 class Scored(Protocol):
-    """What is read of a task, see `jaxdl.tasks.Task`."""
+    """What is read of a `jaxdl.tasks.Task`."""
 
     unit: ClassVar[str]
     modality: ClassVar[str]
@@ -55,94 +59,125 @@ class Scored(Protocol):
         ...
 
 
+class Batched(Protocol):
+    """Some steps of a run."""
+
+    @property
+    def batch_size(self) -> int:
+        """Examples in each of them."""
+        ...
+
+
+class Course(Protocol):
+    """What is read of a `jaxdl.phases.Timeline`."""
+
+    total_steps: int
+
+    def epoch(self, step: int) -> float:
+        """How many epochs have been seen after `step` steps."""
+        ...
+
+    def segment(self, step: int) -> Batched:
+        """The segment of the step that follows `step` steps."""
+        ...
+
+
+class Read(Protocol):
+    """What is read of a `jaxdl.data.Source`."""
+
+    def activity(self) -> Activity | None:
+        """What it has done so far, see `InputWatch`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The run that is reported: its steps, its task and what describes the data to that, and its training data."""
+
+    timeline: Course
+    counter: StepCounter
+    task: Scored
+    spec: Any
+    source: Read
+
+
+class Report(NamedTuple):
+    """Steps that have been reported: the first one (1 is the first of a run), and the metrics of each, on the host."""
+
+    first_step: int
+    metrics: Sequence[Mapping[str, np.ndarray]]
+
+
 class Reporter:
-    """Everything that a run tells while it runs. Metrics of steps are fetched one step late, many at a time.
+    """Everything that a run reports while it runs. Metrics of steps are fetched one step late, many at a time.
 
     Args:
       config: what to report, and how often.
       folder: where files go; None on all processes but the first, and for a run without a workdir.
-      watch: the run's stopwatch; its "train" and "data" phases make the rate.
-      console: where to print; a quiet one on all processes but the first.
-      quiet: see `Progress`.
-      total_steps: the length of the run.
-      epoch_at: how many epochs a number of steps is.
-      batch_size_at: examples in a step, by its number (1 is the first).
-      task: from sums over examples to metrics; the unit of the throughput.
-      spec: describes the data to the task.
-      input_activity: what the source of the training data has done so far, see `InputWatch`.
-      observe: receives the metrics of steps when they are reported; what it raises is raised by `add` and `flush`.
+      watch: the run's stopwatch; its "train", "data" and "hooks" phases make the rate.
+      start: the lines before the first step; the reporter prints where and as they do.
+      subject: the run.
     """
 
     def __init__(
-        self,
-        config: ReportConfig,
-        folder: Path | None,
-        watch: Stopwatch,
-        *,
-        console: Console,
-        quiet: bool | None,
-        total_steps: int,
-        epoch_at: Callable[[int], float],
-        batch_size_at: Callable[[int], int],
-        task: Scored,
-        spec: Any,
-        observe: Observe,
-        input_activity: Callable[[], Activity | None] = lambda: None,
+        self, config: ReportConfig, folder: Path | None, watch: Stopwatch, start: Start, subject: Subject
     ) -> None:
-        self._config, self._folder, self._watch, self._console, self._quiet = config, folder, watch, console, quiet
-        self._total_steps, self._epoch_at, self._batch_size_at = total_steps, epoch_at, batch_size_at
-        self._task, self._spec, self._observe = task, spec, observe
-        self._units = task.units_per_example(spec)
+        self._config, self._folder, self._watch, self._start, self._subject = config, folder, watch, start, subject
+        self._timeline, self._counter, self._task = subject.timeline, subject.counter, subject.task
+        self._units = self._task.units_per_example(subject.spec)
         self._stack = ExitStack()
-        self._window: list[Any] = []
-        self._window_end, self._since_sec, self._since_data_sec = 0, 0.0, 0.0
-        self._input = InputWatch(input_activity, self.note)
+        self._window: list[tuple[int, Mapping[str, jax.Array]]] = []
+        self._since_sec, self._since_data_sec = 0.0, 0.0
+        self._input = InputWatch(subject.source.activity, self.note)
         self._profiling = False
-        self._earlier: dict[str, Any] | None = None
+        self._earlier: Summary | None = None
         self.history = History(None)
         self._progress: Progress | None = None
 
-    def open(self, step: int, evaluated_step: int) -> None:
-        """Opens the history and the display of a run that starts from `step`, the last evaluation as given."""
+    def open(self, evaluated_step: int) -> None:
+        """Opens the history and the display of a run at its present step, the last evaluation as given."""
         self._progress = Progress(
-            self._total_steps,
-            step,
-            examples_per_step=self._batch_size_at(step + 1) * self._units,
+            self._timeline.total_steps,
+            self._counter,
+            examples_per_step=self._examples_per_step,
             unit=self._task.unit,
-            epoch_at=self._epoch_at,
-            console=self._console,
-            quiet=self._quiet,
+            epoch_at=self._timeline.epoch,
+            console=self._start.console,
+            quiet=self._start.quiet,
         )
         self._stack.enter_context(self._progress)
-        self._open_history(step, evaluated_step)  # After the display, which tells what the disk refuses.
+        self._open_history(evaluated_step)  # After the display, which shows what the disk refuses.
         self._stack.callback(lambda: self.history.close())
-        if step > 0 and self._folder is not None:
+        if self._counter.step > 0 and self._folder is not None:
             self._earlier = read_summary(self._folder / SUMMARY_FILE)
 
-    def _open_history(self, step: int, evaluated_step: int) -> None:
-        self._window_end, self._window = step, []
+    @property
+    def _examples_per_step(self) -> int:
+        """Of the next step, in units of the task."""
+        return self._timeline.segment(self._counter.step).batch_size * self._units
+
+    def _open_history(self, evaluated_step: int) -> None:
+        self._window = []
         self.history = History(
             self._folder,
-            resume_step=step,
+            resume_step=self._counter.step,
             evaluated_step=evaluated_step,
             tensorboard=self._config.tensorboard,
             warn=self.note,
         )
 
-    def go_back(self, step: int, evaluated_step: int) -> None:
-        """The run goes on from an earlier step: what was measured after it is dropped, as at the start of a run."""
+    def rolled_back(self, evaluated_step: int) -> None:
+        """Drops what was measured after the present step, as at the start of a run that resumes."""
         rows = self.history.rows
         self.history.close()
-        self._open_history(step, evaluated_step)
+        self._open_history(evaluated_step)
         if self._folder is None:
-            self.history.rows = [row for row in rows if "event" in row or row["step"] <= step]
-        if self._progress is not None:
-            self._progress.back(step)
+            self.history.rows = [row for row in rows if "event" in row or row["step"] <= self._counter.step]
 
-    def event(self, step: int, text: str) -> None:
-        """A message that stays on the display and in the history, where the curves show it."""
+    def event(self, kind: EventKind, text: str, step: int | None = None) -> None:
+        """Shows a message and records it in the history, where the curves show it; at the present step by default."""
         self.note(text)
-        self.history.event(step, text)
+        self.history.event(Event(kind, self._counter.step if step is None else step, text))
 
     def close(self) -> None:
         """Ends a profile under way, closes the files and gives the terminal back."""
@@ -156,7 +191,7 @@ class Reporter:
         if word == "training":
             self._begin_window()
             if self._progress is not None:
-                self._progress.pace(self._batch_size_at(self._window_end + 1) * self._units)
+                self._progress.pace(self._examples_per_step)
         self.doing(word)
 
     def doing(self, word: str) -> None:
@@ -180,69 +215,89 @@ class Reporter:
         if self._progress is not None:
             self._progress.note(text)
 
+    def warn(self, text: str) -> None:
+        """A message from this process, which has its own disk and files; all but the first print to stderr."""
+        if jax.process_index() == 0:
+            self.note(text)
+        else:
+            print(f"process {jax.process_index()}: {text}", file=sys.stderr, flush=True)
+
     def wait(self) -> None:
         """Returns when the steps dispatched so far have been computed."""
         if self._window:
-            jax.block_until_ready(self._window[-1])
+            jax.block_until_ready(self._window[-1][1])
 
-    def add(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
+    def add(self, metrics: Mapping[str, jax.Array]) -> Report | None:
         """Takes the metrics of the step that was just dispatched, and waits for the one before it.
 
         So the host is one step ahead and the devices never wait for it. A full window is reported first.
         """
         self.wait()
-        if len(self._window) >= self._config.every_steps:
-            self.flush()
-        self._window.append(metrics)
-        assert self._progress is not None
-        self._progress.advance(step)
+        report = self.flush() if len(self._window) >= self._config.every_steps else None
+        self._window.append((self._counter.step, metrics))
+        self._advance()
+        return report
 
-    def pass_over(self, step: int) -> None:
-        """A step that was not computed: nothing is measured of it."""
-        self.flush()
-        self._window_end = step
+    def skipped(self) -> None:
+        """The present step was not computed: nothing is measured of it. What was measured before has been flushed."""
         self._begin_window()
-        assert self._progress is not None
-        self._progress.advance(step)
+        self._advance()
 
-    def flush(self) -> None:
-        """Fetches and reports the steps since the last report. Raises what `observe` raises."""
+    def _advance(self) -> None:
+        assert self._progress is not None
+        self._progress.advance()
+
+    def flush(self) -> Report | None:
+        """Fetches and reports the steps since the last report; None when there are none."""
         if not self._window:
-            return
-        fetched, self._window = jax.device_get(self._window), []
-        # A bad step has no part in the means, unless there is nothing else.
-        good = [one for one in fetched if not one.get("bad_in_row")] or fetched
-        sums = {
-            name.removeprefix("sums/"): float(np.sum([one[name] for one in good], dtype=np.float64))
-            for name in fetched[0]
-            if name.startswith("sums/")
-        }
-        row = {f"train/{name}": value for name, value in self._task.metrics(sums, self._spec).items()}
-        others = {name: value for name, value in fetched[-1].items() if not name.startswith("sums/")}
-        others.pop("bad_in_row", None)
-        row |= {f"train/{name}": float(value) for name, value in others.items()}
+            return None
+        first_step, last_step = self._window[0][0], self._window[-1][0]
+        fetched, self._window = jax.device_get([metrics for _, metrics in self._window]), []
+        row = {f"train/{name}": value for name, value in self.readable(fetched).items()}
         spent = max(self._training_sec() - self._since_sec, 1e-9)
         waited = self._watch.seconds().get("data", 0.0) - self._since_data_sec
-        rate = len(fetched) * self._batch_size_at(self._window_end + 1) / spent
+        rate = len(fetched) * self._timeline.segment(first_step - 1).batch_size / spent
         row |= {"examples_per_sec": rate, f"{self._task.unit}_per_sec": rate * self._units}
         row |= self._input.report(min(1.0, waited / spent))
-        self._window_end += len(fetched)
         self._begin_window()
-        self._write(self._window_end, row)
-        self._observe(self._window_end - len(fetched) + 1, fetched)
+        self._write(last_step, row)
+        return Report(first_step, fetched)
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+    def fetched(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
+        """The metrics of one step as reports name them. Waits for the step."""
+        return self.readable([jax.device_get(metrics)])
+
+    def readable(self, steps: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
+        """The metrics of some steps as reports name them: those of the task over all of them, others of the last one.
+
+        A bad step has no part in the means, unless there is nothing else.
+        """
+        good = [one for one in steps if not one.get("bad_in_row")] or steps
+        sums = {
+            name.removeprefix("sums/"): float(np.sum([one[name] for one in good], dtype=np.float64))
+            for name in steps[0]
+            if name.startswith("sums/")
+        }
+        others = {
+            name: float(value)
+            for name, value in steps[-1].items()
+            if not name.startswith("sums/") and name != "bad_in_row"
+        }
+        return self._task.metrics(sums, self._subject.spec) | others
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Reports an evaluation, and what the run took up to its end: `seconds/train`, `seconds/compile`..."""
         row = {f"eval/{name}": value for name, value in metrics.items()}
-        self._write(step, row | {f"seconds/{phase}": round(spent, 3) for phase, spent in self._seconds().items()})
+        row |= {f"seconds/{phase}": round(spent, 3) for phase, spent in self._seconds().items()}
+        self._write(self._counter.step, row)
 
-    def profile(self, step: int, state: Any) -> None:
-        """Starts or ends the profile, if it starts or ends before the step that follows `step` steps."""
-        start = self._config.profile_start_step
+    def profile(self, state: Any) -> None:
+        """Starts or ends the profile, if it starts or ends before the next step."""
+        step, start = self._counter.step, self._config.profile_start_step
         if start is None or self._folder is None or step not in (start, start + self._config.profile_steps):
             return
         jax.block_until_ready(state)
-        if step == start and not self._profiling:  # After going back the step comes again.
+        if step == start and not self._profiling:  # After a rollback the step comes again.
             jax.profiler.start_trace(self._folder / PROFILE_FOLDER)
             self._profiling = True
         elif self._profiling:
@@ -250,30 +305,23 @@ class Reporter:
             self._profiling = False
             self.note(f"profile written to {self._folder / 'profile'}")
 
-    def finish(
-        self,
-        status: Literal["finished", "stopped", "interrupted"],
-        *,
-        step: int,
-        mesh: Mapping[str, int],
-        anew: bool = True,
-    ) -> dict[str, Any]:
+    def finish(self, status: Status, *, mesh: Mapping[str, int], changed: bool = True) -> Summary:
         """Draws the curves, writes and prints the summary, and returns it.
 
         Its seconds are those of this process and of the ones before it in this workdir that came to their own summary.
-        When nothing was done `anew` and there is a summary, that one stays.
+        When nothing has `changed` since the summary of this status was written, that one stays.
         """
         summary = self._earlier
-        if anew or summary is None or summary["status"] != status:
+        if changed or summary is None or summary["status"] != status:
             summary = make_summary(
                 status=status,
-                steps=step,
-                total_steps=self._total_steps,
+                steps=self._counter.step,
+                total_steps=self._timeline.total_steps,
                 metrics=self.history.last("eval/"),
                 seconds=self._seconds(),
                 mesh=mesh,
-                num_restarts=self.history.num_events(RESTARTED),
-                num_rollbacks=self.history.num_events(WENT_BACK),
+                num_restarts=self.history.num_events("restart"),
+                num_rollbacks=self.history.num_events("rollback"),
             )
             self.doing("drawing curves")
             if self._folder is not None:
@@ -283,7 +331,7 @@ class Reporter:
         self.doing(status)
         if self._progress is not None:
             self._progress.stop()
-        print_summary(summary, self._console, what_next(self._folder, status, self._task.modality))
+        print_summary(summary, self._start.console, what_next(self._folder, status, self._task.modality))
         return summary
 
     def _seconds(self) -> Counter[str]:
@@ -307,10 +355,10 @@ class Reporter:
 
     def _training_sec(self) -> float:
         seconds = self._watch.seconds()
-        return seconds.get("train", 0.0) + seconds.get("data", 0.0)
+        return sum(seconds.get(phase, 0.0) for phase in ("train", "data", "hooks"))
 
     def _write(self, step: int, row: Mapping[str, Any]) -> None:
-        whole = {"step": step, "epoch": self._epoch_at(step), **row}
+        whole = {"step": step, "epoch": self._timeline.epoch(step), **row}
         self.history.write(whole)
         if self._progress is not None:
             shown = {name: value for name, value in whole.items() if _worth_a_look(name, value)}
@@ -320,7 +368,7 @@ class Reporter:
 
 
 def _worth_a_look(name: str, value: Any) -> bool:
-    """Whether a metric is for the display too. Of an exchange only what it saves and what it owes are, if anything.
+    """Whether a metric is for the display too. Of an exchange only its compression and its residual are, if it has any.
 
     And of the input the share of the time that the step waited for it, when that is worth a look, and of the images
     that came from the cache.

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired, TypedDict
 
 import jax
 from rich.console import Console
@@ -23,19 +23,49 @@ from jaxdl.report.lines import format_duration, format_number, is_live
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxdl")
 
 
+Status = Literal["finished", "stopped", "interrupted"]
+
+
+class Summary(TypedDict):
+    """The content of summary.json, see `make_summary`."""
+
+    status: Status
+    time: str
+    steps: int
+    total_steps: int
+    metrics: dict[str, float | None]
+    seconds: dict[str, float]
+    total_sec: float
+    num_restarts: int
+    num_rollbacks: int
+    mesh: dict[str, int]
+    devices: Devices
+    versions: dict[str, str]
+    extra: NotRequired[dict[str, Any]]
+
+
+class Devices(TypedDict):
+    """The devices of a run."""
+
+    platform: str
+    kind: str
+    num_devices: int
+    num_processes: int
+
+
 def make_summary(
     *,
-    status: Literal["finished", "stopped", "interrupted"],
+    status: Status,
     steps: int,
     total_steps: int,
     metrics: Mapping[str, Any],
     seconds: Mapping[str, float],
     mesh: Mapping[str, int],
-    devices: Mapping[str, Any] | None = None,
+    devices: Devices | None = None,
     extra: Mapping[str, Any] | None = None,
     num_restarts: int = 0,
     num_rollbacks: int = 0,
-) -> dict[str, Any]:
+) -> Summary:
     """The content of summary.json.
 
     `status` is "stopped" when `max_steps` ended the run early; `steps` of `total_steps` were completed; `metrics` are
@@ -43,7 +73,7 @@ def make_summary(
     `describe_devices()` unless given; `extra` is any further JSON, kept under "extra"; `num_restarts` counts the
     launcher's, `num_rollbacks` returns to a checkpoint after bad steps. A metric that is not finite is `null`.
     """
-    summary: dict[str, Any] = {
+    summary: Summary = {
         "status": status,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "steps": int(steps),
@@ -54,7 +84,7 @@ def make_summary(
         "num_restarts": num_restarts,
         "num_rollbacks": num_rollbacks,
         "mesh": {str(axis): int(size) for axis, size in mesh.items()},
-        "devices": dict(describe_devices() if devices is None else devices),
+        "devices": describe_devices() if devices is None else devices,
         "versions": versions(),
     }
     if extra:
@@ -62,14 +92,14 @@ def make_summary(
     return summary
 
 
-def write_summary(path: Path, summary: Mapping[str, Any]) -> None:
+def write_summary(path: Path, summary: Summary) -> None:
     """Writes summary.json, whole or not at all."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, (json.dumps(summary, indent=2, allow_nan=False) + "\n").encode())
 
 
-def read_summary(path: Path) -> dict[str, Any] | None:
+def read_summary(path: Path) -> Summary | None:
     """The summary that an earlier process wrote there; None when there is none that can be read."""
     try:
         summary = json.loads(path.read_text())
@@ -83,7 +113,7 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {package: _version(package) for package in PACKAGES}
 
 
-def describe_devices() -> dict[str, Any]:
+def describe_devices() -> Devices:
     """Platform, kind and number of the devices of the run, and the number of processes. Starts JAX if need be."""
     devices = jax.devices()
     return {
@@ -94,7 +124,7 @@ def describe_devices() -> dict[str, Any]:
     }
 
 
-def what_next(folder: Path | None, status: str, modality: str) -> list[tuple[str, str]]:
+def what_next(folder: Path | None, status: Status, modality: str) -> list[tuple[str, str]]:
     """(name, value) of where a run is kept, how it is used and how it resumes; `modality` is "images" or "text"."""
     if folder is None:
         return [("kept", "nothing; give --workdir FOLDER to keep checkpoints and curves")]
@@ -109,9 +139,7 @@ def what_next(folder: Path | None, status: str, modality: str) -> list[tuple[str
     return found
 
 
-def print_summary(
-    summary: Mapping[str, Any], console: Console | None = None, further: Sequence[tuple[str, str]] = ()
-) -> None:
+def print_summary(summary: Summary, console: Console | None = None, further: Sequence[tuple[str, str]] = ()) -> None:
     """Prints what `make_summary` returned: a small table on a terminal, plain `name  value` lines elsewhere.
 
     `further` (name, value) pairs follow, see `what_next`.
@@ -131,7 +159,7 @@ def print_summary(
     console.print(table)
 
 
-def summary_lines(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """The (name, value) pairs that `print_summary` shows."""
     total = summary["total_sec"]
     shares = sorted(summary["seconds"].items(), key=lambda item: -item[1])

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from jaxdl.cluster import start_devices, wait_for_all
 from jaxdl.config import ConfigError
-from jaxdl.data import DataSpec, PhotoSource, Source, Splits
+from jaxdl.data import DataSpec, PhotoSource, Source, Splits, TrainLoader
 from jaxdl.exchange import (
     Auto,
     Dense,
@@ -31,7 +31,7 @@ from jaxdl.exchange import (
 )
 from jaxdl.exchange.cost import Gradients
 from jaxdl.experiment import Experiment, as_experiment
-from jaxdl.mesh import Axis, Device, batch_ways, make_mesh, platform
+from jaxdl.mesh import Axis, Device, batch_sharding, batch_ways, make_mesh, platform
 from jaxdl.models import Network
 from jaxdl.optim import Rates
 from jaxdl.phases import Segment, Timeline, make_timeline
@@ -84,6 +84,17 @@ class Plan:
         assert isinstance(train, PhotoSource)
         assert isinstance(test, PhotoSource)
         return train.at(size=phase.size, min_scale=phase.min_scale), test.at(size=phase.eval_size or phase.size)
+
+    def batches(self, segment: Segment, start: int, num_steps: int) -> TrainLoader:
+        """The training batches of some steps of a segment, from a position in the stream of examples on."""
+        return TrainLoader(
+            self.sources(segment)[0],
+            batch_size=segment.batch_size,
+            seed=self.experiment.seed,
+            sharding=batch_sharding(self.parts.layout.mesh),
+            start=start,
+            num_steps=num_steps,
+        )
 
 
 def make_plan(

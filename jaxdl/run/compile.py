@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ import jax
 from jaxdl.compiler import Options, compiled
 from jaxdl.evaluate import make_eval_step, make_norm_step
 from jaxdl.mesh import Axis, platform
+from jaxdl.optim import Constant
 from jaxdl.phases import Segment
 from jaxdl.run.build import Plan
 from jaxdl.state import replicated
@@ -71,42 +74,87 @@ def compiler_options(plan: Plan) -> Options:
     )
 
 
-class CompiledSteps:
-    """The steps of each segment of a plan, compiled once for each size of batch and image."""
+class Programs:
+    """The compiled steps of plans, one program for all plans and segments that have the same; see `program_key`.
 
-    def __init__(self, plan: Plan, end: int) -> None:
-        """Stretches that begin at the step `end`, where the run ends, or later are not compiled ahead."""
-        self._plan, self._end = plan, end
-        self._futures: dict[tuple[Any, ...], Future[Any]] = {}
+    A run makes its own, unless it is inside `shared_programs`.
+    """
 
-    def ready(self, segment: Segment) -> bool:
+    def __init__(self, compile: Callable[[Plan, Segment], StepFunctions] = compile_steps) -> None:
+        """`compile` makes the steps of a segment."""
+        self._make = compile
+        self._futures: dict[str, Future[StepFunctions]] = {}
+
+    def ready(self, plan: Plan, segment: Segment) -> bool:
         """Whether the steps of a segment are compiled already, or are known not to compile."""
-        future = self._futures.get(_shape(segment))
+        future = self._futures.get(program_key(plan, segment))
         return future is not None and future.done()
 
-    def of(self, segment: Segment) -> StepFunctions:
-        """The steps of a segment; starts to compile those of the next. Raises what compiling raises."""
-        future = self._futures.get(_shape(segment))
+    def of(self, plan: Plan, segment: Segment, end: int = 0) -> StepFunctions:
+        """The steps of a segment; starts to compile those of the next if it begins before the step `end`.
+
+        Raises what compiling raises.
+        """
+        key = program_key(plan, segment)
+        future = self._futures.get(key)
         if future is None:
-            future = self._futures[_shape(segment)] = Future()
-            self._compile(segment, future)
+            future = self._futures[key] = Future()
+            self._compile(plan, segment, future)
         steps = future.result()
-        later = self._plan.timeline.segments[segment.index + 1 :]
-        if later and later[0].first < self._end and _shape(later[0]) not in self._futures:
-            self._futures[_shape(later[0])] = Future()
-            # A daemon: a run that is stopped does not wait for what it will not need.
-            args = (later[0], self._futures[_shape(later[0])])
-            threading.Thread(target=self._compile, args=args, name="jaxdl-compile", daemon=True).start()
+        following = plan.timeline.segments[segment.index + 1 :]
+        if following and following[0].first < end:
+            self._start(plan, following[0])
         return steps
 
-    def _compile(self, segment: Segment, future: Future[Any]) -> None:
+    def _start(self, plan: Plan, segment: Segment) -> None:
+        key = program_key(plan, segment)
+        if key not in self._futures:
+            self._futures[key] = Future()
+            # A daemon: a run that is stopped does not wait for what it will not need.
+            args = (plan, segment, self._futures[key])
+            threading.Thread(target=self._compile, args=args, name="jaxdl-compile", daemon=True).start()
+
+    def _compile(self, plan: Plan, segment: Segment, future: Future[StepFunctions]) -> None:
         try:
-            future.set_result(compile_steps(self._plan, segment))
+            future.set_result(self._make(plan, segment))
         except BaseException as error:
             future.set_exception(error)
 
 
-def _shape(segment: Segment) -> tuple[Any, ...]:
-    """What compiled steps depend on."""
-    phase = segment.phase
-    return (segment.batch_size, phase and phase.size, phase and (phase.eval_size or phase.size))
+def program_key(plan: Plan, segment: Segment) -> str:
+    """What the compiled steps of a segment depend on. Two runs with equal keys can use the same ones.
+
+    That is all of the experiment but what only the host reads: when to report, save and evaluate, the seed, and how
+    many rollbacks there may be. The length counts where the schedule depends on it.
+    """
+    experiment, phase = plan.experiment, segment.phase
+    config = experiment.model_dump(mode="json", exclude=_NOT_COMPILED)
+    config["norms"] = experiment.evaluation.norm_batches is not None
+    shapes = (segment.batch_size, plan.eval_batch_size, phase and phase.size, phase and (phase.eval_size or phase.size))
+    constant = isinstance(experiment.schedule, Constant) and len(plan.timeline.segments) == 1
+    length = None if constant else (plan.timeline.segments, plan.timeline.num_examples)
+    mesh = plan.parts.layout.mesh
+    return repr((config, shapes, length, plan.parts.data_spec, mesh.shape, [device.id for device in mesh.devices.flat]))
+
+
+_NOT_COMPILED = {
+    **dict.fromkeys(("seed", "epochs", "steps", "phases", "report", "checkpoint", "evaluation", "cluster"), True),
+    "guard": {"rollback_after", "max_rollbacks"},
+}
+
+_shared: list[Programs] = []
+
+
+@contextlib.contextmanager
+def shared_programs() -> Iterator[Programs]:
+    """Context: the runs inside compile each program once, instead of each for itself, such as those of a sweep."""
+    _shared.append(Programs())
+    try:
+        yield _shared[-1]
+    finally:
+        _shared.pop()
+
+
+def programs() -> Programs:
+    """Those of the innermost `shared_programs`, or new ones."""
+    return _shared[-1] if _shared else Programs()

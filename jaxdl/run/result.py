@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdl.checkpoint import Unreadable
 from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, leave_and_exit
 from jaxdl.errors import ConfigError, end_interrupted, fail
-from jaxdl.report import Diverged, plot_history
+from jaxdl.report import Diverged, Summary, plot_history
 from jaxdl.run.build import Plan
 from jaxdl.state import TrainState
 
@@ -28,12 +28,12 @@ class Run:
     """The last state."""
     history: dict[str, list[Any]]
     """Columns, `pandas.DataFrame(run.history)`: step, epoch, train/loss, eval/accuracy, examples_per_sec..."""
-    summary: dict[str, Any]
+    summary: Summary
     plan: Plan = field(repr=False)
     workdir: Path | None = None
 
     @property
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float | None]:
         """The last evaluation."""
         return self.summary["metrics"]
 

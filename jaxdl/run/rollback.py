@@ -1,7 +1,7 @@
-"""What a run does about bad steps: tells of them, goes back to a checkpoint, and stops with a report in the end.
+"""Rollbacks: after a streak of bad steps a run returns to an earlier checkpoint and skips the batches of the streak.
 
-Where it went back to, and which batches it passes over from then on, is in `workdir/skipped.json`: a run killed at any
-moment does the same again. Everything follows from the numbers of the steps, so it is the same on all processes.
+The rollbacks, and the batches that are skipped because of them, are recorded in `workdir/skipped.json`: a run killed at
+any moment does the same again. Everything follows from the metrics of the steps, so all processes decide alike.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import dataclasses
 import functools
 import json
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypedDict
 
 import jax
 
@@ -23,8 +22,8 @@ from jaxdl.checkpoint import Checkpoints
 from jaxdl.cluster.agree import all_processes, from_first_process
 from jaxdl.config import ConfigError
 from jaxdl.files import REPORT_FILE, SKIPPED_FILE
-from jaxdl.guard import GuardConfig, passed_over
-from jaxdl.report import RESTARTED, WENT_BACK, Diverged, replace_file
+from jaxdl.guard import GuardConfig, skipped
+from jaxdl.report import Diverged, Report, replace_file
 from jaxdl.state import TrainState
 
 
@@ -37,141 +36,167 @@ class BadStep:
     learning_rate: float
 
 
-class BadRow(Exception):
-    """So many steps in a row were bad that going on makes no sense; `steps` are those, the first one first."""
+@dataclass(frozen=True)
+class BadStreak:
+    """Consecutive bad steps, so many that training on makes no sense."""
 
-    def __init__(self, steps: Sequence[BadStep]) -> None:
-        super().__init__(f"steps {steps[0].step} to {steps[-1].step} are bad")
-        self.steps = tuple(steps)
+    steps: tuple[BadStep, ...]
+
+
+class RollbackRow(TypedDict):
+    """A rollback in skipped.json; the fields are those of `Rollback`, under the names of the first format."""
+
+    row: Sequence[int]
+    to_step: int
+    passed_over: Sequence[int]
+    done: bool
 
 
 @dataclass(frozen=True)
 class Rollback:
     """One return to a checkpoint."""
 
-    row: tuple[int, int]
-    """The first and the last of the bad steps in a row."""
+    streak: tuple[int, int]
+    """The first and the last of the bad steps."""
     to_step: int
     """The checkpoint's; 0 is the start of the run, which has none."""
-    passed_over: tuple[int, int]
-    """The first and the last step whose batch is passed over from then on."""
+    skipped: tuple[int, int]
+    """The first and the last step whose batch is skipped from then on."""
     done: bool
-    """False while checkpoints from after `to_step` may still be where they were."""
+    """False while checkpoints from after `to_step` may not be quarantined yet."""
 
     @property
     def text(self) -> str:
-        """It in words."""
-        (first, last), (begin, end) = self.row, self.passed_over
+        """The rollback in words."""
+        (first, last), (begin, end) = self.streak, self.skipped
         to = f"the checkpoint of step {self.to_step}" if self.to_step else "the start"
         return (
-            f"{WENT_BACK} from step {last} to {to}: steps {first} to {last} were bad; the batches of steps {begin} to "
-            f"{end} are passed over"
+            f"rolled back from step {last} to {to}: steps {first} to {last} were bad; the batches of steps {begin} to "
+            f"{end} are skipped"
         )
 
+    def to_json(self) -> RollbackRow:
+        """The rollback as it stands in skipped.json."""
+        return {"row": self.streak, "to_step": self.to_step, "passed_over": self.skipped, "done": self.done}
 
-class Recovery:
-    """The bad steps of one run. `lowest_scale` is the lowest loss scale (None without one); `note` shows a message."""
+    @classmethod
+    def from_json(cls, row: RollbackRow) -> Rollback:
+        """The rollback that a row of skipped.json records. Raises KeyError, TypeError or ValueError if it is none."""
+        (first, last), (begin, end) = row["row"], row["passed_over"]
+        return cls((first, last), row["to_step"], (begin, end), row["done"])
+
+
+class Rollbacks:
+    """The rollbacks of one run, and the streak of bad steps at its present step.
+
+    `lowest_scale` is the lowest loss scale (None without one); `note` shows a message.
+    """
 
     def __init__(
         self, config: GuardConfig, workdir: Path | None, lowest_scale: float | None, note: Callable[[str], None]
     ) -> None:
         self._config, self._workdir, self._lowest_scale, self._note = config, workdir, lowest_scale, note
-        self._row: list[BadStep] = []
-        self.rollbacks: list[Rollback] = []
+        self._streak: list[BadStep] = []
+        self.past: list[Rollback] = []
 
     @property
-    def in_row(self) -> bool:
+    def in_streak(self) -> bool:
         """Whether the last reported steps are bad: then no checkpoint is written."""
-        return bool(self._row)
+        return bool(self._streak)
 
     @property
     def from_start(self) -> bool:
-        """Whether the last return was to the start of the run, of which there is no checkpoint."""
-        return bool(self.rollbacks) and self.rollbacks[-1].to_step == 0
+        """Whether the last rollback was to the start of the run, of which there is no checkpoint."""
+        return bool(self.past) and self.past[-1].to_step == 0
 
     def forget(self) -> None:
-        """The run starts over: what the one before it skipped does not count."""
-        self.rollbacks, self._row = [], []
+        """The run starts over: rollbacks of the one before it do not count."""
+        self.past, self._streak = [], []
 
-    def passes_over(self, step: int) -> bool:
-        """Whether the batch of this step is passed over."""
-        return any(first <= step <= last for first, last in (one.passed_over for one in self.rollbacks))
+    def skips(self, step: int) -> bool:
+        """Whether the batch of this step is skipped."""
+        return any(first <= step <= last for first, last in (one.skipped for one in self.past))
 
-    def observe(self, first_step: int, metrics: Sequence[Mapping[str, Any]]) -> None:
-        """Takes the metrics of steps as they are reported. Raises BadRow, and Diverged where nothing is skipped."""
+    def judge(self, report: Report | None) -> BadStreak | None:
+        """The verdict on steps that have been reported: a streak of bad ones to roll back for, or None.
+
+        Raises Diverged where bad steps are not skipped.
+        """
+        if report is None:
+            return None
         if not self._config.skip_nonfinite:
-            self._observe_unguarded(first_step, metrics)
-            return
+            self._judge_unguarded(report)
+            return None
         found: list[BadStep] = []
-        for step, one in enumerate(metrics, first_step):
-            if not one["bad_in_row"]:
-                self._row = []
+        for step, metrics in enumerate(report.metrics, report.first_step):
+            if not metrics["bad_in_row"]:
+                self._streak = []
                 continue
-            self._row.append(_bad_step(step, one))
-            found.append(self._row[-1])
-            if len(self._row) == self._config.rollback_after:
-                raise BadRow(self._row)
+            self._streak.append(_bad_step(step, metrics))
+            found.append(self._streak[-1])
+            if len(self._streak) == self._config.rollback_after:
+                return BadStreak(tuple(self._streak))
         if found:
             what = "; ".join(f"step {one.step}: loss {one.loss:.4g}" for one in found[:4])
             more = f" and {len(found) - 4} more" if len(found) > 4 else ""
             self._note(f"bad numbers, skipped: {what}{more}")
+        return None
 
-    def _observe_unguarded(self, first_step: int, metrics: Sequence[Mapping[str, Any]]) -> None:
+    def _judge_unguarded(self, report: Report) -> None:
         bad = [
             _bad_step(step, one)
-            for step, one in enumerate(metrics, first_step)
+            for step, one in enumerate(report.metrics, report.first_step)
             if not (math.isfinite(one["sums/loss"]) and math.isfinite(one["grad_norm"]))
         ]
-        lowest = self._lowest_scale
-        if bad and (lowest is None or (len(bad) == len(metrics) and metrics[-1]["loss_scale"] <= lowest)):
+        lowest, last = self._lowest_scale, report.metrics[-1]
+        if bad and (lowest is None or (len(bad) == len(report.metrics) and last["loss_scale"] <= lowest)):
             self._give_up(bad, "guard.skip_nonfinite is off: nothing was skipped")
 
     def check_end(self, loss: float) -> None:
-        """Raises Diverged if steps were bad and the state is no good all the same: the `loss` of the last evaluation.
+        """Raises Diverged if steps were bad and `loss`, that of the last evaluation, is not finite.
 
-        A step that ruins the state can be good itself, and so few can be left of a run that no row gets long enough.
+        A step that ruins the state can be good itself, and too few steps can be left for a streak to get long enough.
         """
-        first, last = self.rollbacks[-1].row if self.rollbacks else (0, -1)
+        first, last = self.past[-1].streak if self.past else (0, -1)
         earlier = [BadStep(step, math.nan, math.nan) for step in range(first, last + 1)]
-        if not math.isfinite(loss) and (steps := self._row or earlier):
+        if not math.isfinite(loss) and (steps := self._streak or earlier):
             self._give_up(steps, "after the last step the evaluation is not finite, so skipping them has not helped")
 
     def load(self, checkpoints: Checkpoints) -> None:
-        """Reads what an earlier process of the run did, and ends what it was doing. Raises ConfigError."""
+        """Reads the rollbacks of earlier processes, and completes one that was interrupted. Raises ConfigError."""
         assert self._workdir is not None
         path = self._workdir / SKIPPED_FILE
         content = from_first_process(lambda: path.read_bytes() if path.exists() else b"")
         if not content:
             return
         try:
-            found = json.loads(content)["rollbacks"]
-            self.rollbacks = [
-                Rollback(tuple(one["row"]), one["to_step"], tuple(one["passed_over"]), one["done"]) for one in found
-            ]
+            self.past = [Rollback.from_json(row) for row in json.loads(content)["rollbacks"]]
         except (ValueError, KeyError, TypeError):
             raise ConfigError(f"{path}: not readable any more. Restore it, or choose another --workdir.") from None
-        if self.rollbacks and not self.rollbacks[-1].done:
-            self._finish(checkpoints)
+        if self.past and not self.past[-1].done:
+            self._quarantine(checkpoints)
 
-    def go_back(self, row: BadRow, checkpoints: Checkpoints | None) -> Rollback:
-        """Decides on the checkpoint to go back to, and keeps that on disk. Raises Diverged when there is no way back.
+    def roll_back(self, streak: BadStreak, checkpoints: Checkpoints | None) -> Rollback:
+        """Chooses the checkpoint to return to, records that on disk, and quarantines the checkpoints after it.
 
-        Where there is none yet it is the start of the run, whose state follows from the seed. Batches of the row are
-        passed over from then on. A row that begins where batches were passed over before shows that this was not
-        enough: the state was bad already, and would be again. Then as many batches more are passed over in front of
-        them (after Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1).
+        The newest one left is then the one to restore; where there is none it is the start of the run, whose state
+        follows from the seed. Raises Diverged when no rollback is possible any more.
+
+        The batches of the streak are skipped from then on. A streak that begins right after skipped batches shows that
+        skipping them was not enough: the state was bad already, and would be again. Then as many batches more are
+        skipped before them (after Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1).
         """
-        first, last = row.steps[0].step, row.steps[-1].step
+        first, last = streak.steps[0].step, streak.steps[-1].step
         if checkpoints is None:
-            self._give_up(row.steps, "without a --workdir there is no checkpoint to go back to")
-        if len(self.rollbacks) >= self._config.max_rollbacks:
-            self._give_up(row.steps, f"guard.max_rollbacks = {self._config.max_rollbacks}")
+            self._give_up(streak.steps, "without a --workdir there is no checkpoint to return to")
+        if len(self.past) >= self._config.max_rollbacks:
+            self._give_up(streak.steps, f"guard.max_rollbacks = {self._config.max_rollbacks}")
         begin = first
-        while begin > 1 and self.passes_over(begin - 1):
+        while begin > 1 and self.skips(begin - 1):
             begin -= 1
         checkpoints.wait()
         steps = checkpoints.steps
-        # One that was written while batches were passed over is as good, and may have been kept instead of older ones.
+        # One that was written while batches were skipped is as good, and may have been kept instead of older ones.
         before = [step for step in steps if step < begin] or [step for step in steps if step < first] or [0]
         if begin < first:
             wanted = begin - (last - begin + 1)
@@ -180,34 +205,34 @@ class Recovery:
             begin = max(wanted, to_step + 1)
         else:
             to_step = max(before)
-        self.rollbacks.append(Rollback((first, last), to_step, (begin, last), done=False))
+        self.past.append(Rollback((first, last), to_step, (begin, last), done=False))
         if not self._write():
-            self.rollbacks.pop()
-            self._give_up(row.steps, f"{SKIPPED_FILE} could not be written, without which a restart would go astray")
-        self._row = []
+            self.past.pop()
+            self._give_up(streak.steps, f"{SKIPPED_FILE} could not be written, without which a restart would go astray")
+        self._streak = []
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # A run that gave up was then allowed more.
                 checkpoints.folder.with_name(REPORT_FILE).unlink(missing_ok=True)
-        self._finish(checkpoints)
-        return self.rollbacks[-1]
+        self._quarantine(checkpoints)
+        return self.past[-1]
 
-    def _finish(self, checkpoints: Checkpoints) -> None:
-        """Checkpoints from after the one gone back to are of a course that is left."""
-        last = self.rollbacks[-1]
+    def _quarantine(self, checkpoints: Checkpoints) -> None:
+        """Quarantines the checkpoints newer than the target of the last rollback: their trajectory is abandoned."""
+        last = self.past[-1]
         checkpoints.quarantine_after(last.to_step)
-        self.rollbacks[-1] = dataclasses.replace(last, done=True)
-        if not self._write():  # What is saved from here on would be put aside by the next start.
+        self.past[-1] = dataclasses.replace(last, done=True)
+        if not self._write():  # Or the next start would quarantine what is saved from here on.
             raise ConfigError(
                 f"{self._workdir}: {SKIPPED_FILE} could not be written. Make room there (or make it writable); the "
-                f"same command goes on from step {last.to_step}."
+                f"same command resumes from step {last.to_step}."
             )
 
     def _write(self) -> bool:
-        """Whether all processes know that the file is written."""
+        """Writes skipped.json on the first process; whether it could, on all processes."""
         assert self._workdir is not None
         fine = True
         if jax.process_index() == 0:
-            rows = [dataclasses.asdict(one) for one in self.rollbacks]
+            rows = [one.to_json() for one in self.past]
             try:
                 replace_file(self._workdir / SKIPPED_FILE, (json.dumps({"rollbacks": rows}, indent=2) + "\n").encode())
             except OSError:
@@ -222,8 +247,8 @@ class Recovery:
         rate = f"learning rate {last.learning_rate:.3g}, " if math.isfinite(last.learning_rate) else ""
         message = (
             f"the training loss {what} at step {last.step} ({_count(len(steps), 'bad step')} from step "
-            f"{steps[0].step} on, {rate}{_count(len(self.rollbacks), 'return')} to a "
-            f"checkpoint before; {reason}). A lower --optimizer.learning-rate, a longer warm-up or --step.clip-norm 1 "
+            f"{steps[0].step} on, {rate}{_count(len(self.past), 'rollback')} "
+            f"before; {reason}). A lower --optimizer.learning-rate, a longer warm-up or --step.clip-norm 1 "
             "usually help."
         )
         if self._workdir is not None and jax.process_index() == 0:
@@ -239,44 +264,36 @@ class Recovery:
         lines += ["| step | loss | learning rate |", "|---:|---:|---:|"]
         lines += [f"| {one.step} | {one.loss:.6g} | {one.learning_rate:.4g} |" for one in steps]
         lines += ["", "## What was tried", ""]
-        lines += [f"- {one.text}" for one in self.rollbacks] or ["- Nothing was gone back to."]
+        lines += [f"- {one.text}" for one in self.past] or ["- There was no rollback."]
         lines += [
             "", "## What to do", "",
-            "- Start anew in another --workdir with a lower --optimizer.learning-rate, a longer warm-up, or "
+            "- Start again in another --workdir with a lower --optimizer.learning-rate, a longer warm-up, or "
             "--step.clip-norm 1.",
             "- Look at the batches of these steps: without phases, step s reads the examples from (s - 1) * batch_size "
             "on of the shuffled stream, whatever the devices.",
-            "- If the numbers are bad now and then only, and the loss recovers, allow more: the same command with a "
-            "larger --guard.max-rollbacks goes on in this --workdir. Another --guard.rollback-after needs another one.",
+            "- If the numbers are bad only now and then, and the loss recovers, allow more: the same command with a "
+            "larger --guard.max-rollbacks resumes in this --workdir. Another --guard.rollback-after "
+            "needs another --workdir.",
             "",
         ]  # fmt: skip
         return "\n".join(lines)
 
 
-def pass_over(state: TrainState) -> TrainState:
-    """The state after a step that was passed over: its batch is consumed, and there is no update."""
+def skip(state: TrainState) -> TrainState:
+    """The state after a step that was skipped: its batch is consumed, and there is no update."""
     step, guard = _next_counters(state.step.sharding)(state.step, state.guard)
     return state.replace(step=step, guard=guard)
 
 
 @functools.cache
 def _next_counters(sharding: jax.sharding.Sharding) -> Callable[..., Any]:
-    """Compiled once, for as many steps as are passed over."""
-    return jax.jit(lambda step, guard: (step + 1, passed_over(guard)), out_shardings=sharding)
+    """Compiled once, however many steps are skipped."""
+    return jax.jit(lambda step, guard: (step + 1, skipped(guard)), out_shardings=sharding)
 
 
 def _bad_step(step: int, metrics: Mapping[str, Any]) -> BadStep:
     loss, weight = float(metrics["sums/loss"]), float(metrics["sums/weight"])
     return BadStep(step, loss / weight if weight else math.nan, float(metrics["learning_rate"]))
-
-
-def restarted() -> str | None:
-    """What the launcher says when it started this process again, for the history; None at first."""
-    number = os.environ.get("JAXDL_RESTART", "0")
-    if number in ("", "0"):
-        return None
-    reason = os.environ.get("JAXDL_RESTART_REASON")
-    return f"{RESTARTED} after {reason} (restart {number})" if reason else f"{RESTARTED} (restart {number})"
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,8 +1,10 @@
-"""What the loop does with checkpoints: claims the workdir, saves and restores, and says what could not be saved."""
+"""The checkpoints of a run: claims the workdir, restores at the start, saves, and reports what could not be saved."""
 
 from __future__ import annotations
 
 import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxdl.checkpoint import Checkpoints, Earlier, Restored, Unreadable, Unusable
@@ -11,7 +13,7 @@ from jaxdl.data import spec_to_json
 from jaxdl.experiment import LENGTH, identity
 from jaxdl.files import DATA_FILE
 from jaxdl.mesh import Axis
-from jaxdl.report import Reporter
+from jaxdl.report import EventKind, Reporter
 from jaxdl.run.build import Plan, make_exchange_state
 from jaxdl.run.length import change_of_length
 from jaxdl.run.workdir import choice_file, claim_workdir, keep_examples, write_config
@@ -19,23 +21,22 @@ from jaxdl.state import TrainState
 
 
 class Saver:
-    """The checkpoints of a run in its workdir; what could not be written is told to the reporter."""
+    """The checkpoints of a run in its workdir; what could not be written is reported as an event."""
 
     def __init__(self, plan: Plan, workdir: Path, reporter: Reporter) -> None:
-        """Makes the workdir the run's own. Raises ConfigError when it belongs to another, or cannot be written."""
+        """Claims the workdir for the run. Raises ConfigError when it belongs to another, or cannot be written."""
         self._plan, self._workdir, self._reporter = plan, workdir, reporter
         files = {DATA_FILE: spec_to_json(plan.parts.data_spec).encode()}
         if plan.asked != plan.experiment and plan.parts.layout.mesh.shape[Axis.REPLICA] > 1:
             files |= choice_file(workdir, plan.experiment.exchange, plan.reasons)
         self._earlier = Earlier(workdir)
         self._earlier.check_kinds()
-        # To start over is an order of one command, not a property of the run.
+        # start_over belongs to one command, not to the run.
         self._config = plan.asked.replaced({"checkpoint.start_over": False})
         earlier_length = claim_workdir(workdir, self._config, identity, files, LENGTH)
         keep_examples(workdir, plan.splits.content())
         self.started_over: str | None = None
-        """What to say of a run that was ordered to start over and did."""
-        self._saved_step, self._has_begun = -1, False
+        """Why the run starts over, in words, if that was asked for and necessary."""
         if reason := self._earlier.folder_lost():  # Before it is made again.
             self._start_over(reason)
         self.checkpoints = self._open()
@@ -45,15 +46,19 @@ class Saver:
             done = int(from_first_process(lambda: str(max(self.checkpoints.steps, default=0)).encode()))
             self._new_length = change_of_length(earlier_length, plan.asked, plan.timeline, done)
 
-    def keep_length(self, step: int) -> None:
+    def keep_length(self) -> None:
         """Writes a length that changed to the history, as an event of the step that is resumed, and to `config.json`.
 
         In this order: a run that is killed in between does the same again.
         """
         if self._new_length is not None:
-            self._reporter.event(step, self._new_length)
+            self._reporter.event("length", self._new_length)
         if self._rewrite:
             write_config(self._workdir, self._config)
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self.checkpoints.close()
 
     def _open(self) -> Checkpoints:
         task = self._plan.parts.task
@@ -63,9 +68,9 @@ class Saver:
     def restore(self, *, from_start: bool = False) -> Restored | None:
         """Reads the newest checkpoint; None when the run begins at step 0.
 
-        It does so in a new workdir, where no checkpoint had been written yet, where `from_start` says that the run went
-        back to its start, and where `--checkpoint.start-over` is given and nothing can be used. Otherwise a workdir
-        whose checkpoints cannot be used raises Unusable or Unreadable.
+        It does so in a new workdir, where no checkpoint had been written yet, where `from_start` says that the run was
+        rolled back to its start, and where `--checkpoint.start-over` is given and nothing can be used. Otherwise a
+        workdir whose checkpoints cannot be used raises Unusable or Unreadable.
         """
         try:
             restored = self.checkpoints.restore(
@@ -81,71 +86,83 @@ class Saver:
             self.checkpoints.close()
             self._start_over(reason)
             self.checkpoints = self._open()
-        self._has_begun = True
         if restored is not None:
             self._earlier.mark(restored.step)
-        self._saved_step = -1 if restored is None else restored.step
         return restored
 
     def _start_over(self, reason: str) -> None:
-        """Sets aside what cannot be used, if that was ordered. Raises Unusable if not."""
-        if self._has_begun or not self._plan.experiment.checkpoint.start_over:
+        """Moves aside what cannot be used, if that was asked for. Raises Unusable if not."""
+        if not self._plan.experiment.checkpoint.start_over:
             raise self._earlier.refuse(reason) from None
         folder = self._earlier.archive()
         self.started_over = f"started over from step 0; what was there is in {folder} ({reason.splitlines()[0]})"
 
     def evaluated_step(self, restored: Restored) -> int:
-        """The last evaluation up to a checkpoint; one that was missing when it was written came after it."""
+        """The step of the last evaluation up to a checkpoint, also one that was made after it was written."""
         return max(restored.evaluated_step, self._earlier.evaluated_step(restored.step))
 
     def save(self, state: TrainState, step: int, evaluated_step: int, metrics: dict[str, float] | None) -> None:
-        """Starts writing a checkpoint of this step, unless that was done; `metrics` are those of the evaluation."""
-        if self._saved_step == step:
+        """Starts writing a checkpoint of this step, unless there is one; `metrics` are those of the evaluation."""
+        self.checkpoints.wait()
+        if step in self.checkpoints.steps:
             return
         self._reporter.status("saving")
-        self.checkpoints.wait()
         if steps := self.checkpoints.steps:
             self._earlier.mark(steps[-1])
         self.checkpoints.save(
             state, step, evaluated_step=evaluated_step, metrics=metrics if evaluated_step == step else None
         )
-        self._saved_step = step
-        self._tell(step)
+        self._report_notes()
 
     def save_again(self, state: TrainState | None, step: int, metrics: dict[str, float] | None) -> None:
-        """Puts the checkpoint of this step aside for one with what an evaluation, made up for, has changed."""
+        """Replaces the checkpoint of this step: a late evaluation has changed the state."""
         assert state is not None
         self.checkpoints.quarantine_after(step - 1)
-        self._saved_step = -1
         self.save(state, step, step, metrics)
 
     def lost(self, step: int) -> str | None:
-        """Waits for what is being written; says what is lost if the state of this step is not in the workdir then."""
+        """Waits for what is being written; what is lost, in words, if there is no checkpoint of this step then."""
         self.checkpoints.wait()
-        self._tell(step)
+        self._report_notes()
         if step in self.checkpoints.steps:
             self._earlier.mark(step)
             return None
         return (
             f"the state of step {step} could not be saved in {self._workdir} and is lost; {self._newest()}. Make room "
-            "there (or make it writable); the same command goes on from what there is."
+            "there (or make it writable); the same command resumes from the newest checkpoint."
         )
 
     def saved_for_resume(self, step: int) -> tuple[str, bool]:
-        """What to say to a user whose signal ended the run at a step that was to be saved, and whether it is not."""
+        """`(message for the user, whether saving failed)` after a signal stopped the run at this step."""
         lost = self.lost(step)
-        return lost or f"saved in {self._workdir}. The same command goes on from there.", lost is not None
+        return lost or f"saved in {self._workdir}. The same command resumes from there.", lost is not None
 
-    def not_saved_for_resume(self, step: int) -> str:
-        """The same for a step that was not to be saved, because the last steps are bad."""
+    def not_saved_for_resume(self) -> str:
+        """The message for the user after a signal stopped the run in a streak of bad steps, which are not saved."""
         self.checkpoints.wait()
-        self._tell(step)
-        return f"the last steps are bad and not saved; {self._newest()}. The same command goes on from there."
+        self._report_notes()
+        return f"the last steps are bad and not saved; {self._newest()}. The same command resumes from there."
 
     def _newest(self) -> str:
         steps = self.checkpoints.steps
-        return f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint, but the start"
+        return f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint, only the start"
 
-    def _tell(self, step: int) -> None:
+    def _report_notes(self) -> None:
         for text in self.checkpoints.take_notes():
-            self._reporter.event(step, text)
+            self._reporter.event("checkpoint", text)
+
+
+def start_events(saver: Saver | None, restored: Restored | None) -> Iterator[tuple[EventKind, str]]:
+    """How this process got to the state that it starts from: was it restarted, and what did it restore."""
+    number = os.environ.get("JAXDL_RESTART", "0")
+    if number not in ("", "0"):
+        reason = os.environ.get("JAXDL_RESTART_REASON")
+        yield "restart", f"restarted{f' after {reason}' if reason else ''} (restart {number})"
+    if saver is not None and saver.started_over:
+        yield "start_over", saver.started_over
+    if restored is not None:
+        for text in restored.damaged:
+            yield "damaged", text
+        for text in restored.notes:
+            yield "exchange", text
+        yield "resume", f"resumed from the checkpoint at step {restored.step}"

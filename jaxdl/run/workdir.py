@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import functools
 import json
 import os
-import secrets
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import jax
-import numpy as np
 import pydantic
-from jax.experimental import multihost_utils
 
-from jaxdl.cluster import BROKEN, current, wait_for_all
+from jaxdl.cluster import BROKEN, current, exits
 from jaxdl.cluster.agree import of_first_process
-from jaxdl.cluster.consistency import flat, process_names
-from jaxdl.cluster.exits import end_process
+from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import ExchangeChoice
 from jaxdl.files import CHOICE_FILE, CONFIG_FILE, EXAMPLES_FILE
-from jaxdl.lease import FULL, Lease
+from jaxdl.lease import Lease, check_shared
 from jaxdl.report import replace_file
-
-SHARED_SEC = 60.0
-"""How long a process looks for a file of another one: for so long NFS may take it for true that there is none."""
 
 
 def check_workdir(workdir: str | Path | None) -> Path | None:
@@ -62,7 +52,7 @@ def make_lease(workdir: Path) -> Lease:
         member = current()
         if member is not None:
             member.report_failure(reason, BROKEN)
-        end_process(reason, BROKEN)
+        exits.end_process(reason, BROKEN)
 
     return Lease(workdir, end, functools.partial(print, flush=True))
 
@@ -97,7 +87,7 @@ def claim_workdir(
     Raises ConfigError, on all processes, with the difference when the workdir belongs to another config; when it cannot
     be written; and when it is not the same folder for all of them.
     """
-    _check_shared(workdir)
+    check_shared(workdir)
     return json.loads(of_first_process(lambda: _claim(workdir, config, identity, files or {}, later)))
 
 
@@ -112,53 +102,6 @@ def write_config(workdir: Path, config: Config) -> None:
         return b""
 
     of_first_process(write)
-
-
-def _check_shared(workdir: Path) -> None:
-    """The first process makes a file, and the others look for it. Its name is new, so no host knows better already."""
-    token = workdir / f".claim.{secrets.token_hex(8)}.tmp"
-
-    def make() -> bytes:
-        try:
-            workdir.mkdir(parents=True, exist_ok=True)
-            for left in workdir.glob(".claim.*.tmp"):  # By a process that was killed.
-                left.unlink(missing_ok=True)
-            token.touch()
-        except OSError as error:
-            if error.errno in FULL and workdir.is_dir():
-                return b""
-            raise _refused(workdir, error) from None
-        return token.name.encode()
-
-    try:
-        name = of_first_process(make).decode()
-        if jax.process_count() == 1 or not name:
-            return
-        found = _appears(workdir / name)
-        member = current()
-        wait_for_all()  # Gloo waits for less long.
-        every = np.ravel(multihost_utils.process_allgather(np.bool_(found)))
-        missing = [process for process, one in enumerate(every) if not one]
-        if missing:
-            hosts = member.hosts if member is not None else ["host ?"] * len(every)
-            raise ConfigError(
-                f"the hosts do not see the same --workdir: {workdir} on {process_names(missing, hosts)} is another "
-                f"folder than on {process_names([0], hosts)}. Use one on a shared file system."
-            )
-    finally:
-        if jax.process_index() == 0:
-            with contextlib.suppress(OSError):
-                token.unlink(missing_ok=True)
-
-
-def _appears(path: Path) -> bool:
-    """Whether the file is there, or comes to be seen in time."""
-    end = time.monotonic() + SHARED_SEC
-    while not os.path.exists(path):
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.2)
-    return True
 
 
 def _claim(

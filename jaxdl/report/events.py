@@ -1,0 +1,54 @@
+"""What happens to a run besides training: rows of its history that have a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+EventKind = Literal[
+    "resume", "restart", "rollback", "damaged", "length", "start_over", "exchange", "checkpoint", "other"
+]
+"""- resume: a process resumed from a checkpoint; restart: the launcher started the process again;
+- rollback: back to an earlier checkpoint after a streak of bad steps;
+- damaged: a checkpoint was damaged and quarantined; start_over: the checkpoints were unusable, and the run began again;
+- length: the run was made longer or shorter; exchange: the state of the exchange was changed to fit this mesh;
+- checkpoint: one was not written;
+- other: a row of the first format that no kind is known of.
+"""
+
+_FIRST_WORDS: dict[str, EventKind] = {
+    "resumed from": "resume",
+    "restarted": "restart",
+    "went back": "rollback",
+    "checkpoint step_": "damaged",
+    "started over": "start_over",
+    "the length changed": "length",
+    "the checkpoint of step": "checkpoint",
+    "no checkpoint of step": "checkpoint",
+}
+"""Rows of the first format have no kind; there it is known by how the text begins."""
+
+
+class Event(NamedTuple):
+    """Something that happened to a run after `step` steps, in words."""
+
+    kind: EventKind
+    step: int
+    text: str
+
+    def to_row(self) -> dict[str, Any]:
+        """The row of the history."""
+        return {"step": self.step, "event": self.text, "kind": self.kind}
+
+
+def event_of(row: Mapping[str, Any]) -> Event | None:
+    """The event that a row of the history records; None for a row of measurements."""
+    text = row.get("event")
+    if not isinstance(text, str):
+        return None
+    if "kind" in row:
+        return Event(row["kind"], row["step"], text)
+    for words, kind in _FIRST_WORDS.items():
+        if text.startswith(words):
+            return Event(kind, row["step"], text)
+    return Event("other", row["step"], text)

@@ -1,0 +1,71 @@
+"""`jaxdl.train`: what surrounds a run (signals, the lease of its workdir, the watchdog), its plan, and its loop."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+
+from jaxdl.cluster import Watchdog, heartbeat
+from jaxdl.experiment import Experiment, as_experiment
+from jaxdl.files import hang_file
+from jaxdl.mesh import Device
+from jaxdl.report import Start, Stopwatch
+from jaxdl.run.build import make_plan
+from jaxdl.run.hooks import OnStep
+from jaxdl.run.length import check_max_steps, end_step
+from jaxdl.run.result import Interrupted, Run
+from jaxdl.run.signals import Stop, StopSignals
+from jaxdl.run.trainer import Trainer
+from jaxdl.run.workdir import check_workdir, make_lease, read_choice, take_lease
+
+
+def train(
+    experiment: Experiment | str | Path,
+    workdir: str | Path | None = None,
+    *,
+    quiet: bool | None = None,
+    devices: Sequence[Device] | None = None,
+    max_steps: int | None = None,
+    on_step: Sequence[OnStep] = (),
+) -> Run:
+    """Trains, and returns the run. With a `workdir`, everything is kept there, and the same call resumes.
+
+    Args:
+      experiment: what to train, from `jaxdl.load` or made in Python; or the config file.
+      workdir: the folder for checkpoints, metrics and curves; without one the run leaves nothing on disk.
+      quiet: True for one line a report, False for a live display; by default that is for terminals only.
+      devices: the devices of the mesh; all by default.
+      max_steps: stop after this many steps of the experiment, as a trial: schedules stay those of the whole run, the
+        last step is evaluated and saved, and the same call without it resumes.
+      on_step: functions that are called after each step, see `jaxdl.run.hooks`.
+
+    Raises:
+      ConfigError: for a config that cannot be run here, before anything is compiled.
+      Interrupted: after SIGTERM or SIGINT, when the state has been saved; or when its end could not be saved.
+      Diverged: when too many consecutive steps are bad and no rollback is possible any more, see `GuardConfig`.
+    """
+    experiment = as_experiment(experiment)
+    check_max_steps(max_steps)
+    watch = Stopwatch(on_change=heartbeat.enter)
+    workdir = check_workdir(workdir)
+    start = Start(quiet=quiet)
+    with StopSignals() as stop, contextlib.ExitStack() as stack:
+        lease = make_lease(workdir) if workdir else None
+        take = functools.partial(take_lease, lease) if lease else lambda: None
+        stack.callback(lease.release if lease else lambda: None)  # After everything that writes there is closed.
+        stack.callback(start.close)
+        try:
+            chosen = functools.partial(read_choice, workdir)
+            plan = stop.run(lambda: make_plan(experiment, devices, chosen=chosen, started=take, start=start))
+        except Stop as signal:
+            raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
+        if jax.process_count() > 1:
+            stop.share(every_polls=experiment.report.every_steps)
+        log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
+        stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
+        end = end_step(plan.timeline, max_steps)
+        return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, on_step=on_step).run()
