@@ -118,7 +118,7 @@ def restore(
     those that are kept, see `--checkpoint.keep-best`; or the number of a step. The one device is of the platform that
     the run was on, unless JAX has been started on another already. A run may be writing there: nothing is changed.
 
-    A damaged checkpoint is passed over with a warning, and the next newest (or best) one is used. Raises ConfigError
+    A damaged checkpoint is skipped with a warning, and the next newest (or best) one is used. Raises ConfigError
     when there is no run, no checkpoint, no undamaged one, none of that step or none that was evaluated;
     `jaxdl.checkpoint.Unreadable`, an OSError, when a checkpoint cannot be read now.
     """

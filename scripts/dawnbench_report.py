@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdl.cluster import wait_for_all
 from jaxdl.exchange import exchanged_on_mesh
 from jaxdl.mesh import Axis
-from jaxdl.report import replace_file, style
+from jaxdl.report import event_of, replace_file, style
 from jaxdl.run.build import Plan, make_exchange_state
 from jaxdl.run.result import Run
 from jaxdl.sharding import is_spec
@@ -54,10 +54,10 @@ def epochs_of(run: Run, before_sec: float) -> list[Epoch]:
 
 
 def was_resumed(run: Run) -> bool:
-    """Whether the run was stopped and went on, or went back: then its clock does not count."""
-    events = [one for one in run.history.get("event", ()) if isinstance(one, str)]
-    again = any(one.startswith("resumed from") for one in events)
-    return again or bool(run.summary["num_restarts"] or run.summary["num_rollbacks"])
+    """Whether the run was resumed or rolled back: then its clock does not count."""
+    rows = [dict(zip(run.history, row, strict=True)) for row in zip(*run.history.values(), strict=True)]
+    events = [event for event in map(event_of, rows) if event is not None]
+    return any(event.kind in ("resume", "restart", "rollback") for event in events)
 
 
 def phase_speeds(run: Run) -> list[PhaseSpeed]:
@@ -138,7 +138,7 @@ def write_report(
         hours = (target or last).hours
         lines += [f"- cost: {hours:.4f} hours at ${price_per_hour:,.2f} an hour: **${hours * price_per_hour:,.2f}**"]
     if was_resumed(run):
-        lines += ["- the run was resumed or went back: the time between is missing, so it is no entry to submit"]
+        lines += ["- the run was resumed or rolled back: the time between is missing, so it is no entry to submit"]
     lines += [f"- entry: `{entry}.json`, `{entry}.tsv`" if entry else "- no entry is written"]
     lines += ["- losses, learning rate and speed: `run/curves.png`"]
     lines += ["", "![accuracy](accuracy.png)", "", *_phases(run, exchange_sec), "", "## The published times", ""]

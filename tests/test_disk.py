@@ -90,8 +90,8 @@ def test_a_full_disk_for_a_while(small_disk, plain, leave_bytes):
     seen = {}
     workdir = small_disk / "run"
 
-    def look():
-        seen["steps"] = steps(workdir)
+    def look():  # What is left of a half is removed before the next save.
+        seen["steps"] = checkpoint_steps(workdir / CHECKPOINTS_FOLDER)
 
     def free():
         look()

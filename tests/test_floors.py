@@ -218,6 +218,89 @@ def test_nothing_grows_too_large():
     assert not found, "\n".join(found)
 
 
+def late_attributes(tree):
+    """(line, name) of the attributes of a class that first appear outside its `__init__` and its body."""
+    for owner in [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]:
+        declared = {node.target.id for node in owner.body if isinstance(node, ast.AnnAssign | ast.AugAssign)}
+        declared |= {node.name for node in owner.body if isinstance(node, ast.FunctionDef)}
+        functions = sorted(
+            (node for node in owner.body if isinstance(node, ast.FunctionDef)), key=lambda node: node.name != "__init__"
+        )
+        for function in functions:
+            for node in ast.walk(function):
+                if (
+                    isinstance(node, ast.Attribute)
+                    and isinstance(node.ctx, ast.Store)
+                    and isinstance(node.value, ast.Name)
+                    and node.value.id == "self"
+                    and node.attr not in declared
+                ):
+                    if function.name == "__init__":
+                        declared.add(node.attr)
+                    else:
+                        yield node.lineno, f"{owner.name}.{node.attr}"
+
+
+def test_the_state_of_a_run_is_declared():
+    found = [
+        f"{name}:{line}: {attribute} first appears outside __init__"
+        for name, tree in TREES.items()
+        if room(name) == "run"
+        for line, attribute in late_attributes(tree)
+    ]
+    assert not found, "\n".join(found)
+    late = "class A:\n    def __init__(self):\n        self.a = 1\n    def f(self):\n        self.a = self.b = 2"
+    assert [attribute for _, attribute in late_attributes(ast.parse(late))] == ["A.b"]
+
+
+def patched_rooms(tree):
+    """(line, room) of what a test replaces of the package: by `setattr`, `patch`, or an assignment to an attribute."""
+    homes = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jaxdl":
+            for alias in node.names:
+                homes[alias.asname or alias.name] = [*f"{node.module}.{alias.name}".split("."), ""][1]
+
+    def home(node):
+        path = []
+        while isinstance(node, ast.Attribute):
+            path, node = [node.attr, *path], node.value
+        if isinstance(node, ast.Constant) and str(node.value).startswith("jaxdl."):
+            return node.value.split(".")[1]
+        if not isinstance(node, ast.Name):
+            return None
+        return (path[0] if path else None) if node.id == "jaxdl" else homes.get(node.id)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called in ("setattr", "patch", "setitem", "delattr") and node.args:
+                yield node.lineno, home(node.args[0])
+        elif isinstance(node, ast.Assign):
+            yield from ((node.lineno, home(one.value)) for one in node.targets if isinstance(one, ast.Attribute))
+
+
+def test_no_test_patches_the_loop():
+    found = [
+        f"{path.name}:{line} replaces a part of jaxdl.run: use on_step, shared_programs or a fault below the loop"
+        for path in sorted((ROOT / "tests").glob("*.py"))
+        for line, patched in patched_rooms(ast.parse(path.read_text()))
+        if patched == "run"
+    ]
+    assert not found, "\n".join(found)
+    source = """
+import jaxdl
+from jaxdl.run import trainer
+from jaxdl.run.trainer import Trainer
+monkeypatch.setattr(trainer.Trainer, "run", None)
+monkeypatch.setattr(jaxdl.run.trainer, "evaluate", None)
+monkeypatch.setattr("jaxdl.run.trainer.evaluate", None)
+Trainer.run = None
+patch(jaxdl.data, "run", None)
+"""
+    assert sorted(room for _, room in patched_rooms(ast.parse(source))) == ["data", "run", "run", "run", "run"]
+
+
 def early_imports(tree):
     """(line, module) of the imports that run when the module itself is imported."""
     late = {

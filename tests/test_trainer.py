@@ -247,6 +247,28 @@ def test_a_signal_in_process_saves_and_the_same_call_goes_on(tmp_path, finished)
     assert run.summary["seconds"]["compile"] > interrupted["seconds"]["compile"], "the times of both add up"
 
 
+def test_a_hook_sees_each_step_and_may_stop_the_run(tmp_path, finished):
+    whole, workdir, _ = finished
+    seen = {}
+
+    def look(info):
+        seen[info.step] = info.metrics()
+        assert int(info.state.step) == info.step
+        assert not info.skipped
+        if info.step == 6:
+            info.stop()
+
+    run = jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR, on_step=[look])
+    assert list(seen) == [1, 2, 3, 4, 5, 6]
+    assert (run.summary["status"], run.summary["steps"]) == ("stopped", 6)
+    row = next(row for row in map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines()) if row["step"] == 4)
+    # Those of the last step are reported as they are; the loss is that of all steps since the last report.
+    assert seen[4]["grad_norm"] == row["train/grad_norm"]
+    assert np.mean([seen[step]["loss"] for step in range(1, 5)]) == pytest.approx(row["train/loss"], rel=1e-6)
+    again = jaxdl.train(TINY, tmp_path, quiet=True, devices=FOUR)
+    assert again.metrics == whole.metrics
+
+
 def test_a_second_signal_is_not_held_back():
     with StopSignals():
         os.kill(os.getpid(), signal.SIGINT)

@@ -46,7 +46,7 @@ def event_of(row: Mapping[str, Any]) -> Event | None:
     text = row.get("event")
     if not isinstance(text, str):
         return None
-    if "kind" in row:
+    if row.get("kind"):
         return Event(row["kind"], row["step"], text)
     for words, kind in _FIRST_WORDS.items():
         if text.startswith(words):

@@ -245,13 +245,12 @@ class Trainer:
             self.counter.step += 1
             if self._rolled_back(self.reporter.add(metrics)):
                 return False
-        self._call_hooks(StepInfo(self.step, self.state, skipped, metrics, self.reporter.fetched, self._stop_here))
-        return True
-
-    def _call_hooks(self, info: StepInfo) -> None:
+        assert self.state is not None
+        info = StepInfo(self.step, self.state, skipped, metrics, self.reporter.fetched, self._stop_here)
         for hook in self.on_step:
             with self.watch("hooks"):
                 hook(info)
+        return True
 
     def _stop_here(self) -> None:
         self.end, self.end_asked_by = self.step, "an on_step hook"
