@@ -133,7 +133,7 @@ def _limits(field: Any) -> str:
     """`>= 1, < 10` from what pydantic checks of the field by itself."""
     metadata = [*field.metadata, *_inner_metadata(field.annotation)]
     found = [
-        f"{sign} {_number(getattr(one, name))}"
+        f"{sign}&nbsp;{_number(getattr(one, name))}"
         for one in metadata
         for name, sign in LIMITS.items()
         if getattr(one, name, None) is not None

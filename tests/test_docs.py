@@ -245,7 +245,7 @@ def test_the_config_reference_has_every_config_class_and_field():
             assert name == "kind" or field.description.split()[0] in table
     assert len(leaves) > 35
     described = Experiment.model_fields["batch_size"].description
-    assert f"`batch_size` | `int` | `128` | >= 1 | {described} |" in text
+    assert f"`batch_size` | `int` | `128` | >=&nbsp;1 | {described} |" in text
     assert set(choices(Experiment)) <= {Path(name).stem for name in docs_site.pages()}
 
 
