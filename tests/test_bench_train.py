@@ -98,7 +98,7 @@ def test_photographs_are_made_up(tmp_path):
     ("args", "message"),
     [
         (["--num-steps", "0"], "--num-steps 0"),
-        (["--image-size", "64"], "--image-size 64: the images of this data have a size of their own"),
+        (["--image-size", "64"], "--image-size 64: the images of this data have a fixed size"),
     ],
 )
 def test_train_mistakes(args, message):

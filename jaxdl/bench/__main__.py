@@ -10,21 +10,24 @@ from jaxdl.errors import ConfigError, end_interrupted, fail
 
 BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "step": ("the training loop's time per step over that of the bare jitted step", step.main),
-    "train": ("how fast a config trains: images or tokens a second, share of the peak, against PyTorch", train.main),
-    "optim": ("the update split over the devices against the update of all parameters on each", optim.main),
-    "traffic": ("the bytes that every exchange sends, read off its program", traffic.main),
+    "train": (
+        "the training speed of a config: images or tokens a second, share of the peak, against PyTorch",
+        train.main,
+    ),
+    "optim": ("the optimizer update split over the devices, against the whole update on each", optim.main),
+    "traffic": ("the bytes that every exchange sends, counted in its program", traffic.main),
     "scheme": ("the collectives of the compiled training step, also compiled for 8 x H100", scheme.main),
     "cluster": ("every gradient exchange in the train step, on an emulated cluster with a slow network", cluster.main),
-    "schedule": ("what of every exchange the compiled training step hides behind compute", schedule.main),
+    "schedule": ("the share of every exchange that the compiled training step overlaps with compute", schedule.main),
     "exchange": ("every gradient exchange: predicted by the cost model, and measured", exchange.main),
     "input": ("the image pipeline, cold and cached, against tf.data, PyTorch's DataLoader and Grain", input.main),
-    "startup": ("CPU seconds until the first words of a command, and of mistaken ones", startup.main),
+    "startup": ("CPU seconds until the first output of a command, and until the error of a wrong one", startup.main),
     "select": ("methods of select_top_k against lax.top_k and one read of the data", select.main),
 }
 
 
 def main(args: list[str]) -> None:
-    """Runs one measurement; exits with 2 for the user's mistakes, 130 after Ctrl-C."""
+    """Runs one measurement; exits with 2 for user errors, 130 after Ctrl-C."""
     if not args or args[0] in ("-h", "--help"):
         print("usage: python -m jaxdl.bench NAME [OPTIONS]\n")
         for name, (what, _) in BENCHES.items():

@@ -1,14 +1,15 @@
-"""What a slow network costs a training step, with every gradient exchange: measured on an emulated cluster.
+"""The cost of a slow network in a training step, with every gradient exchange, measured on an emulated cluster.
 
 Every host is a network namespace with one JAX process; the links between them are limited (`jaxdl.launch.netns`). The
-real train step runs on resident data with every exchange in turn, beside the same step with no exchange at all, the
-floor. "dense" is the paper's baseline: reduce-scatter inside a host, all-reduce between hosts, all-gather inside.
+real train step runs on resident data with every exchange in turn, and without any exchange (the floor). "dense" is the
+paper's baseline: reduce-scatter inside a host, all-reduce between hosts, all-gather inside.
 
-Rates are chosen so that the dense exchange takes 0.2 to 4 times as long as all else; a ResNet-50 at 96 pixels on 16 x 8
-V100 with 25 Gb/s has about 0.4 (Shi et al. 2021). What a rate means depends on the model: the default one, a ResNet-14
-of three times the usual width (1.6 M parameters) with 12 images a device, computes 20 thousand operations for each
-gradient that a device exchanges; on that cluster it is 45 thousand, and a GPU selects gradients faster, for the time it
-takes to convolve, than a CPU. So what an exchange computes costs relatively more here than there.
+Rates are chosen so that the dense exchange takes 0.2 to 4 times as long as the rest of the step; a ResNet-50 at 96
+pixels on 16 x 8 V100 with 25 Gb/s has about 0.4 (Shi et al. 2021). What a rate means depends on the model: the default
+one, a ResNet-14 of three times the usual width (1.6 M parameters) with 12 images a device, computes 20 thousand
+operations for each gradient that a device exchanges; on that cluster it is 45 thousand, and a GPU selects gradients
+faster, for the time it takes to convolve, than a CPU. So the computation of an exchange costs relatively more here than
+there.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ RATIOS = (0.2, 0.4, 1.0, 2.0, 4.0)
 
 
 def default_experiment() -> Experiment:
-    """What is trained without `--config`."""
+    """The experiment without `--config`."""
     return Experiment(
         model=ResNet(depth=14, width=48, stem="cifar"),
         data=SyntheticImages(),
@@ -72,25 +73,25 @@ class ClusterBench:
     """Times the train step with every exchange on an emulated cluster, at several rates of its links."""
 
     config: Path | None = None
-    """The experiment, a Python file with a function config(); its mesh, exchange and length play no part. Without it,
-    a small ResNet on synthetic images."""
+    """The experiment, a Python file with a function config(); its mesh, exchange and length are not used. Without it, a
+    small ResNet on synthetic images."""
     experiment: Annotated[Experiment, tyro.conf.arg(name="")] = field(default_factory=default_experiment)
     hosts: int = 4
     """Hosts, each a replica."""
     devices_per_host: int = 2
-    """Virtual CPU devices of a host, over which its replica is sharded."""
+    """Virtual CPU devices of each host; its replica is sharded over them."""
     rates: tuple[str, ...] = ()
-    """Rates of the links, such as 100mbit; without them, those that --ratios asks for."""
+    """Rates of the links, such as 100mbit; by default they are chosen for --ratios."""
     ratios: tuple[float, ...] = RATIOS
-    """What the dense exchange is to take, over what all else takes."""
+    """Times of the dense exchange to aim for, relative to the rest of the step."""
     exchanges: tuple[str, ...] = tuple(name for name, variant in VARIANTS.items() if variant.config is not None)
-    """What is compared, by the names of the table; the floor and dense are there in any case."""
+    """The exchanges to compare, by their names in the table; the floor and dense are always included."""
     num_rounds: int = 5
-    """At each rate, every exchange has this many turns, in turns with the others; medians count."""
+    """Rounds at each rate; every exchange runs once in each. Medians are reported."""
     num_steps: int = 1
-    """Steps of a turn."""
+    """Steps of each exchange in one round."""
     num_repeats: int = 5
-    """How often each message of the probe is sent."""
+    """How often the probe sends each message."""
     json: Path | None = None
     """A file for the results."""
     plot: Path | None = None
@@ -159,7 +160,7 @@ def _check(command: ClusterBench, given: Experiment) -> None:
     for name in command.exchanges:
         if name not in VARIANTS or VARIANTS[name].config is None:
             known = ", ".join(f'"{one}"' for one, variant in VARIANTS.items() if variant.config is not None)
-            raise ConfigError(f"--exchanges {name!r}: there is none of this name. Choose from {known}.")
+            raise ConfigError(f"--exchanges {name!r}: there is no such exchange. Choose from {known}.")
     if command.rates and command.ratios != RATIOS:
         raise ConfigError("--rates and --ratios: the ratios follow from the rates. Give one of them.")
     if not command.rates and (not command.ratios or min(command.ratios) <= 0):
@@ -175,7 +176,7 @@ def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
     chosen = [FLOOR, BASELINE, *command.exchanges]
     names = [name for name in VARIANTS if name in chosen or name in map(floor_of, chosen)]
     mesh = MeshConfig(replica=command.hosts, fsdp=command.devices_per_host)
-    # Hosts that wait while one compiles, on cores that they share, are not lost.
+    # Hosts share cores and wait while one compiles; they must not be taken for lost.
     patient = ClusterConfig(start_timeout_sec=_PATIENCE_SEC, silence_timeout_sec=_PATIENCE_SEC)
     experiment = command.experiment.replaced({"mesh": mesh, "cluster": patient, "epochs": None, "steps": 1_000_000})
     with contextlib.ExitStack() as stack:
@@ -217,7 +218,7 @@ def _prepare(
     everybody_else = range(1, experiment.mesh.replica)
     for number, name in enumerate(names):
         say(f"compiling {number + 1} of {len(names)}: {name}")
-        # One host compiles for all: they share the same few cores.
+        # One host compiles for all: they share a few cores.
         [found] = workers.ask("compile", only=[0], name=name)
         about.setdefault("compile_sec", {})[name] = found.pop("sec")
         workers.ask("load", only=everybody_else, name=name, **found)
@@ -242,7 +243,7 @@ def _rounds(
 
 
 def _turn(workers: Workers, network: Network, name: str, num_steps: int) -> Turn:
-    """Some steps of a variant. A step has ended when it has on every host."""
+    """Runs some steps of a variant; a step ends when it has ended on every host."""
     before = _sent_bytes(network)
     seconds = [answer["seconds"] for answer in workers.ask("run", name=name, num_steps=num_steps)]
     sent = _sent_bytes(network) - before
@@ -256,7 +257,7 @@ def _sent_bytes(network: Network) -> int:
 
 @contextlib.contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """Lets SIGTERM end the program as Ctrl-C does: after the hosts and their network are gone."""
+    """Makes SIGTERM end the program like Ctrl-C, after the hosts and their network are removed."""
 
     def end(signum: int, _: object) -> None:
         raise SystemExit(128 + signum)
@@ -270,7 +271,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _progress(console: Console) -> Iterator[Callable[[str], None]]:
-    """Gives a function that shows what is being done: in one line on a terminal, in lines elsewhere."""
+    """Context: a function that shows the current activity, on one updated line of a terminal, else line by line."""
     if not console.is_terminal:
         yield functools.partial(print, file=sys.stderr, flush=True)
         return

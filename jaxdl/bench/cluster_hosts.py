@@ -1,4 +1,4 @@
-"""The processes of `python -m jaxdl.bench cluster`: started on every host, asked by name, ended together."""
+"""The processes of `python -m jaxdl.bench cluster`: started on every host, called by method name, ended together."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from jaxdl.config import ConfigError
 from jaxdl.launch.host import Host
 
 _PORT = 29_400
-"""Of the coordinator: a namespace is new, so every port is free."""
+"""The coordinator's port; in a new namespace every port is free."""
 _NUM_LINES = 30
 
 
 class HostFailed(Exception):
-    """The process of a host has ended, or does not answer. The message has what it said at last."""
+    """The process of a host exited or does not answer. The message contains its last output."""
 
 
 class Workers:
-    """Context: a `cluster_worker` on every host, which answers requests (see there) until the context ends."""
+    """Context: a `cluster_worker` on every host, which answers requests until the context ends."""
 
     def __init__(self, hosts: Sequence[Host], *, devices_per_host: int, answer_timeout_sec: float = 900.0) -> None:
         self._hosts, self._timeout_sec = list(hosts), answer_timeout_sec
@@ -44,7 +44,7 @@ class Workers:
             VARIABLE: make_token(),
             "JAX_NUM_CPU_DEVICES": str(devices_per_host),
             "JAX_PLATFORMS": "cpu",
-            # A program that comes out of JAX's cache cannot be handed on to the other hosts.
+            # A program from JAX's cache cannot be sent to the other hosts.
             "JAX_ENABLE_COMPILATION_CACHE": "false",
             "PYTHONUNBUFFERED": "1",
         }
@@ -59,7 +59,7 @@ class Workers:
                 text=True,
                 errors="replace",
                 env=os.environ | self._shared | {"JAX_PROCESS_ID": str(number), "JAXDL_HOST": host.name},
-                start_new_session=True,  # Ctrl-C is for the parent, which ends them.
+                start_new_session=True,  # The parent handles Ctrl-C and ends them.
             )
             self._processes.append(process)
             assert process.stdout is not None
@@ -75,21 +75,21 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # With all that it may have started.
+                os.killpg(process.pid, signal.SIGKILL)  # The whole process group.
         for process in self._processes:
             process.wait()
         for thread in (*self._readers, *self._listeners):
-            thread.join()  # Their pipes have ended.
+            thread.join()  # Their pipes are closed.
         for process in self._processes:
             for stream in (process.stdin, process.stdout, process.stderr):
                 assert stream is not None
-                with contextlib.suppress(BrokenPipeError):  # A request that nobody has read.
+                with contextlib.suppress(BrokenPipeError):  # A request that was not read.
                     stream.close()
 
     def ask(self, method: str, /, *, only: Sequence[int] | None = None, **arguments: Any) -> list[Any]:
-        """What every worker (or only some) answers to a request, in their order; all work on it at the same time.
+        """The answers of every worker (or only some) to a request, in their order; all process it at the same time.
 
-        Raises ConfigError for a mistake of the user's that one of them finds, HostFailed when one does not answer.
+        Raises ConfigError for a user error that one of them finds, HostFailed when one does not answer.
         """
         asked = list(range(len(self._processes)) if only is None else only)
         for number in asked:
@@ -120,6 +120,6 @@ class Workers:
             self._answers.put((number, line))
 
     def _failed(self, number: int, method: str, what: str = "has ended") -> HostFailed:
-        self._listeners[number].join(timeout=1.0)  # Where it has ended, all of it.
+        self._listeners[number].join(timeout=1.0)  # All of its output if it has exited.
         said = "".join(self._said[number]).strip() or "nothing"
-        return HostFailed(f"{self._hosts[number].name} {what} during `{method}`. It said at last:\n{said}")
+        return HostFailed(f"{self._hosts[number].name} {what} during `{method}`. Its last output:\n{said}")

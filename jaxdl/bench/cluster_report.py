@@ -14,16 +14,16 @@ from jaxdl.bench.cluster_variants import BASELINE, FLOOR, VARIANTS, floor_of
 from jaxdl.report import style
 
 _HEADER_SHARE = 0.06
-"""What Ethernet, IP and TCP headers and acknowledgements add to the bytes of an exchange, about."""
+"""Ethernet, IP and TCP headers and acknowledgements, as an approximate share of the bytes of an exchange."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Some steps of one variant in one round: all variants have their turns soon after each other."""
+    """The steps of one variant in one round; all variants of a round run soon after each other."""
 
     step_sec: float
     wire_bytes: float
-    """What a host has sent in one step, by its interface; the mean over the hosts."""
+    """Bytes that a host sent in one step, counted at its interface; the mean over the hosts."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,25 @@ class Row:
     """Step less floor."""
     floor_sec: float
     overhead: float
-    """Step over floor, less one."""
+    """Step over floor, minus one."""
     speedup: float
     """Dense step over this one."""
     wire_mb: float
-    """What a host sends for the exchange, by its interface: in the step, less what it sends in the floor. Of the floor
-    itself, what it sends in all (sums of metrics, running statistics)."""
+    """Bytes that a host sends for the exchange, counted at its interface: those of the step minus those of the floor.
+    For the floor itself, all its bytes (sums of metrics, running statistics)."""
     predicted_mb: float
     """Payload of the exchange by the cost model, without headers."""
     predicted_step_sec: float
-    """Floor, as measured, and the exchange by the cost model."""
+    """The measured floor plus the exchange by the cost model."""
 
     @property
     def error(self) -> float:
-        """Predicted over measured step time, less one."""
+        """Predicted over measured step time, minus one."""
         return self.predicted_step_sec / self.step_sec - 1
 
     @property
     def exchange_error(self) -> float | None:
-        """Predicted over measured time of the exchange alone, less one; None where that is lost in the noise."""
+        """Predicted over measured time of the exchange alone, minus one; None where noise exceeds it."""
         if self.exchange_sec < 0.05 * self.floor_sec:
             return None
         return (self.predicted_step_sec - self.floor_sec) / self.exchange_sec - 1
@@ -70,17 +70,17 @@ class Curves(NamedTuple):
     times_faster: Sequence[float]
     """Measured step of the dense exchange over this one's."""
     modelled_over_floor: Sequence[float | None]
-    """As `over_floor`, with the exchange's time by the cost model; None where that is not known."""
+    """As `over_floor`, with the exchange's time by the cost model; None where it is unknown."""
 
 
 def choose_rate(ratio: float, *, host_bytes: float, floor_sec: float) -> str:
-    """The rate at which so many bytes of payload take `ratio` times the floor, in words that `tc` knows."""
+    """The rate, in the notation of `tc`, at which these bytes of payload take `ratio` times the floor."""
     bits = 8 * host_bytes * (1 + _HEADER_SHARE) / (ratio * floor_sec)
     return f"{max(8, round(bits / 1e3))}kbit"
 
 
 def host_bytes(variant: str, device_bytes: float, devices_per_host: int) -> float:
-    """What a host sends when each device sends so much over `replica`.
+    """Bytes that a host sends when each device sends `device_bytes` over `replica`.
 
     In the flat ring of all devices only the last device of a host sends to another host.
     """
@@ -94,9 +94,9 @@ def make_rows(
     *,
     devices_per_host: int,
 ) -> list[Row]:
-    """The rows of one rate; turns by variant, one for each round, costs as the workers predict them.
+    """The rows of one rate, from the turns by variant (one a round) and the costs that the workers predict.
 
-    Turns are compared within their round, so that what slows down the whole machine for a while slows down both sides.
+    Turns are compared within their round, so that a temporary slow-down of the machine affects both sides.
     """
     rows = []
     for variant, own in turns.items():
@@ -126,7 +126,7 @@ def make_rows(
 
 
 def dense_ratio(rows: Sequence[Row]) -> float:
-    """Exchange over computation of the dense exchange between hosts, at one rate."""
+    """Time of the dense exchange between hosts over that of the computation, at one rate."""
     [dense] = [row for row in rows if row.variant == BASELINE]
     return dense.exchange_sec / dense.floor_sec
 
@@ -137,7 +137,7 @@ def best(rows: Sequence[Row]) -> Row:
 
 
 def is_compressed(variant: str) -> bool:
-    """Whether it sends less than the gradients."""
+    """Whether the variant sends less than the gradients."""
     config = VARIANTS[variant].config
     return config is not None and config.compresses
 
@@ -169,7 +169,7 @@ def rate_table(rows: Sequence[Row]) -> Table:
 
 
 def summary(rates: Sequence[Sequence[Row]]) -> list[str]:
-    """In words: the best compressed exchange at each rate, and how far predictions are off."""
+    """Sentences: the best compressed exchange at each rate, and the largest error of the predictions."""
     lines = []
     for rows in rates:
         if not any(is_compressed(row.variant) for row in rows):
@@ -181,14 +181,14 @@ def summary(rates: Sequence[Sequence[Row]]) -> list[str]:
         )
     worst = max((row for rows in rates for row in rows if row.variant != FLOOR), key=lambda row: abs(row.error))
     lines.append(
-        f"the prediction that is farthest off: {worst.variant} at {worst.rate / 1e6:.4g} Mbit/s, "
+        f"the largest error of a prediction: {worst.variant} at {worst.rate / 1e6:.4g} Mbit/s, "
         f"{100 * worst.error:+.1f} % of the step"
     )
     return lines
 
 
 def curves(rates: Sequence[Sequence[Row]]) -> tuple[list[float], dict[str, Curves]]:
-    """What the dense exchange costs over computation, at each rate in rising order; and by variant what is drawn."""
+    """The cost of the dense exchange relative to computation, by rate in rising order; and the curves by variant."""
     ordered = sorted(rates, key=dense_ratio)
     found = {}
     for variant in (row.variant for row in ordered[0]):
@@ -199,7 +199,7 @@ def curves(rates: Sequence[Sequence[Row]]) -> tuple[list[float], dict[str, Curve
 
 
 def figure(at: Sequence[float], series: Mapping[str, Curves], title: str) -> bytes:
-    """A PNG: step over floor and speed-up over dense, by what the dense exchange costs."""
+    """A PNG: step over floor and speed-up over dense, by the relative cost of the dense exchange."""
     height = max(4.6, 0.19 * len(series) + 1.3) + style.legend_inches(2)
     drawn = style.new_figure(12.5, height, title)
     left, right = drawn.subplots(1, 2)

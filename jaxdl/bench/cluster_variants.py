@@ -1,4 +1,4 @@
-"""What `python -m jaxdl.bench cluster` compares: every gradient exchange, and none at all."""
+"""The variants that `python -m jaxdl.bench cluster` compares: every gradient exchange, and none."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Variant:
     """One way of averaging gradients on the cluster."""
 
     config: ExchangeConfig | None
-    """None: no exchange at all."""
+    """None: no exchange."""
     is_flat: bool = False
-    """Whether every device is a replica of its own, rather than every host."""
+    """Whether every device is a replica, rather than every host."""
 
 
 FLOOR, FLAT_FLOOR = "no exchange", "no exchange, flat"
@@ -50,14 +50,14 @@ VARIANTS: Mapping[str, Variant] = {
 
 
 def floor_of(name: str) -> str:
-    """The variant that does all that this one does but the exchange."""
+    """The variant that is equal to this one but for the exchange."""
     return FLAT_FLOOR if VARIANTS[name].is_flat else FLOOR
 
 
 class NoExchange:
     """Every replica takes its own gradients for the mean and nothing is sent: what a free exchange would cost.
 
-    It is no way to train, the replicas drift apart, so no config builds it.
+    The replicas drift apart, so it cannot train anything and no config builds it.
     """
 
     def init(self, grads: Any) -> ExchangeState:
@@ -72,6 +72,6 @@ class NoExchange:
         del key
         zero, one = jnp.float32(0), jnp.float32(1)
         metrics = {f"bytes_sent/{axis}": zero, "compression": one, "density": one}
-        # Typed as the same on all replicas, which is not true: a true way would send something.
+        # Typed as equal on all replicas, which is false: a correct conversion would communicate.
         own = jax.tree.map(lambda g: _own_p.bind(g, axes=(axis,))[0], grads)
         return own, state, metrics | {"residual_norm": zero, "residual_ratio": zero}

@@ -1,4 +1,4 @@
-"""One host of `python -m jaxdl.bench cluster`: compiles, probes and runs what the parent process asks for.
+"""One host of `python -m jaxdl.bench cluster`: compiles, probes and runs at the request of the parent process.
 
 Requests come as lines of JSON on stdin, `[method, arguments]`; each is answered by one line on stdout, which carries
 nothing else: what libraries print goes to stderr.
@@ -35,12 +35,12 @@ from jaxdl.state import TrainState
 _REPLICA = Axis.REPLICA.value
 _INSIDE = (Axis.FSDP.value,)
 _COLLECTIVES = {False: ("all_reduce/float32", "all_gather", "all_to_all"), True: ("all_reduce/float32",)}
-"""What the variants send over `replica`, by whether every device is a replica."""
+"""The gradients that the variants exchange, by whether every device is a replica."""
 
 
 @dataclass
 class Running:
-    """A variant that can be run."""
+    """A compiled variant with its state."""
 
     step: Any
     state: TrainState
@@ -48,7 +48,7 @@ class Running:
 
 
 class Worker:
-    """What a host can be asked for: its public methods."""
+    """The requests that a host answers: its public methods."""
 
     def __init__(self) -> None:
         self._plans: dict[bool, Plan] = {}
@@ -81,7 +81,7 @@ class Worker:
         return replace(plan, experiment=experiment, parts=parts)
 
     def compile(self, name: str) -> dict[str, Any]:
-        """Compiles the train step of a variant; returns the seconds, and what `load` needs."""
+        """Compiles the train step of a variant; returns the seconds and the arguments of `load`."""
         start = time.perf_counter()
         self._steps[name] = compile_train_step(self._variants[name])
         program, _, out_tree = serialize(self._steps[name])
@@ -93,7 +93,7 @@ class Worker:
         }
 
     def load(self, name: str, program: str, metrics: Sequence[str]) -> None:
-        """Takes the train step that another host has compiled: it is the same on all."""
+        """Loads the train step that another host has compiled; it is the same on all."""
         plan = self._variants[name]
         state = jax.tree.map(lambda _: 0, plan.parts.state_spec.abstract())
         batch = jax.tree.map(lambda _: 0, plan.splits.train.batch(np.zeros(1, np.int64)))
@@ -112,7 +112,7 @@ class Worker:
         return {name: self.run(name, 2)["bytes_sent"] for name in self._variants}
 
     def run(self, name: str, num_steps: int) -> dict[str, Any]:
-        """Seconds of so many steps of a variant, each begun at the same time everywhere."""
+        """Seconds of each of `num_steps` steps of a variant; the hosts start every step together."""
         running, seconds, metrics = self._running[name], [], {}
         mesh = self._variants[name].parts.layout.mesh
         for _ in range(num_steps):
@@ -123,7 +123,7 @@ class Worker:
         return {"seconds": seconds, "bytes_sent": float(metrics[f"exchange/bytes_sent/{_REPLICA}"])}
 
     def probe_devices(self, num_repeats: int) -> dict[str, Any]:
-        """Measures the speeds of the devices and what connects them inside a host."""
+        """Measures the speeds of the devices and of the links inside a host."""
         plan = self._plans[False]
         mesh = plan.parts.layout.mesh
         gradients = self._gradients(BASELINE)
@@ -180,7 +180,7 @@ def _batch(plan: Plan) -> dict[str, jax.Array]:
 
 
 def main() -> None:
-    """Answers requests until there are no more."""
+    """Answers requests until stdin closes."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     worker = Worker()

@@ -1,4 +1,4 @@
-"""What every gradient exchange takes on these devices: predicted by the cost model, and measured."""
+"""The time of every gradient exchange on these devices: predicted by the cost model, and measured."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ _NUM_LAYERS = 8
 
 @dataclass(frozen=True)
 class ExchangeBench:
-    """Measures the network and the devices, then times every exchange on random gradients beside its prediction."""
+    """Measures the network and the devices, and times every exchange on random gradients against its prediction."""
 
     mesh: MeshConfig = field(default_factory=lambda: MeshConfig(replica=-1, fsdp=1))
     """The devices."""
     devices: int | None = None
     """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
     num_elements: int = 500_000
-    """Parameters of the model, eight matrices with biases. The default is quick on a CPU; a ResNet-50 has 25600000."""
+    """Parameters of the model, eight matrices with biases. The default is fast on a CPU; a ResNet-50 has 25600000."""
     density: tuple[float, ...] = (0.01,)
-    """Densities of top-k; the first one is tried with every method and algorithm."""
+    """Densities of top-k; the first one is measured with every method and algorithm."""
     methods: tuple[Method, ...] = METHODS
-    """How the largest entries are selected."""
+    """Methods of selecting the largest entries."""
     num_repeats: int = 5
-    """How often each exchange is measured; medians count."""
+    """How often each exchange is measured; medians are reported."""
     min_speedup: float = MIN_SPEEDUP
     """Recommend compression if it is predicted this many times faster than the fastest dense exchange."""
     json: Path | None = None
@@ -115,11 +115,11 @@ def main(args: list[str]) -> None:
     device = jax.devices()[0].device_kind
     where = " x ".join(f"{name} {size}" for name, size in mesh.shape.items())
     console.print(rows_table(rows, trial.gradients, machine, f"{where} ({device}), {command.num_elements:,} elements"))
-    console.print(f"measured times hold {1e3 * launch_sec:.1f} ms for launching a program of its own", soft_wrap=True)
+    console.print(f"measured times include {1e3 * launch_sec:.1f} ms for launching a separate program", soft_wrap=True)
     inner = inner_step_sec(trial.gradients, machine)
     if inner:
         console.print(
-            f"besides, inside a replica, for every exchange alike: {1e3 * inner:.2f} ms (not measured here)",
+            f"in addition, inside a replica, the same for every exchange: {1e3 * inner:.2f} ms (not measured here)",
             soft_wrap=True,
         )
     console.print(f"recommended: {found.best.label}")
@@ -159,7 +159,7 @@ def parse_command(args: list[str]) -> ExchangeBench:
 
 
 def exchanges(command: ExchangeBench) -> list[ExchangeConfig]:
-    """Every exchange that is compared."""
+    """The exchanges to compare."""
     first, *more = command.density
     method = TopK().method if TopK().method in command.methods else command.methods[0]
     top_k = [TopK(density=first, method=name) for name in command.methods]
@@ -171,7 +171,7 @@ def exchanges(command: ExchangeBench) -> list[ExchangeConfig]:
 
 
 def make_trial(num_elements: int, mesh: Mesh) -> Trial:
-    """Random normal gradients of about `num_elements` in all, each replica its own."""
+    """Random normal gradients, about `num_elements` in total, different on each replica."""
     inner = {axis: size for axis, size in mesh.shape.items() if axis != Axis.REPLICA and size > 1}
     unit = math.prod(inner.values())
     side = unit * max(1, round(math.sqrt(num_elements / _NUM_LAYERS) / unit))
@@ -212,7 +212,7 @@ def probe_for(command: ExchangeBench, trial: Trial) -> Machine:
 def measure(
     configs: Sequence[ExchangeConfig], trial: Trial, machine: Machine, *, num_repeats: int
 ) -> tuple[list[Row], float]:
-    """Every exchange's `update`, timed in turns, after one that warms up; and the seconds of one that does nothing."""
+    """Every exchange's `update`, timed in turns after a warm-up call; and the seconds of an empty program."""
     runs = [
         _run(_Launch(tuple(trial.gradients.layout.inner)), trial),
         *(_run(config.build(trial.gradients.layout), trial) for config in configs),
@@ -240,7 +240,7 @@ def measure(
 
 @dataclass(frozen=True)
 class _Launch:
-    """Takes and gives as many arrays as an exchange: what a program of its own costs, which a step does not pay."""
+    """Takes and returns as many arrays as an exchange: the cost of a separate program, which a step does not pay."""
 
     inner: tuple[str, ...]
     """The axes inside a replica."""
@@ -257,7 +257,7 @@ class _Launch:
 
 
 def _run(exchange: Exchange, trial: Trial) -> Callable[[], Mapping[str, jax.Array]]:
-    """One `update` on the mesh, compiled, with its state carried on; waits for its end."""
+    """One compiled `update` on the mesh that keeps its state between calls and waits for its end."""
     state = jax.jit(lambda: init_on_mesh(exchange, trial.shapes, trial.specs, trial.mesh))()
     jax.block_until_ready(state)
     key = jax.device_put(jax.random.key(0), NamedSharding(trial.mesh, PartitionSpec()))
@@ -288,7 +288,7 @@ def links_table(machine: Machine, mesh: Mesh) -> Table:
 
 
 def speeds_text(machine: Machine) -> str:
-    """What a device does in a second, in lines."""
+    """The speeds of a device, as lines of text."""
     speeds = machine.speeds
     selection = ", ".join(f"{name} {rate / 1e6:.3g}" for name, rate in speeds.selection_elements_per_sec.items())
     quantized = ", ".join(f"{bits} bits {rate / 1e6:.3g}" for bits, rate in speeds.quantized_elements_per_sec.items())

@@ -48,7 +48,7 @@ def figure(rows: Sequence[Row], gradients: Gradients, machine: Machine, title: s
 def _by_density(
     axes: Axes, rows: Sequence[Row], gradients: Gradients, machine: Machine
 ) -> list[tuple[float, str, style.Look]]:
-    """Top-k by its density, with both algorithms, between the lines of dense; what to name at their ends."""
+    """Draws top-k by density, with both algorithms, and the dense exchanges; returns the labels of the lines."""
     dense = next(row for row in rows if row.config == Dense())
     top_k = [(row.config, row) for row in rows if isinstance(row.config, TopK)]
     shown = next(config for config, _ in top_k if config.algorithm == "all_to_all")

@@ -30,8 +30,8 @@ _PASSES = 3
 def step_flops(plan: Plan) -> float:
     """Operations of a training step's matrix products and convolutions, over all devices: 3 times the forward pass.
 
-    A multiplication and an addition are two. What is computed a second time to save memory does not count, so the share
-    of the peak is the model's (MFU), not the hardware's.
+    A multiplication and an addition count as two. Recomputation to save memory does not count, so the share of the peak
+    is the model's (MFU), not the hardware's.
     """
     parts = plan.parts
     spec = parts.data_spec
@@ -46,9 +46,9 @@ def step_flops(plan: Plan) -> float:
 
 
 def count(jaxpr: core.Jaxpr) -> float:
-    """Operations of the products and convolutions in a jaxpr; those in a scan's body as often as it runs.
+    """Operations of the products and convolutions in a jaxpr; those in a scan's body count once per iteration.
 
-    Of a `while` loop nobody knows how often: its body counts once.
+    The number of iterations of a `while` loop is unknown: its body counts once.
     """
     total = 0.0
     for equation in jaxpr.eqns:
@@ -82,9 +82,9 @@ def _size(variable: Any) -> int:
 
 
 def peak_flops(precision: Precision) -> tuple[float, str]:
-    """Operations a second that all devices together can do at most, and where the figure is from.
+    """Peak operations a second of all devices together, and the source of the figure.
 
-    Where no data sheet is known (CPUs): what a large matrix product reaches here.
+    Without a known data sheet (CPUs) it is the measured speed of a large matrix product.
     """
     devices = jax.devices()
     for name, figures in PEAK_FLOPS.items():

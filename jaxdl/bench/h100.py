@@ -1,7 +1,7 @@
 """Compiling for 8 x H100 on a machine without a GPU: XLA's GPU compiler needs only a description of the device.
 
-It gives the optimized HLO and the memory of a program, and cannot run it. Kernels are not tuned by measuring, so their
-choice can differ from that on a real device.
+This gives the optimized HLO and the memory of a program, which cannot run. Kernels are not autotuned, so their choice
+can differ from that on a real device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEVICE = {
     "registers_per_core_limit": 65_536,
     "registers_per_block_limit": 65_536,
 }
-"""An H100 SXM as XLA knows it, from openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb."""
+"""XLA's description of an H100 SXM, from openxla/xla, xla/backends/gpu/target_config/specs/h100_sxm.txtpb."""
 
 
 def target_config() -> str:
@@ -55,9 +55,9 @@ def target_config() -> str:
 
 
 def h100_mesh(shape: Mapping[str, int]) -> Mesh:
-    """A mesh over 8 x H100 that exist as a description only: axis -> size; programs can be compiled for it, not run.
+    """A mesh with these sizes over 8 x H100 that are only described; programs can be compiled for it, not run.
 
-    Each replica is a host of its own to XLA, so that it reckons with the network between them.
+    To XLA each replica is a separate host, so that it takes the network between them into account.
 
     Raises ConfigError when the sizes do not multiply to 8, or when JAX's CUDA compiler is not installed.
     """

@@ -1,8 +1,8 @@
-"""Images a second that the input pipeline makes, per core and per machine, against other loaders on the same crops.
+"""Images a second of the input pipeline, per core and per machine, compared with other loaders on the same crops.
 
-Every side reads the same files (from memory: the system keeps files that were just read) and cuts the same random boxes
-out of them. Others are measured where they are installed: tf.data (tensorflow), a PyTorch DataLoader (torch) and Grain.
-Each lives in a process of its own, bound to one core or with workers for all; they take turns.
+Every side reads the same files (from the page cache) and cuts the same random boxes out of them. Other loaders are
+measured if they are installed: tf.data (tensorflow), a PyTorch DataLoader (torch) and Grain.
+Each runs in a separate process, bound to one core or with workers for all cores; they take turns.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from jaxdl.data.photos import num_cpus
 from jaxdl.options import parse_options
 
 _HEIGHT, _WIDTH, _BYTES, _MADE = 375, 500, 110_000, 384
-"""Of the images that are made: those of an average photograph of ImageNet; and how many: no CPU caches all of them."""
+"""Size of the generated images (that of an average ImageNet photograph) and their number: too many for a CPU cache."""
 _WARM_UP, _WARM_UP_OF_WORKER = 6, 4
-"""Batches before a side's time is taken: more than it had ahead, itself and for each worker, from the others' turns."""
+"""Untimed batches at the start of a turn: more than a side and its workers prefetched during the others' turns."""
 _NOTE = (
     "Sides with a cache cut their parts out of its images, whose shorter side is 256; tf.data resizes without "
     "antialiasing unless it is said."
 )
 _BASE = "jaxdl"
-"""The side that the others are compared with."""
+"""The baseline of the comparison."""
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class InputBench:
     images: Path | None = None
     """A folder of JPEG files; None makes some of 500 x 375 pixels and about 110 KB from photographs of scikit-learn."""
     num_images: int = 640
-    """How many images are made in one measurement."""
+    """Images in one measurement."""
     size: int = 224
     """Height and width of the crops."""
     num_rounds: int = 5
-    """How often each side is measured; medians count."""
+    """How often each side is measured; medians are reported."""
     workers: int | None = None
-    """Processes (or threads) for the figure of the machine; None takes the CPUs that there are."""
+    """Processes (or threads) for the figure of the machine; None takes the number of CPUs."""
     sides: tuple[str, ...] = ()
     """Which sides to measure; all that are installed by default."""
     json: Path | None = None
@@ -98,7 +98,7 @@ def main(args: list[str]) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and the packages whose speed this is about, where they are installed."""
+    """Versions of Python and of the measured packages, where they are installed."""
     found = {"python": platform.python_version()}
     names = (
         "numpy",
@@ -125,7 +125,7 @@ def check_images(folder: Path) -> list[str]:
 
 
 def make_images(folder: Path, count: int) -> Path:
-    """The folder, with parts of two real photographs, 500 x 375 pixels, at the quality that makes them about 110 KB."""
+    """The folder, filled with parts of two photographs, 500 x 375 pixels, at a quality that gives about 110 KB."""
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
@@ -170,7 +170,7 @@ def measure(command: InputBench, images: Path, scratch: Path, console: Console) 
         for number, name, scope in track(turns, "measuring", console=console):
             if "missing" in results[name]:
                 continue
-            # With workers, Grain has each of them make batches of its own.
+            # With workers, each Grain worker makes whole batches.
             first = scratch / f"{name}.npy" if number == 0 and scope == "core" else None
             warm_up = _WARM_UP + _WARM_UP_OF_WORKER * scopes[scope]
             answer = open_sides[name, scope].ask(
@@ -186,10 +186,10 @@ def measure(command: InputBench, images: Path, scratch: Path, console: Console) 
 
 
 class _Side:
-    """A process that measures one side, until it is left."""
+    """Context: a process that measures one side."""
 
     def __init__(self, name: str, log: Path) -> None:
-        self._log = log.open("w+")  # Libraries talk a lot.
+        self._log = log.open("w+")  # Libraries print a lot.
         self._process = subprocess.Popen(
             [sys.executable, "-m", "jaxdl.bench.input_sides", name],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
@@ -202,7 +202,7 @@ class _Side:
     def __exit__(self, *error: object) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()  # It ends then, and clears away its cache.
+            self._process.stdin.close()  # It then exits and deletes its cache.
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=5)
         with contextlib.suppress(ProcessLookupError):  # Its own workers too.
@@ -213,7 +213,7 @@ class _Side:
         self._log.close()
 
     def ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Its answer; that it is missing, and why, when it has ended."""
+        """The answer of the process, or an error with the reason if it has exited."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         line = ""
@@ -230,7 +230,7 @@ class _Side:
 
 
 def table(results: dict[str, dict[str, Any]], title: str) -> Table:
-    """Medians, how many times faster than each side jaxdl is, and how far their pixels are from jaxdl's."""
+    """The table: medians, jaxdl's speed relative to each side, and the difference of their pixels from jaxdl's."""
     found = Table(title=title)
     for heading in ("side", "one core", "jaxdl is", "machine", "jaxdl is", "pixels differ by"):
         found.add_column(heading, justify="left" if heading == "side" else "right")
@@ -248,7 +248,7 @@ def table(results: dict[str, dict[str, Any]], title: str) -> Table:
 
 
 def summarize(results: dict[str, dict[str, Any]]) -> None:
-    """Adds to each side its medians, the median of jaxdl's rate over its of a round, and how its pixels differ."""
+    """Adds to each side its medians, the median of jaxdl's rate over its own in a round, and pixel differences."""
     base = results.get(_BASE, {})
     wanted = base.get("pixels")
     for name, result in results.items():
@@ -265,7 +265,7 @@ def summarize(results: dict[str, dict[str, Any]]) -> None:
 
 
 def conclusions(results: dict[str, dict[str, Any]]) -> list[str]:
-    """What the cache brings, and what Grain takes for itself, as far as they were measured."""
+    """The gain of the cache, and Grain's own overhead, where they were measured."""
     lines = []
     cold, warm = (results.get(f"jaxdl{which}", {}) for which in (", filling the cache", " from memory"))
     for scope, where in (("core", "one core"), ("machine", "the machine")):

@@ -1,8 +1,8 @@
-"""The sides of `bench input`, each in a process of its own: `python -m jaxdl.bench.input_sides NAME`.
+"""The sides of `bench input`, each in a separate process: `python -m jaxdl.bench.input_sides NAME`.
 
-A side reads its job, a line of JSON, gets ready, answers with a line, and then answers every further line with the
-images a second that it made of so many batches. All cut the same parts out of the same files, in the same order; those
-with a cache draw them on the smaller images that lie there.
+A side reads its job, a line of JSON, prepares, answers with a line, and then answers every further line, a number of
+batches, with its images a second. All cut the same parts out of the same files, in the same order; those with a cache
+cut them out of the smaller cached images.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from jaxdl.data.view import Box, View, resized
 
 BATCH = 32
 _EPOCHS = 4
-"""Parts of the images are drawn for so many epochs, and then again."""
+"""Random parts of the images are drawn for this many epochs, then repeated."""
 _FOREVER = 10**9
-"""Examples of a data set that is never at its end."""
+"""Number of examples of a data set that never ends."""
 _FRESH = 100_000
-"""Examples of a data set whose cache starts empty and is deleted after a round."""
+"""Number of examples of a data set whose cache starts empty and is deleted after a round."""
 
 
 class Job(NamedTuple):
-    """What a side has to do: `workers` 0 for all of it in one thread of one core."""
+    """The task of a side; with `workers` 0 everything runs in one thread on one core."""
 
     folder: str
-    """Of the images; they are taken in the order of their names."""
+    """The folder of the images; they are read in the order of their names."""
     scratch: str
-    """Where caches may lie."""
+    """The folder for caches."""
     size: int
     workers: int
 
@@ -57,7 +57,7 @@ class Job(NamedTuple):
 
     @property
     def view(self) -> View:
-        """What every side makes of an image: a random part of it, mirrored or not."""
+        """The output of every side for an image: a random part of it, mirrored or not."""
         return View(self.size, train=True, scale=(0.08, 1.0), flip=True)
 
     def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
@@ -74,13 +74,13 @@ class Job(NamedTuple):
 
 
 Rounds = Callable[[Job], Iterator[Iterator[np.ndarray]]]
-"""Makes a side ready when it is first asked for a round, and then gives the batches of round after round."""
+"""Prepares a side when its first round is requested, then yields the batches of each round."""
 Make = Callable[[int, str, np.ndarray, bool], np.ndarray]
 """(size, file, box, mirrored or not) -> uint8 [size, size, 3]."""
 
 
 class Repeated(Records):
-    """Images that come again and again under other numbers, so that a cache has never seen them."""
+    """Images that repeat under new numbers, so that a cache has never seen them."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -108,7 +108,7 @@ class Repeated(Records):
 
 
 def _open(job: Job, name: str, cache: Cache, *, fresh: bool) -> tuple[PhotoSource, int]:
-    """jaxdl's source of the images, and how many there are; `fresh` gives them new numbers again and again."""
+    """jaxdl's source of the images, and their number; with `fresh` they repeat under new numbers."""
     found = remote.find(job.folder, (".jpg", ".jpeg"))
     records = FolderRecords(found, sorted({one.name.split("/", 1)[0] for one in found}))
     photos = Photos(size=job.size, workers=job.workers, cache=cache)
@@ -159,7 +159,7 @@ def filling_side(job: Job) -> Iterator[Iterator[np.ndarray]]:
         first += made
         source.close()
         shutil.rmtree(disk, ignore_errors=True)
-        assert min(kept) >= made, f"only {min(kept)} of {made} images found room in the cache: take fewer images"
+        assert min(kept) >= made, f"only {min(kept)} of {made} images fit into the cache: take fewer images"
 
 
 def tensorflow_side(antialias: bool) -> Rounds:
@@ -190,7 +190,7 @@ def tensorflow_side(antialias: bool) -> Rounds:
 
 
 def _open_with_pillow(size: int, name: str, box: np.ndarray, flip: bool) -> np.ndarray:
-    """What torchvision's RandomResizedCrop and flip do to a Pillow image, as uint8 [size, size, 3]."""
+    """torchvision's RandomResizedCrop and flip of a Pillow image, as uint8 [size, size, 3]."""
     from PIL import Image
 
     top, left, height, width = (int(edge) for edge in box)
@@ -239,7 +239,7 @@ def _nothing_to_do(size: int, name: str, box: np.ndarray, flip: bool) -> np.ndar
 
 
 class _Parts:
-    """The images as a random-access data set, for libraries that want one; goes to worker processes by pickle."""
+    """The images as a random-access data set, for libraries that need one; pickled to worker processes."""
 
     def __init__(self, job: Job, make: Make) -> None:
         self._size, self._make, self._parts = job.size, make, job.parts()
@@ -272,16 +272,16 @@ def torch_side(make: Make) -> Rounds:
 
 
 def _one_thread(worker: int = 0) -> None:
-    """OpenCV and its threads; workers of a DataLoader call it with their number."""
+    """Limits OpenCV to one thread; workers of a DataLoader call it with their number."""
     importlib.import_module("cv2").setNumThreads(1)
 
 
 def grain_side(make: Make) -> Rounds:
-    """Grain's data set with a function of somebody's."""
+    """Grain's data set with a given map function."""
 
     def rounds(job: Job) -> Iterator[Iterator[np.ndarray]]:
         flags: Any = importlib.import_module("absl.flags")
-        flags.FLAGS([sys.argv[0]])  # Grain looks at some.
+        flags.FLAGS([sys.argv[0]])  # Grain reads some of them.
         grain: Any = importlib.import_module("grain")
         _one_thread()
         data = grain.MapDataset.source(_Parts(job, make))
@@ -289,7 +289,7 @@ def grain_side(make: Make) -> Rounds:
             data = data.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).batch(BATCH)
         else:
             options = grain.MultiprocessingOptions(num_workers=job.workers)
-            # By default a worker has 500 images ahead, and would live on those in its turn.
+            # By default a worker prefetches 500 images, which would last for its whole turn.
             reading = grain.ReadOptions(num_threads=1, prefetch_buffer_size=BATCH)
             data = data.to_iter_dataset(reading).batch(BATCH).mp_prefetch(options)
         batches = iter(data)
@@ -317,7 +317,7 @@ SIDES: dict[str, tuple[str | None, Rounds]] = {
 def main() -> None:
     """Serves one side until its input ends."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # What libraries print is no answer.
+    os.dup2(2, 1)  # Output of libraries must not be mistaken for an answer.
     package, make = SIDES[sys.argv[1]]
     job = Job(**json.loads(sys.stdin.readline()))
     if job.workers == 0:
@@ -345,5 +345,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # Workers look for what is sent to them where its module is named, and that is not "__main__".
+    # Workers unpickle objects by module name, which must not be "__main__".
     importlib.import_module("jaxdl.bench.input_sides").main()

@@ -1,4 +1,4 @@
-"""The update of replicated parameters: all of it on every device, against a part on each (`update_sharding`)."""
+"""The update of replicated parameters: the whole update on every device, against a part on each (`update_sharding`)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ MODELS: dict[str, tuple[Experiment, DataSpec]] = {
         TextSpec(vocab_size=50_257, length=1024, bytes_per_token=1.0),
     ),
 }
-"""Networks of 25.6 and of 345 million parameters; LARS for the one, LAMB for the other."""
+"""Networks of 25.6 million parameters (with LARS) and 345 million (with LAMB)."""
 
 SIDES = {
     "all on each": ShardingConfig(param_sharding="replicated"),
@@ -58,9 +58,9 @@ SIDES = {
 }
 _LABELS = ("one device", "all at once")
 _SPARE = 1.3
-"""Times the memory that is counted."""
+"""Safety factor on the counted memory."""
 _COPIES = 6
-"""Parameters, gradients and up to two arrays of the optimizer, and what is made anew of them."""
+"""Arrays of the parameters' size: parameters, gradients, up to two of the optimizer, and their new values."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class OptimBench:
     devices: int = 8
     """Devices of the mesh axis fsdp; virtual CPU devices where there are no others."""
     num_repeats: int = 7
-    """How often each side is measured; medians count."""
+    """How often each side is measured; medians are reported."""
     json: Path | None = None
     """File for the figures."""
 
@@ -82,7 +82,7 @@ def main(args: list[str]) -> None:
     prog = "python -m jaxdl.bench optim"
     command = parse_options(OptimBench, args=args, prog=prog, description=str(__doc__))
     if command.devices < 2 or command.num_repeats < 1:
-        raise ConfigError("--devices has to be 2 or more, and --num-repeats 1 or more.")
+        raise ConfigError("--devices must be 2 or more, and --num-repeats 1 or more.")
     check_folder("--json", command.json)
     config = MeshConfig(fsdp=command.devices, cpu_devices=None if gpus_visible() else command.devices)
     start_devices(config)
@@ -91,9 +91,9 @@ def main(args: list[str]) -> None:
         found[name] = measure(name, mesh, command.num_repeats)
         console.print(_table(name, found[name], mesh))
     console.print(
-        "One device's work: the update of all parameters, or of a device's part, on one device that has the machine to "
-        "itself; without messages. All at once: every device, with gathering the parameters. Virtual devices share the "
-        "machine's cores, so there all on each is as much work as there are devices; GPUs do it side by side.",
+        "One device's work: the update of all parameters, or of a device's part, on one device with the machine to "
+        "itself, without messages. All at once: every device, with gathering the parameters. Virtual devices share the "
+        "machine's cores, so the whole update on each multiplies the work by their number; GPUs run it in parallel.",
         soft_wrap=True,
     )
     write_json(command.json, found)
@@ -117,7 +117,7 @@ def measure(name: str, mesh: Mesh, num_repeats: int) -> dict[str, Any]:
                 if repeat:
                     found[side][label].append(time.perf_counter() - start)
         runs.clear()
-        run = None  # It keeps its arrays.
+        run = None  # It keeps references to its arrays.
     found["num_parameters"] = sum(x.size for x in jax.tree.leaves(parts["all on each"].network.param_shapes))
     return found
 
@@ -130,7 +130,7 @@ def _parts(name: str, sharding: ShardingConfig, mesh: Mesh) -> Parts:
 
 
 def _program(parts: Parts) -> dict[str, Any]:
-    """What the compiled update of all devices holds: messages, memory, and what a device reads and writes."""
+    """Facts of the compiled update: messages, memory, and the bytes that a device reads and writes."""
     state = parts.state_spec.abstract()
     grads = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -139,7 +139,7 @@ def _program(parts: Parts) -> dict[str, Any]:
     )
     compiled = make_update(parts).lower(state, grads).compile()
     text = compiled.as_text() or ""
-    # Without those of a branch: it is for norms whose squares float32 does not hold, and does not run otherwise.
+    # Without those in a branch: it runs only for norms whose squares overflow float32.
     lines = [
         line for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line) and "wide_norms" not in line
     ]
@@ -157,7 +157,7 @@ def _program(parts: Parts) -> dict[str, Any]:
 
 
 def _local_bytes(shapes: Any, shardings: Any) -> int:
-    """Bytes that a device holds."""
+    """Bytes on one device."""
     sizes = jax.tree.map(
         lambda x, sharding: jnp.dtype(x.dtype).itemsize * math.prod(sharding.shard_shape(x.shape)), shapes, shardings
     )
@@ -165,7 +165,7 @@ def _local_bytes(shapes: Any, shardings: Any) -> int:
 
 
 def _alone(parts: Parts) -> Callable[[], None] | None:
-    """What one device computes, on one device: the optimizer on its part of the parameters."""
+    """One device's share of the work, run on one device: the optimizer on its part of the parameters."""
     shardings = named(parts.layout.mesh, parts.state_spec.update)
     device = parts.layout.mesh.devices.flat[0]
     shapes = jax.tree.map(lambda x, sharding: sharding.shard_shape(x.shape), parts.network.param_shapes, shardings)
@@ -197,7 +197,7 @@ def _shapes(tree: Any) -> list[tuple[int, ...]]:
 
 
 def _together(parts: Parts) -> Callable[[], None] | None:
-    """The update on all devices; None when the machine has no room for it."""
+    """The update on all devices; None when the machine lacks the memory."""
     mesh, spec = parts.layout.mesh, parts.state_spec
     shardings = named(mesh, spec.update)
     on_device = _local_bytes(spec.shapes, spec.shardings) + _local_bytes(parts.network.param_shapes, shardings)

@@ -11,7 +11,7 @@ from jaxdl.report import replace_file
 
 
 def check_folder(option: str, path: Path | None) -> None:
-    """Raises ConfigError when the folder of the file that an option names is not there: before anything is measured."""
+    """Raises ConfigError, before any measurement, when the folder of an option's file does not exist."""
     if path is not None and not path.parent.is_dir():
         raise ConfigError(f"{option} {path}: there is no folder {path.parent}. Make it first.")
 

@@ -1,9 +1,10 @@
-"""What of the gradient exchange is hidden behind compute: the scheduled program of the training step, played once.
+"""The overlap of the gradient exchange with compute: the compiled schedule of the training step, simulated once.
 
-XLA fixes the order of a GPU program when it compiles. This reads that order, and when each collective starts and is
-waited for; gives kernels the least time that an H100 needs and messages the time of their bytes on a network of given
-speed; and says how long the step takes and what of the messages runs beside kernels. With `--h100` it compiles for 8 x
-H100, each replica a host, on a machine without a GPU. Nothing is run: real kernels take longer, which hides more.
+XLA fixes the order of a GPU program when it compiles. This reads that order and where each collective starts and is
+waited for, gives kernels the least time that an H100 needs and messages the time of their bytes on a network of a given
+speed, and computes the length of the step and the share of the messages that overlaps with kernels. With `--h100` it
+compiles for 8 x H100, each replica a host, on a machine without a GPU. Nothing runs: real kernels take longer, which
+hides more.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STREAMS = "xla_gpu_executable_num_communication_streams"
 
 @dataclass(frozen=True)
 class ScheduleBench:
-    """Shows what of the exchange is hidden behind compute."""
+    """Shows how much of the exchange overlaps with compute."""
 
     config: Path
     """The experiment: a Python file with a function config()."""
@@ -45,10 +46,10 @@ class ScheduleBench:
     h100: bool = False
     """Compile for 8 x H100; no GPU is needed, but JAX's CUDA packages are."""
     all_exchanges: bool = False
-    """Every kind of exchange, besides that of the experiment; each of them with its delay and bucket size."""
+    """Also show every other kind of exchange, with the experiment's delay and bucket size."""
     gbps: float | None = None
-    """Gb/s that one device sends to other replicas, to play the program with; None takes --compiler.network-gbps, for
-    which XLA orders it, or 25."""
+    """Gb/s that one device sends to other replicas in the simulation; None takes --compiler.network-gbps, for which XLA
+    orders the program, or 25."""
     json: Path | None = None
     """A file for the results."""
     plot: Path | None = None
@@ -56,7 +57,7 @@ class ScheduleBench:
 
 
 def main(args: list[str]) -> None:
-    """Compiles the step with each exchange, and prints, writes and draws what is hidden."""
+    """Compiles the step with each exchange, and prints, writes and draws the overlap."""
     about = str(__doc__)
     command = parse_command_line(
         ScheduleBench, args, about=about, prog="python -m jaxdl.bench schedule", intro=f"{about}\n\n"
@@ -92,7 +93,7 @@ def exchanges(command: ScheduleBench) -> list[ExchangeConfig]:
     """The exchanges to show: that of the experiment, and with `all_exchanges` one of each other kind."""
     own = command.experiment.exchange
     if not isinstance(own, ExchangeConfig):
-        raise ConfigError("--exchange auto: a schedule is that of one exchange. Give one, such as --exchange topk.")
+        raise ConfigError("--exchange auto: a schedule belongs to one exchange. Give one, such as --exchange topk.")
     if not command.all_exchanges:
         return [own]
     same = {"delay_steps": own.delay_steps, "bucket_mib": own.bucket_mib}
@@ -105,9 +106,7 @@ def _devices(command: ScheduleBench) -> list[Any] | None:
     import jax
 
     if jax.default_backend() == "cpu":
-        raise ConfigError(
-            "the devices here are CPUs, whose programs have no order of messages and compute to show. Give --h100."
-        )
+        raise ConfigError("these devices are CPUs, whose programs do not overlap messages with compute. Give --h100.")
     return None
 
 
@@ -173,7 +172,7 @@ def summary_table(found: dict[str, Timeline], title: str) -> Table:
 
 
 def as_json(timeline: Timeline) -> dict[str, Any]:
-    """Everything that is shown of one exchange."""
+    """The figures of one exchange, as plain values."""
     return {
         "sent_bytes": timeline.sent_bytes,
         "hidden_share": timeline.hidden_share,
@@ -206,7 +205,7 @@ def figure(found: Mapping[str, Mapping[str, Any]]) -> bytes:
     """A PNG: for each exchange kernels, messages inside a replica, and messages over the slow network, over time.
 
     Args:
-      found: by exchange what `as_json` gives.
+      found: exchange -> the result of `as_json`.
     """
     colors = {"forward": style.FORWARD, "backward": style.BACKWARD, "rest": style.OTHER_KERNELS}
     chosen = style.looks(list(found))

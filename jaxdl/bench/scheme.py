@@ -1,7 +1,7 @@
-"""What the compiled training step sends: its collectives by mesh axis, on the devices here or on 8 x H100.
+"""The collectives of the compiled training step by mesh axis, on these devices or on 8 x H100.
 
-With `--h100` it is compiled for 8 x H100 on a machine without a GPU, as `replica 2 x fsdp 4` for example, to see what
-XLA made of the sharding and of the exchange: which gathers, reductions and sorts there are, and how large.
+With `--h100` it is compiled for 8 x H100 on a machine without a GPU, for example as `replica 2 x fsdp 4`, to see how
+XLA compiled the sharding and the exchange: which gathers, reductions and sorts it uses, and their sizes.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Operation:
 
     kind: str
     axes: tuple[str, ...]
-    """The mesh axes that it talks over; none for a sort."""
+    """The mesh axes of its groups; none for a sort."""
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     """(dtype, shape) of each result on one device; for a sort, of each array sorted."""
 
@@ -71,7 +71,7 @@ def main(args: list[str]) -> None:
         auto = command.experiment.exchange
         if isinstance(auto, Auto) and auto.bandwidth_gbps is None:
             raise ConfigError(
-                "--h100 with --exchange auto: there is no network here to measure. Give --exchange.bandwidth-gbps and "
+                "--h100 with --exchange auto: no network can be measured. Give --exchange.bandwidth-gbps and "
                 "--exchange.latency-us."
             )
         shape = command.experiment.mesh.sizes(8)
@@ -99,7 +99,7 @@ def parse_command(args: list[str]) -> SchemeBench:
 
 
 def table_of(found: list[Operation], title: str) -> Table:
-    """The operations as a table: equal ones in a row, the dearest first."""
+    """The operations as a table: equal ones share a row, the largest first."""
     table = Table(title=title)
     for heading in ("operation", "over", "results", "number", "MiB together"):
         table.add_column(heading, justify="right" if heading in ("number", "MiB together") else "left")
@@ -120,7 +120,7 @@ def table_of(found: list[Operation], title: str) -> Table:
 def operations(text: str, axes: Mapping[str, int]) -> list[Operation]:
     """The collectives and sorts in the text of compiled HLO; `axes` are the mesh's, with their sizes.
 
-    What lies in a loop or a branch counts once.
+    Operations in a loop or a branch count once.
     """
     found = []
     for line in text.splitlines():

@@ -1,4 +1,4 @@
-"""How fast entries are selected, against `lax.top_k` and one read of the data, and what it finds of the largest."""
+"""The speed of selecting entries, against `lax.top_k` and one read of the data, and the recall of the largest."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ class SelectBench:
     num_elements: int = 25_600_000
     """Entries to choose from: a ResNet-50 has 25.6 million parameters."""
     density: float = 0.001
-    """Which part of them is chosen."""
+    """The share of them that is selected."""
     num_repeats: int = 7
-    """How often each method is measured; medians count."""
+    """How often each method is measured; medians are reported."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the entries."""
     hlo: Literal["h100"] | None = None
-    """Measure nothing; compile for this device, which need not be there, and look at the program instead."""
+    """Measure nothing; compile for this device, which need not exist, and inspect the program instead."""
     json: Path | None = None
     """A file for the results."""
 
     @property
     def k(self) -> int:
-        """How many entries are chosen."""
+        """The number of selected entries."""
         return max(1, round(self.density * self.num_elements))
 
 
 def main(args: list[str]) -> None:
-    """Runs the measurement, or with --hlo the compilation, and prints tables. Exits with 1 when a sort is left."""
+    """Runs the measurement, or with --hlo the compilation, and prints tables. Exits with 1 when a sort remains."""
     command = parse_command(args)
     check_folder("--json", command.json)
     console = Console()
@@ -74,7 +74,7 @@ def main(args: list[str]) -> None:
         limit = command.num_elements / 8
         guilty = [name for name, program in result["programs"].items() if program["largest_sort"] > limit]
         if set(guilty) - {ORACLE}:
-            console.print(f"{', '.join(guilty)}: a sort of more than n/8 elements is left.")
+            console.print(f"{', '.join(guilty)}: a sort of more than n/8 elements remains.")
             raise SystemExit(1)
 
 
@@ -87,12 +87,14 @@ def parse_command(args: list[str]) -> SelectBench:
         if value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: nothing would be measured. Give 1 or more.")
     if not 0 < command.density <= 1:
-        raise ConfigError(f"--density {command.density}: the chosen part of all entries. Give more than 0, at most 1.")
+        raise ConfigError(
+            f"--density {command.density}: the selected share of all entries. Give more than 0, at most 1."
+        )
     return command
 
 
 def sides(k: int) -> dict[str, Callable[[jax.Array], Any]]:
-    """What is measured, by name: functions of `x` [n]. The methods and `lax.top_k` give (values, indices)."""
+    """The measured functions by name; each takes `x` [n]. The methods and `lax.top_k` give (values, indices)."""
 
     def oracle(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         indices = lax.top_k(jnp.abs(x), k)[1]
@@ -131,7 +133,7 @@ def sample(distribution: str, num_elements: int) -> np.ndarray:
 
 
 def measure_recall(command: SelectBench) -> dict[str, dict[str, float]]:
-    """Distribution -> method -> the part of the k largest (by lax.top_k) that it selects."""
+    """Distribution -> method -> the share of the k largest (by lax.top_k) that it selects."""
     num_elements = min(command.num_elements, MAX_RECALL_ELEMENTS)
     k = max(1, round(command.density * num_elements))
     found = {name: jax.jit(side) for name, side in sides(k).items() if name != READ}
@@ -145,7 +147,7 @@ def measure_recall(command: SelectBench) -> dict[str, dict[str, float]]:
 
 
 def inspect(command: SelectBench) -> dict[str, dict[str, Any]]:
-    """Side -> what `program_facts` says of it, compiled for an H100. Raises ConfigError without JAX's compiler."""
+    """Side -> the `program_facts` of its program for an H100. Raises ConfigError without JAX's compiler."""
     mesh = h100_mesh({"device": NUM_DEVICES})
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((command.num_elements,), jnp.dtype(command.dtype), sharding=sharding)
@@ -160,9 +162,9 @@ def inspect(command: SelectBench) -> dict[str, dict[str, Any]]:
 
 
 def program_facts(hlo: str) -> dict[str, int]:
-    """Of an optimized HLO text: how many kernels and loops it has, and the elements of its largest sort (0: none).
+    """Facts of an optimized HLO text: its kernels, its loops, and the elements of its largest sort (0: none).
 
-    Sorts and selections of a library count as sorts, by their first operand's shape in what they return.
+    Sorts and selections of a library count as sorts, with the size of their first result.
     """
     sorts = [0]
     for line in hlo.splitlines():
@@ -178,7 +180,7 @@ def program_facts(hlo: str) -> dict[str, int]:
 
 
 def times_table(command: SelectBench, times: dict[str, list[float]], device: str) -> Table:
-    """Medians, and how they compare with lax.top_k and with one read of the data."""
+    """The table of medians, and their ratios to lax.top_k and to one read of the data."""
     table = Table(title=f"k = {command.k:,} of {command.num_elements:,} {command.dtype}, {device}")
     for column in ("", "ms (median)", "min", "max", f"faster than {ORACLE}", "reads of the data"):
         table.add_column(column, justify="left" if not column else "right")
@@ -191,7 +193,7 @@ def times_table(command: SelectBench, times: dict[str, list[float]], device: str
 
 
 def recall_table(command: SelectBench, recalls: dict[str, dict[str, float]]) -> Table:
-    """The part of the k largest that each method selects, by distribution."""
+    """The table of recall: the share of the k largest that each method selects, by distribution."""
     num_elements = min(command.num_elements, MAX_RECALL_ELEMENTS)
     table = Table(title=f"recall at density {command.density} of {num_elements:,} {command.dtype}")
     table.add_column("")

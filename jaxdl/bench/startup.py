@@ -1,7 +1,7 @@
-"""How soon a command line says its first words: CPU seconds (user and system) of a fresh process, in turns.
+"""The start-up cost of a command line: CPU seconds (user and system) of a fresh process, in turns.
 
-A good command is measured until its first line is printed, and again until the first line of what runs it; a mistaken
-one until its end.
+A valid command is measured until its first line of output, and again until the first line after JAX is loaded; an
+invalid one until it exits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[list[str], bool]] = {
     "--batch-size x": (["--config", "digits", "--batch-size", "x"], False),
     "a good command, first words": (["--config", "digits"], True),
 }
-"""Name -> (the arguments of `python -m jaxdl.train`, whether it is ended after its first line)."""
+"""Name -> (the arguments of `python -m jaxdl.train`, whether it is stopped after its first line)."""
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class StartupBench:
     """Options of the measurement."""
 
     num_repeats: int = 5
-    """How often each command is started; medians count."""
+    """How often each command is started; medians are reported."""
     json: Path | None = None
     """A file for the results."""
 
 
 def main(args: list[str]) -> None:
-    """Starts each command in turns, and prints the medians."""
+    """Starts the commands in turns and prints the medians."""
     command = parse_options(StartupBench, args, prog="python -m jaxdl.bench startup", description=str(__doc__))
     if command.num_repeats < 1:
         raise ConfigError(f"--num-repeats {command.num_repeats}: nothing would be measured. Give 1 or more.")

@@ -1,4 +1,4 @@
-"""What the training loop adds to the step: data, metrics, reports and the host, over the bare jitted step."""
+"""The overhead of the training loop (data, metrics, reports, host) over the bare jitted step."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class StepBench:
     """The experiment: a Python file with a function config()."""
     experiment: Annotated[Experiment, tyro.conf.arg(name="")]
     num_steps: int = 100
-    """Steps in one repeat of either side (the experiment's own length and schedule play no part)."""
+    """Steps in one repeat of either side (the experiment's own length and schedule are not used)."""
     num_repeats: int = 7
-    """How often each side is measured; medians count."""
+    """How often each side is measured; medians are reported."""
 
 
 def main(args: list[str]) -> None:
@@ -60,7 +60,7 @@ def parse_command(args: list[str]) -> StepBench:
     for name in ("epochs", "steps"):
         value = getattr(command.experiment, name)
         if value != getattr(experiment, name):
-            raise ConfigError(f"--{name} {value}: the measurement has a length of its own. Give --num-steps instead.")
+            raise ConfigError(f"--{name} {value}: the measurement sets its own length. Give --num-steps instead.")
     for name in ("num_steps", "num_repeats"):
         value = getattr(command, name)
         if value < 1:

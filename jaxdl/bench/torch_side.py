@@ -16,12 +16,12 @@ _EXPANSION = 4
 def make_torch_step(
     experiment: Experiment, *, num_classes: int, size: int, channels: int
 ) -> tuple[Callable[[int], None], str]:
-    """A function that makes so many training steps on resident data and waits for their end, and what it is.
+    """A function that runs this many training steps on resident data and waits for their end, and its description.
 
     Micro-batches, clipping, weight decay and the average of the parameters are the experiment's. The optimizer is SGD
-    with momentum also where the experiment's is LARS, which PyTorch has not. The model is torchvision's where that is
-    installed, else a transcription. On GPUs it is compiled, on CPUs it runs as it is.
-    Raises ConfigError for what cannot be compared.
+    with momentum even if the experiment's is LARS, which PyTorch lacks. The model is torchvision's if that is
+    installed, else a transcription. On GPUs it is compiled, on CPUs it runs eagerly.
+    Raises ConfigError for experiments that cannot be compared.
     """
     try:
         import torch  # pyright: ignore[reportMissingImports]
@@ -72,11 +72,11 @@ def make_torch_step(
 
 
 def _check(experiment: Experiment) -> None:
-    """Raises ConfigError for what is not written for PyTorch."""
+    """Raises ConfigError for experiments that the PyTorch side does not support."""
     config, kind, task = experiment.model, experiment.optimizer.kind, experiment.task
     if not isinstance(config, ResNet) or config.norm != "batch" or not _is_imagenet(config):
         raise ConfigError(
-            "--against torch: only ResNet-18 to 152 with batch norm and the imagenet stem are written for PyTorch. "
+            "--against torch: only ResNet-18 to 152 with batch norm and the imagenet stem are supported. "
             "Measure another model without --against."
         )
     if not isinstance(experiment.optimizer, SGD | LARS):
@@ -90,7 +90,7 @@ def _is_imagenet(config: ResNet) -> bool:
 
 
 def _optimizer(experiment: Experiment, model: Any) -> Any:
-    """SGD as the experiment's, or as near to its LARS as PyTorch has it."""
+    """The experiment's SGD, or the nearest equivalent of its LARS in PyTorch."""
     import torch  # pyright: ignore[reportMissingImports]
 
     config = experiment.optimizer
@@ -112,13 +112,13 @@ def _model(config: ResNet, num_classes: int, channels: int) -> tuple[Any, str]:
             import torchvision  # pyright: ignore[reportMissingImports]
 
             return getattr(torchvision.models, f"resnet{config.depth}")(num_classes=num_classes), "torchvision's model"
-        except (ImportError, RuntimeError):  # Not there, or not made for this version of PyTorch.
+        except (ImportError, RuntimeError):  # Not installed, or not built for this version of PyTorch.
             pass
     return _transcribed(config, num_classes, channels), "a transcription of torchvision's model"
 
 
 def _transcribed(config: ResNet, num_classes: int, channels: int) -> Any:
-    """The layers of torchvision's ResNet, v1.5: the stride of a bottleneck lies in its 3x3 convolution."""
+    """The layers of torchvision's ResNet, v1.5: the stride of a bottleneck is in its 3x3 convolution."""
     from torch import nn  # pyright: ignore[reportMissingImports]
 
     def conv_norm(incoming: int, outgoing: int, size: int, stride: int = 1) -> Any:

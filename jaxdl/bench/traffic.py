@@ -1,6 +1,6 @@
-"""What every exchange puts on the wire: bytes that one device sends, read off the collectives in the StableHLO.
+"""The bytes that one device sends in every exchange, counted from the collectives in the StableHLO.
 
-Nothing runs: the exchange of as many gradients as asked for is lowered for a mesh that need not exist.
+Nothing runs: the exchange is lowered for the given number of gradients and a mesh that need not exist.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class TrafficBench(Config):
     """Counts the bytes that one device sends over `replica` for every exchange."""
 
     num_elements: int = pydantic.Field(default=25_600_000, ge=_ROWS * _COLUMNS)
-    """Parameters of the model, taken to be matrices of 1,024 x 1,000."""
+    """Parameters of the model, all in matrices of 1,024 x 1,000."""
     replica: int = pydantic.Field(default=8, ge=2)
     """Replicas."""
     fsdp: int = pydantic.Field(default=2, ge=1)
     """Devices over which each replica is sharded."""
     json_path: Annotated[Path | None, tyro.conf.arg(name="json")] = None
-    """Write the table to this file as JSON, too."""
+    """Also write the table to this file as JSON."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How fast a config trains: images or tokens a second, share of the device's peak, memory, share of the update."""
+"""The training speed of a config: images or tokens a second, share of the peak, memory, share of the update."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _IMAGENET_CLASSES = 1000
 
 @dataclass(frozen=True)
 class TrainBench:
-    """Times the training step of a config on data that lies on the devices."""
+    """Times the training step of a config on data resident on the devices."""
 
     config: Path
     """The experiment: a Python file with a function config()."""
@@ -42,11 +42,11 @@ class TrainBench:
     num_steps: int = 10
     """Steps in one repeat."""
     num_repeats: int = 5
-    """How often each side is measured; medians count."""
+    """How often each side is measured; medians are reported."""
     image_size: int | None = None
     """Photographs: height and width; by default that of the data (phases are left out)."""
     against: Literal["torch"] | None = None
-    """Measure the same network in PyTorch too, the two taking turns."""
+    """Also measure the same network in PyTorch, in turns."""
     json: Path | None = None
     """File for the figures."""
 
@@ -54,7 +54,7 @@ class TrainBench:
 def main(args: list[str]) -> None:
     """Runs the measurement and prints it."""
     if any(arg.startswith("--against") for arg in args):
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # The two share the GPU's memory.
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and PyTorch share the GPU's memory.
     command = parse_command(args)
     found = measure(command)
     _print(command, found)
@@ -70,13 +70,13 @@ def parse_command(args: list[str]) -> TrainBench:
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 or more.")
     if command.image_size is not None and getattr(command.experiment.data, "photos", None) is None:
-        raise ConfigError(f"--image-size {command.image_size}: the images of this data have a size of their own.")
+        raise ConfigError(f"--image-size {command.image_size}: the images of this data have a fixed size.")
     check_folder("--json", command.json)
     return command
 
 
 def measure(command: TrainBench) -> dict[str, Any]:
-    """Times (seconds a step, one for each repeat, of `jaxdl` and perhaps `torch`) and what follows from them."""
+    """Times (seconds a step, one a repeat, of `jaxdl` and optionally `torch`) and figures derived from them."""
     experiment = resident(command.experiment, command.image_size)
     plan = make_plan(experiment)
     sides: dict[str, Callable[[int], None]] = {}
@@ -86,13 +86,13 @@ def measure(command: TrainBench) -> dict[str, Any]:
             raise ConfigError("--against torch: PyTorch is measured on one GPU. Set CUDA_VISIBLE_DEVICES=0.")
         spec = plan.parts.data_spec
         if isinstance(spec, TextSpec):
-            raise ConfigError("--against torch: only for images.")
+            raise ConfigError("--against torch: only models of images are supported.")
         sides["torch"], about["torch"] = make_torch_step(
             experiment, num_classes=spec.num_classes, size=spec.height, channels=spec.channels
         )
     jaxdl, memory = _jaxdl_side(plan)
     times = _timed({"jaxdl": jaxdl} | sides, command)
-    del jaxdl, sides  # Their memory is needed.
+    del jaxdl, sides  # Free their memory for the measurement.
     times |= _timed({"update alone": _update_side(plan)}, command)
     spec = plan.parts.data_spec
     unit, number = ("tokens", spec.length) if isinstance(spec, TextSpec) else ("images", 1)
@@ -126,7 +126,7 @@ def _timed(sides: dict[str, Callable[[int], None]], command: TrainBench) -> dict
 
 
 def resident(experiment: Experiment, image_size: int | None) -> Experiment:
-    """The experiment without phases and schedule, and with made-up images where its own are photographs."""
+    """The experiment without phases and schedule, and with synthetic images instead of photographs."""
     photos = getattr(experiment.data, "photos", None)
     changes: dict[str, Any] = {
         "epochs": None,
@@ -167,7 +167,7 @@ def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], int | None]:
 
 
 def _update_side(plan: Plan) -> Callable[[int], None]:
-    """The update alone, on gradients that lie as after the exchange."""
+    """The update alone, on gradients sharded as after the exchange."""
     spec, mesh = plan.parts.state_spec, plan.parts.layout.mesh
     state = make_initial_state(plan)
     shardings = named(mesh, spec.update)

@@ -1,4 +1,4 @@
-"""How XLA compiles the train step: options of one function, and a schedule that knows the network."""
+"""XLA compilation of the train step: its options, and a schedule that accounts for the network."""
 
 from jaxdl.compiler.options import CompilerConfig, Options, compiled
 from jaxdl.compiler.overlap import Links

@@ -1,4 +1,4 @@
-"""Collectives in the text of compiled HLO: their kinds, and the mesh axes that they talk over."""
+"""Collectives in the text of compiled HLO: their kinds, and the mesh axes of their groups."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def _groups(line: str) -> np.ndarray | None:
     ):
         return _mesh_groups(*match.groups())
     if "replica_groups=" in line and "replica_groups={}" not in line:
-        raise ValueError(f"its groups of devices are not understood: {line.strip()}")
+        raise ValueError(f"device groups of an unknown form: {line.strip()}")
     return None
 
 
 def _mesh_groups(mesh: str, devices: str | None, order: str | None, names: str) -> np.ndarray:
-    """Groups along some axes of a mesh of XLA's own: `'a'=2,'b'=4`, its devices in order or transposed, and `'b'`."""
+    """Groups along axes (`'b'`) of a mesh in XLA's notation, `'a'=2,'b'=4`, its devices in order or transposed."""
     sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", mesh)}
     along = [name.strip().strip("'") for name in names.split(",")]
     if unknown := [name for name in along if name not in sizes]:
-        raise ValueError(f"groups along {unknown[0]} of mesh[{mesh}] are not understood.")
+        raise ValueError(f"groups along {unknown[0]} of mesh[{mesh}] have an unknown form.")
     numbers = np.arange(math.prod(sizes.values()))
     if devices is not None:
         numbers = numbers.reshape(dims_of(devices)).transpose(dims_of(order) if order else None)

@@ -1,7 +1,7 @@
-"""Compiled HLO as a list of timed kernels: what each instruction computes, reads and writes, from the program's text.
+"""Compiled HLO as a list of timed kernels, from the FLOPs and bytes of each instruction in the program's text.
 
-Times are lower bounds from the peak figures of an H100: the larger of FLOPs over its peak and bytes over its memory's
-bandwidth. Real kernels take longer, so more of a message is hidden behind them than is counted here.
+Times are lower bounds from the peak figures of an H100: the larger of FLOPs over peak and bytes over memory bandwidth.
+Real kernels take longer, so they hide more of a message than is counted here.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 MEMORY_BYTES_PER_SEC = 3.35e12
 FLOPS_PER_SEC = {"bf16": 989e12, "f16": 989e12, "f32": 494e12, "s8": 1979e12}
-"""Of an H100 SXM without sparsity, by the dtype of the operands; float32 products count as TF32."""
+"""Peak of an H100 SXM without sparsity, by the dtype of the operands; float32 products count as TF32."""
 
 _SHAPE = re.compile(r"\b(" + "|".join(BYTES) + r"|s64|u64)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\(")
@@ -58,7 +58,7 @@ class Instruction:
 
 @dataclass
 class Module:
-    """The computations of a program by name; each is its instructions in order, for a scheduled one that of the run."""
+    """The computations of a program by name; each has its instructions in order, if scheduled that of execution."""
 
     computations: dict[str, dict[str, Instruction]]
     entry: str
@@ -66,7 +66,7 @@ class Module:
     _seconds: dict[tuple[str, str], float] = field(default_factory=dict)
 
     def seconds(self, computation: str, instruction: Instruction) -> float:
-        """The least time that an instruction takes on an H100; 0 for collectives and for what only renames."""
+        """The least time that an instruction takes on an H100; 0 for collectives and for instructions without work."""
         key = (computation, instruction.name)
         if key not in self._seconds:
             self._seconds[key] = self._timed(computation, instruction)
@@ -101,7 +101,7 @@ class Module:
         if inside is None:
             read = sum(x.num_bytes for x in operands) if one.kind not in _SLICES else one.num_bytes
             return read + one.num_bytes
-        # Of a stack of layers a fusion in a loop reads, or writes, a slice.
+        # A fusion in a loop over stacked layers reads or writes only a slice of them.
         parameters = [x for x in inside.values() if x.kind == "parameter"]
         parameters.sort(key=lambda x: int(x.line.split(" parameter(")[1].split(")")[0]))
         read = 0.0
@@ -130,7 +130,7 @@ class Module:
         return _flops(one, operands) / FLOPS_PER_SEC.get(operands[0].shapes[0][0], FLOPS_PER_SEC["f32"])
 
     def kernels(self, computation: str, one: Instruction) -> dict[str, int]:
-        """How many kernels of each sort an instruction stands for: conv, matmul, fusion; those of a loop all times."""
+        """The kernels of each sort (conv, matmul, fusion) in an instruction; those of a loop count per iteration."""
         if one.kind in ("while", "conditional", "call"):
             inner = [one.called("body")] if one.kind == "while" else branches(one)
             times, found = (trip_count(one) if one.kind == "while" else 1), {}
@@ -150,7 +150,7 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """The module that compiled HLO is the text of."""
+    """The module of a compiled HLO text."""
     computations: dict[str, dict[str, Instruction]] = {}
     entry, current = "", None
     for line in text.splitlines():
@@ -164,24 +164,24 @@ def parse(text: str) -> Module:
 
 
 def shapes_of(text: str) -> Shapes:
-    """(dtype, shape) of the arrays in the text of a shape; layouts are left out."""
+    """(dtype, shape) of the arrays in the text of a shape, without layouts."""
     plain = re.sub(r"\{[^}]*\}", "", text)
     return tuple((dtype, tuple(int(n) for n in dims.split(",") if n)) for dtype, dims in _SHAPE.findall(plain))
 
 
 def shapes_bytes(shapes: Shapes) -> float:
-    """Bytes of some arrays."""
+    """Total bytes of the arrays."""
     return float(sum(BYTES.get(dtype, 8) * math.prod(shape) for dtype, shape in shapes))
 
 
 def is_collective(one: Instruction) -> bool:
-    """Whether an instruction sends, or starts or ends what does."""
+    """Whether an instruction is a collective, or the start or end of one."""
     kinds = ("all-", "reduce-scatter", "collective-", "async-", "send", "recv", "ragged-all-to-all")
     return one.kind.startswith(kinds)
 
 
 def trip_count(one: Instruction) -> int:
-    """How often the body of a loop runs; once where the program does not say."""
+    """The iterations of a loop; 1 if the program does not state them."""
     match = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', one.line)
     return int(match[1]) if match else 1
 
@@ -204,7 +204,7 @@ def _flops(one: Instruction, operands: list[Instruction]) -> float:
         dims = [int(n) for n in re.findall(r"\d+", match[1])]
         return 2.0 * math.prod(result) * math.prod(first[dim] for dim in dims)
     if match := re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", one.line):
-        # The kernel is the second operand, or what a backward pass finds; the outputs are what it is applied at.
+        # The kernel is the second operand, or the result of a filter gradient; it is applied once per output element.
         kernel, outputs = second, result
         if "convBackwardFilter" in one.line:
             kernel, outputs = result, second
@@ -215,7 +215,7 @@ def _flops(one: Instruction, operands: list[Instruction]) -> float:
 
 
 def _inside(line: str, start: int) -> str:
-    """What stands between the parenthesis at `start` and the one that closes it."""
+    """The text between the parenthesis at `start` and its closing one."""
     depth = 0
     for place in range(start, len(line)):
         depth += {"(": 1, ")": -1}.get(line[place], 0)

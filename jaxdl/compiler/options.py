@@ -1,6 +1,6 @@
 """XLA's options for the compiled train step: those that its messages need, and the user's own.
 
-They belong to one compiled function, so nothing else in the process is compiled otherwise, as with `XLA_FLAGS`.
+They apply to one compiled function and, unlike `XLA_FLAGS`, to nothing else in the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Options = dict[str, bool | int | float | str]
 """XLA options: name -> value."""
 
 _replaced: dict[str | None, str | None] = {}
-"""Cache folder that a run has set -> the one before."""
+"""Cache folder that a run has set -> the previous one."""
 _OF_ONE_PLATFORM = {"xla_cpu_": "cpu", "xla_gpu_": "gpu", "xla_tpu_": "tpu"}
 
 
@@ -32,17 +32,17 @@ class CompilerConfig(Config):
     """How XLA compiles the train step. Results are the same up to rounding."""
 
     options: tuple[str, ...] = ()
-    """XLA options as NAME=VALUE, `xla_gpu_all_gather_combine_threshold_bytes=1000000`; they go before jaxdl's own."""
+    """XLA options as NAME=VALUE, `xla_gpu_all_gather_combine_threshold_bytes=1000000`; they override jaxdl's own."""
 
     network_gbps: float | None = pydantic.Field(default=None, gt=0)
-    """Gb/s that one device sends to other replicas: a node's network over the devices that share it. With it XLA orders
-    the step for that network (GPUs only; it compiles twice)."""
+    """Gb/s that one device sends to other replicas: a node's bandwidth divided by its devices. XLA then orders the step
+    for that network (GPUs only; it compiles twice)."""
     network_latency_us: float = pydantic.Field(default=20.0, ge=0)
-    """Microseconds that a message to other replicas takes besides."""
+    """Latency in microseconds of a message to other replicas."""
 
     cache_dir: str | None = None
-    """Folder that keeps programs that took a second or more to compile, so that a run that goes on, or another one like
-    it, need not compile them again. Several hosts must share it: the first process writes for all."""
+    """Folder for programs that took a second or more to compile, so that a resumed run, or a similar one, need not
+    compile them again. Several hosts must share it: the first process writes for all."""
 
     @pydantic.model_validator(mode="after")
     def _latency_of_a_network(self) -> CompilerConfig:
@@ -64,9 +64,11 @@ class CompilerConfig(Config):
         return self
 
     def check(self, platform: str, num_replicas: int) -> None:
-        """Raises ConfigError for what could not take effect on a platform ("cpu", "gpu", "tpu")."""
+        """Raises ConfigError for settings that cannot take effect on a platform ("cpu", "gpu", "tpu")."""
         if self.network_gbps is not None and (platform != "gpu" or num_replicas == 1):
-            where = f"{platform} devices are not ordered for a network" if platform != "gpu" else "there is one replica"
+            where = (
+                f"{platform} programs are not ordered for a network" if platform != "gpu" else "there is one replica"
+            )
             raise ConfigError(f"--compiler.network-gbps {self.network_gbps:g}: {where}. Leave it out.")
         for name in self.values():
             belongs = next((other for prefix, other in _OF_ONE_PLATFORM.items() if name.startswith(prefix)), platform)
@@ -100,7 +102,7 @@ class CompilerConfig(Config):
 
     @property
     def links(self) -> Links | None:
-        """The network as it was given."""
+        """The network of the settings, or None."""
         if self.network_gbps is None:
             return None
         return Links(
@@ -112,12 +114,12 @@ class CompilerConfig(Config):
         return {name: _value(text) for name, _, text in (option.partition("=") for option in self.options)}
 
     def resolved(self, platform: str, *, num_replicas: int, num_inner: int, bucket_elements: float) -> Options:
-        """All options of the train step; `num_inner` devices of a replica reduce-scatter its gradients in buckets of so
-        many elements.
+        """All options of the train step; `num_inner` devices of a replica reduce-scatter its gradients in buckets of
+        `bucket_elements`.
 
-        On GPUs XLA merges reduce-scatters until they have 30 MB, which for many models are all of them: then no
-        gradient is there before the backward pass has ended, and nothing of the exchange hides behind it. Here each has
-        about half of a bucket (in bfloat16). What crosses `replica` stays apart by itself: see
+        On GPUs XLA merges reduce-scatters until they have 30 MB, which for many models merges all of them: then no
+        gradient is ready before the end of the backward pass, and none of the exchange overlaps with it. Here each has
+        about half of a bucket (in bfloat16). Collectives over `replica` are not merged: see
         `jaxdl.exchange.buckets.held_back`.
         """
         own: Options = {}
@@ -127,7 +129,7 @@ class CompilerConfig(Config):
 
 
 def compiled(lowered: Any, options: Options, axes: Mapping[str, int], links: Links | None = None) -> Any:
-    """The compiled function, for a mesh with these axes; with `links` in an order that suits that network.
+    """The compiled function, for a mesh with these axes; with `links` ordered for that network.
 
     Raises ConfigError for an option, or a value, that XLA does not know.
     """
@@ -138,8 +140,8 @@ def compiled(lowered: Any, options: Options, axes: Mapping[str, int], links: Lin
         profile = profile_of(first.as_text(), axes, links)
     except ValueError as error:
         raise ConfigError(
-            f"--compiler.network-gbps: the programs of this JAX ({jax.__version__}) are not understood: {error} Leave "
-            "it out."
+            f"--compiler.network-gbps: the programs of this JAX ({jax.__version__}) have an unknown form: {error} "
+            "Leave it out."
         ) from None
     return lowered.compile(compiler_options={**options, "fdo_profile": profile})
 

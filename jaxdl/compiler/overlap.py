@@ -1,8 +1,8 @@
-"""When each collective of a scheduled program runs, and what of it is hidden behind compute.
+"""A simulation of a scheduled program: when each collective runs, and how much of it overlaps with compute.
 
-The program is played once in its scheduled order: kernels one after the other on one stream, collectives on another,
-one after the other in the order in which they start; what needs a result waits for it. Kernels take the least time that
-an H100 needs (`jaxdl.compiler.hlo`), messages that of their bytes on links of given speed.
+The program runs once in its scheduled order: kernels in sequence on one stream, collectives on another, in the order in
+which they start; an instruction waits for the results that it needs. Kernels take the least time that an H100 needs
+(`jaxdl.compiler.hlo`), messages that of their bytes on links of given speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxdl.mesh import Axis
 
 @dataclass(frozen=True)
 class Links:
-    """How fast one device sends, in bytes a second, and what a message takes at least, in seconds."""
+    """The bandwidth of one device, in bytes a second, and the latency of a message, in seconds."""
 
     replica_bytes_per_sec: float
     inner_bytes_per_sec: float = 4.5e11
@@ -26,10 +26,10 @@ class Links:
     replica_latency_sec: float = 20e-6
     inner_latency_sec: float = 5e-6
     apart: bool = False
-    """Whether what crosses replicas has a stream of its own, so that messages inside a replica do not wait for it."""
+    """Whether messages between replicas have a separate stream, so that those inside a replica do not wait for them."""
 
     def seconds(self, over_replica: bool, num_bytes: float) -> float:
-        """The time of a message of so many bytes that one device sends."""
+        """The time of a message of which one device sends this many bytes."""
         if over_replica:
             return self.replica_latency_sec + num_bytes / self.replica_bytes_per_sec
         return self.inner_latency_sec + num_bytes / self.inner_bytes_per_sec
@@ -43,7 +43,7 @@ class Message:
     kind: str
     axes: tuple[str, ...]
     sent_bytes: float
-    """What one device sends, by ring algorithms."""
+    """Bytes that one device sends, by ring algorithms."""
     is_async: bool
     times: int = 1
     """How often it runs: more than once inside a loop."""
@@ -64,12 +64,12 @@ class Message:
 
     @property
     def seconds(self) -> float:
-        """How long it is on the link."""
+        """Its time on the link."""
         return self.end_sec - self.begin_sec
 
     @property
     def hidden(self) -> float:
-        """The share of its time on the link that compute runs beside."""
+        """The share of its time on the link that overlaps with compute."""
         return min(1.0, self.busy_sec / self.seconds) if self.seconds > 0 else 1.0
 
     busy_sec: float = 0.0
@@ -78,7 +78,7 @@ class Message:
 
 @dataclass
 class Timeline:
-    """A program played once."""
+    """One simulated run of a program."""
 
     messages: list[Message]
     spans: list[tuple[float, float, str]]
@@ -99,7 +99,7 @@ class Timeline:
 
     @property
     def sent_bytes(self) -> float:
-        """What one device sends over the slow network."""
+        """Bytes that one device sends over the slow network."""
         return sum(one.sent_bytes * one.times for one in self.exchange)
 
     @property
@@ -110,19 +110,19 @@ class Timeline:
 
     @property
     def network_sec(self) -> float:
-        """How long the slow network is busy."""
+        """The busy time of the slow network."""
         return sum(one.seconds * one.times for one in self.exchange)
 
     @property
     def waiting_sec(self) -> float:
-        """What all messages add to the time of the kernels."""
+        """The time that messages add to that of the kernels."""
         return self.total_sec - self.compute_sec
 
 
 def play(module: Module, axes: Mapping[str, int], links: Links) -> Timeline:
-    """Plays the entry computation; `axes` are the mesh's, with their sizes."""
+    """Simulates the entry computation; `axes` are the mesh's, with their sizes."""
     if not module.scheduled:
-        raise ValueError("this program is not scheduled, so the order of its instructions says nothing.")
+        raise ValueError("this program is not scheduled, so the order of its instructions is meaningless.")
     return _play(module, module.entry, axes, links)
 
 
@@ -159,7 +159,7 @@ def _play(module: Module, computation: str, axes: Mapping[str, int], links: Link
         seconds, kernels = module.seconds(computation, one), module.kernels(computation, one)
         inner = _inner(module, one, axes, links)
         compute += seconds
-        # Messages of a loop wait for those that are under way, and those after it for them.
+        # Messages of a loop wait for those in flight, and later ones wait for them.
         streams = {links.apart and message.over_replica for message in inner.messages} if inner else set()
         now = max([now, *(free[stream] for stream in streams)])
         for message in inner.messages if inner else ():
@@ -185,7 +185,7 @@ def _play(module: Module, computation: str, axes: Mapping[str, int], links: Link
 
 
 def _inner(module: Module, one: Instruction, axes: Mapping[str, int], links: Links) -> Timeline | None:
-    """What is inside a loop, played once, or the longest branch of a conditional."""
+    """A simulation of one iteration of a loop, or of the longest branch of a conditional."""
     names = {"while": [one.called("body")], "conditional": list(branches(one)), "call": [one.called("to_apply")]}
     played = [_play(module, name, axes, links) for name in names.get(one.kind, []) if name in module.computations]
     return max(played, key=lambda inner: inner.total_sec, default=None)

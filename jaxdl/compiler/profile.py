@@ -1,8 +1,8 @@
-"""Tells XLA how long the instructions of a program take, so that it orders them for the network that is there.
+"""A profile of a program's instructions, from which XLA orders them for the actual network.
 
-XLA takes every collective for as fast as inside a node, and so starts it shortly before its result is needed: on a slow
-network most of the message is waited for. From a profile it knows better. This makes one from the cost model of
-`jaxdl.compiler.hlo`, in the form of XLA's message ProfiledInstructionsProto, without running anything.
+Without one XLA assumes that every collective is as fast as inside a node and starts it shortly before its result is
+needed: on a slow network the step then waits for most of the message. The profile comes from the cost model of
+`jaxdl.compiler.hlo`, as XLA's message ProfiledInstructionsProto, without running anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jaxdl.compiler.hlo import parse
 from jaxdl.compiler.overlap import Links, play
 
 _LEAST_US = 1.0
-"""What the shortest kernel takes, with its launch."""
+"""Microseconds of the shortest kernel, with its launch."""
 
 
 def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
@@ -32,7 +32,7 @@ def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
 
 
 def _field(number: int, content: bytes) -> bytes:
-    """A field of a protocol buffer with content of some length."""
+    """A length-delimited field of a protocol buffer."""
     return bytes([number << 3 | 2]) + _varint(len(content)) + content
 
 

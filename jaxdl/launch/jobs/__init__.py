@@ -9,12 +9,12 @@ one matters: by JAX's own reading of Slurm a process would take one GPU, the one
 
 from collections.abc import Callable, Mapping
 
-from jaxdl.launch.jobs import kubernetes, ray, skypilot, slurm
+from jaxdl.launch.jobs import kubernetes, ray_job, skypilot, slurm
 
 COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
     "slurm": slurm.main,
     "kubernetes": kubernetes.main,
-    "ray": ray.main,
+    "ray": ray_job.main,
     "skypilot": skypilot.main,
 }
 """Name of a subcommand of `python -m jaxdl.launch` -> what prints its job file, given the arguments after the name.
