@@ -42,7 +42,7 @@ def test_the_input_is_reported_since_the_last_report():
 @pytest.mark.parametrize(("seconds", "stage", "cure"), [
     ({"read": 9.0, "decode": 1.0}, "read", "local disk"),
     ({"read": 1.0, "decode": 4.0}, "decode", "cache decoded images"),
-    ({"augment": 3.0, "memory": 1.0}, "augment", "augment less"),
+    ({"augment": 3.0, "memory": 1.0}, "augment", "less augmentation"),
 ])  # fmt: skip
 def test_waiting_for_data_names_the_slow_stage_once(seconds, stage, cure):
     _, told = watched([0.5] * 10, seconds)
