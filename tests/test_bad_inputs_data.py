@@ -185,7 +185,7 @@ def test_a_cache_does_not_write_through_a_link(kind, name, tmp_path):
     else:
         os.mkfifo(place / name)
     record = Record(np.zeros(100, np.uint8), 0, 0, 0)
-    expected = f"{place / name}: it is {'a symbolic link' if kind == 'link' else 'no regular file'}"
+    expected = f"{place / name}: it is {'a symbolic link' if kind == 'link' else 'not a regular file'}"
     if name == "index":
         with pytest.raises(OSError, match=expected):
             Store(place, 10, 2**20, form=ENCODED, verify=True)
