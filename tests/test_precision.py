@@ -116,10 +116,10 @@ def test_a_static_scale_stays():
         Float16(static=True, factor=4, max_scale=2.0**20)
 
 
-def test_the_initial_scale_lies_between_the_clamps():
+def test_the_initial_scale_is_between_the_clamps():
     with pytest.raises(ConfigError, match=r"initial_scale 0\.5 must be between min_scale 1"):
         Float16(initial_scale=0.5)
-    with pytest.raises(ConfigError, match=r"initial_scale 1.09951e\+12 must lie .* max_scale 1.67772e\+07"):
+    with pytest.raises(ConfigError, match=r"initial_scale 1.09951e\+12 must be .* max_scale 1.67772e\+07"):
         Float16(initial_scale=2.0**40)
 
 

@@ -301,15 +301,15 @@ def test_the_step_gathers_weights_and_updates_shards():
     gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather\(", compiled.as_text())
     used = [(64, 192)] * 2 + [(192, 64)] + [(64, 4, 16)] * 3 + [(4, 16, 64), (128, 64)]
     expected = sorted(",".join(map(str, shape)) for shape in used)
-    # And of biases and norm scales, which lie whole, each device exchanges a share and gathers the others'.
+    # And of biases and norm scales, which are replicated, each device exchanges a share and gathers the others'.
     small = sum(
         x.size
-        for x, lies in zip(
+        for x, spec in zip(
             jax.tree.leaves(plan.parts.network.param_shapes),
             jax.tree.leaves(plan.parts.state_spec.params, is_leaf=is_spec),
             strict=True,
         )
-        if not len(lies)
+        if not len(spec)
     )
     shares = [shape for shape in gathered if math.prod(map(int, shape.split(","))) == small]
     assert len(shares) == 1
@@ -327,14 +327,14 @@ def test_the_step_gathers_weights_and_updates_shards():
     state = make_initial_state(plan)
     per_device = param_bytes_per_device(state.params)
     _, metrics = compiled(state, jax.device_put(plan.splits.train.batch(np.arange(16)), batch_sharding(mesh)))
-    whole_bytes = 4 * small * 3 // 4  # Of what lies whole on the four devices, each sends a quarter.
+    whole_bytes = 4 * small * 3 // 4  # Of what is replicated on the four devices, each sends a quarter.
     assert metrics["exchange/bytes_sent/replica"] == 2 * (2 - 1) / 2 * (per_device - whole_bytes)
     assert metrics["exchange/residual_norm"] == 0
 
 
 @pytest.mark.parametrize(("fsdp", "tensor"), [(4, 1), (2, 2)])
 def test_bytes_over_replica_are_those_of_the_shards(fsdp, tensor):
-    """The dense exchange hands over each device's own shard, once, in float32: counted in the lowered step."""
+    """The dense exchange sends each device's own shard, once, in float32: counted in the lowered step."""
     mesh = MeshConfig(replica=2, fsdp=fsdp, tensor=tensor)
     plan, step = lowered(SMALL.replaced({"mesh": mesh}))
     spec = plan.parts.state_spec
@@ -346,10 +346,10 @@ def test_bytes_over_replica_are_those_of_the_shards(fsdp, tensor):
                 assert dtype == "f32"
                 reduced.append(tuple(int(size) for size in shape.rstrip("x").split("x")))
     shards = shard_shapes(spec.shapes.params, spec.shardings.params)
-    lies = jax.tree.leaves(spec.params, is_leaf=is_spec)
-    sharded = [math.prod(shape) for shape, spec in zip(shards, lies, strict=True) if len(spec)]
-    whole = [math.prod(shape) for shape, spec in zip(shards, lies, strict=True) if not len(spec)]
-    # All shards in one buffer, each device's share of what lies whole in another, the two norms of the metrics, and the
+    specs = jax.tree.leaves(spec.params, is_leaf=is_spec)
+    sharded = [math.prod(shape) for shape, spec in zip(shards, specs, strict=True) if len(spec)]
+    whole = [math.prod(shape) for shape, spec in zip(shards, specs, strict=True) if not len(spec)]
+    # All shards in one buffer, each device's share of replicated ones in another, the two norms of the metrics, and the
     # sums of losses and the like with whether all is finite.
     small = 2 + sum(name.startswith("sums/") for name in step.out_info[1]) + 1
     assert sum(math.prod(shape) for shape in reduced) == sum(sharded) + math.ceil(sum(whole) / (fsdp * tensor)) + small
