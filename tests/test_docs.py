@@ -225,14 +225,14 @@ def test_names_of_the_api_exist():
 
 
 def test_the_config_reference_has_every_config_class_and_field():
+    programs = ("jaxdl.bench", "jaxdl.launch")  # The options of a program of its own; its --help has them.
     for one in pkgutil.walk_packages(jaxdl.__path__, "jaxdl."):
-        if not one.name.endswith("__main__") and ".bench" not in one.name:
+        if not one.name.endswith("__main__") and not one.name.startswith(programs):
             importlib.import_module(one.name)
     classes = [Config]
     for one in classes:
         classes += one.__subclasses__()
     # Bases of others have no section of their own, and tests and pages may define classes.
-    programs = ("jaxdl.bench", "jaxdl.launch")  # The options of a program of its own; its --help has them.
     ours = [one for one in classes if one.__module__.startswith("jaxdl.") and not one.__module__.startswith(programs)]
     leaves = [one for one in ours if not one.__subclasses__()]
     text = "\n".join(docs_site.pages().values())
