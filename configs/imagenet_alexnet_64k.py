@@ -5,8 +5,8 @@ TFDS_DATA_DIR=... python -m jaxdl.train --config configs/imagenet_alexnet_64k.py
 Source: Jia et al. (arXiv 1807.11205): batch norm also after the last pooling, no weight decay on biases and batch norm
 (worth 1.3 points there), forward and backward pass in float16 with a scaled loss, LARS and the parameters in float32.
 The paper's learning rate, warm-up, momentum and weight decay are not known to us; those here are of MLPerf's reference
-point for ResNet-50 at this batch, and want tuning. --precision.static keeps the loss scale as it is, as the paper
-does; its value is not known either.
+point for ResNet-50 at this batch, and need tuning. --precision.static keeps the loss scale constant, as the
+paper does; its value is not known either.
 
 Expected: top-1 0.587 with the paper's own settings.
 

@@ -1,4 +1,4 @@
-"""What the ImageNet configs share; no experiment of its own.
+"""The common part of the ImageNet configs; it is not an experiment.
 
 They read `imagenet2012` of TensorFlow Datasets, prepared as ArrayRecord files in TFDS_DATA_DIR (docs/howto/images.md).
 """
@@ -46,10 +46,10 @@ def mlperf(
 ) -> Experiment:
     """ResNet-50 v1.5 with LARS, by a row of MLPerf's reference convergence points (closed division, target 0.759).
 
-    The rules and the reference fix the rest: trust coefficient 0.001, no trust ratio and no weight decay on biases and
-    batch norm, the rate falling by a power of 2 to 1e-4, label smoothing of 0.1 (or none), batch norm over `norm_span`
-    images. `epochs` is the length that `decay_steps` and the warm-up make. Where the reference's first step has a
-    learning rate of 0, jaxdl's has that of its second.
+    The rules and the reference determine the rest: trust coefficient 0.001, no trust ratio and no weight decay on
+    biases and batch norm, the rate falling by a power of 2 to 1e-4, label smoothing of 0.1 (or none), batch norm over
+    `norm_span` images. `epochs` is the length of `decay_steps` and the warm-up. The reference's first step has a
+    learning rate of 0; jaxdl's has that of its second.
     """
     return Experiment(
         data=imagenet(),
@@ -59,7 +59,7 @@ def mlperf(
         schedule=Polynomial(
             warmup_epochs=warmup_epochs,
             power=2,
-            # In epochs, so that the course stays the same at another batch size.
+            # In epochs, so that the schedule stays the same at another batch size.
             decay_epochs=decay_steps * batch_size / EXAMPLES,
             end_fraction=1e-4 / learning_rate,
         ),
@@ -73,10 +73,10 @@ def mlperf(
 
 
 def small(experiment: Experiment) -> Experiment:
-    """The experiment in a minute on a CPU: small network, small images, 2 epochs or phases of 1 epoch.
+    """The experiment shortened to a minute on a CPU: small network, small images, 2 epochs or phases of 1 epoch.
 
-    For the stand-in data set of 384 images, or any other `imagenet2012`. It shows that everything fits together, and
-    says nothing about accuracy.
+    For the stand-in data set of 384 images, or any other `imagenet2012`. It tests that the parts fit together, not
+    accuracy.
     """
     is_resnet, is_vit = isinstance(experiment.model, ResNet), isinstance(experiment.model, ViT)
     tiny: dict[str, object] = {"width": 8} if is_resnet else {"size": "tiny", "num_layers": 2} if is_vit else {}

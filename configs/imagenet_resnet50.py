@@ -3,7 +3,7 @@
 TFDS_DATA_DIR=... python -m jaxdl.train --config configs/imagenet_resnet50.py --workdir runs/imagenet_resnet50
 
 Source: Goyal et al., "Accurate, Large Minibatch SGD" (arXiv 1706.02677): learning rate 0.1 for every 256 images, 5
-epochs of warm-up, a tenth of it at epochs 30, 60 and 80, momentum 0.9, weight decay 1e-4 off batch norm, the last batch
+epochs of warm-up, divided by 10 at epochs 30, 60 and 80, momentum 0.9, weight decay 1e-4 off batch norm, the last batch
 norm of each block initialized to zero, statistics over the images of one GPU. They used batches up to 8,192 without
 loss of accuracy: --batch-size 8192 --optimizer.learning-rate 3.2.
 

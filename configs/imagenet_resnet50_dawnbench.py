@@ -6,10 +6,10 @@ Source: Alibaba Cloud's entry of 2020-03-17 (16 x 8 V100, 32 Gb/s; stanford-futu
 ImageNet/train/alibabacloud_resnet50_gn6e_16_machine_tensorflow.json): images of 96, 128, 224 and 288 pixels, LARS with
 bounded trust ratios, Nesterov momentum cycled against the learning rate, label smoothing, mixed precision. The last
 epoch has half the batch, and here half the learning rate. The entry evaluates the last epoch on whole, rectangular
-images; here it is their centre, 288 x 288. Whose batch its batch norm sees it does not say; here it is 256 images,
-those of one of its GPUs. On fewer GPUs add --step.microbatches, as the script does. Not here are a "rectified
-adaptive lr" of LARS, crops that show 15 % of an object, and a blacklist, which the entry's file names and does not
-explain.
+images; here it is their centre, 288 x 288. It does not state the batch of its batch norm; here it is 256 images,
+those of one of its GPUs. On fewer GPUs add --step.microbatches, as the script does. Left out are a "rectified
+adaptive lr" of LARS, crops that show 15 % of an object, and a blacklist, which the entry's file names without
+explanation.
 
 Expected: top-5 0.9304 and top-1 0.7575 after the last epoch; theirs took 157.6 s.
 

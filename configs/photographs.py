@@ -1,4 +1,4 @@
-"""24 photographs, cropped (a stand-in with ImageNet's features): a ResNet-18 learns which one a crop is of.
+"""24 photographs, cropped (a stand-in with ImageNet's features): a ResNet-18 classifies crops by photograph.
 
 TFDS_DATA_DIR=... python -m jaxdl.train --config configs/photographs.py --workdir runs/photographs
 

@@ -1,11 +1,11 @@
-"""What a gradient exchange costs in accuracy: trains one config with several exchanges and seeds, and compares.
+"""The cost of a gradient exchange in accuracy: trains one config with several exchanges and seeds, and compares.
 
 TFDS_DATA_DIR=... python scripts/compare_exchanges.py --config configs/fashion_mnist.py --workdir runs/compare
 
-Each run has a folder of its own in the workdir; a run that is finished is not run again, a stopped one is resumed.
-Prints a table and writes `comparison.json` and `comparison.png`. An exchange is written as its kind and options,
-`topk,density=0.01,method=mstopk`; an option with a dot is of another part, `optimizer.momentum=0`. Everything after
-`--` changes the config of all runs: `-- --epochs 3`. With `--delay` every exchange is run once more with its gradients
+Each run has its own folder in the workdir; a finished run is not repeated, a stopped one resumes. Prints a table and
+writes `comparison.json` and `comparison.png`. An exchange is written as its kind and options,
+`topk,density=0.01,method=mstopk`; an option with a dot belongs to another part, `optimizer.momentum=0`. Everything
+after `--` changes the config of all runs: `-- --epochs 3`. With `--delay` every exchange also runs with its gradients
 applied one step late.
 """
 
@@ -36,15 +36,15 @@ EXCHANGES = (
     "quantized,bits=8",
     "powersgd,rank=4",
 )
-"""The exchanges that are compared unless others are named; the first is what the others are measured against."""
+"""The exchanges that are compared by default; the first is the baseline."""
 
 
 def main() -> None:
-    """Runs everything that is not finished yet, and reports."""
+    """Runs everything that is not finished, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--workdir", type=Path, required=True)
-    parser.add_argument("--replica", type=int, default=8, help="replicas, on so many virtual CPU devices")
+    parser.add_argument("--replica", type=int, default=8, help="replicas, each on one virtual CPU device")
     parser.add_argument("--exchanges", nargs="+", default=EXCHANGES, metavar="KIND,OPTION=VALUE")
     parser.add_argument("--delay", action="store_true", help="each exchange also with delay_steps=1")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -82,7 +82,7 @@ def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
 
 
 def _numbers(history: dict[str, list[Any]], name: str) -> list[tuple[int, float]]:
-    """(step, value) of a column where it has one."""
+    """(step, value) of the rows that have the column."""
     return [
         (step, value)
         for step, value in zip(history["step"], history[name], strict=True)
@@ -118,11 +118,11 @@ def figure(found: dict[str, Any]) -> bytes:
     """A PNG: the training loss of one seed, and the final metric of all.
 
     Args:
-      found: what is written to comparison.json.
+      found: the content of comparison.json.
     """
     chosen, runs = style.looks(list(found["runs"])), found["runs"]
     height = max(4.3, 0.5 * len(runs) + 1.5) + 2 * style.legend_inches(len(runs), 3)
-    drawn = style.new_figure(13, height, f"{found['config']}: what an exchange costs in learning, measured")
+    drawn = style.new_figure(13, height, f"{found['config']}: the cost of an exchange in learning, measured")
     left, right = drawn.subplots(1, 2)
     shown: list[float] = []
     for exchange, curve in found["curves"].items():

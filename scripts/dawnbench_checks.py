@@ -1,4 +1,4 @@
-"""What reproduce_dawnbench.py looks at before the training, machine, data, network; and what is to be expected."""
+"""The checks of reproduce_dawnbench.py before the training (machine, data, network), and the expected results."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from jaxdl.run.build import Plan, exchanged_gradients
 
 TRAIN_IMAGES, VALIDATION_IMAGES = 1_281_167, 50_000
 _CHECKPOINT_COPIES = 4
-"""Those that are kept, and the one that is being written."""
+"""The kept checkpoints, and the one being written."""
 _AHEAD = 4
-"""Batches in memory on a host: made ahead, in hand, and on their way to the devices."""
+"""Batches in memory on a host: prefetched, current, and on their way to the devices."""
 
 
 class Line(NamedTuple):
-    """One thing that was looked at."""
+    """One check."""
 
     what: str
     found: str
@@ -77,7 +77,7 @@ def network_lines(plan: Plan) -> tuple[list[Line], float | None]:
     mesh, config = plan.parts.layout.mesh, plan.exchange
     replicas = mesh.shape[Axis.REPLICA]
     if replicas == 1:
-        return [Line("network", "one node: nothing crosses it")], None
+        return [Line("network", "one node: no network is used")], None
     gradients = exchanged_gradients(plan.experiment, plan.splits.train.spec, mesh)
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     figures = config.figures
@@ -92,14 +92,14 @@ def network_lines(plan: Plan) -> tuple[list[Line], float | None]:
     ]
     try:
         seconds = {one.label: predict(one, gradients, machine).total_sec for one in (Dense(), config)}
-    except ValueError:  # The cost model lacks a figure of this exchange.
+    except ValueError:  # The cost model lacks a measurement for this exchange.
         return lines, None
     lines += [Line(f"exchange {name}", f"{1e3 * took:.1f} ms predicted") for name, took in seconds.items()]
     return lines, seconds[config.label]
 
 
 def expectation_lines(plan: Plan, exchange_sec: float | None, *, is_rehearsal: bool) -> list[str]:
-    """What will happen, in sentences."""
+    """The plan of the run, in sentences."""
     lines = []
     for segment in plan.timeline.segments:
         assert segment.phase is not None
@@ -111,7 +111,9 @@ def expectation_lines(plan: Plan, exchange_sec: float | None, *, is_rehearsal: b
         )
     if exchange_sec is not None:
         total = exchange_sec * plan.total_steps
-        lines.append(f"exchange: {total:.1f} s in {plan.total_steps:,} steps, if nothing of it is hidden (predicted)")
+        lines.append(
+            f"exchange: {total:.1f} s in {plan.total_steps:,} steps, if none of it overlaps with compute (predicted)"
+        )
     if is_rehearsal:
         return [*lines, "a rehearsal: its times and accuracies say nothing about ImageNet"]
     num_devices = plan.parts.layout.mesh.size
@@ -128,11 +130,11 @@ def expectation_lines(plan: Plan, exchange_sec: float | None, *, is_rehearsal: b
 
 
 def must_be_fine(lines: list[Line]) -> None:
-    """Raises ConfigError, on all processes, for what is not on one."""
+    """Raises ConfigError on all processes when a check failed on one."""
     wrong = [f"{line.what}: {line.found}" for line in lines if not line.fine]
     if not all_processes(not wrong):
         wrong = wrong or ["another host lacks room or memory"]
-        raise ConfigError(f"{'; '.join(wrong)}. Mend it, or --rehearse for a run that is none of the benchmark's.")
+        raise ConfigError(f"{'; '.join(wrong)}. Fix it, or use --rehearse for a run outside the benchmark.")
 
 
 def _size(num_bytes: float) -> str:

@@ -110,7 +110,9 @@ def _check_rows(path: Path) -> list[Epoch]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: the table of epochs cannot be read: {error}") from None
     if not lines or sorted(lines[0]) != sorted(COLUMNS):
-        raise ConfigError(f"{path}: its columns are {lines[0] if lines else []}, not {list(COLUMNS)}, parted by tabs.")
+        raise ConfigError(
+            f"{path}: its columns are {lines[0] if lines else []}, not {list(COLUMNS)}, separated by tabs."
+        )
     if len(lines) == 1:
         raise ConfigError(f"{path}: it has no epoch.")
     rows: list[Epoch] = []
@@ -121,9 +123,9 @@ def _check_rows(path: Path) -> list[Epoch]:
         except ValueError:
             raise ConfigError(f"{path}, line {number}: {line} are not the numbers of {lines[0]}.") from None
         if not (row.hours >= 0 and 0 <= row.top1 <= row.top5 <= 100):
-            raise ConfigError(f"{path}, line {number}: {line}: accuracies are percent, top-1 at most top-5.")
+            raise ConfigError(f"{path}, line {number}: {line}: accuracies are in percent, top-1 at most top-5.")
         if rows and not (row.epoch > rows[-1].epoch and row.hours > rows[-1].hours):
-            raise ConfigError(f"{path}, line {number}: epochs and hours have to grow from line to line.")
+            raise ConfigError(f"{path}, line {number}: epochs and hours must grow from line to line.")
         rows.append(row)
     return rows
 

@@ -24,7 +24,7 @@ from jaxdl.sharding import is_spec
 
 
 class PhaseSpeed(NamedTuple):
-    """What was measured of a phase."""
+    """The measurements of a phase."""
 
     size: int
     epochs: float
@@ -97,7 +97,7 @@ def exchange_seconds(plan: Plan, num_repeats: int = 5) -> float | None:
     state = make_exchange_state(plan)
     key, times = jax.random.key(1), []
     exchange = exchanged_on_mesh(parts.exchange, spec.grads, spec.specs.exchange_state, mesh, wanted=spec.update)
-    kept = jax.tree.map(lambda x: x.sharding, state)  # It is handed in again.
+    kept = jax.tree.map(lambda x: x.sharding, state)  # The new state is passed to the next call.
     exchanged = jax.jit(exchange, out_shardings=(None, kept, None)).lower(grads, state, key).compile()
     wait_for_all()  # Gloo gives up when a process has compiled for 30 s longer than another.
     for repeat in range(num_repeats + 1):
@@ -163,7 +163,7 @@ def _published(target: Epoch | None) -> list[str]:
 
 
 def _phases(run: Run, exchange_sec: float | None) -> list[str]:
-    """The table of the phases, and what the exchange takes."""
+    """The table of the phases, and the time of the exchange."""
     devices = run.plan.parts.layout.mesh.size
     heads = ["epochs", "pixels", "batch", "steps", "images/s", "a device", "ms a step", "exchange alone / step"]
     lines = ["## Phases", "", "| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
@@ -182,7 +182,7 @@ def _phases(run: Run, exchange_sec: float | None) -> list[str]:
     name = run.plan.exchange.label
     lines += [
         f"Exchange: {name}, {sent[-1] / 1e6:,.2f} MB that a device sends in a step. By itself it took "
-        f"{1e3 * exchange_sec:.1f} ms; how much of that a step hides behind its computation is not taken off."
+        f"{1e3 * exchange_sec:.1f} ms; the part of it that overlaps with computation is not subtracted."
     ]
     return lines
 

@@ -1,4 +1,4 @@
-"""What a large batch costs in accuracy: SGD at a small batch against SGD and LARS at large ones, at equal epochs.
+"""The cost of a large batch in accuracy: SGD at a small batch against SGD and LARS at large ones, at equal epochs.
 
 TFDS_DATA_DIR=... python scripts/large_batch.py --config configs/fashion_mnist.py --workdir runs/large_batch
 
@@ -10,9 +10,9 @@ over as many images as the small batch has in each. LARS has a trust coefficient
 near those of SGD, which its biases and normalization are trained with; "LARS no masks", only at the first large batch,
 has weight decay and trust ratios on those too.
 
-Each run has a folder of its own in the workdir; a run that is finished or has diverged is not run again, a stopped one
-is resumed. Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the
-config of all runs: `-- --epochs 3`.
+Each run has its own folder in the workdir; a run that finished or diverged is not repeated, a stopped one resumes.
+Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the config of all
+runs: `-- --epochs 3`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TRUST_COEFFICIENT = 0.01
 """Of LARS. The published 0.001 needs 10 times the rate, which is far too large for what has no trust ratio."""
 
 _OWN = ("optimizer", "schedule", "batch-size", "evaluation", "seed", "model.norm-span", "data.t", "phases")
-"""What the script sets."""
+"""The fields that the script sets."""
 
 
 class Variant(NamedTuple):
@@ -55,7 +55,7 @@ class Variant(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What tables call it."""
+        """Its name in tables."""
         return f"{self.optimizer}, {self.batch_size:,}"
 
     @property
@@ -79,11 +79,11 @@ class Variant(NamedTuple):
 
 
 def main() -> None:
-    """Runs everything that is not finished yet, and reports."""
+    """Runs everything that is not finished, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--workdir", type=Path, required=True)
-    parser.add_argument("--small", type=int, default=256, help="the batch that the others are measured against")
+    parser.add_argument("--small", type=int, default=256, help="the batch size of the baseline")
     parser.add_argument("--large", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--factors", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -99,13 +99,13 @@ def main() -> None:
 
 
 def variants(small: int, large: list[int]) -> list[Variant]:
-    """What is compared: SGD at the small batch, both optimizers at the large ones, without masks at the first one."""
+    """The variants: SGD at the small batch, both optimizers at the large ones, without masks at the first one."""
     both = [Variant(name, size) for size in large for name in ("SGD", "LARS")]
     return [Variant("SGD", small), *both[:2], Variant("LARS no masks", large[0]), *both[2:]]
 
 
 def common(args: argparse.Namespace, base: Experiment) -> Experiment:
-    """What all runs share. Raises ConfigError for a config that cannot be compared so."""
+    """The common part of all runs. Raises ConfigError for a config that does not allow the comparison."""
     if base.epochs is None or not hasattr(base.data, "train_split"):
         raise ConfigError(f"--config {args.config}: it needs a length in epochs and data with splits.")
     if getattr(base.model, "norm", None) != "batch":
@@ -176,7 +176,7 @@ def figure(found: dict[str, Any]) -> bytes:
     """A PNG: the tuning, the course of one seed where there is one, and the final accuracies.
 
     Args:
-      found: what `report` writes to large_batch.json.
+      found: the content of large_batch.json.
     """
     chosen = style.looks(list(found), style.OPTIMIZER_COLORS)
     with_course = any(one["runs"][0]["course"] for one in found.values())
@@ -184,7 +184,7 @@ def figure(found: dict[str, Any]) -> bytes:
     drawn = style.new_figure(16 if with_course else 12, height, "SGD and LARS at large batches, measured")
     panels = list(drawn.subplots(1, 2 + with_course))
     highest = max((value for one in found.values() for value in one["tuned"].values()), default=1.0)
-    floor = highest - 0.15  # What is far below the best is of no interest.
+    floor = highest - 0.15  # Values far below the best are cut off.
     left, right = panels[0], panels[-1]
     for name, one in found.items():
         look = chosen[name]

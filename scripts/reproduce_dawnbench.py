@@ -4,8 +4,8 @@ TFDS_DATA_DIR=... python scripts/reproduce_dawnbench.py --nodes 1 --gpus-per-nod
 
 On several nodes start it once a node, as python -m jaxdl.train is (docs/howto/clusters.md): srun, mpirun, or
 python -m jaxdl.launch local. The recipe is configs/imagenet_resnet50_dawnbench.py; everything after `--` changes it.
-First, while the clock stands still, the machine, the data and the network are looked at. A run that was stopped goes on
-in the same workdir; it is then no entry to submit.
+First, while the clock is stopped, the machine, the data and the network are checked. A stopped run resumes in the same
+workdir, but is then no entry to submit.
 
 --rehearse does all of it in minutes on a CPU: a small ResNet in the same phases at smaller sizes, on virtual devices,
 with `imagenet2012` of the data folder if that is a small stand-in, else with scikit-learn's digits as image files.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import time
 
 START = time.perf_counter()
-"""Of the benchmark's clock; the imports below count."""
+"""Start of the benchmark's clock; the imports below count."""
 
 import argparse  # noqa: E402
 import dataclasses  # noqa: E402
@@ -54,7 +54,7 @@ from jaxdl.run.result import exit_codes  # noqa: E402
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs/imagenet_resnet50_dawnbench.py"
 _MOST_REHEARSED = 5_000
-"""Images of an `imagenet2012` that is a stand-in."""
+"""Most images of an `imagenet2012` that is taken for a stand-in."""
 _IMAGES_AT_A_TIME = 256
 """32,768 images on the 128 GPUs of the entry."""
 _LENGTH = 2
@@ -87,10 +87,10 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run_all(args: argparse.Namespace, changes: list[str]) -> None:
-    """The whole of it. Raises ConfigError for what does not fit."""
+    """Runs all parts. Raises ConfigError for arguments that do not fit."""
     experiment = _experiment(args, changes)
     check_record(_record(args, experiment), Path(_name(args)))  # Not after hours of training.
-    # Starting the devices and reading the data counts. What is measured to choose an exchange, and looked at, does not.
+    # Starting the devices and reading the data counts; the checks, and measurements to choose an exchange, do not.
     make_devices(experiment)
     plan = make_plan(experiment.replaced({"exchange": Dense()}))
     before_sec = time.perf_counter() - START
@@ -156,7 +156,7 @@ def _write(
     )
     print(f"written: {page}")
     if not counts:
-        print("no entry is written: the run was stopped and went on, so its clock does not count")
+        print("no entry is written: the run was stopped and resumed, so its clock does not count")
         return
     record = _record(args, run.plan.experiment)
     record["misc"]["reached"] = reached(rows) is not None
@@ -255,7 +255,7 @@ def _stand_in(experiment: Experiment) -> Any:
     )
     try:
         splits = data.build()
-    except ConfigError:  # Nothing is prepared there.
+    except ConfigError:  # No data set is prepared there.
         return None
     return data if len(splits.train) <= _MOST_REHEARSED else None
 
@@ -287,7 +287,7 @@ def _write_digits(folder: Path) -> None:
 
 
 def _chosen(workdir: Path) -> Any:
-    """The exchange of the run that is to go on; None when there is none. The first process reads it for all."""
+    """The exchange of the run to resume; None when there is none. The first process reads it for all."""
     path = workdir / CONFIG_FILE
 
     def read() -> bytes:
@@ -306,9 +306,9 @@ def _chosen(workdir: Path) -> Any:
 
 
 def _first_start(workdir: Path, before_sec: float) -> tuple[float, str] | None:
-    """The seconds before the training and the day of the run's first start; None when nobody noted them.
+    """The seconds before the training and the day of the run's first start; None when they were not recorded.
 
-    Raises ConfigError when they cannot be noted.
+    Raises ConfigError when they cannot be written.
     """
     path = workdir / "clock.json"
     if not (workdir / "run/config.json").exists():

@@ -6,9 +6,9 @@ TFDS_DATA_DIR=... python scripts/time_to_accuracy.py --config configs/fashion_mn
 Needs what `python -m jaxdl.launch netns` needs: Linux, root, iproute2. Each run trains on `--hosts` network namespaces
 and is stopped by SIGTERM once it has reached the target; seeds are the outermost loop, so that exchanges and rates take
 turns. The time is that of training alone, from the first step to the evaluation: compiling and evaluating, which are
-the same for all, are left out. A run that has its result in the workdir is not run again; a stopped one is resumed.
+the same for all, are left out. A run with its result in the workdir is not repeated; a stopped one resumes.
 Prints a table and writes `times.json` and `times.png`. The first of `--exchanges` (written as in compare_exchanges.py)
-is what the others are measured against. Everything after `--` changes the config of all runs.
+is the baseline. Everything after `--` changes the config of all runs.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jaxdl.run.result import exit_codes
 
 
 def main() -> None:
-    """Runs everything that is not finished yet, and reports."""
+    """Runs everything that is not finished, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--workdir", type=Path, required=True)
@@ -48,7 +48,7 @@ def main() -> None:
             base = jaxdl.load(args.config, [*exchange_flags(exchange), *changes])
         if base.task.best_mode != "max":
             raise ConfigError(
-                f"--config {args.config}: of {base.task.best_metric} less is better; that is not looked for."
+                f"--config {args.config}: less {base.task.best_metric} is better; only rising metrics are supported."
             )
         runs = [
             run(args, changes, base.task.best_metric, exchange, rate, seed)
@@ -82,7 +82,7 @@ def run(
 
 
 def reached(rows: list[dict[str, Any]], workdir: Path, metric: str, target: float) -> dict[str, Any] | None:
-    """Seconds of training and steps until the evaluation that reached the target; None while none has."""
+    """Seconds of training and steps until the evaluation that reached the target; None if none has."""
     seconds, step = 0.0, 0
     examples = json.loads((workdir / CONFIG_FILE).read_text())["batch_size"] if rows else 0
     for row in rows:

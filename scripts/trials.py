@@ -1,4 +1,4 @@
-"""What the scripts beside this share: their command line, exchanges written in one word, and runs on several hosts."""
+"""Shared by the scripts in this folder: command line, exchanges written in one word, runs on several hosts."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from jaxdl.files import METRICS_FILE, SUMMARY_FILE
 
 
 def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str]]:
-    """A script's own arguments, and what stands after `--`: changes of the config of all its runs."""
+    """A script's own arguments, and those after `--`, which change the config of all its runs."""
     line = sys.argv[1:]
     own, changes = (line[: line.index("--")], line[line.index("--") + 1 :]) if "--" in line else (line, [])
     return parser.parse_args(own), changes
 
 
 def exchange_flags(exchange: str) -> list[str]:
-    """`topk,density=0.01` as options of a command line; a name with a dot is of another part: `optimizer.momentum=0`.
+    """`topk,density=0.01` as command-line options; a name with a dot belongs to another part: `optimizer.momentum=0`.
 
-    Raises ConfigError for what is not written so.
+    Raises ConfigError for any other form.
     """
     kind, *options = exchange.split(",")
     found = ["--exchange", kind]
@@ -44,7 +44,7 @@ def folder_name(exchange: str) -> str:
 
 
 def same_request(workdir: Path, request: Mapping[str, Any]) -> None:
-    """Notes beside a run's folder what it was asked for. Raises ConfigError when that was something else before."""
+    """Writes the settings of a run beside its folder. Raises ConfigError when they differ from those written before."""
     path, text = workdir.with_name(f"{workdir.name}.request.json"), json.dumps(request, sort_keys=True)
     if path.exists() and path.read_text() != text:
         raise ConfigError(
@@ -59,7 +59,7 @@ def train_on_hosts(
 ) -> None:
     """Trains under `python -m jaxdl.launch` until its end, or until the rows of metrics.jsonl are enough.
 
-    Then the launcher gets SIGTERM, so that the run is saved and can go on.
+    Then the launcher gets SIGTERM, so that the run is saved and can resume.
 
     Args:
       launch: the launcher's arguments: `["netns", "--hosts", "4", ...]`.
@@ -68,13 +68,13 @@ def train_on_hosts(
       until: whether these rows are enough.
 
     Raises:
-      ConfigError: when the run ended otherwise.
+      ConfigError: when the run ended in another way.
     """
     train = [sys.executable, "-m", "jaxdl.train", "--workdir", str(workdir), *flags]
     process = subprocess.Popen([sys.executable, "-m", "jaxdl.launch", *launch, "--", *train])
     try:
         while process.poll() is None and not until(read_rows(workdir)):
-            time.sleep(0.5)  # Times are read from the run's own figures; looking often would disturb it.
+            time.sleep(0.5)  # Times come from the run's own metrics; frequent polling would disturb it.
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
         code = process.wait()

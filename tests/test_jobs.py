@@ -276,4 +276,4 @@ def test_slurm_queues_the_job_again_when_its_time_is_up(tmp_path, left_sec, requ
     assert code == 143
     assert (tmp_path / "scontrol").exists() == requeued
     assert environments[0]["JAXDL_RESTART"] == "2"
-    assert environments[0]["JAXDL_RESTART_REASON"] == "queued again by Slurm"
+    assert environments[0]["JAXDL_RESTART_REASON"] == "requeued by Slurm"

@@ -1,10 +1,10 @@
 """Job files for clusters: `python -m jaxdl.launch slurm|kubernetes|ray|skypilot` prints one, ready to be submitted.
 
-Every file starts one process per node, which drives all GPUs of the node, and tells it where the others are in the
+Every file starts one process per node, which drives all GPUs of the node, and names the others in the
 environment variables that `jax.distributed` reads: `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES`, `JAX_PROCESS_ID` and
-`JAX_LOCAL_DEVICE_IDS`. With all four set JAX asks no cluster, so it needs no rights and no packages there. The last
-one matters: by JAX's own reading of Slurm a process would take one GPU, the one of its number on the node. A run token
-(`JAXDL_RUN_TOKEN`) is made when the job starts, or by the cluster; no file holds one.
+`JAX_LOCAL_DEVICE_IDS`. With all four set JAX does not query the cluster, so it needs no permissions and no packages
+there. Without the last one JAX's detection of Slurm would give a process one GPU, the one with its number on the node.
+A run token (`JAXDL_RUN_TOKEN`) is made when the job starts, or by the cluster; no file contains one.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,9 +17,9 @@ COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
     "ray": ray_job.main,
     "skypilot": skypilot.main,
 }
-"""Name of a subcommand of `python -m jaxdl.launch` -> what prints its job file, given the arguments after the name.
+"""Subcommand of `python -m jaxdl.launch` -> the function that prints its job file from the arguments after the name.
 
-Each raises ConfigError for what cannot be run, or exits as command lines do (0 after --help, 2 for a mistake).
+Each raises ConfigError for a job that cannot run, or exits as command lines do (0 after --help, 2 for a user error).
 """
 
 __all__ = ["COMMANDS"]

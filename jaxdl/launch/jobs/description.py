@@ -1,4 +1,4 @@
-"""What all job files have in common: the options, the command, and what is checked before the job waits in line."""
+"""Common parts of all job files: the options, the command, and the checks before the job is submitted."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from jaxdl.startup import PROG, first_look, own_options
 JobT = TypeVar("JobT", bound="Job")
 
 COORDINATOR_PORT = 8476
-"""Where process 0 listens in clusters that give each job addresses of its own; below the ports of outgoing calls."""
+"""The port of process 0 in clusters that give each job separate addresses; below the ports of outgoing connections."""
 
 NEVER_RESTARTED = DELIBERATE
-"""Exit codes that another start would only repeat: a mistake in the command or config, and training that diverged."""
+"""Exit codes that a restart would only repeat: a user error in the command or config, and training that diverged."""
 
 STOPPED = (130, 143)
-"""The exit codes after SIGINT and SIGTERM: somebody wanted it to stop, and all processes have saved the same step."""
+"""Exit codes after SIGINT and SIGTERM: the run was stopped on purpose, and all processes have saved the same step."""
 
 
 def formed(pattern: str, form: str) -> pydantic.AfterValidator:
@@ -43,14 +43,14 @@ def formed(pattern: str, form: str) -> pydantic.AfterValidator:
 
 
 WORD = formed(r"[A-Za-z0-9][A-Za-z0-9._/:@+-]*", "a name: letters, digits and . _ / : @ + -")
-"""Somebody's name in a cluster: nothing that a shell or a comment would read otherwise."""
+"""A name in a cluster, without characters that are special in a shell or a comment."""
 
 IMAGE = formed(r"[^\s'\"]+", "an image's name, for example registry/team/jaxdl:1")
 VOLUME = formed(r"[A-Za-z0-9][-._A-Za-z0-9]*:/[^\s:'\"]*", "NAME:/PATH, for example shared:/data")
 
 
 class Job(Config):
-    """What every cluster needs to know."""
+    """The options of every cluster."""
 
     nodes: int = pydantic.Field(ge=1)
     """Number of nodes; one process runs on each."""
@@ -63,13 +63,13 @@ class Job(Config):
     cpus_per_node: int | None = pydantic.Field(default=None, ge=1)
     """CPU cores for the process of each node, which also reads the data."""
     restarts: int = pydantic.Field(default=0, ge=0)
-    """Start all processes again this many times after a failure; the run resumes from its newest checkpoint."""
+    """Restart all processes this many times after a failure; the run resumes from its newest checkpoint."""
     save_sec: int = pydantic.Field(default=120, ge=1)
-    """Seconds between SIGTERM and the end, in which the run is saved."""
+    """Seconds between SIGTERM and SIGKILL, in which the run is saved."""
     venv: str | None = None
     """A Python environment to activate on each node: the folder that has bin/activate."""
     setup: str | None = None
-    """Shell commands that each node needs first, such as "module load cuda"."""
+    """Shell commands that each node runs first, such as "module load cuda"."""
     interface: Annotated[
         str | None, formed(r"\^?=?[A-Za-z0-9][A-Za-z0-9._,-]*", "network interfaces, for example eth0 or =eth0,eth1")
     ] = None
@@ -80,24 +80,24 @@ class Job(Config):
         lines = self.setup.strip().splitlines() if self.setup else []
         if self.venv is None:
             return lines
-        # In quotes a shell would not take ~ for the home folder.
+        # A shell does not expand ~ in quotes.
         home, rest = ('"$HOME"/', self.venv[2:]) if self.venv.startswith("~/") else ("", self.venv)
         return [*lines, f"source {home}{shlex.quote(rest.rstrip('/') + '/bin/activate')}"]
 
     def environment(self) -> dict[str, str]:
-        """The environment variables that are the same in every process and on every cluster."""
+        """The environment variables that are equal in every process and on every cluster."""
         values = {"PYTHONUNBUFFERED": "1"}
         if self.gpus_per_node:
             values["JAX_LOCAL_DEVICE_IDS"] = ",".join(str(number) for number in range(self.gpus_per_node))
         else:
-            # Without GPUs there are none to choose from; any value keeps JAX from asking the cluster for the rest.
+            # Without GPUs any value will do: it keeps JAX from querying the cluster for the others.
             values |= {"JAX_PLATFORMS": "cpu", "JAX_LOCAL_DEVICE_IDS": "0"}
         if self.interface is not None:
             values["NCCL_SOCKET_IFNAME"] = self.interface
         return values
 
     def network_hints(self) -> dict[str, str]:
-        """Settings of NCCL to try on Ethernet, for comments: each helps on some clusters, not on others."""
+        """NCCL settings to try on Ethernet, for comments: each helps on some clusters only."""
         if self.nodes == 1 or not self.gpus_per_node:
             return {}
         named = {} if self.interface else {"NCCL_SOCKET_IFNAME": "eth0"}
@@ -117,20 +117,20 @@ NETWORK_ADVICE = (
 
 @dataclass(frozen=True)
 class Command:
-    """What the job runs."""
+    """The command of the job."""
 
     words: tuple[str, ...]
     """The command and its arguments."""
     workdir: PurePosixPath | None
-    """The folder of the run, where it is known."""
+    """The folder of the run, if it is known."""
     notes: tuple[str, ...]
-    """What the reader of the file should know: the mesh, and what looks wrong."""
+    """Comments for the reader of the file: the mesh, and warnings."""
 
 
 def read_job(cls: type[JobT], args: Sequence[str], *, program: str, about: str) -> tuple[JobT, Command]:
-    """The options in front of `--` and the checked command behind it. Warnings go to stderr.
+    """The options before `--` and the checked command after it. Warnings go to stderr.
 
-    Raises ConfigError for values and commands that cannot be run, or exits after --help.
+    Raises ConfigError for invalid values and commands that cannot run, or exits after --help.
     """
     prog = f"python -m jaxdl.launch {program}"
     where = args.index("--") if "--" in args else len(args)
@@ -147,9 +147,9 @@ def read_job(cls: type[JobT], args: Sequence[str], *, program: str, about: str) 
 
 
 def check_command(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
-    """The command with notes on it, and warnings. A `jaxdl.train` is read as the nodes will read it.
+    """The command with notes on it, and warnings. A `jaxdl.train` is checked as on the nodes.
 
-    Raises ConfigError when it could not start there: no such config, an option that does not exist, another mesh.
+    Raises ConfigError when it cannot start there: no such config, an unknown option, a mesh that does not fit.
     """
     broken = [word for word in words if not word.isprintable()]
     if broken:
@@ -171,14 +171,14 @@ def check_command(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]
             "begin at step 0. Give the command a --workdir that all nodes see."
         )
     if workdir is None:
-        warnings.append("the command has no --workdir: nothing is kept, and a run that is stopped cannot go on.")
+        warnings.append("the command has no --workdir: nothing is kept, and a stopped run cannot resume.")
     return Command(words, workdir, (*notes, *warnings)), warnings
 
 
 def training_options(words: Sequence[str]) -> list[str] | None:
-    """The options of a command that trains, None of any other.
+    """The options of a training command; None for any other.
 
-    It is written `python -m jaxdl.train`, `python -m jaxdl train` or `jaxdl train`, behind anything else.
+    It may be `python -m jaxdl.train`, `python -m jaxdl train` or `jaxdl train`, with any words before it.
     """
     for end in range(2, len(words) + 1):
         before, last = words[end - 2 : end]
@@ -188,7 +188,7 @@ def training_options(words: Sequence[str]) -> list[str] | None:
 
 
 def _mesh_notes(job: Job, experiment: Experiment) -> tuple[list[str], list[str]]:
-    """(what the mesh will be, what looks wrong with it). Raises ConfigError when it does not fit the devices."""
+    """(notes on the mesh, warnings about it). Raises ConfigError when it does not fit the devices."""
     given = experiment.mesh.cpu_devices
     if given is not None and job.gpus_per_node:
         raise ConfigError(

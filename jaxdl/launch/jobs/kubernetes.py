@@ -24,14 +24,14 @@ from jaxdl.launch.jobs.description import (
 
 CONTAINER = "train"
 WORKERS = "workers"
-"""Name of the one replicated job; it is a part of the pods' names."""
+"""Name of the one replicated job, a part of the pods' names."""
 
 
 class KubernetesJob(Job):
-    """What a Kubernetes cluster needs to know."""
+    """The options of a Kubernetes cluster."""
 
     image: Annotated[str, IMAGE]
-    """The container image; it holds jaxdl, the config file and what they need."""
+    """The container image; it contains jaxdl, the config file and their dependencies."""
     namespace: Annotated[str | None, WORD] = None
     """The namespace; the one of the current context otherwise."""
     queue: Annotated[str | None, WORD] = None
@@ -43,7 +43,7 @@ class KubernetesJob(Job):
 
 
 def main(args: list[str]) -> None:
-    """Prints the JobSet. Raises ConfigError for what cannot be run."""
+    """Prints the JobSet. Raises ConfigError for a job that cannot run."""
     about = "Prints a Kubernetes JobSet for kubectl create."
     job, command = read_job(KubernetesJob, args, program="kubernetes", about=about)
     print(job_set(job, command), end="")
@@ -52,8 +52,8 @@ def main(args: list[str]) -> None:
 def job_set(job: KubernetesJob, command: Command) -> str:
     """The text of the YAML file.
 
-    A pod that fails makes its Job fail, and the JobSet starts all pods again, `restarts` times; not after the exit
-    codes that another start would repeat. Raises ConfigError when the workdir would be lost with the pods.
+    A failed pod fails its Job, and the JobSet restarts all pods, `restarts` times, but not after exit codes that a
+    restart would repeat. Raises ConfigError when the workdir would be lost with the pods.
     """
     mount = None if job.volume is None else job.volume.split(":", 1)[1]
     if job.restarts and command.workdir is not None and (mount is None or not command.workdir.is_relative_to(mount)):
@@ -91,7 +91,7 @@ spec:
     publishNotReadyAddresses: true  # also before they are ready.
   failurePolicy:
     maxRestarts: {job.restarts}
-    restartStrategy: BlockingRecreate  # All old pods are gone before new ones write to the workdir.
+    restartStrategy: BlockingRecreate  # All old pods are deleted before new ones write to the workdir.
     rules:
       - name: mistake
         action: FailJobSet
@@ -104,10 +104,10 @@ spec:
           completionMode: Indexed
           completions: {job.nodes}
           parallelism: {job.nodes}
-          backoffLimit: 0  # One pod cannot go on alone: the first that fails ends the Job.
+          backoffLimit: 0  # One pod cannot continue alone: the first failure ends the Job.
           podFailurePolicy:
             rules:
-              - action: FailJob  # A mistake, or training that diverged: another start would repeat it.
+              - action: FailJob  # A user error, or training that diverged: a restart would repeat it.
                 onExitCodes:
                   containerName: {CONTAINER}
                   operator: In
@@ -116,7 +116,7 @@ spec:
 
 
 def _pod(job: KubernetesJob, command: Command, mount: str | None) -> str:
-    # The indent of a pod's spec in the file.
+    # Indented below as a pod's spec in the file.
     lines = [
         "template:",
         "  spec:",
@@ -165,7 +165,7 @@ def _container_command(job: KubernetesJob, command: Command) -> list[str]:
     if job.preparation():
         # `exec`, so that the pod's SIGTERM reaches Python itself.
         words = ["bash", "-c", "\n".join([*job.preparation(), f"exec {shlex.join(words)}"])]
-    return [word.replace("$(", "$$(") for word in words]  # Kubernetes would fill in variables there.
+    return [word.replace("$(", "$$(") for word in words]  # Kubernetes would expand $(NAME).
 
 
 def _environment(job: KubernetesJob) -> list[str]:
@@ -175,8 +175,8 @@ def _environment(job: KubernetesJob) -> list[str]:
         "JAX_PROCESS_ID": "metadata.annotations['batch.kubernetes.io/job-completion-index']",
         "JAXDL_RESTART": "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']",
         "JAXDL_HOST": "spec.nodeName",
-        # The random uid of the Job: the same in all its pods, another after a restart, and known only to those who may
-        # read pods, jobs or events. So no secret has to be written into this file.
+        # The random uid of the Job: equal in all its pods, different after a restart, and readable only with access to
+        # pods, jobs or events. So this file needs no secret.
         VARIABLE: "metadata.labels['batch.kubernetes.io/controller-uid']",
     }
     lines = [f"- {{name: {name}, value: {json.dumps(value)}}}" for name, value in values.items()]

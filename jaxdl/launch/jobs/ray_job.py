@@ -12,14 +12,14 @@ from jaxdl.launch.jobs.description import NETWORK_ADVICE, NEVER_RESTARTED, STOPP
 
 
 class RayJob(Job):
-    """What a Ray cluster needs to know."""
+    """The options of a Ray cluster."""
 
     wait_sec: int = pydantic.Field(default=600, ge=1)
-    """How long to wait for nodes that are free."""
+    """Seconds to wait for free nodes."""
 
 
 def main(args: list[str]) -> None:
-    """Prints the script. Raises ConfigError for what cannot be run."""
+    """Prints the script. Raises ConfigError for a job that cannot run."""
     about = "Prints a Python script for ray job submit."
     job, command = read_job(RayJob, args, program="ray", about=about)
     print(script(job, command), end="")

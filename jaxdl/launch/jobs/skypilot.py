@@ -27,12 +27,12 @@ from jaxdl.launch.jobs.description import (
 
 
 class SkyPilotJob(Job):
-    """What SkyPilot needs to know."""
+    """The options of SkyPilot."""
 
     gpu: Annotated[str | None, WORD] = None
     """The kind of GPU as `sky show-gpus` names it, for example H100."""
     spot: bool = False
-    """Take spot machines; when they are taken away, SkyPilot finds others and the run resumes."""
+    """Use spot machines; when they are preempted, SkyPilot replaces them and the run resumes."""
     infra: Annotated[str | None, formed(r"[A-Za-z0-9*._/@-]+", "a place, for example gcp/us-central1")] = None
     """Where to run, for example aws, gcp/us-central1 or kubernetes; the cheapest place otherwise."""
     image: Annotated[str | None, IMAGE] = None
@@ -52,7 +52,7 @@ class SkyPilotJob(Job):
 
 
 def main(args: list[str]) -> None:
-    """Prints the task. Raises ConfigError for what cannot be run."""
+    """Prints the task. Raises ConfigError for a job that cannot run."""
     about = "Prints a SkyPilot task for sky jobs launch."
     job, command = read_job(SkyPilotJob, args, program="skypilot", about=about)
     print(task(job, command), end="")
@@ -76,7 +76,7 @@ def task(job: SkyPilotJob, command: Command) -> str:
         "renaming its folder: a bucket that is mounted as a folder must be able to do that.",
     ]
     text = comment(about) + f"name: {job.name}\nnum_nodes: {job.nodes}\nworkdir: {json.dumps(job.directory)}\n"
-    text += f"secrets:\n  {VARIABLE}: null  # Only this job's processes know it: they admit nobody else.\n"
+    text += f"secrets:\n  {VARIABLE}: null  # Only this job's processes know it: they admit no others.\n"
     text += _resources(job)
     if job.volume is not None:
         text += f"volumes:\n  {json.dumps(mount)}: {json.dumps(job.volume.split(':', 1)[0])}\n"
@@ -96,8 +96,8 @@ def _resources(job: SkyPilotJob) -> str:
     if job.spot:
         lines.append("  use_spot: true\n")
     never = " and ".join(str(code) for code in NEVER_RESTARTED)
-    lines.append("  job_recovery:  # Machines that are taken away are replaced without limit; failures of the run:\n")
-    lines.append(f"    max_restarts_on_errors: {job.restarts}  # Also after {never}, where it does not help.\n")
+    lines.append("  job_recovery:  # Preempted machines are replaced without limit; failures of the run:\n")
+    lines.append(f"    max_restarts_on_errors: {job.restarts}  # Also after {never}, where a restart does not help.\n")
     return "resources:\n" + "".join(lines)
 
 

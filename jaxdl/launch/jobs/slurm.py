@@ -23,7 +23,7 @@ from jaxdl.launch.jobs.description import (
 
 
 class SlurmJob(Job):
-    """What a Slurm cluster needs to know."""
+    """The options of a Slurm cluster."""
 
     time: Annotated[str, formed(r"(\d+-)?\d+(:\d+){0,2}", "a time limit, HH:MM:SS or D-HH:MM:SS")] = "24:00:00"
     """The time limit as Slurm writes it: HH:MM:SS or D-HH:MM:SS."""
@@ -38,17 +38,17 @@ class SlurmJob(Job):
     image: Annotated[str | None, IMAGE] = None
     """A container image; needs the Slurm plugin pyxis."""
     requeue: bool = False
-    """When the time is up, queue the job again; the run resumes where it was saved."""
+    """Requeue the job at its time limit; the run resumes from its last save."""
 
 
 def main(args: list[str]) -> None:
-    """Prints the batch script. Raises ConfigError for what cannot be run."""
+    """Prints the batch script. Raises ConfigError for a job that cannot run."""
     job, command = read_job(SlurmJob, args, program="slurm", about="Prints a Slurm batch script for sbatch.")
     print(batch_script(job, command), end="")
 
 
 def batch_script(job: SlurmJob, command: Command) -> str:
-    """The text of the script. Submitted again, or queued again by Slurm, it resumes the run of the same workdir."""
+    """The text of the script. Resubmitted, or requeued by Slurm, it resumes the run of the same workdir."""
     parts = [_header(job, command), "set -euo pipefail\n"]
     parts += [_environment(job), _loop(job, command)]
     return "\n".join(parts)
@@ -57,7 +57,7 @@ def batch_script(job: SlurmJob, command: Command) -> str:
 def _header(job: SlurmJob, command: Command) -> str:
     chosen = {"partition": job.partition, "account": job.account, "qos": job.qos, "constraint": job.constraint}
     # One task per node for all its GPUs. With --gpus-per-task each task would see its own GPUs as number 0 only, and
-    # Slurm would bind them, which neither JAX nor NCCL inside a node wants.
+    # Slurm would bind them, which breaks JAX and NCCL inside a node.
     options = {
         "job-name": job.name,
         "nodes": str(job.nodes),
@@ -76,14 +76,16 @@ def _header(job: SlurmJob, command: Command) -> str:
     lines = [f"#SBATCH --{name}={value}\n" for name, value in options.items() if value is not None]
     lines += [f"#SBATCH --{flag}\n" for flag in flags]
     about = [
-        "Submit it from the folder that the command is to run in:  sbatch FILE",
+        "Submit it from the folder in which the command runs:  sbatch FILE",
         "Follow it:  tail -f " + f"{job.name}-JOBID.out" + "   Stop it (it saves first):  scancel --signal=TERM JOBID",
         *command.notes,
         "",
-        f"TERM@{job.save_sec}: so many seconds before the time is up every process gets SIGTERM, saves and ends.",
+        f"TERM@{job.save_sec}: this many seconds before the time limit every process gets SIGTERM, saves and exits.",
     ]
     if job.image is not None:
-        about.append("Only this folder is seen in the container: add the workdir and the data to --container-mounts.")
+        about.append(
+            "Only this folder is visible in the container: add the workdir and the data to --container-mounts."
+        )
     if job.cpus_per_node is None:
         about.append("Whole nodes with all their memory: give --cpus-per-node to share nodes with other jobs.")
     return "#!/bin/bash\n" + "".join(lines) + comment(about)
@@ -93,16 +95,14 @@ def _environment(job: SlurmJob) -> str:
     hints = job.network_hints()
     text = comment(
         [
-            "Where the processes find each other. The port is the one that JAX would choose by itself: outside the",
-            "range of outgoing calls, and another one for each job. The nodes must reach each other on it.",
+            "The address at which the processes meet. The port is the one that JAX would choose: outside the",
+            "range of outgoing connections, and different for each job. The nodes must reach each other on it.",
         ]
     )
     text += 'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")\n'
     text += 'export JAX_COORDINATOR_ADDRESS="${hosts[0]}:$((61440 + SLURM_JOB_ID % 4096))"\n'
     text += 'export JAX_NUM_PROCESSES="$SLURM_JOB_NUM_NODES"\n'
-    text += comment(
-        ["What only this job's processes know, so that they admit nobody else. It is random and not printed."]
-    )
+    text += comment(["A random secret of this job's processes: they admit no others. It is not printed."])
     text += f"{VARIABLE}=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\"\nexport {VARIABLE}\n"
     text += exports(job.environment())
     if hints:
@@ -111,20 +111,24 @@ def _environment(job: SlurmJob) -> str:
 
 
 def _loop(job: SlurmJob, command: Command) -> str:
-    # Each task prepares its node and tells the process its number. `exec`, so that Slurm's signals reach Python itself.
+    # Each task prepares its node and sets the process number. `exec`, so that Slurm's signals reach Python itself.
     own = 'export JAX_PROCESS_ID="$SLURM_PROCID" JAXDL_HOST="$SLURMD_NODENAME"'
     task = "; ".join([*job.preparation(), own, 'exec "$@"'])
-    again = "The time is up; the job is queued again." if job.requeue else "Saved; the same sbatch resumes from there."
+    again = (
+        "The time limit is reached; the job is requeued."
+        if job.requeue
+        else "Saved; the same sbatch resumes from there."
+    )
     requeue = '            scontrol requeue "$SLURM_JOB_ID"\n' if job.requeue else ""
     never = " | ".join(str(code) for code in NEVER_RESTARTED)
     return f"""\
-# SIGTERM is for the processes. The shell stays, to see how they end.
+# The processes handle SIGTERM. The shell stays, to read their exit codes.
 trap : TERM
 
 num_restarts=0
 export JAXDL_RESTART="${{SLURM_RESTART_COUNT:-0}}" JAXDL_RESTART_REASON=""
 if ((JAXDL_RESTART > 0)); then
-    JAXDL_RESTART_REASON="queued again by Slurm"
+    JAXDL_RESTART_REASON="requeued by Slurm"
 fi
 while true; do
     code=0
@@ -134,7 +138,7 @@ while true; do
     case $code in
     0) exit 0 ;;
     {never})
-        echo "Ended with $code: another start would end the same." >&2
+        echo "Ended with $code: a restart would end the same." >&2
         exit "$code"
         ;;
     {" | ".join(str(code) for code in STOPPED)})
@@ -156,11 +160,11 @@ done
 
 
 def _srun_options(job: SlurmJob) -> str:
-    # No kill-on-bad-exit: a process that ends has a reason, and the others find out by themselves and say which.
-    # After the first has ended the others get the time to do so, and are killed then.
+    # No kill-on-bad-exit: when a process fails, the others notice it and report the reason. They have this time after
+    # the first exit, and are killed then.
     options = f"--ntasks-per-node=1 --kill-on-bad-exit=0 --wait={job.save_sec} --cpu-bind=none --label"
     if job.cpus_per_node is not None:
-        options += f" --cpus-per-task={job.cpus_per_node}"  # srun does not take it over from sbatch.
+        options += f" --cpus-per-task={job.cpus_per_node}"  # srun does not inherit it from sbatch.
     if job.image is not None:
         options += f" \\\n        --container-image={shlex.quote(job.image)}"
         options += ' --container-mounts="$PWD:$PWD" --container-workdir="$PWD"'
