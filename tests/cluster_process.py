@@ -1,4 +1,4 @@
-"""One process of a run, for the tests of `jaxdl.cluster`: meets, beats, does as it is told. Without JAX.
+"""One process of a run, for the tests of `jaxdl.cluster`: meets the others, sends heartbeats. No JAX.
 
 Its options: {"address": "127.0.0.1:1234", "num_processes": 3, "process": 1, "at": 5, "do": "die", ...}.
 """
@@ -46,7 +46,7 @@ def act(do):
 
 
 def loop(options):
-    """Steps that wait for nobody, each as long as the process likes: so the processes are apart, as they may be."""
+    """Steps of any length that wait for nobody, so that the processes are far apart."""
     with StopSignals() as stop, Watchdog(options.get("hang_sec", 60), None):
         stop.share(every_polls=1)
         stop.run(lambda: time.sleep(options.get("setup_sec", 0)))
@@ -78,7 +78,7 @@ def main(options):
 
 
 def enter(options, out, error):
-    """Is a process of its own, forked from one that has imported everything: that takes milliseconds."""
+    """Runs as a process forked from one that has imported everything, which takes milliseconds."""
     for name, number in ((out, 1), (error, 2)):
         file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(file, number)

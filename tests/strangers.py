@@ -1,4 +1,4 @@
-"""Strangers on the port where processes meet: what they send, and a meeting in threads of this process among them."""
+"""Strangers on the rendezvous port: what they send, and a rendezvous in threads of this process among them."""
 
 import json
 import os
@@ -85,13 +85,13 @@ def free_port():
 
 
 class Strangers:
-    """Context: connections to a port that do harm in threads of their own, from a seed, until it ends."""
+    """Context: threads that make harmful connections to a port, chosen by a seed, until it ends."""
 
     def __init__(self, port, seed):
         self._port, self._random = port, random.Random(seed)
         self._over, self._open, self._threads = threading.Event(), [], []
         self.num = 0
-        """Connections that were made."""
+        """The connections made so far."""
 
     def __enter__(self):
         return self
@@ -104,7 +104,7 @@ class Strangers:
             connection.close()
 
     def connect(self):
-        """A connection, as soon as somebody listens; None when that takes too long."""
+        """Connects as soon as somebody listens; None if that takes too long."""
         end = time.monotonic() + 5
         while not self._over.is_set() and time.monotonic() < end:
             try:
@@ -130,12 +130,12 @@ class Strangers:
             pass  # It has been closed meanwhile, as it should.
 
     def later(self, do):
-        """Does something in a thread."""
+        """Calls a function in a thread."""
         self._threads.append(threading.Thread(target=do))
         self._threads[-1].start()
 
     def drip(self):
-        """A byte every 10 ms, and never a line end."""
+        """Sends a byte every 10 ms, never a line end."""
         connection = self.connect()
         while connection is not None and not self._over.wait(0.01):
             try:
@@ -144,7 +144,7 @@ class Strangers:
                 return
 
     def flood(self):
-        """Connections that are closed at once."""
+        """Makes connections and closes them at once."""
         while not self._over.wait(0.001):
             connection = self.connect()
             if connection is not None:
@@ -152,13 +152,13 @@ class Strangers:
                 self._open.remove(connection)
 
     def silence(self):
-        """As many connections as may wait, and more, that say nothing."""
+        """Makes more silent connections than may wait."""
         for _ in range(300):
             if self._over.is_set() or self.connect() is None:
                 return
 
     def huge(self):
-        """A line of 3 MB."""
+        """Sends a line of 3 MB."""
         for _ in range(3):
             self.say(b"x" * 2**20)
 
@@ -175,7 +175,7 @@ class Strangers:
 
 
 def meet_in_threads(port, *, tokens, timeout_sec=20.0, delays=None, first=0, num_processes=None):
-    """What comes of a meeting of one process for each token, from `first` on: a `Meeting`, or the error."""
+    """The result of each process of a rendezvous, one per token, numbered from `first`: a `Meeting` or the error."""
     results: list = [None] * len(tokens)
 
     def take_part(process):

@@ -1,4 +1,4 @@
-"""Real processes that meet, watch over each other and end together; without JAX, so that each takes a second."""
+"""Real processes that meet, monitor each other and exit together; without JAX, so that each takes a second."""
 
 import json
 import multiprocessing
@@ -34,7 +34,7 @@ def free_port():
 
 
 def start(processes, **shared):
-    """Starts processes, each with options of its own."""
+    """Starts processes, each with its own options."""
     shared = {"address": f"127.0.0.1:{free_port()}", "num_processes": len(processes)} | shared
     started = []
     for number, own in enumerate(processes):
@@ -47,7 +47,7 @@ def start(processes, **shared):
 
 
 def ends(started):
-    """(exit code, stdout, stderr) of each; one that is stopped for good is killed when the rest have ended."""
+    """(exit code, stdout, stderr) of each; kills a stopped one when the rest have ended."""
     end = time.monotonic() + 30
     late = []
     while living := [process for process, _ in started if process.is_alive()]:
@@ -237,7 +237,7 @@ def test_process_0_that_fails_tells_the_others_why():
 
 
 def test_a_mistake_found_late_is_one_for_all():
-    """Also those that would have gone on end as the user's mistake, which no launcher starts again."""
+    """All processes exit with the code of a user error, after which no launcher restarts."""
     results = run({}, {"at": 10, "do": "mistake"})
     assert_all_say(results, MISTAKE, "the data is not there.")
     results = run(*[{"at": 10, "do": "mistake"}] * 3)
@@ -246,7 +246,7 @@ def test_a_mistake_found_late_is_one_for_all():
 
 
 def test_one_that_is_stuck_is_named_and_all_write_their_stacks():
-    """Its threads live and beat; but its loop does not come on, and the others' loops wait for it."""
+    """Its threads still send heartbeats; but its loop is stuck, and the other loops wait for it."""
     waiting = {"at": 11, "do": "wait"}
     results = run(waiting, {"at": 10, "do": "stuck"}, waiting, hang_sec=2)
     parts = ["no progress for 2 s", "host1 (process 1): step 10 (phase data)", "step 11"]
@@ -272,7 +272,7 @@ def test_all_wait_for_the_one_that_compiles_longest():
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_a_signal_to_one_stops_all_at_the_same_poll(who):
-    """However far apart they are: the quickest is many steps ahead."""
+    """However far apart they are: the fastest is many steps ahead."""
     processes = [{"step_sec": 0.005}, {"step_sec": 0.02}, {"step_sec": 0.01}]
     processes[who] |= {"at": 20, "do": "signal"}
     results = run(*processes)
@@ -295,7 +295,7 @@ def test_a_signal_after_the_last_poll_stops_nobody():
 
 
 def test_an_end_that_could_not_be_saved_is_waited_for():
-    """The first process may still be drawing curves when the others are through."""
+    """Process 0 may still be drawing curves when the others have finished."""
     results = run({"steps": 5, "at": 3, "do": "not saved", "step_sec": 0.3}, {"at": 3, "do": "not saved"})
     assert [code for code, _, _ in results] == [1, 1], results
     assert not any("signal" in error for _, _, error in results), results

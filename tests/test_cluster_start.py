@@ -1,4 +1,4 @@
-"""Starting JAX: on which devices, in how many processes; and whole runs of several that lose one or are told apart."""
+"""Starting JAX: on which devices, in how many processes; and whole runs of several that lose one or hang."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_start_devices_after_jax_has_started_on_others():
 
 
 def test_start_devices_in_a_fresh_process():
-    """Also with an environment that asks for others."""
+    """Even if the environment asks for other devices."""
     code = """
 from jaxdl.cluster import start_devices
 from jaxdl.mesh import MeshConfig
@@ -163,7 +163,7 @@ def test_another_experiment_is_named_on_both(tmp_path):
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_the_loss_of_one_ends_the_other(lost, tmp_path):
-    """At once, with the reason as the last line, while its main thread waits in a collective."""
+    """At once, with the reason as the last line, while the main thread waits in a collective."""
     config = write_config(tmp_path, EXPERIMENT)
     pair = start_pair(config, tmp_path / "run")
     wait_for(pair[0], has_step(tmp_path / "run", 1))
@@ -177,7 +177,7 @@ def test_the_loss_of_one_ends_the_other(lost, tmp_path):
 
 
 def test_a_run_that_is_stuck_writes_its_stacks_and_ends(tmp_path):
-    """Alone in its run: here reading the data never comes back."""
+    """In a run of one process, in which reading data never returns."""
     config = write_config(tmp_path, EXPERIMENT.replaced({"mesh": MeshConfig(cpu_devices=2)}))
     code = """
 import sys, threading

@@ -1,4 +1,4 @@
-"""The launcher on this machine, with workers of a few lines: output, failures, restarts, signals, and its own death."""
+"""The launcher on this machine, with short commands: output, failures, restarts, signals, and its own death."""
 
 import hashlib
 import io
@@ -23,7 +23,7 @@ from jaxdl.launch.reaper import session_members
 
 ROOT = Path(__file__).parent.parent
 LONG_SEC = 20.0
-"""Within this time anything here happens, also on a machine that is busy with other work."""
+"""Seconds within which everything here happens, even on a busy machine."""
 
 
 def run(code, hosts=2, *, devices_per_host=1, **options):
@@ -43,7 +43,7 @@ def run(code, hosts=2, *, devices_per_host=1, **options):
 
 
 def started(code, hosts=2, **options):
-    """A launch whose processes have all printed `ready`, and what it prints to stderr."""
+    """(a launch whose processes have all printed `ready`, its stderr)."""
     stdout, stderr = io.StringIO(), io.StringIO()
     launch = Launch(
         ["python", "-S", "-c", code], local_hosts(hosts), devices_per_host=1, stdout=stdout, stderr=stderr, **options
@@ -269,7 +269,7 @@ def test_a_signal_in_the_pause_ends_the_run(monkeypatch):
 
 
 class CommandLine:
-    """`python -m jaxdl.launch ...` in a session of its own."""
+    """Starts `python -m jaxdl.launch ...` in a new session."""
 
     def __init__(self, *args, **options):
         self.process = subprocess.Popen(
@@ -294,7 +294,7 @@ class CommandLine:
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Only Linux kills a process with its parent.")
 def test_when_the_launcher_is_killed_nothing_stays_behind(tmp_path):
-    """SIGKILL to the launcher: the workers end, and what they started, also in groups of its own."""
+    """SIGKILL to the launcher kills the processes and what they started, even in other process groups."""
     pids_file, note = tmp_path / "pids.json", tmp_path / "children"
     code = f"""
 import os, subprocess, sys, time

@@ -1,4 +1,4 @@
-"""What the hosts print: whole lines behind the name of the host, progress bars and colours included."""
+"""The printed output of hosts: complete lines after the host name, including progress bars and colours."""
 
 import contextlib
 import io
@@ -11,7 +11,7 @@ from jaxdl.launch.output import DRAFT_SEC, MAX_LINE_BYTES, LineReader, Printer
 
 
 def test_lines_are_made_of_any_pieces():
-    """Every way to cut the bytes gives the same lines; a character may be cut too."""
+    """Every way to split the bytes gives the same lines, even within a character."""
     data = "one\ntwö\r\nthrée\n\nlast".encode()
     for cut in range(len(data)):
         reader = LineReader()

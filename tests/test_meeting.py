@@ -1,4 +1,4 @@
-"""The meeting's connections: what ends one, what a refusal of whom is worth, and processes that connect again."""
+"""Connections of the rendezvous: what ends one, which refusals count, and processes that reconnect."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ OTHER_TOKEN = "another-token-of-the-tests"
 
 
 class FalseFirst:
-    """Context: a process 0 that gives every connection an answer; counts them, and keeps what they send."""
+    """Context: a fake process 0 that answers every connection, counts them, and keeps what they send."""
 
     def __init__(self, answer):
         self._answer, self._server = answer, socket.create_server(("127.0.0.1", 0))
@@ -60,7 +60,7 @@ def guest(port, *, timeout_sec=5.0, token=TOKEN):
 
 
 def test_another_run_that_still_has_the_port_does_not_end_this_one():
-    """Its process 0 refuses ours for want of its token, leaves the port when its time is up, and ours meet there."""
+    """Its process 0 refuses ours, which lack its token, and releases the port at its timeout; then ours meet there."""
     port = free_port()
     spec = ClusterSpec(f"127.0.0.1:{port}", 2, 0)
 
@@ -78,7 +78,7 @@ def test_another_run_that_still_has_the_port_does_not_end_this_one():
 
 @pytest.mark.parametrize(("timeout_sec", "busy_sec"), [(0.7, 20.0), (20.0, 0.7)])
 def test_a_refusal_without_a_proof_is_believed_in_the_end(timeout_sec, busy_sec, monkeypatch):
-    """When the time is up, or when no earlier run would still be there."""
+    """At the timeout, or once an earlier run would have released the port."""
     monkeypatch.setattr(rendezvous, "PORT_BUSY_SEC", busy_sec)
     before = time.monotonic()
     with FalseFirst(REFUSAL) as first:
@@ -104,7 +104,7 @@ def test_each_connection_has_a_nonce_of_its_own():
 
 
 def test_a_proof_is_of_one_message(monkeypatch):
-    """A hello that was changed on the way is refused, and so is a verdict."""
+    """A hello that was modified in transit is refused, and so is a verdict."""
     handshake = token.Handshake(TOKEN, "0" * 32, "1" * 32, 1)
     with FalseFirst(None) as first:
         hosts = {"verdict": None, "mistake": False, "hosts": ["a", "b"]}
@@ -119,7 +119,7 @@ def test_a_proof_is_of_one_message(monkeypatch):
 
 
 def test_who_was_here_before_a_connection_broke_is_not_here_now(monkeypatch):
-    """What answers afterwards, and says nothing, is given up after the time for a hello."""
+    """A silent peer is given up after the time for a hello."""
     monkeypatch.setattr(rendezvous, "STRANGER_SEC", 0.3)
     with FalseFirst({"here": {"0": "a", "1": "b"}}) as first:
         process = rendezvous._Guest(*guest_options(first.port, timeout_sec=30))
@@ -145,7 +145,7 @@ def guest_options(port, timeout_sec):
 
 
 def gathered(port, *, num_processes, said, monkeypatch, timeout_sec=1.0):
-    """What comes of process 0 when all that connect have done so before it listens to the first of them."""
+    """The result of process 0 when all have connected before it reads the first of them."""
     ready, go = threading.Event(), threading.Event()
     inner = Gathering._gather
 
@@ -200,7 +200,7 @@ def test_a_process_that_connects_again_is_one_process(num_processes, monkeypatch
 
 
 def test_the_end_of_a_guest_is_noticed_before_its_process_comes_again(monkeypatch):
-    """The hello of the second connection is there when the first, which was believed, turns out to be over."""
+    """The hello of the second connection has arrived when the first, accepted one turns out to be closed."""
     port = free_port()
     results = []
     welcomed = Gathering._welcome
@@ -253,7 +253,7 @@ def test_messages_before_one_that_is_none_are_handed_over():
 
 
 def test_a_peer_that_reads_nothing_is_bounded(monkeypatch):
-    """What it does not take is not kept beyond the bound, and process 0 lets it go."""
+    """Unsent bytes are buffered up to the limit; then process 0 drops the peer."""
     monkeypatch.setattr(wire, "_MAX_UNSENT_BYTES", 10_000)
     line, other = pair()
     with pytest.raises(Lost, match="the peer reads nothing"):

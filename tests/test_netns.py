@@ -1,4 +1,4 @@
-"""Hosts in network namespaces: they reach each other at the speed that was asked for, and leave nothing behind.
+"""Hosts in network namespaces: they communicate at the requested rate and leave nothing behind.
 
 The rate is counted over about a second between plain sockets: a check that the limit holds, no measurement.
 """
@@ -24,7 +24,7 @@ LONG_SEC = 30.0
 
 
 def why_not():
-    """The reason why there can be no namespaces here; empty where they can be."""
+    """The reason why namespaces cannot be made here; empty if they can."""
     try:
         netns.check_possible()
         with Network(1):
@@ -38,7 +38,7 @@ WHY_NOT = why_not()
 
 
 def needs_namespaces(test):
-    """Skips where there are none; slow, because what it waits for is the kernel."""
+    """Skips if there can be none; slow, because it waits for the kernel."""
     return pytest.mark.slow(pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)(test))
 
 
@@ -62,7 +62,7 @@ while time.monotonic() < end:
 
 
 def inside(host, code, *args):
-    """Python code that runs inside a host; its first line of output is waited for where it has one."""
+    """Starts Python code inside a host; waits for its first line of output, if it has one."""
     return subprocess.Popen(
         [*host.prefix, sys.executable, "-S", "-c", code, *args],
         stdout=subprocess.PIPE,
@@ -92,7 +92,7 @@ def transfer(network, senders, receiver, seconds=1.0):
 
 
 def reaches(network, sender, receiver):
-    """Whether a packet comes through within a second."""
+    """Whether a packet arrives within a second."""
     code = """
 import socket, sys
 sender = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
@@ -110,7 +110,7 @@ except OSError as error:
 
 
 def ours(pid):
-    """All that is left of a launcher: namespaces, folders, lock."""
+    """What a launcher has left behind: namespaces, folders, lock."""
     listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout.split()
     names = [name for name in listed if name.startswith(f"jaxdl-{pid}-")]
     names += [path.name for path in netns.HOSTS_FOLDER.glob(f"jaxdl-{pid}-*")]
@@ -274,7 +274,7 @@ def test_stale_networks_are_removed_and_live_ones_are_not(tmp_path):
 
 @needs_namespaces
 def test_a_number_that_another_process_has_by_now_protects_nothing():
-    """A dead launcher's pid was given to this process, which holds no lock."""
+    """This process has the pid of a dead launcher, but not its lock."""
     name = f"jaxdl-{os.getppid()}-0"
     subprocess.run(["ip", "netns", "add", name], check=True)
     foreign = f"jaxdl-other-{os.getpid()}"

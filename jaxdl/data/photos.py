@@ -185,10 +185,9 @@ class ImagePipeline:
         """Name of the cache folders; depends on the source, the version and the form of the cache."""
         cache = self.config.cache
         form = {"form": cache.form, "short_side": cache.short_side if cache.form == "pixels" else None}
-        told = json.dumps([_VERSION, form, [records.identity for records in self.records]], sort_keys=True)
-        return (
-            f"{''.join(c if c.isalnum() else '_' for c in self.name)}-{hashlib.sha256(told.encode()).hexdigest()[:16]}"
-        )
+        content = json.dumps([_VERSION, form, [records.identity for records in self.records]], sort_keys=True)
+        name = "".join(c if c.isalnum() else "_" for c in self.name)
+        return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:16]}"
 
     def _share(self, budget: int, split: int) -> int:
         """The share of a split in a budget of bytes, by its number of examples."""
