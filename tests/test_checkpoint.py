@@ -48,7 +48,10 @@ def evaluated(plan, state):
         return evaluate(plan.parts, make_eval_step(plan.parts), state.eval_params, state.model_state, batches)
 
 
-@pytest.mark.parametrize("experiment", [IMAGES, TEXT], ids=["resnet", "transformer"])
+@pytest.mark.parametrize(
+    "experiment",
+    [pytest.param(IMAGES, id="resnet"), pytest.param(TEXT, id="transformer", marks=pytest.mark.slow)],
+)
 def test_restores_on_any_mesh_with_equal_evaluation(tmp_path, experiment):
     run = jaxdl.train(experiment, tmp_path, quiet=True, devices=jax.devices()[:4])
     trained = jax.tree.map(np.asarray, run.state)

@@ -161,7 +161,7 @@ def test_another_experiment_is_named_on_both(tmp_path):
         assert re.search(r"the same experiment: seed is 1 on \S+ \(process 0\), but 2 on \S+ \(process 1\)", output)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("lost", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_loss_of_one_ends_the_other(lost, tmp_path):
     """At once, with the reason as the last line, while the main thread waits in a collective."""
     config = write_config(tmp_path, EXPERIMENT)

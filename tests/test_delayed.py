@@ -156,6 +156,7 @@ def train(workdir, experiment, *sizes):
     return run.state
 
 
+@pytest.mark.slow
 def test_equal_losses_on_every_mesh_and_the_first_step_moves_nothing(tmp_path):
     experiment = EXPERIMENT.replaced({"exchange": Dense(delay_steps=1)})
     meshes = {"one": (1, 1, 1), "fsdp": (1, 4, 1), "replicas": (4, 2, 1)}
@@ -169,7 +170,13 @@ def test_equal_losses_on_every_mesh_and_the_first_step_moves_nothing(tmp_path):
     assert found["one"][-1] < found["one"][0] - 0.02
 
 
-@pytest.mark.parametrize("exchange", [Dense(delay_steps=1), TopK(density=0.1, min_elements=64, delay_steps=1)])
+@pytest.mark.parametrize(
+    "exchange",
+    [
+        pytest.param(Dense(delay_steps=1), id="dense", marks=pytest.mark.slow),
+        pytest.param(TopK(density=0.1, min_elements=64, delay_steps=1), id="topk"),
+    ],
+)
 def test_resumed_bit_equal(tmp_path, exchange):
     experiment = EXPERIMENT.replaced({"exchange": exchange})
     whole = train(tmp_path / "whole", experiment, 2, 2, 1)

@@ -23,6 +23,7 @@ EXPERIMENT = tiny_experiment(
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_no_hosts() is not None, reason=str(why_no_hosts()))
+@pytest.mark.long("two hosts and one process train the same run")
 def test_two_emulated_hosts_train_as_one_process_does(tmp_path):
     config = write_config(tmp_path, EXPERIMENT)
     train = ["-m", "jaxdl.train", "--config", str(config), "--workdir"]

@@ -200,10 +200,9 @@ def test_dense_in_whole_steps_is_the_gradient_of_the_global_batch(precision):
     assert metrics["exchange/density"] == 1
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("exchange", KINDS, ids=lambda config: config.kind)
-def test_compressed_in_whole_steps(exchange, precision):
-    plan, step = compiled_step(TINY.replaced({"exchange": exchange, "precision": precision}))
+def test_compressed_in_whole_steps(exchange):
+    plan, step = compiled_step(TINY.replaced({"exchange": exchange, "precision": "bfloat16"}))
     state, metrics = trained(plan, step)
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["sums/loss"] / (16 * 8) < 1.1 * np.log(16)

@@ -129,8 +129,11 @@ def test_another_number_of_replicas_has_the_same_sums(tmp_path, exchange, before
 
 @pytest.mark.parametrize(
     "exchange",
-    [TOPK, TOPK.replaced({"delay_steps": 1}), POWERSGD, Sign(min_elements=64, dense_warmup_steps=2)],
-    ids=["topk", "topk, delayed", "powersgd", "sign"],
+    [
+        pytest.param(TOPK.replaced({"delay_steps": 1}), id="topk, delayed"),
+        pytest.param(POWERSGD, id="powersgd", marks=pytest.mark.slow),
+        pytest.param(Sign(min_elements=64, dense_warmup_steps=2), id="sign", marks=pytest.mark.slow),
+    ],
 )
 def test_through_one_replica_nothing_is_lost(tmp_path, exchange):
     """2 -> 3 -> 1 -> 4 replicas: sums of residual, momentum and pending, factors, and the counters of warm-ups."""
@@ -277,6 +280,7 @@ def train(workdir, experiment, sizes):
     )
 
 
+@pytest.mark.slow
 def test_a_run_through_one_replica(tmp_path, capsys):
     """The story of a cluster that shrinks and grows: the run resumes on 3, on 1, and on 4 replicas."""
     experiment = EXPERIMENT.replaced({"exchange": TOPK, "steps": 8, "checkpoint": {"every_steps": 2, "keep": 8}})
@@ -301,7 +305,10 @@ def train_losses(workdir):
     return [row["train/loss"] for row in rows(workdir) if "train/loss" in row]
 
 
-@pytest.mark.parametrize("exchange", [TOPK, POWERSGD], ids=lambda config: config.kind)
+@pytest.mark.parametrize(
+    "exchange",
+    [pytest.param(TOPK, id="topk"), pytest.param(POWERSGD, id="powersgd", marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_ends_bit_equal(tmp_path, capsys, exchange):
     experiment = EXPERIMENT.replaced({"exchange": exchange})
     whole = train(tmp_path / "whole", experiment, (2, 2, 1))

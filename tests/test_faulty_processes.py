@@ -45,6 +45,7 @@ def story(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.long("two processes train a whole run")
 def test_a_disk_that_refuses_one_costs_both_the_checkpoint_and_no_more(story):
     assert [code for code, _ in story.ended] == [1, 1], story.ended
     notes = [text for text in story.events if "could not be written" in text]

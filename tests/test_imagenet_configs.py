@@ -85,6 +85,7 @@ def test_smoke_fits_together(path):
         source.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("TFDS_DATA_DIR" not in os.environ, reason="TFDS_DATA_DIR is not set")
 def test_a_smoke_run_trains(tmp_path):
     experiment = jaxdl.load(f"{FOLDER / 'imagenet_alexnet_64k.py'}:smoke").replaced({"mesh.cpu_devices": None})

@@ -45,6 +45,7 @@ def test_groups_are_batches_of_their_own():
         grouped.apply(params, stats, image[:6], train=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("span", "meshes"), [(2, [(2, 4, 1)]), (8, [(8, 1, 1), (1, 8, 1), (2, 2, 2)])])
 def test_groups_are_the_same_on_every_mesh(span, meshes):
     """Of 32 examples, so a group is a part of what a device has, or all of it, or reaches over devices or replicas."""

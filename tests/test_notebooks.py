@@ -56,6 +56,7 @@ def assert_picture(outputs, min_bytes):
 
 
 @pytest.mark.slow
+@pytest.mark.long("a notebook trains two models in a process of its own")
 def test_quickstart(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -79,6 +80,7 @@ def test_quickstart(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.long("a notebook compiles every exchange in a process of its own")
 def test_exchange(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

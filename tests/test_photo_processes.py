@@ -8,7 +8,7 @@ import pytest
 from photographs import folder_of_photographs
 from runs import finish, saved_state, write_config
 from test_processes import start_pair
-from test_timeline import experiment
+from test_phases import experiment
 
 import jaxdl
 from jaxdl.phases import Phase
@@ -31,6 +31,7 @@ def two(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.long("two processes with workers, and one, train the same run")
 def test_they_learn_what_one_process_does(folder, tmp_path):
     config = write_config(tmp_path, two(folder))
     ended = [finish(process) for process in start_pair(config, tmp_path / "run")]

@@ -72,6 +72,7 @@ def story(tmp_path_factory):
     return SimpleNamespace(workdir=workdir, config=config, alone=alone, stopped=stopped, resumed=resumed)
 
 
+@pytest.mark.long("two processes train the whole run that the other tests of the file read")
 def test_a_signal_to_one_stops_both_at_the_same_step(story):
     assert [code for code, _ in story.resumed] == [0, 0], story.resumed
     codes = [code for code, _ in story.stopped]

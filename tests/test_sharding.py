@@ -360,7 +360,13 @@ UNTIED = {"model.tied_embeddings": False, "step.microbatches": 2}
 
 @pytest.mark.parametrize(
     ("replica", "fsdp", "tensor", "changes"),
-    [(1, 8, 1, {}), (2, 4, 1, UNTIED), (2, 2, 2, {}), (1, 2, 4, UNTIED), (8, 1, 1, UNTIED)],
+    [
+        (1, 8, 1, {}),
+        (2, 4, 1, UNTIED),
+        (2, 2, 2, {}),
+        pytest.param(1, 2, 4, UNTIED, marks=pytest.mark.slow),
+        pytest.param(8, 1, 1, UNTIED, marks=pytest.mark.slow),
+    ],
 )
 def test_no_activation_of_all_data_shards_travels(replica, fsdp, tensor, changes):
     """Nothing as large as [batch, length, embed] of a replica: not for the gradient of the embedding either."""
