@@ -177,6 +177,7 @@ def test_momentum_of_the_exchange_is_that_of_sgd(num_replicas):
         np.testing.assert_allclose(ours, theirs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_residuals_do_not_depend_on_the_loss_scale():
     """With float16: residual and momentum are those of the gradients, and a skipped step leaves them bit-equal."""
     exchange = TopK(density=0.05, momentum_correction=0.9, min_elements=64)

@@ -37,8 +37,15 @@ def poisonous_labels(monkeypatch):
 # One step
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16"])
-@pytest.mark.parametrize(("mesh", "num_devices"), [(MeshConfig(), 1), (MeshConfig(replica=2, fsdp=2, tensor=2), 8)])
+@pytest.mark.parametrize(
+    ("mesh", "num_devices", "precision"),
+    [
+        (MeshConfig(), 1, "float32"),
+        (MeshConfig(replica=2, fsdp=2, tensor=2), 8, "float16"),
+        pytest.param(MeshConfig(), 1, "float16", marks=pytest.mark.slow),
+        pytest.param(MeshConfig(replica=2, fsdp=2, tensor=2), 8, "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_a_bad_step_changes_nothing_but_counters(mesh, num_devices, precision):
     exchange = TopK(density=0.05, min_elements=64)
     experiment = tiny_experiment(mesh=mesh, precision={"kind": precision}, exchange=exchange)
@@ -228,7 +235,17 @@ def at(condition):
     return kill
 
 
-@pytest.mark.parametrize("when", [*ON_DISK, "while skipping", "while training again"])
+ALWAYS = ("when it is on disk", "after a checkpoint is quarantined", "while training again")
+"""The other kills are slow tests."""
+
+
+@pytest.mark.parametrize(
+    "when",
+    [
+        pytest.param(when, marks=() if when in ALWAYS else pytest.mark.slow)
+        for when in (*ON_DISK, "while skipping", "while training again")
+    ],
+)
 def test_killed_around_a_rollback(tmp_path, whole, monkeypatch, when):
     seen = itertools.count(1)
     hooks = {
@@ -250,7 +267,7 @@ def test_killed_around_a_rollback(tmp_path, whole, monkeypatch, when):
     assert any("resumed" in text for _, text in events(tmp_path))
 
 
-@pytest.mark.parametrize("step", [8, 11])
+@pytest.mark.parametrize("step", [8, pytest.param(11, marks=pytest.mark.slow)])
 def test_a_signal_in_a_streak_of_bad_steps_saves_none_of_it(tmp_path, whole, step):
     def stop(info):
         if info.step == step:

@@ -34,6 +34,7 @@ def quick(folder, *, on_loss=print, note=print, **options):
     return Lease(folder, on_loss, note, **({"lease_sec": 2.0, "beat_sec": 0.05} | options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("part", "rounds"), [("many", 20), ("many_without_links", 6)])
 def test_many_processes_of_one_host(tmp_path, part, rounds):
     outcomes, left = run(tmp_path, part)

@@ -120,6 +120,7 @@ def test_a_finished_run_is_made_longer(tmp_path, straight, capsys):
     assert (tmp_path / "config.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_is_made_shorter_but_not_than_it_is(tmp_path):
     train(EXPERIMENT, tmp_path, max_steps=3)
     run = train(EXPERIMENT.replaced({"steps": 6}), tmp_path)

@@ -139,6 +139,7 @@ def test_an_interrupted_run_with_estimation_is_bit_equal(tmp_path):
     assert again.metrics == whole.metrics
 
 
+@pytest.mark.slow
 def test_a_signal_during_the_last_estimation_changes_nothing(tmp_path):
     """The state is saved without the estimates; when the run resumes they are made, and saved."""
     whole = jaxdl.train(ESTIMATED, tmp_path / "whole", quiet=True, devices=FOUR)

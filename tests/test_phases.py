@@ -136,7 +136,7 @@ def test_a_run_goes_through_its_phases(whole):
     assert column(whole, "input/per_sec/augment")[-1] > 0
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_losses_are_the_same_with_workers(workers, whole, folder):
     one = experiment(folder, report={"every_steps": 1}).replaced({"data.photos.workers": workers})
     run = jaxdl.train(one, quiet=True, devices=jax.devices()[:4])
@@ -144,7 +144,7 @@ def test_the_losses_are_the_same_with_workers(workers, whole, folder):
     assert column(run, "eval/loss") == column(whole, "eval/loss")
 
 
-@pytest.mark.parametrize("stop", [4, 6, 9])
+@pytest.mark.parametrize("stop", [pytest.param(4, marks=pytest.mark.slow), 6, pytest.param(9, marks=pytest.mark.slow)])
 def test_a_run_goes_on_in_the_phase_where_it_stopped(stop, whole, folder, tmp_path):
     def interrupt(info):
         if info.step == stop:
@@ -180,6 +180,7 @@ def test_a_phase_that_the_model_does_not_take_is_refused_at_the_start(folder):
         make_plan(one, jax.devices()[:4])
 
 
+@pytest.mark.slow
 def test_a_run_goes_back_into_an_earlier_phase(whole, folder, tmp_path, monkeypatch):
     """Steps 7 and 8, the first of the second phase, are bad: back to step 4, in the first one, and over them."""
     step_at = {timeline().position(step): step for step in range(15)}
@@ -214,6 +215,7 @@ def test_a_run_does_not_go_on_with_other_data(folder, tmp_path):
         jaxdl.train(one, tmp_path / "run", quiet=True, devices=jax.devices()[:4])
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_kept(folder, tmp_path):
     one = experiment(folder, phases=(Phase(epochs=1, size=32),)).replaced(
         {"compiler.cache_dir": str(tmp_path / "programs")}

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from photographs import folder_of_photographs
 from runs import finish, saved_state, write_config
-from test_processes import start_pair
 from test_phases import experiment
+from test_processes import start_pair
 
 import jaxdl
 from jaxdl.phases import Phase
