@@ -3,7 +3,7 @@
 TFDS_DATA_DIR=... python -m jaxdl.train --config configs/imagenet_resnet50_lars_32k.py --workdir runs/lars_32k
 
 Source: the row of batch 32768 in mlcommons/logging, mlperf_logging/rcp_checker/training_4.0.0/rcps_resnet.json; see
-`imagenet_common.mlperf` for what all rows share.
+`imagenet_common.mlperf` for the values common to all rows.
 
 Expected: top-1 0.759 after about 56 of the 74 epochs (the mean of the reference's runs).
 

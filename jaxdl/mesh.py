@@ -39,7 +39,7 @@ BATCH_AXES = (Axis.REPLICA.value, Axis.FSDP.value)
 
 
 class MeshConfig(Config):
-    """Sizes of the mesh axes; one of them may be -1 and takes the devices that are left."""
+    """Sizes of the mesh axes; one of them may be -1 and takes the remaining devices."""
 
     replica: int = 1
     """Data parallel across the slow network; gradients are exchanged over it. Usually the number of nodes."""
@@ -58,13 +58,13 @@ class MeshConfig(Config):
         sizes = {axis.value: getattr(self, axis.value) for axis in Axis}
         for name, size in sizes.items():
             if size != -1 and size < 1:
-                raise ValueError(f"{name} = {size}: an axis has 1 or more devices, or -1 for what is left.")
+                raise ValueError(f"{name} = {size}: an axis has 1 or more devices, or -1 for the rest.")
         if list(sizes.values()).count(-1) > 1:
-            raise ValueError(f"{sizes}: only one axis may be -1 (what is left).")
+            raise ValueError(f"{sizes}: only one axis may be -1 (the rest).")
         if self.without_gpus is not None and self.cpu_devices is not None:
             raise ValueError(
                 f"cpu_devices = {self.cpu_devices} and without_gpus: with cpu_devices no GPU is used, so without_gpus "
-                "would be ignored. Set one of them; without_gpus has cpu_devices of its own."
+                "would be ignored. Set one of them; without_gpus has its own cpu_devices."
             )
         if self.without_gpus is not None and self.without_gpus.without_gpus is not None:
             raise ValueError("without_gpus: it is the last choice. Set no without_gpus inside it.")

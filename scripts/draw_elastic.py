@@ -31,7 +31,7 @@ _BAND = "#d5dae3"
 
 
 def main() -> None:
-    """Runs what is not finished yet, and reports."""
+    """Runs everything that is not finished, and reports."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--workdir", type=Path, required=True)
@@ -57,7 +57,7 @@ def check(args: argparse.Namespace, base: jaxdl.Experiment) -> None:
         raise ConfigError(f"--config {args.config}: its evaluation has no accuracy.")
     for number in args.hosts:
         if number < 1 or base.batch_size % number:
-            raise ConfigError(f"--hosts {number}: the batch of {base.batch_size} cannot be split evenly over so many.")
+            raise ConfigError(f"--hosts {number}: the batch of {base.batch_size} cannot be split evenly over them.")
 
 
 def run(args: argparse.Namespace, changes: list[str], workdir: Path, hosts: list[int], seed: int) -> dict[str, Any]:

@@ -41,7 +41,7 @@ MOMENTUM, WEIGHT_DECAY, WARMUP = 0.9, 5e-4, 0.2
 """Of all variants; the warm-up is a share of the run."""
 
 TRUST_COEFFICIENT = 0.01
-"""Of LARS. The published 0.001 needs 10 times the rate, which is far too large for what has no trust ratio."""
+"""Of LARS. The published 0.001 needs 10 times the rate, which is far too large for parameters without a trust ratio."""
 
 _OWN = ("optimizer", "schedule", "batch-size", "evaluation", "seed", "model.norm-span", "data.t", "phases")
 """The fields that the script sets."""

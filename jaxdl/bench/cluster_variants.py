@@ -55,7 +55,7 @@ def floor_of(name: str) -> str:
 
 
 class NoExchange:
-    """Every replica takes its own gradients for the mean and nothing is sent: what a free exchange would cost.
+    """Every replica uses its own gradients as the mean and sends nothing: the cost of a free exchange.
 
     The replicas drift apart, so it cannot train anything and no config builds it.
     """

@@ -79,7 +79,7 @@ class CompilerConfig(Config):
                 )
 
     def keep_programs(self) -> None:
-        """Has JAX keep what it compiles from now on in `cache_dir`, or where it would without jaxdl.
+        """Makes JAX keep the programs that it compiles from now on in `cache_dir`, or in its default place.
 
         Raises ConfigError for a folder that cannot be written.
         """
