@@ -36,9 +36,7 @@ def scale_by_lars_trust_ratio(
     Stateless; the transformation's update needs `params`. Source: You et al., arXiv 1708.03888, equation 6.
     """
 
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         assert params is not None, "trust ratios need the parameters"
         param_norms, grad_norms = _layer_norms((params, updates), mask, stacked)
 
@@ -51,9 +49,9 @@ def scale_by_lars_trust_ratio(
             ratio = _trust_ratio(trust_coefficient * param_norm, denominator, param_norm, grad_norm, clip)
             return ratio * (grad + weight_decay * param)
 
-        return jax.tree.map(scale, mask, updates, params, param_norms, grad_norms), state
+        return jax.tree.map(scale, mask, updates, params, param_norms, grad_norms)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(update)
 
 
 def scale_by_lamb_trust_ratio(
@@ -65,9 +63,7 @@ def scale_by_lamb_trust_ratio(
     Stateless; the transformation's update needs `params`. Source: You et al., arXiv 1904.00962, Algorithm 2.
     """
 
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         assert params is not None, "trust ratios need the parameters"
         param_norms, update_norms = _layer_norms((params, updates), mask, stacked)
 
@@ -76,9 +72,9 @@ def scale_by_lamb_trust_ratio(
                 return direction
             return _trust_ratio(param_norm, update_norm, param_norm, update_norm, clip) * direction
 
-        return jax.tree.map(scale, mask, updates, param_norms, update_norms), state
+        return jax.tree.map(scale, mask, updates, param_norms, update_norms)
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(update)
 
 
 def add_weight_decay(weight_decay: float, mask: Mask) -> optax.GradientTransformation:
@@ -87,15 +83,13 @@ def add_weight_decay(weight_decay: float, mask: Mask) -> optax.GradientTransform
     Stateless; the transformation's update needs `params`.
     """
 
-    def update(
-        updates: optax.Updates, state: optax.OptState, params: optax.Params | None = None
-    ) -> tuple[optax.Updates, optax.OptState]:
+    def update(updates: optax.Updates, params: optax.Params | None) -> optax.Updates:
         assert params is not None, "weight decay needs the parameters"
         return jax.tree.map(
             lambda masked_in, grad, param: grad + weight_decay * param if masked_in else grad, mask, updates, params
-        ), state
+        )
 
-    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    return optax.stateless(update)
 
 
 def _trust_ratio(
