@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -46,13 +47,13 @@ def handlers() -> dict[str, Any]:
     return trees | {"meta": ocp.JsonCheckpointHandler()}
 
 
-def read_items(folder: Any, wanted: dict[str, Any]) -> dict[str, Any]:
+def read_items(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     """The wanted items (name -> shape structs with shardings) of a checkpoint. Processes do not wait for each other."""
     with _reader() as reader:
         return {name: reader.restore(folder / name, args=ocp.args.StandardRestore(x)) for name, x in wanted.items()}
 
 
-def stored_arrays(folder: Any, item: str) -> dict[str, tuple[tuple[int, ...], str]]:
+def stored_arrays(folder: Path, item: str) -> dict[str, tuple[tuple[int, ...], str]]:
     """(shape, dtype) of each array of an item, as TensorStore reports them."""
     with _reader() as reader:
         tree = reader.metadata(folder / item)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
+from collections.abc import Callable
 from typing import Any
 
 
@@ -33,7 +34,7 @@ def _of_others(record: logging.LogRecord) -> bool:
     return "never retrieved" not in text or ("orbax" not in text and "OCDBT" not in text)
 
 
-def _report_unraisable(otherwise: Any, unraisable: Any) -> None:
+def _report_unraisable(otherwise: Callable[[Any], object], unraisable: Any) -> None:
     error = unraisable.exc_value
     if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
         otherwise(unraisable)

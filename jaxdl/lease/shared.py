@@ -1,4 +1,4 @@
-"""Whether a workdir is the same folder on all hosts of a run."""
+"""Checks that a workdir is the same folder on all hosts of a run."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from jaxdl.errors import ConfigError
 from jaxdl.lease.lease import FULL
 
 SHARED_SEC = 60.0
-"""How long a process looks for a file of another one: NFS clients may cache a missing file for this long."""
+"""How long a process waits for a file of another one: NFS clients may cache a missing file for this long."""
 
 
 def check_shared(folder: Path) -> None:
-    """Makes the folder. Raises ConfigError, on all processes, if it cannot be written or is not the same for all.
+    """Creates the folder. Raises ConfigError on all processes if it is not writable or not the same on all hosts.
 
-    The first process makes a file, and the others look for it. Its name is new, so no host has cached anything of it.
+    The first process creates a file and the others look for it. Its name is new, so no host has cached its absence.
     """
     token = folder / f".claim.{secrets.token_hex(8)}.tmp"
 
     def make() -> bytes:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for left in folder.glob(".claim.*.tmp"):  # By a process that was killed.
+            for left in folder.glob(".claim.*.tmp"):  # Left by a killed process.
                 left.unlink(missing_ok=True)
             token.touch()
         except OSError as error:
             if error.errno in FULL and folder.is_dir():
                 return b""
-            raise ConfigError(f"--workdir {folder}: {error.strerror}. Choose a folder that can be written.") from None
+            raise ConfigError(f"--workdir {folder}: {error.strerror}. Choose a writable folder.") from None
         return token.name.encode()
 
     try:
@@ -47,14 +47,14 @@ def check_shared(folder: Path) -> None:
             return
         found = appears(folder / name, SHARED_SEC)
         member = current()
-        wait_for_all()  # Gloo waits for less long.
+        wait_for_all()  # Gloo does not wait this long.
         every = np.ravel(multihost_utils.process_allgather(np.bool_(found)))
         missing = [process for process, one in enumerate(every) if not one]
         if missing:
             hosts = member.hosts if member is not None else ["host ?"] * len(every)
             raise ConfigError(
-                f"the hosts do not see the same --workdir: {folder} on {process_names(missing, hosts)} is another "
-                f"folder than on {process_names([0], hosts)}. Use one on a shared file system."
+                f"the hosts do not see the same --workdir: {folder} on {process_names(missing, hosts)} is not the "
+                f"folder of {process_names([0], hosts)}. Use a folder on a shared file system."
             )
     finally:
         if jax.process_index() == 0:
@@ -63,7 +63,7 @@ def check_shared(folder: Path) -> None:
 
 
 def appears(path: Path, within_sec: float) -> bool:
-    """Whether the file exists, or begins to in time."""
+    """Whether the file exists now or within the given time."""
     end = time.monotonic() + within_sec
     while not os.path.exists(path):
         if time.monotonic() > end:
