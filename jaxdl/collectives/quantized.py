@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,42 +30,21 @@ _SMALLEST_SCALE = np.float32(2.0**-126)
 """A block whose scale is below the normal numbers is sent as zeros: its inverse might be infinite."""
 
 
-@overload
-def quantized_all_reduce(
-    x: jax.Array,
-    axis: Axis,
-    key: jax.Array | None,
-    *,
-    bits: int = 8,
-    block_size: int | None = None,
-    return_error: Literal[False] = False,
-) -> jax.Array: ...
+class QuantizedOptions(TypedDict, total=False):
+    """The options of `quantized_all_reduce`, for the types of its overloads."""
+
+    bits: int
+    block_size: int | None
 
 
 @overload
 def quantized_all_reduce(
-    x: jax.Array,
-    axis: Axis,
-    key: jax.Array | None,
-    *,
-    bits: int = 8,
-    block_size: int | None = None,
-    return_error: Literal[True],
+    x: jax.Array, axis: Axis, key: jax.Array | None, *, return_error: Literal[True], **options: Unpack[QuantizedOptions]
 ) -> tuple[jax.Array, jax.Array]: ...
-
-
 @overload
 def quantized_all_reduce(
-    x: jax.Array,
-    axis: Axis,
-    key: jax.Array | None,
-    *,
-    bits: int = 8,
-    block_size: int | None = None,
-    return_error: bool,
-) -> jax.Array | tuple[jax.Array, jax.Array]: ...
-
-
+    x: jax.Array, axis: Axis, key: jax.Array | None, **options: Unpack[QuantizedOptions]
+) -> jax.Array: ...
 def quantized_all_reduce(
     x: jax.Array,
     axis: Axis,

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
@@ -45,6 +45,33 @@ _CHUNK_SIZE = 64
 the layers where the large gradients are."""
 
 
+class SparseOptions(TypedDict, total=False):
+    """The options of `sparse_all_reduce`, for the types of its overloads."""
+
+    algorithm: Algorithm
+    wire: Wire
+    num_kept: int | None
+    method: Method
+    key: jax.Array | None
+    num_passes: int
+    capacity_factor: float
+    indices_sorted: bool
+
+
+@overload
+def sparse_all_reduce(
+    values: jax.Array,
+    indices: jax.Array,
+    n: int,
+    axis: Axis,
+    *,
+    return_error: Literal[True],
+    **options: Unpack[SparseOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def sparse_all_reduce(
+    values: jax.Array, indices: jax.Array, n: int, axis: Axis, **options: Unpack[SparseOptions]
+) -> jax.Array: ...
 def sparse_all_reduce(
     values: jax.Array,
     indices: jax.Array,
@@ -60,7 +87,7 @@ def sparse_all_reduce(
     capacity_factor: float = 1.25,
     indices_sorted: bool = False,
     return_error: bool = False,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """float32 `[n]`: the sum over the devices of `axis` of dense vectors, each zero but for `values [k]` at `indices`.
 
     With `return_error` it is `(total, error)`: `error`, float32 `[n]`, is what this device's entries and its share of
