@@ -153,7 +153,7 @@ def test_through_one_replica_nothing_is_lost(tmp_path, exchange):
         for where in ("common", "shard"):
             assert_bit_equal(found.get(where, {}), start.get(where, {}))
     assert not any("dropped" in note or "new run" in note for note in notes)
-    assert ["adds 1/8 of what is left of the residual" in note for note in notes] == [False, True, False]
+    assert ["adds 1/8 of the remaining residual" in note for note in notes] == [False, True, False]
 
 
 def test_one_replica_applies_the_residual_and_counts_on():
@@ -218,7 +218,7 @@ def test_an_older_checkpoint_of_one_replica(tmp_path):
     restored = through_a_checkpoint(tmp_path, old, plan)
     [said] = restored.notes
     assert "the momentum of 1 replica is split over 4" in said
-    assert "num_updates, residual is that of a new run" in said
+    assert "num_updates, residual starts as in a new run" in said
     fresh, found = host(make_exchange_state(plan)), host(restored.state.exchange_state)
     whole, parts = host(old.exchange_state)["replica"]["momentum"], found["replica"].pop("momentum")
     for name, x in parts.items():
@@ -232,7 +232,7 @@ def test_other_shards_with_the_same_replicas(tmp_path, exchange):
     before, plan = plan_of(exchange, 2, 4, 1), plan_of(exchange, 2, 2, 2)
     state = filled(before)
     restored = through_a_checkpoint(tmp_path, state, plan)
-    assert ["factor is that of a new run" in said for said in restored.notes] == [True] * (
+    assert ["factor starts as in a new run" in said for said in restored.notes] == [True] * (
         "shard" in state.exchange_state
     )
     assert_bit_equal(host(restored.state.exchange_state["replica"]), host(state.exchange_state["replica"]))

@@ -442,7 +442,7 @@ def test_mistakes_are_told():
         "n=0": {"n": 0},
         "entries are float32, bfloat16 or float16": {"values": indices},
         "must be int32": {"indices": values},
-        "algorithm='ring': there is no such one": {"algorithm": "ring"},
+        "algorithm='ring': no such algorithm": {"algorithm": "ring"},
         "wire='zip'": {"wire": "zip"},
         "all_gather keeps all": {"num_kept": 3},
         "keep at least 1": {"num_kept": 0, "algorithm": "all_to_all"},

@@ -1,7 +1,7 @@
 """Custom primitives: selections, and collectives that send fewer bytes than a sum of whole arrays.
 
-Pure functions with shapes known at trace time; no state. The collectives are *lossy sums with a known error*: asked
-for it, each also returns what it left out, so that the exchange can hand it in again later (error feedback).
+Pure functions with shapes known at trace time; no state. The collectives are *lossy sums with a known error*: each can
+return the error, too, which the exchange adds to the next gradient (error feedback).
 """
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce

@@ -56,8 +56,8 @@ def gather_blocks(x: jax.Array, blocks: jax.Array, width: int) -> tuple[jax.Arra
 def two_stages(x: jax.Array, k: int, bits: int, *, compare: bool) -> jax.Array:
     """The k largest magnitudes of `x` [n] by `bits` leading bits, ties lowest index first: int32 `[k]`, ascending.
 
-    Every one of them lies in one of the k blocks with the largest maxima: were its block not among them, each of the
-    k blocks would hold an entry that goes before it. One read of x, then about n / width + k * width entries.
+    Each of them is in one of the k blocks with the largest maxima: otherwise each of those k blocks would have an entry
+    that ranks before it. One read of x, then about n / width + k * width entries.
     """
     width = block_width(x.size, k)
     if width is None:

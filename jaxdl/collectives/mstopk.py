@@ -1,8 +1,8 @@
-"""MSTopK: thresholds by bisection between the mean and the maximum, and a random window of what they leave open.
+"""MSTopK: thresholds by bisection between the mean and the maximum, and a random window of the entries between them.
 
 Shi et al., "Towards Scalable Distributed Training of Deep Learning on Public Cloud Clusters", MLSys 2021, Algorithm
-MSTopK. Where its text leaves a hole, this closes it: without any threshold that at most k entries reach, none is sure
-(instead of all), and the window never runs past the end of the band.
+MSTopK. Where the paper leaves a case open, this decides: without any threshold that at most k entries reach, none is
+sure (instead of all), and the window never runs past the end of the band.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def mstopk(x: jax.Array, k: int, num_passes: int, bits: jax.Array, *, compare: b
     search = lax.fori_loop(0, whole, lambda _, search: steps(depth, search), search, unroll=unroll)
     if num_passes % depth:
         search = steps(num_passes % depth, search)
-    # With more infinities than k the window lies among them, and nothing is sure.
+    # With more infinities than k the window is among them, and nothing is sure.
     crowded = num_unbounded > k
     last = jnp.where(crowded, LARGEST, search.sure_from - 1)
     sure = words_between(x, last, LARGEST, compare=compare, after=True)

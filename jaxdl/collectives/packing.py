@@ -1,11 +1,11 @@
 """How sparse entries travel: one buffer of uint32 words a message.
 
 * `packed`, 4 bytes an entry: the high 16 bits of a word are the value as bfloat16 (rounded to nearest even), the low
-  16 bits the index inside its block of 65,536 positions. Entries stand in ascending order of index; in front of them
-  stands, for each block, how many entries there are up to its end, from which the receiver finds every entry's block.
+  16 bits the index inside its block of 65,536 positions. Entries are in ascending order of index; before them
+  is, for each block, the number of entries up to its end, from which the receiver finds every entry's block.
 * `plain`, 8 bytes an entry: the values as float32, then the indices as int32.
 
-Entries whose index is n or more are padding: they stand at the end, carry the value 0 and come back with the index n,
+Entries whose index is n or more are padding: they are at the end, have the value 0 and come back with the index n,
 which a scatter drops.
 """
 

@@ -1,4 +1,4 @@
-"""What jaxdl's primitives have in common: registration, batching, and truthful types in `shard_map`.
+"""The common part of jaxdl's primitives: registration, batching, and truthful types in `shard_map`.
 
 A primitive here is an implementation in plain JAX for operands without batch dimensions, and a rule for the shapes of
 its results. `define` registers the rest: eager evaluation, abstract evaluation, a lowering for each platform, and
@@ -113,7 +113,7 @@ def _abstract(
 
 
 def _batched(one: Implementation, core_ndims: tuple[int, ...]) -> Implementation:
-    """An implementation for operands that have batch dimensions in front, the same for all."""
+    """An implementation for operands with the same leading batch dimensions."""
 
     def run(*operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
         mapped: Any = functools.partial(one, **params)

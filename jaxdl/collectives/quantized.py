@@ -58,7 +58,7 @@ def quantized_all_reduce(
 
     Returns `total` float32 `[n]`, the same on all devices bit for bit; with `return_error` also `error` float32 `[n]`,
     what this device's part of the sum lost: the sum over devices of x is `total` plus the sum over devices of `error`,
-    within float32 rounding. Hand the error in again with the next x (error feedback).
+    within float32 rounding. Add the error to the next x (error feedback).
 
     `bits` is 8, 4, 2 (unbiased, for random `key`s) or 1 (biased: needs error feedback; the key is not used). A new key
     each step; it need not be the same on all devices, and devices of one `axis` draw independent numbers from one key.
@@ -171,7 +171,7 @@ def _encode(
 ) -> tuple[jax.Array, jax.Array]:
     """`[range, block, element]` -> (messages uint8 `[range, byte]`, what they will be read as).
 
-    `start` is the index of the first element; what lies behind the last real one must be 0.
+    `start` is the index of the first element; elements after the last real one must be 0.
     """
     magnitudes = jnp.abs(x)
     if layout.bits == 1:

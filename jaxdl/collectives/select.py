@@ -47,7 +47,7 @@ def select_top_k(
     - `threshold`: the same by the 24 leading bits of |x| (exponent and 16 bits of the mantissa): those that differ by
       less than 2**-16 of their size count as ties. Fewer counting passes.
     - `mstopk`: Shi et al., MLSys 2021, Algorithm MSTopK: `num_passes` steps of bisection over the data, then a random
-      window (`key`; seed 0 for None) of those that lie between the last two thresholds. O(num_passes n).
+      window (`key`; seed 0 for None) of those between the last two thresholds. O(num_passes n).
     - `block`: the `num_per_block` largest of each of k / num_per_block blocks of (nearly) equal size, which is another
       set, but spread evenly. O(num_per_block n).
 
@@ -67,7 +67,7 @@ def _check(x: jax.Array, k: int, method: str, num_passes: int, num_per_block: in
     if x.dtype not in DTYPES:
         raise ValueError(f"x is {x.dtype}: magnitudes are compared in float32. Give float32, bfloat16 or float16.")
     if method not in METHODS:
-        raise ValueError(f"method={method!r}: there is none of this name. Choose one of {', '.join(METHODS)}.")
+        raise ValueError(f"method={method!r}: no such method. Choose one of {', '.join(METHODS)}.")
     if not 1 <= k <= x.size:
         raise ValueError(f"k={k}: there are {x.size} entries to choose from. Give 1 to {x.size}.")
     if num_passes < 1:

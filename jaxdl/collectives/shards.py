@@ -16,7 +16,7 @@ def sum_of_shards(
     """The sum over the devices of `axes` of `function(*their shards of the batches)`: float32, whole on each device.
 
     `batches` are split along their first dimension. The sum is float32 whatever `function` returns: XLA's partitioner
-    would put it in front of a conversion that follows. `mesh` is None inside of a `shard_map`, whose mesh it then is;
+    would move it before a conversion that follows. `mesh` is None inside of a `shard_map`, whose mesh it then is;
     axes that are not in `axes` stay as they are, manual or automatic.
     """
 

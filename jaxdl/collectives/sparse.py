@@ -91,7 +91,7 @@ def sparse_all_reduce(
     """float32 `[n]`: the sum over the devices of `axis` of dense vectors, each zero but for `values [k]` at `indices`.
 
     With `return_error` it is `(total, error)`: `error`, float32 `[n]`, is what this device's entries and its share of
-    the work lost, so that the sum over devices of the handed in equals `total` plus the sum over devices of `error`.
+    the work lost, so that the sum over devices of the inputs equals `total` plus the sum over devices of `error`.
     `total` is the same on all devices of the axis, `error` is not.
 
     `values` are float32, bfloat16 or float16. `indices`, int32 `[k]`, are distinct; those outside of 0..n-1 are
@@ -117,7 +117,7 @@ def sparse_all_reduce(
     if algorithm == "all_gather" and num_kept is not None:
         raise ValueError(f"num_kept={num_kept}: all_gather keeps all. Leave it out, or take algorithm='all_to_all'.")
     if method not in METHODS:
-        raise ValueError(f"method={method!r}: there is none of this name. Choose one of {', '.join(METHODS)}.")
+        raise ValueError(f"method={method!r}: no such method. Choose one of {', '.join(METHODS)}.")
     operands = alike(axes, values, indices, key_bits(key))
     plan = _Plan(len(values), n, num_devices(axes), algorithm, wire, num_kept, capacity_factor)
     results = sparse_all_reduce_p.bind(
@@ -161,9 +161,9 @@ class _Plan:
         packing.check_wire(self.wire)
         if self.algorithm not in get_args(Algorithm):
             known = ", ".join(map(repr, get_args(Algorithm)))
-            raise ValueError(f"algorithm={self.algorithm!r}: there is no such one. Take one of {known}.")
+            raise ValueError(f"algorithm={self.algorithm!r}: no such algorithm. Choose one of {known}.")
         if self.k < 1:
-            raise ValueError(f"k={self.k}: there is nothing to sum. Hand in at least 1 entry.")
+            raise ValueError(f"k={self.k}: there is nothing to sum. Give at least 1 entry.")
         limit = packing.MAX_POSITIONS - _CHUNK_SIZE * self.num_devices
         if not 1 <= self.n <= limit:
             raise ValueError(f"n={self.n}: indices are int32, so n is 1 to {limit}. Split the vector.")
@@ -253,7 +253,7 @@ def _implementation(
 ) -> list[jax.Array]:
     algorithm = {"all_gather": _by_all_gather, "all_to_all": _by_all_to_all}[plan.algorithm]
     if plan.num_devices == 1:
-        algorithm = _alone
+        algorithm = _single_device
 
     # The primitive has rules of its own. This one is for `vmap(axis_name=...)`, whose batching rule leaves a
     # derivative around it nothing but this function, and the bits of a message have none.
@@ -291,7 +291,9 @@ def _sum_in_order(words: jax.Array, k: int, n: int, wire: Wire) -> jax.Array:
     return lax.scan(add, first, words[1:])[0]
 
 
-def _alone(values: jax.Array, indices: jax.Array, key: jax.Array, plan: _Plan, *_: Any) -> tuple[jax.Array, jax.Array]:
+def _single_device(
+    values: jax.Array, indices: jax.Array, key: jax.Array, plan: _Plan, *_: Any
+) -> tuple[jax.Array, jax.Array]:
     total = _scatter(values, indices, plan.n)
     return total, jnp.zeros_like(total)
 
@@ -374,7 +376,7 @@ sparse_all_reduce_p = define("sparse_all_reduce", _implementation, _results, cor
 def _refuse_derivative(plan: _Plan) -> None:
     if plan.algorithm == "all_to_all":
         raise ValueError(
-            "sparse_all_reduce: algorithm='all_to_all' has no derivative, for its second selection is not linear. "
+            "sparse_all_reduce: algorithm='all_to_all' has no derivative, since its second selection is not linear. "
             "Take algorithm='all_gather', or put jax.lax.stop_gradient around the values."
         )
 

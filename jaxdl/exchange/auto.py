@@ -25,7 +25,7 @@ _INNER_LINKS = {"cpu": Link(2e-5, 2e9), "gpu": Link(5e-6, 1.5e11)}
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen, and why."""
+    """The exchange that was chosen, and the reasons."""
 
     config: ExchangeConfig
     lines: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What every gradient exchange is: an `(init, update)` pair in optax's manner, and where its state lies on a mesh."""
+"""The interface of every gradient exchange, and how its state is sharded over a mesh."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ExchangeMetrics = dict[str, jax.Array]
 """
 
 ExchangeState = dict[str, dict[str, Any]]
-"""The state by where it lies; a part that is empty is left out:
+"""The state in up to three parts; empty parts are left out:
 
 - `replica`: name -> {gradient's name: array of the gradient's local shape}, each replica its own;
 - `shard`: name -> {gradient's name: array of any shape}, one for each shard, the same in all replicas;
@@ -63,13 +63,14 @@ class Exchange(Protocol):
 class GradientLayout:
     """What an exchange may know of the gradients besides their local shapes.
 
-    Without one, it takes every gradient for this device's own, as in plain data parallel training.
+    Without one, no gradient is sharded, as in plain data parallel training.
     """
 
     specs: Mapping[str, PartitionSpec] = field(default_factory=dict)
     """A gradient's name (its path, `stem/kernel`) -> how it is sharded inside a replica."""
     inner: Mapping[str, int] = field(default_factory=dict)
-    """The mesh axes inside a replica, with their sizes. What lies whole on an axis is shared out for the exchange."""
+    """The mesh axes inside a replica, with their sizes. A gradient that is not sharded over an axis is
+    divided among its devices for the exchange."""
     order: tuple[str, ...] = ()
     """The names in the order in which the backward pass finishes them; without it, the last ones come first."""
     stacked: frozenset[str] = frozenset()
@@ -131,9 +132,9 @@ def like(grads: Any, values: Mapping[str, jax.Array]) -> Any:
 
 
 def rounding_of(total: jax.Array, dtype: Any) -> jax.Array:
-    """What float32 numbers lose when `like` returns them in `dtype`, float32; zero where they become infinite.
+    """The rounding error of float32 numbers that `like` returns in `dtype`, float32; zero where they become infinite.
 
-    Not by a conversion there and back: XLA may take the two for superfluous and leave both out.
+    Not by converting back and forth: XLA may remove both conversions as redundant.
     """
     dtype = jnp.dtype(dtype)
     if dtype == jnp.float32:
@@ -182,15 +183,15 @@ def init_on_mesh(
     """The exchange's state on a mesh; `shapes` are those of the global gradients, `specs` their PartitionSpecs inside
     a replica, `axis` the mesh axis of the exchange.
 
-    Leaves of `replica` are `[replica, *gradient's shape]`; those of `shard` have a dimension for each mesh axis over
-    which the gradient is split in front.
+    Leaves of `replica` are `[replica, *gradient's shape]`; those of `shard` have a leading dimension for each mesh
+    axis over which the gradient is split.
     """
     out_specs = state_specs(exchange, shapes, specs, mesh, axis=axis)
 
     def one_device() -> Any:
         return stacked_state(exchange.init(_local_shapes(shapes, specs, mesh)), out_specs)
 
-    # Zeros have no axis that they vary over, yet belong to each replica: the types could not say so.
+    # Zeros vary over no axis, yet each replica has its own: the types cannot express that.
     return jax.shard_map(one_device, mesh=mesh, in_specs=(), out_specs=out_specs, check_vma=False)()
 
 
@@ -206,7 +207,7 @@ def _local_shapes(shapes: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
 def state_specs(
     exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh, *, axis: str = Axis.REPLICA.value
 ) -> Any:
-    """The PartitionSpecs of the state that `init_on_mesh` makes; see `ExchangeState` for what lies where."""
+    """The PartitionSpecs of the state that `init_on_mesh` makes; see `ExchangeState` for its parts."""
     gradient_specs = by_name(specs)
     place = {
         PER_REPLICA: lambda name: PartitionSpec(axis, *gradient_specs[name]),
@@ -244,7 +245,7 @@ def own_state(state: ExchangeState, specs: Any) -> ExchangeState:
 def gathered_like(grads: Any, specs: Any, wanted: Any) -> tuple[Any, dict[str, float]]:
     """One device's gradients, split as `specs`, gathered over the axes that `wanted` does not split them by.
 
-    So the exchange of gradients whose parameters are kept whole ends: reduce-scatter, exchange, all-gather. Also
+    This ends the exchange of gradients whose parameters are not sharded: reduce-scatter, exchange, all-gather. Also
     returns the bytes that one device sends over each axis.
     """
     sent: dict[str, float] = {}
@@ -265,7 +266,7 @@ def exchanged_on_mesh(
 ) -> Callable[..., tuple[Any, ExchangeState, ExchangeMetrics]]:
     """`function(grads, state, key) -> (mean, state, metrics)` on a mesh, which may be abstract: region 3 of the step.
 
-    Gradients are `[replica, *shape]`, each replica's own, and are split as `specs`; the state lies as `places`
+    Gradients are `[replica, *shape]`, each replica's own, and are split as `specs`; the state is sharded as `places`
     (`state_specs`). The mean is split as the gradients are, or as `wanted`, which splits it over fewer axes.
     """
     replica = Axis.REPLICA.value
@@ -289,5 +290,5 @@ def exchanged_on_mesh(
 
 
 def _leading(where: str, spec: PartitionSpec) -> int:
-    """How many dimensions a leaf has in front of those that one device sees."""
+    """How many leading dimensions a leaf has besides those that one device sees."""
     return {PER_REPLICA: 1, "shard": len(spec), "common": 0}[where]

@@ -20,7 +20,7 @@ _NO_NUMBER = 0x7FDEAD01
 
 @dataclass(frozen=True)
 class Bucket:
-    """Gradients that travel as one flat buffer; all are split, and lie whole, over the same inner axes."""
+    """Gradients that travel as one flat buffer; all are sharded, and replicated, over the same inner axes."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
@@ -76,7 +76,7 @@ class Bucket:
 def make_buckets(
     names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, *, max_elements: float
 ) -> list[Bucket]:
-    """Buckets of gradients that lie alike, in the order of `names`, each of at most `max_elements` or a single one.
+    """Buckets of gradients sharded alike, in the order of `names`, each of at most `max_elements` or a single one.
 
     Gradients without elements are in none.
     """
@@ -106,18 +106,18 @@ def in_turn(buckets: Sequence[Bucket], names: Sequence[str]) -> list[int]:
 
 
 def held_back(x: jax.Array, last: jax.Array | None) -> jax.Array:
-    """`x`, what a message sends, once `last` is there, which the message before brought; unchanged for the first one.
+    """`x`, the content of a message, made to depend on `last`, a result of the message before; the first message has none.
 
-    XLA would merge small messages of one kind into one, which has to wait for the whole backward pass. Those of which
-    one depends on the other it leaves apart; and the link carries one after the other anyway. An optimization barrier
-    would say so too, but XLA drops what of it nobody reads.
+    XLA would merge small messages of one kind into one, which has to wait for the whole backward pass. It does not
+    merge messages that depend on each other; and the link carries one after the other anyway. An optimization barrier
+    does not help: XLA drops its unused results.
     """
     if last is None:
         return x
-    # A message that is the same on all devices of an axis must stay so. That of axes with several devices is shared out
-    # among them, so here are those of one device alone, over which a sum sends nothing.
-    alone = sorted(jax.typeof(last).mat.varying - jax.typeof(x).mat.varying)
-    token = lax.psum(last, tuple(alone)) if alone else last
+    # A message that is the same on all devices of an axis must stay so. Several devices of an axis divide the message,
+    # so the axes here have one device each, over which a sum sends nothing.
+    single = sorted(jax.typeof(last).mat.varying - jax.typeof(x).mat.varying)
+    token = lax.psum(last, tuple(single)) if single else last
     bits = lax.bitcast_convert_type(token.astype(jnp.float32), jnp.uint32)
     return jnp.where(bits == np.uint32(_NO_NUMBER), jnp.zeros_like(x), x)
 

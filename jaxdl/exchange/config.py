@@ -1,7 +1,7 @@
 """The base of the configs of all exchanges: everything that the rest of jaxdl asks about a kind of exchange.
 
 A new kind is a subclass of `ExchangeConfig`, or of `jaxdl.exchange.compressed.Compressed`, in a module of its own that
-`jaxdl.exchange` imports. What is abstract here nobody else can know: a kind without it cannot be instantiated.
+`jaxdl.exchange` imports. Every kind has to define the abstract members: without one it cannot be instantiated.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class ExchangeConfig(Config, abc.ABC):
         """Raises ValueError when the exchange does not work with an optimizer."""
 
     def remarks(self, cost: Cost, gradients: Gradients, machine: Machine, dense: ExchangeConfig) -> list[str]:
-        """What else the user should know of its cost, beside that of `dense`, a line each."""
+        """Further notes on its cost for the user, beside that of `dense`, a line each."""
         del cost, gradients, machine, dense
         return []
 

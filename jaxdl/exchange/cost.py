@@ -3,7 +3,7 @@
 A message of b bytes over a link takes alpha + beta b. Collectives are counted as rings: an all-reduce among m devices
 is 2 (m-1) messages, an all-gather or all-to-all m-1 (Thakur et al. 2005); bytes are those of the exchanges' own
 `sent_bytes`. Added are the work on the device, at speeds that `jaxdl.exchange.probe` measures, and what the exchange
-sends inside a replica. Nothing overlaps with anything: the time is what an exchange adds to a step at most.
+sends inside a replica. No overlap is assumed: the time is the most that an exchange adds to a step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The delayed exchange: gradients are applied one step late, so that a whole step hides their exchange.
 
-What the exchange of step t sends are the gradients of step t-1. They are there when the step begins, so nothing of it
-has to wait for the step's own forward and backward pass. (The delayed update of Pipe-SGD, Li et al., NeurIPS 2018,
+The exchange of step t sends the gradients of step t-1. They are available when the step begins, so it does not wait for
+the step's own forward and backward pass. (The delayed update of Pipe-SGD, Li et al., NeurIPS 2018,
 with one step of staleness.)
 """
 

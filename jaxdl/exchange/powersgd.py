@@ -169,10 +169,10 @@ def _matmul(a: jax.Array, b: jax.Array) -> jax.Array:
 def _summed(
     parts: Leaves, bucket: Bucket, axis: str, last: jax.Array | None = None
 ) -> tuple[Leaves, Bucket, jax.Array]:
-    """The sums over the axis of all arrays, as one message, which devices that hold the same share out; its form, and
-    a number of it. It is sent after the message that `last` came with.
+    """The sums over the axis of all arrays as one message after `last`, divided among the devices that hold the same;
+    its bucket; and a number of the sum, for the next message.
 
-    So one device decides each number, and what is the same on several devices stays so bit by bit.
+    One device decides each number, so copies on several devices stay equal bit by bit.
     """
     shapes = tuple(parts[name].shape for name in bucket.names)
     message = dataclasses.replace(bucket, shapes=shapes)

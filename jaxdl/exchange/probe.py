@@ -248,7 +248,7 @@ def _compiled(mesh: Mesh, work: Work, x: jax.Array) -> Run:
     def one_device(x: jax.Array) -> Any:
         return jax.tree.map(lambda leaf: leaf.reshape(1, -1), work(x.reshape(-1)))
 
-    # Nobody reads the results, so their types need not be right.
+    # The results are discarded, so their types need not be right.
     mapped = jax.shard_map(one_device, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
     function = jax.jit(mapped).lower(x).compile()
     return lambda: function(x)

@@ -17,7 +17,7 @@ MIN_SPEEDUP = 1.2
 
 @dataclass(frozen=True)
 class Recommendation:
-    """The exchange to take, and what speaks for it."""
+    """The exchange to take, and the reasons."""
 
     best: ExchangeConfig
     rows: tuple[tuple[ExchangeConfig, Cost], ...]

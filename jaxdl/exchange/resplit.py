@@ -22,9 +22,9 @@ Flat = dict[str, Any]
 
 
 def readable(wanted: Flat, stored: Mapping[str, tuple[int, ...]]) -> Flat:
-    """What to read of a stored state, of which `stored` has the shapes: shape structs, laid out for the new mesh.
+    """The shape structs with which to read a stored state of the shapes `stored`, sharded for the new mesh.
 
-    All of it has to be read; what cannot be carried over (see `resplit`) is read whole, and dropped.
+    All of it has to be read; arrays that cannot be carried over (see `resplit`) are read unsharded, and dropped.
     """
     found: Flat = {}
     mesh: Any = next((x.sharding.mesh for x in wanted.values()), None)
@@ -33,11 +33,11 @@ def readable(wanted: Flat, stored: Mapping[str, tuple[int, ...]]) -> Flat:
         if x is not None and shape == x.shape:
             found[name] = x
         elif x is not None and _carries(name, shape, x.shape):
-            # So many replicas need not divide the new mesh's: every replica reads all of them.
+            # The stored number of replicas need not divide the new one: every replica reads all of them.
             sharding = NamedSharding(mesh, PartitionSpec(None, *x.sharding.spec[1:]))
             found[name] = jax.ShapeDtypeStruct(shape, x.dtype, sharding=sharding)
         else:
-            # Of what is not wanted the dtype is known by its kind: counters, and parts of gradients.
+            # The dtype of an unwanted array follows from its part: counters, or parts of gradients.
             unwanted = jnp.int32 if name.split(".")[1:2] == ["common"] else jnp.float32
             dtype = unwanted if x is None else x.dtype
             found[name] = jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
@@ -47,7 +47,7 @@ def readable(wanted: Flat, stored: Mapping[str, tuple[int, ...]]) -> Flat:
 def resplit(found: Flat, wanted: Flat, fresh: Callable[[], Flat]) -> Flat:
     """The state for the new mesh from what was read: each replica takes an equal part of the sum over replicas.
 
-    What is not there, and the state of shards that are cut otherwise, comes from `fresh`, the state of a new run.
+    Missing arrays, and the state of shards that are cut otherwise, come from `fresh`, the state of a new run.
     """
     kept = {name for name, x in wanted.items() if name in found and _carries(name, found[name].shape, x.shape)}
     initial = fresh() if wanted.keys() - kept else {}
@@ -74,30 +74,30 @@ def _equal_parts(stored: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def changed(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> str | None:
-    """What becomes of a stored state on the new mesh, in words; None when nothing about it changes."""
+    """Tells the user how a stored state changes on the new mesh; None when it does not."""
     kept = {name for name, x in wanted.items() if name in stored and _carries(name, stored[name], x.shape)}
     split = {name for name in kept if stored[name] != wanted[name].shape}
-    says = []
+    parts = []
     if split:
         before, now = (_num_replicas({name: shapes[name] for name in split}) for shapes in (stored, _shapes(wanted)))
         held, replicas = _words(split), f"{before} replica{'s' if before > 1 else ''}"
-        says.append(f"the {held} of {replicas} is split over {now}, the sum preserved")
+        parts.append(f"the {held} of {replicas} is split over {now}, the sum preserved")
         if now == 1 and any(entry.endswith(".residual") for entry in _entries(split)):
-            says.append(
-                f"the one replica adds 1/{1 / RESIDUAL_PART:g} of what is left of the residual to each gradient, "
+            parts.append(
+                f"the single replica adds 1/{1 / RESIDUAL_PART:g} of the remaining residual to each gradient, "
                 "before clipping"
             )
     if stored.keys() - kept:
-        says.append(f"the checkpoint's {_words(stored.keys() - kept)} is dropped, for this mesh has no use for it")
+        parts.append(f"the checkpoint's {_words(stored.keys() - kept)} is dropped: this mesh does not use it")
     if wanted.keys() - kept:
-        says.append(f"the {_words(wanted.keys() - kept)} is that of a new run")
-    return f"exchange: {'; '.join(says)}" if says else None
+        parts.append(f"the {_words(wanted.keys() - kept)} starts as in a new run")
+    return f"exchange: {'; '.join(parts)}" if parts else None
 
 
 def same_kind(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether the state is that of the same exchange, of which older versions kept less with one replica.
+    """Whether a stored state is of the same exchange; older versions stored less of it with one replica.
 
-    Its gradients may be others: which are worth compressing may depend on the size of their shards.
+    Its gradients may differ: which are compressed may depend on the size of their shards.
     """
     one = 1 in (_num_replicas(stored), _num_replicas(_shapes(wanted)))
     # Shards of another mesh may all be too small for any factors, so those may be missing.
@@ -115,7 +115,7 @@ def _num_replicas(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _words(names: Iterable[str]) -> str:
-    """`momentum, residual`: what the arrays of these names are."""
+    """`momentum, residual`: the entries that the arrays of these names belong to."""
     return ", ".join(sorted({entry.split(".")[1] for entry in _entries(names)}))
 
 
