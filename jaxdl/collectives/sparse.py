@@ -13,9 +13,7 @@ that the totals of all devices are equal bit by bit, and equal in every run.
 from __future__ import annotations
 
 import functools
-import math
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, Unpack, get_args, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -36,13 +34,7 @@ from jaxdl.collectives.primitive import (
     num_devices,
 )
 from jaxdl.collectives.select import METHODS, Method, select_top_k
-
-Algorithm = Literal["all_gather", "all_to_all"]
-"""The name of an algorithm of `sparse_all_reduce`."""
-
-_CHUNK_SIZE = 64
-"""Neighbouring positions that one owner gets: large enough for whole lines of memory, small enough to deal out evenly
-the layers where the large gradients are."""
+from jaxdl.collectives.sparse_plan import Algorithm, SparsePlan
 
 
 class SparseOptions(TypedDict, total=False):
@@ -119,7 +111,7 @@ def sparse_all_reduce(
     if method not in METHODS:
         raise ValueError(f"method={method!r}: no such method. Choose one of {', '.join(METHODS)}.")
     operands = alike(axes, values, indices, key_bits(key))
-    plan = _Plan(len(values), n, num_devices(axes), algorithm, wire, num_kept, capacity_factor)
+    plan = SparsePlan(len(values), n, num_devices(axes), algorithm, wire, num_kept, capacity_factor)
     results = sparse_all_reduce_p.bind(
         *operands,
         plan=plan,
@@ -142,85 +134,7 @@ def sparse_sent_bytes(
     capacity_factor: float = 1.25,
 ) -> int:
     """Bytes that one device sends in `sparse_all_reduce` over `num_devices`, by ring algorithms."""
-    return _Plan(k, n, num_devices, algorithm, wire, num_kept, capacity_factor).sent_bytes
-
-
-@dataclass(frozen=True)
-class _Plan:
-    """The sizes of one sum, all known when it is traced. Raises ValueError for those that do not fit."""
-
-    k: int
-    n: int
-    num_devices: int
-    algorithm: Algorithm
-    wire: Wire
-    num_kept: int | None
-    capacity_factor: float
-
-    def __post_init__(self) -> None:
-        packing.check_wire(self.wire)
-        if self.algorithm not in get_args(Algorithm):
-            known = ", ".join(map(repr, get_args(Algorithm)))
-            raise ValueError(f"algorithm={self.algorithm!r}: no such algorithm. Choose one of {known}.")
-        if self.k < 1:
-            raise ValueError(f"k={self.k}: there is nothing to sum. Give at least 1 entry.")
-        limit = packing.MAX_POSITIONS - _CHUNK_SIZE * self.num_devices
-        if not 1 <= self.n <= limit:
-            raise ValueError(f"n={self.n}: indices are int32, so n is 1 to {limit}. Split the vector.")
-        if self.num_kept is not None and self.num_kept < 1:
-            raise ValueError(f"num_kept={self.num_kept}: keep at least 1 sum.")
-        if not (math.isfinite(self.capacity_factor) and self.capacity_factor > 0):
-            raise ValueError(f"capacity_factor={self.capacity_factor}: must be above 0; 1.25 is a good start.")
-
-    @functools.cached_property
-    def chunk(self) -> int:
-        """Neighbouring positions that one owner gets; fewer for a short vector, so that every owner gets some."""
-        return min(_CHUNK_SIZE, -(-self.n // self.num_devices))
-
-    @functools.cached_property
-    def range_size(self) -> int:
-        """Positions of one owner, also those beyond n."""
-        return -(-self.n // (self.chunk * self.num_devices)) * self.chunk
-
-    @functools.cached_property
-    def capacity(self) -> int:
-        """Entries that one device may send to one owner: the mean, a factor, and four standard deviations."""
-        mean = self.k / self.num_devices
-        wanted = math.ceil(self.capacity_factor * mean + 4 * math.sqrt(mean))
-        return min(self.k, self.range_size, wanted)
-
-    @functools.cached_property
-    def kept(self) -> int:
-        """Sums that one owner keeps."""
-        num_kept = self.k if self.num_kept is None else self.num_kept
-        return min(self.range_size, -(-num_kept // self.num_devices))
-
-    @functools.cached_property
-    def sent_bytes(self) -> int:
-        others, size = self.num_devices - 1, functools.partial(packing.num_words, wire=self.wire)
-        if self.algorithm == "all_gather":
-            return 4 * others * size(self.k, self.n)
-        return 4 * others * (size(self.capacity, self.range_size) + size(self.kept, self.range_size))
-
-    def or_nowhere(self, indices: jax.Array) -> jax.Array:
-        """The indices; n for those that are outside."""
-        return jnp.where((indices >= 0) & (indices < self.n), indices, self.n)
-
-    def owner_and_place(self, indices: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The owner of each position, and the position's place in the owner's range."""
-        chunk, m = self.chunk, self.num_devices
-        return indices // chunk % m, indices // (chunk * m) * chunk + indices % chunk
-
-    def positions(self, owner: jax.Array, place: jax.Array) -> jax.Array:
-        """The reverse of `owner_and_place`; n for places at the end of the range and beyond n."""
-        found = (place // self.chunk * self.num_devices + owner) * self.chunk + place % self.chunk
-        return jnp.where(place < self.range_size, jnp.minimum(found, self.n), self.n)
-
-    def spread(self, mine: jax.Array, owner: jax.Array) -> jax.Array:
-        """`[n]`: the owner's range at its positions, zero elsewhere."""
-        rows = mine.reshape(-1, 1, self.chunk)
-        is_mine = jnp.arange(self.num_devices)[:, None] == owner
-        return jnp.where(is_mine, rows, 0).reshape(-1)[: self.n]
+    return SparsePlan(k, n, num_devices, algorithm, wire, num_kept, capacity_factor).sent_bytes
 
 
 def _results(
@@ -228,7 +142,7 @@ def _results(
     indices: jax.ShapeDtypeStruct,
     key: jax.ShapeDtypeStruct,
     *,
-    plan: _Plan,
+    plan: SparsePlan,
     **params: Any,
 ) -> list[Result]:
     del key
@@ -245,7 +159,7 @@ def _implementation(
     indices: jax.Array,
     key: jax.Array,
     *,
-    plan: _Plan,
+    plan: SparsePlan,
     axes: tuple[str, ...],
     method: tuple[Method, int],
     indices_sorted: bool,
@@ -292,7 +206,7 @@ def _sum_in_order(words: jax.Array, k: int, n: int, wire: Wire) -> jax.Array:
 
 
 def _single_device(
-    values: jax.Array, indices: jax.Array, key: jax.Array, plan: _Plan, *_: Any
+    values: jax.Array, indices: jax.Array, key: jax.Array, plan: SparsePlan, *_: Any
 ) -> tuple[jax.Array, jax.Array]:
     total = _scatter(values, indices, plan.n)
     return total, jnp.zeros_like(total)
@@ -302,7 +216,7 @@ def _by_all_gather(
     values: jax.Array,
     indices: jax.Array,
     key: jax.Array,
-    plan: _Plan,
+    plan: SparsePlan,
     axes: tuple[str, ...],
     method: tuple[Method, int],
     indices_sorted: bool,
@@ -319,7 +233,7 @@ def _by_all_to_all(
     values: jax.Array,
     indices: jax.Array,
     key: jax.Array,
-    plan: _Plan,
+    plan: SparsePlan,
     axes: tuple[str, ...],
     method: tuple[Method, int],
     indices_sorted: bool,
@@ -343,7 +257,7 @@ def _by_all_to_all(
 
 
 def _rows_by_owner(
-    values: jax.Array, indices: jax.Array, plan: _Plan
+    values: jax.Array, indices: jax.Array, plan: SparsePlan
 ) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
     """`(values, places)` `[owner, capacity]` to send; and what of each entry is not sent `[k]`, at which positions.
 
@@ -373,7 +287,7 @@ def _rows_by_owner(
 sparse_all_reduce_p = define("sparse_all_reduce", _implementation, _results, core_ndims=(1, 1, 1))
 
 
-def _refuse_derivative(plan: _Plan) -> None:
+def _refuse_derivative(plan: SparsePlan) -> None:
     if plan.algorithm == "all_to_all":
         raise ValueError(
             "sparse_all_reduce: algorithm='all_to_all' has no derivative, since its second selection is not linear. "
@@ -381,20 +295,22 @@ def _refuse_derivative(plan: _Plan) -> None:
         )
 
 
-def _jvp(primals: Any, tangents: Any, *, plan: _Plan, **params: Any) -> Any:
+def _jvp(primals: Any, tangents: Any, *, plan: SparsePlan, **params: Any) -> Any:
     results = sparse_all_reduce_p.bind(*primals, plan=plan, **params)
     _refuse_derivative(plan)
     zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     if isinstance(tangents[0], ad.Zero):
         return results, zeros
-    exact = _Plan(plan.k, plan.n, plan.num_devices, "all_gather", "plain", None, plan.capacity_factor)
+    exact = SparsePlan(plan.k, plan.n, plan.num_devices, "all_gather", "plain", None, plan.capacity_factor)
     [moved] = sparse_all_reduce_p.bind(
         *alike(params["axes"], tangents[0], *primals[1:]), plan=exact, **params | {"return_error": False}
     )
     return results, [moved, *zeros[1:]]
 
 
-def _transpose(cotangents: Any, values: Any, indices: Any, key: Any, *, plan: _Plan, axes: Any, **params: Any) -> Any:
+def _transpose(
+    cotangents: Any, values: Any, indices: Any, key: Any, *, plan: SparsePlan, axes: Any, **params: Any
+) -> Any:
     del key, params
     aval = values.aval
     [cotangent] = cotangents

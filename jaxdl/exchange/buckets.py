@@ -106,7 +106,7 @@ def in_turn(buckets: Sequence[Bucket], names: Sequence[str]) -> list[int]:
 
 
 def held_back(x: jax.Array, last: jax.Array | None) -> jax.Array:
-    """`x`, the content of a message, made to depend on `last`, a result of the message before; the first message has none.
+    """`x`, the content of a message, made to depend on `last`, a result of the message before (the first one has none).
 
     XLA would merge small messages of one kind into one, which has to wait for the whole backward pass. It does not
     merge messages that depend on each other; and the link carries one after the other anyway. An optimization barrier

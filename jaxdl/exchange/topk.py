@@ -12,7 +12,8 @@ from jax import lax
 
 from jaxdl.collectives.packing import Wire
 from jaxdl.collectives.select import Method, select_top_k
-from jaxdl.collectives.sparse import Algorithm, sparse_all_reduce, sparse_sent_bytes
+from jaxdl.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
+from jaxdl.collectives.sparse_plan import Algorithm
 from jaxdl.config import Config, Kind
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
