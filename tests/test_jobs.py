@@ -133,7 +133,7 @@ def settings_in(text):
 
 def test_every_setting_is_explained_and_every_xla_flag_exists():
     """Flags that XLA does not know end the process at its start."""
-    page = (ROOT / "docs" / "clusters.md").read_text()
+    page = (ROOT / "docs" / "howto" / "clusters.md").read_text()
     explained, flags = settings_in(page)
     for cluster in COMMANDS:
         named, in_file = settings_in(job_file(cluster))
