@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +12,12 @@ import pydantic
 from jaxdl.cluster import wait_for_all
 from jaxdl.config import Periodic
 from jaxdl.mesh import batch_sharding
-from jaxdl.state import TrainState, replicated
+from jaxdl.sharding import Params
+from jaxdl.state import ModelState, TrainState, replicated
 from jaxdl.step import Batch, Parts, apply_network, split
+
+EvalStep = Callable[[Params, ModelState, Batch], Mapping[str, jax.Array]]
+NormStep = Callable[[Params, ModelState, jax.Array, Batch], ModelState]
 
 _MAX_IN_FLIGHT = 4
 """Batches handed to the devices before the first of them is awaited: keeps them busy, and their memory free."""
@@ -39,14 +42,14 @@ class EvaluationConfig(Periodic):
     None keeps the running ones, which lag behind when a run has few steps."""
 
 
-def make_eval_step(parts: Parts) -> Any:
+def make_eval_step(parts: Parts) -> jax.stages.Wrapped:
     """The jitted function `(params, model_state, batch) -> sums` of the task, float32 scalars.
 
     Padding in the batch is masked out by the task. Batch leaves are sharded over `(replica, fsdp)`.
     """
     shardings = parts.state_spec.shardings
 
-    def eval_step(params: Any, model_state: Any, batch: Batch) -> dict[str, jax.Array]:
+    def eval_step(params: Params, model_state: ModelState, batch: Batch) -> dict[str, jax.Array]:
         outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, train=False)
         return parts.task.sums(outputs, batch, train=False)
 
@@ -57,7 +60,7 @@ def make_eval_step(parts: Parts) -> Any:
     )
 
 
-def make_norm_step(parts: Parts) -> Any:
+def make_norm_step(parts: Parts) -> jax.stages.Wrapped:
     """The jitted function `(params, model_state, key, batch) -> model_state`: the batch statistics of a training batch.
 
     The batch is augmented as in training, and it is one batch of all replicas. With micro-batches the statistics are
@@ -65,10 +68,10 @@ def make_norm_step(parts: Parts) -> Any:
     """
     shardings, num_parts = parts.state_spec.shardings, parts.config.microbatches
 
-    def norm_step(params: Any, model_state: Any, key: jax.Array, batch: Batch) -> Any:
+    def norm_step(params: Params, model_state: ModelState, key: jax.Array, batch: Batch) -> ModelState:
         batch = parts.task.augmented(batch, key)
 
-        def statistics(batch: Batch) -> Any:
+        def statistics(batch: Batch) -> ModelState:
             return apply_network(parts, parts.layout, params, model_state, batch, train=True, forget=True)[1]
 
         if num_parts == 1:
@@ -93,7 +96,7 @@ _divide = jax.jit(lambda total, count: jax.tree.map(lambda x: x / count, total))
 
 
 def estimate_norms(
-    norm_step: Callable[..., Any],
+    norm_step: NormStep,
     state: TrainState,
     batches: Iterable[Batch],
     *,
@@ -101,7 +104,7 @@ def estimate_norms(
 ) -> TrainState:
     """The state with the means of the batch statistics over `batches`, at the parameters to evaluate.
 
-    One batch at a time; each is augmented by a key of its own, which the state's step decides too. `poll` is that of
+    One batch at a time; each is augmented with its own key, derived from the state's step. `poll` is that of
     `evaluate`.
     """
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
@@ -118,9 +121,9 @@ def estimate_norms(
 
 def evaluate(
     parts: Parts,
-    eval_step: Callable[..., Mapping[str, jax.Array]],
-    params: Any,
-    model_state: Any,
+    eval_step: EvalStep,
+    params: Params,
+    model_state: ModelState,
     batches: Iterable[Batch],
     *,
     poll: Callable[[], None] = lambda: None,

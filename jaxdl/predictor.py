@@ -91,7 +91,7 @@ class Predictor:
             state = (self._params, self._model_state)
             token = self._next_token(*state, batch, len(window) - 1, temperature, jax.random.fold_in(key, index))
             tokens.append(int(token))
-            # All of it, since some tokenizers drop the space in front of a first word. A character may take several
+            # Decode all of it: some tokenizers drop the space before a first word. A character may take several
             # tokens; until it is whole it decodes to U+FFFD, and waits.
             text = codec.decode(tokens).rstrip("\ufffd")
             if len(text) > shown:

@@ -54,7 +54,7 @@ class History:
     dropped too, since they will be made again. Events (`{"step": 120, "event": "resumed ...", "kind": "resume"}`) are
     always kept.
 
-    A file that cannot be written ends no run: `warn` is told once, and what is missing is written when that is possible
+    A file that cannot be written ends no run: `warn` is called once; missing rows are written when that is possible
     again (TensorBoard's scalars end there).
     """
 

@@ -174,10 +174,11 @@ class Reporter:
         if self._folder is None:
             self.history.rows = [row for row in rows if "event" in row or row["step"] <= self._counter.step]
 
-    def event(self, kind: EventKind, text: str, step: int | None = None) -> None:
+    def event(self, kind: EventKind, text: str, step: int | None = None, *, recorded: bool = True) -> None:
         """Shows a message and records it in the history, where the curves show it; at the present step by default."""
         self.note(text)
-        self.history.event(Event(kind, self._counter.step if step is None else step, text))
+        if recorded:
+            self.history.event(Event(kind, self._counter.step if step is None else step, text))
 
     def close(self) -> None:
         """Ends a profile under way, closes the files and gives the terminal back."""

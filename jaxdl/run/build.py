@@ -108,7 +108,7 @@ def make_plan(
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh. All processes call `started` when JAX has started, then `chosen`,
-    which gives what an exchange that is to be chosen was before. `start` prints what is done and found.
+    which returns the exchange that `auto` chose earlier in this workdir. `start` prints the progress and the findings.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if experiment.epochs is None and experiment.steps is None and not experiment.phases:
@@ -209,7 +209,7 @@ def settled(
 ) -> tuple[Experiment, tuple[str, ...]]:
     """The experiment with its exchange chosen, if it left that open, and the reasons; all processes call it alike.
 
-    With one replica there is nothing to choose. `chosen` is what was chosen before, and is taken again, also with one
+    With one replica there is nothing to choose. `chosen` is the earlier choice, and is taken again, also with one
     replica: the state of the exchange must survive until there are several again.
     """
     auto = experiment.exchange
@@ -229,7 +229,7 @@ def settled(
 
 
 def _idle(config: ExchangeConfig) -> tuple[str, ...]:
-    """What a user has to know of an exchange on a mesh of one replica; nothing of the default one.
+    """Lines for the user about an exchange on a mesh of one replica; none for the default exchange.
 
     No error: a run with several replicas may resume with one, and a small trial on one device is no mistake.
     """

@@ -6,12 +6,12 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
 from jaxdl.compiler import Options, compiled
-from jaxdl.evaluate import make_eval_step, make_norm_step
+from jaxdl.evaluate import EvalStep, NormStep, make_eval_step, make_norm_step
 from jaxdl.mesh import Axis, platform
 from jaxdl.optim import Constant
 from jaxdl.phases import Segment
@@ -25,9 +25,9 @@ class StepFunctions(NamedTuple):
 
     train: TrainStep
     """`jaxdl.step.make_train_step`."""
-    evaluate: Any
+    evaluate: EvalStep
     """`jaxdl.evaluate.make_eval_step`."""
-    norm: Any
+    norm: NormStep | None
     """`jaxdl.evaluate.make_norm_step`, where batch norm's statistics are estimated for each evaluation; else None."""
 
 
@@ -51,7 +51,7 @@ def _key(plan: Plan) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated(plan.parts.layout))
 
 
-def compile_train_step(plan: Plan, segment: Segment | None = None) -> Any:
+def compile_train_step(plan: Plan, segment: Segment | None = None) -> jax.stages.Compiled:
     """The compiled train step of a segment of a plan (the first).
 
     Raises ConfigError for a compiler option that XLA does not know.

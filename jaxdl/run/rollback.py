@@ -21,8 +21,9 @@ import jax
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.cluster.agree import all_processes, from_first_process
 from jaxdl.config import ConfigError
+from jaxdl.experiment import Experiment
 from jaxdl.files import REPORT_FILE, SKIPPED_FILE
-from jaxdl.guard import GuardConfig, skipped
+from jaxdl.guard import skipped
 from jaxdl.report import Diverged, Report, replace_file
 from jaxdl.state import TrainState
 
@@ -87,15 +88,11 @@ class Rollback:
 
 
 class Rollbacks:
-    """The rollbacks of one run, and the streak of bad steps at its present step.
+    """The rollbacks of one run, and the streak of bad steps at its present step; `note` shows a message."""
 
-    `lowest_scale` is the lowest loss scale (None without one); `note` shows a message.
-    """
-
-    def __init__(
-        self, config: GuardConfig, workdir: Path | None, lowest_scale: float | None, note: Callable[[str], None]
-    ) -> None:
-        self._config, self._workdir, self._lowest_scale, self._note = config, workdir, lowest_scale, note
+    def __init__(self, experiment: Experiment, workdir: Path | None, note: Callable[[str], None]) -> None:
+        self._config, self._workdir, self._note = experiment.guard, workdir, note
+        self._lowest_scale = experiment.precision.lowest_scale
         self._streak: list[BadStep] = []
         self.past: list[Rollback] = []
 

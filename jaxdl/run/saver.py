@@ -95,7 +95,7 @@ class Saver:
         if not self._plan.experiment.checkpoint.start_over:
             raise self._earlier.refuse(reason) from None
         folder = self._earlier.archive()
-        self.started_over = f"started over from step 0; what was there is in {folder} ({reason.splitlines()[0]})"
+        self.started_over = f"started over from step 0; the earlier files are in {folder} ({reason.splitlines()[0]})"
 
     def evaluated_step(self, restored: Restored) -> int:
         """The step of the last evaluation up to a checkpoint, also one that was made after it was written."""
@@ -132,16 +132,15 @@ class Saver:
             "there (or make it writable); the same command resumes from the newest checkpoint."
         )
 
-    def saved_for_resume(self, step: int) -> tuple[str, bool]:
-        """`(message for the user, whether saving failed)` after a signal stopped the run at this step."""
-        lost = self.lost(step)
-        return lost or f"saved in {self._workdir}. The same command resumes from there.", lost is not None
+    def after_signal(self, step: int, *, bad: bool) -> tuple[str, bool]:
+        """`(message for the user, whether saving failed)` after a signal stopped the run at this step.
 
-    def not_saved_for_resume(self) -> str:
-        """The message for the user after a signal stopped the run in a streak of bad steps, which are not saved."""
-        self.checkpoints.wait()
-        self._report_notes()
-        return f"the last steps are bad and not saved; {self._newest()}. The same command resumes from there."
+        `bad` says that it was not to be saved, because it is in a streak of bad steps.
+        """
+        lost, saved = self.lost(step), f"saved in {self._workdir}"
+        if bad:
+            lost, saved = None, f"the last steps are bad and not saved; {self._newest()}"
+        return lost or f"{saved}. The same command resumes from there.", lost is not None
 
     def _newest(self) -> str:
         steps = self.checkpoints.steps

@@ -65,7 +65,7 @@ class StopSignals:
         """For a run of several processes: from here on they all stop at the same poll when a signal has come to any.
 
         Each must poll equally often. Without a membership they ask each other at every `every_polls`-th poll. Returns
-        when all have come here: one may have read its data for minutes longer, and what follows may be a collective.
+        when all have called it: one may take minutes longer to read its data, and a collective may follow.
         """
         self._shared_every, self._member = every_polls, current()
         self._num_polls = 0  # Those before depend on how long each process took to set up.
@@ -73,7 +73,7 @@ class StopSignals:
             self._member.wait_for_all()
 
     def poll(self, step: int | None = None) -> None:
-        """Raises Stop if a signal has come. A sign of life for the watchdog; `step` is the last one completed."""
+        """Raises Stop if a signal has come. Also a heartbeat for the watchdog; `step` is the last one completed."""
         heartbeat.beat(step)
         self._check()
 
@@ -92,11 +92,11 @@ class StopSignals:
             raise Stop(signum)
 
     def run(self, function: Callable[[], Result]) -> Result:
-        """`function()` in a thread of its own, so that a signal is noticed while it compiles; returns its result.
+        """Calls `function()` in a separate thread, so that a signal is noticed while it compiles; returns its result.
 
-        On a signal the thread is left behind; one of several processes cannot leave the others alone, and goes on to
-        the next `poll`, after all have come through: what follows may be a collective that waits only so long. What the
-        function raises is raised here.
+        On a signal the thread is abandoned. One of several processes cannot abandon the others: it continues to the
+        next `poll`, after all have finished, because a collective may follow whose timeout is short. Exceptions of the
+        function are raised here.
         """
         if self._member is not None:
             self._member.wait_for_all()

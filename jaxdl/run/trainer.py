@@ -73,8 +73,7 @@ class Trainer:
             source.on_warning(self.reporter.warn)
             stack.callback(source.close)
         start.plan(plan, end)
-        lowest_scale = self.experiment.precision.lowest_scale
-        self.rollbacks = Rollbacks(self.experiment.guard, workdir, lowest_scale, self.reporter.note)
+        self.rollbacks = Rollbacks(self.experiment, workdir, self.reporter.note)
         self.saver = Saver(plan, workdir, self.reporter) if workdir is not None else None
         if self.saver is not None:
             stack.callback(self.saver.close)
@@ -114,15 +113,12 @@ class Trainer:
             raise Interrupted(None, f"error: {lost}")
         return self._finish_at_end()
 
-    # The start
-
     def _begin(self) -> Restored | None:
         """Restores the newest checkpoint, or makes the initial state; a signal is noticed meanwhile."""
         restored = None
         if self.saver is not None:
-            restore = functools.partial(self.saver.restore, from_start=self.rollbacks.from_start)
             with self.watch("checkpoint"), self.start.doing("looking for a checkpoint"):
-                restored = self.stop.run(restore)
+                restored = self.stop.run(functools.partial(self.saver.restore, from_start=self.rollbacks.from_start))
             if self.saver.started_over:
                 self.rollbacks.forget()
         if restored is not None:
@@ -147,15 +143,11 @@ class Trainer:
             self.saver.keep_length()
         for reason in self.plan.reasons:
             self.reporter.note(reason)
-        history = self.reporter.history
-        # An earlier process may have been killed before it recorded its last ones.
-        for rollback in self.rollbacks.past[history.num_events("rollback") :] if changed else ():
-            history.event(Event("rollback", rollback.to_step, rollback.text))
+        # An earlier process may have been killed before it recorded its last rollback.
+        for rollback in self.rollbacks.past[self.reporter.history.num_events("rollback") :] if changed else ():
+            self.reporter.history.event(Event("rollback", rollback.to_step, rollback.text))
         for kind, text in start_events(self.saver, restored):
-            if changed:
-                self.reporter.event(kind, text)
-            else:
-                self.reporter.note(text)
+            self.reporter.event(kind, text, recorded=changed)
 
     def _enter(self, segment: Segment) -> None:
         """From here on the steps are those of the segment, compiled by now or here; the next one's are started."""
@@ -167,14 +159,11 @@ class Trainer:
 
     def _evaluate_late(self) -> None:
         """Makes an evaluation that was due at this step and was stopped; it may change the state that was saved."""
-        assert self.steps is not None
         if self.step > self.evaluated_step and self._due(self.experiment.evaluation):
             self._evaluate()
-            if self.steps.norm is not None and self.saver is not None:
+            if self.experiment.evaluation.norm_batches is not None and self.saver is not None:
                 with self.watch("checkpoint"):
                     self.saver.save_again(self.state, self.step, self.metrics)
-
-    # The loop
 
     def _read_data(self) -> None:
         """Starts to read the batches of the next steps, up to the end of the segment."""
@@ -304,8 +293,6 @@ class Trainer:
         if self.step == self.plan.total_steps:
             self.rollbacks.check_end(self.metrics["loss"])
 
-    # Saving, and the end
-
     @property
     def _saves_this_step(self) -> bool:
         """No checkpoint is written in a streak of bad steps, except at the end of the run."""
@@ -329,18 +316,16 @@ class Trainer:
             return "nothing was saved: the run has no --workdir.", False
         # What was measured up to here would not be measured again. A streak will be met again when the run resumes.
         self.rollbacks.judge(self.reporter.flush())
-        if self.rollbacks.in_streak:
-            return self.saver.not_saved_for_resume(), False
-        self._save()
-        return self.saver.saved_for_resume(self.step)
+        if not self.rollbacks.in_streak:
+            self._save()
+        return self.saver.after_signal(self.step, bad=self.rollbacks.in_streak)
 
     def _finish_at_end(self, *, changed: bool = True) -> Run:
         """`_finish` at the full length of the run, or at the earlier end that was asked for."""
-        if self.step == self.plan.total_steps:
-            return self._finish("finished", changed=changed)
-        kept = self.saver is not None and self._saves_this_step
-        self.reporter.note(early_end_note(self.step, self.plan.timeline, self.end_asked_by, kept=kept))
-        return self._finish("stopped", changed=changed)
+        if early := self.step < self.plan.total_steps:
+            kept = self.saver is not None and self._saves_this_step
+            self.reporter.note(early_end_note(self.step, self.plan.timeline, self.end_asked_by, kept=kept))
+        return self._finish("stopped" if early else "finished", changed=changed)
 
     def _finish(self, status: Status, *, changed: bool = True) -> Run:
         """Writes the curves and the summary (unless nothing has `changed`); returns the run."""

@@ -1,4 +1,4 @@
-"""The folder of a run: who trains in it, what was chosen for it, and which examples it sees."""
+"""The workdir of a run: its lease, its config, the exchange that was chosen, and the examples it trains on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdl.cluster import BROKEN, current, exits
 from jaxdl.cluster.agree import of_first_process
 from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config, ConfigError
-from jaxdl.exchange import ExchangeChoice
+from jaxdl.exchange import ExchangeChoice, ExchangeConfig
 from jaxdl.files import CHOICE_FILE, CONFIG_FILE, EXAMPLES_FILE
 from jaxdl.lease import Lease, check_shared
 from jaxdl.report import replace_file
@@ -148,10 +148,10 @@ def _refused(workdir: Path, error: OSError) -> ConfigError:
 
 
 def keep_examples(workdir: Path, content: Mapping[str, Any]) -> None:
-    """Keeps in `examples.json` which examples a run sees, or checks that a run that goes on sees the same.
+    """Records in `examples.json` which examples a run sees, or checks that a resumed run sees the same.
 
-    With others, the shuffled stream would be another one, and some would be seen twice and some never. Raises
-    ConfigError, on all processes, when they changed or the file cannot be read or written.
+    Other examples would change the shuffled stream: some would be seen twice and some never. Raises ConfigError, on all
+    processes, when they changed or the file cannot be read or written.
     """
     path = workdir / EXAMPLES_FILE
 
@@ -189,7 +189,7 @@ def choice_file(workdir: Path, config: Config, reasons: Sequence[str]) -> dict[s
     return {CHOICE_FILE: (text + "\n").encode()}
 
 
-def read_choice(workdir: Path | None) -> Any:
+def read_choice(workdir: Path | None) -> ExchangeConfig | None:
     """The exchange that was chosen for the run in a workdir, or None. Raises ConfigError when it cannot be read.
 
     The first process reads it for all: they must choose alike.
