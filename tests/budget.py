@@ -22,13 +22,13 @@ DEFAULT_SEC = 15.0
 """Budget of a file that is not in `BUDGETS`, in CPU seconds."""
 BUDGETS = {
     "test_chaos.py": 340,
-    "test_parity.py": 230,
+    "test_parity.py": 120,
     "test_notebooks.py": 190,
-    "test_update.py": 190,
+    "test_update.py": 150,
     "test_guard.py": 180,
-    "test_dawnbench.py": 160,
+    "test_dawnbench.py": 130,
     "test_exchange_state.py": 130,
-    "test_resume.py": 130,
+    "test_resume.py": 100,
     "test_processes.py": 120,
     "test_phases.py": 110,
     "test_norms.py": 110,
