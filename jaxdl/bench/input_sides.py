@@ -84,16 +84,7 @@ class Repeated(Records):
 
     def __init__(self, records: Records) -> None:
         self._records = records
-
-    @property
-    def identity(self) -> str:
-        """That of the images."""
-        return self._records.identity
-
-    @property
-    def content(self) -> str:
-        """That of the images."""
-        return self._records.content
+        self.identity, self.content = records.identity, records.content
 
     def __len__(self) -> int:
         return _FRESH

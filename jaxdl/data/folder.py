@@ -16,7 +16,6 @@ from jaxdl.data.source import DataSet, Splits
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
-
 _NAMES = "utf-8", "surrogateescape"
 """Encoding of file names, which may not be UTF-8; that of `os.fsencode`."""
 
@@ -89,19 +88,9 @@ class FolderRecords(Records):
         self._names = np.frombuffer(names, np.uint8)
         self._ends = np.cumsum([len(one.name.encode(*_NAMES)) + 1 for one in found])
         sizes = np.array([one.num_bytes for one in found], np.int64)
-        self._content = hashlib.sha256(names + sizes.tobytes()).hexdigest()
+        self.content = hashlib.sha256(names + sizes.tobytes()).hexdigest()
         marks = "\n".join(f"{one.name} {one.num_bytes} {one.version}" for one in found)
-        self._identity = f"{self._root} {hashlib.sha256(marks.encode(*_NAMES)).hexdigest()}"
-
-    @property
-    def identity(self) -> str:
-        """Hash of folder, names, sizes and modification times."""
-        return self._identity
-
-    @property
-    def content(self) -> str:
-        """Hash of the names below the folder, and of the sizes."""
-        return self._content
+        self.identity = f"{self._root} {hashlib.sha256(marks.encode(*_NAMES)).hexdigest()}"
 
     def __len__(self) -> int:
         return len(self._labels)

@@ -109,9 +109,6 @@ class Batches(Iterator[Batch]):
         thread.start()
         self._finalizer = weakref.finalize(self, _end, self._buffer, thread)
 
-    def __iter__(self) -> Batches:
-        return self
-
     def __next__(self) -> Batch:
         """Waits for the next batch. Raises an exception of the thread."""
         return self._buffer.get()
@@ -146,22 +143,17 @@ class TrainLoader(Batches):
         Raises ConfigError if the batch cannot be split evenly or the source is empty.
         """
         _check(source, batch_size, sharding)
-        super().__init__(_train_batches(source, batch_size, seed, sharding, start, num_steps), prefetch)
+        order = EpochShuffle(len(source), seed)
+        rows = local_rows(sharding.addressable_devices_indices_map((batch_size,)), batch_size)
 
+        def requests() -> Iterator[TrainRows]:
+            for place in range(start, start + num_steps * batch_size, batch_size):
+                local = [order.indices(place + first, last - first) for first, last in rows]
+                epochs = [np.arange(place + first, place + last) // len(source) for first, last in rows]
+                yield TrainRows(np.concatenate(local), np.concatenate(epochs), seed)
 
-def _train_batches(
-    source: Source, batch_size: int, seed: int, sharding: NamedSharding, start: int, num_steps: int
-) -> Iterator[Batch]:
-    order = EpochShuffle(len(source), seed)
-    rows = local_rows(sharding.addressable_devices_indices_map((batch_size,)), batch_size)
-
-    def requests() -> Iterator[TrainRows]:
-        for place in range(start, start + num_steps * batch_size, batch_size):
-            local = [order.indices(place + first, last - first) for first, last in rows]
-            epochs = [np.arange(place + first, place + last) // len(source) for first, last in rows]
-            yield TrainRows(np.concatenate(local), np.concatenate(epochs), seed)
-
-    yield from _placed(source.train_batches(requests()), batch_size, rows, sharding, reused=source.reuses_memory)
+        made = source.train_batches(requests())
+        super().__init__(_placed(made, batch_size, rows, sharding, reused=source.reuses_memory), prefetch)
 
 
 def eval_batches(source: Source, *, batch_size: int, sharding: NamedSharding, prefetch: int = 2) -> Batches:
@@ -170,16 +162,13 @@ def eval_batches(source: Source, *, batch_size: int, sharding: NamedSharding, pr
     The result is an iterator and a context manager. Raises ConfigError as `TrainLoader` does.
     """
     _check(source, batch_size, sharding)
-    return Batches(_evaluation(source, batch_size, sharding), prefetch)
-
-
-def _evaluation(source: Source, batch_size: int, sharding: NamedSharding) -> Iterator[Batch]:
     rows = local_rows(sharding.addressable_devices_indices_map((batch_size,)), batch_size)
     requests = (
         np.concatenate([np.arange(start + first, start + last) for first, last in rows])
         for start in range(0, len(source), batch_size)
     )
-    yield from _placed(source.eval_batches(requests), batch_size, rows, sharding, reused=source.reuses_memory)
+    made = source.eval_batches(requests)
+    return Batches(_placed(made, batch_size, rows, sharding, reused=source.reuses_memory), prefetch)
 
 
 def local_rows(index_map: Mapping[Any, tuple[slice, ...] | None], batch_size: int) -> Rows:
@@ -224,19 +213,9 @@ def _check(source: Source, batch_size: int, sharding: NamedSharding) -> None:
     assert len(sharding.spec) <= 1, f"batches are sharded over their leading dimension only, not {sharding.spec}"
     if len(source) == 0:
         raise ConfigError("The data set has no examples: choose another split, or add data.")
-    ways = sharding.mesh.size // _copies(sharding)
+    ways = sharding.mesh.size // sharding.shard_shape((sharding.mesh.size,))[0]
     if batch_size < 1 or batch_size % ways:
         raise ConfigError(
             f"batch size {batch_size}: it cannot be split evenly over the {ways} data-parallel parts of the mesh. "
             f"Choose a multiple of {ways}."
         )
-
-
-def _copies(sharding: NamedSharding) -> int:
-    """How many devices hold the same rows."""
-    axes = sharding.spec[0] if sharding.spec else None
-    split_over = () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
-    copies = 1
-    for axis, size in sharding.mesh.shape.items():
-        copies *= 1 if axis in split_over else size
-    return copies

@@ -267,15 +267,11 @@ class ImagePipeline:
 class PhotoSource(Source):
     """The images of a split, cropped and augmented by `view`."""
 
+    spec: ImageSpec
     reuses_memory = True
 
     def __init__(self, pipeline: ImagePipeline, split: int, view: View, spec: ImageSpec) -> None:
-        self.pipeline, self._split, self._view, self._spec = pipeline, split, view, spec
-
-    @property
-    def spec(self) -> ImageSpec:
-        """Shape, number of classes, mean and standard deviation."""
-        return self._spec
+        self.pipeline, self._split, self._view, self.spec = pipeline, split, view, spec
 
     def __len__(self) -> int:
         return len(self.pipeline.records[self._split])
@@ -299,7 +295,7 @@ class PhotoSource(Source):
     def at(self, *, size: int, min_scale: float | None = None) -> PhotoSource:
         """The same images at another size."""
         view = self.pipeline.config.view(train=self._view.train, size=size, min_scale=min_scale)
-        return PhotoSource(self.pipeline, self._split, view, dataclasses.replace(self._spec, height=size, width=size))
+        return PhotoSource(self.pipeline, self._split, view, dataclasses.replace(self.spec, height=size, width=size))
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The training rows of examples, as in epoch 0 of seed 0."""

@@ -15,15 +15,10 @@ class Records(abc.ABC):
     It is pickled for worker processes, so it must not hold open files then.
     """
 
-    @property
-    @abc.abstractmethod
-    def identity(self) -> str:
-        """Identifies the storage and version of the content: the key of its caches."""
-
-    @property
-    @abc.abstractmethod
-    def content(self) -> str:
-        """Identifies the examples and their order: the same for a copy in another place."""
+    identity: str
+    """Identifies the storage and version of the content: the key of its caches."""
+    content: str
+    """Identifies the examples and their order: the same for a copy in another place."""
 
     @abc.abstractmethod
     def __len__(self) -> int:

@@ -251,7 +251,7 @@ def _listing(address: str) -> Iterator[None]:
         raise ConfigError(f"{address}: no such file.") from None
     except Exception as error:
         raise ConfigError(
-            f"{address}: cannot be listed ({type(error).__name__}: {error}). Check the address, the credentials and "
+            f"{address}: it cannot be listed ({type(error).__name__}: {error}). Check the address, the credentials and "
             "the network."
         ) from None
 

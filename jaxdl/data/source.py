@@ -108,13 +108,10 @@ class TrainRows(NamedTuple):
 class Source(abc.ABC):
     """Examples by index, 0 <= index < len(source). Reading has no state: equal indices give equal rows."""
 
+    spec: DataSpec
+    """Shapes and statistics; the same for the training and the held-out source."""
     reuses_memory: ClassVar[bool] = False
     """Whether `train_batches` and `eval_batches` overwrite what they yielded."""
-
-    @property
-    @abc.abstractmethod
-    def spec(self) -> DataSpec:
-        """Shapes and statistics; the same for the training and the held-out source."""
 
     @abc.abstractmethod
     def __len__(self) -> int:
@@ -213,12 +210,7 @@ class ImageArrays(Source):
     def __init__(self, images: np.ndarray, labels: np.ndarray, spec: ImageSpec):
         assert images.dtype == np.uint8
         assert images.shape == (len(labels), spec.height, spec.width, spec.channels)
-        self._images, self._labels, self._spec = images, labels.astype(np.int32), spec
-
-    @property
-    def spec(self) -> ImageSpec:
-        """Shapes and statistics."""
-        return self._spec
+        self._images, self._labels, self.spec = images, labels.astype(np.int32), spec
 
     def __len__(self) -> int:
         return len(self._labels)

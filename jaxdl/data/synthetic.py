@@ -61,17 +61,14 @@ class SyntheticImages(DataSet):
 class _Images(Source):
     """Examples first .. first+count of the infinite synthetic set."""
 
+    spec: ImageSpec
+
     def __init__(self, config: SyntheticImages, first: int, count: int, spec: ImageSpec):
-        self._first, self._count, self._spec, self._seed = first, count, spec, config.seed
+        self._first, self._count, self.spec, self._seed = first, count, spec, config.seed
         random = np.random.Generator(np.random.Philox(key=np.array([config.seed, 1], np.uint64)))
         coarse = random.integers(0, 128, (config.num_classes, 4, 4, config.channels), dtype=np.uint8)
         rows, columns = np.arange(config.height) * 4 // config.height, np.arange(config.width) * 4 // config.width
         self._patterns = coarse[:, rows][:, :, columns]
-
-    @property
-    def spec(self) -> ImageSpec:
-        """Shapes and statistics."""
-        return self._spec
 
     def __len__(self) -> int:
         return self._count
@@ -79,7 +76,7 @@ class _Images(Source):
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Pattern (0..127) plus noise (0..127)."""
         examples = np.asarray(indices, np.uint64) + np.uint64(self._first)
-        labels = (random_bits(self._seed, 2, examples) % np.uint64(self._spec.num_classes)).astype(np.int32)
+        labels = (random_bits(self._seed, 2, examples) % np.uint64(self.spec.num_classes)).astype(np.int32)
         shape = self._patterns.shape[1:]
         num_values = int(np.prod(shape))
         num_words = -(-num_values // 8)  # a word of 64 bits is the noise of 8 values
@@ -113,31 +110,28 @@ class SyntheticText(DataSet):
 class _Chain(Source):
     """Sequences first .. first+count of the infinite synthetic set."""
 
+    spec: TextSpec
+
     def __init__(self, config: SyntheticText, first: int, count: int):
         self._first, self._count, self._seed = first, count, config.seed
-        self._spec = TextSpec(vocab_size=config.vocab_size, length=config.length, bytes_per_token=1.0)
+        self.spec = TextSpec(vocab_size=config.vocab_size, length=config.length, bytes_per_token=1.0)
         random = np.random.Generator(np.random.Philox(key=np.array([config.seed, 4], np.uint64)))
         # Distinct offsets make the four successors of a token distinct, and so the entropy exact.
         offsets = random.choice(config.vocab_size, size=4, replace=False)
         base = random.permutation(config.vocab_size)
         self._successors = ((base[:, None] + offsets) % config.vocab_size).astype(np.int32)
 
-    @property
-    def spec(self) -> TextSpec:
-        """Vocabulary and window."""
-        return self._spec
-
     def __len__(self) -> int:
         return self._count
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """One random walk through the chain per index."""
-        length = self._spec.length
+        length = self.spec.length
         examples = np.asarray(indices, np.uint64) + np.uint64(self._first)
         counters = examples[:, None] * np.uint64(length + 1) + np.arange(length + 1, dtype=np.uint64)
         bits = random_bits(self._seed, 5, counters)
         tokens = np.empty((len(examples), length + 1), np.int32)
-        tokens[:, 0] = bits[:, 0] % np.uint64(self._spec.vocab_size)
+        tokens[:, 0] = bits[:, 0] % np.uint64(self.spec.vocab_size)
         branches = _BRANCHES[bits & np.uint64(7)]
         for position in range(length):
             tokens[:, position + 1] = self._successors[tokens[:, position], branches[:, position + 1]]

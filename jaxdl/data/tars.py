@@ -148,19 +148,10 @@ class TarRecords(Records):
     """The images of tar files."""
 
     def __init__(self, addresses: Sequence[str], rows: np.ndarray, identity: str) -> None:
-        self._addresses, self._rows, self._identity = list(addresses), rows, identity
+        self._addresses, self._rows, self.identity = list(addresses), rows, identity
+        names = [address.rsplit("/", 1)[-1] for address in addresses]
+        self.content = hashlib.sha256(json.dumps(names).encode() + rows.tobytes()).hexdigest()
         self.most_label = int(rows[:, 3].max())
-
-    @property
-    def identity(self) -> str:
-        """Addresses, sizes and times of change of the tar files."""
-        return self._identity
-
-    @property
-    def content(self) -> str:
-        """The tar files' names, and the positions of the images in them."""
-        names = [address.rsplit("/", 1)[-1] for address in self._addresses]
-        return hashlib.sha256(json.dumps(names).encode() + self._rows.tobytes()).hexdigest()
 
     def __len__(self) -> int:
         return len(self._rows)

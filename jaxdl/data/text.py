@@ -214,15 +214,12 @@ class TokenWindows(Source):
     which the mask of `eval_batch` excludes.
     """
 
+    spec: TextSpec
+
     def __init__(self, tokens: np.ndarray, spec: TextSpec, *, partial: bool):
-        self._tokens, self._spec = tokens, spec
+        self._tokens, self.spec = tokens, spec
         num_targets = max(len(tokens) - 1, 0)
         self._count = -(-num_targets // spec.length) if partial else num_targets // spec.length
-
-    @property
-    def spec(self) -> TextSpec:
-        """Vocabulary and window."""
-        return self._spec
 
     def __len__(self) -> int:
         return self._count
@@ -235,7 +232,7 @@ class TokenWindows(Source):
         return {"tokens": np.where(inside, tokens, 0).astype(np.int32)}
 
     def _positions(self, indices: np.ndarray) -> np.ndarray:
-        return indices[:, None] * self._spec.length + np.arange(self._spec.length + 1)
+        return indices[:, None] * self.spec.length + np.arange(self.spec.length + 1)
 
     def _mask(self, indices: np.ndarray, valid: np.ndarray) -> np.ndarray:
         return valid[:, None] & (self._positions(indices)[:, 1:] < len(self._tokens))

@@ -67,15 +67,12 @@ class TFDS(DataSet):
         if self.photos is not None and (self.text_key is not None or self.image_size is not None):
             raise ValueError("photos cannot be combined with text_key or image_size; use photos.size.")
         if self.text_key is None:
-            for field in ("length", "tokenizer"):
-                if getattr(self, field) is not None:
-                    raise ValueError(
-                        f"{field} = {getattr(self, field)!r} has no effect on images; set text_key for text."
-                    )
-            return self
-        for field in ("image_key", "label_key", "image_size"):
+            unused, why = ("length", "tokenizer"), "images; set text_key for text."
+        else:
+            unused, why = ("image_key", "label_key", "image_size"), "text (text_key is set)."
+        for field in unused:
             if getattr(self, field) != type(self).model_fields[field].default:
-                raise ValueError(f"{field} = {getattr(self, field)!r} has no effect on text (text_key is set).")
+                raise ValueError(f"{field} = {getattr(self, field)!r} has no effect on {why}")
         return self
 
     def build(self) -> Splits:
@@ -159,8 +156,8 @@ class TFDSRecords(Records):
         self._stored = open_split(builder, self._split, keys, check=check)
         files = sorted(map(str, builder.info.splits[self._split].filepaths))
         marks = [[Path(file).name, *_size_and_time(file)] for file in files]
-        self._identity = f"{builder.info.full_name} {self._split} {marks}"
-        self._content = f"{builder.info.full_name} {self._split} {len(self._stored)}"
+        self.identity = f"{builder.info.full_name} {self._split} {marks}"
+        self.content = f"{builder.info.full_name} {self._split} {len(self._stored)}"
 
     def __getstate__(self) -> tuple[TFDS, str, int]:
         return self._config, self._split, self._num_classes
@@ -168,16 +165,6 @@ class TFDSRecords(Records):
     def __setstate__(self, state: tuple[TFDS, str, int]) -> None:
         self._config, self._split, self._num_classes = state
         self._open(check=False)
-
-    @property
-    def identity(self) -> str:
-        """Name, version, split, and the sizes and times of its files."""
-        return self._identity
-
-    @property
-    def content(self) -> str:
-        """Name, version, split and number of examples, which are fixed for a version."""
-        return self._content
 
     def __len__(self) -> int:
         return len(self._stored)
@@ -246,7 +233,7 @@ def _build_images(config: TFDS, builder: Any, test_split: str) -> Splits:
     check_classes(classes.num_classes, f"tfds {config.name}")
     keys = config.image_key, config.label_key
     train, test = (
-        _Examples(open_split(builder, split, keys), config, split, form, classes.num_classes)
+        _DecodedImages(open_split(builder, split, keys), config, split, form, classes.num_classes)
         for split in (config.train_split, test_split)
     )
     num_bytes = (len(train) + len(test)) * form.height * form.width * form.channels
@@ -257,8 +244,8 @@ def _build_images(config: TFDS, builder: Any, test_split: str) -> Splits:
         return Splits(ImageArrays(images, labels, spec), ImageArrays(*test.read(np.arange(len(test))), spec))
     # A thousand photographs give the mean to a grey level; decoding more would delay every start.
     mean, std = channel_statistics(lambda rows: train.read(rows)[0], len(train), max_examples=1024)
-    spec = ImageSpec(*form[:3], classes.num_classes, mean, std)
-    return Splits(_DecodedImages(train, spec), _DecodedImages(test, spec))
+    train.spec = test.spec = ImageSpec(*form[:3], classes.num_classes, mean, std)
+    return Splits(train, test)
 
 
 def _format(config: TFDS, feature: Any) -> _Format:
@@ -277,8 +264,8 @@ def _format(config: TFDS, feature: Any) -> _Format:
     return _Format(height, width, channels, False, large)
 
 
-class _Examples:
-    """Decoded examples of a split, by index."""
+class _DecodedImages(Source):
+    """Images of a split that are decoded for every batch. `spec` is set once their statistics are known."""
 
     def __init__(self, stored: Stored, config: TFDS, split: str, form: _Format, num_classes: int):
         self._stored, self._config, self._split, self._form = stored, config, split, form
@@ -288,6 +275,11 @@ class _Examples:
 
     def __len__(self) -> int:
         return len(self._stored)
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Decodes the examples in threads."""
+        images, labels = self.read(indices)
+        return {"image": images, "label": labels}
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Images uint8 [batch, height, width, channel] and labels int32 [batch]."""
@@ -310,12 +302,8 @@ class _Examples:
             labels[row] = label = int(example[self._config.label_key])
             if (problem := _label_problem(label, self._num_classes)) is not None:
                 raise self._broken(indices[row], problem)
-        # Consuming the results raises the first error.
-        list(
-            map(decode, range(len(examples)))
-            if self._threads is None
-            else self._threads.map(decode, range(len(examples)))
-        )
+        each = map if self._threads is None else self._threads.map
+        list(each(decode, range(len(examples))))  # Consuming the results raises the first error.
 
     def _broken(self, index: int, problem: str) -> ConfigError:
         return _broken(self._config.name, self._split, index, problem)
@@ -340,23 +328,3 @@ def decode_image(encoded: bytes, form: _Format) -> np.ndarray:
     if image.size != (form.width, form.height):
         raise ValueError(f"it is {image.height}x{image.width}, not {form.height}x{form.width}")
     return np.frombuffer(image.tobytes(), np.uint8).reshape(form[:3])
-
-
-class _DecodedImages(Source):
-    """Images that are decoded for every batch."""
-
-    def __init__(self, examples: _Examples, spec: ImageSpec):
-        self._examples, self._spec = examples, spec
-
-    @property
-    def spec(self) -> ImageSpec:
-        """Shapes and statistics."""
-        return self._spec
-
-    def __len__(self) -> int:
-        return len(self._examples)
-
-    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Decodes the examples in threads."""
-        images, labels = self._examples.read(indices)
-        return {"image": images, "label": labels}
