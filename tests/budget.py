@@ -50,11 +50,11 @@ BUDGETS = {
     "test_docs.py": 50,
     "test_imagenet_configs.py": 50,
     "test_models.py": 50,
-    "test_quantized.py": 50,
     "test_cluster_start.py": 50,
     "test_disk.py": 40,
     "test_sparse.py": 40,
     "test_bench_cluster.py": 30,
+    "test_quantized.py": 30,
     "test_bad_inputs_checkpoints.py": 30,
     "test_predictor.py": 30,
     "test_large_batch.py": 30,
@@ -64,6 +64,7 @@ BUDGETS = {
     "test_exchange_edges.py": 30,
     "test_optim.py": 30,
     "test_checkpoint_faults.py": 20,
+    "test_quantized_traffic.py": 20,
 }
 """Budget of a file in CPU seconds, the slow tests included. The files begin in this order: the longest one first."""
 

@@ -35,6 +35,15 @@ ONCE = {
 CASES = [(exchange, place, "mixed") for exchange in EVERYWHERE for place in PLACES]
 CASES = [case for case in CASES if case[0] != "topk mstopk" or case[1] in MSTOPK_PLACES]
 CASES += [(exchange, *where) for exchange, where in ONCE.items()]
+
+
+def thinned(cases):
+    """Every other place of an exchange is slow, in turn: each exchange and each place stays in `make test`."""
+    for exchange, place, dtype in cases:
+        slow = exchange in EVERYWHERE and (EVERYWHERE.index(exchange) + list(PLACES).index(place)) % 2
+        yield pytest.param(exchange, place, dtype, marks=[pytest.mark.slow] if slow else [])
+
+
 FEEDBACK = [(e, p, d) for e, p, d in CASES if getattr(EXCHANGES[e], "error_feedback", False)]
 
 
@@ -56,7 +65,7 @@ def oracle_of(run, state):
     )
 
 
-@pytest.mark.parametrize(("exchange", "place", "dtype"), CASES)
+@pytest.mark.parametrize(("exchange", "place", "dtype"), [*thinned(CASES)])
 def test_two_steps_against_numpy(exchange, place, dtype):
     run = run_of(exchange, place, dtype)
     state = run.init()
@@ -90,7 +99,7 @@ def tolerance(exchange, dtype):
     return {"rtol": 1e-5, "atol": {"dense": 2e-2, "topk": 2e-6, "powersgd": 1e-4}.get(kind, 2e-5)}
 
 
-@pytest.mark.parametrize(("exchange", "place", "dtype"), FEEDBACK)
+@pytest.mark.parametrize(("exchange", "place", "dtype"), [*thinned(FEEDBACK)])
 def test_error_feedback_telescopes(exchange, place, dtype):
     """Over five steps, what was sent and what is left over all replicas is what there was."""
     run = run_of(exchange, place, dtype)
@@ -115,7 +124,7 @@ def test_error_feedback_telescopes(exchange, place, dtype):
         np.testing.assert_allclose(sent[name] + residual, there[name], rtol=0, atol=allowed)
 
 
-@pytest.mark.parametrize(("exchange", "place", "dtype"), CASES)
+@pytest.mark.parametrize(("exchange", "place", "dtype"), [*thinned(CASES)])
 def test_zeros_stay_zeros(exchange, place, dtype):
     run = run_of(exchange, place, dtype)
     zeros = {name: np.zeros_like(x) for name, x in run.gradients(0).items()}

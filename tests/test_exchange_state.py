@@ -130,7 +130,7 @@ def test_another_number_of_replicas_has_the_same_sums(tmp_path, exchange, before
 @pytest.mark.parametrize(
     "exchange",
     [
-        pytest.param(TOPK.replaced({"delay_steps": 1}), id="topk, delayed"),
+        pytest.param(TOPK.replaced({"delay_steps": 1}), id="topk, delayed", marks=pytest.mark.slow),
         pytest.param(POWERSGD, id="powersgd", marks=pytest.mark.slow),
         pytest.param(Sign(min_elements=64, dense_warmup_steps=2), id="sign", marks=pytest.mark.slow),
     ],

@@ -218,6 +218,10 @@ def test_nothing_grows_too_large():
                 length = node.end_lineno - node.lineno + 1
                 if length >= MAX_FUNCTION_LINES:
                     found.append(f"{name}:{node.lineno}: {node.name} has {length} lines")
+    for path in sorted((ROOT / "tests").glob("*.py")):
+        lines = path.read_text().count("\n")
+        if lines >= MAX_FILE_LINES:
+            found.append(f"tests/{path.name} has {lines} lines: split it along its claims")
     assert not found, "\n".join(found)
 
 

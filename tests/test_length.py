@@ -55,6 +55,7 @@ def straight(tmp_path_factory):
     return as_numpy(train(EXPERIMENT, workdir)), workdir
 
 
+@pytest.mark.slow
 def test_a_trial_stops_evaluates_saves_and_resumes(tmp_path, straight, capsys):
     # Shorter than the exchange's warm-up (4) and the profile's start (5), which are for the whole run.
     trial = train(EXPERIMENT, tmp_path, max_steps=3)

@@ -48,7 +48,14 @@ def run(network, params, state, *inputs, train=True):
 
 
 @pytest.mark.parametrize(
-    ("depth", "expected"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (101, 44_549_160), (152, 60_192_808)]
+    ("depth", "expected"),
+    [
+        (18, 11_689_512),
+        (34, 21_797_672),
+        (50, 25_557_032),
+        pytest.param(101, 44_549_160, marks=pytest.mark.slow),
+        pytest.param(152, 60_192_808, marks=pytest.mark.slow),
+    ],
 )
 def test_resnet_imagenet_parameter_counts_are_the_published_ones(depth, expected):
     assert num_params(ResNet(depth=depth).build(num_classes=1000, channels=3, dtype=jnp.float32)) == expected

@@ -125,6 +125,7 @@ def test_estimation_changes_the_evaluation_and_not_the_training(tmp_path):
     assert ours.metrics["loss"] != theirs.metrics["loss"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_with_estimation_is_bit_equal(tmp_path):
     whole = jaxdl.train(ESTIMATED, tmp_path / "whole", quiet=True, devices=FOUR)
 

@@ -181,7 +181,9 @@ def test_a_skipped_step_leaves_the_schedule_where_it_was():
     np.testing.assert_allclose(rates, [0.025, 0.025, 0.05, 0.075], rtol=1e-6)
 
 
-@pytest.mark.parametrize("experiment", [IMAGES, TEXT], ids=["resnet", "transformer"])
+@pytest.mark.parametrize(
+    "experiment", [pytest.param(IMAGES, id="resnet", marks=pytest.mark.slow), pytest.param(TEXT, id="transformer")]
+)
 def test_float16_follows_float32(experiment):
     """One step from equal parameters moves them about equally: the scale is taken out of the gradients again."""
     moved = {}

@@ -161,7 +161,15 @@ def whole_bytes(on_one_device):
 
 
 @pytest.mark.parametrize(
-    ("replica", "fsdp", "tensor"), [(1, 8, 1), (1, 4, 2), (1, 1, 8), (2, 2, 2), (4, 2, 1)], ids=lambda size: str(size)
+    ("replica", "fsdp", "tensor"),
+    [
+        (1, 8, 1),
+        (2, 2, 2),
+        pytest.param(1, 4, 2, marks=pytest.mark.slow),
+        pytest.param(1, 1, 8, marks=pytest.mark.slow),
+        pytest.param(4, 2, 1, marks=pytest.mark.slow),
+    ],
+    ids=lambda size: str(size),
 )
 def test_parameter_bytes_fall_by_fsdp_times_tensor(replica, fsdp, tensor, whole_bytes, on_one_device):
     """Read off the arrays' own shards, with the optimizer's state and the moving average."""

@@ -25,6 +25,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 def test_split_update_has_the_losses_of_one_device():
     experiment = IMAGES.replaced({"optimizer": OPTIMIZERS["lars"], "step.ema_decay": 0.9})
     reference, params = losses_and_params(experiment.replaced({"mesh": MeshConfig(replica=1, fsdp=1)}))
@@ -60,7 +61,10 @@ def local_bytes(tree):
     return sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("config", [LARS(momentum_at_peak=0.8), LAMB()], ids=["lars", "lamb"])
+@pytest.mark.parametrize(
+    "config",
+    [pytest.param(LARS(momentum_at_peak=0.8), id="lars"), pytest.param(LAMB(), id="lamb", marks=pytest.mark.slow)],
+)
 def test_a_device_keeps_its_part_of_the_optimizer_state_and_all_parameters(config):
     found = {}
     for name, sharding in {"whole": ShardingConfig(param_sharding="replicated"), "split": SPLIT}.items():
