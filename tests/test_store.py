@@ -42,8 +42,6 @@ def test_what_is_put_is_got_by_another_store_and_after_reopening(tmp_path):
     for store in (first, second):
         assert all(same(store.get(number), record(number)) for number in range(0, 1000, 3))
         assert store.get(1) is None
-        assert 1 not in store
-        assert 3 in store
     first.close()
     second.close()
     assert len(list(tmp_path.glob("segment-*"))) == 2, "each writer has a segment of its own"
@@ -110,7 +108,7 @@ def test_killed_at_any_moment_it_is_whole(verify, tmp_path):
         store = open_store(tmp_path, verify=verify)
         found = [(one := store.get(number)) is None or same(one, record(number)) for number in range(1000)]
         assert all(found)
-        count = sum(number in store for number in range(1000))
+        count = sum(store.get(number) is not None for number in range(1000))
         assert count >= seen, "what was there is not lost"
         seen = count
         store.close()

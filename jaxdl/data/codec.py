@@ -14,13 +14,19 @@ END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 class Codec:
     """Text to tokens and back: bytes, or the tokens of a JSON file of the `tokenizers` library.
 
-    Raises ConfigError for an invalid file.
+    Raises ConfigError for a missing or invalid file, and a tokenizer without a token to separate documents.
     """
 
     def __init__(self, tokenizer: str | None) -> None:
-        self._encoder = load_tokenizer(tokenizer)
-        self.separator = find_separator(self._encoder, tokenizer)
-        """The tokens between two documents."""
+        self._encoder = None if tokenizer is None else _load(tokenizer)
+        self.is_bytes = tokenizer is None
+        self.separator = [0] if tokenizer is None else _find_separator(self._encoder, tokenizer)
+        """The tokens between two documents: byte 0, or the tokenizer's end of text."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest token plus 1."""
+        return 256 if self._encoder is None else max(self._encoder.get_vocab(with_added_tokens=True).values()) + 1
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without special tokens."""
@@ -35,10 +41,7 @@ class Codec:
         return self._encoder.decode(tokens, skip_special_tokens=False)
 
 
-def load_tokenizer(path: str | None) -> Any:
-    """Loads the tokenizer of a JSON file; None for bytes. Raises ConfigError for a missing or invalid file."""
-    if path is None:
-        return None
+def _load(path: str) -> Any:
     if not Path(path).is_file():
         raise ConfigError(f"tokenizer {path}: no such file. Give the JSON file that `Tokenizer.save` writes.")
     import tokenizers
@@ -49,10 +52,7 @@ def load_tokenizer(path: str | None) -> Any:
         raise ConfigError(f"tokenizer {path}: not a JSON file of the tokenizers library ({error}).") from None
 
 
-def find_separator(encoder: Any, tokenizer: str | None) -> list[int]:
-    """The tokens between two documents: byte 0, or the tokenizer's end of text. Raises ConfigError if it has none."""
-    if encoder is None:
-        return [0]
+def _find_separator(encoder: Any, tokenizer: str) -> list[int]:
     for token in END_OF_TEXT:
         if (number := encoder.token_to_id(token)) is not None:
             return [number]

@@ -112,23 +112,11 @@ def _rotate(image: Any, level: float, sign: float, wide: bool) -> Any:
     return image.rotate(sign * level * (135 if wide else 30), Image.Resampling.BILINEAR)
 
 
-def _posterize(image: Any, level: float, sign: float, wide: bool) -> Any:
-    from PIL import ImageOps
-
-    return ImageOps.posterize(image, 8 - round(level * (6 if wide else 4)))
-
-
-def _solarize(image: Any, level: float, sign: float, wide: bool) -> Any:
-    from PIL import ImageOps
-
-    return ImageOps.solarize(image, round(255 * (1 - level)))
-
-
-def _plain(kind: str) -> _Operation:
+def _simple(kind: str, *values: Callable[[float, bool], int]) -> _Operation:
     def apply(image: Any, level: float, sign: float, wide: bool) -> Any:
         from PIL import ImageOps
 
-        return getattr(ImageOps, kind)(image)
+        return getattr(ImageOps, kind)(image, *(value(level, wide) for value in values))
 
     return apply
 
@@ -145,9 +133,9 @@ _OPERATIONS: dict[str, _Operation] = {
     "color": _enhance("Color"),
     "contrast": _enhance("Contrast"),
     "sharpness": _enhance("Sharpness"),
-    "posterize": _posterize,
-    "solarize": _solarize,
-    "autocontrast": _plain("autocontrast"),
-    "equalize": _plain("equalize"),
+    "posterize": _simple("posterize", lambda level, wide: 8 - round(level * (6 if wide else 4))),
+    "solarize": _simple("solarize", lambda level, wide: round(255 * (1 - level))),
+    "autocontrast": _simple("autocontrast"),
+    "equalize": _simple("equalize"),
 }
 _NAMES = tuple(_OPERATIONS)

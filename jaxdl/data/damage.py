@@ -12,21 +12,14 @@ Bad = dict[tuple[int, int], tuple[str, str]]
 """Damaged images: (split, index) -> (name, why)."""
 
 
-def most_bad(max_bad: int, num_examples: int) -> int:
-    """The most images of a split that may be damaged: `max_bad`, and at most half of them.
-
-    With more, their replacements would be trained on too often, or the score would be that of a fraction.
-    """
-    return min(max_bad, num_examples // 2)
-
-
 class Damage:
     """The damaged images that this process has found, each counted once.
 
     Args:
       name: name of the data set, for messages.
       sizes: number of examples of each split, the training split first.
-      max_bad: most damaged images in all splits.
+      max_bad: most damaged images in all splits. At most half of a split may be damaged: with more, replacements
+        would be trained on too often, or the score would be that of a fraction.
     """
 
     def __init__(self, name: str, sizes: Sequence[int], max_bad: int) -> None:

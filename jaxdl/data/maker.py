@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxdl.data.damage import Bad, most_bad
+from jaxdl.data.damage import Bad
 from jaxdl.data.photo import BadImage, Photo, Scratch
 from jaxdl.data.private import why_not
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.remote import Outage
 from jaxdl.data.store import ENCODED, PIXELS, Record, Store
-from jaxdl.data.view import Box, View, resized, shrunk
+from jaxdl.data.view import View, resized, shrunk
 
 ORIGIN = "origin"
 
@@ -128,9 +128,9 @@ class Maker:
             return None
 
     def _ends(self, split: int, made: Made) -> bool:
-        """Whether these rows end the run: storage out of reach, or too many damaged examples."""
-        bad, size = len(made.bad), len(self._plan.splits[split].records)
-        return bool(made.outages) or bad > most_bad(self._plan.max_bad, size)
+        """Whether these rows end the run: storage out of reach, or too many damaged examples, as in `Damage.check`."""
+        most = min(self._plan.max_bad, len(self._plan.splits[split].records) // 2)
+        return bool(made.outages) or len(made.bad) > most
 
     def _row(self, work: Work, view: View, index: int, epoch: int, out: np.ndarray, made: Made) -> int | None:
         """Makes one row; returns its label, or None for a damaged example in evaluation."""
@@ -152,7 +152,11 @@ class Maker:
         random = view.random(work.seed, epoch, index)
         try:
             if self._plan.short_side is None:
-                pixels, box = self._decoded_part(record.data.tobytes(), view, random)
+                photo = Photo(record.data.tobytes())
+                box = view.box(photo.height, photo.width, random)
+                scale = max(view.size / box.height, view.size / box.width)
+                pixels, scale = photo.pixels(scale, box.top + box.height, self._scratch)
+                box = box.scaled(scale)
                 start = _lap(made, "decode", start)
             else:
                 pixels = record.data.reshape(record.height, record.width, 3)
@@ -167,13 +171,6 @@ class Maker:
             tier.release()
         _lap(made, "augment", start)
         return record.label
-
-    def _decoded_part(self, encoded: bytes, view: View, random: np.random.Generator) -> tuple[np.ndarray, Box]:
-        photo = Photo(encoded)
-        box = view.box(photo.height, photo.width, random)
-        scale = max(view.size / box.height, view.size / box.width)
-        pixels, scale = photo.pixels(scale, box.top + box.height, self._scratch)
-        return pixels, box.scaled(scale)
 
     def _fetch(self, split: int, index: int, made: Made) -> tuple[Record, Store | None] | None:
         """(example as cached, its tier); stores it in the faster tiers that lack it."""
@@ -195,7 +192,8 @@ class Maker:
             if self._plan.short_side is None:
                 record = Record(np.frombuffer(encoded, np.uint8), label, 0, 0)
             else:
-                record = self._cacheable(encoded, label)
+                pixels = shrunk(Photo(encoded), self._plan.short_side, self._scratch)
+                record = Record(pixels.reshape(-1), label, *pixels.shape[:2])
                 start = _lap(made, "decode", start)
         except Outage as error:
             made.outages.append(str(error))
@@ -206,12 +204,6 @@ class Maker:
         made.tiers[ORIGIN] += 1
         self._store(lacking, index, record, made)
         return record, None
-
-    def _cacheable(self, encoded: bytes, label: int) -> Record:
-        side = self._plan.short_side
-        assert side is not None
-        pixels = shrunk(Photo(encoded), side, self._scratch)
-        return Record(pixels.reshape(-1), label, *pixels.shape[:2])
 
     def _store(self, tiers: list[Store], index: int, record: Record, made: Made) -> None:
         if tiers:

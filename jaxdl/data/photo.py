@@ -48,9 +48,6 @@ class Photo:
     image; missing content is detected when decoding.
     """
 
-    height: int
-    width: int
-
     def __init__(self, encoded: bytes) -> None:
         self._encoded = encoded
         self._orientation, self._rows_at = 1, None

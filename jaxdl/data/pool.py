@@ -121,7 +121,7 @@ class _Worker:
 class Pool:
     """Workers that make rows according to a plan; with 0 workers, the caller's thread makes them.
 
-    A context manager. Its workers end when it is closed or garbage-collected.
+    Its workers end when it is closed or garbage-collected.
     """
 
     def __init__(self, plan: PipelinePlan, num_workers: int) -> None:
@@ -143,17 +143,11 @@ class Pool:
 
     def worker_ids(self) -> list[int]:
         """Process ids of the workers."""
-        return self._dispatch.worker_ids() if self._dispatch else []
+        return [worker.process.pid for worker in self._dispatch.workers] if self._dispatch else []
 
     def close(self) -> None:
         """Ends the workers."""
         self._finalizer()
-
-    def __enter__(self) -> Pool:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
 
 
 def _end(dispatch: _Dispatch | None, maker: Maker | None, area: Area) -> None:
@@ -173,7 +167,7 @@ class _Dispatch:
         self._wake, self._woken = Pipe(duplex=False)[::-1]
         self._lock, self._closed, self._deaths = threading.Lock(), False, 0
         self._shared = write_shared(plan)
-        self._workers = [_Worker(self._shared, area) for _ in range(num_workers)]
+        self.workers = [_Worker(self._shared, area) for _ in range(num_workers)]
         self._thread = threading.Thread(target=self._run, name="jaxdl-pool", daemon=True)
         self._thread.start()
 
@@ -185,10 +179,6 @@ class _Dispatch:
             self._queue.append(piece)
         self._wake.send(None)
         return piece.future
-
-    def worker_ids(self) -> list[int]:
-        """Process ids."""
-        return [worker.process.pid for worker in self._workers]
 
     def close(self) -> None:
         """Ends the thread and the workers; unfinished work is cancelled."""
@@ -204,26 +194,26 @@ class _Dispatch:
         try:
             while not self._closed:
                 self._give_out()
-                for one in wait([self._woken, *(worker.connection for worker in self._workers)]):
+                for one in wait([self._woken, *(worker.connection for worker in self.workers)]):
                     if one is self._woken:
                         self._woken.recv()
                     else:
-                        self._hear(next(worker for worker in self._workers if worker.connection is one))
+                        self._hear(next(worker for worker in self.workers if worker.connection is one))
         except Exception as error:
             self._fail(error)
         finally:
             with self._lock:
                 self._closed = True
-            for worker in self._workers:
+            for worker in self.workers:
                 worker.connection.close()
-            for worker in self._workers:
+            for worker in self.workers:
                 worker.end()
             os.close(self._shared)
             self._fail(RuntimeError("the pool is closed"))
 
     def _give_out(self) -> None:
         while True:
-            worker = min(self._workers, key=lambda one: len(one.pieces))
+            worker = min(self.workers, key=lambda one: len(one.pieces))
             with self._lock:
                 if not self._queue or len(worker.pieces) >= _AT_ONCE:
                     return
@@ -267,11 +257,11 @@ class _Dispatch:
                 )
         with self._lock:
             self._queue.extendleft(reversed(pieces))
-        self._workers[self._workers.index(worker)] = _Worker(self._shared, self._area)
+        self.workers[self.workers.index(worker)] = _Worker(self._shared, self._area)
 
     def _fail(self, error: Exception) -> None:
         with self._lock:
-            pieces = [*self._queue, *(piece for worker in self._workers for piece in worker.pieces.values())]
+            pieces = [*self._queue, *(piece for worker in self.workers for piece in worker.pieces.values())]
             self._queue.clear()
         for piece in pieces:
             if not piece.future.done():

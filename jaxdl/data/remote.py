@@ -174,18 +174,13 @@ def _read_remote(address: str, start: int, length: int | None) -> bytes:
 def _read_local(address: str, start: int, length: int | None) -> bytes:
     file = os.open(address, os.O_RDONLY)
     try:
-        return _read(file, start, os.fstat(file).st_size - start if length is None else length)
+        parts, left = [], os.fstat(file).st_size - start if length is None else length
+        while left > 0 and (part := os.pread(file, left, start)):  # Once, for all but very large files.
+            parts.append(part)
+            start, left = start + len(part), left - len(part)
+        return b"".join(parts)
     finally:
         os.close(file)
-
-
-def _read(file: int, start: int, length: int) -> bytes:
-    """Up to `length` bytes from `start`. One system call, for all but very large files."""
-    parts = []
-    while length > 0 and (part := os.pread(file, length, start)):
-        parts.append(part)
-        start, length = start + len(part), length - len(part)
-    return b"".join(parts)
 
 
 def patiently(place: Callable[[], str], read: Callable[[], _T]) -> _T:

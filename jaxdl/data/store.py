@@ -82,24 +82,16 @@ class Store:
         """File descriptor and number of this process's own segment."""
         self._end = self._room = 0
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self._opened = private_folder(folder)
-        try:
+        with contextlib.ExitStack() as failed:
+            self._opened = private_folder(folder)
+            failed.callback(os.close, self._opened)
             self._index_file = open_own(self._opened, folder / "index", os.O_RDWR | os.O_CREAT)
-        except OSError:
-            os.close(self._opened)
-            raise
-        try:
+            failed.callback(os.close, self._index_file)
             if os.fstat(self._index_file).st_size < count * _ENTRY.itemsize:
                 # Reading a hole of a file in memory allocates it, and kills the process if there is no room.
                 os.posix_fallocate(self._index_file, 0, count * _ENTRY.itemsize)
-        except OSError:
-            os.close(self._index_file)
-            os.close(self._opened)
-            raise
+            failed.pop_all()
         self._index = np.frombuffer(mmap.mmap(self._index_file, count * _ENTRY.itemsize, prot=mmap.PROT_READ), _ENTRY)
-
-    def __contains__(self, index: int) -> bool:
-        return self._entry(index) is not None
 
     def num_bytes(self) -> int:
         """Size of the segments."""

@@ -6,13 +6,13 @@ import hashlib
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError, Kind
-from jaxdl.data.codec import Codec, find_separator, load_tokenizer
+from jaxdl.data.codec import Codec
 from jaxdl.data.remote import reading
 from jaxdl.data.source import DataSet, Source, Splits, TextSpec
 
@@ -170,26 +170,24 @@ def text_splits(train: Iterable[bytes], test: Iterable[bytes], length: int, toke
     The separator counts as one byte of text, so `bytes_per_token` is exactly 1 for bytes. Raises ConfigError when
     there is not one full training window, or no held-out target.
     """
-    encoder = load_tokenizer(tokenizer)
-    train_tokens, _ = _encode(train, encoder, tokenizer)
-    test_tokens, num_bytes = _encode(test, encoder, tokenizer)
+    codec = Codec(tokenizer)
+    train_tokens, _ = _encode(train, codec)
+    test_tokens, num_bytes = _encode(test, codec)
     if len(train_tokens) <= length:
         raise ConfigError(
             f"length = {length}: the training text has {len(train_tokens)} tokens, less than one window; reduce it."
         )
     if len(test_tokens) < 2:
         raise ConfigError("The held-out text has fewer than 2 tokens: raise test_fraction, or give more text.")
-    vocab_size = 256 if encoder is None else max(encoder.get_vocab(with_added_tokens=True).values()) + 1
-    spec = TextSpec(vocab_size=vocab_size, length=length, bytes_per_token=num_bytes / len(test_tokens))
+    spec = TextSpec(vocab_size=codec.vocab_size, length=length, bytes_per_token=num_bytes / len(test_tokens))
     return Splits(TokenWindows(train_tokens, spec, partial=False), TokenWindows(test_tokens, spec, partial=True))
 
 
-def _encode(documents: Iterable[bytes], encoder: Any, tokenizer: str | None) -> tuple[np.ndarray, int]:
+def _encode(documents: Iterable[bytes], codec: Codec) -> tuple[np.ndarray, int]:
     """The token stream of joined documents, and its bytes of text (each separator counted as one)."""
-    if encoder is None:
+    if codec.is_bytes:
         stream = b"\0".join(documents)
         return np.frombuffer(stream, np.uint8), len(stream)
-    separator = find_separator(encoder, tokenizer)
     pieces: list[np.ndarray] = []
     num_bytes = -1
     for number, document in enumerate(documents):
@@ -200,8 +198,8 @@ def _encode(documents: Iterable[bytes], encoder: Any, tokenizer: str | None) -> 
                 f"document {number} ({document[:40]!r}...): not UTF-8 ({error.reason} at byte {error.start}). "
                 "Leave it out, or train on bytes (no tokenizer)."
             ) from None
-        tokens = encoder.encode(text, add_special_tokens=False).ids
-        pieces += [np.asarray(separator if pieces else [], np.uint32), np.asarray(tokens, np.uint32)]
+        separator = codec.separator if pieces else []
+        pieces += [np.asarray(separator, np.uint32), np.asarray(codec.encode(text), np.uint32)]
         num_bytes += len(document) + 1
     return np.concatenate(pieces or [np.empty(0, np.uint32)]), num_bytes
 
