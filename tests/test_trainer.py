@@ -167,7 +167,7 @@ def test_what_is_not_damage_moves_no_checkpoint(finished, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(reading, "read_items", read)
-    with pytest.raises(Unreadable, match="nswers again"):
+    with pytest.raises(Unreadable, match="the disk responds again"):
         jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
     assert contents(workdir) == before
 
