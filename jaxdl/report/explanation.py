@@ -4,38 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-
-class Row(Protocol):
-    """One parameter."""
-
-    @property
-    def name(self) -> str:
-        """Its path in the parameters."""
-        ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its global shape."""
-        ...
-
-    @property
-    def spec(self) -> str:
-        """The mesh axes of its dimensions, as text."""
-        ...
-
-    @property
-    def bytes_per_device(self) -> int:
-        """Bytes of it on one device."""
-        ...
+from jaxdl.sharding import ParamRow
 
 
 def print_explanation(
-    rows: Sequence[Row], mesh: Mapping[str, int], memory: Any, console: Console | None = None
+    rows: Sequence[ParamRow], mesh: Mapping[str, int], memory: Any, console: Console | None = None
 ) -> None:
     """Prints one line per parameter (shape, mesh axes of each dimension, bytes on one device) and the step's memory.
 

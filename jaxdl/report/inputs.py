@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+
+from jaxdl.data.source import Activity
 
 _WARN_SHARE = 0.2
 """Waiting for this share of the time or more leads to a warning."""
@@ -22,25 +23,6 @@ _CURES = {
 }
 
 
-class Activity(Protocol):
-    """The work of a data source since its start."""
-
-    @property
-    def tiers(self) -> Counter[str]:
-        """Examples by the cache tier that they came from."""
-        ...
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Seconds of work by stage, summed over all workers."""
-        ...
-
-    @property
-    def passed(self) -> Counter[str]:
-        """Examples that went through each stage."""
-        ...
-
-
 class InputWatch:
     """The metrics of the input pipeline between reports.
 
@@ -51,8 +33,7 @@ class InputWatch:
 
     def __init__(self, activity: Callable[[], Activity | None], warn: Callable[[str], None]) -> None:
         self._activity, self._warn = activity, warn
-        self._tiers, self._seconds = Counter[str](), dict[str, float]()
-        self._passed = Counter[str]()
+        self._before = Activity(Counter(), {}, Counter())
         self._slow_reports, self._warned = 0, False
 
     def report(self, wait_share: float) -> dict[str, float]:
@@ -65,10 +46,9 @@ class InputWatch:
         now = self._activity()
         if now is None:
             return row
-        new_tiers = now.tiers - self._tiers
-        new_seconds = {stage: spent - self._seconds.get(stage, 0.0) for stage, spent in sorted(now.seconds.items())}
-        new_passed = now.passed - self._passed
-        self._tiers, self._seconds, self._passed = now.tiers, now.seconds, now.passed
+        before, self._before = self._before, now
+        new_tiers, new_passed = now.tiers - before.tiers, now.passed - before.passed
+        new_seconds = {stage: spent - before.seconds.get(stage, 0.0) for stage, spent in sorted(now.seconds.items())}
         images = new_tiers.total()
         if images:
             row |= {f"input/hits/{tier}": new_tiers[tier] / images for tier in sorted(now.tiers)}

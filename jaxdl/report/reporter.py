@@ -16,10 +16,12 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import jax
 import numpy as np
 
+from jaxdl.data import DataSpec, Source
 from jaxdl.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
+from jaxdl.phases import Timeline
 from jaxdl.report.events import Event, EventKind
 from jaxdl.report.history import History, ReportConfig
-from jaxdl.report.inputs import Activity, InputWatch
+from jaxdl.report.inputs import InputWatch
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress, StepCounter
 from jaxdl.report.start import Start
@@ -50,43 +52,12 @@ class Scored(Protocol):
         """How the training loss differs from that of the evaluation."""
         ...
 
-    def units_per_example(self, spec: Any) -> int:
+    def units_per_example(self, spec: DataSpec) -> int:
         """How many of `unit` one training example has."""
         ...
 
-    def metrics(self, sums: Mapping[str, float], spec: Any) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
         """From sums over examples to metrics."""
-        ...
-
-
-class Batched(Protocol):
-    """Some steps of a run."""
-
-    @property
-    def batch_size(self) -> int:
-        """Examples in each of them."""
-        ...
-
-
-class Course(Protocol):
-    """What is read of a `jaxdl.phases.Timeline`."""
-
-    total_steps: int
-
-    def epoch(self, step: int) -> float:
-        """How many epochs have been seen after `step` steps."""
-        ...
-
-    def segment(self, step: int) -> Batched:
-        """The segment of the step that follows `step` steps."""
-        ...
-
-
-class Read(Protocol):
-    """What is read of a `jaxdl.data.Source`."""
-
-    def activity(self) -> Activity | None:
-        """What it has done so far, see `InputWatch`."""
         ...
 
 
@@ -94,11 +65,11 @@ class Read(Protocol):
 class Subject:
     """The run that is reported: its steps, its task and what describes the data to that, and its training data."""
 
-    timeline: Course
+    timeline: Timeline
     counter: StepCounter
     task: Scored
-    spec: Any
-    source: Read
+    spec: DataSpec
+    source: Source
 
 
 class Report(NamedTuple):

@@ -37,13 +37,6 @@ class BadStep:
     learning_rate: float
 
 
-@dataclass(frozen=True)
-class BadStreak:
-    """Consecutive bad steps, so many that training on makes no sense."""
-
-    steps: tuple[BadStep, ...]
-
-
 class RollbackRow(TypedDict):
     """A rollback in skipped.json; the fields are those of `Rollback`, under the names of the first format."""
 
@@ -114,7 +107,7 @@ class Rollbacks:
         """Whether the batch of this step is skipped."""
         return any(first <= step <= last for first, last in (one.skipped for one in self.past))
 
-    def judge(self, report: Report | None) -> BadStreak | None:
+    def judge(self, report: Report | None) -> Sequence[BadStep] | None:
         """The verdict on steps that have been reported: a streak of bad ones to roll back for, or None.
 
         Raises Diverged where bad steps are not skipped.
@@ -132,7 +125,7 @@ class Rollbacks:
             self._streak.append(_bad_step(step, metrics))
             found.append(self._streak[-1])
             if len(self._streak) == self._config.rollback_after:
-                return BadStreak(tuple(self._streak))
+                return self._streak
         if found:
             what = "; ".join(f"step {one.step}: loss {one.loss:.4g}" for one in found[:4])
             more = f" and {len(found) - 4} more" if len(found) > 4 else ""
@@ -173,7 +166,7 @@ class Rollbacks:
         if self.past and not self.past[-1].done:
             self._quarantine(checkpoints)
 
-    def roll_back(self, streak: BadStreak, checkpoints: Checkpoints | None) -> Rollback:
+    def roll_back(self, streak: Sequence[BadStep], checkpoints: Checkpoints | None) -> Rollback:
         """Chooses the checkpoint to return to, records that on disk, and quarantines the checkpoints after it.
 
         The newest one left is then the one to restore; where there is none it is the start of the run, whose state
@@ -183,11 +176,11 @@ class Rollbacks:
         skipping them was not enough: the state was bad already, and would be again. Then as many batches more are
         skipped before them (after Chowdhery et al., PaLM, arXiv 2204.02311, section 5.1).
         """
-        first, last = streak.steps[0].step, streak.steps[-1].step
+        first, last = streak[0].step, streak[-1].step
         if checkpoints is None:
-            self._give_up(streak.steps, "without a --workdir there is no checkpoint to return to")
+            self._give_up(streak, "without a --workdir there is no checkpoint to return to")
         if len(self.past) >= self._config.max_rollbacks:
-            self._give_up(streak.steps, f"guard.max_rollbacks = {self._config.max_rollbacks}")
+            self._give_up(streak, f"guard.max_rollbacks = {self._config.max_rollbacks}")
         begin = first
         while begin > 1 and self.skips(begin - 1):
             begin -= 1
@@ -205,7 +198,7 @@ class Rollbacks:
         self.past.append(Rollback((first, last), to_step, (begin, last), done=False))
         if not self._write():
             self.past.pop()
-            self._give_up(streak.steps, f"{SKIPPED_FILE} could not be written, without which a restart would go astray")
+            self._give_up(streak, f"{SKIPPED_FILE} could not be written, without which a restart would go astray")
         self._streak = []
         if jax.process_index() == 0:
             with contextlib.suppress(OSError):  # A run that gave up was then allowed more.

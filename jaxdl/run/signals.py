@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -100,13 +101,13 @@ class StopSignals:
         """
         if self._member is not None:
             self._member.wait_for_all()
-        outcome: list[Any] = []
+        outcome: Future[Result] = Future()
 
         def work() -> None:
             try:
-                outcome.append((function(), None))
+                outcome.set_result(function())
             except BaseException as error:
-                outcome.append((None, error))
+                outcome.set_exception(error)
 
         thread = threading.Thread(target=work, name="jaxdl-setup", daemon=True)
         thread.start()
@@ -114,9 +115,7 @@ class StopSignals:
             if self._shared_every is None:
                 self._check()
             thread.join(_POLL_SEC)
-        result, error = outcome[0]
-        if error is not None:
-            raise error
+        result = outcome.result()
         if self._member is not None:
             self._member.wait_for_all()
         return result

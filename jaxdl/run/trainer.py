@@ -24,7 +24,7 @@ from jaxdl.run.evaluation import Evaluation
 from jaxdl.run.hooks import OnStep, StepInfo
 from jaxdl.run.length import check_not_past, early_end_note
 from jaxdl.run.result import Interrupted, Run
-from jaxdl.run.rollback import BadStreak, Rollbacks, skip
+from jaxdl.run.rollback import BadStep, Rollbacks, skip
 from jaxdl.run.saver import Saver, start_events
 from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.state import TrainState
@@ -251,7 +251,7 @@ class Trainer:
             self._roll_back(streak)
         return streak is not None
 
-    def _roll_back(self, streak: BadStreak) -> None:
+    def _roll_back(self, streak: Sequence[BadStep]) -> None:
         """Returns to a checkpoint from before a streak of bad steps, or to the start; their batches are skipped now."""
         assert self.loader is not None
         self.reporter.status("rolling back")
