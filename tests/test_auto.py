@@ -19,45 +19,45 @@ def choose(auto, mesh=EIGHT, layout=None):
 
 def test_a_slow_network_gets_compression_and_a_fast_one_none():
     slow, fast = (choose(Auto(bandwidth_gbps=gbps, latency_us=50)) for gbps in (0.1, 400))
-    assert isinstance(slow.config, TopK)
-    assert slow.lines[0].startswith("chose topk 0.01 threshold")
-    assert "(given" in slow.lines[1]
-    assert isinstance(fast.config, Dense)
-    assert any("do not compress" in line for line in fast.lines)
+    assert isinstance(slow.best, TopK)
+    assert slow.reasons[0].startswith("chose topk 0.01 threshold")
+    assert "(given" in slow.reasons[1]
+    assert isinstance(fast.best, Dense)
+    assert any("do not compress" in line for line in fast.reasons)
     assert slow == choose(Auto(bandwidth_gbps=0.1, latency_us=50)), "nothing is measured, so nothing may change"
 
 
 def test_only_candidates_are_chosen():
     given = {"bandwidth_gbps": 0.1, "latency_us": 50}
-    assert isinstance(choose(Auto(candidates=("quantized",), **given)).config, Quantized)
-    assert isinstance(choose(Auto(candidates=("sign",), **given)).config, Sign)
-    assert isinstance(choose(Auto(candidates=("powersgd", "quantized"), **given)).config, PowerSGD)
-    assert choose(Auto(candidates=("float16",), **given)).config == Dense(wire_dtype="float16")
-    assert choose(Auto(densities=(0.02, 0.001), **given)).config.density == 0.001
-    assert isinstance(choose(Auto(min_speedup=1000, **given)).config, Dense)
+    assert isinstance(choose(Auto(candidates=("quantized",), **given)).best, Quantized)
+    assert isinstance(choose(Auto(candidates=("sign",), **given)).best, Sign)
+    assert isinstance(choose(Auto(candidates=("powersgd", "quantized"), **given)).best, PowerSGD)
+    assert choose(Auto(candidates=("float16",), **given)).best == Dense(wire_dtype="float16")
+    assert choose(Auto(densities=(0.02, 0.001), **given)).best.density == 0.001
+    assert isinstance(choose(Auto(min_speedup=1000, **given)).best, Dense)
 
 
 def test_axes_inside_a_replica_are_counted():
     mesh = MeshConfig(replica=2, fsdp=2, tensor=2)
     layout = GradientLayout(specs={"stem/kernel": P(Axis.FSDP.value)}, inner={Axis.FSDP.value: 2, Axis.TENSOR.value: 2})
     chosen = choose(Auto(bandwidth_gbps=0.1, latency_us=0), mesh, layout)
-    assert isinstance(chosen.config, TopK)
-    assert chosen.config.algorithm == "all_gather"
+    assert isinstance(chosen.best, TopK)
+    assert chosen.best.algorithm == "all_gather"
 
 
-def test_a_single_replica_exchanges_nothing_and_measures_nothing():
-    chosen = choose(Auto(), MeshConfig(replica=1, fsdp=8))
-    assert chosen.config == Dense()
-    assert "one replica" in chosen.lines[0]
+def test_a_single_replica_exchanges_nothing():
+    chosen = choose(Auto(bandwidth_gbps=1, latency_us=50), MeshConfig(replica=1, fsdp=8))
+    assert chosen.best == Dense()
+    assert "one replica" in chosen.reasons[1]
 
 
 def test_measured_on_these_devices():
     chosen = Auto(candidates=("quantized",)).choose(
         {"kernel": (256, 256)}, GradientLayout(), make_mesh(MeshConfig(replica=4, fsdp=2))
     )
-    assert isinstance(chosen.config, Dense | Quantized)
-    assert "(measured)" in chosen.lines[1]
-    assert callable(chosen.config.build().update)
+    assert isinstance(chosen.best, Dense | Quantized)
+    assert "(measured)" in chosen.reasons[1]
+    assert callable(chosen.best.build().update)
     assert jax.device_count() == 8
 
 

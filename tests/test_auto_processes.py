@@ -23,7 +23,7 @@ mesh = make_mesh(MeshConfig(replica=2, fsdp=2))
 import jax
 layout = GradientLayout(specs={"kernel": jax.P(Axis.FSDP.value)}, inner={Axis.FSDP.value: 2})
 choice = Auto(candidates=("topk",)).choose({"kernel": (256, 1024)}, layout, mesh)
-print("\\nCHOICE", json.dumps([choice.config.model_dump(), choice.lines]), flush=True)
+print("\\nCHOICE", json.dumps([choice.best.model_dump(), choice.reasons]), flush=True)
 """
 
 

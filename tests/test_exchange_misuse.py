@@ -149,12 +149,14 @@ def test_auto_takes_no_exchange_that_would_compress_nothing():
     choice = Auto(bandwidth_gbps=0.001, latency_us=1.0, candidates=("quantized",)).choose(
         {"w": (10, 10)}, layout, make_mesh(REPLICAS, jax.devices()[:8])
     )
-    assert choice.config == Dense()
+    assert choice.best == Dense()
 
 
-def test_a_warm_up_longer_than_the_run():
-    with pytest.raises(ConfigError, match=r"the warm-up of exchange topk \(12 steps\) is not shorter than the run"):
-        make_plan(tiny_experiment(exchange=TopK(dense_warmup_steps=12, min_elements=0), mesh=REPLICAS, steps=12))
+@pytest.mark.parametrize("kind", [TopK, Quantized])
+def test_a_warm_up_longer_than_the_run(kind):
+    message = rf"the warm-up of exchange {kind.kind_name()} \(12 steps\) is not shorter than the run"
+    with pytest.raises(ConfigError, match=message):
+        make_plan(tiny_experiment(exchange=kind(dense_warmup_steps=12, min_elements=0), mesh=REPLICAS, steps=12))
 
 
 def test_powersgd_of_too_high_a_rank():

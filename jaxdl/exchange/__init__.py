@@ -7,8 +7,6 @@ exchanges each shard with the same shard of the other replicas, and nothing else
 from jaxdl.exchange.auto import Auto
 from jaxdl.exchange.base import (
     Exchange,
-    ExchangeMetrics,
-    ExchangeState,
     GradientLayout,
     by_name,
     exchanged_on_mesh,
@@ -16,14 +14,14 @@ from jaxdl.exchange.base import (
     leaf_names,
     state_specs,
 )
+from jaxdl.exchange.buckets import backward_order
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeConfig, kinds
-from jaxdl.exchange.cost import Cost, Gradients, Link, Machine, predict
+from jaxdl.exchange.cost import Gradients, Link, Machine, predict
 from jaxdl.exchange.dense import Dense
-from jaxdl.exchange.order import backward_order
 from jaxdl.exchange.powersgd import PowerSGD
 from jaxdl.exchange.quantized import Quantized, Sign
-from jaxdl.exchange.recommend import Recommendation, recommend
+from jaxdl.exchange.recommend import recommend
 from jaxdl.exchange.topk import TopK
 
 ExchangeChoice = Dense | TopK | Quantized | PowerSGD | Sign | Auto
@@ -32,20 +30,16 @@ ExchangeChoice = Dense | TopK | Quantized | PowerSGD | Sign | Auto
 __all__ = [
     "Auto",
     "Compressed",
-    "Cost",
     "Dense",
     "Exchange",
     "ExchangeChoice",
     "ExchangeConfig",
-    "ExchangeMetrics",
-    "ExchangeState",
     "GradientLayout",
     "Gradients",
     "Link",
     "Machine",
     "PowerSGD",
     "Quantized",
-    "Recommendation",
     "Sign",
     "TopK",
     "backward_order",

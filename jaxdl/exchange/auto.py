@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import pydantic
@@ -15,21 +15,12 @@ from jaxdl.exchange.config import ExchangeConfig, kinds
 from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Gradients, Link, Machine
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.probe import probe
-from jaxdl.exchange.recommend import MIN_SPEEDUP, recommend
-from jaxdl.mesh import Axis
+from jaxdl.exchange.recommend import MIN_SPEEDUP, Recommendation, recommend
+from jaxdl.mesh import Axis, platform
 
 _MOST_PROBED = {"cpu": 2**20, "gpu": 2**23}
 _INNER_LINKS = {"cpu": Link(2e-5, 2e9), "gpu": Link(5e-6, 1.5e11)}
 """Inside a replica, when only the figures of the slow network are given: orders of magnitude (of NVLink)."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The exchange that was chosen, and the reasons."""
-
-    config: ExchangeConfig
-    lines: tuple[str, ...]
-    """Reasons for the user."""
 
 
 class Auto(Config):
@@ -74,11 +65,6 @@ class Auto(Config):
             raise ValueError(f"densities = {self.densities}: topk is no candidate. Add it to candidates.")
         return self
 
-    @property
-    def warmup_steps(self) -> int:
-        """No exchange that it may choose has a warm-up."""
-        return 0
-
     def check_optimizer(self, optimizer: Config) -> None:
         """Every exchange that it may choose works with every optimizer."""
 
@@ -92,16 +78,12 @@ class Auto(Config):
             "exchange auto only selects an exchange and cannot be built. Build the config that its choose(...) returns."
         )
 
-    def choose(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, mesh: Mesh) -> Choice:
+    def choose(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, mesh: Mesh) -> Recommendation:
         """The exchange for gradients of these local shapes, by name; measures the mesh's devices for some seconds.
 
         Every process of a run has to call it, and gets the same.
         """
         gradients = Gradients(shapes, mesh.shape[Axis.REPLICA], layout)
-        if gradients.num_replicas == 1:
-            return Choice(
-                Dense(delay_steps=self.delay_steps), ("dense float32: there is one replica, which exchanges nothing",)
-            )
         # One that would compress nothing is dense by another name.
         configs = [
             config
@@ -110,7 +92,7 @@ class Auto(Config):
         ]
         found = recommend(configs, gradients, self._machine(gradients, mesh), min_speedup=self.min_speedup)
         best = found.best.model_copy(update={"delay_steps": self.delay_steps})
-        return Choice(best, (f"chose {best.label}", *found.reasons))
+        return replace(found, best=best, reasons=(f"chose {best.label}", *found.reasons))
 
     def _configs(self, num_replicas: int) -> list[ExchangeConfig]:
         """All exchanges that may be chosen."""
@@ -118,16 +100,16 @@ class Auto(Config):
         return [Dense(), *(config for name in self.candidates for config in known[name])]
 
     def _machine(self, gradients: Gradients, mesh: Mesh) -> Machine:
-        platform = "cpu" if mesh.devices.flat[0].platform == "cpu" else "gpu"
+        kind = "cpu" if platform(mesh) == "cpu" else "gpu"
         if self.bandwidth_gbps is not None and self.latency_us is not None:
-            links = dict.fromkeys(gradients.layout.inner, _INNER_LINKS[platform])
+            links = dict.fromkeys(gradients.layout.inner, _INNER_LINKS[kind])
             links[Axis.REPLICA.value] = Link(self.latency_us * 1e-6, self.bandwidth_gbps * 1e9 / 8)
-            return Machine(links, NOMINAL_SPEEDS[platform], source="given; speeds of the devices from a table")
+            return Machine(links, NOMINAL_SPEEDS[kind], source="given; speeds of the devices from a table")
         needed = Figures.of(self._configs(gradients.num_replicas))
         bucket = min(gradients.num_elements, int(Dense().bucket_elements))
         return probe(
             mesh,
-            num_elements=max(2**12, min(bucket, _MOST_PROBED[platform])),
+            num_elements=max(2**12, min(bucket, _MOST_PROBED[kind])),
             density=min(max(self.densities), 0.25),
             methods=needed.methods,
             bits=needed.bits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -189,7 +190,7 @@ def init_on_mesh(
     out_specs = state_specs(exchange, shapes, specs, mesh, axis=axis)
 
     def one_device() -> Any:
-        return stacked_state(exchange.init(_local_shapes(shapes, specs, mesh)), out_specs)
+        return _reshaped(exchange.init(_local_shapes(shapes, specs, mesh)), out_specs, stacked=True)
 
     # Zeros vary over no axis, yet each replica has its own: the types cannot express that.
     return jax.shard_map(one_device, mesh=mesh, in_specs=(), out_specs=out_specs, check_vma=False)()
@@ -222,22 +223,15 @@ def state_specs(
     return found
 
 
-def stacked_state(state: ExchangeState, specs: Any) -> ExchangeState:
-    """One device's state with the leading dimensions that it has on a mesh; `own_state` takes them away."""
-    return {
-        where: jax.tree.map(
-            lambda spec, x, n=where: x.reshape((1,) * _leading(n, spec) + x.shape), specs[where], entry, is_leaf=is_spec
-        )
-        for where, entry in state.items()
-    }
+def _reshaped(state: ExchangeState, specs: Any, *, stacked: bool) -> ExchangeState:
+    """One device's state with the leading dimensions that it has on a mesh (`stacked`), or without them."""
 
+    def one(where: str, spec: PartitionSpec, x: jax.Array) -> jax.Array:
+        num_leading = {PER_REPLICA: 1, "shard": len(spec), "common": 0}[where]
+        return x.reshape((1,) * num_leading + x.shape if stacked else x.shape[num_leading:])
 
-def own_state(state: ExchangeState, specs: Any) -> ExchangeState:
-    """One device's state inside a manual `shard_map`, without the leading dimensions."""
     return {
-        where: jax.tree.map(
-            lambda spec, x, n=where: x.reshape(x.shape[_leading(n, spec) :]), specs[where], entry, is_leaf=is_spec
-        )
+        where: jax.tree.map(functools.partial(one, where), specs[where], entry, is_leaf=is_spec)
         for where, entry in state.items()
     }
 
@@ -274,11 +268,12 @@ def exchanged_on_mesh(
 
     def one_device(grads: Any, state: ExchangeState, key: jax.Array) -> Any:
         own = jax.tree.map(lambda x: x[0], grads)
-        mean, new_state, metrics = exchange.update(own, own_state(state, places), axis=replica, key=key)
+        own_state = _reshaped(state, places, stacked=False)
+        mean, new_state, metrics = exchange.update(own, own_state, axis=replica, key=key)
         mean, sent = gathered_like(mean, specs, wanted)
         for axis, num_bytes in sent.items():
             metrics[f"bytes_sent/{axis}"] = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32(num_bytes)
-        return mean, stacked_state(new_state, places), metrics
+        return mean, _reshaped(new_state, places, stacked=True), metrics
 
     stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)
     return jax.shard_map(
@@ -287,8 +282,3 @@ def exchanged_on_mesh(
         in_specs=(stacked, places, PartitionSpec()),
         out_specs=(wanted, places, PartitionSpec()),
     )
-
-
-def _leading(where: str, spec: PartitionSpec) -> int:
-    """How many leading dimensions a leaf has besides those that one device sees."""
-    return {PER_REPLICA: 1, "shard": len(spec), "common": 0}[where]

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import Literal
 
 from jaxdl.collectives.primitive import all_gather_same
-from jaxdl.exchange.base import GradientLayout
+from jaxdl.exchange.base import GradientLayout, leaf_names
 
 _NO_NUMBER = 0x7FDEAD01
 """The bits of a NaN that no computation yields."""
@@ -64,9 +66,9 @@ class Bucket:
             start += size
         return leaves
 
-    def split_bytes(self, layout: GradientLayout, itemsize: int = 4) -> dict[str, float]:
-        """Bytes that one device sends over each inner axis in one `split`."""
-        sent, size = {}, self.num_own * itemsize
+    def split_bytes(self, layout: GradientLayout, count: int = 1) -> dict[str, float]:
+        """Bytes that one device sends over each inner axis in `count` splits of float32 numbers."""
+        sent, size = {}, count * self.num_own * 4
         for axis in reversed(self.whole):
             sent[axis] = float((layout.inner[axis] - 1) * size)
             size *= layout.inner[axis]
@@ -122,8 +124,20 @@ def held_back(x: jax.Array, last: jax.Array | None) -> jax.Array:
     return jnp.where(bits == np.uint32(_NO_NUMBER), jnp.zeros_like(x), x)
 
 
-def exchange_order(names: Sequence[str], layout: GradientLayout) -> list[str]:
-    """The names in the order in which their gradients are ready: the backward pass ends with the first layers."""
-    place = {name: number for number, name in enumerate(layout.order)}
-    unknown = {name: len(names) - number for number, name in enumerate(names)}
-    return sorted(names, key=lambda name: place.get(name, len(place) + unknown[name]))
+def backward_order(loss: Callable[..., jax.Array], params: Any, *args: Any) -> tuple[str, ...]:
+    """The names of the gradients of `loss(params, *args)` in the order in which they are ready; nothing is computed.
+
+    Read off the traced program: the place of the operation that yields each gradient. Arguments may be shape structs.
+    """
+    traced = jax.make_jaxpr(jax.grad(loss))(params, *args).jaxpr
+    place = {
+        id(variable): number
+        for number, step in enumerate(traced.eqns)
+        if not all(isinstance(x, Literal) for x in step.invars)
+        for variable in step.outvars
+    }
+    # A gradient that depends on nothing, of a parameter that is not used, is ready from the start.
+    ready = [place.get(id(variable), -1) for variable in traced.outvars]
+    names = leaf_names(params)
+    # Of those that one operation yields (all layers of a scanned stack) the later parameters come first.
+    return tuple(names[number] for number in sorted(range(len(names)), key=lambda number: (ready[number], -number)))

@@ -56,7 +56,6 @@ class Compressed(ExchangeConfig):
 
     def check(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, num_replicas: int) -> None:
         """See `ExchangeConfig.check`."""
-        del layout, num_replicas
         num_elements = {name: math.prod(shape) for name, shape in shapes.items()}
         for pattern in self.dense_names:
             if not any(fnmatch.fnmatchcase(name, pattern) for name in num_elements):
@@ -86,12 +85,10 @@ class Compressed(ExchangeConfig):
 
     def suits(self, name: str, shape: tuple[int, ...], layout: GradientLayout) -> bool:
         """Whether a gradient of this local shape can be compressed at all."""
-        del name, shape, layout
         return True
 
     def init_shard(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout) -> dict[str, Leaves]:
         """The initial state of the shards of the gradients that are compressed, which have these local shapes."""
-        del shapes, layout
         return {}
 
     def stages(self) -> list[tuple[float, Compressed]]:

@@ -15,7 +15,7 @@ import pydantic
 
 from jaxdl.config import Config
 from jaxdl.exchange.base import Exchange, GradientLayout
-from jaxdl.exchange.buckets import Bucket, exchange_order, make_buckets
+from jaxdl.exchange.buckets import Bucket, make_buckets
 from jaxdl.exchange.cost import Cost, Figures, Gradients, Machine
 from jaxdl.exchange.delayed import Delayed
 from jaxdl.exchange.single_replica import SingleReplica
@@ -35,6 +35,8 @@ class ExchangeConfig(Config, abc.ABC):
 
     compresses: ClassVar[bool] = True
     """Whether it changes more of the mean than its rounding; only a large speed-up is worth that."""
+    single_replica_options: ClassVar[tuple[str, ...]] = ("delay_steps",)
+    """The fields that also take effect with a single replica."""
 
     @classmethod
     def kind_name(cls) -> str:
@@ -82,16 +84,6 @@ class ExchangeConfig(Config, abc.ABC):
         """What `cost` needs to know of a machine, beyond what is always measured."""
         return Figures()
 
-    @property
-    def warmup_steps(self) -> int:
-        """Steps before the exchange has its final settings."""
-        return 0
-
-    @property
-    def single_replica_options(self) -> list[str]:
-        """The options that also take effect with a single replica, as the user types them."""
-        return [f"--exchange.delay-steps {self.delay_steps}"] if self.delay_steps else []
-
     def check(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, num_replicas: int) -> None:
         """Raises ConfigError when an option has no effect on gradients of these names and shapes (of all shards)."""
 
@@ -100,7 +92,6 @@ class ExchangeConfig(Config, abc.ABC):
 
     def remarks(self, cost: Cost, gradients: Gradients, machine: Machine, dense: ExchangeConfig) -> list[str]:
         """Further notes on its cost for the user, beside that of `dense`, a line each."""
-        del cost, gradients, machine, dense
         return []
 
     @classmethod
@@ -111,7 +102,6 @@ class ExchangeConfig(Config, abc.ABC):
     @classmethod
     def candidates(cls, densities: Sequence[float], num_replicas: int) -> dict[str, list[ExchangeConfig]]:
         """What `auto` may choose of this kind, by the names for `--exchange.candidates`."""
-        del densities, num_replicas
         return {cls.kind_name(): [cls()]}
 
     @property
@@ -120,8 +110,9 @@ class ExchangeConfig(Config, abc.ABC):
         return self.bucket_mib * 2**20 / 4
 
     def ordered(self, names: Sequence[str], layout: GradientLayout) -> list[str]:
-        """The names in the order of the buckets."""
-        order = exchange_order(names, layout)
+        """The names in the order of the buckets; where it is not known, the backward pass ends with the first ones."""
+        ready = dict.fromkeys((*layout.order, *reversed(names)))
+        order = [name for name in ready if name in names]
         return order if self.bucket_order == "backward" else order[::-1]
 
     def buckets(

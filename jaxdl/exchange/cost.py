@@ -91,23 +91,13 @@ class Speeds:
     operation_sec: float = 0.0
     """The time of one operation on a small array, of which PowerSGD has hundreds."""
 
-    def selection(self, method: str) -> float:
-        """Elements a second of a selection. Raises ValueError where only others were measured."""
-        return _known(self.selection_elements_per_sec, method, f"selection {method}")
 
-    def quantization(self, bits: int) -> float:
-        """Elements a second of a quantized sum. Raises ValueError where only others were measured."""
-        return _known(self.quantized_elements_per_sec, bits, f"quantization {bits}")
-
-
-def _known(speeds: Mapping[KeyT, float], name: KeyT, what: str) -> float:
-    if not speeds:
-        return math.inf
-    if name not in speeds:
-        raise ValueError(
-            f"{what}: its speed is not known, only that of {', '.join(map(str, speeds))}. Measure it as well."
-        )
-    return speeds[name]
+def known_speed(speeds: Mapping[KeyT, float], name: KeyT, what: str) -> float:
+    """One of several speeds, infinite where none is given. Raises ValueError where only others are."""
+    if speeds and name not in speeds:
+        known = ", ".join(map(str, speeds))
+        raise ValueError(f"{what} {name}: its speed is not known, only that of {known}. Measure it as well.")
+    return speeds.get(name, math.inf)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,6 @@ class Dense(ExchangeConfig):
     @classmethod
     def candidates(cls, densities: Sequence[float], num_replicas: int) -> dict[str, list[ExchangeConfig]]:
         """The 16-bit ones by their dtypes; float32 can always be chosen."""
-        del densities, num_replicas
         return {name: [cls(wire_dtype=name)] for name in get_args(WireDtype)[1:]}
 
     def cost(self, gradients: Gradients, machine: Machine) -> Cost:
@@ -83,7 +82,6 @@ class DenseExchange:
 
     def init(self, grads: Any) -> ExchangeState:
         """Nothing."""
-        del grads
         return {}
 
     def update(

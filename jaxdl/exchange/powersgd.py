@@ -42,7 +42,8 @@ class PowerSGD(Compressed):
 
     def suits(self, name: str, shape: tuple[int, ...], layout: GradientLayout) -> bool:
         """Whether two thin matrices have fewer elements."""
-        return self.is_smaller(shape, stacked=name in layout.stacked)
+        _, rows, columns = matrix_shape(shape, stacked=name in layout.stacked)
+        return min(rows, columns) > 0 and self.rank * (rows + columns) < rows * columns
 
     def init_shard(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout) -> dict[str, Leaves]:
         """The right factors, random: the same in all replicas; which values these are does not matter."""
@@ -66,9 +67,7 @@ class PowerSGD(Compressed):
     def check(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, num_replicas: int) -> None:
         """See `ExchangeConfig.check`."""
         super().check(shapes, layout, num_replicas)
-        if num_replicas > 1 and not any(
-            self.is_smaller(shape, stacked=name in layout.stacked) for name, shape in shapes.items()
-        ):
+        if num_replicas > 1 and not any(self.suits(name, shape, layout) for name, shape in shapes.items()):
             raise ConfigError(
                 f"--exchange.rank {self.rank}: no gradient would be compressed, since two thin matrices of so many "
                 "columns are not smaller than any of them. Choose a smaller rank, or --exchange dense."
@@ -101,11 +100,6 @@ class PowerSGD(Compressed):
             + machine.passes_sec(bucket.num_elements, accesses),
             sent_bytes=sent,
         )
-
-    def is_smaller(self, shape: tuple[int, ...], *, stacked: bool) -> bool:
-        """Whether two thin matrices have fewer elements than a gradient of this shape."""
-        _, rows, columns = matrix_shape(shape, stacked=stacked)
-        return min(rows, columns) > 0 and self.rank * (rows + columns) < rows * columns
 
     def send(self, message: Message, context: Context) -> Sent:
         """See `Compressed.send`."""

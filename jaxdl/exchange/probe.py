@@ -23,6 +23,7 @@ from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.collectives.quantized import quantized_all_reduce
 from jaxdl.collectives.select import Method, select_top_k
 from jaxdl.exchange.cost import Link, Machine, Speeds
+from jaxdl.mesh import platform
 
 COLLECTIVES = ("all_reduce/float32", "all_reduce/bfloat16", "all_reduce/float16", "all_gather", "all_to_all")
 """What is measured on each axis, by the names of `Link.collectives`."""
@@ -80,7 +81,7 @@ def probe_link(
     if "idle" not in compiled:
         compiled["idle"] = _compiled(mesh, lambda x: x[:1], _normal(mesh, _SMALLEST_BYTES // 4))
     num_devices = mesh.shape[axis]
-    largest = 2**22 if _on_cpu(mesh) else 2**26
+    largest = 2**22 if platform(mesh) == "cpu" else 2**26
     found = {}
     for kind in collectives:
         size, sent, times = _SMALLEST_BYTES, [], []
@@ -165,12 +166,12 @@ def probe_speeds(
     num_repeats: int = 5,
 ) -> Speeds:
     """What one device does in a second while all devices of the mesh work; see `probe`."""
-    size = num_elements or (2**20 if _on_cpu(mesh) else 2**24)
+    size = num_elements or (2**20 if platform(mesh) == "cpu" else 2**24)
     k, rows = max(1, int(density * size)), max(8, int(size**0.5))
     sorted_size = min(size, _NUM_MESSAGES * k)
     works: list[Work] = [
         lambda x: x * 2,
-        *(functools.partial(_select, k, method) for method in methods),
+        *(functools.partial(select_top_k, k=k, method=method) for method in methods),
         *(functools.partial(_quantize, number) for number in bits),
         functools.partial(_receive, k),
         functools.partial(_sort, sorted_size),
@@ -192,10 +193,6 @@ def probe_speeds(
         flops_per_sec=3 * 2 * rows * rows * _RANK / multiplied,
         operation_sec=projected / _NUM_OPERATIONS,
     )
-
-
-def _select(k: int, method: Method, x: jax.Array) -> Any:
-    return select_top_k(x, k, method)
 
 
 def _quantize(num_bits: int, x: jax.Array) -> Any:
@@ -293,7 +290,3 @@ def _slowest(seconds: np.ndarray) -> np.ndarray:
     if jax.process_count() == 1:
         return seconds
     return np.asarray(multihost_utils.process_allgather(seconds.astype(np.float32)), np.float64).max(axis=0)
-
-
-def _on_cpu(mesh: Mesh) -> bool:
-    return mesh.devices.flat[0].platform == "cpu"

@@ -12,7 +12,7 @@ from jaxdl.config import Kind
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeConfig
-from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine
+from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine, known_speed
 from jaxdl.exchange.message import Context, Message, Sent
 
 
@@ -41,10 +41,11 @@ class _FewBits(Compressed):
         sent = self.sent_bytes(n, m)
         latency, wire = machine.two_shots_sec(sent, m)
         accesses = JOIN + SPLIT + NORM + (ADD_RESIDUAL + SPLIT + NORM if self.error_feedback else 0)
+        speed = known_speed(machine.speeds.quantized_elements_per_sec, self.num_bits, "quantization")
         return Cost(
             latency_sec=latency,
             wire_sec=wire,
-            compute_sec=n / machine.speeds.quantization(self.num_bits) + machine.passes_sec(n, accesses),
+            compute_sec=n / speed + machine.passes_sec(n, accesses),
             inner_sec=machine.gathers_sec(bucket, gradients.layout, 1 + self.error_feedback),
             sent_bytes=sent,
         )
@@ -57,8 +58,7 @@ class _FewBits(Compressed):
         own = bucket.join(message.summand, multiple=whole if bucket.num_own >= 16 * whole else 1)
         own, bits, block = held_back(own, message.last), self.num_bits, self.block_size
         total, error = quantized_all_reduce(own, axis, key, bits=bits, block_size=block, return_error=True)
-        num_splits = 2 if self.error_feedback else 1
-        inner = {name: num_splits * value for name, value in bucket.split_bytes(context.layout).items()}
+        inner = bucket.split_bytes(context.layout, 1 + self.error_feedback)
         sent = {axis: self.sent_bytes(own.size, context.num_replicas)} | inner
         residual = bucket.split(error) if self.error_feedback else None
         return Sent(bucket, bucket.split(total), residual, sent, bucket.num_own, total[0])

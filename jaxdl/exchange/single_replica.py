@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -43,9 +43,9 @@ class SingleReplica:
     """
 
     several: Exchange
-    momentum_factor: float | None = None
+    momentum_factor: float | None
     """With momentum correction the state has the momentum that the optimizer does not have, and it is returned."""
-    layout: GradientLayout = field(default_factory=GradientLayout)
+    layout: GradientLayout
     """How gradients are sharded, for the norms among the metrics."""
 
     def init(self, grads: Any) -> ExchangeState:
@@ -56,7 +56,6 @@ class SingleReplica:
         self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
     ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
         """See `Exchange.update`."""
-        del key
         leaves, kept = nonempty(grads), dict(state.get(PER_REPLICA, {}))
         mean = shares = shares_of(leaves, axis)
         zero, one = jnp.float32(0), jnp.float32(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal, get_args
+from typing import Annotated, ClassVar, Literal, get_args
 
 import jax
 import pydantic
@@ -18,7 +18,7 @@ from jaxdl.config import Config, Kind
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeConfig
-from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine, predict
+from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, Gradients, Machine, known_speed, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.message import Context, Message, Sent
 
@@ -57,6 +57,8 @@ class TopK(Compressed):
     density_warmup_steps: int = pydantic.Field(default=0, ge=0)
     """Let the density fall from 0.25 to `density` over this many steps, in four equal ratios."""
 
+    single_replica_options: ClassVar[tuple[str, ...]] = ("delay_steps", "momentum_correction")
+
     @pydantic.model_validator(mode="after")
     def _takes_effect(self) -> TopK:
         if self.density_warmup_steps and self.density >= WARMUP_DENSITY:
@@ -89,14 +91,6 @@ class TopK(Compressed):
         """The selection, and the all-to-all where it is used."""
         return Figures(methods=(self.method,), collectives=("all_to_all",) * (self.algorithm == "all_to_all"))
 
-    @property
-    def single_replica_options(self) -> list[str]:
-        """See `ExchangeConfig`; momentum is corrected there, too."""
-        correction = self.momentum_correction
-        return super().single_replica_options + (
-            [] if correction is None else [f"--exchange.momentum-correction {correction:g}"]
-        )
-
     @classmethod
     def variants(cls) -> list[ExchangeConfig]:
         """Both algorithms, both wire formats, and a lower density."""
@@ -118,11 +112,6 @@ class TopK(Compressed):
                     f"momentum would be applied twice. Set --optimizer.{name} 0, or no correction. (Weight decay is "
                     "then not part of the momentum: raise it by 1 / (1 - momentum) for the same effect.)"
                 )
-
-    @property
-    def warmup_steps(self) -> int:
-        """Steps before the density is final."""
-        return self.dense_warmup_steps + self.density_warmup_steps
 
     def stages(self) -> list[tuple[float, Compressed]]:
         """The stages of the density warm-up, and the rest of the run."""
@@ -172,8 +161,7 @@ class TopK(Compressed):
         # Sent entries' momentum restarts at zero (momentum factor masking): it would be stale when sent again.
         momentum = None if message.momentum is None else bucket.split(unsent(bucket.join(message.momentum)))
         num_splits = 1 + (residual is not None) + (momentum is not None)
-        inner = {name: num_splits * value for name, value in bucket.split_bytes(context.layout).items()}
-        sent = {axis: self.sent_bytes(own.size, context.num_replicas)} | inner
+        sent = {axis: self.sent_bytes(own.size, context.num_replicas)} | bucket.split_bytes(context.layout, num_splits)
         return Sent(bucket, bucket.split(total), residual, sent, k, total[0], momentum)
 
     def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
@@ -201,7 +189,7 @@ class TopK(Compressed):
         return Cost(
             latency_sec=latency,
             wire_sec=wire,
-            selection_sec=selected / speeds.selection(self.method),
+            selection_sec=selected / known_speed(speeds.selection_elements_per_sec, self.method, "selection"),
             compute_sec=compute,
             inner_sec=machine.gathers_sec(bucket, gradients.layout, num_splits),
             sent_bytes=sent,

@@ -224,8 +224,8 @@ def settled(
         return experiment.replaced({"exchange": dense}), ("exchange: one replica exchanges nothing",)
     gradients = exchanged_gradients(experiment, spec, mesh)
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
-    choice = auto.choose(gradients.shapes, gradients.layout, mesh)
-    return experiment.replaced({"exchange": choice.config}), choice.lines
+    found = auto.choose(gradients.shapes, gradients.layout, mesh)
+    return experiment.replaced({"exchange": found.best}), found.reasons
 
 
 def _idle(config: ExchangeConfig) -> tuple[str, ...]:
@@ -235,7 +235,8 @@ def _idle(config: ExchangeConfig) -> tuple[str, ...]:
     """
     if config == Dense(delay_steps=config.delay_steps):
         return ()
-    still = config.single_replica_options
+    fields = {name: getattr(config, name) for name in config.single_replica_options}
+    still = [f"--exchange.{name.replace('_', '-')} {value:g}" for name, value in fields.items() if value]
     return (
         f"exchange {config.kind_name()}: this mesh has one replica, so nothing is exchanged or compressed; --exchange "
         + (f"has no effect but for {' and '.join(still)}. " if still else "has no effect. ")

@@ -29,11 +29,11 @@ def check_warmup(experiment: Experiment, total_steps: int) -> None:
             f"--exchange.delay-steps {config.delay_steps}: the run has {total_steps} steps, so no gradient would be "
             "applied. Set it to 0, or make the run longer."
         )
-    if config.warmup_steps >= total_steps:
-        options = [name for name in type(config).model_fields if name.endswith("warmup_steps")]
-        flags = " or ".join(f"--exchange.{name.replace('_', '-')}" for name in options if getattr(config, name))
+    warmups = {name: steps for name, steps in config if name.endswith("warmup_steps")}
+    if sum(warmups.values()) >= total_steps:
+        flags = " or ".join(f"--exchange.{name.replace('_', '-')}" for name, steps in warmups.items() if steps)
         raise ConfigError(
-            f"the warm-up of exchange {config.kind} ({config.warmup_steps} steps) is not shorter than the run "
+            f"the warm-up of exchange {config.kind} ({sum(warmups.values())} steps) is not shorter than the run "
             f"({total_steps} steps), so its final setting would never be reached. Lower {flags}, or make the run "
             "longer."
         )
