@@ -22,6 +22,7 @@ from jaxdl.exchange import (
     init_on_mesh,
     state_specs,
 )
+from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import (
     NOMINAL_SPEEDS,
     Cost,
@@ -33,7 +34,6 @@ from jaxdl.exchange.cost import (
     predict,
 )
 from jaxdl.exchange.probe import fit_link, probe
-from jaxdl.exchange.recommend import recommend
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
 
 RESNET50 = 25_600_000

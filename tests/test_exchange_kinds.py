@@ -9,8 +9,8 @@ from runs import tiny_experiment
 
 from jaxdl.bench.schedule import ScheduleBench, exchanges
 from jaxdl.exchange import Compressed, Dense, Gradients, Link, Machine, TopK, kinds, predict
+from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Cost
-from jaxdl.exchange.recommend import recommend
 from jaxdl.mesh import Axis
 
 GRADIENTS = Gradients({"kernel": (1000, 1000), "bias": (1000,)}, 8)

@@ -34,9 +34,9 @@ from jaxdl.exchange import (
     kinds,
     state_specs,
 )
+from jaxdl.exchange.auto import MIN_SPEEDUP, Recommendation, recommend
 from jaxdl.exchange.cost import Cost, Gradients, Machine, inner_step_sec, predict
 from jaxdl.exchange.probe import probe
-from jaxdl.exchange.recommend import MIN_SPEEDUP, Recommendation, recommend
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.options import parse_options
 from jaxdl.report import replace_file

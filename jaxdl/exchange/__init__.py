@@ -4,7 +4,7 @@ They work on local shards inside a fully manual `shard_map`, so a replica that i
 exchanges each shard with the same shard of the other replicas, and nothing else.
 """
 
-from jaxdl.exchange.auto import Auto
+from jaxdl.exchange.auto import Auto, recommend
 from jaxdl.exchange.base import (
     Exchange,
     GradientLayout,
@@ -21,7 +21,6 @@ from jaxdl.exchange.cost import Gradients, Link, Machine, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.powersgd import PowerSGD
 from jaxdl.exchange.quantized import Quantized, Sign
-from jaxdl.exchange.recommend import recommend
 from jaxdl.exchange.topk import TopK
 
 ExchangeChoice = Dense | TopK | Quantized | PowerSGD | Sign | Auto

@@ -47,7 +47,6 @@ class Exchange(Protocol):
 
     def init(self, grads: Any) -> ExchangeState:
         """The state for one device's gradient shards, which may be shape structs."""
-        ...
 
     def update(
         self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
@@ -57,7 +56,6 @@ class Exchange(Protocol):
         `grads` are one device's shards of one replica's gradients; the mean is over `axis`, in the gradients' dtypes.
         `key` is the same on all devices, another one in each step.
         """
-        ...
 
 
 @dataclass(frozen=True)
@@ -178,16 +176,14 @@ def check_local(grads: Mapping[str, jax.Array], axis: str) -> None:
             )
 
 
-def init_on_mesh(
-    exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh, *, axis: str = Axis.REPLICA.value
-) -> ExchangeState:
+def init_on_mesh(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh) -> ExchangeState:
     """The exchange's state on a mesh; `shapes` are those of the global gradients, `specs` their PartitionSpecs inside
-    a replica, `axis` the mesh axis of the exchange.
+    a replica.
 
     Leaves of `replica` are `[replica, *gradient's shape]`; those of `shard` have a leading dimension for each mesh
     axis over which the gradient is split.
     """
-    out_specs = state_specs(exchange, shapes, specs, mesh, axis=axis)
+    out_specs = state_specs(exchange, shapes, specs, mesh)
 
     def one_device() -> Any:
         return _reshaped(exchange.init(_local_shapes(shapes, specs, mesh)), out_specs, stacked=True)
@@ -205,13 +201,11 @@ def _local_shapes(shapes: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     )
 
 
-def state_specs(
-    exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh, *, axis: str = Axis.REPLICA.value
-) -> Any:
+def state_specs(exchange: Exchange, shapes: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """The PartitionSpecs of the state that `init_on_mesh` makes; see `ExchangeState` for its parts."""
     gradient_specs = by_name(specs)
     place = {
-        PER_REPLICA: lambda name: PartitionSpec(axis, *gradient_specs[name]),
+        PER_REPLICA: lambda name: PartitionSpec(Axis.REPLICA.value, *gradient_specs[name]),
         "shard": lambda name: PartitionSpec(*(a for a in mesh.axis_names if a in spec_axes(gradient_specs[name]))),
     }
     found: dict[str, Any] = {}

@@ -17,8 +17,7 @@ from jaxdl.config import Config
 from jaxdl.exchange.base import Exchange, GradientLayout
 from jaxdl.exchange.buckets import Bucket, make_buckets
 from jaxdl.exchange.cost import Cost, Figures, Gradients, Machine
-from jaxdl.exchange.delayed import Delayed
-from jaxdl.exchange.single_replica import SingleReplica
+from jaxdl.exchange.wrapped import Delayed, SingleReplica
 
 
 class ExchangeConfig(Config, abc.ABC):

@@ -225,8 +225,7 @@ class Cost:
         return self.latency_sec + self.wire_sec + self.selection_sec + self.compute_sec + self.inner_sec
 
     def __add__(self, other: Cost) -> Cost:
-        mine, its = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Cost(*(a + b for a, b in zip(mine, its, strict=True)))
+        return Cost(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
 
 
 def predict(config: ExchangeConfig, gradients: Gradients, machine: Machine) -> Cost:

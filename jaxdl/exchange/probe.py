@@ -257,11 +257,12 @@ def _timed(mesh: Mesh, runs: Sequence[Run], idle: Run, num_repeats: int) -> list
     for repeat, number in np.ndindex(*times.shape):
         start_together(mesh)
         start = time.perf_counter()
-        jax.block_until_ready(
-            [idle, *runs][number]()
-        )  # One at a time: two collectives in flight could wait for each other.
+        # One at a time: two collectives in flight could wait for each other.
+        jax.block_until_ready([idle, *runs][number]())
         times[repeat, number] = time.perf_counter() - start
-    times = _slowest(times[_WARM_UPS:])
+    times = times[_WARM_UPS:]
+    if jax.process_count() > 1:  # The times of the slowest process, in every process: all have to decide alike.
+        times = np.asarray(multihost_utils.process_allgather(times.astype(np.float32)), np.float64).max(axis=0)
     rest = np.median(times[:, 1:] - times[:, :1], axis=0)
     # Where the difference is lost in the noise, the time itself is at least of the right order.
     return np.maximum(rest, 0.1 * np.median(times[:, 1:], axis=0)).tolist()
@@ -283,10 +284,3 @@ def _normal(mesh: Mesh, size: int) -> jax.Array:
     sharding = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
     row = np.random.default_rng(0).standard_normal((1, size), np.float32)
     return jax.make_array_from_callback((mesh.size, size), sharding, lambda _: row)
-
-
-def _slowest(seconds: np.ndarray) -> np.ndarray:
-    """The times of the slowest process, in every process: all have to decide alike."""
-    if jax.process_count() == 1:
-        return seconds
-    return np.asarray(multihost_utils.process_allgather(seconds.astype(np.float32)), np.float64).max(axis=0)

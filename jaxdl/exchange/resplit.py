@@ -2,7 +2,7 @@
 
 The sum of the residuals over replicas is the part of the mean gradients that has not been applied: it is preserved. So
 are the sums of momentum and of pending gradients, and the counters of the warm-ups. A single replica has the same state
-as several; it adds part of the residual to each of its gradients (`jaxdl.exchange.single_replica`).
+as several; it adds part of the residual to each of its gradients (`jaxdl.exchange.wrapped`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.exchange.base import PER_REPLICA
-from jaxdl.exchange.single_replica import RESIDUAL_PART
+from jaxdl.exchange.wrapped import RESIDUAL_PART
 
 Flat = dict[str, Any]
 """Arrays, or shape structs with shardings, by their path in the train state: `exchange_state.replica.residual...`."""
