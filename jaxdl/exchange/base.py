@@ -47,6 +47,7 @@ class Exchange(Protocol):
 
     def init(self, grads: Any) -> ExchangeState:
         """The state for one device's gradient shards, which may be shape structs."""
+        ...
 
     def update(
         self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
@@ -56,6 +57,7 @@ class Exchange(Protocol):
         `grads` are one device's shards of one replica's gradients; the mean is over `axis`, in the gradients' dtypes.
         `key` is the same on all devices, another one in each step.
         """
+        ...
 
 
 @dataclass(frozen=True)
