@@ -163,8 +163,8 @@ def test_tables_and_figure():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--hosts", "1"], "--hosts 1: too few"),
-        (["--num-rounds", "0"], "--num-rounds 0: too few"),
+        (["--hosts", "1"], "--hosts 1: too small"),
+        (["--num-rounds", "0"], "--num-rounds 0: too small"),
         (["--mesh.replica", "4"], "--mesh: .* --hosts and --devices-per-host"),
         (["--exchange", "topk"], "--exchange: .* --exchanges"),
         (["--steps", "5"], "--steps: .* --num-rounds"),

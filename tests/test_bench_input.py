@@ -61,7 +61,7 @@ def test_ratios_are_of_rounds():
 
 
 MISTAKES = [
-    (["--size", "0"], "--size 0: give 1 or more"),
+    (["--size", "0"], "--size 0: too small to measure. Give 1 or more"),
     (["--sides", "dali"], "--sides dali: there is no such side; choose from 'jaxdl'"),
     (["--images", "/nowhere"], "/nowhere: no such folder"),
     (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: there is no folder"),

@@ -351,7 +351,7 @@ def test_the_probe_measures_what_there_is():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--num-elements", "10"], "--num-elements 10: too few"),
+        (["--num-elements", "10"], "--num-elements 10: too small"),
         (["--num-repeats", "0"], "--num-repeats 0: nothing"),
         (["--density", "0.1", "1.5"], "up to 1"),
         (["--min-speedup", "0.5"], "--min-speedup 0.5"),

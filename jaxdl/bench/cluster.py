@@ -19,7 +19,7 @@ import functools
 import signal
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,7 +39,7 @@ from jaxdl.bench.cluster_report import (
     summary,
 )
 from jaxdl.bench.cluster_variants import BASELINE, FLOOR, VARIANTS, floor_of
-from jaxdl.bench.output import check_folder, write_json
+from jaxdl.bench.shared import check_options, write_json
 from jaxdl.cluster import ClusterConfig
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages
@@ -131,23 +131,14 @@ def parse_command(args: Sequence[str]) -> ClusterBench:
     if "--config" in left[:-1]:
         given = load_experiment(left[left.index("--config") + 1])
     experiment, left = take_choices(given, left)
-    description = f"{__doc__}\n{choices_help(experiment)}"
-    command = parse_options(
-        ClusterBench,
-        args=left,
-        default=ClusterBench(experiment=experiment),
-        prog=PROG,
-        description=description,
-    )
+    default, description = ClusterBench(experiment=experiment), f"{__doc__}\n{choices_help(experiment)}"
+    command = parse_options(ClusterBench, args=left, default=default, prog=PROG, description=description)
     _check(command, given)
     return command
 
 
 def _check(command: ClusterBench, given: Experiment) -> None:
-    for name, least in (("hosts", 2), ("devices_per_host", 1), ("num_rounds", 1), ("num_steps", 1), ("num_repeats", 1)):
-        if getattr(command, name) < least:
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} {getattr(command, name)}: too few to measure. Give {least} or more.")
+    check_options(command, hosts=2, devices_per_host=1, num_rounds=1, num_steps=1, num_repeats=1)
     for name, advice in (
         ("mesh", "Give --hosts and --devices-per-host instead."),
         ("exchange", "Give --exchanges instead."),
@@ -167,8 +158,6 @@ def _check(command: ClusterBench, given: Experiment) -> None:
         raise ConfigError(f"--ratios {command.ratios}: give one or more numbers above 0.")
     for rate in command.rates:
         parse_rate(rate)
-    check_folder("--json", command.json)
-    check_folder("--plot", command.plot)
 
 
 def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
@@ -203,7 +192,11 @@ def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
             network.set_rate(rate)
             say(f"{rate}: measuring the network")
             probed = workers.ask("predict", num_repeats=command.num_repeats)[0]
-            turns = _rounds(command, workers, network, names, say, rate)
+            turns: dict[str, list[Turn]] = {name: [] for name in names}
+            for number in range(command.num_rounds):
+                for name in names[::-1] if number % 2 else names:
+                    say(f"{rate}: round {number + 1} of {command.num_rounds}, {name}")
+                    turns[name].append(_turn(workers, network, name, command.num_steps))
             networks[rate] = probed
             rows.append(make_rows(parse_rate(rate), turns, probed["costs"], devices_per_host=command.devices_per_host))
             console.print(rate_table(rows[-1]))
@@ -224,22 +217,6 @@ def _prepare(
         workers.ask("load", only=everybody_else, name=name, **found)
     say("first steps")
     return about
-
-
-def _rounds(
-    command: ClusterBench,
-    workers: Workers,
-    network: Network,
-    names: Sequence[str],
-    say: Callable[[str], None],
-    rate: str,
-) -> Mapping[str, list[Turn]]:
-    turns: dict[str, list[Turn]] = {name: [] for name in names}
-    for number in range(command.num_rounds):
-        for name in names[::-1] if number % 2 else names:
-            say(f"{rate}: round {number + 1} of {command.num_rounds}, {name}")
-            turns[name].append(_turn(workers, network, name, command.num_steps))
-    return turns
 
 
 def _turn(workers: Workers, network: Network, name: str, num_steps: int) -> Turn:

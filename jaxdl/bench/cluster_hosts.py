@@ -62,14 +62,11 @@ class Workers:
                 start_new_session=True,  # The parent handles Ctrl-C and ends them.
             )
             self._processes.append(process)
-            assert process.stdout is not None
-            assert process.stderr is not None
-            reader = threading.Thread(target=self._read, args=(number, process.stdout), daemon=True)
-            reader.start()
-            self._readers.append(reader)
-            listener = threading.Thread(target=self._said[number].extend, args=(process.stderr,), daemon=True)
-            listener.start()
-            self._listeners.append(listener)
+            self._readers.append(threading.Thread(target=self._read, args=(number, process.stdout), daemon=True))
+            said = self._said[number]
+            self._listeners.append(threading.Thread(target=said.extend, args=(process.stderr,), daemon=True))
+            for thread in (self._readers[-1], self._listeners[-1]):
+                thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from jaxdl.bench.cluster_variants import BASELINE, FLOOR, VARIANTS, floor_of
+from jaxdl.bench.shared import make_table, median_ratio
 from jaxdl.report import style
 
 _HEADER_SHARE = 0.06
@@ -115,8 +116,8 @@ def make_rows(
                 step_sec=statistics.median(steps),
                 exchange_sec=statistics.median(a - b for a, b in zip(steps, floor, strict=True)),
                 floor_sec=statistics.median(floor),
-                overhead=statistics.median(a / b for a, b in zip(steps, floor, strict=True)) - 1,
-                speedup=statistics.median(a / b for a, b in zip(dense, steps, strict=True)),
+                overhead=median_ratio(steps, floor) - 1,
+                speedup=median_ratio(dense, steps),
                 wire_mb=(sent if variant == FLOOR else sent - floor_sent) / 1e6,
                 predicted_mb=host_bytes(variant, cost["sent_bytes"], devices_per_host) / 1e6,
                 predicted_step_sec=statistics.median(floor) + cost["total_sec"],
@@ -145,13 +146,11 @@ def is_compressed(variant: str) -> bool:
 def rate_table(rows: Sequence[Row]) -> Table:
     """All variants at one rate."""
     title = f"{rows[0].rate / 1e6:.4g} Mbit/s each way; dense exchange / computation = {dense_ratio(rows):.2f}"
-    table = Table(title=title, box=SIMPLE_HEAD)
     headings = (
         "exchange", "step\ns", "exchange\ns", "over\nfloor", "faster\nthan dense", "MB sent\nby a host",
         "\npredicted", "predicted\nstep s", "error",
     )  # fmt: skip
-    for heading in headings:
-        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    table = make_table(title, headings, box=SIMPLE_HEAD)
     for row in rows:
         is_floor = row.variant == FLOOR
         table.add_row(

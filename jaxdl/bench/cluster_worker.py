@@ -12,7 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
@@ -22,12 +22,11 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 from jaxdl.bench.cluster_variants import BASELINE, FLAT, VARIANTS, NoExchange
 from jaxdl.config import ConfigError
-from jaxdl.data.loader import TrainLoader
 from jaxdl.exchange import Dense
 from jaxdl.exchange.cost import Figures, Gradients, Link, Machine, Speeds, predict
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import Axis, batch_sharding
+from jaxdl.mesh import Axis
 from jaxdl.run.build import Plan, exchanged_gradients, make_exchange_state, make_initial_state, make_parts, make_plan
 from jaxdl.run.compile import compile_train_step
 from jaxdl.state import TrainState
@@ -38,15 +37,6 @@ _COLLECTIVES = {False: ("all_reduce/float32", "all_gather", "all_to_all"), True:
 """The gradients that the variants exchange, by whether every device is a replica."""
 
 
-@dataclass
-class Running:
-    """A compiled variant with its state."""
-
-    step: Any
-    state: TrainState
-    batch: dict[str, jax.Array]
-
-
 class Worker:
     """The requests that a host answers: its public methods."""
 
@@ -54,7 +44,8 @@ class Worker:
         self._plans: dict[bool, Plan] = {}
         self._variants: dict[str, Plan] = {}
         self._steps: dict[str, Any] = {}
-        self._running: dict[str, Running] = {}
+        self._states: dict[str, TrainState] = {}
+        self._batches: dict[bool, dict[str, jax.Array]] = {}
         self._links: dict[bool, dict[str, Link]] = {}
         self._compiled: dict[bool, dict[Any, Any]] = {False: {}, True: {}}
         self._speeds = Speeds()
@@ -103,22 +94,25 @@ class Worker:
 
     def start(self) -> dict[str, float]:
         """Makes the states and runs each variant twice; returns the bytes that one device sends in a step, by name."""
-        starts = {is_flat: (make_initial_state(plan), _batch(plan)) for is_flat, plan in self._plans.items()}
+        states = {is_flat: make_initial_state(plan) for is_flat, plan in self._plans.items()}
+        for is_flat, plan in self._plans.items():
+            with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
+                self._batches[is_flat] = dict(next(batches))
         for name, plan in self._variants.items():
-            state, batch = starts[VARIANTS[name].is_flat]
-            own = jax.tree.map(jnp.copy, state).replace(exchange_state=make_exchange_state(plan))
-            self._running[name] = Running(self._steps[name], own, batch)
-        del starts
+            own = jax.tree.map(jnp.copy, states[VARIANTS[name].is_flat])
+            self._states[name] = own.replace(exchange_state=make_exchange_state(plan))
+        del states
         return {name: self.run(name, 2)["bytes_sent"] for name in self._variants}
 
     def run(self, name: str, num_steps: int) -> dict[str, Any]:
         """Seconds of each of `num_steps` steps of a variant; the hosts start every step together."""
-        running, seconds, metrics = self._running[name], [], {}
+        step, batch = self._steps[name], self._batches[VARIANTS[name].is_flat]
+        seconds, metrics = [], {}
         mesh = self._variants[name].parts.layout.mesh
         for _ in range(num_steps):
             start_together(mesh)
             begin = time.perf_counter()
-            running.state, metrics = jax.block_until_ready(running.step(running.state, running.batch))
+            self._states[name], metrics = jax.block_until_ready(step(self._states[name], batch))
             seconds.append(time.perf_counter() - begin)
         return {"seconds": seconds, "bytes_sent": float(metrics[f"exchange/bytes_sent/{_REPLICA}"])}
 
@@ -162,21 +156,6 @@ class Worker:
     def _gradients(self, name: str) -> Gradients:
         plan = self._variants[name]
         return exchanged_gradients(plan.experiment, plan.splits.train.spec, plan.parts.layout.mesh)
-
-
-def _batch(plan: Plan) -> dict[str, jax.Array]:
-    """The first batch of the run."""
-    sharding = batch_sharding(plan.parts.layout.mesh)
-    experiment = plan.experiment
-    with TrainLoader(
-        plan.splits.train,
-        batch_size=experiment.batch_size,
-        seed=experiment.seed,
-        sharding=sharding,
-        start=0,
-        num_steps=1,
-    ) as loader:
-        return dict(next(loader))
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.exchange_plot import figure
-from jaxdl.bench.output import check_folder, write_json
+from jaxdl.bench.shared import check_options, make_table, time_in_turns, write_json
 from jaxdl.cluster import start_devices
 from jaxdl.collectives.select import METHODS, Method
 from jaxdl.config import ConfigError
@@ -135,10 +134,7 @@ def main(args: list[str]) -> None:
 def parse_command(args: list[str]) -> ExchangeBench:
     """The command line. Raises ConfigError for values that do not fit, or exits after --help."""
     command = parse_options(ExchangeBench, args=args, prog="python -m jaxdl.bench exchange", description=str(__doc__))
-    if command.num_elements < 1000:
-        raise ConfigError(f"--num-elements {command.num_elements}: too few to measure. Give 1000 or more.")
-    if command.num_repeats < 1:
-        raise ConfigError(f"--num-repeats {command.num_repeats}: nothing would be measured. Give 1 or more.")
+    check_options(command, num_elements=1000, num_repeats=1)
     if not command.density or any(not 0 < one <= 1 for one in command.density):
         raise ConfigError(f"--density {command.density}: give one or more numbers above 0 and up to 1.")
     if not command.methods:
@@ -147,8 +143,6 @@ def parse_command(args: list[str]) -> ExchangeBench:
         raise ConfigError(
             f"--min-speedup {command.min_speedup:g}: slower exchanges would be recommended. Give 1 or more."
         )
-    check_folder("--json", command.json)
-    check_folder("--plot", command.plot)
     if command.devices is None:
         return command
     if command.mesh.cpu_devices not in (None, command.devices):
@@ -217,14 +211,7 @@ def measure(
         _run(_Launch(tuple(trial.gradients.layout.inner)), trial),
         *(_run(config.build(trial.gradients.layout), trial) for config in configs),
     ]
-    times: list[list[float]] = [[] for _ in runs]
-    metrics: list[Mapping[str, jax.Array]] = [{} for _ in runs]
-    for repeat in range(num_repeats + 1):
-        for number, run in enumerate(runs):
-            start = time.perf_counter()
-            metrics[number] = run()
-            if repeat > 0:
-                times[number].append(time.perf_counter() - start)
+    launches, *times = time_in_turns(dict(enumerate(runs)), num_repeats).values()
     rows = [
         Row(
             config,
@@ -233,9 +220,9 @@ def measure(
             float(metric[f"bytes_sent/{Axis.REPLICA.value}"]),
             float(metric["compression"]),
         )
-        for config, seconds, metric in zip(configs, times[1:], metrics[1:], strict=True)
+        for config, seconds, metric in zip(configs, times, [run() for run in runs[1:]], strict=True)
     ]
-    return rows, statistics.median(times[0])
+    return rows, statistics.median(launches)
 
 
 @dataclass(frozen=True)
@@ -277,9 +264,8 @@ def _run(exchange: Exchange, trial: Trial) -> Callable[[], Mapping[str, jax.Arra
 
 def links_table(machine: Machine, mesh: Mesh) -> Table:
     """Latency and bandwidth of every axis, by collective."""
-    table = Table(title="what a device sends over each axis", box=SIMPLE_HEAD)
-    for column in ("axis", "devices", "collective", "us a message", "GB/s"):
-        table.add_column(column, justify="left" if column in ("axis", "collective") else "right")
+    columns = ("axis", "devices", "collective", "us a message", "GB/s")
+    table = make_table("what a device sends over each axis", columns, left=("axis", "collective"), box=SIMPLE_HEAD)
     for axis, link in machine.links.items():
         for kind, one in link.collectives.items():
             figures = (f"{1e6 * one.latency_sec:.1f}", f"{one.bytes_per_sec / 1e9:.3g}")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from jaxdl.bench.shared import time_in_turns
 from jaxdl.precision import Precision
 from jaxdl.run.build import Plan
 
@@ -96,10 +96,5 @@ def peak_flops(precision: Precision) -> tuple[float, str]:
     x = jnp.ones((size, size), precision.dtype)
     with jax.default_matmul_precision(precision.matmul or "default"):
         multiply = jax.jit(lambda x: (x @ x) / size).lower(x).compile()
-    times = []
-    for repeat in range(6):
-        start = time.perf_counter()
-        jax.block_until_ready(multiply(x))
-        if repeat:
-            times.append(time.perf_counter() - start)
+    [times] = time_in_turns({"product": lambda: multiply(x)}, 5).values()
     return 2 * size**3 / statistics.median(times) * number, f"a product of {size} x {size} matrices here"

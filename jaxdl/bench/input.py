@@ -29,7 +29,7 @@ from rich.progress import track
 from rich.table import Table
 
 from jaxdl.bench.input_sides import BATCH, SIDES
-from jaxdl.bench.output import check_folder, write_json
+from jaxdl.bench.shared import check_options, make_table, median_ratio, write_json
 from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.photos import num_cpus
@@ -71,14 +71,10 @@ def main(args: list[str]) -> None:
     """Runs the measurement and prints the table."""
     command = parse_options(InputBench, args=args, prog="python -m jaxdl.bench input",
                        description=str(__doc__))  # fmt: skip
-    for name in ("num_images", "num_rounds", "size", "workers"):
-        value = getattr(command, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 or more.")
+    check_options(command, num_images=1, num_rounds=1, size=1, workers=1)
     unknown = [side for side in command.sides if side not in SIDES]
     if unknown:
         raise ConfigError(f"--sides {unknown[0]}: there is no such side; choose from {', '.join(map(repr, SIDES))}.")
-    check_folder("--json", command.json)
     console = Console(width=120, soft_wrap=True)
     with tempfile.TemporaryDirectory(prefix="jaxdl-bench-") as folder:
         images = command.images or make_images(Path(folder) / "images", _MADE)
@@ -231,9 +227,7 @@ class _Side:
 
 def table(results: dict[str, dict[str, Any]], title: str) -> Table:
     """The table: medians, jaxdl's speed relative to each side, and the difference of their pixels from jaxdl's."""
-    found = Table(title=title)
-    for heading in ("side", "one core", "jaxdl is", "machine", "jaxdl is", "pixels differ by"):
-        found.add_column(heading, justify="left" if heading == "side" else "right")
+    found = make_table(title, ("side", "one core", "jaxdl is", "machine", "jaxdl is", "pixels differ by"))
     for name, result in results.items():
         if "missing" in result:
             found.add_row(name, result["missing"])
@@ -257,8 +251,7 @@ def summarize(results: dict[str, dict[str, Any]]) -> None:
                 continue
             result[f"{scope} median"] = statistics.median(result[scope])
             if base.get(scope) and name != _BASE:
-                ratios = [ours / theirs for ours, theirs in zip(base[scope], result[scope], strict=True)]
-                result[f"{scope} ratio"] = statistics.median(ratios)
+                result[f"{scope} ratio"] = median_ratio(base[scope], result[scope])
         pixels = result.pop("pixels", None)
         if name != _BASE and pixels is not None and wanted is not None and pixels.any():
             result["differ"] = float(np.abs(pixels.astype(float) - wanted).mean())
@@ -270,7 +263,7 @@ def conclusions(results: dict[str, dict[str, Any]]) -> list[str]:
     cold, warm = (results.get(f"jaxdl{which}", {}) for which in (", filling the cache", " from memory"))
     for scope, where in (("core", "one core"), ("machine", "the machine")):
         if cold.get(scope) and warm.get(scope):
-            ratio = statistics.median(a / b for a, b in zip(warm[scope], cold[scope], strict=True))
+            ratio = median_ratio(warm[scope], cold[scope])
             lines.append(f"memory against the first epoch, which fills the cache: {ratio:.1f} x ({where})")
     idle = results.get("grain, nothing to do", {}).get("core median")
     if idle:

@@ -25,7 +25,6 @@ from jaxdl.data import remote
 from jaxdl.data.folder import FolderRecords
 from jaxdl.data.photo import Photo, Scratch
 from jaxdl.data.photos import Cache, Photos, PhotoSource
-from jaxdl.data.records import Records
 from jaxdl.data.shm import shared_path
 from jaxdl.data.source import TrainRows
 from jaxdl.data.store import num_records
@@ -51,18 +50,14 @@ class Job(NamedTuple):
     workers: int
 
     @property
-    def files(self) -> list[str]:
-        """The paths of the images."""
-        return [one.address for one in remote.find(self.folder, (".jpg", ".jpeg"))]
-
-    @property
     def view(self) -> View:
         """The output of every side for an image: a random part of it, mirrored or not."""
         return View(self.size, train=True, scale=(0.08, 1.0), flip=True)
 
     def parts(self) -> tuple[list[str], np.ndarray, np.ndarray]:
         """One row for each image and epoch: file, box (top, left, height, width; int32 [row, 4]), mirrored or not."""
-        files, boxes, flips = self.files, [], []
+        files = [one.address for one in remote.find(self.folder, (".jpg", ".jpeg"))]
+        boxes, flips = [], []
         photos = [Photo(Path(name).read_bytes()) for name in files]
         sizes = [(photo.height, photo.width) for photo in photos]
         for epoch in range(_EPOCHS):
@@ -79,33 +74,30 @@ Make = Callable[[int, str, np.ndarray, bool], np.ndarray]
 """(size, file, box, mirrored or not) -> uint8 [size, size, 3]."""
 
 
-class Repeated(Records):
+class Repeated(FolderRecords):
     """Images that repeat under new numbers, so that a cache has never seen them."""
-
-    def __init__(self, records: Records) -> None:
-        self._records = records
-        self.identity, self.content = records.identity, records.content
 
     def __len__(self) -> int:
         return _FRESH
 
     def read(self, index: int) -> tuple[bytes, int]:
         """As the image of this number."""
-        return self._records.read(index % len(self._records))
+        return super().read(index % super().__len__())
 
     def name(self, index: int) -> str:
         """As the image of this number."""
-        return self._records.name(index % len(self._records))
+        return super().name(index % super().__len__())
 
 
 def _open(job: Job, name: str, cache: Cache, *, fresh: bool) -> tuple[PhotoSource, int]:
     """jaxdl's source of the images, and their number; with `fresh` they repeat under new numbers."""
     found = remote.find(job.folder, (".jpg", ".jpeg"))
-    records = FolderRecords(found, sorted({one.name.split("/", 1)[0] for one in found}))
+    classes = sorted({one.name.split("/", 1)[0] for one in found})
+    records = (Repeated if fresh else FolderRecords)(found, classes)
     photos = Photos(size=job.size, workers=job.workers, cache=cache)
-    splits = photos.build(Repeated(records) if fresh else records, records, 1000, name=name)
+    splits = photos.build(records, FolderRecords(found, classes), 1000, name=name)
     assert isinstance(splits.train, PhotoSource)
-    return splits.train, len(records)
+    return splits.train, len(found)
 
 
 def _rows(first: int, count: int, *, fresh: bool) -> Iterator[TrainRows]:

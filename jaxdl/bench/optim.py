@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,9 +17,8 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.bench.output import check_folder, write_json
+from jaxdl.bench.shared import check_options, make_table, median_ratio, time_in_turns, write_json
 from jaxdl.cluster import start_devices
-from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, ImageSpec, TextSpec
 from jaxdl.data.shm import available_bytes
 from jaxdl.experiment import Experiment
@@ -81,9 +79,7 @@ def main(args: list[str]) -> None:
     """Runs the measurement and prints it."""
     prog = "python -m jaxdl.bench optim"
     command = parse_options(OptimBench, args=args, prog=prog, description=str(__doc__))
-    if command.devices < 2 or command.num_repeats < 1:
-        raise ConfigError("--devices must be 2 or more, and --num-repeats 1 or more.")
-    check_folder("--json", command.json)
+    check_options(command, devices=2, num_repeats=1)
     config = MeshConfig(fsdp=command.devices, cpu_devices=None if gpus_visible() else command.devices)
     start_devices(config)
     mesh, console, found = make_mesh(config), Console(width=150), {}
@@ -104,20 +100,12 @@ def measure(name: str, mesh: Mesh, num_repeats: int) -> dict[str, Any]:
     parts = {side: _parts(name, config, mesh) for side, config in SIDES.items()}
     found: dict[str, Any] = {side: _program(one) for side, one in parts.items()}
     for label, make in (("one device", _alone), ("all at once", _together)):
+        made = ((side, make(one)) for side, one in parts.items())
+        runs = {side: run for side, run in made if run is not None}
+        times = time_in_turns(runs, num_repeats) if len(runs) == len(SIDES) else {}
+        runs.clear()  # They keep references to their arrays.
         for side in SIDES:
-            found[side][label] = []
-        runs = {side: make(one) for side, one in parts.items()}
-        if any(run is None for run in runs.values()):
-            continue
-        for repeat in range(num_repeats + 1):
-            for side, run in runs.items():
-                assert run is not None
-                start = time.perf_counter()
-                run()
-                if repeat:
-                    found[side][label].append(time.perf_counter() - start)
-        runs.clear()
-        run = None  # It keeps references to its arrays.
+            found[side][label] = times.get(side, [])
     found["num_parameters"] = sum(x.size for x in jax.tree.leaves(parts["all on each"].network.param_shapes))
     return found
 
@@ -143,8 +131,6 @@ def _program(parts: Parts) -> dict[str, Any]:
     lines = [
         line for line in text.splitlines() if re.search(r" all-reduce(-start)?\(", line) and "wide_norms" not in line
     ]
-    cost = compiled.cost_analysis()
-    cost = cost[0] if isinstance(cost, list) else cost
     return {
         "all_reduces": len(lines),
         "norm_all_reduces": sum("layer_norms" in line for line in lines),
@@ -152,7 +138,7 @@ def _program(parts: Parts) -> dict[str, Any]:
         "optimizer_bytes": _local_bytes(parts.state_spec.shapes.opt_state, parts.state_spec.shardings.opt_state),
         "state_bytes": _local_bytes(parts.state_spec.shapes, parts.state_spec.shardings)
         + _local_bytes(parts.network.param_shapes, named(parts.layout.mesh, parts.state_spec.update)),
-        "bytes_accessed": float((cost or {}).get("bytes accessed", 0.0)),
+        "bytes_accessed": float((compiled.cost_analysis() or {}).get("bytes accessed", 0.0)),
     }
 
 
@@ -168,12 +154,12 @@ def _alone(parts: Parts) -> Callable[[], None] | None:
     """One device's share of the work, run on one device: the optimizer on its part of the parameters."""
     shardings = named(parts.layout.mesh, parts.state_spec.update)
     device = parts.layout.mesh.devices.flat[0]
-    shapes = jax.tree.map(lambda x, sharding: sharding.shard_shape(x.shape), parts.network.param_shapes, shardings)
-    if available_bytes() < _SPARE * _COPIES * 4 * sum(map(math.prod, _shapes(shapes))):
+    shapes = parts.network.param_shapes
+    if available_bytes() < _SPARE * _COPIES * _local_bytes(shapes, shardings):
         return None
 
     def ones() -> Any:
-        return jax.tree.map(lambda shape: jnp.full(shape, 1e-2), shapes, is_leaf=lambda node: isinstance(node, tuple))
+        return jax.tree.map(lambda x, sharding: jnp.full(sharding.shard_shape(x.shape), 1e-2), shapes, shardings)
 
     with jax.default_device(device):
         params, grads = jax.jit(ones)(), jax.jit(ones)()
@@ -192,10 +178,6 @@ def _alone(parts: Parts) -> Callable[[], None] | None:
     return run
 
 
-def _shapes(tree: Any) -> list[tuple[int, ...]]:
-    return jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, tuple))
-
-
 def _together(parts: Parts) -> Callable[[], None] | None:
     """The update on all devices; None when the machine lacks the memory."""
     mesh, spec = parts.layout.mesh, parts.state_spec
@@ -204,31 +186,40 @@ def _together(parts: Parts) -> Callable[[], None] | None:
     whole = _local_bytes(parts.network.param_shapes, named(mesh, spec.params))
     if mesh.devices.flat[0].platform == "cpu" and available_bytes() < _SPARE * mesh.size * (on_device + whole):
         return None
+    return make_updates(parts)
+
+
+def make_updates(parts: Parts) -> Callable[..., None]:
+    """A function that runs a number of updates (1) on gradients sharded as after the exchange, and waits for them."""
+    spec = parts.state_spec
 
     def fresh() -> tuple[TrainState, Any]:
         return spec.init(jax.random.key(0)), jax.tree.map(
             lambda x: jnp.full(x.shape, 1e-2, x.dtype), parts.network.param_shapes
         )
 
-    state, grads = jax.jit(fresh, out_shardings=(spec.shardings, shardings))()
+    state, grads = jax.jit(fresh, out_shardings=(spec.shardings, named(parts.layout.mesh, spec.update)))()
     update = make_update(parts)
 
-    def run() -> None:
+    def updates(number: int = 1) -> None:
         nonlocal state
-        state = jax.block_until_ready(update(state, grads))
+        for _ in range(number):
+            state = update(state, grads)
+            if jax.default_backend() == "cpu":
+                jax.block_until_ready(state.step)
+        jax.block_until_ready(state)
 
-    return run
+    return updates
 
 
 def _table(name: str, found: dict[str, Any], mesh: Mesh) -> Table:
     experiment, _ = MODELS[name]
     title = f"{name}, {found['num_parameters'] / 1e6:.1f} M parameters, {experiment.optimizer.kind}, "
-    table = Table(title=f"{title}{mesh.size} x {mesh.devices.flat[0].device_kind}", box=SIMPLE_HEAD)
-    for column in (
+    columns = (
         "update", "all-reduces of norms", "all-gathers", "optimizer, MB a device", "GB read and written",
         "one device: ms", "all at once: ms",
-    ):  # fmt: skip
-        table.add_column(column, justify="left" if column == "update" else "right")
+    )  # fmt: skip
+    table = make_table(f"{title}{mesh.size} x {mesh.devices.flat[0].device_kind}", columns, box=SIMPLE_HEAD)
     for side in SIDES:
         one = found[side]
         table.add_row(
@@ -240,9 +231,6 @@ def _table(name: str, found: dict[str, Any], mesh: Mesh) -> Table:
             *(f"{1e3 * statistics.median(one[label]):.1f}" if one[label] else "no room" for label in _LABELS),
         )
     first, second = (found[side] for side in SIDES)
-    ratios = []
-    for label in _LABELS:
-        pairs = [a / b for a, b in zip(first[label], second[label], strict=True)]
-        ratios.append(f"{statistics.median(pairs):.2f} x" if pairs else "-")
+    ratios = [f"{median_ratio(first[label], second[label]):.2f} x" if first[label] else "-" for label in _LABELS]
     table.add_row("all / a part", "", "", f"{first['optimizer_bytes'] / second['optimizer_bytes']:.2f} x", "", *ratios)
     return table

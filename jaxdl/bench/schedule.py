@@ -12,19 +12,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
-from jaxdl.bench.output import check_folder, write_json
+from jaxdl.bench.shared import ExperimentBench, check_options, make_table, write_json
 from jaxdl.compiler import Links, hlo
 from jaxdl.compiler.overlap import Message, Timeline, play
 from jaxdl.config import ConfigError
 from jaxdl.exchange import ExchangeConfig, kinds
-from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.experiment import parse_command_line
 from jaxdl.mesh import Axis
 from jaxdl.report import replace_file, style
 from jaxdl.run.build import make_plan
@@ -33,16 +32,17 @@ from jaxdl.run.compile import compile_train_step, compiler_options
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+_OF_A_MESSAGE = (
+    "kind", "axes", "sent_bytes", "times", "started_sec", "begin_sec", "end_sec", "needed_sec", "kernels",
+    "compute_sec", "hidden",
+)  # fmt: skip
 STREAMS = "xla_gpu_executable_num_communication_streams"
 
 
 @dataclass(frozen=True)
-class ScheduleBench:
+class ScheduleBench(ExperimentBench):
     """Shows how much of the exchange overlaps with compute."""
 
-    config: Path
-    """The experiment: a Python file with a function config()."""
-    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
     h100: bool = False
     """Compile for 8 x H100; no GPU is needed, but JAX's CUDA packages are."""
     all_exchanges: bool = False
@@ -62,8 +62,7 @@ def main(args: list[str]) -> None:
     command = parse_command_line(
         ScheduleBench, args, about=about, prog="python -m jaxdl.bench schedule", intro=f"{about}\n\n"
     )[0]
-    for option, path in (("--json", command.json), ("--plot", command.plot)):
-        check_folder(option, path)
+    check_options(command)
     devices = _devices(command)
     if command.gbps is not None and command.gbps <= 0:
         raise ConfigError(f"--gbps {command.gbps:g}: give a speed above 0.")
@@ -112,9 +111,8 @@ def _devices(command: ScheduleBench) -> list[Any] | None:
 
 def messages_table(timeline: Timeline, title: str) -> Table:
     """The messages over the slow network one by one; those inside a replica by kind."""
-    table = Table(title=title)
-    for heading in ("message", "over", "MB sent", "starts in backward", "ms", "kernels beside", "their ms", "hidden"):
-        table.add_column(heading, justify="left" if heading in ("message", "over", "kernels beside") else "right")
+    columns = ("message", "over", "MB sent", "starts in backward", "ms", "kernels beside", "their ms", "hidden")
+    table = make_table(title, columns, left=("message", "over", "kernels beside"))
     for one in timeline.exchange:
         kernels = ", ".join(f"{number} {sort}" for sort, number in sorted(one.kernels.items()))
         table.add_row(
@@ -154,9 +152,8 @@ def inner_messages(timeline: Timeline) -> dict[str, tuple[int, float, float]]:
 
 def summary_table(found: dict[str, Timeline], title: str) -> Table:
     """A row for each exchange."""
-    table = Table(title=title)
-    for heading in ("exchange", "messages", "MB sent", "network ms", "hidden", "kernels ms", "step ms", "waits ms"):
-        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    columns = ("exchange", "messages", "MB sent", "network ms", "hidden", "kernels ms", "step ms", "waits ms")
+    table = make_table(title, columns)
     for name, one in found.items():
         table.add_row(
             name,
@@ -182,21 +179,7 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
         "backward_sec": list(timeline.backward),
         "spans": timeline.spans,
         "messages": [
-            {
-                "kind": one.kind,
-                "axes": list(one.axes),
-                "sent_bytes": one.sent_bytes,
-                "times": one.times,
-                "async": one.is_async,
-                "started_sec": one.started_sec,
-                "begin_sec": one.begin_sec,
-                "end_sec": one.end_sec,
-                "needed_sec": one.needed_sec,
-                "kernels": one.kernels,
-                "compute_sec": one.compute_sec,
-                "hidden": one.hidden,
-            }
-            for one in timeline.messages
+            {name: getattr(one, name) for name in _OF_A_MESSAGE} | {"async": one.is_async} for one in timeline.messages
         ],
     }
 

@@ -11,33 +11,27 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated
 
-import tyro
 from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.h100 import h100_mesh
-from jaxdl.compiler.groups import KINDS, axes_of, dims_of
+from jaxdl.bench.shared import ExperimentBench, make_table
+from jaxdl.compiler.groups import KINDS, axes_of
+from jaxdl.compiler.hlo import Shapes, shapes_bytes, shapes_of
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto
-from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.experiment import parse_command_line
 from jaxdl.run.build import make_plan
 from jaxdl.run.compile import compile_train_step
 
-_BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 _INSTRUCTION = re.compile(r"= (.+?) ((?:" + "|".join(KINDS) + r")(?:-start)?|sort)\(")
-_SHAPE = re.compile(r"\b(" + "|".join(_BYTES) + r")\[([\d,]*)\]")
 
 
 @dataclass(frozen=True)
-class SchemeBench:
+class SchemeBench(ExperimentBench):
     """Lists the collectives and the sorts of the compiled training step."""
 
-    config: Path
-    """The experiment: a Python file with a function config()."""
-    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
     h100: bool = False
     """Compile for 8 x H100; no GPU is needed, but JAX's CUDA packages are."""
 
@@ -49,13 +43,13 @@ class Operation:
     kind: str
     axes: tuple[str, ...]
     """The mesh axes of its groups; none for a sort."""
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]
+    shapes: Shapes
     """(dtype, shape) of each result on one device; for a sort, of each array sorted."""
 
     @property
-    def num_bytes(self) -> int:
+    def num_bytes(self) -> float:
         """Bytes of all results."""
-        return sum(_BYTES[dtype] * math.prod(shape) for dtype, shape in self.shapes)
+        return shapes_bytes(self.shapes)
 
     @property
     def num_elements(self) -> int:
@@ -65,7 +59,8 @@ class Operation:
 
 def main(args: list[str]) -> None:
     """Compiles the step and prints the table."""
-    command = parse_command(args)
+    prog = "python -m jaxdl.bench scheme"
+    command = parse_command_line(SchemeBench, args, about=str(__doc__), prog=prog, intro=f"{__doc__}\n\n")[0]
     devices = None
     if command.h100:
         auto = command.experiment.exchange
@@ -80,11 +75,8 @@ def main(args: list[str]) -> None:
     compiled = compile_train_step(plan)
     mesh = plan.parts.layout.mesh
     console = Console(width=150)
-    console.print(
-        table_of(
-            operations(compiled.as_text(), mesh.shape), f"{command.config}, exchange {plan.experiment.exchange.kind}"
-        )
-    )
+    title = f"{command.config}, exchange {plan.experiment.exchange.kind}"
+    console.print(table_of(operations(compiled.as_text(), mesh.shape), title))
     memory = compiled.memory_analysis()
     console.print(
         f"on one device: {memory.argument_size_in_bytes / 2**20:,.1f} MiB of state and batch, "
@@ -92,17 +84,10 @@ def main(args: list[str]) -> None:
     )
 
 
-def parse_command(args: list[str]) -> SchemeBench:
-    """The command line as a SchemeBench. Raises ConfigError, or exits after --help."""
-    prog = "python -m jaxdl.bench scheme"
-    return parse_command_line(SchemeBench, args, about=str(__doc__), prog=prog, intro=f"{__doc__}\n\n")[0]
-
-
 def table_of(found: list[Operation], title: str) -> Table:
     """The operations as a table: equal ones share a row, the largest first."""
-    table = Table(title=title)
-    for heading in ("operation", "over", "results", "number", "MiB together"):
-        table.add_column(heading, justify="right" if heading in ("number", "MiB together") else "left")
+    columns = ("operation", "over", "results", "number", "MiB together")
+    table = make_table(title, columns, left=columns[:3])
     rows = Counter(found)
     for one, number in sorted(rows.items(), key=lambda row: -row[0].num_bytes * row[1]):
         shapes = ", ".join(f"{dtype}[{','.join(map(str, shape))}]" for dtype, shape in one.shapes[:3])
@@ -128,10 +113,10 @@ def operations(text: str, axes: Mapping[str, int]) -> list[Operation]:
         if match is None or "-done(" in line:
             continue
         kind = match[2].removesuffix("-start")
-        shapes = [(dtype, dims_of(dims)) for dtype, dims in _SHAPE.findall(re.sub(r"\{[^}]*\}", "", match[1]))]
+        shapes = shapes_of(match[1])
         if match[2].endswith("-start") and kind != "all-reduce":
             shapes = shapes[len(shapes) // 2 :]  # (operands, results)
         over = () if kind == "sort" else axes_of(line, axes)
         if kind == "sort" or over:
-            found.append(Operation(kind, over, tuple(shapes)))
+            found.append(Operation(kind, over, shapes))
     return found

@@ -6,7 +6,6 @@ import functools
 import math
 import re
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
-from jaxdl.bench.output import check_folder, write_json
+from jaxdl.bench.shared import check_options, make_table, time_in_turns, write_json
 from jaxdl.collectives.select import METHODS, select_top_k
 from jaxdl.config import ConfigError
 from jaxdl.options import parse_options
@@ -56,7 +55,6 @@ class SelectBench:
 def main(args: list[str]) -> None:
     """Runs the measurement, or with --hlo the compilation, and prints tables. Exits with 1 when a sort remains."""
     command = parse_command(args)
-    check_folder("--json", command.json)
     console = Console()
     result = {"settings": {name: value for name, value in asdict(command).items() if name != "json"}}
     if command.hlo:
@@ -82,10 +80,7 @@ def parse_command(args: list[str]) -> SelectBench:
     """The command line. Raises ConfigError, or exits after --help."""
     prog = "python -m jaxdl.bench select"
     command = parse_options(SelectBench, args=args, prog=prog, description=str(__doc__))
-    for name in ("num_elements", "num_repeats"):
-        value = getattr(command, name)
-        if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: nothing would be measured. Give 1 or more.")
+    check_options(command, num_elements=1, num_repeats=1)
     if not 0 < command.density <= 1:
         raise ConfigError(
             f"--density {command.density}: the selected share of all entries. Give more than 0, at most 1."
@@ -108,15 +103,7 @@ def measure(command: SelectBench) -> dict[str, list[float]]:
     """Seconds of each side on normal values, a list of `num_repeats` each; the sides take turns."""
     x = jax.random.normal(jax.random.key(0), (command.num_elements,), command.dtype)
     compiled = {name: jax.jit(side).lower(x).compile() for name, side in sides(command.k).items()}
-    times: dict[str, list[float]] = {name: [] for name in compiled}
-    for repeat in range(command.num_repeats + 1):
-        for name, side in compiled.items():
-            jax.block_until_ready(x)
-            start = time.perf_counter()
-            jax.block_until_ready(side(x))
-            if repeat > 0:  # The first round warms up.
-                times[name].append(time.perf_counter() - start)
-    return times
+    return time_in_turns({name: functools.partial(side, x) for name, side in compiled.items()}, command.num_repeats)
 
 
 def sample(distribution: str, num_elements: int) -> np.ndarray:
@@ -181,9 +168,8 @@ def program_facts(hlo: str) -> dict[str, int]:
 
 def times_table(command: SelectBench, times: dict[str, list[float]], device: str) -> Table:
     """The table of medians, and their ratios to lax.top_k and to one read of the data."""
-    table = Table(title=f"k = {command.k:,} of {command.num_elements:,} {command.dtype}, {device}")
-    for column in ("", "ms (median)", "min", "max", f"faster than {ORACLE}", "reads of the data"):
-        table.add_column(column, justify="left" if not column else "right")
+    title = f"k = {command.k:,} of {command.num_elements:,} {command.dtype}, {device}"
+    table = make_table(title, ("", "ms (median)", "min", "max", f"faster than {ORACLE}", "reads of the data"))
     median = {name: statistics.median(values) for name, values in times.items()}
     for name, values in times.items():
         row = (median[name], min(values), max(values))
@@ -195,10 +181,8 @@ def times_table(command: SelectBench, times: dict[str, list[float]], device: str
 def recall_table(command: SelectBench, recalls: dict[str, dict[str, float]]) -> Table:
     """The table of recall: the share of the k largest that each method selects, by distribution."""
     num_elements = min(command.num_elements, MAX_RECALL_ELEMENTS)
-    table = Table(title=f"recall at density {command.density} of {num_elements:,} {command.dtype}")
-    table.add_column("")
-    for method in METHODS:
-        table.add_column(method, justify="right")
+    title = f"recall at density {command.density} of {num_elements:,} {command.dtype}"
+    table = make_table(title, ("", *METHODS))
     for distribution, row in recalls.items():
         table.add_row(distribution, *(f"{row[method]:.5f}" for method in METHODS))
     return table
@@ -206,9 +190,8 @@ def recall_table(command: SelectBench, recalls: dict[str, dict[str, float]]) -> 
 
 def programs_table(command: SelectBench, programs: dict[str, dict[str, Any]]) -> Table:
     """What `inspect` found."""
-    table = Table(title=f"k = {command.k:,} of {command.num_elements:,} {command.dtype}, compiled for {command.hlo}")
-    for column in ("", "kernels", "loops", "largest sort", "temporary MiB"):
-        table.add_column(column, justify="left" if not column else "right")
+    title = f"k = {command.k:,} of {command.num_elements:,} {command.dtype}, compiled for {command.hlo}"
+    table = make_table(title, ("", "kernels", "loops", "largest sort", "temporary MiB"))
     for name, facts in programs.items():
         counts = (f"{facts[key]:,}" for key in ("kernels", "loops", "largest_sort"))
         table.add_row(name, *counts, f"{facts['temp_bytes'] / 2**20:.1f}")

@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
-from jaxdl.bench.output import check_folder, write_json
-from jaxdl.config import ConfigError
+from jaxdl.bench.shared import check_options, make_table, write_json
 from jaxdl.options import parse_options
 
 COMMANDS: dict[str, tuple[list[str], bool]] = {
@@ -46,16 +44,12 @@ class StartupBench:
 def main(args: list[str]) -> None:
     """Starts the commands in turns and prints the medians."""
     command = parse_options(StartupBench, args, prog="python -m jaxdl.bench startup", description=str(__doc__))
-    if command.num_repeats < 1:
-        raise ConfigError(f"--num-repeats {command.num_repeats}: nothing would be measured. Give 1 or more.")
-    check_folder("--json", command.json)
+    check_options(command, num_repeats=1)
     found: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(command.num_repeats):
         for name, (line, until_first) in COMMANDS.items():
             found[name].append(cpu_sec(line, until_first=until_first))
-    table = Table(title="python -m jaxdl.train: CPU seconds")
-    for column in ("", "median", "min", "max"):
-        table.add_column(column, justify="right" if column else "left")
+    table = make_table("python -m jaxdl.train: CPU seconds", ("", "median", "min", "max"))
     for name, times in found.items():
         table.add_row(name, *(f"{value:.2f}" for value in (statistics.median(times), min(times), max(times))))
     Console().print(table)

@@ -6,14 +6,12 @@ import statistics
 import tempfile
 import time
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-import tyro
 from rich.console import Console
-from rich.table import Table
 
+from jaxdl.bench.shared import ExperimentBench, check_options, make_table, median_ratio
 from jaxdl.config import ConfigError
 from jaxdl.evaluate import max_in_flight
 from jaxdl.experiment import Experiment, parse_command_line
@@ -26,12 +24,9 @@ from jaxdl.run.hooks import StepInfo
 
 
 @dataclass(frozen=True)
-class StepBench:
+class StepBench(ExperimentBench):
     """Compares the loop's time per step with that of the bare step on resident data, interleaved."""
 
-    config: Path
-    """The experiment: a Python file with a function config()."""
-    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
     num_steps: int = 100
     """Steps in one repeat of either side (the experiment's own length and schedule are not used)."""
     num_repeats: int = 7
@@ -42,9 +37,7 @@ def main(args: list[str]) -> None:
     """Runs the measurement and prints both medians and their ratio."""
     command = parse_command(args)
     result = measure(command.experiment, num_steps=command.num_steps, num_repeats=command.num_repeats)
-    table = Table(title=f"{command.config}, {result['devices']}")
-    for column in ("", "ms a step (median)", "min", "max"):
-        table.add_column(column, justify="left" if not column else "right")
+    table = make_table(f"{command.config}, {result['devices']}", ("", "ms a step (median)", "min", "max"))
     for side in ("bare step", "loop"):
         times = [1e3 * value for value in result[side]]
         table.add_row(side, *(f"{value:.2f}" for value in (statistics.median(times), min(times), max(times))))
@@ -61,10 +54,7 @@ def parse_command(args: list[str]) -> StepBench:
         value = getattr(command.experiment, name)
         if value != getattr(experiment, name):
             raise ConfigError(f"--{name} {value}: the measurement sets its own length. Give --num-steps instead.")
-    for name in ("num_steps", "num_repeats"):
-        value = getattr(command, name)
-        if value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: nothing would be measured. Give 1 or more.")
+    check_options(command, num_steps=1, num_repeats=1)
     return command
 
 
@@ -114,7 +104,5 @@ def measure(experiment: Experiment, *, num_steps: int, num_repeats: int) -> dict
     with shared_programs() as programs, tempfile.TemporaryDirectory() as folder:
         step = programs.of(plan, plan.timeline.segments[0]).train
         train(experiment, folder, quiet=True, on_step=[after_step])
-    ratios = [loop / bare for loop, bare in zip(times["loop"], times["bare step"], strict=True)]
-    device = jax.devices()[0]
-    where = f"{jax.device_count()} x {device.device_kind}"
-    return times | {"ratio": statistics.median(ratios), "devices": where}
+    where = f"{jax.device_count()} x {jax.devices()[0].device_kind}"
+    return times | {"ratio": median_ratio(times["loop"], times["bare step"]), "devices": where}

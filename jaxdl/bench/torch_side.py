@@ -74,7 +74,8 @@ def make_torch_step(
 def _check(experiment: Experiment) -> None:
     """Raises ConfigError for experiments that the PyTorch side does not support."""
     config, kind, task = experiment.model, experiment.optimizer.kind, experiment.task
-    if not isinstance(config, ResNet) or config.norm != "batch" or not _is_imagenet(config):
+    is_known = isinstance(config, ResNet) and len(config.blocks) == 4 and config.stem in (None, "imagenet")
+    if not is_known or config.norm != "batch":
         raise ConfigError(
             "--against torch: only ResNet-18 to 152 with batch norm and the imagenet stem are supported. "
             "Measure another model without --against."
@@ -83,10 +84,6 @@ def _check(experiment: Experiment) -> None:
         raise ConfigError(f"--against torch: the optimizer is {kind}; PyTorch's side has SGD, in place of LARS too.")
     if getattr(task, "mixup", 0) or getattr(task, "cutmix", 0):
         raise ConfigError("--against torch: PyTorch's side mixes no images. Add --task.mixup 0 --task.cutmix 0.")
-
-
-def _is_imagenet(config: ResNet) -> bool:
-    return len(config.blocks) == 4 and config.stem in (None, "imagenet")
 
 
 def _optimizer(experiment: Experiment, model: Any) -> Any:

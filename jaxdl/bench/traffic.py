@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import pydantic
-import tyro
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
-from rich.table import Table
 
-from jaxdl.bench.output import check_folder, write_json
+from jaxdl.bench.shared import check_options, make_table, write_json
 from jaxdl.bench.wire import lower, sent_bytes
-from jaxdl.config import Config, ConfigError
+from jaxdl.config import ConfigError
 from jaxdl.exchange import (
     Exchange,
     ExchangeConfig,
@@ -35,17 +32,18 @@ from jaxdl.options import parse_options
 _ROWS, _COLUMNS = 1024, 1000
 
 
-class TrafficBench(Config):
+@dataclass(frozen=True)
+class TrafficBench:
     """Counts the bytes that one device sends over `replica` for every exchange."""
 
-    num_elements: int = pydantic.Field(default=25_600_000, ge=_ROWS * _COLUMNS)
+    num_elements: int = 25_600_000
     """Parameters of the model, all in matrices of 1,024 x 1,000."""
-    replica: int = pydantic.Field(default=8, ge=2)
+    replica: int = 8
     """Replicas."""
-    fsdp: int = pydantic.Field(default=2, ge=1)
+    fsdp: int = 2
     """Devices over which each replica is sharded."""
-    json_path: Annotated[Path | None, tyro.conf.arg(name="json")] = None
-    """Also write the table to this file as JSON."""
+    json: Path | None = None
+    """A file for the results."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +60,17 @@ class Row:
 
 def main(args: list[str]) -> None:
     """Prints the table."""
-    command = parse_options(TrafficBench, args=args, prog="python -m jaxdl.bench traffic", description=__doc__)
-    check_folder("--json", command.json_path)
+    command = parse_options(TrafficBench, args=args, prog="python -m jaxdl.bench traffic", description=str(__doc__))
+    check_options(command, num_elements=_ROWS * _COLUMNS, replica=2, fsdp=1)
     rows = measure(command)
-    table = Table(title=f"{command.num_elements:,} parameters on replica {command.replica} x fsdp {command.fsdp}")
-    for heading in ("exchange", "MB a device sends over replica", "of dense float32", "of dense bfloat16"):
-        table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    title = f"{command.num_elements:,} parameters on replica {command.replica} x fsdp {command.fsdp}"
+    columns = ("exchange", "MB a device sends over replica", "of dense float32", "of dense bfloat16")
+    table = make_table(title, columns)
     for row in rows:
         sent = row.bytes_sent[Axis.REPLICA.value] / 1e6
         table.add_row(row.exchange, f"{sent:.3f}", f"{row.of_float32:.4f}", f"{row.of_bfloat16:.4f}")
     Console(width=120).print(table)
-    write_json(command.json_path, [asdict(row) for row in rows])
+    write_json(command.json, [asdict(row) for row in rows])
 
 
 def measure(command: TrafficBench) -> list[Row]:
@@ -108,9 +106,7 @@ def exchange_bytes(config: ExchangeConfig, command: TrafficBench) -> dict[str, f
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
     stacked = PartitionSpec(Axis.REPLICA.value, *spec)
-    grads = {
-        name: struct(jax.ShapeDtypeStruct((command.replica, *x.shape), x.dtype), stacked) for name, x in shapes.items()
-    }
+    grads = dict.fromkeys(specs, struct(jax.ShapeDtypeStruct((command.replica, _ROWS, _COLUMNS), jnp.float32), stacked))
     key = jax.eval_shape(lambda: jax.random.key(0))
     program = lower(function, grads, jax.tree.map(struct, state, places), key)
     # The norms of the metrics, two numbers over all axes at once, are the same for every exchange.

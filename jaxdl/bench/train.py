@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import tyro
 from rich.console import Console
-from rich.table import Table
 
 from jaxdl.bench.flops import peak_flops, step_flops
-from jaxdl.bench.output import check_folder, write_json
+from jaxdl.bench.optim import make_updates
+from jaxdl.bench.shared import ExperimentBench, check_options, make_table, median_ratio, time_in_turns, write_json
 from jaxdl.bench.torch_side import make_torch_step
 from jaxdl.config import ConfigError
-from jaxdl.data import SyntheticImages, TextSpec, TrainLoader
+from jaxdl.data import SyntheticImages, TextSpec
 from jaxdl.experiment import Experiment, parse_command_line
-from jaxdl.mesh import batch_sharding
 from jaxdl.optim import Constant
 from jaxdl.run.build import Plan, make_initial_state, make_plan
 from jaxdl.run.compile import compile_train_step
-from jaxdl.sharding import named
-from jaxdl.step import make_update
 
 _IMAGENET_CLASSES = 1000
 
 
 @dataclass(frozen=True)
-class TrainBench:
+class TrainBench(ExperimentBench):
     """Times the training step of a config on data resident on the devices."""
 
-    config: Path
-    """The experiment: a Python file with a function config()."""
-    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
     num_steps: int = 10
     """Steps in one repeat."""
     num_repeats: int = 5
@@ -65,13 +57,9 @@ def parse_command(args: list[str]) -> TrainBench:
     """The command line as a TrainBench. Raises ConfigError, or exits after --help."""
     prog = "python -m jaxdl.bench train"
     command, _ = parse_command_line(TrainBench, args, about=str(__doc__), prog=prog)
-    for name in ("num_steps", "num_repeats", "image_size"):
-        value = getattr(command, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: give 1 or more.")
+    check_options(command, num_steps=1, num_repeats=1, image_size=1)
     if command.image_size is not None and getattr(command.experiment.data, "photos", None) is None:
         raise ConfigError(f"--image-size {command.image_size}: the images of this data have a fixed size.")
-    check_folder("--json", command.json)
     return command
 
 
@@ -93,7 +81,7 @@ def measure(command: TrainBench) -> dict[str, Any]:
     jaxdl, memory = _jaxdl_side(plan)
     times = _timed({"jaxdl": jaxdl} | sides, command)
     del jaxdl, sides  # Free their memory for the measurement.
-    times |= _timed({"update alone": _update_side(plan)}, command)
+    times |= _timed({"update alone": make_updates(plan.parts)}, command)
     spec = plan.parts.data_spec
     unit, number = ("tokens", spec.length) if isinstance(spec, TextSpec) else ("images", 1)
     flops, (peak, source) = step_flops(plan), peak_flops(experiment.precision)
@@ -115,14 +103,9 @@ def measure(command: TrainBench) -> dict[str, Any]:
 
 def _timed(sides: dict[str, Callable[[int], None]], command: TrainBench) -> dict[str, list[float]]:
     """Seconds a step of each side, in turns; the first round warms up."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
-    for repeat in range(command.num_repeats + 1):
-        for name, run in sides.items():
-            start = time.perf_counter()
-            run(command.num_steps)
-            if repeat:
-                times[name].append((time.perf_counter() - start) / command.num_steps)
-    return times
+    runs = {name: functools.partial(run, command.num_steps) for name, run in sides.items()}
+    times = time_in_turns(runs, command.num_repeats)
+    return {name: [value / command.num_steps for value in values] for name, values in times.items()}
 
 
 def resident(experiment: Experiment, image_size: int | None) -> Experiment:
@@ -149,7 +132,8 @@ def resident(experiment: Experiment, image_size: int | None) -> Experiment:
 def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], int | None]:
     """The training steps, and the bytes that a device needs for them."""
     step, state = compile_train_step(plan), make_initial_state(plan)
-    batch = _batch(plan)
+    with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
+        batch = next(batches)
 
     def steps(number: int) -> None:
         nonlocal state
@@ -166,47 +150,11 @@ def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], int | None]:
     return steps, kept + analysis.temp_size_in_bytes
 
 
-def _update_side(plan: Plan) -> Callable[[int], None]:
-    """The update alone, on gradients sharded as after the exchange."""
-    spec, mesh = plan.parts.state_spec, plan.parts.layout.mesh
-    state = make_initial_state(plan)
-    shardings = named(mesh, spec.update)
-    grads = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.full(x.shape, 1e-3, x.dtype), plan.parts.network.param_shapes),
-        out_shardings=shardings,
-    )()
-    update = make_update(plan.parts)
-
-    def steps(number: int) -> None:
-        nonlocal state
-        for _ in range(number):
-            state = update(state, grads)
-            if jax.default_backend() == "cpu":
-                jax.block_until_ready(state.step)
-        jax.block_until_ready(state)
-
-    return steps
-
-
-def _batch(plan: Plan) -> Any:
-    loader = TrainLoader(
-        plan.splits.train,
-        batch_size=plan.experiment.batch_size,
-        seed=0,
-        sharding=batch_sharding(plan.parts.layout.mesh),
-        start=0,
-        num_steps=1,
-    )
-    with loader:
-        return next(loader)
-
-
 def _print(command: TrainBench, found: dict[str, Any]) -> None:
     times = {name: statistics.median(values) for name, values in found["times"].items()}
     title = f"{command.config}: batch {command.experiment.batch_size:,}, {found['input']}, {found['precision']}, "
-    table = Table(title=title + found["devices"])
-    for column in ("", "ms a step", "min", "max", f"{found['unit']}/s", "TFLOP/s", "of the peak"):
-        table.add_column(column, justify="left" if not column else "right")
+    columns = ("", "ms a step", "min", "max", f"{found['unit']}/s", "TFLOP/s", "of the peak")
+    table = make_table(title + found["devices"], columns)
     for name, values in found["times"].items():
         milliseconds = [f"{1e3 * value:.2f}" for value in (times[name], min(values), max(values))]
         if name == "update alone":
@@ -220,8 +168,8 @@ def _print(command: TrainBench, found: dict[str, Any]) -> None:
     for line in found["about"].values():
         console.print(line, highlight=False)
     if "torch" in times:
-        ratios = [b / a for a, b in zip(found["times"]["jaxdl"], found["times"]["torch"], strict=True)]
-        console.print(f"jaxdl is {statistics.median(ratios):.2f} times as fast (median of the rounds)")
+        ratio = median_ratio(found["times"]["torch"], found["times"]["jaxdl"])
+        console.print(f"jaxdl is {ratio:.2f} times as fast (median of the rounds)")
     share = 100 * times["update alone"] / times["jaxdl"]
     console.print(f"update ({command.experiment.optimizer.kind}) alone: {share:.1f} % of a step")
     console.print(

@@ -21,6 +21,8 @@ from jax.extend.mlir.dialects import sdy, stablehlo
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Lowered
 
+from jaxdl.compiler.groups import differing_axes, groups_along
+
 Groups = tuple[tuple[int, ...], ...]
 
 _KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_permute")
@@ -78,7 +80,7 @@ def sent_bytes(program: Lowered | ir.Module, mesh: Mesh | AbstractMesh) -> dict[
     sent = dict.fromkeys(sizes, 0.0)
     for collective in collectives(program):
         _check_devices(collective, sizes)
-        axes = _axes_of(collective.groups, tuple(sizes.items()))
+        axes = differing_axes(np.array(collective.groups), sizes) if collective.groups else ()
         if axes:
             key = "+".join(axes)
             sent[key] = sent.get(key, 0.0) + collective.sent_bytes
@@ -164,25 +166,16 @@ def _dtype(element: Any) -> tuple[str, int]:
 def _groups(attribute: Any, symbols: ir.SymbolTable) -> Groups:
     """JAX 0.10 lists the devices of each group; 0.11 names a mesh and the axes."""
     if isinstance(attribute, ir.DenseIntElementsAttr):
-        return tuple(tuple(int(i) for i in row) for row in np.array(attribute))
+        return tuple(map(tuple, np.array(attribute).tolist()))
     if stablehlo.ReplicaGroupMeshAxesAttr.isinstance(attribute):
         named: Any = stablehlo.ReplicaGroupMeshAxesAttr(attribute)
         axes = [stablehlo.AxisRefAttr(axis) for axis in named.axes]
         if all(axis.sub_axis_info is None for axis in axes):
             mesh = sdy.MeshAttr(symbols[named.mesh.value].attributes["mesh"])
             sizes = {axis.name: axis.size for axis in map(sdy.MeshAxisAttr, mesh.axes)}
-            return _groups_of_axes(sizes, [axis.name for axis in axes])
+            groups = groups_along(np.arange(math.prod(sizes.values())), sizes, [axis.name for axis in axes])
+            return tuple(map(tuple, groups.tolist()))
     raise ValueError(f"device groups of an unknown form: {attribute}")
-
-
-def _groups_of_axes(sizes: Mapping[str, int], axes: list[str]) -> Groups:
-    """The groups of devices that differ only in their places along `axes`; devices in row-major order."""
-    names = list(sizes)
-    ids = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
-    others = [name for name in names if name not in axes]
-    order = [names.index(name) for name in (*others, *axes)]
-    rows = ids.transpose(order).reshape(-1, math.prod(sizes[name] for name in axes))
-    return tuple(tuple(int(i) for i in row) for row in rows)
 
 
 def _check_devices(collective: Collective, sizes: Mapping[str, int]) -> None:
@@ -194,14 +187,3 @@ def _check_devices(collective: Collective, sizes: Mapping[str, int]) -> None:
             f"{collective.kind} among devices {collective.groups}: the mesh {dict(sizes)} has {count} devices. "
             "Pass the mesh of the function's shard_map."
         )
-
-
-@functools.cache
-def _axes_of(groups: Groups, sizes: tuple[tuple[str, int], ...]) -> tuple[str, ...]:
-    """The axes along which the devices of a group differ, in the order of the mesh."""
-
-    dims: set[int] = set()
-    for group in groups:
-        places = np.array(np.unravel_index(np.array(group), [size for _, size in sizes]))
-        dims.update(np.flatnonzero((places != places[:, :1]).any(axis=1)).tolist())
-    return tuple(name for dim, (name, _) in enumerate(sizes) if dim in dims)

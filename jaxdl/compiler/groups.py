@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -17,12 +17,16 @@ def dims_of(text: str) -> tuple[int, ...]:
 
 
 def axes_of(line: str, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ; devices are numbered in the order of the mesh."""
+    """The mesh axes along which the devices of a group in the text differ."""
     groups = _groups(line)
-    sizes = tuple(axes.values())
     if groups is None:
         return tuple(name for name, size in axes.items() if size > 1)
-    places = np.stack(np.unravel_index(groups, sizes), axis=-1)
+    return differing_axes(groups, axes)
+
+
+def differing_axes(groups: np.ndarray, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group, `[group, device]`, differ; numbered in the mesh's order."""
+    places = np.stack(np.unravel_index(groups, tuple(axes.values())), axis=-1)
     differ = (places != places[:, :1]).any(axis=(0, 1))
     return tuple(name for name, one in zip(axes, differ, strict=True) if one)
 
@@ -54,6 +58,11 @@ def _mesh_groups(mesh: str, devices: str | None, order: str | None, names: str) 
     numbers = np.arange(math.prod(sizes.values()))
     if devices is not None:
         numbers = numbers.reshape(dims_of(devices)).transpose(dims_of(order) if order else None)
-    numbers = numbers.reshape(tuple(sizes.values()))
+    return groups_along(numbers, sizes, along)
+
+
+def groups_along(numbers: np.ndarray, sizes: Mapping[str, int], along: Sequence[str]) -> np.ndarray:
+    """Groups `[group, device]` of the numbers, in the order of a mesh, that differ only in places along some axes."""
     last = [list(sizes).index(name) for name in along]
-    return np.moveaxis(numbers, last, range(-len(last), 0)).reshape(-1, math.prod(sizes[name] for name in along))
+    numbers = np.moveaxis(numbers.reshape(tuple(sizes.values())), last, range(-len(last), 0))
+    return numbers.reshape(-1, math.prod(sizes[name] for name in along))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -24,6 +24,8 @@ _FREE = {
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "partition-id", "replica-id", "iota",
     "after-all", "opt-barrier",
 }  # fmt: skip
+_CONTROL = {"while": ("body",), "conditional": ("true_computation", "false_computation"), "call": ("to_apply",)}
+"""Kinds that run other computations, and the attributes that name these."""
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
@@ -77,15 +79,8 @@ class Module:
         return sum(self.seconds(computation, one) for one in self.computations[computation].values())
 
     def _timed(self, computation: str, one: Instruction) -> float:
-        if one.kind == "while":
-            body = one.called("body")
-            assert body is not None
-            return trip_count(one) * self.total_sec(body)
-        if one.kind == "conditional":
-            return max((self.total_sec(branch) for branch in branches(one)), default=0.0)
-        if one.kind == "call":
-            callee = one.called("to_apply")
-            return self.total_sec(callee) if callee else 0.0
+        if one.kind in _CONTROL:
+            return trip_count(one) * max(map(self.total_sec, inner_computations(one)), default=0.0)
         if one.kind in _FREE or is_collective(one):
             return 0.0
         moved = self._moved_bytes(computation, one)
@@ -131,13 +126,12 @@ class Module:
 
     def kernels(self, computation: str, one: Instruction) -> dict[str, int]:
         """The kernels of each sort (conv, matmul, fusion) in an instruction; those of a loop count per iteration."""
-        if one.kind in ("while", "conditional", "call"):
-            inner = [one.called("body")] if one.kind == "while" else branches(one)
-            times, found = (trip_count(one) if one.kind == "while" else 1), {}
-            for name in [x for x in inner if x] or ([one.called("to_apply")] if one.kind == "call" else []):
-                for part in self.computations[name or ""].values():
-                    for sort, number in self.kernels(name or "", part).items():
-                        found[sort] = found.get(sort, 0) + times * number
+        if one.kind in _CONTROL:
+            found = Counter[str]()
+            for name in inner_computations(one):
+                for part in self.computations[name].values():
+                    for sort, number in self.kernels(name, part).items():
+                        found[sort] += trip_count(one) * number
             return found
         if one.kind in _FREE or is_collective(one):
             return {}
@@ -186,12 +180,11 @@ def trip_count(one: Instruction) -> int:
     return int(match[1]) if match else 1
 
 
-def branches(one: Instruction) -> Iterator[str]:
-    """The computations of a conditional."""
-    listed = re.search(r"branch_computations=\{([^}]*)\}", one.line)
+def inner_computations(one: Instruction) -> list[str]:
+    """The computations that a loop, a conditional (its branches) or a call runs; none for other instructions."""
+    listed = re.search(r"branch_computations=\{([^}]*)\}", one.line) if one.kind == "conditional" else None
     names = re.findall(r"%([^\s,}]+)", listed[1]) if listed else []
-    names += [name for which in ("true_computation", "false_computation") if (name := one.called(which))]
-    yield from names
+    return names + [name for which in _CONTROL.get(one.kind, ()) if (name := one.called(which))]
 
 
 def _flops(one: Instruction, operands: list[Instruction]) -> float:

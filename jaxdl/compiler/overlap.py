@@ -7,12 +7,21 @@ which they start; an instruction waits for the results that it needs. Kernels ta
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jaxdl.compiler.groups import KINDS, axes_of
-from jaxdl.compiler.hlo import Instruction, Module, branches, is_collective, shapes_bytes, shapes_of, trip_count
+from jaxdl.compiler.hlo import (
+    Instruction,
+    Module,
+    inner_computations,
+    is_collective,
+    shapes_bytes,
+    shapes_of,
+    trip_count,
+)
 from jaxdl.mesh import Axis
 
 
@@ -186,8 +195,7 @@ def _play(module: Module, computation: str, axes: Mapping[str, int], links: Link
 
 def _inner(module: Module, one: Instruction, axes: Mapping[str, int], links: Links) -> Timeline | None:
     """A simulation of one iteration of a loop, or of the longest branch of a conditional."""
-    names = {"while": [one.called("body")], "conditional": list(branches(one)), "call": [one.called("to_apply")]}
-    played = [_play(module, name, axes, links) for name in names.get(one.kind, []) if name in module.computations]
+    played = [_play(module, name, axes, links) for name in inner_computations(one) if name in module.computations]
     return max(played, key=lambda inner: inner.total_sec, default=None)
 
 
@@ -210,9 +218,7 @@ def _message(module: Module, one: Instruction, axes: Mapping[str, int]) -> Messa
     shapes = shapes_of(re.sub(r"/\*.*?\*/", "", result))
     if one.kind.endswith("-start") and one.kind not in ("async-start", "all-reduce-start"):
         shapes = shapes[len(shapes) // 2 :]  # (operands, results)
-    num_bytes, ways = shapes_bytes(shapes), 1
-    for axis in over:
-        ways *= axes[axis]
+    ways = math.prod(axes[axis] for axis in over)
     sent = {
         "all-reduce": 2 * (ways - 1) / ways,
         "all-gather": (ways - 1) / ways,
@@ -221,4 +227,4 @@ def _message(module: Module, one: Instruction, axes: Mapping[str, int]) -> Messa
         "ragged-all-to-all": (ways - 1) / ways,
         "collective-permute": 1.0,
     }[base]
-    return Message(one.name, base, over, sent * num_bytes, is_async)
+    return Message(one.name, base, over, sent * shapes_bytes(shapes), is_async)
