@@ -352,7 +352,7 @@ def test_the_probe_measures_what_there_is():
     ("args", "message"),
     [
         (["--num-elements", "10"], "--num-elements 10: too small"),
-        (["--num-repeats", "0"], "--num-repeats 0: nothing"),
+        (["--num-repeats", "0"], "--num-repeats 0: too small"),
         (["--density", "0.1", "1.5"], "up to 1"),
         (["--min-speedup", "0.5"], "--min-speedup 0.5"),
         (["--plot", "no/such/folder/plot.png"], "there is no folder no/such/folder"),
