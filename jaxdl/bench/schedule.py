@@ -73,7 +73,7 @@ def main(args: list[str]) -> None:
     for exchange in exchanges(command):
         plan = make_plan(command.experiment.replaced({"exchange": exchange}), devices)
         options = compiler_options(plan)
-        text = compile_train_step(plan).as_text()
+        text = compile_train_step(plan).as_text() or ""
         name = exchange.label + (", 1 step late" if exchange.delay_steps else "")
         if plan.parts.layout.mesh.shape[Axis.REPLICA] == 1:
             raise ConfigError("one replica exchanges nothing. Give --mesh.replica 2 or more.")

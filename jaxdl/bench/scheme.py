@@ -76,12 +76,12 @@ def main(args: list[str]) -> None:
     mesh = plan.parts.layout.mesh
     console = Console(width=150)
     title = f"{command.config}, exchange {plan.experiment.exchange.kind}"
-    console.print(table_of(operations(compiled.as_text(), mesh.shape), title))
-    memory = compiled.memory_analysis()
-    console.print(
-        f"on one device: {memory.argument_size_in_bytes / 2**20:,.1f} MiB of state and batch, "
-        f"{memory.temp_size_in_bytes / 2**20:,.1f} MiB of temporary memory"
-    )
+    console.print(table_of(operations(compiled.as_text() or "", mesh.shape), title))
+    if (memory := compiled.memory_analysis()) is not None:
+        console.print(
+            f"on one device: {memory.argument_size_in_bytes / 2**20:,.1f} MiB of state and batch, "
+            f"{memory.temp_size_in_bytes / 2**20:,.1f} MiB of temporary memory"
+        )
 
 
 def table_of(found: list[Operation], title: str) -> Table:

@@ -74,8 +74,12 @@ def make_torch_step(
 def _check(experiment: Experiment) -> None:
     """Raises ConfigError for experiments that the PyTorch side does not support."""
     config, kind, task = experiment.model, experiment.optimizer.kind, experiment.task
-    is_resnet = isinstance(config, ResNet) and config.norm == "batch"
-    if not is_resnet or len(config.blocks) != 4 or config.stem not in (None, "imagenet"):
+    if not (
+        isinstance(config, ResNet)
+        and config.norm == "batch"
+        and len(config.blocks) == 4
+        and config.stem in (None, "imagenet")
+    ):
         raise ConfigError(
             "--against torch: only ResNet-18 to 152 with batch norm and the imagenet stem are supported. "
             "Measure another model without --against."
