@@ -80,10 +80,9 @@ class History:
             if self._path.exists():
                 evaluated_step = resume_step if evaluated_step is None else evaluated_step
                 limits = {False: resume_step, True: min(resume_step, evaluated_step)}
-                loaded = _load(self._path)
                 self.rows = [
                     row
-                    for row in loaded
+                    for row in _load(self._path)
                     if "event" in row or (resume_step > 0 and row["step"] <= limits[_is_evaluation(row)])
                 ]
             self._reopen(rewrite=self._path.exists())
@@ -181,15 +180,13 @@ class History:
 def last_evaluated_step(workdir: Path, step: int) -> int:
     """The step of the last evaluation, up to `step`, in the workdir's metrics.jsonl; -1 when there is none."""
     path = Path(workdir) / METRICS_FILE
-    rows = _load(path) if path.exists() else []
-    return max((row["step"] for row in rows if _is_evaluation(row) and row["step"] <= step), default=-1)
+    return max((row["step"] for row in _load(path) if _is_evaluation(row) and row["step"] <= step), default=-1)
 
 
 def last_step(workdir: Path) -> int:
     """The last step of which the workdir's metrics.jsonl has a measurement; 0 when there is none."""
     path = Path(workdir) / METRICS_FILE
-    rows = _load(path) if path.exists() else []
-    return max((row["step"] for row in rows if "event" not in row), default=0)
+    return max((row["step"] for row in _load(path) if "event" not in row), default=0)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -234,8 +231,9 @@ def _column(values: list[Any]) -> list[Any]:
 
 
 def _load(path: Path) -> list[dict[str, Any]]:
-    """The rows of the file. A last line that was cut off by a kill is dropped; any other bad line with a warning."""
-    lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
+    """The rows of the file, if there is one. A cut-off last line is dropped; any other bad line with a warning."""
+    content = path.read_bytes() if path.exists() else b""
+    lines = [line for line in content.split(b"\n") if line.strip()]
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -51,7 +51,7 @@ class StepCounter:
 
 
 class Progress:
-    """Shows the progress of a run; a context manager, or `start()` and `stop()`.
+    """Shows the progress of a run; a context manager; `stop()` may end it earlier.
 
     On a terminal: a live bar with step, epoch, rate, time left, the latest metrics and the status of the run; notes and
     rows with evaluation metrics stay above it. Elsewhere (a file, a pipe, a notebook, a dumb terminal): one plain line
@@ -92,17 +92,6 @@ class Progress:
         self._next_sample = -math.inf
         self._steps_per_sec: float | None = None
 
-    def start(self) -> None:
-        """Shows the bar; does nothing elsewhere than on a terminal."""
-        if self._use_live and self._live is None:
-            self._live = Live(
-                get_renderable=self._render,
-                console=self._console,
-                refresh_per_second=REFRESHES_PER_SEC,
-                transient=False,
-            )
-            self._live.start()
-
     def stop(self) -> None:
         """Leaves the bar in its last state and releases the terminal. May be called twice."""
         if self._live is not None:
@@ -110,7 +99,9 @@ class Progress:
             self._live = None
 
     def __enter__(self) -> Progress:
-        self.start()
+        if self._use_live:
+            self._live = Live(get_renderable=self._render, console=self._console, refresh_per_second=REFRESHES_PER_SEC)
+            self._live.start()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -185,10 +176,6 @@ class Progress:
     def note(self, text: str) -> None:
         """Prints a message that stays, such as "resumed from step 300"."""
         self._say(text, "cyan")
-
-    def warn(self, text: str) -> None:
-        """Prints a warning that stays."""
-        self._say(f"warning: {text}", "yellow")
 
     def steps_per_sec(self) -> float | None:
         """Steps per second of training over the last ten seconds, or the last 50 steps if they take longer.
