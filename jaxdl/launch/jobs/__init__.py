@@ -8,14 +8,16 @@ A run token (`JAXDL_RUN_TOKEN`) is made when the job starts, or by the cluster; 
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from jaxdl.launch.jobs import kubernetes, ray_job, skypilot, slurm
+from jaxdl.launch.jobs.description import print_job
 
 COMMANDS: Mapping[str, Callable[[list[str]], None]] = {
-    "slurm": slurm.main,
-    "kubernetes": kubernetes.main,
-    "ray": ray_job.main,
-    "skypilot": skypilot.main,
+    "slurm": partial(print_job, "slurm", slurm.SlurmJob, slurm.batch_script),
+    "kubernetes": partial(print_job, "kubernetes", kubernetes.KubernetesJob, kubernetes.job_set),
+    "ray": partial(print_job, "ray", ray_job.RayJob, ray_job.script),
+    "skypilot": partial(print_job, "skypilot", skypilot.SkyPilotJob, skypilot.task),
 }
 """Subcommand of `python -m jaxdl.launch` -> the function that prints its job file from the arguments after the name.
 

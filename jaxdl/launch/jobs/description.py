@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Annotated, TypeVar
@@ -96,23 +97,18 @@ class Job(Config):
             values["NCCL_SOCKET_IFNAME"] = self.interface
         return values
 
-    def network_hints(self) -> dict[str, str]:
-        """NCCL settings to try on Ethernet, for comments: each helps on some clusters only."""
+    def network_hints(self, line: Callable[[str, str], str]) -> list[str]:
+        """Comments with NCCL settings to try on Ethernet: each helps on some clusters only. `line` writes a setting."""
         if self.nodes == 1 or not self.gpus_per_node:
-            return {}
-        named = {} if self.interface else {"NCCL_SOCKET_IFNAME": "eth0"}
-        return named | {
-            "NCCL_IB_DISABLE": "1",
-            "NCCL_SOCKET_NTHREADS": "4",
-            "NCCL_NSOCKS_PERTHREAD": "4",
-            "NCCL_DEBUG": "INFO",
-        }
-
-
-NETWORK_ADVICE = (
-    "Try these one at a time and measure (docs/howto/clusters.md says what each does):",
-    "never copy all of them.",
-)
+            return []
+        values = {} if self.interface else {"NCCL_SOCKET_IFNAME": "eth0"}
+        values |= {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
+        values |= {"NCCL_DEBUG": "INFO"}
+        return [
+            "Try these one at a time and measure (docs/howto/clusters.md says what each does):",
+            "never copy all of them.",
+            *(line(name, value) for name, value in values.items()),
+        ]
 
 
 @dataclass(frozen=True)
@@ -127,26 +123,26 @@ class Command:
     """Comments for the reader of the file: the mesh, and warnings."""
 
 
-def read_job(cls: type[JobT], args: Sequence[str], *, program: str, about: str) -> tuple[JobT, Command]:
-    """The options before `--` and the checked command after it. Warnings go to stderr.
+def print_job(cluster: str, kind: type[JobT], text: Callable[[JobT, Command], str], args: list[str]) -> None:
+    """Prints the job file, the `text` of the options before `--` and the command after it. Warnings go to stderr.
 
     Raises ConfigError for invalid values and commands that cannot run, or exits after --help.
     """
-    prog = f"python -m jaxdl.launch {program}"
+    prog = f"python -m jaxdl.launch {cluster}"
     where = args.index("--") if "--" in args else len(args)
-    job = parse_options(cls, list(args[:where]), prog=prog, description=about)
+    job = parse_options(kind, args[:where], prog=prog, description=inspect.getdoc(kind))
     words = tuple(args[where + 1 :])
     if not words:
         raise ConfigError(
             f"nothing to run: end with the command, {prog} ... -- python -m jaxdl.train --config configs/digits.py."
         )
-    command, warnings = check_command(job, words)
+    command, warnings = _checked(job, words)
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
-    return job, command
+    print(text(job, command), end="")
 
 
-def check_command(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
+def _checked(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
     """The command with notes on it, and warnings. A `jaxdl.train` is checked as on the nodes.
 
     Raises ConfigError when it cannot start there: no such config, an unknown option, a mesh that does not fit.
@@ -206,15 +202,14 @@ def _mesh_notes(job: Job, experiment: Experiment) -> tuple[list[str], list[str]]
     inside = sizes[Axis.FSDP] * sizes[Axis.TENSOR]
     if job.nodes == 1 or (inside <= per_node and per_node % inside == 0):
         return notes, []
+    problem, also = f"replicas of {inside} devices do not fit into nodes with {per_node}", ""
+    if inside > per_node:
+        problem = f"a replica of {inside} devices is larger than a node with {per_node}"
+        also = " (and leave --mesh.fsdp at -1)"
+    so = "so more than the exchange is sent between nodes"
     if sizes[Axis.REPLICA] == 1:
-        advice = f"gradients are not exchanged over `replica` at all. Give the command --mesh.replica {job.nodes}"
-    else:
-        advice = f"so more than the exchange is sent between nodes. Give the command --mesh.replica {job.nodes}"
-    return notes, [
-        f"a replica of {inside} devices is larger than a node with {per_node}, {advice} (and leave --mesh.fsdp at -1)."
-        if inside > per_node
-        else f"replicas of {inside} devices do not fit into nodes with {per_node}, {advice}."
-    ]
+        so = "gradients are not exchanged over `replica` at all"
+    return notes, [f"{problem}, {so}. Give the command --mesh.replica {job.nodes}{also}."]
 
 
 def wrapped(words: Sequence[str], *, indent: str, width: int = 110) -> str:
@@ -239,6 +234,11 @@ def comment(lines: Sequence[str], *, indent: str = "") -> str:
     return "".join(f"{indent}# {line}".rstrip() + "\n" for line in lines)
 
 
+def export(name: str, value: str) -> str:
+    """A variable as a line of a shell script."""
+    return f"export {name}={shlex.quote(value)}"
+
+
 def exports(values: Mapping[str, str]) -> str:
     """The variables as `export` lines of a shell script."""
-    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in values.items())
+    return "".join(f"{export(name, value)}\n" for name, value in values.items())

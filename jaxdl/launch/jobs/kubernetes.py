@@ -11,7 +11,6 @@ from jaxdl.config import ConfigError
 from jaxdl.launch.jobs.description import (
     COORDINATOR_PORT,
     IMAGE,
-    NETWORK_ADVICE,
     NEVER_RESTARTED,
     VOLUME,
     WORD,
@@ -19,7 +18,6 @@ from jaxdl.launch.jobs.description import (
     Job,
     comment,
     formed,
-    read_job,
 )
 
 CONTAINER = "train"
@@ -28,7 +26,7 @@ WORKERS = "workers"
 
 
 class KubernetesJob(Job):
-    """The options of a Kubernetes cluster."""
+    """Prints a Kubernetes JobSet for kubectl create."""
 
     image: Annotated[str, IMAGE]
     """The container image; it contains jaxdl, the config file and their dependencies."""
@@ -40,13 +38,6 @@ class KubernetesJob(Job):
     """CLAIM:/PATH, a persistent volume claim (ReadWriteMany) that all pods mount there, for workdir and data."""
     directory: Annotated[str | None, formed(r"/.*", "an absolute path")] = None
     """The folder of the image that the command runs in."""
-
-
-def main(args: list[str]) -> None:
-    """Prints the JobSet. Raises ConfigError for a job that cannot run."""
-    about = "Prints a Kubernetes JobSet for kubectl create."
-    job, command = read_job(KubernetesJob, args, program="kubernetes", about=about)
-    print(job_set(job, command), end="")
 
 
 def job_set(job: KubernetesJob, command: Command) -> str:
@@ -124,7 +115,14 @@ def _pod(job: KubernetesJob, command: Command, mount: str | None) -> str:
         f"    terminationGracePeriodSeconds: {job.save_sec}  # Time to save in after SIGTERM.",
     ]
     if job.nodes > 1:
-        lines += _one_per_node(job)
+        lines += [
+            "    affinity:",
+            "      podAntiAffinity:  # One pod per node.",
+            "        requiredDuringSchedulingIgnoredDuringExecution:",
+            "          - topologyKey: kubernetes.io/hostname",
+            "            labelSelector:",
+            f"              matchLabels: {{jobset.sigs.k8s.io/jobset-name: {job.name}}}",
+        ]
     lines += [
         "    containers:",
         f"      - name: {CONTAINER}",
@@ -149,17 +147,6 @@ def _pod(job: KubernetesJob, command: Command, mount: str | None) -> str:
     return "".join(f"{' ' * 10}{line}\n" for line in lines)
 
 
-def _one_per_node(job: KubernetesJob) -> list[str]:
-    return [
-        "    affinity:",
-        "      podAntiAffinity:  # One pod per node.",
-        "        requiredDuringSchedulingIgnoredDuringExecution:",
-        "          - topologyKey: kubernetes.io/hostname",
-        "            labelSelector:",
-        f"              matchLabels: {{jobset.sigs.k8s.io/jobset-name: {job.name}}}",
-    ]
-
-
 def _container_command(job: KubernetesJob, command: Command) -> list[str]:
     words = list(command.words)
     if job.preparation():
@@ -179,12 +166,13 @@ def _environment(job: KubernetesJob) -> list[str]:
         # pods, jobs or events. So this file needs no secret.
         VARIABLE: "metadata.labels['batch.kubernetes.io/controller-uid']",
     }
-    lines = [f"- {{name: {name}, value: {json.dumps(value)}}}" for name, value in values.items()]
+    lines = [_entry(name, value) for name, value in values.items()]
     lines += [f'- {{name: {name}, valueFrom: {{fieldRef: {{fieldPath: "{path}"}}}}}}' for name, path in fields.items()]
-    if job.network_hints():
-        hints = [f"- {{name: {name}, value: {json.dumps(value)}}}" for name, value in job.network_hints().items()]
-        lines += [f"# {line}" for line in (*NETWORK_ADVICE, *hints)]
-    return lines
+    return lines + comment(job.network_hints(_entry)).splitlines()
+
+
+def _entry(name: str, value: str) -> str:
+    return f"- {{name: {name}, value: {json.dumps(value)}}}"
 
 
 def _resources(job: KubernetesJob) -> list[str]:

@@ -8,21 +8,14 @@ from pprint import pformat
 
 import pydantic
 
-from jaxdl.launch.jobs.description import NETWORK_ADVICE, NEVER_RESTARTED, STOPPED, Command, Job, comment, read_job
+from jaxdl.launch.jobs.description import NEVER_RESTARTED, STOPPED, Command, Job, comment
 
 
 class RayJob(Job):
-    """The options of a Ray cluster."""
+    """Prints a Python script for ray job submit."""
 
     wait_sec: int = pydantic.Field(default=600, ge=1)
     """Seconds to wait for free nodes."""
-
-
-def main(args: list[str]) -> None:
-    """Prints the script. Raises ConfigError for a job that cannot run."""
-    about = "Prints a Python script for ray job submit."
-    job, command = read_job(RayJob, args, program="ray", about=about)
-    print(script(job, command), end="")
 
 
 def script(job: RayJob, command: Command) -> str:
@@ -41,8 +34,7 @@ def script(job: RayJob, command: Command) -> str:
     settings = "".join(
         f"{name} = {pformat(value, width=100, compact=True, sort_dicts=False)}\n" for name, value in values.items()
     )
-    hints = [f"ENVIRONMENT[{json.dumps(name)}] = {json.dumps(value)}" for name, value in job.network_hints().items()]
-    settings += comment([*NETWORK_ADVICE, *hints] if hints else [])
+    settings += comment(job.network_hints(lambda name, value: f"ENVIRONMENT[{json.dumps(name)}] = {json.dumps(value)}"))
     environment = json.dumps({"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(job.save_sec + 30), "RAY_DEDUP_LOGS": "0"}})
     about = [
         f"Start it from the folder of the command, with this file in it:  ray job submit --submission-id {job.name} \\",

@@ -12,22 +12,21 @@ from jaxdl.config import ConfigError
 from jaxdl.launch.jobs.description import (
     COORDINATOR_PORT,
     IMAGE,
-    NETWORK_ADVICE,
     NEVER_RESTARTED,
     VOLUME,
     WORD,
     Command,
     Job,
     comment,
+    export,
     exports,
     formed,
-    read_job,
     wrapped,
 )
 
 
 class SkyPilotJob(Job):
-    """The options of SkyPilot."""
+    """Prints a SkyPilot task for sky jobs launch."""
 
     gpu: Annotated[str | None, WORD] = None
     """The kind of GPU as `sky show-gpus` names it, for example H100."""
@@ -49,13 +48,6 @@ class SkyPilotJob(Job):
         if not self.gpus_per_node and self.gpu is not None:
             raise ValueError(f"--gpu {self.gpu} with --gpus-per-node 0: leave out one of them.")
         return self
-
-
-def main(args: list[str]) -> None:
-    """Prints the task. Raises ConfigError for a job that cannot run."""
-    about = "Prints a SkyPilot task for sky jobs launch."
-    job, command = read_job(SkyPilotJob, args, program="skypilot", about=about)
-    print(task(job, command), end="")
 
 
 def task(job: SkyPilotJob, command: Command) -> str:
@@ -107,8 +99,5 @@ def _run(job: SkyPilotJob, command: Command) -> str:
     text += 'export JAX_NUM_PROCESSES="$SKYPILOT_NUM_NODES"\n'
     text += 'export JAX_PROCESS_ID="$SKYPILOT_NODE_RANK"\n'
     text += 'export JAXDL_HOST="node$SKYPILOT_NODE_RANK"\n'
-    text += exports(job.environment())
-    hints = job.network_hints()
-    if hints:
-        text += comment([*NETWORK_ADVICE, *(exports({name: value}).strip() for name, value in hints.items())])
+    text += exports(job.environment()) + comment(job.network_hints(export))
     return text + f"exec {wrapped(command.words, indent='    ')}\n"

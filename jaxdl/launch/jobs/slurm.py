@@ -8,22 +8,21 @@ from typing import Annotated
 from jaxdl.cluster.token import VARIABLE
 from jaxdl.launch.jobs.description import (
     IMAGE,
-    NETWORK_ADVICE,
     NEVER_RESTARTED,
     STOPPED,
     WORD,
     Command,
     Job,
     comment,
+    export,
     exports,
     formed,
-    read_job,
     wrapped,
 )
 
 
 class SlurmJob(Job):
-    """The options of a Slurm cluster."""
+    """Prints a Slurm batch script for sbatch."""
 
     time: Annotated[str, formed(r"(\d+-)?\d+(:\d+){0,2}", "a time limit, HH:MM:SS or D-HH:MM:SS")] = "24:00:00"
     """The time limit as Slurm writes it: HH:MM:SS or D-HH:MM:SS."""
@@ -41,17 +40,9 @@ class SlurmJob(Job):
     """Requeue the job at its time limit; the run resumes from its last save."""
 
 
-def main(args: list[str]) -> None:
-    """Prints the batch script. Raises ConfigError for a job that cannot run."""
-    job, command = read_job(SlurmJob, args, program="slurm", about="Prints a Slurm batch script for sbatch.")
-    print(batch_script(job, command), end="")
-
-
 def batch_script(job: SlurmJob, command: Command) -> str:
     """The text of the script. Resubmitted, or requeued by Slurm, it resumes the run of the same workdir."""
-    parts = [_header(job, command), "set -euo pipefail\n"]
-    parts += [_environment(job), _loop(job, command)]
-    return "\n".join(parts)
+    return "\n".join([_header(job, command), "set -euo pipefail\n", _environment(job), _loop(job, command)])
 
 
 def _header(job: SlurmJob, command: Command) -> str:
@@ -92,7 +83,6 @@ def _header(job: SlurmJob, command: Command) -> str:
 
 
 def _environment(job: SlurmJob) -> str:
-    hints = job.network_hints()
     text = comment(
         [
             "The address at which the processes meet. The port is the one that JAX would choose: outside the",
@@ -104,10 +94,7 @@ def _environment(job: SlurmJob) -> str:
     text += 'export JAX_NUM_PROCESSES="$SLURM_JOB_NUM_NODES"\n'
     text += comment(["A random secret of this job's processes: they admit no others. It is not printed."])
     text += f"{VARIABLE}=\"$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')\"\nexport {VARIABLE}\n"
-    text += exports(job.environment())
-    if hints:
-        text += comment([*NETWORK_ADVICE, *(exports({name: value}).strip() for name, value in hints.items())])
-    return text
+    return text + exports(job.environment()) + comment(job.network_hints(export))
 
 
 def _loop(job: SlurmJob, command: Command) -> str:
