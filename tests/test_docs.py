@@ -103,8 +103,8 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def digits_run(place):
     """The workdir of README's first command."""
-    run(["python", "-m", "jaxdl.train", "--config", "configs/digits.py", "--workdir", "runs/digits"])
-    return place / "runs" / "digits"
+    run(["python", "-m", "jaxdl.train", "--config", "configs/digits.py", "--workdir", "runs/first"])
+    return place / "runs" / "first"
 
 
 PROGRAMS = {"jaxdl": commands_of_jaxdl, "jaxdl.train": jaxdl.train.main, "jaxdl.launch": launch.main}
@@ -307,6 +307,9 @@ def test_where_is_what():
     for concept, path, name in where_is_what():
         tree = ast.parse((ROOT / path).read_text())
         defined = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+        defined |= {
+            node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
         assert not [part for part in name.split(".") if part not in defined], f"{concept}: {path} has no {name}"
     concepts = " ".join(concept for concept, _, _ in where_is_what())
     for word in ("top-k selects", "residual is saved", "rollback is decided", "image is cached", "speed is measured"):
