@@ -7,6 +7,7 @@ A config file sets it to an object; the command line switches it by name: `--opt
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib.util
 import sys
@@ -104,15 +105,13 @@ class Config(pydantic.BaseModel):
             return type(self).model_validate(values)
 
 
-class one_message:
-    """Context: turns a pydantic error into a ConfigError with one line per problem, `field: problem (got value)`."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, pydantic.ValidationError):
-            raise ConfigError(describe(error)) from None
+@contextlib.contextmanager
+def one_message() -> Iterator[None]:
+    """Turns a pydantic error into a ConfigError with one line per problem, `field: problem (got value)`."""
+    try:
+        yield
+    except pydantic.ValidationError as error:
+        raise ConfigError(describe(error)) from None
 
 
 def describe(error: pydantic.ValidationError, name: Callable[[str, str, str], str] | None = None) -> str:

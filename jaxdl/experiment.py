@@ -141,12 +141,7 @@ def load(
         raise ConfigError(f"overrides: {overrides!r} is a single string. Give a dictionary, or a list of arguments.")
     if not isinstance(overrides, Sequence):
         raise ConfigError(f"overrides: {overrides!r}: give a dictionary, or a list of arguments; or leave it out.")
-    return changed(experiment, overrides)
-
-
-def changed(experiment: Experiment, args: Sequence[str]) -> Experiment:
-    """The experiment changed by command-line arguments. Raises ConfigError for an invalid argument."""
-    return parse(experiment, list(args))
+    return parse(experiment, overrides)
 
 
 def as_experiment(given: Experiment | str | Path) -> Experiment:

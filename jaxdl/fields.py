@@ -14,7 +14,7 @@ from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:$", re.MULTILINE)
-_FIELD = re.compile(r"^    ([a-z]\w*): (.+?)(?: = .*)?$", re.MULTILINE)
+_FIELD = re.compile(r"^    ([a-z]\w*): (?!ClassVar)(.+?)(?: = .*)?$", re.MULTILINE)
 """A field in the body of a class. A docstring line that looks like a field only makes the check more permissive."""
 _NUMBERS = re.compile(r"Literal\[[\d, ]+\]")
 

@@ -7,12 +7,13 @@ in a dataclass; if that has a field `experiment`, the fields of the experiment a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import re
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union
 
@@ -163,8 +164,10 @@ def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tupl
             raise ConfigError(_unknown(flag, names, default))
         annotation = options[path]
         if _plain(annotation) is bool:
-            values[path] = _switch(flag, value if equals else None, on=key in names, off=_off(key))
-            typed[path] = word
+            if equals:
+                other = f", or {_off(key)}" if key in names else ""
+                raise ConfigError(f"{word}: it takes no value. Give {flag} alone{other}.")
+            values[path], typed[path] = key in names, word
             continue
         words = [value] if equals else []
         many = _takes_many(annotation)
@@ -187,7 +190,7 @@ def _shown(words: Sequence[str]) -> str:
 
 def _flag(path: str, annotation: Any) -> str:
     """The option of a field, `--mesh.cpu-devices`; a name given to tyro in the annotation replaces the field's."""
-    given = [getattr(one, "name", None) for one in typing.get_args(annotation)[1:]] if _is_annotated(annotation) else []
+    given = [getattr(one, "name", None) for one in getattr(annotation, "__metadata__", ())]
     return "--" + next((one for one in given if isinstance(one, str) and one), path).replace("_", "-")
 
 
@@ -195,12 +198,6 @@ def _off(flag: str) -> str:
     """The option that turns a switch off: `--optimizer.no-nesterov` for `--optimizer.nesterov`."""
     group, dot, last = flag.removeprefix("--").rpartition(".")
     return f"--{group}{dot}no-{last}"
-
-
-def _switch(flag: str, value: str | None, *, on: bool, off: str) -> bool:
-    if value is not None:
-        raise ConfigError(f"{flag}={value}: it takes no value. Give {flag} alone" + (f", or {off}." if on else "."))
-    return on
 
 
 def _stray(word: str, typed: Mapping[str, str]) -> str:
@@ -243,12 +240,8 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
     return f"{flag}: there is no such option. {advice}" + ("" if not near else " --help lists all.")
 
 
-def _is_annotated(annotation: Any) -> bool:
-    return typing.get_origin(annotation) is Annotated
-
-
 def _plain(annotation: Any) -> Any:
-    return typing.get_args(annotation)[0] if _is_annotated(annotation) else annotation
+    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
@@ -323,29 +316,27 @@ def _wanted(annotation: Any) -> str:
     return " or ".join(wanted)
 
 
-class _named_as_options:
-    """Context: a ConfigError raised inside names fields as the user typed them: `--step.clip-norm -3: ...`."""
+@contextlib.contextmanager
+def _named_as_options(typed: Mapping[str, str]) -> Iterator[None]:
+    """A ConfigError raised inside names fields as the user typed them: `--step.clip-norm -3: ...`."""
 
-    def __init__(self, typed: Mapping[str, str]) -> None:
-        self._typed = typed
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, ConfigError) and isinstance(error.__context__, pydantic.ValidationError):
-            raise ConfigError(describe(error.__context__, self._named)) from None
-
-    def _named(self, path: str, what: str, given: str) -> str:
+    def named(path: str, what: str, given: str) -> str:
         what = what.replace("Input should be", "must be")
         if not path:
             return what  # The validators of Experiment name the options themselves.
-        if path in self._typed:
-            return f"{self._typed[path]}: {what}"
-        inside = {name.rpartition(".")[2]: name for name in self._typed if name.rpartition(".")[0] == path}
+        if path in typed:
+            return f"{typed[path]}: {what}"
+        inside = {name.rpartition(".")[2]: name for name in typed if name.rpartition(".")[0] == path}
         if inside and not given:
-            return _of_several(inside, self._typed, what)
+            return _of_several(inside, typed, what)
         return f"--{path.replace('_', '-')} {given}: {what}" if given else f"{path}: {what}"
+
+    try:
+        yield
+    except ConfigError as error:
+        if not isinstance(error.__context__, pydantic.ValidationError):
+            raise
+        raise ConfigError(describe(error.__context__, named)) from None
 
 
 def _of_several(inside: Mapping[str, str], typed: Mapping[str, str], what: str) -> str:

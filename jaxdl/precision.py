@@ -8,7 +8,7 @@ it, in the dtype of the product's result: float32 by default, or the computation
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +24,10 @@ LossScale = dict[str, jax.Array]
 class _Precision(Config):
     """Defaults of all precisions: float32, no loss scale."""
 
-    @property
-    def dtype(self) -> jnp.dtype:
-        """The dtype of activations, and of weights while they are used."""
-        return jnp.dtype("float32")
+    dtype: ClassVar[jnp.dtype] = jnp.dtype("float32")
+    """The dtype of activations, and of weights while they are used."""
+    matmul: ClassVar[str | None] = None
+    """The setting of `jax.default_matmul_precision` under which the model is traced; None leaves JAX's default."""
 
     @property
     def weight_dtype(self) -> jnp.dtype:
@@ -36,11 +36,6 @@ class _Precision(Config):
         A product rounds a wider weight to `dtype` before it multiplies.
         """
         return jnp.dtype("float32")
-
-    @property
-    def matmul(self) -> str | None:
-        """The setting of `jax.default_matmul_precision` under which the model is traced; None leaves JAX's default."""
-        return None
 
     @property
     def lowest_scale(self) -> float | None:
@@ -78,22 +73,14 @@ class Float32(_Precision):
     """Everything in float32, also on GPUs, where JAX's own default would be TF32."""
 
     kind: Annotated[Literal["float32"], Kind] = "float32"
-
-    @property
-    def matmul(self) -> str:
-        """Full float32 products."""
-        return "float32"
+    matmul: ClassVar[str | None] = "float32"
 
 
 class TensorFloat32(_Precision):
     """float32 with matrix products in TF32 (10 bits of mantissa), on NVIDIA GPUs since Ampere."""
 
     kind: Annotated[Literal["tensorfloat32"], Kind] = "tensorfloat32"
-
-    @property
-    def matmul(self) -> str:
-        """TF32 products."""
-        return "tensorfloat32"
+    matmul: ClassVar[str | None] = "tensorfloat32"
 
     def check(self, platform: str) -> None:
         """Raises ConfigError anywhere but on a GPU."""
@@ -108,11 +95,7 @@ class BFloat16(_Half):
     """Activations and weights in use in bfloat16, which has float32's range and needs no loss scale."""
 
     kind: Annotated[Literal["bfloat16"], Kind] = "bfloat16"
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """bfloat16."""
-        return jnp.dtype("bfloat16")
+    dtype: ClassVar[jnp.dtype] = jnp.dtype("bfloat16")
 
 
 class Float16(_Half):
@@ -125,6 +108,7 @@ class Float16(_Half):
     """
 
     kind: Annotated[Literal["float16"], Kind] = "float16"
+    dtype: ClassVar[jnp.dtype] = jnp.dtype("float16")
     initial_scale: float = pydantic.Field(default=2.0**15, gt=0)
     """The loss is multiplied by this before it is differentiated."""
     static: bool = False
@@ -151,11 +135,6 @@ class Float16(_Half):
                 f"and max_scale {self.max_scale:g}."
             )
         return self
-
-    @property
-    def dtype(self) -> jnp.dtype:
-        """float16."""
-        return jnp.dtype("float16")
 
     @property
     def lowest_scale(self) -> float:

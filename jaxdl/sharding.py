@@ -122,10 +122,6 @@ class Layout:
         split = self.config.replaced({"param_sharding": "sharded", "update_sharding": "parameters"})
         return dataclasses.replace(self, config=split).param_spec(axes, shape)
 
-    def gathered(self, spec: PartitionSpec) -> PartitionSpec:
-        """The spec of a parameter while it is used: no longer split over `fsdp`."""
-        return without_axis(spec, Axis.FSDP)
-
     def activation_spec(self, names: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of an activation: batch over the automatic data axes, tensor dimensions over `tensor`."""
         entries: list[Any] = []
@@ -226,7 +222,7 @@ def mean_of_neighbours(x: jax.Array, num: int) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
     narrow = x if layout.wire_dtype is None else x.astype(layout.wire_dtype)
-    return layout.constrained(narrow, layout.gathered(spec)).astype(x.dtype)
+    return layout.constrained(narrow, without_axis(spec, Axis.FSDP)).astype(x.dtype)
 
 
 def _gather_forward(x: jax.Array, layout: Layout, spec: PartitionSpec) -> tuple[jax.Array, None]:
@@ -323,7 +319,7 @@ def gather_layer(layer_state: nnx.State) -> nnx.State:
 
 def gather_params(params: Params, axes: LogicalAxes) -> Params:
     """`params`, all-gathered over `fsdp` except those stacked over layers: `gather_layer` gathers these."""
-    return jax.tree.map(lambda names, x: x if STACKED in names else gather(x, names), axes, params, is_leaf=_is_names)
+    return jax.tree.map(lambda names, x: x if STACKED in names else gather(x, names), axes, params, is_leaf=is_names)
 
 
 def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
@@ -331,7 +327,7 @@ def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
 
     Raises ConfigError when the mesh has a tensor axis that no parameter uses.
     """
-    specs = jax.tree.map(lambda names, x: layout.param_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
+    specs = jax.tree.map(lambda names, x: layout.param_spec(names, x.shape), axes, shapes, is_leaf=is_names)
     used = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)}
     tensor = layout.mesh.shape[Axis.TENSOR]
     if tensor > 1 and Axis.TENSOR not in used:
@@ -345,20 +341,21 @@ def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
 
 def grad_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
     """The tree of PartitionSpecs of the gradients while they are exchanged; arguments as of `param_specs`."""
-    return jax.tree.map(lambda names, x: layout.grad_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
+    return jax.tree.map(lambda names, x: layout.grad_spec(names, x.shape), axes, shapes, is_leaf=is_names)
 
 
 def update_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
     """The tree of PartitionSpecs of the parameters in the update; arguments as of `param_specs`."""
-    return jax.tree.map(lambda names, x: layout.update_spec(names, x.shape), axes, shapes, is_leaf=_is_names)
+    return jax.tree.map(lambda names, x: layout.update_spec(names, x.shape), axes, shapes, is_leaf=is_names)
 
 
 def _named_sizes(axes: LogicalAxes, shapes: Params) -> Iterator[tuple[str, int]]:
-    for names, x in zip(jax.tree.leaves(axes, is_leaf=_is_names), jax.tree.leaves(shapes), strict=True):
+    for names, x in zip(jax.tree.leaves(axes, is_leaf=is_names), jax.tree.leaves(shapes), strict=True):
         yield from zip(names, x.shape, strict=True)
 
 
-def _is_names(node: Any) -> bool:
+def is_names(node: Any) -> bool:
+    """Whether a tree node is the tuple of a parameter's logical names, as `is_spec`."""
     return isinstance(node, tuple)
 
 

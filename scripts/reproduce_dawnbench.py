@@ -42,10 +42,11 @@ from jaxdl.cluster.agree import from_first_process  # noqa: E402
 from jaxdl.config import ConfigError  # noqa: E402
 from jaxdl.data import Digits, ImageFolder, Photos  # noqa: E402
 from jaxdl.exchange import Auto, Dense  # noqa: E402
-from jaxdl.experiment import Experiment, changed  # noqa: E402
+from jaxdl.experiment import Experiment  # noqa: E402
 from jaxdl.files import CONFIG_FILE  # noqa: E402
 from jaxdl.mesh import MeshConfig  # noqa: E402
 from jaxdl.models import ResNet  # noqa: E402
+from jaxdl.options import parse as parse_options  # noqa: E402
 from jaxdl.phases import Phase  # noqa: E402
 from jaxdl.precision import Float32  # noqa: E402
 from jaxdl.report import replace_file  # noqa: E402
@@ -179,7 +180,7 @@ def _experiment(args: argparse.Namespace, changes: list[str]) -> Experiment:
     if args.rehearse:
         experiment = _rehearsal(experiment, args)
     given = [*exchange_flags(args.exchange), *changes]
-    experiment = changed(experiment, given)
+    experiment = parse_options(experiment, given)
     if nodes == 1 and experiment.exchange.kind not in ("auto", "dense"):
         raise ConfigError(f"--exchange {args.exchange}: one node exchanges nothing. Leave it out, or give --nodes.")
     if not isinstance(experiment.model, ResNet) or not experiment.phases:

@@ -7,7 +7,8 @@ import optax
 import pytest
 
 from jaxdl.config import Config, ConfigError
-from jaxdl.optim import Constant, Cosine, LearningRate, Linear, Polynomial, ScheduleConfig, Steps
+from jaxdl.optim import Constant, Cosine, Linear, Polynomial, ScheduleConfig, Steps
+from jaxdl.optim.schedules import LearningRate
 
 PEAK, TOTAL, WARMUP, END, START = 3.7, 97, 11, 0.05, 0.2
 

@@ -57,16 +57,10 @@ class ResNet(NormConfig):
 
     @pydantic.model_validator(mode="after")
     def _norm_fits(self) -> ResNet:
-        if self.norm == "group" and self.norm_span != type(self).model_fields["norm_span"].default:
-            raise ValueError(
-                f"norm_span = {self.norm_span}: group norm has no statistics over the batch. "
-                "Remove it or set norm = batch."
-            )
-        if self.norm == "group" and self.norm_momentum is not None:
-            raise ValueError(
-                f"norm_momentum = {self.norm_momentum}: group norm has no running statistics. "
-                "Remove it or set norm = batch."
-            )
+        for name, what in (("norm_span", "statistics over the batch"), ("norm_momentum", "running statistics")):
+            value = getattr(self, name)
+            if self.norm == "group" and value != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {value}: group norm has no {what}. Remove it or set norm = batch.")
         return self
 
     @pydantic.model_validator(mode="after")

@@ -5,11 +5,11 @@ An optimizer config (`SGD`, `AdamW`, `LARS`, `LAMB`) holds the peak learning rat
 array, and exclude biases and normalization unless a config says otherwise.
 """
 
-from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio
+from jaxdl.optim.layerwise import add_weight_decay, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
 from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer, OptimizerConfig
 from jaxdl.optim.rates import Rates, num_updates, scale_by_learning_rate
-from jaxdl.optim.schedules import Constant, Cosine, Cycle, LearningRate, Linear, Polynomial, ScheduleConfig, Steps
+from jaxdl.optim.schedules import Constant, Cosine, Linear, Polynomial, ScheduleConfig, Steps
 
 __all__ = [
     "LAMB",
@@ -18,8 +18,6 @@ __all__ = [
     "AdamW",
     "Constant",
     "Cosine",
-    "Cycle",
-    "LearningRate",
     "Linear",
     "Optimizer",
     "OptimizerConfig",
@@ -31,7 +29,6 @@ __all__ = [
     "decay_mask",
     "num_stacked_dims",
     "num_updates",
-    "scale_by_lamb_trust_ratio",
     "scale_by_lars_trust_ratio",
     "scale_by_learning_rate",
 ]

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from jaxdl.sharding import STACKED, LogicalAxes
+from jaxdl.sharding import STACKED, LogicalAxes, is_names
 
 Mask = dict[str, Any]
 """A bool for each parameter: whether it takes part."""
@@ -19,7 +19,7 @@ def num_stacked_dims(axes: LogicalAxes) -> NumStacked:
 
     `axes` is a tree whose leaves are tuples of logical names, one a dimension; the result has an int for each.
     """
-    return jax.tree.map(lambda names: int(names[:1] == (STACKED,)), axes, is_leaf=_is_names)
+    return jax.tree.map(lambda names: int(names[:1] == (STACKED,)), axes, is_leaf=is_names)
 
 
 def decay_mask(axes: LogicalAxes) -> Mask:
@@ -29,8 +29,4 @@ def decay_mask(axes: LogicalAxes) -> Mask:
     `num_stacked_dims`; the result has a bool for each parameter.
     """
     stacked = num_stacked_dims(axes)
-    return jax.tree.map(lambda names, dims: len(names) - dims >= 2, axes, stacked, is_leaf=_is_names)
-
-
-def _is_names(node: Any) -> bool:
-    return isinstance(node, tuple)
+    return jax.tree.map(lambda names, dims: len(names) - dims >= 2, axes, stacked, is_leaf=is_names)

@@ -6,19 +6,14 @@ is a class here and its name in `OptimizerConfig`, at the end.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import optax
 import pydantic
 
 from jaxdl.config import Config, Kind
-from jaxdl.optim.layerwise import (
-    TrustRatioClip,
-    add_weight_decay,
-    scale_by_lamb_trust_ratio,
-    scale_by_lars_trust_ratio,
-)
+from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import Mask, decay_mask, num_stacked_dims
 from jaxdl.optim.rates import changing_momentum, scale_by_learning_rate
 from jaxdl.sharding import LogicalAxes
@@ -86,6 +81,23 @@ class AdamOptimizer(Optimizer):
     """Decay of the mean of the squared gradients."""
 
 
+def _exclusion_takes_effect(config: Any) -> Any:
+    if not config.exclude_vectors and not config.weight_decay:
+        raise ValueError(
+            "exclude_vectors = False has no effect at weight_decay = 0. Set a weight decay, or leave it True."
+        )
+    return config
+
+
+def _clip_is_a_range(config: Any) -> Any:
+    clip = config.trust_ratio_clip
+    if clip is not None and not (0 <= clip[0] <= clip[1] and clip[1] > 0):
+        raise ValueError(
+            f"trust_ratio_clip = {clip}: not a range of positive ratios. Give the least and the greatest, such as 0 10."
+        )
+    return config
+
+
 class SGD(MomentumOptimizer):
     """Gradient descent with momentum, as in the ResNet recipes: weight decay is added to the gradient (L2).
 
@@ -101,10 +113,7 @@ class SGD(MomentumOptimizer):
     exclude_vectors: bool = True
     """Exclude biases and normalization from weight decay."""
 
-    @pydantic.model_validator(mode="after")
-    def _effects(self) -> SGD:
-        _check_exclusion(self.exclude_vectors, self.weight_decay)
-        return self
+    _effects = pydantic.model_validator(mode="after")(_exclusion_takes_effect)
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """See `Optimizer.build`."""
@@ -128,10 +137,7 @@ class AdamW(AdamOptimizer):
     exclude_vectors: bool = True
     """Exclude biases and normalization from weight decay."""
 
-    @pydantic.model_validator(mode="after")
-    def _effects(self) -> AdamW:
-        _check_exclusion(self.exclude_vectors, self.weight_decay)
-        return self
+    _effects = pydantic.model_validator(mode="after")(_exclusion_takes_effect)
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """See `Optimizer.build`."""
@@ -166,10 +172,7 @@ class LARS(MomentumOptimizer):
     exclude_vectors: bool = True
     """Exclude biases and normalization from weight decay and trust ratios."""
 
-    @pydantic.model_validator(mode="after")
-    def _effects(self) -> LARS:
-        _check_clip(self.trust_ratio_clip)
-        return self
+    _clip = pydantic.model_validator(mode="after")(_clip_is_a_range)
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """See `Optimizer.build`."""
@@ -202,10 +205,7 @@ class LAMB(AdamOptimizer):
     exclude_vectors: bool = True
     """Exclude biases and normalization from weight decay and trust ratios."""
 
-    @pydantic.model_validator(mode="after")
-    def _effects(self) -> LAMB:
-        _check_clip(self.trust_ratio_clip)
-        return self
+    _clip = pydantic.model_validator(mode="after")(_clip_is_a_range)
 
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """See `Optimizer.build`."""
@@ -222,20 +222,6 @@ def _mask(axes: LogicalAxes, exclude_vectors: bool) -> Mask:
     """Which parameters take part in weight decay and trust ratios."""
     weights = decay_mask(axes)
     return weights if exclude_vectors else jax.tree.map(lambda _: True, weights)
-
-
-def _check_exclusion(exclude_vectors: bool, weight_decay: float) -> None:
-    if not exclude_vectors and not weight_decay:
-        raise ValueError(
-            "exclude_vectors = False has no effect at weight_decay = 0. Set a weight decay, or leave it True."
-        )
-
-
-def _check_clip(clip: TrustRatioClip | None) -> None:
-    if clip is not None and not (0 <= clip[0] <= clip[1] and clip[1] > 0):
-        raise ValueError(
-            f"trust_ratio_clip = {clip}: not a range of positive ratios. Give the least and the greatest, such as 0 10."
-        )
 
 
 OptimizerConfig = SGD | AdamW | LARS | LAMB

@@ -109,23 +109,17 @@ class Schedule(Config):
 
     def _end_fraction(self) -> float:
         """Where the decay ends, as a fraction of the peak."""
-        raise AssertionError(f"{type(self).__name__} defines no end")
+        return 1.0
 
     def _shape(self, remaining: jax.Array) -> jax.Array:
-        """The course of the decay from 1 to 0, by the fraction of it that remains (1 to 0)."""
-        raise AssertionError(f"{type(self).__name__} defines no shape")
+        """The course of the decay from 1 to 0, by the fraction of it that remains (1 to 0); always 1 without one."""
+        return jnp.ones_like(remaining)
 
 
 class Constant(Schedule):
     """The peak to the end, after the warm-up."""
 
     kind: Annotated[Literal["constant"], Kind] = "constant"
-
-    def _end_fraction(self) -> float:
-        return 1.0
-
-    def _shape(self, remaining: jax.Array) -> jax.Array:
-        return jnp.ones_like(remaining)
 
 
 class Decay(Schedule):
@@ -187,11 +181,7 @@ class Steps(Schedule):
                 f"between the end of the warm-up, at {num_warmup / steps_per_epoch:g} epochs, and of the run, at "
                 f"{total_steps / steps_per_epoch:g}. Give others."
             )
-        constant = Constant(
-            warmup_epochs=self.warmup_epochs,
-            warmup_steps=self.warmup_steps,
-            warmup_start_fraction=self.warmup_start_fraction,
-        ).build(peak=peak, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+        constant = super().build(peak=peak, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         milestones = jnp.array([round(one * steps_per_epoch) for one in self.milestones_epochs], jnp.float32)
 
         def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
