@@ -8,15 +8,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
-
-import pydantic
+from typing import Any
 
 from jaxdl.cluster import BROKEN, current, exits
 from jaxdl.cluster.agree import of_first_process
 from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config, ConfigError
-from jaxdl.exchange import ExchangeChoice, ExchangeConfig
+from jaxdl.exchange import ExchangeConfig, kinds
 from jaxdl.files import CHOICE_FILE, CONFIG_FILE, EXAMPLES_FILE
 from jaxdl.lease import Lease, check_shared
 from jaxdl.report import replace_file
@@ -202,10 +200,10 @@ def read_choice(workdir: Path | None) -> ExchangeConfig | None:
         return None
     try:
         values = json.loads(content)["exchange"]
-        return pydantic.TypeAdapter(Annotated[ExchangeChoice, pydantic.Discriminator("kind")]).validate_python(values)
+        return kinds()[values["kind"]].model_validate(values)
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"{path}: not a choice of exchange any more. Restore it, or choose another --workdir."
+            f"{path}: this is not a choice of an exchange. Restore it, or choose another --workdir."
         ) from None
 
 
