@@ -88,8 +88,8 @@ def without(name):
         (RECORD, PUBLISHED_TSV + "28\tnan\t75.75\t93.1\n", "line 6"),
         (RECORD, PUBLISHED_TSV + "28\t0.05\t93.1\t75.75\n", "top-1 at most top-5"),
         (RECORD, PUBLISHED_TSV + "28\t0.05\t75.75\t101\n", "percent"),
-        (RECORD, PUBLISHED_TSV + "28\t0.04\t75.75\t93.1\n", "have to grow"),
-        (RECORD, PUBLISHED_TSV + "27\t0.05\t75.75\t93.1\n", "have to grow"),
+        (RECORD, PUBLISHED_TSV + "28\t0.04\t75.75\t93.1\n", "must grow"),
+        (RECORD, PUBLISHED_TSV + "27\t0.05\t75.75\t93.1\n", "must grow"),
     ],
 )
 def test_what_the_benchmark_refuses(tmp_path, record, tsv, message):
