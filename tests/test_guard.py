@@ -122,7 +122,7 @@ RUN = tiny_experiment(
     guard={"rollback_after": 3},
 )
 BAD = range(7, 13)
-"""The first row, 7 to 9, is passed over from the checkpoint at 4 on; the next one follows on it, so more is."""
+"""The first streak, 7 to 9, is skipped from the checkpoint at 4 on; the next one follows it, so more is skipped."""
 
 
 class Killed(BaseException):
@@ -316,7 +316,7 @@ def test_before_the_first_checkpoint_a_run_rolls_back_to_the_start(tmp_path, bad
     told = [(step, text.partition(";")[0]) for step, text in events(tmp_path) if text.startswith("rolled back")]
     assert told == [
         (0, "rolled back from step 4 to the start: steps 2 to 4 were bad"),
-        # Written while batches were passed over: there is none from before them.
+        # Written while batches were skipped: there is none from before them.
         (4, "rolled back from step 7 to the checkpoint of step 4: steps 5 to 7 were bad"),
     ]
     assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(programs, range(2, 8)))))

@@ -59,7 +59,10 @@ def straight(tmp_path_factory):
 def test_a_trial_stops_evaluates_saves_and_resumes(tmp_path, straight, capsys):
     # Shorter than the exchange's warm-up (4) and the profile's start (5), which are for the whole run.
     trial = train(EXPERIMENT, tmp_path, max_steps=3)
-    assert "stopped at step 3 of 8, as --max-steps asks; the same command without it resumes" in capsys.readouterr().out
+    assert (
+        "stopped at step 3 of 8, as --max-steps asks; the same command or call without it resumes"
+        in capsys.readouterr().out
+    )
     assert (trial.summary["status"], trial.summary["steps"], trial.summary["total_steps"]) == ("stopped", 3, 8)
     assert trial.metrics["accuracy"] >= 0, "the last step is evaluated"
     assert step_dir(tmp_path, 3).is_dir()
@@ -190,6 +193,7 @@ def test_runs_of_other_programs_share_none():
         {}, {"seed": 1, "steps": 9, "guard.rollback_after": 3, "report.every_steps": 1},
         {"schedule": Cosine()}, {"schedule": Cosine(), "steps": 9}, {"model.width": 16}, {"batch_size": 8},
         {"exchange.density": 0.2}, {"guard.skip_nonfinite": False},
+        {"optimizer.momentum_at_peak": 0.5}, {"optimizer.momentum_at_peak": 0.5, "steps": 9},
     ]  # fmt: skip
     plans = [make_plan(EXPERIMENT.replaced(change), TWO) for change in changes]
     plans.append(make_plan(EXPERIMENT, jax.devices()[2:4]))

@@ -159,7 +159,7 @@ class Reporter:
         self._stack.close()
 
     def status(self, word: str) -> None:
-        """What the run does now: "compiling", "training", "evaluating", "saving"."""
+        """What the run does now: "compiling", "training", "evaluating", "saving", "rolling back"."""
         if word == "training":
             self._begin_window()
             if self._progress is not None:
@@ -275,7 +275,7 @@ class Reporter:
         elif self._profiling:
             jax.profiler.stop_trace()
             self._profiling = False
-            self.note(f"profile written to {self._folder / 'profile'}")
+            self.note(f"profile written to {self._folder / PROFILE_FOLDER}")
 
     def finish(self, status: Status, *, mesh: Mapping[str, int], changed: bool = True) -> Summary:
         """Draws the curves, writes and prints the summary, and returns it.

@@ -68,7 +68,7 @@ def make_summary(
 ) -> Summary:
     """The content of summary.json.
 
-    `status` is "stopped" when `max_steps` ended the run early; `steps` of `total_steps` were completed; `metrics` are
+    `status` is "stopped" when `max_steps` or a hook ended it; `steps` of `total_steps` were completed; `metrics` are
     the last ones; `seconds` is wall time per phase (see `Stopwatch.seconds`); `mesh` is axis -> size; `devices` is
     `describe_devices()` unless given; `extra` is any further JSON, kept under "extra"; `num_restarts` counts the
     launcher's, `num_rollbacks` returns to a checkpoint after bad steps. A metric that is not finite is `null`.

@@ -125,14 +125,15 @@ def program_key(plan: Plan, segment: Segment) -> str:
     """What the compiled steps of a segment depend on. Two runs with equal keys can use the same ones.
 
     That is all of the experiment but what only the host reads: when to report, save and evaluate, the seed, and how
-    many rollbacks there may be. The length counts where the schedule depends on it.
+    many rollbacks there may be. The length counts where the learning rate or the momentum depends on it.
     """
     experiment, phase = plan.experiment, segment.phase
     config = experiment.model_dump(mode="json", exclude=_NOT_COMPILED)
     config["norms"] = experiment.evaluation.norm_batches is not None
     shapes = (segment.batch_size, plan.eval_batch_size, phase and phase.size, phase and (phase.eval_size or phase.size))
     constant = isinstance(experiment.schedule, Constant) and len(plan.timeline.segments) == 1
-    length = None if constant else (plan.timeline.segments, plan.timeline.num_examples)
+    constant = constant and getattr(experiment.optimizer, "momentum_at_peak", None) is None
+    length = plan.timeline.num_examples if constant else (plan.timeline.segments, plan.timeline.num_examples)
     mesh = plan.parts.layout.mesh
     return repr((config, shapes, length, plan.parts.data_spec, mesh.shape, [device.id for device in mesh.devices.flat]))
 

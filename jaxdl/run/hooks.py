@@ -45,5 +45,5 @@ class StepInfo:
 OnStep = Callable[[StepInfo], None]
 """Called on the host, on every process, after each step and before the evaluation and the checkpoint due then.
 
-Its time counts as that of training. What it raises ends the run.
+Its time is the phase `hooks`, and lowers the reported throughput. What it raises ends the run.
 """

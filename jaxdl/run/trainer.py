@@ -269,7 +269,10 @@ class Trainer:
             with self.watch("compile"):
                 self.state = make_initial_state(self.plan)
         else:
-            raise Unusable(f"{checkpoints.folder}: the checkpoint of step {rollback.to_step} has been removed.")
+            raise Unusable(
+                f"{checkpoints.folder}: the checkpoint of step {rollback.to_step}, to which the run "
+                "returns, has been removed. Restore it from a backup, or choose another --workdir."
+            )
         self.loader.close()
         self.reporter.rolled_back(self.evaluated_step)
         self.reporter.event("rollback", rollback.text, rollback.to_step)
