@@ -39,5 +39,14 @@ def eight_devices():
     assert jax.device_count() == 8, f"the tests need 8 virtual CPU devices; JAX found {jax.device_count()}"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def shared_steps():
+    """The runs of a file compile each program once; those of a test that counts compilations ask for their own."""
+    from jaxdl.run.compile import shared_programs  # Here, because the tests of lint and documents need no engine.
+
+    with shared_programs() as programs:
+        yield programs
+
+
 def pytest_configure(config):
     config.pluginmanager.register(Budget())

@@ -41,7 +41,7 @@ def tiny_experiment(**changes) -> Experiment:
         "steps": 12,
         "mesh": MeshConfig(replica=2, fsdp=2, tensor=1, cpu_devices=4),
         "evaluation": EvaluationConfig(every_steps=4),
-        "report": ReportConfig(every_steps=1, tensorboard=False),
+        "report": ReportConfig(every_steps=1, tensorboard=False, curves=False),
     }
     return Experiment(**(values | {"checkpoint": {"every_steps": 4}} | changes))
 

@@ -14,16 +14,15 @@ import jaxdl
 from jaxdl.checkpoint import reading
 from jaxdl.files import CHECKPOINTS_FOLDER, MANIFEST_FILE, step_dir, step_folder
 from jaxdl.mesh import MeshConfig
-from jaxdl.run.compile import shared_programs
 
 TINY = tiny_experiment(mesh=MeshConfig(), steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2})
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_once():
+def one_device():
     """All runs here are of one plan, on one device."""
     devices = jax.devices
-    with pytest.MonkeyPatch.context() as patch, shared_programs():
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jax, "devices", lambda *args: devices(*args)[:1])
         yield
 

@@ -23,7 +23,7 @@ EXPERIMENT = tiny_experiment(
     exchange=TopK(density=0.1),
     evaluation={"every_steps": 150},
     checkpoint={"every_steps": 20, "keep": 3, "keep_best": 0},
-    report={"every_steps": 5, "tensorboard": False},
+    report={"every_steps": 5, "tensorboard": False, "curves": False},
     cluster={"silence_timeout_sec": 6, "hang_timeout_sec": 40, "start_timeout_sec": 60},
 )
 

@@ -23,18 +23,10 @@ from jaxdl.mesh import MeshConfig
 from jaxdl.report import Event, History
 from jaxdl.report import history as history_module
 from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import shared_programs
 
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), checkpoint={"every_steps": 2, "keep": 1, "keep_best": 0}, steps=8)
-EXPERIMENT = EXPERIMENT.replaced({"evaluation.every_steps": 8, "report.every_steps": 2})
+EXPERIMENT = EXPERIMENT.replaced({"evaluation.every_steps": 8, "report.every_steps": 2, "report.curves": True})
 ONE = jax.devices()[:1]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_program():
-    """All runs here are of one plan."""
-    with shared_programs():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ EXPERIMENT = tiny_experiment(
     steps=16,
     checkpoint={"every_steps": 4, "keep": 3, "keep_best": 0},
     evaluation={"every_steps": 8},
-    report={"every_steps": 3, "tensorboard": False},
+    report={"every_steps": 3, "tensorboard": False, "curves": False},
     guard={"rollback_after": 3},
 )
 BAD = [2, 3, 4, 10, 11, 12]

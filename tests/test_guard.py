@@ -118,7 +118,7 @@ RUN = tiny_experiment(
     exchange=TopK(density=0.05, min_elements=64),
     checkpoint={"every_steps": 4, "keep": 3, "keep_best": 0},
     evaluation={"every_steps": 8},
-    report={"every_steps": 3, "tensorboard": False},
+    report={"every_steps": 3, "tensorboard": False, "curves": False},
     guard={"rollback_after": 3},
 )
 BAD = range(7, 13)

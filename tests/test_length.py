@@ -18,7 +18,7 @@ from jaxdl.mesh import MeshConfig
 from jaxdl.optim import Constant, Cosine
 from jaxdl.phases import Phase, make_timeline
 from jaxdl.run.build import make_plan
-from jaxdl.run.compile import Programs, program_key, shared_programs
+from jaxdl.run.compile import Programs, program_key
 from jaxdl.run.length import change_of_length
 
 TWO = jax.devices()[:2]
@@ -28,7 +28,7 @@ EXPERIMENT = tiny_experiment(
     schedule=Constant(),
     evaluation={"every_steps": 100},
     checkpoint={"every_steps": 100},
-    report={"every_steps": 3, "tensorboard": False, "profile_start_step": 5},
+    report={"every_steps": 3, "tensorboard": False, "curves": False, "profile_start_step": 5},
     steps=8,
 )
 
@@ -39,13 +39,6 @@ def train(experiment, workdir=None, **options):
 
 def as_numpy(run):
     return jax.tree.map(np.asarray, run.state)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_program():
-    """All runs here are of one step: under a constant schedule the length makes no difference to it."""
-    with shared_programs():
-        yield
 
 
 @pytest.fixture(scope="module")

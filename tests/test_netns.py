@@ -245,19 +245,21 @@ def test_stale_networks_are_removed_and_live_ones_are_not(tmp_path):
     sleep = "[sys.executable, '-S', '-c', 'import time; time.sleep(100)']"
     code = f"import subprocess, sys; subprocess.Popen({sleep}, start_new_session=True); {SLEEP}"
     dead, pids = launcher(tmp_path, code)
-    assert dead.stdout.readline().endswith("ready\n")
+    for _ in pids["hosts"]:
+        assert dead.stdout.readline().endswith("ready\n")
     dead.kill()
     dead.communicate()
     wait_until(lambda: not any(map(alive, pids["hosts"].values())))
     try:
         name = f"jaxdl-{dead.pid}-0"
-        survivors = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout
-        assert alive(survivors.strip())
+        listed = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=True).stdout
+        [survivor] = listed.split()
+        assert alive(survivor)
         removed = clean_up_stale()
         assert {f"jaxdl-{dead.pid}-{part}" for part in ("0", "1", "bridge")} <= set(removed)
         assert not [one for one in removed if one.startswith(f"jaxdl-{live.pid}-")]
         assert not ours(dead.pid)
-        assert not alive(survivors.strip())
+        assert not alive(survivor)
         assert live.poll() is None
         assert len(ours(live.pid)) == 3 + 2 + 1
         network = Network.of(live.pid)

@@ -26,7 +26,7 @@ def two(folder):
         folder,
         phases=PHASES,
         mesh={"replica": 2, "fsdp": 1, "tensor": 1, "cpu_devices": 1},
-        report={"every_steps": 1, "tensorboard": False},
+        report={"every_steps": 1, "tensorboard": False, "curves": False},
     ).replaced({"data.photos.workers": 1})
 
 

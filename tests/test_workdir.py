@@ -14,17 +14,9 @@ import jaxdl
 from jaxdl.cluster import exits
 from jaxdl.files import LEASE_FILE
 from jaxdl.mesh import MeshConfig
-from jaxdl.run.compile import shared_programs
 
 ONE = jax.devices()[:1]
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=6, checkpoint={"every_steps": 2}, evaluation={"every_steps": 3})
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_program():
-    """All runs here are of one plan."""
-    with shared_programs():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -39,6 +39,7 @@ def as_text(tree: Any) -> Any:
     return jax.tree.map(lambda words: f"{int(words[0]):08x}{int(words[1]):08x}", jax.device_get(tree))
 
 
+@jax.jit  # Traced and lowered once for all arrays of one shape and dtype, of which a state has many.
 def _fingerprint(x: jax.Array) -> jax.Array:
     bits = _bits(x)
     places = _places(bits.shape)

@@ -295,10 +295,11 @@ class Reporter:
                 num_restarts=self.history.num_events("restart"),
                 num_rollbacks=self.history.num_events("rollback"),
             )
-            self.doing("drawing curves")
             if self._folder is not None:
                 folder, columns = self._folder, self.history.columns()
-                self._try(CURVES_FILE, lambda: self._plot(columns, folder / CURVES_FILE))
+                if self._config.curves:
+                    self.doing("drawing curves")
+                    self._try(CURVES_FILE, lambda: self._plot(columns, folder / CURVES_FILE))
                 self._try(SUMMARY_FILE, functools.partial(write_summary, folder / SUMMARY_FILE, summary))
         self.doing(status)
         if self._progress is not None:
