@@ -22,7 +22,7 @@ from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.precision import Float16
 from jaxdl.report import Diverged, plot_history
 from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step, shared_programs
+from jaxdl.run.compile import compile_train_step
 from jaxdl.run.rollback import skip
 from jaxdl.step import make_train_step
 
@@ -129,15 +129,8 @@ class Killed(BaseException):
     """Ends a run where it is."""
 
 
-@pytest.fixture(scope="module")
-def programs():
-    """All runs here are of one plan."""
-    with shared_programs() as found:
-        yield found
-
-
 @pytest.fixture
-def bad_batches(monkeypatch, programs):
+def bad_batches(monkeypatch):
     """Sets the steps whose batches are bad."""
     bad = set(BAD)
     poison_batches(bad, monkeypatch.setattr)
@@ -180,9 +173,9 @@ def by_hand(programs, skipped):
     return state
 
 
-def test_a_run_rolls_back_and_skips(whole, programs):
+def test_a_run_rolls_back_and_skips(whole, shared_steps):
     workdir, run = whole
-    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(programs, range(5, 13)))))
+    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(shared_steps, range(5, 13)))))
     assert int(run.state.guard["bad_steps"]) == 8
     first = "rolled back from step 9 to the checkpoint of step 4: steps 7 to 9 were bad; the batches of steps 7 to 9"
     second = "rolled back from step 12 to the checkpoint of step 4: steps 10 to 12 were bad; the batches of steps 5 to"
@@ -304,7 +297,7 @@ def test_without_a_workdir_the_run_stops(bad_batches):
         train(None)
 
 
-def test_before_the_first_checkpoint_a_run_rolls_back_to_the_start(tmp_path, bad_batches, programs, monkeypatch):
+def test_before_the_first_checkpoint_a_run_rolls_back_to_the_start(tmp_path, bad_batches, shared_steps, monkeypatch):
     """Killed before it has begun again."""
     bad_batches.clear()
     bad_batches |= set(range(2, 8))
@@ -319,7 +312,7 @@ def test_before_the_first_checkpoint_a_run_rolls_back_to_the_start(tmp_path, bad
         # Written while batches were skipped: there is none from before them.
         (4, "rolled back from step 7 to the checkpoint of step 4: steps 5 to 7 were bad"),
     ]
-    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(programs, range(2, 8)))))
+    assert_bit_equal(*(jax.tree.map(np.asarray, one) for one in (run.state, by_hand(shared_steps, range(2, 8)))))
     assert [row["step"] for row in measured(tmp_path)] == [1, 8, 8, 11, 12, 15, 16, 16]
 
 

@@ -20,6 +20,7 @@ from jaxdl.models import ResNet, ViT
 from jaxdl.optim import SGD, Cosine
 from jaxdl.phases import Phase, make_timeline
 from jaxdl.run.build import make_plan
+from jaxdl.run.compile import shared_programs
 
 PHASES = (Phase(epochs=2, size=32), Phase(epochs=1, size=48, batch_size=4), Phase(epochs=1, size=48, min_scale=0.5))
 
@@ -187,7 +188,8 @@ def test_a_run_goes_back_into_an_earlier_phase(whole, folder, tmp_path, monkeypa
     make_labels_poisonous(monkeypatch.setattr)
     poison_batches((7, 8), monkeypatch.setattr, lambda start, _: step_at[start])
     settings = {"report": {"every_steps": 1}, "guard": {"rollback_after": 2}, "checkpoint": {"every_steps": 4}}
-    run = jaxdl.train(experiment(folder, **settings), tmp_path, quiet=True, devices=jax.devices()[:4])
+    with shared_programs():  # The poisonous labels are part of the steps.
+        run = jaxdl.train(experiment(folder, **settings), tmp_path, quiet=True, devices=jax.devices()[:4])
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     events = [row["event"] for row in rows if "event" in row]
     assert [text.partition(":")[0] for text in events if "rolled back" in text] == [
