@@ -13,18 +13,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxdl.data import Data
     from jaxdl.errors import ConfigError
+    from jaxdl.exchange import ExchangeConfig
     from jaxdl.experiment import Experiment, load
+    from jaxdl.models import Model
+    from jaxdl.optim import Optimizer, Schedule
     from jaxdl.predictor import Predictor, restore
     from jaxdl.run.entry import train
     from jaxdl.run.result import Interrupted, Run
+    from jaxdl.tasks import Task
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "ConfigError": "jaxdl.errors",
+    "Data": "jaxdl.data",
+    "ExchangeConfig": "jaxdl.exchange",
     "Experiment": "jaxdl.experiment",
     "load": "jaxdl.experiment",
+    "Model": "jaxdl.models",
+    "Optimizer": "jaxdl.optim",
+    "Schedule": "jaxdl.optim",
+    "Task": "jaxdl.tasks",
     "Interrupted": "jaxdl.run.result",
     "Run": "jaxdl.run.result",
     "train": "jaxdl.run.entry",
@@ -32,7 +43,22 @@ _HOMES = {
     "restore": "jaxdl.predictor",
 }
 
-__all__ = ["ConfigError", "Experiment", "Interrupted", "Predictor", "Run", "load", "restore", "train"]
+__all__ = [
+    "ConfigError",
+    "Data",
+    "ExchangeConfig",
+    "Experiment",
+    "Interrupted",
+    "Model",
+    "Optimizer",
+    "Predictor",
+    "Run",
+    "Schedule",
+    "Task",
+    "load",
+    "restore",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:

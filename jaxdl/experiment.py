@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import pydantic
 
 from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.cluster import ClusterConfig
 from jaxdl.compiler import CompilerConfig
-from jaxdl.config import Config, ConfigError, load_file
-from jaxdl.data import DataConfig, Digits
+from jaxdl.config import Config, ConfigError, one_message
+from jaxdl.data import Data, Digits
 from jaxdl.evaluate import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeChoice
 from jaxdl.guard import GuardConfig
+from jaxdl.kinds import SOURCE, source_of, without_source
+from jaxdl.kinds import load as load_source
 from jaxdl.mesh import MeshConfig, gpus_visible
-from jaxdl.models import ModelConfig, ResNet
-from jaxdl.optim import SGD, Cosine, OptimizerConfig, ScheduleConfig
+from jaxdl.models import Model, ResNet
+from jaxdl.modules import load_file
+from jaxdl.optim import SGD, Cosine, Optimizer, Schedule
 from jaxdl.options import choices_help, parse, parse_options, take_choices
 from jaxdl.phases import Phase
 from jaxdl.precision import Float32, Precision
@@ -26,7 +30,7 @@ from jaxdl.report import ReportConfig
 from jaxdl.sharding import ShardingConfig
 from jaxdl.startup import find_config, given_config, no_config
 from jaxdl.step import StepConfig
-from jaxdl.tasks import Classification, TaskConfig
+from jaxdl.tasks import Classification, Task
 
 CommandT = TypeVar("CommandT")
 
@@ -34,15 +38,15 @@ CommandT = TypeVar("CommandT")
 class Experiment(Config):
     """All settings of a run. A config file returns one; command-line options change it."""
 
-    model: ModelConfig = ResNet()
+    model: Model = ResNet()
     """The architecture of the model."""
-    data: DataConfig = Digits()
+    data: Data = Digits()
     """The training data and the held-out data."""
-    task: TaskConfig = Classification()
+    task: Task = Classification()
     """The task: its loss and its metrics."""
-    optimizer: OptimizerConfig = SGD()
+    optimizer: Optimizer = SGD()
     """The optimizer. Its `learning_rate` is the peak of the schedule."""
-    schedule: ScheduleConfig = Cosine()
+    schedule: Schedule = Cosine()
     """The learning rate as a function of the step, relative to the optimizer's peak."""
     exchange: ExchangeChoice = Dense()
     """How gradients are averaged over the slow network, the mesh axis `replica`."""
@@ -78,6 +82,24 @@ class Experiment(Config):
     cluster: ClusterConfig = ClusterConfig()
     """How long a run waits for processes that are missing, lost or hung."""
 
+    def to_json(self) -> str:
+        """See `Config.to_json`; a subclass outside jaxdl is named too, as `class`."""
+        source, text = source_of(type(self)), super().to_json()
+        return text if source is None else f'{{\n  "{SOURCE}": {json.dumps(source)},{text[1:]}'
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """See `Config.from_json`. The text may name a subclass outside jaxdl, which is imported."""
+        values = json.loads(text)
+        source = values.pop(SOURCE, None) if isinstance(values, dict) else None
+        if source is None:
+            return super().from_json(text)
+        found = cls if source == source_of(cls) else load_source(source, "the experiment")
+        if not (isinstance(found, type) and issubclass(found, cls)):
+            raise ConfigError(f"{source}: it is no longer a subclass of {cls.__name__}")
+        with one_message():
+            return found.model_validate(values)
+
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Experiment:
         if self.epochs is not None and self.steps is not None:
@@ -88,7 +110,7 @@ class Experiment(Config):
         if self.phases and (self.epochs is not None or self.steps is not None):
             raise ValueError("phases already set the length of the run. Set epochs and steps to None.")
         self.exchange.check_optimizer(self.optimizer)
-        if self.model.modality != self.task.modality:
+        if None not in (self.model.modality, self.task.modality) and self.model.modality != self.task.modality:
             raise ValueError(
                 f"model {self.model.kind} reads {self.model.modality}, but task {self.task.kind} needs "
                 f"{self.task.modality}. Choose a --model and a --task of the same kind."
@@ -104,10 +126,11 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a dumped Experiment that must not change when a run resumes: not its length, mesh or reports.
 
     For photographs, the number of workers and the place of the cache may change, but not the form in which images are
-    cached, since crops are cut from it. `guard.max_rollbacks` may be raised to resume a run that gave up.
+    cached, since crops are cut from it. `guard.max_rollbacks` may be raised to resume a run that gave up, and the files
+    of kinds outside jaxdl may move.
     """
     others = (*LENGTH, "mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
-    found = {name: value for name, value in config.items() if name not in others}
+    found = {name: without_source(value) for name, value in config.items() if name not in others}
     photos = (found.get("data") or {}).get("photos")
     if photos:
         cache = photos["cache"]

@@ -20,7 +20,9 @@ from typing import Annotated, Any, Literal, TypeVar, Union
 import pydantic
 import tyro
 
-from jaxdl.config import Config, ConfigError, ConfigT, choices, describe, field_at
+from jaxdl.config import Config, ConfigError, ConfigT, describe, field_at
+from jaxdl.kinds import choices
+from jaxdl.reference import Reference
 from jaxdl.startup import USUAL_NAMES
 
 CommandT = TypeVar("CommandT")
@@ -125,7 +127,7 @@ def _options(kind: Any, value: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted field -> its type, for all fields that are options. `value`, if given, has the kinds of the choices."""
     found: dict[str, Any] = {}
     if issubclass(kind, Config):
-        annotations = {name: field.rebuild_annotation() for name, field in kind.model_fields.items() if name != "kind"}
+        annotations = {name: field.rebuild_annotation() for name, field in kind.model_fields.items()}
     else:
         annotations = typing.get_type_hints(kind, include_extras=True)
     for name, annotation in annotations.items():
@@ -225,7 +227,7 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
         return f"{flag}: not an option itself; its options are {', '.join(inside)}."
     if experiment is not None and name.replace("-", "_") in type(experiment).model_fields:
         return f"{flag}: not an option; {name} are set in a config file."
-    having = [kind for kind, cls in kinds.items() if last in cls.model_fields and last != "kind"]
+    having = [kind for kind, cls in kinds.items() if last in cls.model_fields]
     if experiment is not None and having:
         current = field_at(experiment, group).kind
         own = ", ".join(one for one in names if one.startswith(f"--{group.replace('_', '-')}."))
@@ -287,6 +289,8 @@ def _single(annotation: Any, word: str) -> Any:
         if word.lower() not in ("true", "false"):
             raise ValueError
         return word.lower() == "true"
+    if annotation is Reference:
+        return word
     assert annotation in (int, float, str, Path), f"options of type {annotation} are not read"
     return annotation(word)
 
@@ -297,6 +301,7 @@ _NOUNS = {
     float: "a number",
     str: "a string",
     Path: "a path",
+    Reference: "FILE:NAME or MODULE:NAME",
     type(None): "None",
 }
 

@@ -8,21 +8,22 @@ it, in the dtype of the product's result: float32 by default, or the computation
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
 from jax.typing import DTypeLike
 
-from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.config import ConfigError
+from jaxdl.kinds import Choice
 
 LossScale = dict[str, jax.Array]
 """`scale` (float32), `good_steps` since its last change, `skipped_steps` of the run (int32); empty without scaling."""
 
 
-class _Precision(Config):
-    """Defaults of all precisions: float32, no loss scale."""
+class Precision(Choice):
+    """The dtypes of the computation and the loss scale; by default float32 and none."""
 
     dtype: ClassVar[jnp.dtype] = jnp.dtype("float32")
     """The dtype of activations, and of weights while they are used."""
@@ -55,7 +56,7 @@ class _Precision(Config):
         return loss_scale
 
 
-class _Half(_Precision):
+class _Half(Precision, kind=None):
     """What the 16-bit precisions share."""
 
     reduce_dtype: Literal["float32", "compute"] = "float32"
@@ -69,17 +70,15 @@ class _Half(_Precision):
         return self.dtype if self.reduce_dtype == "compute" else jnp.dtype("float32")
 
 
-class Float32(_Precision):
+class Float32(Precision, kind="float32"):
     """Everything in float32, also on GPUs, where JAX's own default would be TF32."""
 
-    kind: Annotated[Literal["float32"], Kind] = "float32"
     matmul: ClassVar[str | None] = "float32"
 
 
-class TensorFloat32(_Precision):
+class TensorFloat32(Precision, kind="tensorfloat32"):
     """float32 with matrix products in TF32 (10 bits of mantissa), on NVIDIA GPUs since Ampere."""
 
-    kind: Annotated[Literal["tensorfloat32"], Kind] = "tensorfloat32"
     matmul: ClassVar[str | None] = "tensorfloat32"
 
     def check(self, platform: str) -> None:
@@ -91,14 +90,13 @@ class TensorFloat32(_Precision):
             )
 
 
-class BFloat16(_Half):
+class BFloat16(_Half, kind="bfloat16"):
     """Activations and weights in use in bfloat16, which has float32's range and needs no loss scale."""
 
-    kind: Annotated[Literal["bfloat16"], Kind] = "bfloat16"
     dtype: ClassVar[jnp.dtype] = jnp.dtype("bfloat16")
 
 
-class Float16(_Half):
+class Float16(_Half, kind="float16"):
     """Activations and weights in use in float16, with a loss scale.
 
     A step with non-finite gradients only lowers the scale; after `growth_interval_steps` good ones it grows. It stays
@@ -107,7 +105,6 @@ class Float16(_Half):
     updates would be zero (Jia et al.).
     """
 
-    kind: Annotated[Literal["float16"], Kind] = "float16"
     dtype: ClassVar[jnp.dtype] = jnp.dtype("float16")
     initial_scale: float = pydantic.Field(default=2.0**15, gt=0)
     """The loss is multiplied by this before it is differentiated."""
@@ -159,10 +156,6 @@ class Float16(_Half):
             "good_steps": jnp.where(grow, 0, good_steps),
             "skipped_steps": loss_scale["skipped_steps"] + jnp.where(finite, 0, 1),
         }
-
-
-Precision = Float32 | BFloat16 | Float16 | TensorFloat32
-"""The choice `--precision`."""
 
 
 @jax.custom_vjp

@@ -18,8 +18,9 @@ from typing import Annotated, Any, Literal, Union
 
 import pydantic
 
-from jaxdl.config import Config, choices
+from jaxdl.config import Config
 from jaxdl.experiment import Experiment
+from jaxdl.kinds import choices
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = "reference/config"
@@ -97,13 +98,13 @@ def _sections(cls: type[Config], path: str, seen: set[type[Config]], *, switched
     lines += _table(cls, path)
     for name, field in cls.model_fields.items():
         for inner in configs_in(field.annotation):
-            lines += _sections(inner, f"{path}.{name}", seen, switched="kind" in inner.model_fields)
+            lines += _sections(inner, f"{path}.{name}", seen, switched=bool(getattr(inner, "kind", "")))
     return lines
 
 
 def _table(cls: type[Config], path: str, *, links: bool = False) -> list[str]:
     """The fields of a class; with `links`, those that are parts lead to their own page."""
-    fields = {name: field for name, field in cls.model_fields.items() if name != "kind"}
+    fields = cls.model_fields
     if not fields:
         return ["No fields."]
     lines = ["| field | type | default | limits | meaning |", "|---|---|---|---|---|"]
@@ -184,8 +185,8 @@ def configs_in(annotation: Any) -> Iterator[type[Config]]:
         yield from configs_in(one)
 
 
-def _kind(cls: type[Config]) -> str:
-    return cls.model_fields["kind"].default
+def _kind(cls: Any) -> str:
+    return cls.kind
 
 
 def _anchor(cls: type[Config]) -> str:

@@ -8,11 +8,13 @@ import pytest
 
 import jaxdl
 from jaxdl.command import parse_command
-from jaxdl.config import Config, choices, load_file, make_choice
+from jaxdl.config import Config
 from jaxdl.data import SyntheticImages, SyntheticText
 from jaxdl.experiment import Experiment, as_experiment
+from jaxdl.kinds import choices
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, Transformer
+from jaxdl.modules import load_file
 from jaxdl.optim import LARS, SGD, Polynomial
 from jaxdl.precision import Float16
 from jaxdl.sharding import ShardingConfig
@@ -45,7 +47,7 @@ def leaf_fields(config, prefix=""):
     for name, value in config:
         if isinstance(value, Config):
             yield from leaf_fields(value, f"{prefix}{name}.")
-        elif name != "kind":
+        else:
             yield prefix + name, value
 
 
@@ -61,7 +63,7 @@ def test_every_choice_of_the_design_is_there():
 
 @pytest.mark.parametrize(("path", "name"), KINDS)
 def test_every_kind_comes_back_equal_from_json(path, name):
-    choice = make_choice(Experiment, path, name)
+    choice = choices(Experiment)[path][name]()
     assert type(choice).from_json(choice.to_json()) == choice
     whole = {path: choice}
     if getattr(choice, "modality", "images") == "text":

@@ -36,8 +36,9 @@ from jaxdl.bench.__main__ import main as bench
 from jaxdl.checkpoint.items import ITEMS
 from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
 from jaxdl.command import parse_command
-from jaxdl.config import Config, choices
+from jaxdl.config import Config
 from jaxdl.experiment import Experiment
+from jaxdl.kinds import choices
 from jaxdl.launch import __main__ as launch
 
 sys.path.insert(0, str(ROOT / "scripts"))

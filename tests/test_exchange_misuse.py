@@ -154,7 +154,7 @@ def test_auto_takes_no_exchange_that_would_compress_nothing():
 
 @pytest.mark.parametrize("kind", [TopK, Quantized])
 def test_a_warm_up_longer_than_the_run(kind):
-    message = rf"the warm-up of exchange {kind.kind_name()} \(12 steps\) is not shorter than the run"
+    message = rf"the warm-up of exchange {kind.kind} \(12 steps\) is not shorter than the run"
     with pytest.raises(ConfigError, match=message):
         make_plan(tiny_experiment(exchange=kind(dense_warmup_steps=12, min_elements=0), mesh=REPLICAS, steps=12))
 

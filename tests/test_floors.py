@@ -17,7 +17,9 @@ FLOORS = [
     {"errors", "files"},
     {"fields"},
     {"startup"},
-    {"config"},
+    {"config", "modules"},
+    {"kinds"},
+    {"reference"},
     {"mesh", "options"},
     {"cluster"},
     {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases"},
@@ -40,7 +42,8 @@ MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
 TOUCH_THE_DISK = {"lease", "run", "report", "checkpoint", "launch", "data"}
 MEASURES_FILES = {"bench/input.py", "bench/input_sides.py", "bench/startup.py"}
 READ_FILES = {
-    "config": "load_file runs a config file",
+    "modules": "config files, and files that define kinds, are run",
+    "kinds": "a file that defines a kind may have moved",
     "startup": "a config file is parsed before jax is imported",
     "fields": "the options are read off the source before jax is imported",
     "experiment": "load_experiment reads the config.json of a run",

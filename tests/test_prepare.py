@@ -32,7 +32,7 @@ def test_it_fills_the_cache_and_says_what_was_there(config, tmp_path, capsys):
     assert "30 images read, 0 already cached" in " ".join(capsys.readouterr().out.split())
     main(["prepare", "--config", config])
     assert "0 images read, 30 already cached" in " ".join(capsys.readouterr().out.split())
-    from jaxdl.config import load_file
+    from jaxdl.modules import load_file
 
     source = load_file(config).data.build().train
     source.batch(np.arange(24))

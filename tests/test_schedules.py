@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxdl.config import Config, ConfigError
-from jaxdl.optim import Constant, Cosine, Linear, Polynomial, ScheduleConfig, Steps
+from jaxdl.optim import Constant, Cosine, Linear, Polynomial, Schedule, Steps
 from jaxdl.optim.schedules import LearningRate
 
 PEAK, TOTAL, WARMUP, END, START = 3.7, 97, 11, 0.05, 0.2
@@ -183,7 +183,7 @@ def test_fields_that_have_no_effect_do_not_exist():
 
 def test_choice_by_kind():
     class Run(Config):
-        schedule: ScheduleConfig = Cosine()
+        schedule: Schedule = Cosine()
         """Schedule."""
 
     run = Run().replaced({"schedule": "polynomial", "schedule.power": 3.0})

@@ -14,21 +14,28 @@ from jaxdl.data.folder import ImageFolder
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
 from jaxdl.data.order import EpochShuffle
 from jaxdl.data.photos import Cache, Photos, PhotoSource
-from jaxdl.data.source import DataSpec, ImageArrays, ImageSpec, Source, Splits, TextSpec, spec_from_json, spec_to_json
+from jaxdl.data.source import (
+    Data,
+    DataSpec,
+    ImageArrays,
+    ImageSpec,
+    Source,
+    Splits,
+    TextSpec,
+    spec_from_json,
+    spec_to_json,
+)
 from jaxdl.data.synthetic import SyntheticImages, SyntheticText
 from jaxdl.data.tars import ImageTars
 from jaxdl.data.text import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
-
-DataConfig = Digits | TFDS | ImageFolder | ImageTars | TextFiles | SyntheticImages | SyntheticText
-"""The choice of a data set; every member has `build() -> Splits`."""
 
 __all__ = [
     "TFDS",
     "Batches",
     "Cache",
     "Codec",
-    "DataConfig",
+    "Data",
     "DataSpec",
     "Digits",
     "EpochShuffle",

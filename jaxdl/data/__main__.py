@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxdl.cluster import BROKEN, ClusterError
-from jaxdl.config import load_file
 from jaxdl.data.photos import ImagePipeline, PhotoSource
 from jaxdl.data.store import num_records
 from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.modules import load_file
 from jaxdl.options import parse
 from jaxdl.startup import no_config, own_options
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 import numpy as np
 import pydantic
 
-from jaxdl.config import Kind
-from jaxdl.data.source import DataSet, ImageArrays, ImageSpec, Splits, channel_statistics
+from jaxdl.data.source import Data, ImageArrays, ImageSpec, Splits, channel_statistics
 
 
-class Digits(DataSet):
+class Digits(Data, kind="digits"):
     """1,797 handwritten digits of 8x8 pixels, shipped with scikit-learn (UCI, Alpaydin and Kaynak 1998)."""
 
-    kind: Annotated[Literal["digits"], Kind] = "digits"
     test_fraction: float = pydantic.Field(default=0.2, gt=0, lt=1)
     """Fraction of each class that is held out for evaluation."""
     split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Annotated, Literal
 
 import numpy as np
 
-from jaxdl.config import ConfigError, Kind
+from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.photos import Photos
 from jaxdl.data.records import BadRecord, Records
-from jaxdl.data.source import DataSet, Splits
+from jaxdl.data.source import Data, Splits
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
@@ -20,10 +19,9 @@ _NAMES = "utf-8", "surrogateescape"
 """Encoding of file names, which may not be UTF-8; that of `os.fsencode`."""
 
 
-class ImageFolder(DataSet):
+class ImageFolder(Data, kind="image_folder"):
     """Image files in one folder per class, such as `train/cat/1.jpg` and `val/cat/2.jpg`."""
 
-    kind: Annotated[Literal["image_folder"], Kind] = "image_folder"
     path: str = ""
     """Root folder of the images, or its URL: gs://bucket/imagenet, s3://bucket/imagenet."""
     train_folder: str = "train"

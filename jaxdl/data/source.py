@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxdl.config import Config, ConfigError
+from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.kinds import Choice
 
 if TYPE_CHECKING:
     import jax
@@ -77,12 +78,12 @@ def spec_from_json(text: str) -> DataSpec:
     return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
-class DataSet(Config):
-    """Base of the data configs."""
+class Data(Choice):
+    """A data set: its training and its held-out examples."""
 
+    @abc.abstractmethod
     def build(self) -> Splits:
         """Reads the data. Raises ConfigError for what cannot be read."""
-        raise ConfigError(f"data {type(self).__name__}: build() is not defined.")
 
     def codec(self) -> Codec:
         """Between text and this data's tokens. Raises ConfigError for data that are not text."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 import numpy as np
 import pydantic
 
-from jaxdl.config import Kind
-from jaxdl.data.source import DataSet, ImageSpec, Source, Splits, TextSpec, channel_statistics
+from jaxdl.data.source import Data, ImageSpec, Source, Splits, TextSpec, channel_statistics
 
 # A Markov chain's next token is the first, second, third or fourth successor with 4, 2, 1 and 1 chances in 8.
 _BRANCHES = np.array([0, 0, 0, 0, 1, 1, 2, 3])
@@ -30,10 +27,9 @@ def random_bits(seed: int, stream: int, counters: np.ndarray) -> np.ndarray:
     return bits
 
 
-class SyntheticImages(DataSet):
+class SyntheticImages(Data, kind="synthetic_images"):
     """Images of the class's coarse pattern plus noise of the same strength."""
 
-    kind: Annotated[Literal["synthetic_images"], Kind] = "synthetic_images"
     height: int = pydantic.Field(default=32, ge=1)
     """Height in pixels."""
     width: int = pydantic.Field(default=32, ge=1)
@@ -87,10 +83,9 @@ class _Images(Source):
         return {"image": self._patterns[labels] + (noise >> 1), "label": labels}
 
 
-class SyntheticText(DataSet):
+class SyntheticText(Data, kind="synthetic_text"):
     """Sequences of a Markov chain: the best possible loss is 1.75 bits (1.213 nats) a token after the first."""
 
-    kind: Annotated[Literal["synthetic_text"], Kind] = "synthetic_text"
     vocab_size: int = pydantic.Field(default=256, ge=4)
     """Number of tokens."""
     length: int = pydantic.Field(default=128, ge=1)

@@ -10,27 +10,25 @@ import tarfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Literal
 
 import numpy as np
 import pydantic
 
-from jaxdl.config import ConfigError, Kind
+from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.folder import IMAGE_SUFFIXES
 from jaxdl.data.photos import Photos
 from jaxdl.data.records import BadRecord, Records
-from jaxdl.data.source import DataSet, Splits
+from jaxdl.data.source import Data, Splits
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _READERS = 16
 """Tar files that are scanned at once: it waits for disks and networks, not for the CPU."""
 
 
-class ImageTars(DataSet):
+class ImageTars(Data, kind="image_tars"):
     """Images in tar files, which are scanned once; the positions of the images are kept in the disk cache."""
 
-    kind: Annotated[Literal["image_tars"], Kind] = "image_tars"
     train: tuple[str, ...] = ()
     """Files to train on: names, `train-{0000..0146}.tar`, or `train-*.tar`; local ones or addresses (gs://, s3://)."""
     test: tuple[str, ...] = ()

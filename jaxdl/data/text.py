@@ -6,15 +6,15 @@ import hashlib
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pydantic
 
-from jaxdl.config import ConfigError, Kind
+from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.remote import reading
-from jaxdl.data.source import DataSet, Source, Splits, TextSpec
+from jaxdl.data.source import Data, Source, Splits, TextSpec
 
 STANDARD_LIBRARY = "python:stdlib"
 """In `TextFiles.paths`: the source of the running Python's standard library."""
@@ -23,10 +23,9 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 _DEFAULT_GLOB = "**/*.py"
 
 
-class TextFiles(DataSet):
+class TextFiles(Data, kind="text"):
     """Text in files. Whole files are held out; a single file is cut in two, its last part held out."""
 
-    kind: Annotated[Literal["text"], Kind] = "text"
     paths: tuple[str, ...] = (STANDARD_LIBRARY,)
     """Files, folders, or "python:stdlib" for the source code of Python's standard library (about 10 MB; it differs a
     little between Python versions)."""

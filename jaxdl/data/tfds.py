@@ -10,19 +10,19 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pydantic
 
 from jaxdl.cluster import ClusterError
-from jaxdl.config import ConfigError, Kind
+from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.photos import Photos, num_cpus
 from jaxdl.data.prepared import Stored, Unreadable, find_test_split, open_builder, open_split
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.remote import Outage
-from jaxdl.data.source import DataSet, ImageArrays, ImageSpec, Source, Splits, channel_statistics, check_classes
+from jaxdl.data.source import Data, ImageArrays, ImageSpec, Source, Splits, channel_statistics, check_classes
 from jaxdl.data.text import text_splits
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # channels -> Pillow's name
@@ -31,10 +31,9 @@ _MANY_PIXELS = 128 * 128
 _READ_EXAMPLES = 1024
 
 
-class TFDS(DataSet):
+class TFDS(Data, kind="tfds"):
     """A data set of TensorFlow Datasets, prepared as ArrayRecord files. Set `text_key` for a text data set."""
 
-    kind: Annotated[Literal["tfds"], Kind] = "tfds"
     name: str = "mnist"
     """Name, with config and version if needed: "mnist", "imagenet_resized/64x64", "fashion_mnist:3.0.1"."""
     data_dir: str | None = None

@@ -16,15 +16,12 @@ from jaxdl.exchange.base import (
 )
 from jaxdl.exchange.buckets import backward_order
 from jaxdl.exchange.compressed import Compressed
-from jaxdl.exchange.config import ExchangeConfig, kinds
+from jaxdl.exchange.config import ExchangeChoice, ExchangeConfig, kinds
 from jaxdl.exchange.cost import Gradients, Link, Machine, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.powersgd import PowerSGD
 from jaxdl.exchange.quantized import Quantized, Sign
 from jaxdl.exchange.topk import TopK
-
-ExchangeChoice = Dense | TopK | Quantized | PowerSGD | Sign | Auto
-"""What an experiment may have: every gradient exchange, and the choice of one."""
 
 __all__ = [
     "Auto",

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import pydantic
 from jax.sharding import Mesh
 
-from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.config import Config, ConfigError
 from jaxdl.exchange.base import Exchange, GradientLayout
-from jaxdl.exchange.config import ExchangeConfig, kinds
+from jaxdl.exchange.config import ExchangeChoice, ExchangeConfig, kinds
 from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Cost, Figures, Gradients, Link, Machine, predict
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.probe import probe
@@ -36,11 +36,10 @@ class Recommendation:
     """In words, with figures."""
 
 
-class Auto(Config):
+class Auto(ExchangeChoice, kind="auto"):
     """Measures the network when a run begins and takes, of the candidates that are fastest on it, the one that changes
     the gradients least; dense where little is gained. The run keeps the choice."""
 
-    kind: Annotated[Literal["auto"], Kind] = "auto"
     candidates: tuple[str, ...] = ("bfloat16", "quantized", "topk")
     """What may be chosen besides dense float32: dense bfloat16 or float16, quantized (8 bits), topk, powersgd, sign."""
     densities: tuple[float, ...] = pydantic.Field(default=(0.01,), min_length=1)

@@ -42,7 +42,7 @@ from jaxdl.exchange.cost import Cost, Gradients, Machine, all_reduce_cost
 from jaxdl.exchange.message import Carried, Context, Message, Sent, Sums, joined, measured, message_costs, send_dense
 
 
-class Compressed(ExchangeConfig):
+class Compressed(ExchangeConfig, kind=None):
     """Options of every compressed exchange."""
 
     error_feedback: bool = True

@@ -7,20 +7,29 @@ A new kind is a subclass of `ExchangeConfig`, or of `jaxdl.exchange.compressed.C
 from __future__ import annotations
 
 import abc
-import inspect
 from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import pydantic
 
+from jaxdl import kinds as all_kinds
 from jaxdl.config import Config
 from jaxdl.exchange.base import Exchange, GradientLayout
 from jaxdl.exchange.buckets import Bucket, make_buckets
 from jaxdl.exchange.cost import Cost, Figures, Gradients, Machine
 from jaxdl.exchange.wrapped import Delayed, SingleReplica
+from jaxdl.kinds import Choice
 
 
-class ExchangeConfig(Config, abc.ABC):
+class ExchangeChoice(Choice):
+    """What an experiment may have as its exchange: a gradient exchange, or the choice of one."""
+
+    @abc.abstractmethod
+    def check_optimizer(self, optimizer: Config) -> None:
+        """Raises ValueError when the exchange does not work with an optimizer."""
+
+
+class ExchangeConfig(ExchangeChoice, kind=None):
     """A gradient exchange: its options, what it costs, and what it does to the gradients."""
 
     delay_steps: Literal[0, 1] = 0
@@ -36,11 +45,6 @@ class ExchangeConfig(Config, abc.ABC):
     """Whether it changes more of the mean than its rounding; only a large speed-up is worth that."""
     single_replica_options: ClassVar[tuple[str, ...]] = ("delay_steps",)
     """The fields that also take effect with a single replica."""
-
-    @classmethod
-    def kind_name(cls) -> str:
-        """Its `kind`, by which the command line and config.json know it."""
-        return cls.model_fields["kind"].default
 
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange, for gradients that are sharded as `layout` says; without one, not at all."""
@@ -101,7 +105,7 @@ class ExchangeConfig(Config, abc.ABC):
     @classmethod
     def candidates(cls, densities: Sequence[float], num_replicas: int) -> dict[str, list[ExchangeConfig]]:
         """What `auto` may choose of this kind, by the names for `--exchange.candidates`."""
-        return {cls.kind_name(): [cls()]}
+        return {cls.kind: [cls()]}
 
     @property
     def bucket_elements(self) -> float:
@@ -123,11 +127,5 @@ class ExchangeConfig(Config, abc.ABC):
 
 
 def kinds() -> dict[str, type[ExchangeConfig]]:
-    """Every kind of exchange by the name of its kind: all complete subclasses of `ExchangeConfig` that have one."""
-    found: dict[str, type[ExchangeConfig]] = {}
-    classes: list[type[ExchangeConfig]] = [ExchangeConfig]
-    for cls in classes:
-        classes += cls.__subclasses__()
-        if "kind" in cls.model_fields and not inspect.isabstract(cls):
-            found[cls.kind_name()] = cls
-    return found
+    """Every kind of gradient exchange by its name; not the choice of one."""
+    return all_kinds.kinds(ExchangeConfig)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from jaxdl.config import Kind
 from jaxdl.exchange.base import (
     ExchangeMetrics,
     ExchangeState,
@@ -28,10 +27,9 @@ WireDtype = Literal["float32", "bfloat16", "float16"]
 """From exact to rough: float16 overflows where bfloat16 only rounds."""
 
 
-class Dense(ExchangeConfig):
+class Dense(ExchangeConfig, kind="dense"):
     """Sums whole gradients by one all-reduce a bucket: the baseline that compression must beat."""
 
-    kind: Annotated[Literal["dense"], Kind] = "dense"
     wire_dtype: WireDtype = "float32"
     """What travels. The 16-bit ones halve the bytes and round the sum (on GPUs every partial sum); float16 becomes
     infinite above 65,504 and zero below 6e-8, bfloat16 has the range of float32."""

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import zlib
 from collections.abc import Mapping
-from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ import pydantic
 from jax import lax
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes
-from jaxdl.config import ConfigError, Kind
+from jaxdl.config import ConfigError
 from jaxdl.exchange.base import GradientLayout, Leaves
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
@@ -27,7 +26,7 @@ _ACCESSES = 7
 """For the cost: two products that read the matrix, one that writes the total, and the error."""
 
 
-class PowerSGD(Compressed):
+class PowerSGD(Compressed, kind="powersgd"):
     """Sends a rank-`rank` approximation of each matrix of gradients (Vogels et al., NeurIPS 2019, algorithm 1).
 
     Convolution kernels are matrices of all their dimensions but the last by the last; stacked layers one matrix each.
@@ -36,7 +35,6 @@ class PowerSGD(Compressed):
     together.
     """
 
-    kind: Annotated[Literal["powersgd"], Kind] = "powersgd"
     rank: int = pydantic.Field(default=4, ge=1, le=64)
     """Columns of the thin matrices."""
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import abc
-from typing import Annotated, Literal
+from typing import Literal
 
 import pydantic
 
 from jaxdl.collectives.quantized import quantized_all_reduce, quantized_sent_bytes
-from jaxdl.config import Kind
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeConfig
@@ -16,7 +15,7 @@ from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Figures, 
 from jaxdl.exchange.message import Context, Message, Sent
 
 
-class _FewBits(Compressed):
+class _FewBits(Compressed, kind=None):
     """What is common to the exchanges of few bits an entry."""
 
     block_size: int
@@ -64,11 +63,10 @@ class _FewBits(Compressed):
         return Sent(bucket, bucket.split(total), residual, sent, bucket.num_own, total[0])
 
 
-class Quantized(_FewBits):
+class Quantized(_FewBits, kind="quantized"):
     """Sends every entry in a few bits, rounded at random so that the mean is right on average (QSGD, Alistarh et al.
     2017), once on the way to the owner of its range and once, summed, on the way back."""
 
-    kind: Annotated[Literal["quantized"], Kind] = "quantized"
     bits: Literal[8, 4, 2] = 8
     """Bits an entry."""
     block_size: int = pydantic.Field(default=256, ge=8, le=2**16, multiple_of=8)
@@ -106,13 +104,12 @@ class Quantized(_FewBits):
         return [cls(bits=8), cls(bits=4), cls(bits=2)]
 
 
-class Sign(_FewBits):
+class Sign(_FewBits, kind="sign"):
     """Sends the sign of every entry and one mean magnitude a block, both ways, and keeps what that leaves out.
 
     1-bit SGD (Seide et al. 2014) with the compression on both ways of 1-bit Adam (Tang et al. 2021).
     """
 
-    kind: Annotated[Literal["sign"], Kind] = "sign"
     block_size: int = pydantic.Field(default=1024, ge=8, le=2**16, multiple_of=8)
     """Entries that share one magnitude."""
 

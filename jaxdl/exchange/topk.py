@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, ClassVar, Literal, get_args
+from typing import ClassVar, get_args
 
 import jax
 import pydantic
@@ -14,7 +14,7 @@ from jaxdl.collectives.packing import Wire
 from jaxdl.collectives.select import Method, select_top_k
 from jaxdl.collectives.sparse import sparse_all_reduce, sparse_sent_bytes
 from jaxdl.collectives.sparse_plan import Algorithm
-from jaxdl.config import Config, Kind
+from jaxdl.config import Config
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeConfig
@@ -33,14 +33,13 @@ _OWN_ENTRIES = 3
 """Rounding, packing and keeping what was not sent: as much work as receiving the own entries this many times."""
 
 
-class TopK(Compressed):
+class TopK(Compressed, kind="topk"):
     """Sends the `density` largest entries of each bucket, with error feedback.
 
     With parameters sharded over `fsdp` this is the hierarchical scheme of Shi et al. (MLSys 2021): reduce-scatter
     inside the node, a sparse exchange of shards between nodes, all-gather inside the node.
     """
 
-    kind: Annotated[Literal["topk"], Kind] = "topk"
     density: float = pydantic.Field(default=0.01, gt=0, le=1)
     """The share of entries that is sent."""
     method: Method = "threshold"

@@ -4,13 +4,11 @@
 module from random keys. `Network` is such a module, split once into pure functions and trees of arrays.
 """
 
+from jaxdl.models.config import Model
 from jaxdl.models.network import Network
 from jaxdl.models.plain import VGG, AlexNet
 from jaxdl.models.resnet import ResNet
 from jaxdl.models.transformer import Transformer
 from jaxdl.models.vit import ViT
 
-ModelConfig = ResNet | AlexNet | VGG | ViT | Transformer
-"""The choice `--model`."""
-
-__all__ = ["VGG", "AlexNet", "ModelConfig", "Network", "ResNet", "Transformer", "ViT"]
+__all__ = ["VGG", "AlexNet", "Model", "Network", "ResNet", "Transformer", "ViT"]

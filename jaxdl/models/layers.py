@@ -12,13 +12,14 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
-from jaxdl.config import Config, ConfigError
+from jaxdl.config import ConfigError
+from jaxdl.models.config import Model
 from jaxdl.models.products import Pairs, add_bias, weight_convolution, weight_product
 
 _KERNEL_AXES = ("height", "width", "channel_in", "channel_out")
 
 
-class NormConfig(Config):
+class NormConfig(Model, kind=None):
     """The normalization of an image network: batch normalization, or what `uses_group_norm` says."""
 
     norm_span: Literal["replica", "mesh"] | Annotated[int, pydantic.Field(ge=2)] = "replica"

@@ -7,7 +7,7 @@ Neither has dropout.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import pydantic
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl.config import ConfigError, Kind
+from jaxdl.config import ConfigError
 from jaxdl.models.layers import Head, Linear, Norm, NormConfig, conv
 
 _VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
@@ -25,7 +25,7 @@ _ALEXNET = ((96, 11, 4, True), (256, 5, 1, True), (384, 3, 1, False), (384, 3, 1
 """Channels, kernel size, stride, and whether a 3x3 max-pool with stride 2 follows."""
 
 
-class PlainConfig(NormConfig):
+class PlainConfig(NormConfig, kind=None):
     """What `AlexNet` and `VGG` share."""
 
     modality: ClassVar[str] = "images"
@@ -37,14 +37,13 @@ class PlainConfig(NormConfig):
         return max(8, round(published * self.width / 8) * 8)
 
 
-class AlexNet(PlainConfig):
+class AlexNet(PlainConfig, kind="alexnet"):
     """AlexNet (Krizhevsky et al. 2012) in one tower, without groups and dropout, and with batch norm after every layer.
 
     Batch norm in place of local response normalization is what You et al. (arXiv 1708.03888) needed for large batches;
     Jia et al. (arXiv 1807.11205) needed one more, after the last pooling, for 64 k images.
     """
 
-    kind: Annotated[Literal["alexnet"], Kind] = "alexnet"
     pool5_norm: bool = True
     """Batch norm after the last pooling (Jia et al.)."""
 
@@ -57,10 +56,9 @@ class AlexNet(PlainConfig):
         )  # fmt: skip
 
 
-class VGG(PlainConfig):
+class VGG(PlainConfig, kind="vgg"):
     """VGG (Simonyan and Zisserman, arXiv 1409.1556), configurations D and E, without dropout."""
 
-    kind: Annotated[Literal["vgg"], Kind] = "vgg"
     depth: Literal[16, 19] = 16
     """Weighted layers."""
     batch_norm: bool = True

@@ -7,7 +7,7 @@ The ImageNet family has four stages; from depth 50 on its blocks are bottlenecks
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import pydantic
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxdl.config import ConfigError, Kind
+from jaxdl.config import ConfigError
 from jaxdl.models.layers import Head, Norm, NormConfig, conv
 from jaxdl.models.products import weight_convolution
 
@@ -26,11 +26,10 @@ _STEMS = {"imagenet": (7, 2), "cifar": (3, 1), "patch2": (3, 2), "patch4": (4, 4
 """Stem -> (kernel size, stride) of its convolution."""
 
 
-class ResNet(NormConfig):
+class ResNet(NormConfig, kind="resnet"):
     """A residual network for image classification."""
 
     modality: ClassVar[str] = "images"
-    kind: Annotated[Literal["resnet"], Kind] = "resnet"
     depth: int = 50
     """Weighted layers: 18, 34, 50, 101, 152 (ImageNet family); 6n + 2 otherwise: 8, 14, 20, 26... (CIFAR family)."""
     width: int | None = pydantic.Field(default=None, ge=1)

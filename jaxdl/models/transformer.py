@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,16 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
-from jaxdl.config import Config, Kind
+from jaxdl.models.config import Model
 from jaxdl.models.products import weight_product
 
 _TABLE_STDDEV = 0.02
 
 
-class Transformer(Config):
+class Transformer(Model, kind="transformer"):
     """A decoder-only transformer."""
 
     modality: ClassVar[str] = "text"
-    kind: Annotated[Literal["transformer"], Kind] = "transformer"
     num_layers: int = pydantic.Field(default=4, ge=1)
     """Number of blocks (attention and MLP)."""
     embed_dim: int = pydantic.Field(default=256, ge=1)

@@ -7,7 +7,7 @@ is a multiple of the patch; a linear head reads the mean of the tokens. No class
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
-from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.config import ConfigError
+from jaxdl.models.config import Model
 from jaxdl.models.layers import Head
 from jaxdl.models.products import add_bias, weight_product
 
@@ -26,11 +27,10 @@ _LONGEST = 10_000.0
 """Wavelengths of the positions run from 2 pi to 2 pi times this."""
 
 
-class ViT(Config):
+class ViT(Model, kind="vit"):
     """A vision transformer for image classification: ViT-S/16 by default."""
 
     modality: ClassVar[str] = "images"
-    kind: Annotated[Literal["vit"], Kind] = "vit"
     size: Literal["tiny", "small", "base", "large"] = "small"
     """Blocks, embedding and heads: tiny 12, 192, 3; small 12, 384, 6; base 12, 768, 12; large 24, 1024, 16."""
     patch: int = pydantic.Field(default=16, ge=1)

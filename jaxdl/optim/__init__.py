@@ -7,9 +7,9 @@ array, and exclude biases and normalization unless a config says otherwise.
 
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
-from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer, OptimizerConfig
+from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer
 from jaxdl.optim.rates import Rates, num_updates, scale_by_learning_rate
-from jaxdl.optim.schedules import Constant, Cosine, Linear, Polynomial, ScheduleConfig, Steps
+from jaxdl.optim.schedules import Constant, Cosine, Linear, Polynomial, Schedule, Steps
 
 __all__ = [
     "LAMB",
@@ -20,10 +20,9 @@ __all__ = [
     "Cosine",
     "Linear",
     "Optimizer",
-    "OptimizerConfig",
     "Polynomial",
     "Rates",
-    "ScheduleConfig",
+    "Schedule",
     "Steps",
     "add_weight_decay",
     "decay_mask",

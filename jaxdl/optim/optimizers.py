@@ -1,25 +1,26 @@
 """The choice of an optimizer: each config chains a few optax transformations.
 
-Their state is float32 arrays shaped like the parameters, so it is sharded like them, and step counts. A new optimizer
-is a class here and its name in `OptimizerConfig`, at the end.
+Their state is float32 arrays shaped like the parameters, so it is sharded like them, and step counts. Any subclass of
+`Optimizer` is one more choice, see `jaxdl.kinds`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import abc
+from typing import Any
 
 import jax
 import optax
 import pydantic
 
-from jaxdl.config import Config, Kind
+from jaxdl.kinds import Choice
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import Mask, decay_mask, num_stacked_dims
 from jaxdl.optim.rates import changing_momentum, scale_by_learning_rate
 from jaxdl.sharding import LogicalAxes
 
 
-class Optimizer(Config):
+class Optimizer(Choice):
     """What all optimizers share."""
 
     learning_rate: float = pydantic.Field(default=0.1, gt=0, allow_inf_nan=False)
@@ -30,12 +31,12 @@ class Optimizer(Config):
         del cycle
         return None
 
+    @abc.abstractmethod
     def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
         """The optimizer of parameters with these logical axes; its `update` needs the extra argument `rates`."""
-        raise AssertionError(f"{type(self).__name__} has no build()")
 
 
-class MomentumOptimizer(Optimizer):
+class MomentumOptimizer(Optimizer, kind=None):
     """What `SGD` and `LARS` share: the momentum."""
 
     momentum: float = pydantic.Field(default=0.9, ge=0, lt=1)
@@ -72,7 +73,7 @@ class MomentumOptimizer(Optimizer):
         return optax.trace(self.momentum, self.nesterov) if self.momentum else optax.identity()
 
 
-class AdamOptimizer(Optimizer):
+class AdamOptimizer(Optimizer, kind=None):
     """What `AdamW` and `LAMB` share: the running means of Adam."""
 
     b1: float = pydantic.Field(default=0.9, ge=0, lt=1)
@@ -98,7 +99,7 @@ def _clip_is_a_range(config: Any) -> Any:
     return config
 
 
-class SGD(MomentumOptimizer):
+class SGD(MomentumOptimizer, kind="sgd"):
     """Gradient descent with momentum, as in the ResNet recipes: weight decay is added to the gradient (L2).
 
         g += weight_decay w;  m = momentum m + g;  w -= learning_rate m
@@ -107,7 +108,6 @@ class SGD(MomentumOptimizer):
     The learning rate is outside the momentum m, so a change of the rate acts on all of m at once.
     """
 
-    kind: Annotated[Literal["sgd"], Kind] = "sgd"
     weight_decay: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight decay, added to the gradient."""
     exclude_vectors: bool = True
@@ -124,10 +124,9 @@ class SGD(MomentumOptimizer):
         )
 
 
-class AdamW(AdamOptimizer):
+class AdamW(AdamOptimizer, kind="adamw"):
     """Adam with decoupled weight decay, times the learning rate (Loshchilov and Hutter, arXiv 1711.05101)."""
 
-    kind: Annotated[Literal["adamw"], Kind] = "adamw"
     learning_rate: float = pydantic.Field(default=1e-3, gt=0, allow_inf_nan=False)
     """The peak learning rate; the schedule decides its course."""
     epsilon: float = pydantic.Field(default=1e-8, gt=0, allow_inf_nan=False)
@@ -148,7 +147,7 @@ class AdamW(AdamOptimizer):
         )
 
 
-class LARS(MomentumOptimizer):
+class LARS(MomentumOptimizer, kind="lars"):
     """Momentum with a trust ratio for each layer (You et al., arXiv 1708.03888), as in MLPerf's ResNet-50 reference.
 
         ratio = trust_coefficient |w| / (|g| + weight_decay |w| + epsilon)
@@ -158,7 +157,6 @@ class LARS(MomentumOptimizer):
     defaults are MLPerf's reference point for a batch of 4096 images; it warms up for 5 epochs.
     """
 
-    kind: Annotated[Literal["lars"], Kind] = "lars"
     learning_rate: float = pydantic.Field(default=10.0, gt=0, allow_inf_nan=False)
     """The peak learning rate; the schedule decides its course."""
     weight_decay: float = pydantic.Field(default=2e-4, ge=0, allow_inf_nan=False)
@@ -187,13 +185,12 @@ class LARS(MomentumOptimizer):
         return optax.chain(trust_ratio, scale_by_learning_rate(), self._trace())
 
 
-class LAMB(AdamOptimizer):
+class LAMB(AdamOptimizer, kind="lamb"):
     """Adam with a trust ratio for each layer (You et al., arXiv 1904.00962, Algorithm 2).
 
     u = Adam's direction + weight_decay w;  w -= learning_rate |w| / |u| u
     """
 
-    kind: Annotated[Literal["lamb"], Kind] = "lamb"
     learning_rate: float = pydantic.Field(default=2e-3, gt=0, allow_inf_nan=False)
     """The peak learning rate; the schedule decides its course."""
     epsilon: float = pydantic.Field(default=1e-6, gt=0, allow_inf_nan=False)
@@ -222,7 +219,3 @@ def _mask(axes: LogicalAxes, exclude_vectors: bool) -> Mask:
     """Which parameters take part in weight decay and trust ratios."""
     weights = decay_mask(axes)
     return weights if exclude_vectors else jax.tree.map(lambda _: True, weights)
-
-
-OptimizerConfig = SGD | AdamW | LARS | LAMB
-"""The choice `--optimizer`."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
 
-from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.config import ConfigError
+from jaxdl.kinds import Choice
 
 LearningRate = Callable[[jax.typing.ArrayLike], jax.Array]
 """The float32 learning rate of a step (0 = first update); can be traced."""
@@ -18,7 +18,7 @@ Cycle = Callable[[jax.typing.ArrayLike], jax.Array]
 """How near a step is to the end of the warm-up, from 0 to 1; see `Schedule.cycle`."""
 
 
-class Schedule(Config):
+class Schedule(Choice):
     """What all schedules share: the warm-up, linear from `warmup_start_fraction` of the peak to the peak.
 
     Step s of W warm-up steps is at the fraction (s + 1) / W of the way, so that the first update is not lost to a rate
@@ -116,13 +116,11 @@ class Schedule(Config):
         return jnp.ones_like(remaining)
 
 
-class Constant(Schedule):
+class Constant(Schedule, kind="constant"):
     """The peak to the end, after the warm-up."""
 
-    kind: Annotated[Literal["constant"], Kind] = "constant"
 
-
-class Decay(Schedule):
+class Decay(Schedule, kind=None):
     """A schedule that decays to a fraction of the peak."""
 
     end_fraction: float = pydantic.Field(default=0.0, ge=0, le=1)
@@ -132,29 +130,24 @@ class Decay(Schedule):
         return self.end_fraction
 
 
-class Linear(Decay):
+class Linear(Decay, kind="linear"):
     """A straight line from the peak to the end value, reached after the last step."""
-
-    kind: Annotated[Literal["linear"], Kind] = "linear"
 
     def _shape(self, remaining: jax.Array) -> jax.Array:
         return remaining
 
 
-class Cosine(Decay):
+class Cosine(Decay, kind="cosine"):
     """Half a cosine from the peak to the end value, reached after the last step (arXiv 1608.03983, no restarts)."""
-
-    kind: Annotated[Literal["cosine"], Kind] = "cosine"
 
     def _shape(self, remaining: jax.Array) -> jax.Array:
         # Equal to (1 + cos(pi (1 - remaining))) / 2, without its loss of digits near the end.
         return jnp.square(jnp.sin(jnp.pi / 2 * remaining))
 
 
-class Steps(Schedule):
+class Steps(Schedule, kind="steps"):
     """The peak, multiplied by `factor` at each milestone (Goyal et al., arXiv 1706.02677: 0.1 at epochs 30, 60, 80)."""
 
-    kind: Annotated[Literal["steps"], Kind] = "steps"
     milestones_epochs: tuple[float, ...] = (30.0, 60.0, 80.0)
     """When the rate falls, in epochs since the start of the run."""
     factor: float = pydantic.Field(default=0.1, gt=0, lt=1)
@@ -191,7 +184,7 @@ class Steps(Schedule):
         return learning_rate
 
 
-class Polynomial(Decay):
+class Polynomial(Decay, kind="polynomial"):
     """A power of the remaining decay: with t steps since the warm-up, end + (peak - end) (1 - t / decay_steps) ^ power.
 
     MLPerf's ResNet-50 reference is power 2, `end_fraction` 1e-4 / peak, and `decay_steps` as published with each batch
@@ -199,7 +192,6 @@ class Polynomial(Decay):
     zero, so each of its warm-up steps has the rate that is here one step earlier.
     """
 
-    kind: Annotated[Literal["polynomial"], Kind] = "polynomial"
     power: float = pydantic.Field(default=2.0, gt=0, allow_inf_nan=False)
     """The exponent; 1 is a straight line."""
     decay_steps: int | None = pydantic.Field(default=None, ge=1)
@@ -224,7 +216,3 @@ class Polynomial(Decay):
 
     def _shape(self, remaining: jax.Array) -> jax.Array:
         return remaining**self.power
-
-
-ScheduleConfig = Constant | Linear | Cosine | Polynomial | Steps
-"""The choice `--schedule`."""

@@ -23,7 +23,7 @@ def describe_config(config: Config, *always: str) -> str:
     parts = [str(getattr(config, "kind", type(config).__name__.lower()))]
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        if name == "kind" or isinstance(value, Config) or (name not in always and value == field.default):
+        if isinstance(value, Config) or (name not in always and value == field.default):
             continue
         words = name.replace("_", " ")
         if value is None or value is False:

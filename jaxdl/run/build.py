@@ -31,6 +31,7 @@ from jaxdl.exchange import (
 )
 from jaxdl.exchange.cost import Gradients
 from jaxdl.experiment import Experiment, as_experiment
+from jaxdl.kinds import without_source
 from jaxdl.mesh import Axis, Device, batch_sharding, batch_ways, make_mesh, platform
 from jaxdl.models import Network
 from jaxdl.optim import Rates
@@ -149,7 +150,7 @@ def make_plan(
 
 def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
     """Starts JAX as the experiment asks and returns its mesh. Raises ConfigError when the devices do not suit it."""
-    start_devices(experiment.mesh, experiment.cluster, experiment=experiment.model_dump(mode="json"))
+    start_devices(experiment.mesh, experiment.cluster, experiment=without_source(experiment.model_dump(mode="json")))
     mesh = make_mesh(experiment.mesh, devices)
     experiment.precision.check(mesh.devices.flat[0].platform)
     experiment.compiler.check(platform(mesh), mesh.shape[Axis.REPLICA])
@@ -159,7 +160,7 @@ def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None
 
 def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Timeline) -> Parts:
     """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit."""
-    if spec.modality != experiment.model.modality:
+    if experiment.model.modality not in (None, spec.modality):
         raise ConfigError(
             f"data {experiment.data.kind} is {spec.modality}, but model {experiment.model.kind} reads "
             f"{experiment.model.modality}. Choose a --model and --task for {spec.modality}, or other --data."
@@ -238,7 +239,7 @@ def _idle(config: ExchangeConfig) -> tuple[str, ...]:
     fields = {name: getattr(config, name) for name in config.single_replica_options}
     still = [f"--exchange.{name.replace('_', '-')} {value:g}" for name, value in fields.items() if value]
     return (
-        f"exchange {config.kind_name()}: this mesh has one replica, so nothing is exchanged or compressed; --exchange "
+        f"exchange {config.kind}: this mesh has one replica, so nothing is exchanged or compressed; --exchange "
         + (f"has no effect but for {' and '.join(still)}. " if still else "has no effect. ")
         + "It takes effect with --mesh.replica 2 or more.",
     )
@@ -254,7 +255,7 @@ def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> G
 
 
 def _network(experiment: Experiment, spec: DataSpec) -> Network:
-    return Network(experiment.model.build(**spec.sizes(), dtype=experiment.precision.dtype))
+    return Network(experiment.model.make(**spec.sizes(), dtype=experiment.precision.dtype))
 
 
 def _make_exchange(experiment: Experiment, network: Network, spec: DataSpec, layout: Layout) -> Exchange:

@@ -134,8 +134,10 @@ def program_key(plan: Plan, segment: Segment) -> str:
     constant = isinstance(experiment.schedule, Constant) and len(plan.timeline.segments) == 1
     constant = constant and getattr(experiment.optimizer, "momentum_at_peak", None) is None
     length = plan.timeline.num_examples if constant else (plan.timeline.segments, plan.timeline.num_examples)
+    classes = [id(type(part)) for _, part in experiment]  # In a notebook a class may get another body.
     mesh = plan.parts.layout.mesh
-    return repr((config, shapes, length, plan.parts.data_spec, mesh.shape, [device.id for device in mesh.devices.flat]))
+    devices = [device.id for device in mesh.devices.flat]
+    return repr((config, classes, shapes, length, plan.parts.data_spec, mesh.shape, devices))
 
 
 _NOT_COMPILED = {

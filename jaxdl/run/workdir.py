@@ -14,8 +14,9 @@ from jaxdl.cluster import BROKEN, current, exits
 from jaxdl.cluster.agree import of_first_process
 from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config, ConfigError
-from jaxdl.exchange import ExchangeConfig, kinds
+from jaxdl.exchange import ExchangeConfig
 from jaxdl.files import CHOICE_FILE, CONFIG_FILE, EXAMPLES_FILE
+from jaxdl.kinds import SOURCE, find
 from jaxdl.lease import Lease, check_shared
 from jaxdl.report import replace_file
 
@@ -200,7 +201,7 @@ def read_choice(workdir: Path | None) -> ExchangeConfig | None:
         return None
     try:
         values = json.loads(content)["exchange"]
-        return kinds()[values["kind"]].model_validate(values)
+        return find(ExchangeConfig, values["kind"], values.get(SOURCE)).model_validate(values)
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
             f"{path}: this is not a choice of an exchange. Restore it, or choose another --workdir."

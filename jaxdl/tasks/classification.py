@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
 
-from jaxdl.config import Config, ConfigError, Kind
+from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, ImageSpec
+from jaxdl.tasks.base import Task
 
 _DEFAULT_CROP_PADDING = 4
 _TOP = 5
 """Top-5 accuracy is reported only with more classes than this."""
 
 
-class Classification(Config):
+class Classification(Task, kind="classification"):
     """Each image has one label.
 
     Batches have "image", uint8 [batch, height, width, channel], "label", int32 [batch], and perhaps "mask", bool
     [batch].
     """
 
-    kind: Annotated[Literal["classification"], Kind] = "classification"
     label_smoothing: float = pydantic.Field(default=0.0, ge=0, lt=1)
     """Part of the target spread evenly over all classes, in training only (Szegedy et al. 2016, section 7)."""
     augment: Literal["none", "flip", "crop_flip"] = "none"

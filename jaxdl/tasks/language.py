@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
 
-from jaxdl.config import Config, Kind
 from jaxdl.data import DataSpec, TextSpec
+from jaxdl.tasks.base import Task
 from jaxdl.tasks.classification import counted, counted_weight, label_logit, rank
 
 _MAX_EXPONENT = 700.0
 """exp of more overflows a Python float."""
 
 
-class LanguageModelling(Config):
+class LanguageModelling(Task, kind="language_modelling"):
     """Predicts each token from the tokens before it.
 
     Batches have "tokens", int32 [batch, length + 1] (inputs are all but the last, targets all but the first), and
     perhaps "mask", bool [batch, length], for the targets that count.
     """
 
-    kind: Annotated[Literal["language_modelling"], Kind] = "language_modelling"
     z_loss: float = pydantic.Field(default=0.0, ge=0)
     """Weight of log(Z)^2 in the training loss, Z the sum of the exponentiated logits (PaLM, 2022, section 5: 1e-4)."""
 

@@ -1,0 +1,51 @@
+"""A field of a config that holds a function or a class of the user: `module: Reference`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pydantic_core import core_schema
+
+from jaxdl.errors import ConfigError
+from jaxdl.kinds import SOURCE, load, place_of
+
+
+class Reference:
+    """The type of a field whose value is a function or a class, called by jaxdl later.
+
+    In a config file the value is the object itself. In JSON it is its name and where it is defined,
+    `{"name": "Net", "class": "/home/ada/mine.py:Net"}`; overrides and the command line take `FILE:NAME` or
+    `MODULE:NAME`. So it must have a name at the top level of a file: a lambda, or a function inside a function, is
+    refused, since no other process could find it.
+    """
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
+        del source, handler
+        serialize = core_schema.plain_serializer_function_ser_schema(described, when_used="json")
+        return core_schema.no_info_plain_validator_function(resolved, serialization=serialize)
+
+
+def described(value: Callable[..., Any]) -> dict[str, str]:
+    """The name of a function or class, and where it is defined."""
+    return {"name": value.__qualname__, SOURCE: f"{place_of(value)}:{value.__qualname__}"}
+
+
+def resolved(value: Any) -> Callable[..., Any]:
+    """The function or class that a value of a field is or names. Raises ConfigError when there is none."""
+    if isinstance(value, Mapping) and SOURCE in value:
+        value = value[SOURCE]
+    if isinstance(value, str):
+        if ":" not in value:
+            raise ConfigError(f"{value!r} is not FILE:NAME or MODULE:NAME, such as mine.py:Net")
+        value = load(value, value.rpartition(":")[2])
+    name = getattr(value, "__qualname__", None)
+    if not callable(value) or name is None:
+        raise ConfigError(f"{value!r} is not a function or a class")
+    if "<" in name:
+        raise ConfigError(
+            f"{name} has no name at the top level of a file, so that no resumed run could find it. Define it with def "
+            "or class, outside of functions"
+        )
+    return value
