@@ -4,7 +4,7 @@ They read `imagenet2012` of TensorFlow Datasets, prepared as ArrayRecord files i
 """
 
 from jaxdl.data import TFDS, Photos
-from jaxdl.evaluate import EvaluationConfig
+from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet, ViT

@@ -18,7 +18,7 @@ Small, on a CPU: --config configs/imagenet_resnet50_dawnbench.py:smoke, or scrip
 
 from imagenet_common import MESH, REPLICATED, imagenet, small
 
-from jaxdl.evaluate import EvaluationConfig
+from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.models import ResNet
 from jaxdl.optim import LARS, Linear

@@ -8,7 +8,7 @@ Expect: 1.91 bits per byte on held-out files after 1,000 steps (2 MB of text). T
 
 from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.data import TextFiles
-from jaxdl.evaluate import EvaluationConfig
+from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer

@@ -14,8 +14,9 @@ from jaxdl.cluster import ClusterConfig
 from jaxdl.compiler import CompilerConfig
 from jaxdl.config import Config, ConfigError, one_message
 from jaxdl.data import Data, Digits
-from jaxdl.evaluate import EvaluationConfig
+from jaxdl.evaluation import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeChoice
+from jaxdl.files import CONFIG_FILE
 from jaxdl.guard import GuardConfig
 from jaxdl.kinds import SOURCE, source_of, without_source
 from jaxdl.kinds import load as load_source
@@ -196,14 +197,19 @@ def _with_mesh(experiment: Experiment, gpus: bool | None = None) -> Experiment:
     return experiment.replaced({"mesh": experiment.mesh.resolved(gpus=gpus_visible() if gpus is None else gpus)})
 
 
-def _from_run(path: Path) -> Experiment:
+def read_experiment(workdir: Path) -> Experiment:
+    """The experiment of the run in a workdir. Raises ConfigError when its config.json cannot be used."""
+    return _from_run(workdir / CONFIG_FILE, "")
+
+
+def _from_run(path: Path, option: str = "--config ") -> Experiment:
     """The experiment of a run's config.json."""
     try:
         return Experiment.from_json(path.read_text(encoding="utf-8"))
     except (ConfigError, ValueError) as error:
-        raise ConfigError(f"--config {path}: not the config.json of a run of this version: {error}") from None
+        raise ConfigError(f"{option}{path}: not the config.json of a run of this version: {error}") from None
     except OSError as error:
-        raise ConfigError(f"--config {path}: cannot be read: {error.strerror}.") from None
+        raise ConfigError(f"{option}{path}: cannot be read: {error.strerror}.") from None
 
 
 def parse_command_line(

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,51 +16,63 @@ import numpy as np
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
-from jaxdl.data import Codec, ImageSpec, TextSpec, spec_from_json
+from jaxdl.data import Codec, Data, PhotoSource, Source, Splits, TextSpec, spec_from_json
 from jaxdl.exchange import Dense
-from jaxdl.experiment import Experiment
-from jaxdl.files import CONFIG_FILE, DATA_FILE, step_folder
-from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways, make_mesh
+from jaxdl.experiment import Experiment, read_experiment
+from jaxdl.files import DATA_FILE, EXAMPLES_FILE, step_folder
+from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
+from jaxdl.run.inference import Inference, held_out
+from jaxdl.runs import Which, check_run, check_which
 from jaxdl.state import TrainState
-from jaxdl.step import Parts, apply_network
+from jaxdl.step import Parts
 
 
-class Predictor:
-    """A trained network. `step` is how many steps it was trained for, `experiment` the config it was trained with."""
+class Predictor(Inference):
+    """A trained network, restored from a checkpoint.
 
-    def __init__(self, experiment: Experiment, parts: Parts, state: TrainState, step: int) -> None:
-        self.experiment, self.parts, self.step = experiment, parts, step
-        self._params, self._model_state = state.eval_params, state.model_state
-        self._predict = jax.jit(self._probabilities)
+    Attributes:
+      experiment: the config that it was trained with.
+      step: how many steps it was trained for.
+      workdir: the folder of the run.
+      params, model_state: its parameters and batch statistics, see `jaxdl.run.inference.Inference`.
+    """
+
+    def __init__(self, experiment: Experiment, parts: Parts, state: TrainState, step: int, workdir: Path) -> None:
+        super().__init__(parts, state.eval_params, state.model_state)
+        self.experiment, self.step, self.workdir = experiment, step, workdir
         self._next_token = jax.jit(self._sampled_token)
 
-    def _probabilities(self, params: Any, model_state: Any, batch: dict[str, jax.Array]) -> jax.Array:
-        parts = self.parts
-        outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, train=False)
-        return parts.task.predictions(outputs)
+    def evaluate(
+        self, data: Data | Splits | Source | None = None, *, batch_size: int | None = None
+    ) -> dict[str, float]:
+        """The metrics of the task over held-out examples, each counted once; by default those of the run.
 
-    def predict(self, images: Any) -> np.ndarray:
-        """The probability of each class, `[batch, num_classes]`, of images `[batch, height, width, channel]`.
-
-        Images are uint8 with grey levels from 0 to 255, of the size that the network was trained on. Raises ConfigError
-        for another shape or type, and for a network that does not read images.
+        On the mesh and with the batch size of the run, the default, they are the numbers that the run itself measured
+        at this step, bit by bit. For other `data` images are normalized as in the training. Raises ConfigError for data
+        that cannot be read or that the network does not read.
         """
-        spec = self.parts.data_spec
-        if not isinstance(spec, ImageSpec):
-            raise ConfigError("predict: this network reads text; use generate(prompt).")
-        images, wanted = np.asarray(images), (spec.height, spec.width, spec.channels)
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != wanted:
-            raise ConfigError(
-                f"predict: got {images.dtype} {list(images.shape)}; this network reads uint8 "
-                f"[batch, {', '.join(map(str, wanted))}], grey levels from 0 to 255."
-            )
-        mesh = self.parts.layout.mesh
-        padding = -len(images) % batch_ways(mesh)
-        padded = np.concatenate([images, np.zeros((padding, *wanted), np.uint8)])
-        batch = {"image": jax.device_put(padded, batch_sharding(mesh))}
-        return np.asarray(self._predict(self._params, self._model_state, batch))[: len(images)]
+        size = batch_size or self.experiment.evaluation.batch_size or self.experiment.batch_size
+        with held_out(self.experiment.data if data is None else data) as source:
+            return self.evaluate_source(self._as_in_the_run(source), size)
+
+    def _as_in_the_run(self, source: Source) -> Source:
+        """The source with images of the size that the run's phase evaluated at this step."""
+        if not self.experiment.phases:
+            return source
+        if not isinstance(source, PhotoSource):
+            raise ConfigError("evaluate: a network that was trained in phases is evaluated on photographs.")
+        counts = json.loads((self.workdir / EXAMPLES_FILE).read_text())
+        timeline = make_timeline(
+            counts["train"]["examples"],
+            self.experiment.batch_size,
+            epochs=None,
+            steps=None,
+            phases=self.experiment.phases,
+        )
+        phase = timeline.segment(max(0, self.step - 1)).phase
+        return source if phase is None else source.at(size=phase.eval_size or phase.size)
 
     def generate(
         self, prompt: str = "", *, num_tokens: int = 256, temperature: float = 0.8, seed: int = 0
@@ -88,7 +101,7 @@ class Predictor:
             # One more column: a text batch holds inputs and, one place on, their targets.
             batch = {"tokens": np.zeros((1, length + 1), np.int32)}
             batch["tokens"][0, : len(window)] = window
-            state = (self._params, self._model_state)
+            state = (self.params, self.model_state)
             token = self._next_token(*state, batch, len(window) - 1, temperature, jax.random.fold_in(key, index))
             tokens.append(int(token))
             # Decode all of it: some tokenizers drop the space before a first word. A character may take several
@@ -101,7 +114,7 @@ class Predictor:
     def _sampled_token(
         self, params: Any, model_state: Any, batch: dict[str, jax.Array], last: Any, temperature: Any, key: jax.Array
     ) -> jax.Array:
-        logits = jnp.log(self._probabilities(params, model_state, batch)[0, last])
+        logits = jnp.log(self.probabilities(params, model_state, batch)[0, last])
         drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
         return jnp.where(temperature > 0, drawn, jnp.argmax(logits))
 
@@ -109,43 +122,44 @@ class Predictor:
 def restore(
     workdir: str | Path,
     *,
-    checkpoint: Literal["newest", "best"] | int = "newest",
+    step: Which | None = None,
     mesh: MeshConfig | None = None,
+    checkpoint: Which | None = None,
 ) -> Predictor:
     """The network of a checkpoint in a workdir, on one device or, with `mesh`, on any mesh.
 
-    `checkpoint` is "newest"; "best", that with the best evaluation (by the task's own metric, such as accuracy) of
-    those that are kept, see `--checkpoint.keep-best`; or the number of a step. The one device is of the platform that
-    the run was on, unless JAX has been started on another already. A run may be writing there: nothing is changed.
+    `step` is "newest", the default; "best", the checkpoint with the best evaluation (by the task's own metric, such as
+    accuracy) of those that are kept, see `--checkpoint.keep-best`; or the number of a step. `checkpoint` is its earlier
+    name. The one device is of the platform that the run was on, unless JAX has been started on another already. A run
+    may be writing there: nothing is changed.
 
     A damaged checkpoint is skipped with a warning, and the next newest (or best) one is used. Raises ConfigError
     when there is no run, no checkpoint, no undamaged one, none of that step or none that was evaluated;
     `jaxdl.checkpoint.Unreadable`, an OSError, when a checkpoint cannot be read now.
     """
-    if not (checkpoint in ("newest", "best") or (type(checkpoint) is int and checkpoint >= 0)):
-        raise ConfigError(f'checkpoint {checkpoint!r}: choose "newest", "best" or the number of a step.')
-    for name in (CONFIG_FILE, DATA_FILE):
-        if not (Path(workdir) / name).is_file():
-            raise ConfigError(f"{workdir}: there is no run in this folder (no {name}). Give the --workdir of a run.")
+    if step is not None and checkpoint is not None:
+        raise ConfigError(f"step {step!r} and checkpoint {checkpoint!r} mean the same: give step.")
+    which = check_which(step if step is not None else "newest" if checkpoint is None else checkpoint)
+    folder = check_run(workdir)
     # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
-    experiment = Experiment.from_json((Path(workdir) / CONFIG_FILE).read_text()).replaced({"exchange": Dense()})
-    spec = spec_from_json((Path(workdir) / DATA_FILE).read_text())
+    experiment = read_experiment(folder).replaced({"exchange": Dense()})
+    spec = spec_from_json((folder / DATA_FILE).read_text())
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)
     found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
     # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
     parts = make_parts(experiment, spec, found, make_timeline(1, 1, epochs=None, steps=2**31 - 1))
     checkpoints = Checkpoints(
-        Path(workdir),
+        folder,
         experiment.checkpoint,
         best_metric=parts.task.best_metric,
         best_mode=parts.task.best_mode,
         read_only=True,
     )
     with contextlib.closing(checkpoints):
-        restored = checkpoints.restore(parts.state_spec.abstract(), items=("model",), which=checkpoint)
+        restored = checkpoints.restore(parts.state_spec.abstract(), items=("model",), which=which)
     if restored is None:
         raise ConfigError(f"{workdir}: the run has no checkpoint yet.")
     for damaged in restored.damaged:
         warnings.warn(f"{damaged}; {step_folder(restored.step)} is used", stacklevel=2)
-    return Predictor(experiment, parts, restored.state, restored.step)
+    return Predictor(experiment, parts, restored.state, restored.step, folder)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticImages
-from jaxdl.evaluate import EvaluationConfig
+from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet

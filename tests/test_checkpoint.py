@@ -12,7 +12,7 @@ import jaxdl
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticText, eval_batches
-from jaxdl.evaluate import evaluate, make_eval_step
+from jaxdl.evaluation import evaluate, make_eval_step
 from jaxdl.experiment import Experiment, identity
 from jaxdl.files import step_dir, step_folder
 from jaxdl.mesh import MeshConfig, batch_sharding

@@ -15,7 +15,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 # From the ground up. A room may use the floors below its own; rooms on one floor do not know each other.
 FLOORS = [
     {"errors", "files"},
-    {"fields"},
+    {"fields", "runs"},
     {"startup"},
     {"config", "modules"},
     {"kinds"},
@@ -28,11 +28,11 @@ FLOORS = [
     {"state", "tasks"},
     {"step"},
     {"checkpoint"},
-    {"evaluate"},
+    {"evaluation"},
     {"experiment"},
     {"run"},
     {"predictor", "launch"},
-    {"sample", "bench", "command"},
+    {"sample", "bench", "command", "evaluate"},
     {"train"},
     {"__main__"},
 ]
@@ -48,6 +48,7 @@ READ_FILES = {
     "fields": "the options are read off the source before jax is imported",
     "experiment": "load_experiment reads the config.json of a run",
     "predictor": "restore reads a finished run",
+    "runs": "a workdir is looked at before jax is imported",
     "cluster": "the hosts compare the hashes of jaxdl's own source files",
 }
 HEAVY = {
@@ -139,7 +140,7 @@ def test_the_rooms_are_those_of_the_design():
     order = [
         ["train"],
         ["run", "launch", "bench"],
-        ["step", "evaluate", "checkpoint"],
+        ["step", "evaluation", "checkpoint"],
         ["state", "tasks"],
         ["models", "optim", "exchange", "data", "report"],
         ["collectives", "sharding", "precision"],

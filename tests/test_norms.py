@@ -13,7 +13,7 @@ from test_parity import IMAGES, losses_and_params
 import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages, TrainLoader
-from jaxdl.evaluate import EvaluationConfig
+from jaxdl.evaluation import EvaluationConfig
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Network, ResNet, ViT
 from jaxdl.run.build import make_plan

@@ -178,7 +178,7 @@ def test_samples_have_the_models_distribution(text, writer, temperature):
     weights = make_oracle(text)({"tokens": tokens})[0, 2].astype(np.float64) ** (1 / temperature)
     expected = weights / weights.sum()
     keys = jax.random.split(jax.random.key(3), 20_000)
-    state = (writer._params, writer._model_state)
+    state = (writer.params, writer.model_state)
     draw = jax.vmap(lambda key: writer._sampled_token(*state, {"tokens": tokens[:1]}, 2, temperature, key))
     counts = np.bincount(np.asarray(jax.jit(draw)(keys)), minlength=256)
     error = np.abs(counts / len(keys) - expected)

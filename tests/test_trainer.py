@@ -21,7 +21,7 @@ from runs import tiny_experiment, write_config
 import jaxdl
 from jaxdl.checkpoint import Unreadable, reading
 from jaxdl.data import SyntheticImages, eval_batches
-from jaxdl.evaluate import evaluate, make_eval_step
+from jaxdl.evaluation import evaluate, make_eval_step
 from jaxdl.files import CHECKPOINTS_FOLDER, step_dir
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.optim import SGD

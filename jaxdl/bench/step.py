@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, median_ratio
 from jaxdl.config import ConfigError
-from jaxdl.evaluate import max_in_flight
+from jaxdl.evaluation import max_in_flight
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.optim import Constant
 from jaxdl.report import ReportConfig

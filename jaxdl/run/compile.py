@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 
 from jaxdl.compiler import Options, compiled
-from jaxdl.evaluate import EvalStep, NormStep, make_eval_step, make_norm_step
+from jaxdl.evaluation import EvalStep, NormStep, make_eval_step, make_norm_step
 from jaxdl.mesh import Axis, platform
 from jaxdl.optim import Constant
 from jaxdl.phases import Segment
@@ -26,9 +26,9 @@ class StepFunctions(NamedTuple):
     train: TrainStep
     """`jaxdl.step.make_train_step`."""
     evaluate: EvalStep
-    """`jaxdl.evaluate.make_eval_step`."""
+    """`jaxdl.evaluation.make_eval_step`."""
     norm: NormStep | None
-    """`jaxdl.evaluate.make_norm_step`, where batch norm's statistics are estimated for each evaluation; else None."""
+    """`jaxdl.evaluation.make_norm_step`, where batch norm's statistics are estimated for each evaluation; else None."""
 
 
 def compile_steps(plan: Plan, segment: Segment | None = None) -> StepFunctions:

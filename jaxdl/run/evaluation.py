@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from jaxdl.data import eval_batches
-from jaxdl.evaluate import estimate_norms, evaluate
-from jaxdl.mesh import batch_sharding
+from jaxdl.evaluation import estimate_norms
 from jaxdl.phases import Segment
 from jaxdl.report import Reporter, Stopwatch
 from jaxdl.run.build import Plan
 from jaxdl.run.compile import StepFunctions
+from jaxdl.run.inference import evaluate_once
 from jaxdl.state import TrainState
 
 
@@ -32,8 +31,9 @@ class Evaluation:
 
     def metrics(self, state: TrainState, segment: Segment, steps: StepFunctions) -> dict[str, float]:
         """The task's metrics of the state."""
-        parts, size = self._plan.parts, self._plan.eval_batch_size
-        source, sharding = self._plan.sources(segment)[1], batch_sharding(parts.layout.mesh)
-        with self._watch("eval"), eval_batches(source, batch_size=size, sharding=sharding) as batches:
-            poll = self._reporter.counted(self._poll, math.ceil(len(source) / size))
-            return evaluate(parts, steps.evaluate, state.eval_params, state.model_state, batches, poll=poll)
+        source, size = self._plan.sources(segment)[1], self._plan.eval_batch_size
+        poll = self._reporter.counted(self._poll, math.ceil(len(source) / size))
+        with self._watch("eval"):
+            return evaluate_once(
+                self._plan.parts, steps.evaluate, state.eval_params, state.model_state, source, size, poll=poll
+            )

@@ -13,7 +13,7 @@ from jaxdl.checkpoint import Restored, Unusable
 from jaxdl.cluster import heartbeat, wait_for_all
 from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader
-from jaxdl.evaluate import max_in_flight
+from jaxdl.evaluation import max_in_flight
 from jaxdl.lease import Lease
 from jaxdl.mesh import Axis
 from jaxdl.phases import Segment

@@ -1,0 +1,194 @@
+"""What a trained network does: it predicts, and it is evaluated. A run and a restored checkpoint share this."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.data import Data, DataSpec, ImageSpec, Source, Splits, TextSpec, eval_batches
+from jaxdl.evaluation import EvalStep, evaluate, make_eval_step
+from jaxdl.mesh import batch_sharding, batch_ways
+from jaxdl.sharding import Params
+from jaxdl.state import ModelState
+from jaxdl.step import Batch, Parts, apply_network
+
+
+class Inference:
+    """A network with its parameters: those of a run's last state, or of a checkpoint.
+
+    Attributes:
+      parts: what the network is made of; the mesh is `parts.layout.mesh`.
+      params: the parameters that are evaluated, nested dictionaries of arrays: the moving average where there is one.
+      model_state: the running statistics of batch norm, nested dictionaries too.
+    """
+
+    def __init__(self, parts: Parts, params: Params, model_state: ModelState) -> None:
+        self.parts, self.params, self.model_state = parts, params, model_state
+        self._logits = jax.jit(self.outputs)
+        self._probabilities = jax.jit(self.probabilities)
+
+    def outputs(self, params: Params, model_state: ModelState, batch: Batch) -> jax.Array:
+        """The outputs of the network on a batch of its data; a function to trace."""
+        return apply_network(self.parts, self.parts.layout, params, model_state, batch, train=False)[0]
+
+    def probabilities(self, params: Params, model_state: ModelState, batch: Batch) -> jax.Array:
+        """The predictions of the task, float32; a function to trace."""
+        return self.parts.task.predictions(self.outputs(params, model_state, batch))
+
+    def predict(self, inputs: Any) -> np.ndarray:
+        """The prediction of the task for each input; for classification the probabilities `[batch, num_classes]`.
+
+        Images are uint8 `[batch, height, width, channel]` with grey levels from 0 to 255, of the size that the network
+        was trained on; for other data give a dictionary of arrays, named as in its batches. Raises ConfigError for
+        another shape or type, and for a network that reads text.
+        """
+        if isinstance(self.parts.data_spec, TextSpec):
+            raise ConfigError("predict: this network reads text; use generate(prompt), or logits(tokens).")
+        return self._of_batch(self._probabilities, "predict", inputs)
+
+    def logits(self, inputs: Any) -> np.ndarray:
+        """The outputs of the network before they become probabilities, float32.
+
+        Inputs are as in `predict`; for text integers `[batch, length]`, the output is `[batch, length, vocab_size]`.
+        """
+        return self._of_batch(self._logits, "logits", inputs).astype(np.float32)
+
+    def _of_batch(self, function: Callable[..., jax.Array], what: str, inputs: Any) -> np.ndarray:
+        """The function of a batch of inputs, which is padded to what the mesh divides."""
+        mesh = self.parts.layout.mesh
+        batch = checked_batch(self.parts.data_spec, what, inputs)
+        count = len(next(iter(batch.values())))
+        padding = -count % batch_ways(mesh)
+        padded = {name: np.concatenate([x, np.zeros((padding, *x.shape[1:]), x.dtype)]) for name, x in batch.items()}
+        placed = jax.device_put(padded, batch_sharding(mesh))
+        return np.asarray(function(self.params, self.model_state, placed))[:count]
+
+    def evaluate_source(
+        self, source: Source, batch_size: int, *, poll: Callable[[], None] = lambda: None
+    ) -> dict[str, float]:
+        """The metrics of the task over every example of a source, each counted once.
+
+        Images are normalized by the statistics of the training data. The batch size is rounded up to what the mesh
+        divides, which changes the rounding of sums alone. Raises ConfigError for data that the network does not read.
+        """
+        ways = batch_ways(self.parts.layout.mesh)
+        size = -(-batch_size // ways) * ways
+        parts = dataclasses.replace(self.parts, data_spec=_evaluated_on(self.parts.data_spec, source.spec))
+        eval_step = make_eval_step(parts)
+        if parts.data_spec != self.parts.data_spec:
+            self._check_trace(eval_step, source.batch_shapes(size, evaluating=True))
+        return evaluate_once(parts, eval_step, self.params, self.model_state, source, size, poll=poll)
+
+    def _check_trace(self, eval_step: EvalStep, batch: Any) -> None:
+        try:
+            jax.eval_shape(eval_step, self.params, self.model_state, batch)
+        except (ConfigError, ValueError, TypeError) as error:
+            shapes = ", ".join(f"{name} {list(x.shape[1:])}" for name, x in batch.items())
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"the network does not take this data ({shapes}): {reason}") from None
+
+
+def evaluate_once(
+    parts: Parts,
+    eval_step: EvalStep,
+    params: Params,
+    model_state: ModelState,
+    source: Source,
+    batch_size: int,
+    *,
+    poll: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """The metrics of the task over a source; `batch_size` is one that the mesh divides, `poll` that of `evaluate`."""
+    sharding = batch_sharding(parts.layout.mesh)
+    with eval_batches(source, batch_size=batch_size, sharding=sharding) as batches:
+        return evaluate(parts, eval_step, params, model_state, batches, poll=poll)
+
+
+@contextlib.contextmanager
+def held_out(data: Data | Splits | Source) -> Iterator[Source]:
+    """Context: the held-out examples of data, or the source itself. What is opened here is closed at the end.
+
+    Raises ConfigError for anything else.
+    """
+    if isinstance(data, Source):
+        yield data
+        return
+    if not isinstance(data, Data | Splits):
+        raise ConfigError(
+            f"evaluate: got an object of type {type(data).__name__}. Give a data config, such as "
+            "jaxdl.data.Digits(), its splits, or a source."
+        )
+    splits = data.build() if isinstance(data, Data) else data
+    with contextlib.ExitStack() as stack:
+        if isinstance(data, Data):
+            stack.callback(splits.train.close)
+            stack.callback(splits.test.close)
+        yield splits.test
+
+
+def checked_batch(spec: DataSpec, what: str, inputs: Any) -> dict[str, np.ndarray]:
+    """The batch of the network's inputs, without labels. `what` names the function in the ConfigError it raises."""
+    if isinstance(spec, ImageSpec):
+        images, wanted = np.asarray(inputs), (spec.height, spec.width, spec.channels)
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != wanted:
+            raise ConfigError(
+                f"{what}: got {images.dtype} {list(images.shape)}; this network reads uint8 "
+                f"[batch, {', '.join(map(str, wanted))}], grey levels from 0 to 255."
+            )
+        return {"image": images}
+    if isinstance(spec, TextSpec):
+        tokens = np.asarray(inputs)
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or not 0 < tokens.shape[1] <= spec.length:
+            raise ConfigError(
+                f"{what}: got {tokens.dtype} {list(tokens.shape)}; this network reads integers [batch, length], at "
+                f"most {spec.length} tokens."
+            )
+        return {"tokens": with_targets(tokens, np)}
+    blank = spec.blank()
+    if not isinstance(inputs, Mapping) or not inputs or not set(inputs) <= set(blank):
+        raise ConfigError(f"{what}: give a dictionary of arrays with names of {', '.join(blank)}.")
+    batch = {name: np.asarray(x) for name, x in inputs.items()}
+    for name, x in batch.items():
+        if x.dtype != blank[name].dtype or x.shape[1:] != blank[name].shape[1:]:
+            raise ConfigError(
+                f"{what}: {name} is {x.dtype} {list(x.shape)}; this network reads {blank[name].dtype} "
+                f"{['batch', *blank[name].shape[1:]]}."
+            )
+    return batch
+
+
+def with_targets(tokens: Any, library: Any = jnp) -> Any:
+    """Tokens with one column of zeros more: a batch of text holds inputs and, one place on, their targets.
+
+    `library` is numpy or jax.numpy.
+    """
+    return library.pad(tokens.astype(library.int32), ((0, 0), (0, 1)))
+
+
+def _evaluated_on(trained: DataSpec, other: DataSpec) -> DataSpec:
+    """The spec with which a network that was trained on one data set is evaluated on another.
+
+    Its images are normalized as those of the training were. Raises ConfigError when the sizes that the network was
+    built with differ.
+    """
+    if other == trained:
+        return trained
+    if other.modality != trained.modality or other.sizes() != trained.sizes():
+        raise ConfigError(
+            f"this network was trained on {_described(trained)}; the data to evaluate is {_described(other)}. Choose "
+            "data of the same kind and sizes."
+        )
+    if isinstance(other, ImageSpec) and isinstance(trained, ImageSpec):
+        return dataclasses.replace(other, mean=trained.mean, std=trained.std)
+    return other
+
+
+def _described(spec: DataSpec) -> str:
+    return f"{spec.modality} with " + ", ".join(f"{name} {size}" for name, size in spec.sizes().items())

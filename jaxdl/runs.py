@@ -1,0 +1,82 @@
+"""The folder of a run, as it is given to a command that reads one. Only the standard library is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from jaxdl.errors import ConfigError
+from jaxdl.files import CHECKPOINTS_FOLDER, CONFIG_FILE, DATA_FILE, step_folder
+
+Which = Literal["newest", "best"] | int
+"""A checkpoint of a run: the newest, the one with the best evaluation, or the one of a step."""
+
+
+def check_run(workdir: str | Path, option: str = "") -> Path:
+    """The workdir as a path. Raises ConfigError when there is no run in it; `option` is what it was given by."""
+    given = f"{option} {workdir}" if option else f"{workdir}"
+    if not str(workdir).strip():
+        raise ConfigError(f"{option or 'workdir'} '': empty. Give the --workdir of a run.")
+    folder = Path(workdir)
+    try:
+        missing = [name for name in (CONFIG_FILE, DATA_FILE) if not (folder / name).is_file()]
+        inside = sorted(path.parent for path in folder.glob(f"*/{CONFIG_FILE}")) if missing else []
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{given[:100]}: not accessible: {error}. Give the --workdir of a run.") from None
+    if missing:
+        advice = f"Did you mean {inside[0]}?" if inside else "Give the --workdir of a run."
+        raise ConfigError(f"{given}: there is no run in this folder (no {missing[0]}). {advice}")
+    return folder
+
+
+def check_checkpoint(workdir: Path, which: Which = "newest", option: str = "") -> None:
+    """Raises ConfigError when the run has no checkpoint yet, or none of the step."""
+    steps = _steps(workdir)
+    given = f"{option} {workdir}" if option else f"{workdir}"
+    if not steps:
+        raise ConfigError(f"{given}: the run has no checkpoint yet.")
+    if isinstance(which, int) and which not in steps:
+        there = f"there are checkpoints of steps {', '.join(map(str, steps))}"
+        raise ConfigError(f"{given}: there is no checkpoint of step {which}; {there}.")
+
+
+def has_checkpoint(workdir: Path) -> bool:
+    """Whether there is a checkpoint in a workdir."""
+    return bool(_steps(workdir))
+
+
+def _steps(workdir: Path) -> list[int]:
+    """The steps of the checkpoints, in order; a folder that is being written has another name."""
+    names = [path.name for path in (workdir / CHECKPOINTS_FOLDER).glob(step_folder(0)[:-1] + "*")]
+    return sorted(int(number) for name in names if (number := name.rpartition("_")[2]).isdecimal())
+
+
+def check_which(which: object, name: str = "step") -> Which:
+    """The checkpoint that is asked for. Raises ConfigError for anything but "newest", "best" or a step."""
+    if which == "newest" or which == "best":
+        return which
+    if isinstance(which, int) and not isinstance(which, bool) and which >= 0:
+        return which
+    raise ConfigError(f'{name} {which!r}: choose "newest", "best" or the number of a step.')
+
+
+def parsed_which(text: str, option: str) -> Which:
+    """The checkpoint that an option's text names. Raises ConfigError when it names none."""
+    return check_which(int(text) if text.isdecimal() and len(text) < 18 else text, option)
+
+
+def given_option(args: Sequence[str], option: str, value: str) -> str | None:
+    """The last value of an option on a command line, None without one.
+
+    Raises ConfigError when there is no value; `value` says what it is.
+    """
+    found = None
+    for word, following in zip(args, [*args[1:], "--"], strict=False):
+        name, equals, text = word.partition("=")
+        if name.replace("_", "-") != option:
+            continue
+        found = text if equals else following
+        if not found.strip() or (not equals and found.startswith("--")):
+            raise ConfigError(f"{option}: needs a value, {value}.")
+    return found
