@@ -82,6 +82,7 @@ class Checkpoints:
         policies = ocp.checkpoint_managers
         self._metric, self._best = best_metric, Best(self.folder, config.keep_best, best_mode)
         self._under_way: int | None = None
+        self._started: list[int] = []
         self._notes: list[str] = []
         hush_orbax()
         self._writing = -1
@@ -144,11 +145,23 @@ class Checkpoints:
         # Checked before anything is written: otherwise processes wait long for one that cannot write its part.
         if all(self._settled(step, act) for act in (self._probe, room, start)):
             self._under_way = step
+            self._started.append(step)
 
     def _list_files(self) -> None:
         """Writes the manifest. Orbax calls this on the first process before the folder gets its final name."""
         for half in self.folder.glob(f"{step_folder(self._writing)}{HALF}*"):
             write_manifest(half)
+
+    def completed(self) -> list[tuple[int, Path]]:
+        """Step and folder of the checkpoints that have become complete on disk since the last call. Waits for none."""
+        under_way, done = self._under_way, []
+        for step in self._started:
+            folder = self.folder / step_folder(step)
+            if folder.is_dir():  # It gets this name when it is complete.
+                done.append((step, folder))
+        complete = [step for step, _ in done]
+        self._started = [step for step in self._started if step not in complete and step == under_way]
+        return done
 
     def wait(self) -> None:
         """Waits until the checkpoint is written or has failed. Raises errors other than those of the disk."""

@@ -4,6 +4,7 @@ from jaxdl.report.events import Event, EventKind, event_of
 from jaxdl.report.explanation import print_explanation
 from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step, replace_file
 from jaxdl.report.lines import format_row
+from jaxdl.report.notebook import in_ipython
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress, StepCounter
 from jaxdl.report.reporter import Diverged, Report, Reporter, Subject
@@ -28,6 +29,7 @@ __all__ = [
     "Summary",
     "event_of",
     "format_row",
+    "in_ipython",
     "last_evaluated_step",
     "last_step",
     "make_summary",

@@ -28,7 +28,7 @@ class ReportConfig(Config):
     tensorboard: bool = True
     """Write TensorBoard scalars next to metrics.jsonl."""
     curves: bool = True
-    """Draw the run's curves (curves.png) when it ends or is interrupted."""
+    """Draw the run's curves: curves.png when it ends or is interrupted; in a notebook, in the cell while it trains."""
     profile_start_step: int | None = pydantic.Field(default=None, ge=1)
     """Record a profiler trace from this step on; none when absent. Choose one after the compilation, e.g. 5."""
     profile_steps: int = pydantic.Field(default=3, ge=1)

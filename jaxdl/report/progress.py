@@ -22,9 +22,9 @@ from jaxdl.report.lines import (
     format_number,
     format_row,
     format_seconds,
-    is_live,
     is_throughput,
     label,
+    wants_live,
 )
 
 WINDOW_SEC = 10.0
@@ -81,7 +81,7 @@ class Progress:
         self._epoch_at = epoch_at
         self._console = console or Console()
         self._live: Live | None = None
-        self._use_live = not self._console.quiet and (is_live(self._console) if quiet is None else not quiet)
+        self._use_live = not self._console.quiet and wants_live(self._console, quiet)
         self._status, self._since = "starting", time.perf_counter()
         self._said: set[str] = set()
         self._part: tuple[int, int] | None = None

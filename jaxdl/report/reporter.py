@@ -22,6 +22,7 @@ from jaxdl.phases import Timeline
 from jaxdl.report.events import Event, EventKind
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.inputs import InputWatch
+from jaxdl.report.notebook import LivePlot
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress, StepCounter
 from jaxdl.report.start import Start
@@ -104,6 +105,7 @@ class Reporter:
         self._earlier: Summary | None = None
         self.history = History(None)
         self._progress: Progress | None = None
+        self._live_plot: LivePlot | None = None
 
     def open(self, evaluated_step: int) -> None:
         """Opens the history and the display of a run at its present step, the last evaluation as given."""
@@ -119,8 +121,17 @@ class Reporter:
         self._stack.enter_context(self._progress)
         self._open_history(evaluated_step)  # After the display, which shows what the disk refuses.
         self._stack.callback(lambda: self.history.close())
+        console = self._start.console
+        if console.is_jupyter and not console.quiet and not self._start.quiet and self._config.curves:
+            columns = lambda: self.history.columns()  # noqa: E731  A rollback makes another history.
+            self._live_plot = LivePlot(columns, objective=self._task.objective, note=self.note)
         if self._counter.step > 0 and self._folder is not None:
             self._earlier = read_summary(self._folder / SUMMARY_FILE)
+
+    @property
+    def every_steps(self) -> int:
+        """Training metrics are reported every so many steps."""
+        return self._config.every_steps
 
     @property
     def _examples_per_step(self) -> int:
@@ -302,6 +313,7 @@ class Reporter:
                     self._try(CURVES_FILE, lambda: self._plot(columns, folder / CURVES_FILE))
                 self._try(SUMMARY_FILE, functools.partial(write_summary, folder / SUMMARY_FILE, summary))
         self.doing(status)
+        self._show_curves(last=True)
         if self._progress is not None:
             self._progress.stop()
         print_summary(summary, self._start.console, what_next(self._folder, status, self._task.modality))
@@ -338,6 +350,12 @@ class Reporter:
             if self._task.objective:  # Beside "eval/loss" its name would make it look like the same quantity.
                 shown = {"train/objective" if name == "train/loss" else name: shown[name] for name in shown}
             self._progress.report(shown)
+        self._show_curves()
+
+    def _show_curves(self, *, last: bool = False) -> None:
+        if self._live_plot is not None:
+            with self._watch("plot"):
+                self._live_plot.update(last=last)
 
 
 def _worth_a_look(name: str, value: Any) -> bool:

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from jaxdl.config import Config
 from jaxdl.report.facts import data_fact, devices_fact, plan_facts
-from jaxdl.report.lines import format_duration, format_seconds, is_live
+from jaxdl.report.lines import format_duration, format_seconds, wants_live
 from jaxdl.startup import is_first_process
 
 NAME_WIDTH = 11
@@ -41,7 +41,7 @@ class Start:
 
     @property
     def _use_live(self) -> bool:
-        return not self.console.quiet and (is_live(self.console) if self.quiet is None else not self.quiet)
+        return not self.console.quiet and wants_live(self.console, self.quiet)
 
     @contextlib.contextmanager
     def doing(self, text: str) -> Iterator[None]:

@@ -76,6 +76,11 @@ class Plan:
         """Length of the run."""
         return self.timeline.total_steps
 
+    @property
+    def mesh_sizes(self) -> dict[str, int]:
+        """How many devices each axis of the mesh has."""
+        return {axis.value: self.parts.layout.mesh.shape[axis.value] for axis in Axis}
+
     def sources(self, segment: Segment) -> tuple[Source, Source]:
         """The training and the held-out examples as a segment of the run sees them."""
         phase = segment.phase

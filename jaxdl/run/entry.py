@@ -15,7 +15,7 @@ from jaxdl.files import hang_file
 from jaxdl.mesh import Device
 from jaxdl.report import Start, Stopwatch
 from jaxdl.run.build import make_plan
-from jaxdl.run.hooks import OnStep
+from jaxdl.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from jaxdl.run.length import check_max_steps, end_step
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.signals import Stop, StopSignals
@@ -30,28 +30,36 @@ def train(
     quiet: bool | None = None,
     devices: Sequence[Device] | None = None,
     max_steps: int | None = None,
-    on_step: Sequence[OnStep] = (),
+    on_step: OnStep | Sequence[OnStep] = (),
+    on_evaluation: OnEvaluation | Sequence[OnEvaluation] = (),
+    on_checkpoint: OnCheckpoint | Sequence[OnCheckpoint] = (),
 ) -> Run:
     """Trains, and returns the run. With a `workdir`, everything is kept there, and the same call resumes.
 
     Args:
       experiment: what to train, from `jaxdl.load` or made in Python; or the config file.
       workdir: the folder for checkpoints, metrics and curves; without one the run leaves nothing on disk.
-      quiet: True for one line a report, False for a live display; by default that is for terminals only.
+      quiet: True for one line a report, False for a live display; by default that is for terminals. In a notebook the
+        curves are drawn in the cell unless it is True.
       devices: the devices of the mesh; all by default.
       max_steps: stop after this many steps of the experiment, as a trial: schedules stay those of the whole run, the
         last step is evaluated and saved, and the same call without it resumes.
-      on_step: functions that are called after each step, see `jaxdl.run.hooks`.
+      on_step: functions that are called after each step with a `StepInfo`, see `jaxdl.run.hooks`.
+      on_evaluation: functions that are called after each evaluation with an `EvaluationInfo`.
+      on_checkpoint: functions that are called when a checkpoint is complete on disk, with a `CheckpointInfo`.
 
     Raises:
       ConfigError: for a config that cannot be run here, before anything is compiled.
       Interrupted: after SIGTERM or SIGINT, when the state has been saved; or when its end could not be saved.
+        It has the run so far as `run`.
       Diverged: when too many consecutive steps are bad and no rollback is possible any more, see `GuardConfig`.
     """
     experiment = as_experiment(experiment)
     check_max_steps(max_steps)
+    callbacks = Callbacks.of(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
     watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
+    callbacks.check(workdir)
     start = Start(quiet=quiet)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         lease = make_lease(workdir) if workdir else None
@@ -68,4 +76,4 @@ def train(
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         end = end_step(plan.timeline, max_steps)
-        return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, on_step=on_step).run()
+        return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=callbacks).run()

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from jaxdl.checkpoint import Unreadable
 from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, leave_and_exit
 from jaxdl.errors import ConfigError, end_interrupted, fail
-from jaxdl.report import Diverged, Summary, plot_history
+from jaxdl.report import Diverged, Summary, in_ipython, plot_history
 from jaxdl.run.build import Plan
 from jaxdl.state import TrainState
 
@@ -42,12 +42,38 @@ class Run:
         return plot_history(self.history, objective=self.plan.parts.task.objective)
 
 
-class Interrupted(SystemExit):
-    """The run ended early; `code` is 128 + the signal's number, as a shell has it, or 1 when its end is not saved."""
+class Interrupted(BaseException):
+    """The run ended early. In a program it is a SystemExit too; in IPython and in notebooks it shows as one line.
 
-    def __init__(self, signum: int | None, message: str) -> None:
-        super().__init__(1 if signum is None else 128 + signum)
-        self.message = message
+    Attributes:
+      signum: the signal that stopped it; None when its end could not be saved.
+      code: the exit code: 128 + the signal's number, as a shell has it, or 1 when the end is not saved.
+      message: what happened, and how the run goes on.
+      run: the run so far; None when it was stopped before its first step.
+    """
+
+    code: Any
+
+    def __new__(cls, *args: Any) -> Interrupted:
+        """A SystemExit too, unless in IPython, which shows these with words about leaving IPython."""
+        return super().__new__(cls if in_ipython() else _Exit, *args)
+
+    def __init__(self, signum: int | None, message: str, run: Run | None = None) -> None:
+        self.code = 1 if signum is None else 128 + signum
+        super().__init__(self.code)
+        self.signum, self.message, self.run = signum, message, run
+
+    def __str__(self) -> str:
+        return str(self.code)
+
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows instead of a traceback."""
+        lost = self.run is not None and self.run.workdir is None
+        return [self.message + (" The run so far: import sys; run = sys.last_value.run" if lost else "")]
+
+
+class _Exit(Interrupted, SystemExit):
+    """Ends a program with its exit code, and without a traceback."""
 
 
 @contextlib.contextmanager

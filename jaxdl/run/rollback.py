@@ -24,7 +24,7 @@ from jaxdl.config import ConfigError
 from jaxdl.experiment import Experiment
 from jaxdl.files import REPORT_FILE, SKIPPED_FILE
 from jaxdl.guard import skipped
-from jaxdl.report import Diverged, Report, replace_file
+from jaxdl.report import Diverged, Event, History, Report, replace_file
 from jaxdl.state import TrainState
 
 
@@ -165,6 +165,11 @@ class Rollbacks:
             raise ConfigError(f"{path}: not readable any more. Restore it, or choose another --workdir.") from None
         if self.past and not self.past[-1].done:
             self._quarantine(checkpoints)
+
+    def record(self, history: History) -> None:
+        """Writes the rollbacks that are missing in a history: the process that made one may have been killed first."""
+        for rollback in self.past[history.num_events("rollback") :]:
+            history.event(Event("rollback", rollback.to_step, rollback.text))
 
     def roll_back(self, streak: Sequence[BadStep], checkpoints: Checkpoints | None) -> Rollback:
         """Chooses the checkpoint to return to, records that on disk, and quarantines the checkpoints after it.

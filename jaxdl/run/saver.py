@@ -13,9 +13,10 @@ from jaxdl.data import spec_to_json
 from jaxdl.experiment import LENGTH, identity
 from jaxdl.files import DATA_FILE
 from jaxdl.mesh import Axis
-from jaxdl.report import EventKind, Reporter
+from jaxdl.report import EventKind, Reporter, in_ipython
 from jaxdl.run.build import Plan, make_exchange_state
 from jaxdl.run.length import change_of_length
+from jaxdl.run.rollback import Rollbacks
 from jaxdl.run.workdir import choice_file, claim_workdir, keep_examples, write_config
 from jaxdl.state import TrainState
 
@@ -120,6 +121,10 @@ class Saver:
         self.checkpoints.quarantine_after(step - 1)
         self.save(state, step, step, metrics)
 
+    def completed(self) -> list[tuple[int, Path]]:
+        """See `Checkpoints.completed`."""
+        return self.checkpoints.completed()
+
     def lost(self, step: int) -> str | None:
         """Waits for what is being written; what is lost, in words, if there is no checkpoint of this step then."""
         self.checkpoints.wait()
@@ -140,7 +145,8 @@ class Saver:
         lost, saved = self.lost(step), f"saved in {self._workdir}"
         if bad:
             lost, saved = None, f"the last steps are bad and not saved; {self._newest()}"
-        return lost or f"{saved}. The same command resumes from there.", lost is not None
+        again = "Running the cell again" if in_ipython() else "The same command"
+        return lost or f"{saved}. {again} resumes from there.", lost is not None
 
     def _newest(self) -> str:
         steps = self.checkpoints.steps
@@ -151,7 +157,19 @@ class Saver:
             self._reporter.event("checkpoint", text)
 
 
-def start_events(saver: Saver | None, restored: Restored | None) -> Iterator[tuple[EventKind, str]]:
+def report_start_events(
+    reporter: Reporter, saver: Saver | None, rollbacks: Rollbacks, restored: Restored | None, *, recorded: bool
+) -> None:
+    """Shows how this process got to the state that it starts from, `recorded` in the history or not."""
+    if saver is not None:
+        saver.keep_length()
+    if recorded:
+        rollbacks.record(reporter.history)
+    for kind, text in _start_events(saver, restored):
+        reporter.event(kind, text, recorded=recorded)
+
+
+def _start_events(saver: Saver | None, restored: Restored | None) -> Iterator[tuple[EventKind, str]]:
     """How this process got to the state that it starts from: was it restarted, and what did it restore."""
     number = os.environ.get("JAXDL_RESTART", "0")
     if number not in ("", "0"):

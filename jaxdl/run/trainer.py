@@ -15,17 +15,16 @@ from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader
 from jaxdl.evaluation import max_in_flight
 from jaxdl.lease import Lease
-from jaxdl.mesh import Axis
 from jaxdl.phases import Segment
-from jaxdl.report import Event, Report, Reporter, Start, Status, StepCounter, Stopwatch, Subject
+from jaxdl.report import Report, Reporter, Start, Status, StepCounter, Stopwatch, Subject
 from jaxdl.run.build import Plan, make_exchange_state, make_initial_state
 from jaxdl.run.compile import StepFunctions, programs
 from jaxdl.run.evaluation import Evaluation
-from jaxdl.run.hooks import OnStep, StepInfo
+from jaxdl.run.hooks import Callbacks, Hooks
 from jaxdl.run.length import check_not_past, early_end_note
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.rollback import BadStep, Rollbacks, skip
-from jaxdl.run.saver import Saver, start_events
+from jaxdl.run.saver import Saver, report_start_events
 from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.state import TrainState
 from jaxdl.step import Batch, Metrics
@@ -45,11 +44,11 @@ class Trainer:
         *,
         end: int,
         lease: Lease | None = None,
-        on_step: Sequence[OnStep] = (),
+        callbacks: Callbacks,
     ) -> None:
         self.plan, self.parts, self.experiment, self.workdir = plan, plan.parts, plan.experiment, workdir
         self.stop, self.watch, self.stack, self.start = stop, watch, stack, start
-        self.on_step, self.check_lease = on_step, lease.check if lease else lambda: None
+        self.check_lease = lease.check if lease else lambda: None
         self.run_ahead = max_in_flight() > 1
         self.programs = programs()
         # What changes while the run trains.
@@ -78,6 +77,7 @@ class Trainer:
         if self.saver is not None:
             stack.callback(self.saver.close)
             self.rollbacks.load(self.saver.checkpoints)
+        self.hooks = Hooks(callbacks, watch, self.reporter, self.saver, self._stop_here)
 
     @property
     def step(self) -> int:
@@ -87,30 +87,39 @@ class Trainer:
     def run(self) -> Run:
         """The whole run."""
         try:
-            restored = self._begin()
-            changed = self.step < self.end or self.evaluated_step < self.step
-            self._report_start(restored, changed)
-            if not changed:
-                return self._finish_at_end(changed=False)
-            self._enter(self.plan.timeline.segment(max(0, self.step - 1)))
-            heartbeat.beat(self.step)  # From here on the watchdog expects progress, of the first batch too.
-            self._evaluate_late()
-            self._read_data()
-            while self.step < self.end:
-                self._advance()
+            return self._whole()
         except Stop as signal:
             if self.state is None:
                 raise Interrupted(signal.signum, f"{signal}: stopped before the run began; nothing changed.") from None
             saved, lost = self._save_for_resume()
-            self._finish("interrupted")
-            signum = None if lost else signal.signum
-            raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}") from None
+            run, signum = self._finish("interrupted"), None if lost else signal.signum
+            self.hooks.saved()
+            raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}", run) from None
+        except Exception as error:
+            if error is self.hooks.raised and jax.process_count() == 1:  # Others would wait for this one to save.
+                error.add_note(f"jaxdl: a hook raised this at step {self.step}; {self._save_for_resume()[0]}")
+                self._finish("interrupted")
+            raise
+
+    def _whole(self) -> Run:
+        """The run, if nothing ends it early."""
+        restored = self._begin()
+        changed = self.step < self.end or self.evaluated_step < self.step
+        self._report_start(restored, changed)
+        if not changed:
+            return self._finish_at_end(changed=False)
+        self._enter(self.plan.timeline.segment(max(0, self.step - 1)))
+        heartbeat.beat(self.step)  # From here on the watchdog expects progress, of the first batch too.
+        self._evaluate_late()
+        self._read_data()
+        while self.step < self.end:
+            self._advance()
         self.reporter.doing("saving")
         with self.watch("checkpoint"):
             lost = self.saver.lost(self.step) if self.saver and self._saves_this_step else None
         if lost:
-            self._finish("interrupted")
-            raise Interrupted(None, f"error: {lost}")
+            raise Interrupted(None, f"error: {lost}", self._finish("interrupted"))
+        self.hooks.saved()
         return self._finish_at_end()
 
     def _begin(self) -> Restored | None:
@@ -139,15 +148,9 @@ class Trainer:
         self.start.workdir(self.workdir, self.step if restored else None)
         self.start.close()
         self.reporter.open(self.evaluated_step)
-        if self.saver is not None:
-            self.saver.keep_length()
         for reason in self.plan.reasons:
             self.reporter.note(reason)
-        # An earlier process may have been killed before it recorded its last rollback.
-        for rollback in self.rollbacks.past[self.reporter.history.num_events("rollback") :] if changed else ():
-            self.reporter.history.event(Event("rollback", rollback.to_step, rollback.text))
-        for kind, text in start_events(self.saver, restored):
-            self.reporter.event(kind, text, recorded=changed)
+        report_start_events(self.reporter, self.saver, self.rollbacks, restored, recorded=changed)
 
     def _enter(self, segment: Segment) -> None:
         """From here on the steps are those of the segment, compiled by now or here; the next one's are started."""
@@ -193,15 +196,14 @@ class Trainer:
         with self.watch("train"):
             if not self._take_step(batch):
                 return
-        evaluate_now, save_now = self._due(self.experiment.evaluation), self._due(self.experiment.checkpoint)
-        if evaluate_now or save_now:
+        if self._due(self.experiment.evaluation) or self._due(self.experiment.checkpoint):
             with self.watch("train"):
                 report = self.reporter.flush()
             if self._rolled_back(report):
                 return
-            if evaluate_now:
+            if self._due(self.experiment.evaluation):
                 self._evaluate()
-            if save_now:
+            if self._due(self.experiment.checkpoint):  # Asked now: a hook of the evaluation may end the run.
                 self._save()
             self.reporter.status("training")
 
@@ -235,14 +237,11 @@ class Trainer:
             if self._rolled_back(self.reporter.add(metrics)):
                 return False
         assert self.state is not None
-        info = StepInfo(self.step, self.state, skipped, metrics, self.reporter.fetched, self._stop_here)
-        for hook in self.on_step:
-            with self.watch("hooks"):
-                hook(info)
+        self.hooks.stepped(self.step, self.state, metrics, skipped=skipped)
         return True
 
     def _stop_here(self) -> None:
-        self.end, self.end_asked_by = self.step, "an on_step hook"
+        self.end, self.end_asked_by = self.step, "a hook"
 
     def _rolled_back(self, report: Report | None) -> bool:
         """Rolls the run back if the steps of a report end a streak of bad ones that is too long; whether it did."""
@@ -295,6 +294,7 @@ class Trainer:
         self.reporter.evaluated(self.metrics)
         if self.step == self.plan.total_steps:
             self.rollbacks.check_end(self.metrics["loss"])
+        self.hooks.evaluated(self.step, self.state, self.metrics)
 
     @property
     def _saves_this_step(self) -> bool:
@@ -332,6 +332,5 @@ class Trainer:
 
     def _finish(self, status: Status, *, changed: bool = True) -> Run:
         """Writes the curves and the summary (unless nothing has `changed`); returns the run."""
-        mesh = {axis.value: self.parts.layout.mesh.shape[axis.value] for axis in Axis}
-        summary = self.reporter.finish(status, mesh=mesh, changed=changed)
+        summary = self.reporter.finish(status, mesh=self.plan.mesh_sizes, changed=changed)
         return Run(self.state, self.reporter.history.columns(), summary, self.plan, self.workdir)
