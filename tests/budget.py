@@ -55,6 +55,7 @@ BUDGETS = {
     "test_bench_cluster.py": 35,
     "test_bench_train.py": 35,
     "test_quantized.py": 30,
+    "test_callbacks.py": 30,
     "test_exchange_edges.py": 30,
     "test_predictor.py": 30,
     "test_large_batch.py": 30,

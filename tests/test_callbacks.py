@@ -1,5 +1,8 @@
 """Functions of the user that a run calls: what they get, when, what they cost, and what becomes of what they raise."""
 
+import os
+import signal
+import sys
 import threading
 from types import SimpleNamespace
 
@@ -129,3 +132,38 @@ def test_hooks_that_take_long_are_mentioned_once():
 def test_hooks_that_cannot_be_called(hooks, message):
     with pytest.raises(jaxdl.ConfigError, match=message):
         train(None, **hooks)
+
+
+def interrupt(info):
+    if info.step == 4:
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_an_interrupted_cell_shows_one_line(tmp_path, whole, monkeypatch):
+    """IPython shows what `_render_traceback_` returns, and shows a SystemExit with words about leaving IPython."""
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: True))
+    with pytest.raises(jaxdl.Interrupted) as stopped:
+        train(tmp_path, on_step=interrupt)
+    assert not isinstance(stopped.value, SystemExit)
+    line = f"SIGINT: stopped at step 4; saved in {tmp_path}. Running the cell again resumes from there."
+    assert stopped.value._render_traceback_() == [line]
+    run = train(tmp_path)
+    assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (run, whole[0])))
+
+
+def test_an_interrupted_run_without_a_workdir_is_in_memory():
+    with pytest.raises(jaxdl.Interrupted) as stopped:
+        train(None, on_step=interrupt)
+    assert isinstance(stopped.value, SystemExit), "a program ends with the exit code, without a traceback"
+    assert stopped.value.code == 130
+    run = stopped.value.run
+    assert int(run.state.step) == run.summary["steps"] == 4
+
+
+def test_a_run_in_another_thread_needs_no_signals(tmp_path, whole):
+    """Some kernels run cells in other threads, where Python allows no signal handlers."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(train(None)))
+    thread.start()
+    thread.join()
+    assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (found[0], whole[0])))

@@ -56,7 +56,7 @@ class Interrupted(BaseException):
 
     def __new__(cls, *args: Any) -> Interrupted:
         """A SystemExit too, unless in IPython, which shows these with words about leaving IPython."""
-        return super().__new__(cls if in_ipython() else _Exit, *args)
+        return super().__new__(cls if in_ipython() else _Exit, *args)  # pyright: ignore[reportArgumentType]
 
     def __init__(self, signum: int | None, message: str, run: Run | None = None) -> None:
         self.code = 1 if signum is None else 128 + signum
