@@ -18,8 +18,7 @@ from jaxdl.evaluation import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeChoice
 from jaxdl.files import CONFIG_FILE
 from jaxdl.guard import GuardConfig
-from jaxdl.kinds import SOURCE, source_of, without_source
-from jaxdl.kinds import load as load_source
+from jaxdl.kinds import SOURCE, import_object, source_of, without_source
 from jaxdl.mesh import MeshConfig, gpus_visible
 from jaxdl.models import Model, ResNet
 from jaxdl.modules import load_file
@@ -91,11 +90,14 @@ class Experiment(Config):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """See `Config.from_json`. The text may name a subclass outside jaxdl, which is imported."""
-        values = json.loads(text)
-        source = values.pop(SOURCE, None) if isinstance(values, dict) else None
-        if source is None:
+        try:
+            values = json.loads(text)
+        except ValueError:
+            values = None
+        if not isinstance(values, dict) or SOURCE not in values:
             return super().from_json(text)
-        found = cls if source == source_of(cls) else load_source(source, "the experiment")
+        source = values.pop(SOURCE)
+        found: Any = cls if source == source_of(cls) else import_object(source, "the experiment")
         if not (isinstance(found, type) and issubclass(found, cls)):
             raise ConfigError(f"{source}: it is no longer a subclass of {cls.__name__}")
         with one_message():

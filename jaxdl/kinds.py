@@ -16,7 +16,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 import pydantic
 from pydantic_core import core_schema
@@ -29,6 +29,8 @@ ENTRY_POINTS = "jaxdl.kinds"
 """The group of entry points under which an installed package names modules that define kinds."""
 SOURCE = "class"
 """The key of a dumped kind that says where a class outside jaxdl is defined: `FILE:CLASS` or `MODULE:CLASS`."""
+
+PartT = TypeVar("PartT", bound="Choice")
 
 _by_name: dict[type[Choice], dict[str, type[Choice]]] = {}
 """Part -> name of a kind -> its class, in the order of definition."""
@@ -126,7 +128,7 @@ def _dumped(value: Choice, info: Any) -> dict[str, Any]:
     return value.model_dump(mode=info.mode)
 
 
-def kinds(part: type[Choice]) -> dict[str, type[Choice]]:
+def kinds(part: type[PartT]) -> dict[str, type[PartT]]:
     """Every kind of a part by its name, jaxdl's own first; those of installed packages included.
 
     Classes that lack a method which the part needs are left out.
@@ -148,7 +150,7 @@ def choices(cls: type[Config], prefix: str = "") -> dict[str, dict[str, type[Cho
     return found
 
 
-def find(part: type[Choice], name: str, source: str | None = None) -> type[Choice]:
+def find(part: type[PartT], name: str, source: str | None = None) -> type[PartT]:
     """The kind of this name; that of `source`, if given, which is imported if need be.
 
     Raises ConfigError when there is none.
@@ -196,7 +198,7 @@ INTERACTIVE = "__main__"
 """The place of a class that was defined in a notebook or another interactive session."""
 
 
-def load(source: str, what: str) -> Any:
+def import_object(source: str, what: str) -> Any:
     """The object at `FILE:NAME` or `MODULE:NAME`; `what` names it in messages.
 
     Raises ConfigError when there is none, or when importing it fails.
@@ -231,7 +233,7 @@ def load(source: str, what: str) -> Any:
 
 def _imported(part: type[Choice], source: str) -> type[Choice]:
     noun = _noun(part)
-    found = load(source, f"the {noun}")
+    found = import_object(source, f"the {noun}")
     if not (isinstance(found, type) and issubclass(found, Choice)):
         raise ConfigError(f"{source}: it is no longer a {noun}")
     return found

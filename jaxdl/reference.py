@@ -8,7 +8,7 @@ from typing import Any
 from pydantic_core import core_schema
 
 from jaxdl.errors import ConfigError
-from jaxdl.kinds import SOURCE, load, place_of
+from jaxdl.kinds import SOURCE, import_object, place_of
 
 
 class Reference:
@@ -39,7 +39,7 @@ def resolved(value: Any) -> Callable[..., Any]:
     if isinstance(value, str):
         if ":" not in value:
             raise ConfigError(f"{value!r} is not FILE:NAME or MODULE:NAME, such as mine.py:Net")
-        value = load(value, value.rpartition(":")[2])
+        value = import_object(value, value.rpartition(":")[2])
     name = getattr(value, "__qualname__", None)
     if not callable(value) or name is None:
         raise ConfigError(f"{value!r} is not a function or a class")

@@ -20,7 +20,7 @@ import pydantic
 
 from jaxdl.config import Config
 from jaxdl.experiment import Experiment
-from jaxdl.kinds import choices
+from jaxdl.kinds import Choice, choices, kinds
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = "reference/config"
@@ -54,9 +54,9 @@ def config_pages() -> dict[str, list[str]]:
     """The lines of the pages on configs: `experiment` first, then one for each choice and each part."""
     found = {"experiment": _experiment_page()}
     for name, field in Experiment.model_fields.items():
-        kinds = list(choices(Experiment).get(name, {}).values()) or list(configs_in(field.annotation))
-        if kinds:
-            found[name] = _part_page(name, field, kinds)
+        parts = list(configs_in(field.annotation))
+        if parts:
+            found[name] = _part_page(name, field, parts)
     return found
 
 
@@ -75,15 +75,15 @@ def _experiment_page() -> list[str]:
     return lines + _table(Experiment, "", links=True)
 
 
-def _part_page(name: str, field: Any, kinds: list[type[Config]]) -> list[str]:
+def _part_page(name: str, field: Any, parts: list[type[Config]]) -> list[str]:
     switched = name in choices(Experiment)
     lines = [f"# {name}", "", _plain(field.description)]
     if switched:
         default = field.get_default(call_default_factory=True)
-        names = ", ".join(f"[`{_kind(one)}`](#{_anchor(one)})" for one in kinds)
+        names = ", ".join(f"[`{_kind(one)}`](#{_anchor(one)})" for one in parts)
         lines += ["", f"Kinds: {names}. Default: `{_kind(type(default))}`. Switch with `--{_option(name)} KIND`."]
     seen: set[type[Config]] = set()
-    for one in kinds:
+    for one in parts:
         lines += _sections(one, name, seen, switched=switched)
     return lines
 
@@ -178,8 +178,10 @@ def _type(annotation: Any, page: str = "") -> str:
 
 
 def configs_in(annotation: Any) -> Iterator[type[Config]]:
-    """The config classes that a type mentions."""
-    if isinstance(annotation, type) and issubclass(annotation, Config):
+    """The config classes that a type mentions; for a part with kinds, those of its kinds."""
+    if isinstance(annotation, type) and issubclass(annotation, Choice) and not annotation.kind:
+        yield from kinds(annotation).values()
+    elif isinstance(annotation, type) and issubclass(annotation, Config):
         yield annotation
     for one in typing.get_args(annotation):
         yield from configs_in(one)

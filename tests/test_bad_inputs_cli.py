@@ -18,6 +18,7 @@ from jaxdl.config import Config
 from jaxdl.data import Digits
 from jaxdl.experiment import Experiment
 from jaxdl.fields import inner_fields
+from jaxdl.kinds import Choice, kinds
 from jaxdl.models import ResNet
 from jaxdl.optim import SGD
 from jaxdl.startup import shipped_configs
@@ -330,7 +331,8 @@ def test_the_source_shows_every_option_of_every_kind():
             while annotations:
                 one = annotations.pop()
                 if isinstance(one, type) and issubclass(one, Config):
-                    walk(one)
+                    for kind in kinds(one).values() if issubclass(one, Choice) and not one.kind else (one,):
+                        walk(kind)
                 annotations += typing.get_args(one)
 
     walk(Experiment)

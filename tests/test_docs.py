@@ -38,7 +38,7 @@ from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
 from jaxdl.command import parse_command
 from jaxdl.config import Config
 from jaxdl.experiment import Experiment
-from jaxdl.kinds import choices
+from jaxdl.kinds import choices, forgotten
 from jaxdl.launch import __main__ as launch
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -141,7 +141,8 @@ def test_what_is_marked_run(kind, text, place):
             run(words)
         return
     found = {"__name__": "docs"}
-    exec(compile(text, "a page", "exec"), found)
+    with forgotten():
+        exec(compile(text, "a page", "exec"), found)
     if "config" in found:
         assert isinstance(found["config"](), Experiment)
 

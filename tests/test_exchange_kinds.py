@@ -12,32 +12,34 @@ from jaxdl.config import ConfigError
 from jaxdl.exchange import Compressed, Dense, Gradients, Link, Machine, TopK, kinds, predict
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Cost
+from jaxdl.kinds import forgotten
 from jaxdl.mesh import Axis
 
 GRADIENTS = Gradients({"kernel": (1000, 1000), "bias": (1000,)}, 8)
 MACHINE = Machine({Axis.REPLICA.value: Link(1e-5, 1e8)})
 
 
-class Incomplete(Compressed, kind=None):
-    """It knows everything but its cost. Without a kind, so that no list in this process has it."""
+with forgotten():  # No list of kinds in this process has them.
 
-    @property
-    def label(self):
-        return "halves"
+    class Incomplete(Compressed):
+        """It knows everything but its cost."""
 
-    @property
-    def distortion(self):
-        return 1, 0
+        @property
+        def label(self):
+            return "halves"
 
-    def send(self, message, context):
-        return TopK().send(message, context)
+        @property
+        def distortion(self):
+            return 1, 0
 
+        def send(self, message, context):
+            return TopK().send(message, context)
 
-class Halves(Incomplete, kind=None):
-    def bucket_cost(self, bucket, gradients, machine):
-        num_bytes = 2.0 * bucket.num_own
-        latency, wire = machine.slow.seconds(gradients.num_replicas - 1, num_bytes)
-        return Cost(latency_sec=latency, wire_sec=wire, sent_bytes=num_bytes)
+    class Halves(Incomplete):
+        def bucket_cost(self, bucket, gradients, machine):
+            num_bytes = 2.0 * bucket.num_own
+            latency, wire = machine.slow.seconds(gradients.num_replicas - 1, num_bytes)
+            return Cost(latency_sec=latency, wire_sec=wire, sent_bytes=num_bytes)
 
 
 def test_an_own_kind_is_predicted_and_recommended():

@@ -390,5 +390,6 @@ print(json.dumps(found))
     assert found["module"] == ["jaxdl.train", True], "after its import, jaxdl.train is a module that can be called"
     assert found["load"] == ["jaxdl.experiment", True]
     assert set(found) == {
-        "ConfigError", "Experiment", "Interrupted", "Predictor", "Run", "load", "restore", "train", "module"
+        "ConfigError", "Data", "ExchangeConfig", "Experiment", "Interrupted", "Model", "Optimizer", "Predictor", "Run",
+        "Schedule", "Task", "load", "module", "restore", "train",
     }  # fmt: skip

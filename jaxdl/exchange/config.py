@@ -24,6 +24,10 @@ from jaxdl.kinds import Choice
 class ExchangeChoice(Choice):
     """What an experiment may have as its exchange: a gradient exchange, or the choice of one."""
 
+    delay_steps: Literal[0, 1] = 0
+    """Apply gradients this many steps late. With 1 the exchange is of the last step's gradients, and runs beside this
+    step's forward and backward pass."""
+
     @abc.abstractmethod
     def check_optimizer(self, optimizer: Config) -> None:
         """Raises ValueError when the exchange does not work with an optimizer."""
@@ -32,9 +36,6 @@ class ExchangeChoice(Choice):
 class ExchangeConfig(ExchangeChoice, kind=None):
     """A gradient exchange: its options, what it costs, and what it does to the gradients."""
 
-    delay_steps: Literal[0, 1] = 0
-    """Apply gradients this many steps late. With 1 the exchange is of the last step's gradients, and runs beside this
-    step's forward and backward pass."""
     bucket_mib: float = pydantic.Field(default=8.0, gt=0)
     """Fuse gradients into flat buffers of at most this many MiB (float32, on one device); larger ones stay alone. Each
     is sent when the backward pass has finished its gradients, so several of them hide behind the rest of it."""

@@ -46,7 +46,7 @@ class Scored(Protocol):
     """What is read of a `jaxdl.tasks.Task`."""
 
     unit: ClassVar[str]
-    modality: ClassVar[str]
+    modality: ClassVar[str | None]
 
     @property
     def objective(self) -> str:

@@ -124,7 +124,7 @@ def describe_devices() -> Devices:
     }
 
 
-def what_next(folder: Path | None, status: Status, modality: str) -> list[tuple[str, str]]:
+def what_next(folder: Path | None, status: Status, modality: str | None) -> list[tuple[str, str]]:
     """(name, value) of where a run is kept, how it is used and how it resumes; `modality` is "images" or "text"."""
     if folder is None:
         return [("kept", "nothing; give --workdir FOLDER to keep checkpoints and curves")]

@@ -221,6 +221,7 @@ def settled(
     auto = experiment.exchange
     one_replica = mesh.shape[Axis.REPLICA] == 1
     if not isinstance(auto, Auto):
+        assert isinstance(auto, ExchangeConfig)
         return experiment, _idle(auto) if one_replica else ()
     if chosen is not None:
         note = f"exchange: {chosen.label}, as chosen when the run began"
