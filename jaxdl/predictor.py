@@ -16,14 +16,14 @@ import numpy as np
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
-from jaxdl.data import Codec, Data, PhotoSource, Source, Splits, TextSpec, spec_from_json
+from jaxdl.data import Codec, Data, Source, Splits, TextSpec, spec_from_json
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment, read_experiment
 from jaxdl.files import DATA_FILE, EXAMPLES_FILE, step_folder
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
-from jaxdl.run.inference import Inference, held_out
+from jaxdl.run.inference import Inference, held_out, of_phase
 from jaxdl.runs import Which, check_run, check_which
 from jaxdl.state import TrainState
 from jaxdl.step import Parts
@@ -61,8 +61,6 @@ class Predictor(Inference):
         """The source with images of the size that the run's phase evaluated at this step."""
         if not self.experiment.phases:
             return source
-        if not isinstance(source, PhotoSource):
-            raise ConfigError("evaluate: a network that was trained in phases is evaluated on photographs.")
         counts = json.loads((self.workdir / EXAMPLES_FILE).read_text())
         timeline = make_timeline(
             counts["train"]["examples"],
@@ -71,8 +69,7 @@ class Predictor(Inference):
             steps=None,
             phases=self.experiment.phases,
         )
-        phase = timeline.segment(max(0, self.step - 1)).phase
-        return source if phase is None else source.at(size=phase.eval_size or phase.size)
+        return of_phase(source, timeline.segment(max(0, self.step - 1)).phase)
 
     def generate(
         self, prompt: str = "", *, num_tokens: int = 256, temperature: float = 0.8, seed: int = 0

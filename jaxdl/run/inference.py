@@ -12,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Data, DataSpec, ImageSpec, Source, Splits, TextSpec, eval_batches
+from jaxdl.data import Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, TextSpec, eval_batches
 from jaxdl.evaluation import EvalStep, evaluate, make_eval_step
 from jaxdl.mesh import batch_sharding, batch_ways
+from jaxdl.phases import Phase
 from jaxdl.sharding import Params
 from jaxdl.state import ModelState
 from jaxdl.step import Batch, Parts, apply_network
@@ -33,6 +34,7 @@ class Inference:
         self.parts, self.params, self.model_state = parts, params, model_state
         self._logits = jax.jit(self.outputs)
         self._probabilities = jax.jit(self.probabilities)
+        self._eval_steps: dict[DataSpec, EvalStep] = {}
 
     def outputs(self, params: Params, model_state: ModelState, batch: Batch) -> jax.Array:
         """The outputs of the network on a batch of its data; a function to trace."""
@@ -81,7 +83,7 @@ class Inference:
         ways = batch_ways(self.parts.layout.mesh)
         size = -(-batch_size // ways) * ways
         parts = dataclasses.replace(self.parts, data_spec=_evaluated_on(self.parts.data_spec, source.spec))
-        eval_step = make_eval_step(parts)
+        eval_step = self._eval_steps.setdefault(parts.data_spec, make_eval_step(parts))
         if parts.data_spec != self.parts.data_spec:
             self._check_trace(eval_step, source.batch_shapes(size, evaluating=True))
         return evaluate_once(parts, eval_step, self.params, self.model_state, source, size, poll=poll)
@@ -131,6 +133,15 @@ def held_out(data: Data | Splits | Source) -> Iterator[Source]:
             stack.callback(splits.train.close)
             stack.callback(splits.test.close)
         yield splits.test
+
+
+def of_phase(source: Source, phase: Phase | None) -> Source:
+    """The source with images of the size that a phase of a run evaluates. Raises ConfigError if it has none."""
+    if phase is None:
+        return source
+    if not isinstance(source, PhotoSource):
+        raise ConfigError("evaluate: a network that was trained in phases is evaluated on photographs.")
+    return source.at(size=phase.eval_size or phase.size)
 
 
 def checked_batch(spec: DataSpec, what: str, inputs: Any) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -11,12 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdl.checkpoint import Unreadable
 from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, leave_and_exit
+from jaxdl.data import Data, Source, Splits
 from jaxdl.errors import ConfigError, end_interrupted, fail
 from jaxdl.report import Diverged, Summary, in_ipython, plot_history
 from jaxdl.run.build import Plan
+from jaxdl.run.inference import Inference, held_out, of_phase
 from jaxdl.state import TrainState
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.figure import Figure
 
 
@@ -36,6 +40,30 @@ class Run:
     def metrics(self) -> dict[str, float | None]:
         """The last evaluation."""
         return self.summary["metrics"]
+
+    @functools.cached_property
+    def inference(self) -> Inference:
+        """The trained network on the mesh of the run: its parameters, logits and predictions."""
+        assert self.state is not None
+        return Inference(self.plan.parts, self.state.eval_params, self.state.model_state)
+
+    def predict(self, inputs: Any) -> np.ndarray:
+        """As `jaxdl.restore(...).predict`, with the last state; see `Inference.predict`."""
+        return self.inference.predict(inputs)
+
+    def evaluate(
+        self, data: Data | Splits | Source | None = None, *, batch_size: int | None = None
+    ) -> dict[str, float]:
+        """The metrics of the task over held-out examples, each counted once, with the last state.
+
+        By default they are those of the run; `data` is other data of the same kind and sizes, whose images are
+        normalized as in the training. Raises ConfigError for data that cannot be read or that the network does not
+        read.
+        """
+        segment = self.plan.timeline.segment(max(0, self.summary["steps"] - 1))
+        with held_out(self.plan.splits if data is None else data) as source, contextlib.closing(source):
+            seen = of_phase(source, segment.phase)
+            return self.inference.evaluate_source(seen, batch_size or self.plan.eval_batch_size)
 
     def plot(self) -> Figure:
         """The run's curves as a matplotlib figure."""
