@@ -54,15 +54,31 @@ class Config(pydantic.BaseModel):
             "replace it by its path: experiment = experiment.replaced({'optimizer.learning_rate': 0.1})."
         )
 
+    @pydantic.model_validator(mode="after")
+    def _has_no_subclass(self: ConfigT) -> ConfigT:
+        """Where there are no kinds, a subclass would silently become its base when a field changes, or in JSON."""
+        for name, field in type(self).model_fields.items():
+            value, wanted = getattr(self, name), field.annotation
+            if is_config(wanted) and not wanted.has_kinds() and type(value) is not wanted:
+                raise ValueError(
+                    f"{name}: {type(value).__name__} is a subclass of {wanted.__name__}, and this field takes no "
+                    f"subclasses. Give a {wanted.__name__}, or derive one from Experiment that has further fields."
+                )
+        return self
+
     def to_json(self) -> str:
         """The config with all its defaults as indented JSON; `from_json` gives an equal config."""
         return self.model_dump_json(indent=2)
 
     @classmethod
-    def of_kind(cls, name: str, path: str) -> type[Config] | None:
-        """The kind of this name of a part with kinds, see `jaxdl.kinds`; None if this class is none."""
-        del name, path
-        return None
+    def has_kinds(cls) -> bool:
+        """Whether a field of this type takes any of several classes, see `jaxdl.kinds`."""
+        return False
+
+    @classmethod
+    def of_kind(cls, name: str, path: str) -> type[Config]:
+        """The class of this name, where there are kinds."""
+        raise NotImplementedError(f"{cls.__name__} has no kinds (asked for {name} at {path})")
 
     @classmethod
     def from_json(cls: type[ConfigT], text: str) -> ConfigT:
@@ -99,11 +115,13 @@ class Fields(dict[str, Any]):
         """Whether the field at a dotted path has kinds; it gets the kind of this name, unless it has that already."""
         parent, last = self._parent(path)
         field = parent.cls.model_fields.get(last) if isinstance(parent, Fields) else None
-        made = field.annotation.of_kind(kind, path) if field is not None and is_config(field.annotation) else None
-        if made is not None and made is not parent[last].cls:
+        if field is None or not is_config(field.annotation) or not field.annotation.has_kinds():
+            return False
+        if getattr(parent[last].cls, "kind", None) != kind:
+            made = field.annotation.of_kind(kind, path)
             with one_message():
                 parent[last] = Fields(made())
-        return made is not None
+        return True
 
     def replace(self, path: str, value: Any) -> None:
         """Sets the field at a dotted path. Raises ConfigError when there is none."""
@@ -196,10 +214,9 @@ def _class_called(title: str) -> type[Config]:
     """The config class of this name; pydantic's errors have only the name."""
     found: list[type[Config]] = [Config]
     for one in found:
-        if one.__name__ == title:
-            return one
         found += one.__subclasses__()
-    raise AssertionError(f"there is no config class {title}")
+    # The last of this name: a notebook cell, or a file, may have defined it several times.
+    return next(one for one in reversed(found) if one.__name__ == title)
 
 
 def is_config(annotation: Any) -> TypeGuard[type[Config]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,9 +17,10 @@ from jaxdl.config import Config, ConfigError, one_message
 from jaxdl.data import Data, Digits
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeChoice
+from jaxdl.fields import SOURCE
 from jaxdl.files import CONFIG_FILE
 from jaxdl.guard import GuardConfig
-from jaxdl.kinds import SOURCE, import_object, source_of, without_source
+from jaxdl.kinds import import_object, source_of, without_source
 from jaxdl.mesh import MeshConfig, gpus_visible
 from jaxdl.models import Model, ResNet
 from jaxdl.modules import load_file
@@ -90,16 +92,15 @@ class Experiment(Config):
     @classmethod
     def from_json(cls, text: str) -> Self:
         """See `Config.from_json`. The text may name a subclass outside jaxdl, which is imported."""
-        try:
+        values: Any = None
+        with contextlib.suppress(ValueError):  # What is no JSON is reported as any other mistake in it.
             values = json.loads(text)
-        except ValueError:
-            values = None
-        if not isinstance(values, dict) or SOURCE not in values:
+        source = values.pop(SOURCE, None) if isinstance(values, dict) else None
+        if source is None:
             return super().from_json(text)
-        source = values.pop(SOURCE)
         found: Any = cls if source == source_of(cls) else import_object(source, "the experiment")
         if not (isinstance(found, type) and issubclass(found, cls)):
-            raise ConfigError(f"{source}: it is no longer a subclass of {cls.__name__}")
+            raise ConfigError(f"{source}: this is no subclass of {cls.__name__} any more. Make it one again")
         with one_message():
             return found.model_validate(values)
 
@@ -133,7 +134,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     of kinds outside jaxdl may move.
     """
     others = (*LENGTH, "mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
-    found = {name: without_source(value) for name, value in config.items() if name not in others}
+    found = without_source({name: value for name, value in config.items() if name not in others})
     photos = (found.get("data") or {}).get("photos")
     if photos:
         cache = photos["cache"]

@@ -9,8 +9,17 @@ import ast
 import functools
 import itertools
 import re
+import sys
 from collections.abc import Collection
 from pathlib import Path
+
+ENTRY_POINTS = "jaxdl.kinds"
+"""The group of entry points under which an installed package names modules that define kinds, see `jaxdl.kinds`."""
+SOURCE = "class"
+"""The key in JSON that says where a class outside jaxdl is defined: `FILE:CLASS` or `MODULE:CLASS`."""
+
+MAKE_CLASSES = {"type", "exec", "eval", "__import__", "load", "load_experiment", "from_json"}
+"""Names with which a config file can define or import a class that is not visible in its source."""
 
 _PACKAGE = Path(__file__).parent
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:$", re.MULTILINE)
@@ -69,3 +78,39 @@ def not_of_type(types: Collection[str], value: str) -> str | None:
     except ValueError:
         return ("a whole number" if number is int else "a number") + (" or None" if "None" in kinds else "")
     return None
+
+
+def is_stock(path: Path, seen: set[Path]) -> bool:
+    """Whether a config file can only return jaxdl's own Experiment: it defines no class and imports known modules only.
+
+    Known modules are jaxdl, the standard library, and files in the same folder for which this holds too. The
+    config.json of a run must name no class. `seen` has the files checked so far.
+    """
+    if path in seen:
+        return True
+    seen.add(path)
+    try:
+        content = path.read_bytes()
+        if path.suffix != ".py":
+            return f'"{SOURCE}":'.encode() not in content
+        tree = ast.parse(content)
+    except (OSError, SyntaxError, ValueError):
+        return False
+    for node in ast.walk(tree):
+        name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+        if isinstance(node, ast.ClassDef) or name in MAKE_CLASSES:
+            return False
+        imported = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom):
+            imported = ["." * node.level + (node.module or "")]
+        for name in imported:
+            root = name.partition(".")[0]
+            if root == "jaxdl":
+                continue
+            beside = path.with_name(f"{root or '.'}.py")
+            if beside.is_file():
+                if not is_stock(beside, seen):
+                    return False
+            elif path.with_name(root or ".").is_dir() or root not in sys.stdlib_module_names - {"importlib", "runpy"}:
+                return False
+    return True

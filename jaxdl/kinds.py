@@ -11,11 +11,13 @@ import contextlib
 import importlib
 import importlib.metadata
 import inspect
+import os
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, Self, TypeVar
 
 import pydantic
@@ -23,12 +25,8 @@ from pydantic_core import core_schema
 
 from jaxdl.config import Config, Fields, is_config
 from jaxdl.errors import ConfigError
+from jaxdl.fields import ENTRY_POINTS, SOURCE
 from jaxdl.modules import import_file
-
-ENTRY_POINTS = "jaxdl.kinds"
-"""The group of entry points under which an installed package names modules that define kinds."""
-SOURCE = "class"
-"""The key of a dumped kind that says where a class outside jaxdl is defined: `FILE:CLASS` or `MODULE:CLASS`."""
 
 PartT = TypeVar("PartT", bound="Choice")
 
@@ -49,10 +47,12 @@ class Choice(Config):
     """The name by which the command line and config.json know it."""
     part: ClassVar[type[Choice]]
     """The part of which it is a kind."""
+    noun: ClassVar[str] = ""
+    """What messages call the part; by default its class name."""
 
     def __init_subclass__(cls, *, kind: str | None = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        if "kind" in inspect.get_annotations(cls):
+        if "kind" in inspect.get_annotations(cls) or "kind" in vars(cls):
             raise ConfigError(
                 f'{cls.__name__}: name its kind in the class statement: class {cls.__name__}(..., kind="x").'
             )
@@ -80,34 +80,48 @@ class Choice(Config):
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
         if cls.kind or not hasattr(cls, "part"):
             return handler(source)
-        return core_schema.no_info_plain_validator_function(
+        return core_schema.no_info_wrap_validator_function(
             cls._chosen,
-            serialization=core_schema.plain_serializer_function_ser_schema(_dumped, info_arg=True),
+            handler(source),
+            serialization=core_schema.wrap_serializer_function_ser_schema(cls._dumped, info_arg=True),
         )
 
     @classmethod
-    def of_kind(cls, name: str, path: str) -> type[Config] | None:
-        """The kind of this name, for the field at a dotted path; None if this class is a kind itself.
-
-        Raises ConfigError for an unknown name.
-        """
-        if cls.kind:
-            return None
-        known = kinds(cls)
-        if name not in known:
-            raise ConfigError(f"--{path} {name}: there is no such kind; choose one of {', '.join(known)}.")
-        return known[name]
+    def has_kinds(cls) -> bool:
+        """Whether it is a part, or a base of kinds."""
+        return not cls.kind
 
     @classmethod
-    def _chosen(cls, value: Any) -> Any:
-        """The kind that a value of a field spells; pydantic reports the ValueErrors at that field."""
+    def of_kind(cls, name: str, path: str) -> type[Config]:
+        """The kind of this name, for the field at a dotted path. Raises ConfigError when there is none."""
+        found = _named(cls, name)
+        if found is None:
+            option = path.replace("_", "-")
+            raise ConfigError(f"--{option} {name}: there is no such kind; choose one of {', '.join(kinds(cls))}.")
+        return found
+
+    @classmethod
+    def _chosen(cls, value: Any, itself: Callable[[Any], Any]) -> Any:
+        """The kind that a value of a field spells; pydantic reports the ValueErrors at that field.
+
+        `itself` makes a config of this class, which may have no kind.
+        """
         if isinstance(value, cls):
             return value
-        if isinstance(value, Fields):
-            return value.cls.model_validate(value)
-        if not isinstance(value, Mapping) or "kind" not in value:
+        if not isinstance(value, Mapping):
             raise ValueError(_not_a_kind(cls, value))
-        return find(cls, value["kind"], value.get(SOURCE)).model_validate(value)
+        found: type[Choice] = cls
+        if isinstance(value, Fields):
+            found = value.cls  # pyright: ignore[reportAssignmentType]
+        elif "kind" in value:
+            found = find(cls, value["kind"], value.get(SOURCE))
+        elif cls is cls.part or inspect.isabstract(cls):
+            raise ValueError(_not_a_kind(cls, value))
+        return itself(value) if found is cls else found.model_validate(value)
+
+    @classmethod
+    def _dumped(cls, value: Choice, itself: Callable[[Any], Any], info: Any) -> Any:
+        return itself(value) if type(value) is cls else value.model_dump(mode=info.mode)
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -122,10 +136,6 @@ class Choice(Config):
     def _with_kind(self, handler: Any) -> dict[str, Any]:
         source = source_of(type(self))
         return {"kind": self.kind, **({SOURCE: source} if source else {}), **handler(self)}
-
-
-def _dumped(value: Choice, info: Any) -> dict[str, Any]:
-    return value.model_dump(mode=info.mode)
 
 
 def kinds(part: type[PartT]) -> dict[str, type[PartT]]:
@@ -143,7 +153,7 @@ def choices(cls: type[Config], prefix: str = "") -> dict[str, dict[str, type[Cho
     found: dict[str, dict[str, type[Choice]]] = {}
     for name, field in cls.model_fields.items():
         part = field.annotation
-        if is_config(part) and issubclass(part, Choice) and not part.kind:
+        if is_config(part) and issubclass(part, Choice) and part.has_kinds():
             found[prefix + name] = kinds(part)
         elif is_config(part):
             found |= choices(part, f"{prefix}{name}.")
@@ -156,20 +166,45 @@ def find(part: type[PartT], name: str, source: str | None = None) -> type[PartT]
     Raises ConfigError when there is none.
     """
     if source is None:
-        known = kinds(part)
-        if name not in known:
-            raise ConfigError(f"there is no such kind (got {name!r}); choose one of {', '.join(known)}")
-        return known[name]
-    found = _by_source.get(source)
-    if found is None:
-        registered = _by_name.get(part.part, {}).get(name)
-        place, _, _ = source.rpartition(":")
-        # The file was moved, and loaded from its new place.
-        moved = registered is not None and place.endswith(".py") and not Path(place).exists()
-        found = registered if moved else _imported(part, source)
-    assert found is not None
-    if not issubclass(found, part) or found.kind != name:
-        raise ConfigError(f"{source}: it is no longer a {_noun(part)} of kind {name}")
+        named = _named(part, name)
+        if named is None:
+            raise ConfigError(f"there is no such kind (got {name!r}); choose one of {', '.join(kinds(part))}")
+        return named
+    found = _by_source.get(source) or _renamed(part, name, source) or import_object(source, f"the {_noun(part)}")
+    if not (isinstance(found, type) and issubclass(found, part) and found.kind == name):
+        raise ConfigError(f"{source}: this is not the {_noun(part)} {name} any more. Put that back into the file")
+    return found
+
+
+def _named(part: type[PartT], name: str) -> type[PartT] | None:
+    """The kind of this name, even if it lacks a method. Raises ConfigError when several files define one."""
+    _load_installed()
+    found = _by_name.get(part.part, {}).get(name)
+    if found is None or not issubclass(found, part):
+        return None
+    alike = [one for one in _by_source.values() if one.part is part.part and one.kind == name and _is_defined(one)]
+    if len(alike) > 1:
+        places = ", ".join(str(source_of(one)) for one in alike)
+        raise ConfigError(
+            f"{name}: several {_noun(part)}s have this name: {places}. Give one "
+            f'another name: class {found.__name__}({found.__bases__[0].__name__}, kind="another_name").'
+        )
+    return found
+
+
+def _is_defined(cls: type) -> bool:
+    """Whether its module still has the class; not when the file was moved, or loaded again without it."""
+    module = sys.modules.get(cls.__module__)
+    found, file = _inside(module, cls.__qualname__), getattr(module, "__file__", None)
+    return found is cls and (file is None or Path(file).exists())
+
+
+def _renamed(part: type[Choice], name: str, source: str) -> type[Choice] | None:
+    """The kind of this name from another file, when that of `source` does not exist any more."""
+    found, place = _by_name.get(part.part, {}).get(name), Path(source.rpartition(":")[0])
+    if place.suffix != ".py" or place.exists() or found is None or source_of(found) is None:
+        return None
+    _warn_moved(f"the {_noun(part)}", place, place_of(found))
     return found
 
 
@@ -181,10 +216,12 @@ def source_of(cls: type) -> str | None:
 def place_of(found: Any) -> str:
     """The file in which a function or class is defined, or its module if that is part of a package or installed."""
     name = found.__module__
-    file = getattr(sys.modules.get(name), "__file__", None)
-    if file is None or "." in name or {"site-packages", "dist-packages"} & set(Path(file).parts):
+    module = sys.modules.get(name)
+    file = getattr(module, "__file__", None)
+    if file is None or not file.endswith(".py") or "." in name or hasattr(module, "__path__"):
         return name
-    return str(Path(file).resolve())
+    installed = {"site-packages", "dist-packages"} & set(Path(file).parts) or name in sys.stdlib_module_names
+    return name if installed else str(Path(file).resolve())
 
 
 def without_source(values: Any) -> Any:
@@ -205,38 +242,59 @@ def import_object(source: str, what: str) -> Any:
     """
     place, _, name = source.rpartition(":")
     if place == INTERACTIVE:
-        found: Any = sys.modules["__main__"]
+        module: Any = sys.modules["__main__"]
         advice = "It was defined in a notebook or at a prompt: define it again first, or put it into a file"
     elif place.endswith(".py"):
-        if not Path(place).exists():
-            raise ConfigError(
-                f"{what} is defined in {place}, and there is no such file. Put it back, or load the config from the "
-                "file's new place first"
-            )
-        loaded = [one for one in list(sys.modules.values()) if getattr(one, "__file__", None) == place]
-        found, advice = loaded[-1] if loaded else import_file(Path(place), what), "Put it back into the file"
+        module, advice = _of_file(Path(place), name, what), "Put it back into the file"
     else:
         advice = "Install the package's earlier version"
         try:
-            found = importlib.import_module(place)
-        except ImportError as error:
+            module = importlib.import_module(place)
+        except Exception as error:
             raise ConfigError(
-                f"{what} is defined in the module {place}, which cannot be imported ({error}). Install its package, or "
-                "add its folder to PYTHONPATH"
+                f"{what} is defined in the module {place}, which cannot be imported ({type(error).__name__}: {error}). "
+                "Install its package, or add its folder to PYTHONPATH"
             ) from None
+    found = _inside(module, name)
+    if found is None:
+        raise ConfigError(f"{what} was defined as {name} in {place}, which has no {name} any more. {advice}")
+    return found
+
+
+def _inside(module: Any, name: str) -> Any:
+    """What a module has under a dotted name; None if nothing."""
     for part in name.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            raise ConfigError(f"{what} was defined as {name} in {place}, which has no {name} any more. {advice}")
-    return found
+        module = getattr(module, part, None)
+    return module
 
 
-def _imported(part: type[Choice], source: str) -> type[Choice]:
-    noun = _noun(part)
-    found = import_object(source, f"the {noun}")
-    if not (isinstance(found, type) and issubclass(found, Choice)):
-        raise ConfigError(f"{source}: it is no longer a {noun}")
-    return found
+def _of_file(path: Path, name: str, what: str) -> ModuleType:
+    """The module of a file: as it was loaded, or else imported now.
+
+    If there is no such file any more, one of the same name that was loaded from elsewhere, and has `name`.
+    """
+    loaded = [
+        module
+        for module_name, module in list(sys.modules.items())
+        if "." not in module_name and os.path.basename(getattr(module, "__file__", None) or "") == path.name
+    ]
+    same = [one for one in loaded if Path(str(one.__file__)).resolve() == path.resolve()]
+    if same:
+        return same[-1]
+    if path.exists():
+        return import_file(path, what)
+    moved = [one for one in loaded if _inside(one, name) is not None]
+    if moved:
+        _warn_moved(what, path, str(moved[-1].__file__))
+        return moved[-1]
+    raise ConfigError(
+        f"{what} is defined in {path}, and there is no such file. Put it back, or load the config from the file's new "
+        "place first"
+    )
+
+
+def _warn_moved(what: str, path: Path, there: str) -> None:
+    warnings.warn(f"{what} was defined in {path}, which is gone; that of {there} is taken.", stacklevel=4)
 
 
 def _register(cls: type[Choice]) -> None:
@@ -244,7 +302,7 @@ def _register(cls: type[Choice]) -> None:
     taken = names.get(cls.kind)
     if source is not None and taken is not None and source_of(taken) is None:
         raise ConfigError(
-            f"{cls.__qualname__}: jaxdl has a {_noun(cls.part)} of kind {cls.kind} already. Name yours: "
+            f"{cls.__qualname__}: {cls.kind} is the name of jaxdl's own {_noun(cls.part)}. Name yours: "
             f'class {cls.__name__}({cls.__bases__[0].__name__}, kind="my_{cls.kind}")'
         )
     names[cls.kind] = cls
@@ -290,7 +348,7 @@ def _name_of(class_name: str) -> str:
 
 def _noun(part: type[Choice]) -> str:
     """`Optimizer` -> `optimizer`."""
-    return _name_of(part.part.__name__).removesuffix("_choice").replace("_", " ")
+    return part.noun or _name_of(part.part.__name__).removesuffix("_choice").replace("_", " ")
 
 
 def _not_a_kind(part: type[Choice], value: Any) -> str:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import re
 import sys
 import traceback
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -63,7 +66,10 @@ def running(path: Path, what: str) -> Iterator[None]:
 
 
 def _run(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"jaxdl_config_{path.stem}", path)
+    # A name of its own for each path: classes of two files of the same name must not be taken for one another.
+    place = zlib.crc32(os.fsencode(path.resolve()))
+    name = re.sub(r"\W", "_", f"jaxdl_config_{path.stem}_{place:08x}")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -75,5 +81,5 @@ def _run(path: Path) -> ModuleType:
 def _line(error: BaseException, filename: str) -> str:
     """`, line 12`: the line of this file where the error was raised; empty if it is not in the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename) == Path(filename)]
+    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == Path(filename).resolve()]
     return f", line {lines[-1]}" if lines else ""

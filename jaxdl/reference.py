@@ -8,7 +8,8 @@ from typing import Any
 from pydantic_core import core_schema
 
 from jaxdl.errors import ConfigError
-from jaxdl.kinds import SOURCE, import_object, place_of
+from jaxdl.fields import SOURCE
+from jaxdl.kinds import import_object, place_of
 
 
 class Reference:

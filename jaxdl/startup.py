@@ -10,12 +10,11 @@ import ast
 import difflib
 import itertools
 import os
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from jaxdl.errors import ConfigError
-from jaxdl.fields import experiment_fields, inner_fields, not_of_type
+from jaxdl.fields import ENTRY_POINTS, experiment_fields, inner_fields, is_stock, not_of_type
 from jaxdl.files import CONFIG_FILE
 
 PROG = "python -m jaxdl.train"
@@ -57,9 +56,6 @@ WHOLE_NUMBERS = ("devices", "max-steps")
 
 MAX_CPU_DEVICES = 512
 """The most virtual CPU devices of one process. Each has its own threads; with 1000, XLA hangs or aborts."""
-
-MAKE_CLASSES = {"type", "exec", "eval", "__import__"}
-"""Names with which a config file can define or import a class that is not visible in its source."""
 
 PROCESS_NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 """Environment variables with the index of this process in a run of several."""
@@ -261,10 +257,21 @@ def check_names(args: Sequence[str], given: str) -> None:
     """Raises ConfigError for an option that no experiment has, or a value that should be a number but is not.
 
     The fields are read from the source (`jaxdl.fields`), without knowing which kind each part has. Nothing is checked
-    if the config may define a subclass of Experiment with other fields, see `_is_stock`.
+    if there may be classes with other fields: of the config, see `jaxdl.fields.is_stock`, or of an installed package.
     """
-    if not _is_stock(find_config(given)[0], set()):
+    if not is_stock(find_config(given)[0], set()):
         return
+    try:
+        _check_names(args)
+    except ConfigError:
+        import importlib.metadata  # Not above: it takes as long as all of the first look.
+
+        if not importlib.metadata.entry_points(group=ENTRY_POINTS):
+            raise
+
+
+def _check_names(args: Sequence[str]) -> None:
+    """`check_names`, for an experiment of jaxdl's own classes."""
     fields = experiment_fields()
     for arg, following in itertools.zip_longest(args, args[1:], fillvalue="--"):
         flag, equals, value = arg.partition("=")
@@ -311,38 +318,6 @@ def _check_unknown(flag: str, name: str, fields: Mapping[str, str]) -> None:
         raise ConfigError(f"{flag}: there is no such option. {advice}")
 
 
-def _is_stock(path: Path, seen: set[Path]) -> bool:
-    """Whether a config file can only return jaxdl's own Experiment: it defines no class and imports known modules only.
-
-    Known modules are jaxdl, the standard library, and files in the same folder for which this holds too. `seen` has the
-    files checked so far.
-    """
-    if path.suffix != ".py" or path in seen:
-        return True
-    seen.add(path)
-    try:
-        tree = ast.parse(path.read_bytes())
-    except (OSError, SyntaxError, ValueError):
-        return False
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ClassDef) or (isinstance(node, ast.Name) and node.id in MAKE_CLASSES):
-            return False
-        imported = [one.name for one in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom):
-            imported = ["." * node.level + (node.module or "")]
-        for name in imported:
-            root = name.partition(".")[0]
-            if root == "jaxdl":
-                continue
-            beside = path.with_name(f"{root or '.'}.py")
-            if beside.is_file():
-                if not _is_stock(beside, seen):
-                    return False
-            elif path.with_name(root or ".").is_dir() or root not in sys.stdlib_module_names - {"importlib", "runpy"}:
-                return False
-    return True
-
-
 def _check_first(args: Sequence[str], prog: str) -> None:
     """Raises ConfigError for a command line whose first word is not an option, such as a file."""
     if not args or args[0].startswith("-"):
@@ -380,7 +355,7 @@ Usual options:
   --explain                     print the sharding of the parameters and the memory of a step, then exit
   --epochs N, --steps N         length of the run
   --batch-size N                examples per step, over all devices
-  --optimizer NAME              sgd, adamw, lars, lamb; its fields are --optimizer.learning-rate N and others
+  --optimizer NAME              the optimizer; its fields are --optimizer.learning-rate N and others
   --exchange NAME               how gradients are averaged over the slow network
   --mesh.replica N              number of replicas, which exchange gradients; see also --mesh.fsdp, --mesh.tensor
 

@@ -33,7 +33,7 @@ FLOORS = [
     {"run"},
     {"predictor", "launch"},
     {"sample", "bench", "command", "evaluate"},
-    {"train"},
+    {"train", "testing"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.bench.exchange_plot import figure
-from jaxdl.bench.shared import check_options, make_table, time_in_turns, write_json
+from jaxdl.bench.shared import Imports, check_options, import_exchanges, make_table, time_in_turns, write_json
 from jaxdl.cluster import start_devices
 from jaxdl.collectives.select import METHODS, Method
 from jaxdl.config import ConfigError
@@ -55,6 +55,10 @@ class ExchangeBench:
     """Parameters of the model, eight matrices with biases. The default is fast on a CPU; a ResNet-50 has 25600000."""
     density: tuple[float, ...] = (0.01,)
     """Densities of top-k; the first one is measured with every method and algorithm."""
+    imports: Imports = ()
+    """Python files that define further exchanges, to be compared too."""
+    kinds: tuple[str, ...] = ()
+    """Compare only these kinds of exchange, and dense ones; by default all."""
     methods: tuple[Method, ...] = METHODS
     """Methods of selecting the largest entries."""
     num_repeats: int = 5
@@ -134,6 +138,7 @@ def main(args: list[str]) -> None:
 def parse_command(args: list[str]) -> ExchangeBench:
     """The command line. Raises ConfigError for values that do not fit, or exits after --help."""
     command = parse_options(ExchangeBench, args=args, prog="python -m jaxdl.bench exchange", description=str(__doc__))
+    import_exchanges(command.imports, command.kinds)
     check_options(command, num_elements=1000, num_repeats=1)
     if not command.density or any(not 0 < one <= 1 for one in command.density):
         raise ConfigError(f"--density {command.density}: give one or more numbers above 0 and up to 1.")
@@ -160,8 +165,8 @@ def exchanges(command: ExchangeBench) -> list[ExchangeConfig]:
     top_k += [TopK(density=first, method=method, wire="plain")]
     top_k += [TopK(density=first, method=method, algorithm="all_to_all")]
     top_k += [TopK(density=one, method=method) for one in more]
-    others = [kind for kind in kinds().values() if kind is not TopK]
-    return [*(one for kind in others for one in kind.variants()), *top_k]
+    found = [one for kind in kinds().values() for one in (top_k if kind is TopK else kind.variants())]
+    return [one for one in found if not command.kinds or one.kind in (Dense.kind, *command.kinds)]
 
 
 def make_trial(num_elements: int, mesh: Mesh) -> Trial:

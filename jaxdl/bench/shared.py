@@ -16,7 +16,9 @@ from rich.box import HEAVY_HEAD, Box
 from rich.table import Table
 
 from jaxdl.config import ConfigError
+from jaxdl.exchange import kinds
 from jaxdl.experiment import Experiment
+from jaxdl.modules import import_file
 from jaxdl.report import replace_file
 
 _Side = TypeVar("_Side", bound=Hashable)
@@ -29,6 +31,21 @@ class ExperimentBench:
     config: Path
     """The experiment: a Python file with a function config()."""
     experiment: Annotated[Experiment, tyro.conf.arg(name="")]
+
+
+Imports = Annotated[tuple[Path, ...], tyro.conf.arg(name="import")]
+"""The option `--import FILE`: Python files that define further exchanges."""
+
+
+def import_exchanges(files: Sequence[Path], only: Sequence[str] = ()) -> None:
+    """Runs the files of `--import`. Raises ConfigError for one that fails, and for a kind in `only` that is unknown."""
+    for path in files:
+        if path.suffix != ".py" or not path.is_file():
+            raise ConfigError(f"--import {path}: not a Python file. Give a file that defines an exchange.")
+        import_file(path, f"--import {path}")
+    for name in only:
+        if name not in kinds():
+            raise ConfigError(f"--kinds {name}: there is no such exchange; choose from {', '.join(kinds())}.")
 
 
 def check_options(command: Any, **least: int) -> None:

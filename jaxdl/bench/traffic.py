@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from jaxdl.bench.shared import check_options, make_table, write_json
+from jaxdl.bench.shared import Imports, check_options, import_exchanges, make_table, write_json
 from jaxdl.bench.wire import lower, sent_bytes
 from jaxdl.config import ConfigError
 from jaxdl.exchange import (
@@ -42,6 +42,8 @@ class TrafficBench:
     """Replicas."""
     fsdp: int = 2
     """Devices over which each replica is sharded."""
+    imports: Imports = ()
+    """Python files that define further exchanges, to be counted too."""
     json: Path | None = None
     """A file for the results."""
 
@@ -61,6 +63,7 @@ class Row:
 def main(args: list[str]) -> None:
     """Prints the table."""
     command = parse_options(TrafficBench, args=args, prog="python -m jaxdl.bench traffic", description=str(__doc__))
+    import_exchanges(command.imports)
     check_options(command, num_elements=_ROWS * _COLUMNS, replica=2, fsdp=1)
     rows = measure(command)
     title = f"{command.num_elements:,} parameters on replica {command.replica} x fsdp {command.fsdp}"

@@ -81,6 +81,8 @@ def spec_from_json(text: str) -> DataSpec:
 class Data(Choice):
     """A data set: its training and its held-out examples."""
 
+    noun: ClassVar[str] = "data set"
+
     @abc.abstractmethod
     def build(self) -> Splits:
         """Reads the data. Raises ConfigError for what cannot be read."""

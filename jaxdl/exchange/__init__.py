@@ -19,6 +19,7 @@ from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeChoice, ExchangeConfig, kinds
 from jaxdl.exchange.cost import Gradients, Link, Machine, predict
 from jaxdl.exchange.dense import Dense
+from jaxdl.exchange.linear import Linear
 from jaxdl.exchange.powersgd import PowerSGD
 from jaxdl.exchange.quantized import Quantized, Sign
 from jaxdl.exchange.topk import TopK
@@ -32,6 +33,7 @@ __all__ = [
     "ExchangeConfig",
     "GradientLayout",
     "Gradients",
+    "Linear",
     "Link",
     "Machine",
     "PowerSGD",

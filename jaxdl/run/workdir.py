@@ -15,8 +15,9 @@ from jaxdl.cluster.agree import of_first_process
 from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config, ConfigError
 from jaxdl.exchange import ExchangeConfig
+from jaxdl.fields import SOURCE
 from jaxdl.files import CHOICE_FILE, CONFIG_FILE, EXAMPLES_FILE
-from jaxdl.kinds import SOURCE, find
+from jaxdl.kinds import find
 from jaxdl.lease import Lease, check_shared
 from jaxdl.report import replace_file
 

@@ -1,0 +1,85 @@
+"""Exchanges that send a linear function of the gradients: the shortest way to an exchange of one's own."""
+
+from __future__ import annotations
+
+import abc
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdl.collectives.halves import all_reduce_sent_bytes
+from jaxdl.exchange.buckets import Bucket, held_back
+from jaxdl.exchange.compressed import Compressed
+from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Gradients, Machine
+from jaxdl.exchange.message import Context, Message, Sent
+
+_SAMPLE = 2**16
+"""Entries of the vector by which settings are compared."""
+
+
+class Linear(Compressed, kind=None):
+    """Sums a shorter vector than the gradients: some of their entries, sums or projections of them.
+
+    A subclass defines `shorten` and `lengthen`. Both are linear, so that the sum of the short vectors is the short
+    vector of the sum; what they lose is the residual. Bytes, costs and the place among the exchanges follow from the
+    length of the short vector.
+    """
+
+    @abc.abstractmethod
+    def shorten(self, x: jax.Array, key: jax.Array) -> jax.Array:
+        """What is sent of float32 `[n]`: float32 `[m]`, where m depends on n alone.
+
+        `key` is the same in all replicas, and another one in each step.
+        """
+
+    @abc.abstractmethod
+    def lengthen(self, y: jax.Array, size: int, key: jax.Array) -> jax.Array:
+        """float32 `[size]` from a sum of short vectors, with the same `key` as in `shorten`."""
+
+    def num_sent(self, num_elements: int) -> int:
+        """Entries of the short vector of so many elements."""
+        shape = jax.ShapeDtypeStruct((num_elements,), jnp.float32)
+        return jax.eval_shape(lambda x: self.shorten(x, jax.random.key(0)), shape).size
+
+    @property
+    def label(self) -> str:
+        """The name of the kind."""
+        return type(self).kind
+
+    @property
+    def distortion(self) -> tuple[float, float]:
+        """As a top-k exchange that sends as much."""
+        return 2, -self.num_sent(_SAMPLE) / _SAMPLE
+
+    def bucket_cost(self, bucket: Bucket, gradients: Gradients, machine: Machine) -> Cost:
+        """See `Compressed.bucket_cost`."""
+        m, n = gradients.num_replicas, bucket.num_own
+        sent = all_reduce_sent_bytes(self.num_sent(n), m, jnp.float32)
+        latency, wire = machine.slow.of("all_reduce/float32").seconds(2 * (m - 1), sent)
+        accesses = JOIN + SPLIT + NORM + (ADD_RESIDUAL + SPLIT + NORM if self.error_feedback else 0)
+        return Cost(
+            latency_sec=latency,
+            wire_sec=wire,
+            compute_sec=machine.passes_sec(n, accesses),
+            inner_sec=machine.gathers_sec(bucket, gradients.layout, 1 + self.error_feedback),
+            sent_bytes=sent,
+        )
+
+    def send(self, message: Message, context: Context) -> Sent:
+        """See `Compressed.send`."""
+        bucket, key = message.bucket, context.device_key(message)
+        own = held_back(bucket.join(message.summand), message.last)
+        lengthen = functools.partial(self.lengthen, size=own.size, key=key)
+        short = self.shorten(own, key)
+        total = lengthen(lax.psum(short, context.axis))
+        sent = {context.axis: all_reduce_sent_bytes(short.size, context.num_replicas, jnp.float32)}
+        return Sent(
+            bucket,
+            total=bucket.split(total),
+            residual=bucket.split(own - lengthen(short)) if self.error_feedback else None,
+            sent_bytes=sent | bucket.split_bytes(context.layout, 1 + self.error_feedback),
+            num_entries=short.size,
+            last=total[0],
+        )
