@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxdl.optim import Optimizer, Schedule
     from jaxdl.predictor import Predictor, restore
     from jaxdl.run.entry import train
+    from jaxdl.run.initial import InitFrom
     from jaxdl.run.result import Interrupted, Run
     from jaxdl.tasks import Task
 
@@ -36,6 +37,7 @@ _HOMES = {
     "Optimizer": "jaxdl.optim",
     "Schedule": "jaxdl.optim",
     "Task": "jaxdl.tasks",
+    "InitFrom": "jaxdl.run.initial",
     "Interrupted": "jaxdl.run.result",
     "Run": "jaxdl.run.result",
     "train": "jaxdl.run.entry",
@@ -48,6 +50,7 @@ __all__ = [
     "Data",
     "ExchangeConfig",
     "Experiment",
+    "InitFrom",
     "Interrupted",
     "Model",
     "Optimizer",

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from jaxdl.cluster import end_together, launched_cpu_devices
-from jaxdl.config import ConfigError
-from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.config import ConfigError, differences
+from jaxdl.experiment import Experiment, load_experiment, parse_command_line
 from jaxdl.report import Start, print_explanation
 from jaxdl.run.build import make_plan
 from jaxdl.run.compile import compile_train_step
 from jaxdl.run.entry import train
+from jaxdl.run.initial import InitFrom
 from jaxdl.run.result import exit_codes
 from jaxdl.run.workdir import check_workdir, read_choice
 from jaxdl.sharding import explain
@@ -35,6 +37,14 @@ class Command:
     """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
     max_steps: int | None = None
     """Stop after this many steps, for a trial. The same command without this option resumes."""
+    init_from: str | None = None
+    """Begin with the parameters of another run, of which this is the folder. A run that resumes ignores it."""
+    init_names: tuple[str, ...] = ()
+    """Take only the parameters whose names match one of these patterns, such as `stage*` (see --explain)."""
+    init_step: Literal["newest", "best"] | int = "newest"
+    """The checkpoint of the other run: the newest, the one with the best evaluation, or the one of a step."""
+    print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print the resolved config as JSON, and on stderr what the options change in the file's, then exit."""
     explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print how the parameters are sharded over the mesh and how much memory the step needs, then exit."""
 
@@ -43,10 +53,12 @@ def run(args: list[str], prog: str = PROG) -> None:
     """Runs the command line. For exit codes see `exit_codes`."""
     with end_together(), exit_codes():
         command = parse_command(args, prog)
-        if command.explain:
+        if command.print_config:
+            print_config(command)
+        elif command.explain:
             print_plan(command.experiment, command.workdir)
         else:
-            train(command.experiment, command.workdir, max_steps=command.max_steps)
+            train(command.experiment, command.workdir, max_steps=command.max_steps, init_from=_init_from(command))
 
 
 def parse_command(args: list[str], prog: str = PROG) -> Command:
@@ -67,6 +79,25 @@ def parse_command(args: list[str], prog: str = PROG) -> Command:
         )
     changed = command.experiment.replaced({"mesh.cpu_devices": command.devices})
     return dataclasses.replace(command, experiment=changed)
+
+
+def _init_from(command: Command) -> InitFrom | None:
+    """What the options `--init-...` ask for. Raises ConfigError when some have no effect."""
+    if command.init_from is not None:
+        return InitFrom(command.init_from, command.init_names, command.init_step)
+    if command.init_names or command.init_step != "newest":
+        raise ConfigError("--init-names and --init-step have no effect without --init-from. Give --init-from FOLDER.")
+    return None
+
+
+def print_config(command: Command) -> None:
+    """Prints the experiment of a command as `config.json` has it; the changes of the file's own on stderr."""
+    if command.explain:
+        raise ConfigError("--print-config and --explain: give one of them.")
+    print(command.experiment.to_json())
+    changes = differences(load_experiment(command.config), command.experiment)
+    for change in changes or (f"no option changes {command.config}",):
+        print(change, file=sys.stderr)
 
 
 def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> None:

@@ -232,6 +232,33 @@ def field_at(config: Config, path: str) -> Any:
     return value
 
 
+def differences(before: Config, after: Config, prefix: str = "") -> list[str]:
+    """What `after` has changed of `before`, a line for each field: `optimizer.learning_rate: 0.2 -> 0.3`.
+
+    Where a choice is of another kind, that is a line, and the fields of the new kind are compared with its defaults.
+    """
+    found = []
+    for name in type(after).model_fields:
+        now, path = getattr(after, name), f"{prefix}{name}"
+        then = getattr(before, name, None)
+        if isinstance(now, Config) and isinstance(then, Config):
+            if type(now) is not type(then):
+                found.append(f"{path}: {_spelt(then)} -> {_spelt(now)}")
+                fields = type(now).model_fields.values()
+                then = now if any(field.is_required() for field in fields) else type(now)()
+            found += differences(then, now, f"{path}.")
+        elif now != then:
+            found.append(f"{path}: {_spelt(then)} -> {_spelt(now)}")
+    return found
+
+
+def _spelt(value: Any) -> str:
+    """A value as the command line spells it; a config by its kind, a function by its name."""
+    if isinstance(value, tuple | list):
+        return " ".join(map(_spelt, value)) or "()"
+    return str(getattr(value, "kind", None) or getattr(value, "__qualname__", None) or value)
+
+
 class Periodic(Config):
     """Base of the configs of periodic actions: evaluations, checkpoints, reports."""
 

@@ -11,6 +11,9 @@ EXAMPLES_FILE = "examples.json"
 CHOICE_FILE = "exchange.json"
 """The exchange that `--exchange auto` chose, and why."""
 
+INIT_FILE = "init.json"
+"""What the run took from another run's checkpoint when it began, with `--init-from`."""
+
 METRICS_FILE = "metrics.jsonl"
 """The history: one JSON object a line."""
 SUMMARY_FILE = "summary.json"

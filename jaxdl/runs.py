@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from jaxdl.errors import ConfigError
 from jaxdl.files import CHECKPOINTS_FOLDER, CONFIG_FILE, DATA_FILE, step_folder
@@ -52,7 +52,7 @@ def _steps(workdir: Path) -> list[int]:
     return sorted(int(number) for name in names if (number := name.rpartition("_")[2]).isdecimal())
 
 
-def check_which(which: object, name: str = "step") -> Which:
+def check_which(which: Any, name: str = "step") -> Which:
     """The checkpoint that is asked for. Raises ConfigError for anything but "newest", "best" or a step."""
     if which == "newest" or which == "best":
         return which

@@ -16,6 +16,7 @@ from pathlib import Path
 from jaxdl.errors import ConfigError
 from jaxdl.fields import ENTRY_POINTS, experiment_fields, inner_fields, is_stock, not_of_type
 from jaxdl.files import CONFIG_FILE
+from jaxdl.runs import check_checkpoint, check_run, parsed_which
 
 PROG = "python -m jaxdl.train"
 """The command that trains, as messages name it."""
@@ -48,8 +49,13 @@ VALUED = {
     "workdir": "the folder of the run",
     "devices": "a number of virtual CPU devices",
     "max-steps": "a number of steps",
+    "init-from": "the folder of another run",
+    "init-step": "newest, best or a number of a step",
 }
 """Options of training that are not fields of the experiment -> the value that each takes."""
+
+OTHERS = ("explain", "print-config", "init-names")
+"""Options of training that are not fields of the experiment, without a value or with several."""
 
 WHOLE_NUMBERS = ("devices", "max-steps")
 """The options in `VALUED` that take a whole number, 1 or more."""
@@ -240,6 +246,9 @@ def first_look(args: Sequence[str], prog: str) -> dict[str, str]:
     values, _ = own_options(args)
     if "config" not in values:
         raise ConfigError(no_config(prog))
+    if "init-from" in values:
+        which = parsed_which(values.get("init-step", "newest"), "--init-step")
+        check_checkpoint(check_run(values["init-from"], "--init-from"), which, "--init-from")
     return values
 
 
@@ -250,7 +259,7 @@ def given_config(args: Sequence[str]) -> str | None:
 
 def no_config(prog: str) -> str:
     """The message for a command without `--config`."""
-    return f"no --config. Give --config FILE, for example --config {_example()}. See {prog} --help."
+    return f"no --config. Give --config FILE, for example --config {example_config()}. See {prog} --help."
 
 
 def check_names(args: Sequence[str], given: str) -> None:
@@ -276,7 +285,7 @@ def _check_names(args: Sequence[str]) -> None:
     for arg, following in itertools.zip_longest(args, args[1:], fillvalue="--"):
         flag, equals, value = arg.partition("=")
         name = flag.removeprefix("--").replace("_", "-")
-        if not arg.startswith("--") or name in {*VALUED, "explain"}:
+        if not arg.startswith("--") or name in {*VALUED, *OTHERS}:
             continue
         if name.partition(".")[0] not in fields:
             _check_unknown(flag, name, fields)
@@ -328,7 +337,8 @@ def _check_first(args: Sequence[str], prog: str) -> None:
     raise ConfigError(f"{first}: not an option. Options begin with --, such as --config FILE; see {prog} --help.")
 
 
-def _example() -> str:
+def example_config() -> str:
+    """What to give for `--config` in an example."""
     file = Path("configs/digits.py")
     return str(file) if file.is_file() else file.stem
 
@@ -336,32 +346,3 @@ def _example() -> str:
 def is_first_process() -> bool:
     """Whether this is the first process of the run according to its environment; the others print nothing."""
     return not any(os.environ.get(name, "0").strip() not in ("", "0") for name in PROCESS_NUMBERS)
-
-
-def overview(prog: str) -> str:
-    """The text of `--help` without a config: usage, the usual options, and the configs that come with jaxdl."""
-    width = max(map(len, shipped_configs()), default=0)
-    configs = "\n".join(f"  {name:{width}}  {about}" for name, about in shipped_configs().items())
-    return f"""usage: {prog} --config FILE [--workdir FOLDER] [OPTIONS]
-
-Trains an experiment: a Python file with a function config(), the name of a config that comes with jaxdl, or the
-config.json of a run. The same command with the same --workdir resumes the run.
-
-  {prog} --config {_example()} --workdir runs/digits
-
-Usual options:
-  --workdir FOLDER              folder for checkpoints, metrics and curves; without it nothing is saved
-  --devices N                   run on N virtual CPU devices
-  --explain                     print the sharding of the parameters and the memory of a step, then exit
-  --epochs N, --steps N         length of the run
-  --batch-size N                examples per step, over all devices
-  --optimizer NAME              the optimizer; its fields are --optimizer.learning-rate N and others
-  --exchange NAME               how gradients are averaged over the slow network
-  --mesh.replica N              number of replicas, which exchange gradients; see also --mesh.fsdp, --mesh.tensor
-
-With --config FILE --help: every option, with its default in that file.
-
-Configs that come with jaxdl:
-{configs}
-
-Other commands: python -m jaxdl --help"""

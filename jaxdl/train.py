@@ -11,7 +11,8 @@ from typing import Any
 
 from jaxdl import __version__
 from jaxdl.errors import ConfigError, end_interrupted, fail
-from jaxdl.startup import PROG, check_names, check_source, find_config, first_look, is_first_process, overview
+from jaxdl.overview import first_line, overview
+from jaxdl.startup import PROG, check_names, check_source, first_look, is_first_process
 
 
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
@@ -42,9 +43,8 @@ def begin(args: list[str], prog: str) -> None:
     values = first_look([arg for arg in args if arg not in ("--help", "-h")], prog)
     check_source(values["config"])
     check_names([arg for arg in args if arg not in ("--help", "-h")], values["config"])
-    if not helped and is_first_process():
-        where = f" -> {values['workdir']}" if "workdir" in values else ""
-        print(f"jaxdl {__version__}: {find_config(values['config'])[0]}{where}, loading JAX", flush=True)
+    if not helped and "--print-config" not in args and is_first_process():
+        print(first_line(values), flush=True)
 
 
 class _CallableModule(types.ModuleType):

@@ -17,7 +17,7 @@ FLOORS = [
     {"errors", "files"},
     {"fields", "runs"},
     {"startup"},
-    {"config", "modules"},
+    {"config", "modules", "overview"},
     {"kinds"},
     {"reference"},
     {"mesh", "options"},

@@ -13,6 +13,7 @@ from jaxdl.checkpoint.earlier import Earlier
 from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable, Unusable
 from jaxdl.checkpoint.fingerprint import fingerprints
 from jaxdl.checkpoint.manager import CheckpointConfig, Checkpoints, Restored
+from jaxdl.checkpoint.reading import read_model, stored_model
 
 __all__ = [
     "CheckpointConfig",
@@ -24,4 +25,6 @@ __all__ = [
     "Unreadable",
     "Unusable",
     "fingerprints",
+    "read_model",
+    "stored_model",
 ]

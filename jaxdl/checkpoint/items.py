@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,14 @@ def handlers() -> dict[str, Any]:
     return trees | {"meta": ocp.JsonCheckpointHandler()}
 
 
-def read_items(folder: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    """The wanted items (name -> shape structs with shardings) of a checkpoint. Processes do not wait for each other."""
+def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:
+    """The wanted items (name -> shape structs with shardings) of a checkpoint. Processes do not wait for each other.
+
+    `partial`: the structs are of some of the stored arrays.
+    """
+    if partial:
+        with _reader(ocp.PyTreeCheckpointHandler) as reader:
+            return {name: reader.restore(folder / name, args=_some_of(x)) for name, x in wanted.items()}
     with _reader() as reader:
         return {name: reader.restore(folder / name, args=ocp.args.StandardRestore(x)) for name, x in wanted.items()}
 
@@ -61,8 +68,12 @@ def stored_arrays(folder: Path, item: str) -> dict[str, tuple[tuple[int, ...], s
     return {name: (tuple(one.shape), str(one.dtype)) for name, one in dict(getattr(flat, "tree", flat)).items()}
 
 
-def _reader() -> ocp.Checkpointer:
+def _some_of(wanted: dict[str, Any]) -> ocp.args.PyTreeRestore:
+    arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
+    return ocp.args.PyTreeRestore(wanted, restore_args=arguments, partial_restore=True)
+
+
+def _reader(handler: Callable[..., Any] = ocp.StandardCheckpointHandler) -> ocp.Checkpointer:
     me = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
-    handler = ocp.StandardCheckpointHandler(multiprocessing_options=alone)
-    return ocp.Checkpointer(handler, multiprocessing_options=alone)
+    return ocp.Checkpointer(handler(multiprocessing_options=alone), multiprocessing_options=alone)

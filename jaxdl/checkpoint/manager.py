@@ -277,7 +277,7 @@ class Checkpoints:
         another network or version, and ConfigError for a step without a checkpoint.
         """
         damaged: dict[int, str] = {}
-        while (step := next((one for one in self._choice(which) if one not in damaged), None)) is not None:
+        while (step := next((one for one in self.choice(which) if one not in damaged), None)) is not None:
             try:
                 state, meta = self._restore_step(step, abstract, items, fresh_exchange_state)
             except (Damaged, Unreadable) as error:
@@ -294,7 +294,7 @@ class Checkpoints:
             raise NoneLeft("\n".join(damaged.values()) + f"\nThere is no intact checkpoint in {self.folder}.")
         return None
 
-    def _choice(self, which: Literal["newest", "best"] | int) -> Sequence[int]:
+    def choice(self, which: Literal["newest", "best"] | int) -> Sequence[int]:
         """The steps to try, in order. Raises ConfigError if the requested checkpoint does not exist."""
         if self.read_only:
             self._manager.reload()  # The run that writes here may have deleted some and made others.

@@ -32,12 +32,34 @@ def fingerprint_texts(items: Items) -> dict[str, dict[str, str]]:
     return as_text(_fingerprints(items))
 
 
-def read_checkpoint(folder: Path, wanted: Items) -> tuple[Items, Meta]:
+def stored_model(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of each array of the network in the checkpoint in `folder`.
+
+    Raises ConfigError if its description is damaged or of another version, Unreadable if it cannot be read.
+    """
+    try:
+        stored = read_meta(folder).arrays["model"]
+    except (Damaged, KeyError) as error:
+        raise Unusable(f"{folder} is damaged ({error}). Choose another checkpoint.") from None
+    if all(one.shape is not None and one.dtype is not None for one in stored.values()):
+        return {name: (tuple(one.shape or ()), str(one.dtype)) for name, one in stored.items()}
+    return stored_arrays(folder, "model")  # Format 1 does not have them.
+
+
+def read_model(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Some arrays of the network in the checkpoint in `folder`: name -> shape struct with a sharding, or array.
+
+    Raises what `read_checkpoint` raises.
+    """
+    return read_checkpoint(folder, {"model": dict(wanted)}, partial=True)[0].get("model", {})
+
+
+def read_checkpoint(folder: Path, wanted: Items, *, partial: bool = False) -> tuple[Items, Meta]:
     """(the arrays, the description) of the checkpoint in `folder`; it succeeds on all processes or on none.
 
-    `wanted` are shape structs with shardings. All stored arrays of the exchange's state are read, sharded as
-    `resplit.readable` says. Raises the same error on all processes: Damaged, Unreadable, or Unusable for a checkpoint
-    with other arrays or of another version.
+    `wanted` are shape structs with shardings, with `partial` of some of the stored arrays. Of the exchange's state all
+    stored arrays are read, sharded as `resplit.readable` says. Raises the same error on all processes: Damaged,
+    Unreadable, or Unusable for a checkpoint with other arrays or of another version.
     """
     for last in (False, True):
         error, found, meta = None, {}, None
@@ -45,7 +67,8 @@ def read_checkpoint(folder: Path, wanted: Items) -> tuple[Items, Meta]:
             if jax.process_index() == 0:
                 check_files(folder)
             meta = read_meta(folder)
-            found = read_items(folder, _to_read(folder, meta, wanted))
+            to_read = _to_read(folder, meta, wanted, partial=partial)
+            found = read_items(folder, to_read, partial=partial)
         except Exception as raised:  # Kept until the others know: all processes must take the same path.
             error = raised
         if not _problem(folder, error, last):
@@ -92,11 +115,11 @@ def _diagnosed(folder: Path, error: Exception, last: bool) -> Exception:
     return Damaged(reason)
 
 
-def _to_read(folder: Path, meta: Meta, wanted: Items) -> Items:
-    """Shape structs of the stored arrays to read. Raises Unusable if others are wanted."""
+def _to_read(folder: Path, meta: Meta, wanted: Items, *, partial: bool = False) -> Items:
+    """Shape structs of the stored arrays to read. Raises Unusable if others are wanted, or fewer but for `partial`."""
     for item, leaves in wanted.items():
         stored = meta.arrays.get(item, {})
-        other = sorted(leaves.keys() ^ stored.keys())
+        other = sorted(leaves.keys() - stored.keys() if partial else leaves.keys() ^ stored.keys())
         if other and not (item == "exchange" and resplit.same_kind(leaves, meta.exchange_shapes)):
             what = "is not in it" if other[0] in leaves else "is not in this network"
             raise _of_another(folder, f"{other[0]} {what}")

@@ -37,6 +37,7 @@ from jaxdl.models import Network
 from jaxdl.optim import Rates
 from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
+from jaxdl.run.initial import Initial
 from jaxdl.run.validate import (
     check_batches,
     check_memory,
@@ -63,7 +64,9 @@ class Plan:
     asked: Experiment
     """The experiment as it was given; in `experiment` the exchange has been chosen, where that was left open."""
     reasons: tuple[str, ...] = ()
-    """Why this exchange was chosen, or that with one replica it sends nothing."""
+    """Why this exchange was chosen, or that with one replica it sends nothing; other notes for the user."""
+    initial: Initial | None = None
+    """What the run takes from another run when it begins at step 0."""
 
     @property
     def exchange(self) -> ExchangeConfig:
@@ -109,12 +112,14 @@ def make_plan(
     *,
     chosen: Callable[[], ExchangeConfig | None] = lambda: None,
     started: Callable[[], None] = lambda: None,
+    initial: Callable[[TrainState], tuple[Initial | None, str]] = lambda _: (None, ""),
     start: Start | None = None,
 ) -> Plan:
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh. All processes call `started` when JAX has started, then `chosen`,
-    which returns the exchange that `auto` chose earlier in this workdir. `start` prints the progress and the findings.
+    which returns the exchange that `auto` chose earlier in this workdir, then `initial` (see `beginning`). `start`
+    prints the progress and the findings.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if experiment.epochs is None and experiment.steps is None and not experiment.phases:
@@ -148,7 +153,9 @@ def make_plan(
     check_memory(experiment, parts.state_spec, splits.train.spec)
     has_norms = bool(jax.tree.leaves(parts.state_spec.shapes.model_state))
     check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=has_norms)
-    plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons)
+    begin_with, note = initial(parts.state_spec.abstract())
+    reasons = (*reasons, note) if note else reasons
+    plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with)
     _check_sizes(plan)
     return plan
 
@@ -315,12 +322,15 @@ def _check_sizes(plan: Plan) -> None:
 
 
 def make_initial_state(plan: Plan) -> TrainState:
-    """The fresh train state of a plan, allocated already sharded; equal on every mesh."""
+    """The fresh train state of a plan, allocated already sharded; equal on every mesh.
+
+    It has the parameters that the plan takes from another run.
+    """
     spec, seed = plan.parts.state_spec, plan.experiment.seed
     # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
     options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
     make = jax.jit(lambda: spec.init(jax.random.key(seed)), out_shardings=spec.shardings, compiler_options=options)
-    return make()
+    return make() if plan.initial is None else plan.initial.apply(make(), spec.abstract())
 
 
 def make_exchange_state(plan: Plan) -> Any:

@@ -16,6 +16,7 @@ from jaxdl.mesh import Device
 from jaxdl.report import Start, Stopwatch
 from jaxdl.run.build import make_plan
 from jaxdl.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
+from jaxdl.run.initial import InitFrom, as_init, beginning
 from jaxdl.run.length import check_max_steps, end_step
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.signals import Stop, StopSignals
@@ -33,6 +34,7 @@ def train(
     on_step: OnStep | Sequence[OnStep] = (),
     on_evaluation: OnEvaluation | Sequence[OnEvaluation] = (),
     on_checkpoint: OnCheckpoint | Sequence[OnCheckpoint] = (),
+    init_from: InitFrom | str | Path | None = None,
 ) -> Run:
     """Trains, and returns the run. With a `workdir`, everything is kept there, and the same call resumes.
 
@@ -47,6 +49,7 @@ def train(
       on_step: functions that are called after each step with a `StepInfo`, see `jaxdl.run.hooks`.
       on_evaluation: functions that are called after each evaluation with an `EvaluationInfo`.
       on_checkpoint: functions that are called when a checkpoint is complete on disk, with a `CheckpointInfo`.
+      init_from: the folder of another run, or an `InitFrom`, with whose parameters a new run begins.
 
     Raises:
       ConfigError: for a config that cannot be run here, before anything is compiled.
@@ -60,6 +63,7 @@ def train(
     watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
     callbacks.check(workdir)
+    init = as_init(init_from, workdir)
     start = Start(quiet=quiet)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         lease = make_lease(workdir) if workdir else None
@@ -68,7 +72,9 @@ def train(
         stack.callback(start.close)
         try:
             chosen = functools.partial(read_choice, workdir)
-            plan = stop.run(lambda: make_plan(experiment, devices, chosen=chosen, started=take, start=start))
+            begin = functools.partial(beginning, workdir, init)
+            make = functools.partial(make_plan, experiment, devices, chosen=chosen, started=take)
+            plan = stop.run(lambda: make(initial=begin, start=start))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:

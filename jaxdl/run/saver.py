@@ -15,6 +15,7 @@ from jaxdl.files import DATA_FILE
 from jaxdl.mesh import Axis
 from jaxdl.report import EventKind, Reporter, in_ipython
 from jaxdl.run.build import Plan, make_exchange_state
+from jaxdl.run.initial import keep_initial
 from jaxdl.run.length import change_of_length
 from jaxdl.run.rollback import Rollbacks
 from jaxdl.run.workdir import choice_file, claim_workdir, keep_examples, write_config
@@ -38,6 +39,8 @@ class Saver:
         keep_examples(workdir, plan.splits.content())
         self.started_over: str | None = None
         """Why the run starts over, in words, if that was asked for and necessary."""
+        self.initial: str | None = None
+        """What the run took from another run, in words, if it begins now."""
         if reason := self._earlier.folder_lost():  # Before it is made again.
             self._start_over(reason)
         self.checkpoints = self._open()
@@ -89,6 +92,9 @@ class Saver:
             self.checkpoints = self._open()
         if restored is not None:
             self._earlier.mark(restored.step)
+        elif self._plan.initial is not None:
+            keep_initial(self._workdir, self._plan.initial)
+            self.initial = self._plan.initial.text
         return restored
 
     def _start_over(self, reason: str) -> None:
@@ -177,6 +183,8 @@ def _start_events(saver: Saver | None, restored: Restored | None) -> Iterator[tu
         yield "restart", f"restarted{f' after {reason}' if reason else ''} (restart {number})"
     if saver is not None and saver.started_over:
         yield "start_over", saver.started_over
+    if saver is not None and saver.initial:
+        yield "init", saver.initial
     if restored is not None:
         for text in restored.damaged:
             yield "damaged", text

@@ -1,0 +1,268 @@
+"""`--init-from`: the parameters with which a run begins, taken from a checkpoint of another run, whole or in part.
+
+What is taken is decided from names and shapes, before anything is compiled; the arrays are read when the state is made,
+sharded as this run has them. The optimizer's state is not taken. `init.json` in the workdir says what was taken: a run
+that is killed before its first checkpoint, or rolled back to its start, begins again with the same parameters.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdl.checkpoint import Checkpoints, Damaged, read_model, stored_model
+from jaxdl.cluster.agree import of_first_process
+from jaxdl.config import ConfigError
+from jaxdl.experiment import read_experiment
+from jaxdl.files import INIT_FILE, step_dir
+from jaxdl.report import replace_file
+from jaxdl.runs import Which, check_checkpoint, check_run, check_which, has_checkpoint
+from jaxdl.state import TrainState
+
+OPTION = "--init-from"
+_SHOWN = 4
+"""How many names a message has; `init.json` has all."""
+
+
+@dataclass(frozen=True)
+class InitFrom:
+    """The parameters that a run begins with: those of a checkpoint of another run.
+
+    Parameters and batch statistics of the same name and shape are taken; the parameters are those that the other run
+    evaluates, its moving average where it has one. All others keep their initial values.
+    """
+
+    workdir: str | Path
+    """The folder of the other run."""
+    names: Sequence[str] = ()
+    """Patterns of the names that `--explain` prints, such as `stage*` or `stem`; none takes all. A pattern matches a
+    whole name or its beginning before a `/`; `*` is any text."""
+    step: Which = "newest"
+    """The checkpoint: "newest", "best" or the number of a step."""
+
+
+@dataclass(frozen=True)
+class Initial:
+    """What a run takes from a checkpoint of another run. Arrays are named as `--explain` names them, `stem/kernel`."""
+
+    workdir: Path
+    step: int
+    names: tuple[str, ...]
+    taken: tuple[str, ...]
+    """The arrays that are taken."""
+    left: Mapping[str, str]
+    """Array that keeps its initial values although it was asked for -> why."""
+    unused: tuple[str, ...]
+    """Arrays of the checkpoint that this network does not have."""
+    averaged: bool
+    """Whether the parameters are the moving average of the other run."""
+
+    @property
+    def text(self) -> str:
+        """What is taken, in words."""
+        which = f" that match {', '.join(self.names)}" if self.names else ""
+        text = (
+            f"initial values: {len(self.taken)} of {len(self.taken) + len(self.left)} arrays{which} are those of "
+            f"{self.workdir}, step {self.step}"
+        )
+        if self.left:
+            text += f"; left at their own: {_some(f'{name} ({why})' for name, why in self.left.items())}"
+        if self.unused:
+            text += f"; only in the checkpoint: {_some(self.unused)}"
+        return text
+
+    def same_as(self, asked: InitFrom) -> bool:
+        """Whether this is what `asked` asks for; a step that was asked for by name may have become another one."""
+        step = asked.step if isinstance(asked.step, int) else self.step
+        return (self.workdir, self.names, self.step) == (Path(asked.workdir).absolute(), tuple(asked.names), step)
+
+    def apply(self, state: TrainState, abstract: TrainState) -> TrainState:
+        """The fresh state with the arrays that are taken. Raises ConfigError when they cannot be read any more."""
+        folder, every = step_dir(self.workdir, self.step), _arrays(abstract)
+        wanted = {self._stored(every[name][0]): every[name][1] for name in self.taken}
+        if not folder.is_dir():
+            raise ConfigError(
+                f"{OPTION} {self.workdir}: its checkpoint of step {self.step}, with which this run begins, is gone. "
+                "Choose another --init-step, and another --workdir."
+            )
+        try:
+            found = read_model(folder, wanted)
+        except Damaged as error:
+            raise ConfigError(f"{folder} is damaged ({error}). Choose another --init-step.") from None
+        values = {every[name][0]: found[self._stored(every[name][0])] for name in self.taken}
+        tree = {"params": state.params, "model_state": state.model_state}
+        flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
+        changed = treedef.unflatten([values.get(_name(path, "."), leaf) for path, leaf in flat])
+        if state.ema_params:
+            changed["ema_params"] = jax.tree.map(jnp.copy, changed["params"])
+        return state.replace(**changed)
+
+    def _stored(self, path: str) -> str:
+        """The path in the checkpoint of the array at a path in the state."""
+        return path.replace("params.", "ema_params.", 1) if self.averaged and path.startswith("params.") else path
+
+
+def as_init(given: InitFrom | str | Path | None, workdir: Path | None) -> InitFrom | None:
+    """`init_from` as it was given to a run in `workdir`. Raises ConfigError when there is no run to take it from."""
+    if given is None:
+        return None
+    asked = given if isinstance(given, InitFrom) else InitFrom(given)
+    if not isinstance(asked.workdir, str | Path) or isinstance(asked.names, str):
+        raise ConfigError(f"{OPTION} {given!r}: give a folder, or InitFrom(folder, names=[...]).")
+    check_which(asked.step, "--init-step")
+    folder = check_run(asked.workdir, OPTION)
+    if workdir is not None and folder.resolve() == workdir.resolve():
+        raise ConfigError(
+            f"{OPTION} {folder}: this is the --workdir of the run itself, which resumes without the option."
+        )
+    return asked
+
+
+def beginning(workdir: Path | None, asked: InitFrom | None, abstract: TrainState) -> tuple[Initial | None, str]:
+    """(what the run in `workdir` takes from another run when it begins, a note for the user); all processes call it.
+
+    A run that has begun before begins again as it did then. Raises ConfigError when that is not what is asked for now,
+    and what `find_initial` raises.
+    """
+    recorded = read_initial(workdir) if workdir is not None else None
+    if recorded is not None:
+        if asked is not None and not recorded.same_as(asked):
+            raise ConfigError(
+                f"{OPTION} {asked.workdir}: the run in {workdir} began otherwise, with {recorded.text}. Leave the "
+                "option out, or choose another --workdir."
+            )
+        return recorded, ""
+    if asked is None:
+        return None, ""
+    if workdir is not None and of_first_process(lambda: b"1" if has_checkpoint(workdir) else b""):
+        return None, f"{OPTION} {asked.workdir}: no effect, the run in {workdir} goes on from its own checkpoint"
+    found = find_initial(asked, abstract)
+    return found, "" if workdir is not None else found.text
+
+
+def find_initial(asked: InitFrom, abstract: TrainState) -> Initial:
+    """What a run takes from another run's checkpoint, whose description alone is read; all processes call it.
+
+    `abstract` is the state of this run, as shapes. Raises ConfigError when there is no such checkpoint, when a pattern
+    matches nothing of this network, and when the checkpoint has none of the parameters asked for in the same shape.
+    """
+    folder, which = check_run(asked.workdir, OPTION).absolute(), check_which(asked.step, "--init-step")
+    step = int(of_first_process(lambda: str(_chosen_step(folder, which)).encode()))
+    stored, every, names = stored_model(step_dir(folder, step)), _arrays(abstract), tuple(asked.names)
+    for pattern in names:
+        if not any(matches(name, pattern) for name in every):
+            raise ConfigError(
+                f"--init-names {pattern}: this network has no parameter of such a name. {_near([pattern], every)}"
+            )
+    averaged = any(name.startswith("ema_params.") for name in stored)
+    found = Initial(folder, step, names, (), {}, (), averaged)
+    taken, left = [], {}
+    for name, (path, x) in every.items():
+        there, here = stored.get(found._stored(path)), (tuple(x.shape), str(x.dtype))
+        if names and not any(matches(name, pattern) for pattern in names):
+            continue
+        if there == here:
+            taken.append(name)
+        else:
+            left[name] = "not in the checkpoint" if there is None else f"{_shape(there)} there, {_shape(here)} here"
+    known = {found._stored(path) for name, (path, _) in every.items()}
+    kept = [one for one in stored if one != "step" and not (averaged and one.startswith("params."))]
+    plain = {one: one.partition(".")[2].replace(".", "/") for one in kept}
+    if not any(every[name][0].startswith("params.") for name in taken):
+        raise ConfigError(
+            f"{OPTION} {asked.workdir}: its checkpoint of step {step} has none of the parameters asked for: "
+            f"{_some(f'{name} ({why})' for name, why in left.items())}. {_near(left, plain.values())}"
+        )
+    return Initial(
+        folder, step, names, tuple(taken), left, tuple(plain[one] for one in kept if one not in known), averaged
+    )
+
+
+def keep_initial(workdir: Path, found: Initial) -> None:
+    """Writes `init.json`. Raises ConfigError, on all processes, when it cannot be written."""
+
+    def write() -> bytes:
+        try:
+            values = asdict(found) | {"workdir": str(found.workdir)}
+            replace_file(workdir / INIT_FILE, (json.dumps(values, indent=2) + "\n").encode())
+        except OSError as error:
+            raise ConfigError(f"--workdir {workdir}: {error.strerror}. Choose a writable folder.") from None
+        return b""
+
+    of_first_process(write)
+
+
+def read_initial(workdir: Path) -> Initial | None:
+    """What the run in a workdir began with, from `init.json`; None without one. Raises ConfigError."""
+    path = workdir / INIT_FILE
+    content = of_first_process(lambda: path.read_bytes() if path.is_file() else b"")
+    if not content:
+        return None
+    try:
+        values = json.loads(content)
+        lists = {name: tuple(values.pop(name)) for name in ("names", "taken", "unused")}
+        return Initial(workdir=Path(values.pop("workdir")), **values, **lists)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a pattern matches the name of a parameter, `stem/kernel`, or its beginning before a `/`."""
+    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
+
+
+def _chosen_step(folder: Path, which: Which) -> int:
+    """The step of the checkpoint that is asked for."""
+    check_checkpoint(folder, which, OPTION)
+    if isinstance(which, int):
+        return which
+    experiment = read_experiment(folder)
+    task = experiment.task
+    checkpoints = Checkpoints(
+        folder, experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode, read_only=True
+    )
+    try:
+        return checkpoints.choice(which)[0]
+    finally:
+        checkpoints.close()
+
+
+def _arrays(abstract: TrainState) -> dict[str, tuple[str, Any]]:
+    """Name -> (path in a checkpoint, shape struct) of the parameters and the batch statistics."""
+    flat = jax.tree_util.tree_flatten_with_path({"params": abstract.params, "model_state": abstract.model_state})[0]
+    return {_name(path[1:], "/"): (_name(path, "."), x) for path, x in flat}
+
+
+def _name(path: Any, separator: str) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator=separator)
+
+
+def _shape(one: tuple[tuple[int, ...], str]) -> str:
+    return f"{one[1]} {list(one[0])}"
+
+
+def _some(texts: Iterable[str]) -> str:
+    """The first of these, and how many more there are."""
+    every = list(texts)
+    return ", ".join(every[:_SHOWN]) + (f" and {len(every) - _SHOWN} more" if len(every) > _SHOWN else "")
+
+
+def _near(wanted: Iterable[str], there: Iterable[str]) -> str:
+    """A sentence with the names that are there and are nearest to the wanted ones."""
+    there = list(there)
+    near = dict.fromkeys(_nearest(list(wanted)[:_SHOWN], there))
+    return f"The nearest names: {_some(near)}." if near else f"Names there: {_some(there)}."
+
+
+def _nearest(wanted: Sequence[str], there: Sequence[str]) -> Iterator[str]:
+    for one in wanted:
+        groups = [*there, *(name.partition("/")[0] for name in there)]
+        yield from difflib.get_close_matches(one, groups, n=2, cutoff=0.5)

@@ -1,0 +1,149 @@
+"""`--init-from`: a run begins with the parameters of another run, whole or in part, on any mesh."""
+
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+from mistakes import refusal
+from runs import assert_bit_equal, rows, tiny_experiment, write_config
+
+import jaxdl
+from jaxdl.files import INIT_FILE, MARK_FILE, step_dir
+from jaxdl.mesh import MeshConfig
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.initial import InitFrom, beginning, matches
+
+MESH = MeshConfig(replica=2, fsdp=2, tensor=2)
+EXPERIMENT = tiny_experiment(steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2}, mesh=MESH)
+OTHER_HEAD = {"data.num_classes": 7, "seed": 5}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A run with a moving average, of 4 steps."""
+    return jaxdl.train(EXPERIMENT, tmp_path_factory.mktemp("source") / "run", quiet=True)
+
+
+def begun(experiment, init=None):
+    """(the initial state of a run, what it took), without a workdir."""
+    plan = make_plan(experiment, initial=lambda abstract: beginning(None, init, abstract))
+    return make_initial_state(plan), plan
+
+
+def named(tree):
+    """Leaves of nested dictionaries by their names, `stem/kernel`, as NumPy arrays."""
+    flat = jax.tree_util.tree_flatten_with_path(tree)[0]
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(x) for path, x in flat}
+
+
+def test_all_parameters_on_another_mesh(source):
+    experiment = EXPERIMENT.replaced({"mesh": MeshConfig(replica=1, fsdp=8), "seed": 5})
+    state, plan = begun(experiment, InitFrom(source.workdir))
+    assert_bit_equal(state.params, source.state.ema_params)
+    assert_bit_equal(state.ema_params, source.state.ema_params)
+    assert_bit_equal(state.model_state, source.state.model_state)
+    fresh, _ = begun(experiment)
+    assert_bit_equal(state.opt_state, fresh.opt_state)
+    assert int(state.step) == 0
+    wanted = plan.parts.state_spec.shardings.params
+    assert jax.tree.all(jax.tree.map(lambda x, sharding: x.sharding == sharding, state.params, wanted))
+    assert plan.reasons == (plan.initial.text,)
+    assert not plan.initial.left
+    assert not plan.initial.unused
+
+
+def test_a_new_head_is_left_and_patterns_choose(source):
+    experiment = EXPERIMENT.replaced(OTHER_HEAD)
+    fresh, old = named(begun(experiment)[0].params), named(source.state.ema_params)
+    state, plan = begun(experiment, InitFrom(source.workdir))
+    head = sorted(name for name in old if old[name].shape != fresh[name].shape)
+    assert head == sorted(plan.initial.left)
+    assert len(head) == 2
+    for name, x in named(state.params).items():
+        np.testing.assert_array_equal(x, (fresh if name in head else old)[name])
+    assert f"{head[0]} (float32 [4] there, float32 [7] here)" in plan.initial.text
+    group = next(iter(old)).partition("/")[0]
+    group = next(
+        name.partition("/")[0] for name in old if name.partition("/")[0] not in (group, head[0].partition("/")[0])
+    )
+    state, plan = begun(experiment, InitFrom(source.workdir, names=[group], step=2))
+    assert plan.initial.step == 2
+    assert plan.initial.taken
+    for name, x in named(state.params).items():
+        assert np.array_equal(x, fresh[name]) == (not name.startswith(f"{group}/")), name
+
+
+def test_a_run_keeps_what_it_began_with(source, tmp_path):
+    workdir, experiment = tmp_path / "run", EXPERIMENT.replaced({"seed": 5})
+    first = jaxdl.train(experiment, workdir, quiet=True, max_steps=1, init_from=source.workdir)
+    (event,) = [row for row in rows(workdir) if row.get("kind") == "init"]
+    taken = len(jax.tree.leaves((source.state.params, source.state.model_state)))
+    assert event["step"] == 0
+    assert event["event"] == f"initial values: {taken} of {taken} arrays are those of {source.workdir}, step 4"
+    kept = json.loads((workdir / INIT_FILE).read_text())
+    assert (kept["workdir"], kept["step"], len(kept["taken"])) == (str(source.workdir), 4, taken)
+    # As if it had been killed before its first checkpoint: it begins again with the same, without the option.
+    shutil.rmtree(step_dir(workdir, 1))
+    (workdir / MARK_FILE).unlink()
+    assert_bit_equal(jaxdl.train(experiment, workdir, quiet=True, max_steps=1).state, first.state)
+    other = jaxdl.train(experiment, quiet=True, max_steps=1).state
+    assert not np.array_equal(*(jax.tree.leaves(state.params)[0] for state in (first.state, other)))
+    with pytest.raises(jaxdl.ConfigError, match="began otherwise"):
+        jaxdl.train(experiment, workdir, quiet=True, init_from=InitFrom(source.workdir, step=2))
+
+
+def test_a_resumed_run_goes_on_from_its_own_checkpoint(source, tmp_path, capsys):
+    jaxdl.train(EXPERIMENT.replaced({"seed": 5}), tmp_path / "a", quiet=True, max_steps=2)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    ends = []
+    for folder, init in (("a", None), ("b", source.workdir)):
+        ends.append(jaxdl.train(EXPERIMENT.replaced({"seed": 5}), tmp_path / folder, quiet=True, init_from=init))
+    assert_bit_equal(ends[0].state, ends[1].state)
+    assert "no effect" in capsys.readouterr().out
+    assert not (tmp_path / "b" / INIT_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("init", "problem"),
+    [
+        (
+            {"names": ["hed"]},
+            r"--init-names hed: this network has no parameter of such a name. The nearest names: head",
+        ),
+        ({"step": 3}, r"there is no checkpoint of step 3; there are checkpoints of steps 2, 4"),
+        ({"step": "latest"}, r"--init-step 'latest': choose"),
+        ({"workdir": "nowhere"}, r"--init-from nowhere: there is no run in this folder"),
+        ({"names": ["head"]}, r"has none of the parameters asked for: head/bias \(float32 \[4\] there"),
+    ],
+)
+def test_what_cannot_be_taken(source, init, problem):
+    with pytest.raises(jaxdl.ConfigError, match=problem):
+        begun(EXPERIMENT.replaced(OTHER_HEAD), InitFrom(**{"workdir": source.workdir, **init}))
+
+
+def test_mistakes_on_the_command_line(source, tmp_path, capsys):
+    config = write_config(tmp_path, EXPERIMENT)
+    assert "no effect without --init-from" in refusal(capsys, "--config", config, "--init-names", "stem", "head")
+    assert "no run in this folder" in refusal(capsys, "--config", config, "--init-from", tmp_path)
+    steps = refusal(capsys, "--config", config, "--init-from", source.workdir, "--init-step", "9")
+    assert "checkpoints of steps 2, 4" in steps
+    own = refusal(capsys, "--config", config, "--init-from", source.workdir, "--workdir", source.workdir)
+    assert "--workdir of the run itself" in own
+
+
+def test_a_damaged_checkpoint_is_refused(source, tmp_path):
+    shutil.copytree(source.workdir, tmp_path / "run")
+    for path in (step_dir(tmp_path / "run", 4) / "model").rglob("d/*"):
+        path.unlink()
+    with pytest.raises(jaxdl.ConfigError, match=r"is damaged .*Choose another --init-step"):
+        begun(EXPERIMENT, InitFrom(tmp_path / "run"))
+
+
+def test_patterns():
+    assert matches("stem/conv/kernel", "stem")
+    assert matches("stem/conv/kernel", "s*")
+    assert matches("stem/conv/kernel", "*/kernel")
+    assert not matches("stem/conv/kernel", "conv")
+    assert not matches("stem2/conv/kernel", "stem")
