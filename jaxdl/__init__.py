@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from jaxdl.exchange import ExchangeConfig
     from jaxdl.experiment import Experiment, load
     from jaxdl.models import Model
-    from jaxdl.optim import Optimizer, Schedule
+    from jaxdl.optim import Optax, Optimizer, Schedule
     from jaxdl.predictor import Predictor, restore
     from jaxdl.run.entry import train
     from jaxdl.run.initial import InitFrom
@@ -34,6 +34,7 @@ _HOMES = {
     "Experiment": "jaxdl.experiment",
     "load": "jaxdl.experiment",
     "Model": "jaxdl.models",
+    "Optax": "jaxdl.optim",
     "Optimizer": "jaxdl.optim",
     "Schedule": "jaxdl.optim",
     "Task": "jaxdl.tasks",
@@ -53,6 +54,7 @@ __all__ = [
     "InitFrom",
     "Interrupted",
     "Model",
+    "Optax",
     "Optimizer",
     "Predictor",
     "Run",

@@ -13,6 +13,7 @@ import tyro
 from jaxdl.cluster import end_together, launched_cpu_devices
 from jaxdl.config import ConfigError, differences
 from jaxdl.experiment import Experiment, load_experiment, parse_command_line
+from jaxdl.optim import param_names
 from jaxdl.report import Start, print_explanation
 from jaxdl.run.build import make_plan
 from jaxdl.run.compile import compile_train_step
@@ -111,7 +112,11 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     for reason in plan.reasons:
         print(reason)
     spec = plan.parts.state_spec
-    rows = explain(spec.shapes.params, spec.params, plan.parts.layout.mesh)
+    frozen = set(param_names(spec.shapes.params)) - set(param_names(plan.parts.trainable.of(spec.shapes.params)))
+    rows = [
+        dataclasses.replace(row, name=f"{row.name} (frozen)") if row.name in frozen else row
+        for row in explain(spec.shapes.params, spec.params, plan.parts.layout.mesh)
+    ]
     with start.doing("compiling"):
         memory = compile_train_step(plan).memory_analysis()
     print_explanation(rows, dict(plan.parts.layout.mesh.shape), memory)

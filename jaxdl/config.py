@@ -104,11 +104,11 @@ class Config(pydantic.BaseModel):
 class Fields(dict[str, Any]):
     """The fields of a config by name, those of inner configs too, so that some can be replaced before it is made again.
 
-    `cls` is the class of the config. Values that are not configs are those of the config, not copies.
+    `cls` is the class of the config. Values that are neither configs nor dictionaries are those of the config.
     """
 
     def __init__(self, config: Config) -> None:
-        super().__init__({name: Fields(value) if isinstance(value, Config) else value for name, value in config})
+        super().__init__({name: _copied(value) for name, value in config})
         self.cls = type(config)
 
     def choose(self, path: str, kind: str) -> bool:
@@ -149,6 +149,13 @@ class Fields(dict[str, Any]):
                     f"{path}: '{'.'.join(parents[: depth + 1])}' has no fields of its own; --help lists the fields."
                 )
         return found, last
+
+
+def _copied(value: Any) -> Any:
+    """A value whose fields or items can be replaced without a change of the config."""
+    if isinstance(value, Config):
+        return Fields(value)
+    return dict(value) if isinstance(value, dict) else value
 
 
 @contextlib.contextmanager

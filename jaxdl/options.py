@@ -7,6 +7,7 @@ in a dataclass; if that has a field `experiment`, the fields of the experiment a
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
 import difflib
@@ -80,7 +81,8 @@ def parse_options(
     `--help` prints the help and exits. Raises ConfigError for an invalid argument.
     """
     if {"--help", "-h"} & set(args):
-        tyro.cli(kind, args=["--help"], default=default, prog=prog, config=CLI_STYLE, description=description)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        about = {"prog": prog, "config": CLI_STYLE, "description": description, "registry": _own_types()}
+        tyro.cli(kind, args=["--help"], default=default, **about)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if default is None and dataclasses.is_dataclass(kind) and not _required(kind):
         default = kind()
     options = _options(kind, default)
@@ -91,6 +93,26 @@ def parse_options(
         if issubclass(kind, Config):
             return kind(**values)
         return _filled(kind, values, default)
+
+
+def _own_types() -> tyro.constructors.ConstructorRegistry:
+    """How `--help` shows the types that tyro does not know, or would show otherwise than they are typed."""
+    registry = tyro.constructors.ConstructorRegistry()
+
+    def shown(metavar: str, words: Any) -> Any:
+        return tyro.constructors.PrimitiveConstructorSpec("*", metavar, list, lambda _: True, words)
+
+    @registry.primitive_rule
+    def _(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+        members = _members(info.type)
+        if info.type_origin is dict:
+            return shown("[NAME=VALUE ...]", lambda value: [f"{key}={one}" for key, one in value.items()])
+        if Reference in members:
+            metavar = "|".join("FILE:NAME" if one is Reference else "NAME" for one in members)
+            return shown(metavar, lambda value: [getattr(value, "__qualname__", str(value))])
+        return None
+
+    return registry
 
 
 def _required(kind: Any) -> list[str]:
@@ -255,7 +277,7 @@ def _members(annotation: Any) -> tuple[Any, ...]:
 
 
 def _takes_many(annotation: Any) -> bool:
-    return any(typing.get_origin(one) in (tuple, list) for one in _members(annotation))
+    return any(typing.get_origin(one) in (tuple, list, dict) for one in _members(annotation))
 
 
 def _convert(annotation: Any, words: Sequence[str]) -> Any:
@@ -263,6 +285,8 @@ def _convert(annotation: Any, words: Sequence[str]) -> Any:
     for one in sorted(_members(annotation), key=lambda one: one is not type(None)):  # "None" is not a string.
         origin, inner = typing.get_origin(one), typing.get_args(one)
         try:
+            if origin is dict:
+                return dict(_pair(inner[1], word) for word in words)
             if origin in (tuple, list):
                 if origin is tuple and inner[-1] is not Ellipsis and len(words) != len(inner):
                     continue
@@ -275,7 +299,20 @@ def _convert(annotation: Any, words: Sequence[str]) -> Any:
     raise ValueError
 
 
+def _pair(annotation: Any, word: str) -> tuple[str, Any]:
+    """(name, value) of `NAME=VALUE`. Raises ValueError for another word."""
+    name, equals, value = word.rpartition("=")
+    if not (name and equals):
+        raise ValueError
+    return name, _convert(annotation, [value])
+
+
 def _single(annotation: Any, word: str) -> Any:
+    if annotation is Any:  # A value as in Python, or a text.
+        try:
+            return ast.literal_eval(word)
+        except (ValueError, SyntaxError):
+            return word
     if annotation is type(None):
         if word not in ("None", "none"):
             raise ValueError
@@ -302,6 +339,7 @@ _NOUNS = {
     str: "a string",
     Path: "a path",
     Reference: "FILE:NAME or MODULE:NAME",
+    Any: "a value",
     type(None): "None",
 }
 
@@ -316,6 +354,8 @@ def _wanted(annotation: Any) -> str:
         elif typing.get_origin(one) in (tuple, list):
             count = f"{len(inner)} values" if inner[-1] is not Ellipsis else "values"
             wanted.append(f"{count}, each {_wanted(inner[0])}")
+        elif typing.get_origin(one) is dict:
+            wanted.append(f"NAME=VALUE pairs, each VALUE {_wanted(inner[1])}")
         else:
             wanted.append(_NOUNS.get(one, getattr(one, "__name__", str(one))))
     return " or ".join(wanted)

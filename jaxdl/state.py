@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdl.exchange import Exchange, init_on_mesh, state_specs
 from jaxdl.guard import Guard, GuardConfig
 from jaxdl.models.network import Network
+from jaxdl.optim import EVERYTHING, Trainable, keeps_average
 from jaxdl.precision import LossScale, Precision
 from jaxdl.sharding import Layout, Params, Specs, grad_specs, is_spec, named, param_specs, update_specs
 
@@ -34,7 +35,7 @@ class TrainState:
     model_state: ModelState
     """Running statistics of batch normalization."""
     ema_params: Params
-    """Exponential moving average of the parameters; empty when it is off."""
+    """Average of the parameters: an exponential moving one, or the optimizer's own; empty when there is none."""
     opt_state: optax.OptState
     """The optimizer's state."""
     exchange_state: Any
@@ -65,9 +66,9 @@ class StateSpec:
     params: Specs
     """PartitionSpecs of the parameters."""
     grads: Specs
-    """PartitionSpecs of the gradients while they are exchanged."""
+    """PartitionSpecs of the gradients while they are exchanged; None for frozen parameters."""
     update: Specs
-    """PartitionSpecs of gradients, parameters and per-parameter optimizer state in the update."""
+    """PartitionSpecs of gradients, parameters and per-parameter optimizer state in the update; None for frozen ones."""
     shapes: TrainState
     """The state's shapes."""
     specs: TrainState
@@ -91,6 +92,7 @@ def make_state_spec(
     guard: GuardConfig,
     *,
     use_ema: bool,
+    trainable: Trainable = EVERYTHING,
 ) -> StateSpec:
     """Infers shapes, then specs, then shardings of the whole state; nothing is allocated.
 
@@ -98,19 +100,20 @@ def make_state_spec(
     the model.
     """
     specs = param_specs(layout, network.axes, network.param_shapes)
-    gradient_specs = grad_specs(layout, network.axes, network.param_shapes)
-    split_specs = update_specs(layout, network.axes, network.param_shapes)
+    axes, trained = trainable.of(network.axes), trainable.of(network.param_shapes)
+    gradient_specs, split_specs = grad_specs(layout, axes, trained), update_specs(layout, axes, trained)
 
     def init(key: jax.Array) -> TrainState:
         init_key, run_key = jax.random.split(key)
         params, model_state = network.init(init_key)
+        opt_state = optimizer.init(trainable.of(params))
         return TrainState(
             step=jnp.int32(0),
             params=params,
             model_state=model_state,
-            ema_params=jax.tree.map(jnp.copy, params) if use_ema else {},
-            opt_state=optimizer.init(params),
-            exchange_state=init_on_mesh(exchange, network.param_shapes, gradient_specs, layout.mesh),
+            ema_params=jax.tree.map(jnp.copy, params) if use_ema or keeps_average(opt_state) else {},
+            opt_state=opt_state,
+            exchange_state=init_on_mesh(exchange, trained, gradient_specs, layout.mesh),
             loss_scale=precision.init_loss_scale(),
             guard=guard.init_guard(),
             key=jax.random.key_data(run_key),
@@ -121,9 +124,9 @@ def make_state_spec(
         step=PartitionSpec(),
         params=specs,
         model_state=_whole(shapes.model_state),
-        ema_params=specs if use_ema else {},
-        opt_state=_opt_specs(optimizer, shapes.opt_state, split_specs),
-        exchange_state=state_specs(exchange, network.param_shapes, gradient_specs, layout.mesh),
+        ema_params=specs if shapes.ema_params else {},
+        opt_state=_opt_specs(shapes.opt_state, trained, split_specs),
+        exchange_state=state_specs(exchange, trained, gradient_specs, layout.mesh),
         loss_scale=_whole(shapes.loss_scale),
         guard=_whole(shapes.guard),
         key=PartitionSpec(),
@@ -131,16 +134,24 @@ def make_state_spec(
     return StateSpec(init, specs, gradient_specs, split_specs, shapes, whole_specs, named(layout.mesh, whole_specs))
 
 
-def _opt_specs(optimizer: optax.GradientTransformation, opt_state: optax.OptState, specs: Specs) -> optax.OptState:
-    """`specs` for what the optimizer keeps of each parameter; all else is replicated."""
-    return optax.tree_utils.tree_map_params(
-        optimizer,
-        lambda _, spec: spec,
-        opt_state,
-        specs,
-        transform_non_params=lambda _: PartitionSpec(),
-        is_leaf=is_spec,
-    )
+def _opt_specs(opt_state: optax.OptState, params: Params, specs: Specs) -> optax.OptState:
+    """`specs` for what the optimizer keeps of each parameter in its shape; all else is replicated.
+
+    An array belongs to the parameter whose path its own path ends with. All arguments but `specs` are shapes.
+    """
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    known = {
+        path: (x.shape, spec) for (path, x), spec in zip(flat, jax.tree.leaves(specs, is_leaf=is_spec), strict=True)
+    }
+
+    def spec_of(path: tuple[Any, ...], leaf: Any) -> PartitionSpec:
+        for start in range(len(path)):
+            shape, spec = known.get(path[start:], (None, None))
+            if shape == leaf.shape:
+                return spec
+        return PartitionSpec()
+
+    return jax.tree_util.tree_map_with_path(spec_of, opt_state)
 
 
 def _whole(tree: Any) -> Any:

@@ -31,7 +31,7 @@ from jaxdl.exchange import Exchange, exchanged_on_mesh
 from jaxdl.guard import GuardConfig, choose
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.models.network import Network
-from jaxdl.optim import Rates, num_updates
+from jaxdl.optim import Rates, Trainable, averaged, num_updates
 from jaxdl.optim.norms import global_norm
 from jaxdl.precision import Precision, cast_weights
 from jaxdl.sharding import Grads, Layout, Params, Specs, gather_params, is_spec, named, spec_axes, use_layout
@@ -54,6 +54,9 @@ class StepConfig(Config):
     """Scale gradients down to this global norm when theirs is larger."""
     ema_decay: float | None = pydantic.Field(default=None, gt=0, lt=1)
     """Keep an exponential moving average of the parameters with this decay a step, and evaluate that."""
+    freeze: tuple[str, ...] = pydantic.Field(default=(), exclude_if=lambda value: not value)
+    """Patterns, such as `stem` or `*.bias`, of the names of parameters that are not trained: they have no gradients, no
+    optimizer state and no weight decay. Batch norm still updates its running statistics."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Parts:
     network: Network
     task: Task
     data_spec: DataSpec
+    trainable: Trainable
+    """Which parameters have gradients; the others are frozen."""
     optimizer: optax.GradientTransformationExtraArgs
     rates: Callable[[jax.typing.ArrayLike], Rates]
     """Learning rate and momentum of the next update, by the number of updates made so far."""
@@ -164,12 +169,13 @@ def _local_gradients(
     def one_microbatch(
         params: Params, model_state: ModelState, batch: Batch, factor: jax.Array
     ) -> tuple[Grads, Sums, ModelState]:
-        def objective(params: Params) -> tuple[jax.Array, tuple[Sums, ModelState]]:
-            outputs, new_model_state = apply_network(parts, inside, params, model_state, batch, train=True)
+        def objective(trained: Params) -> tuple[jax.Array, tuple[Sums, ModelState]]:
+            used = parts.trainable.merged(trained, params)
+            outputs, new_model_state = apply_network(parts, inside, used, model_state, batch, train=True)
             sums = parts.task.sums(outputs, batch, train=True)
             return sums["loss"] * factor, (sums, new_model_state)
 
-        grads, (sums, new_model_state) = jax.grad(objective, has_aux=True)(params)
+        grads, (sums, new_model_state) = jax.grad(objective, has_aux=True)(parts.trainable.of(params))
         grads = jax.tree.map(
             lambda spec, g: lax.with_sharding_constraint(g, spec), parts.state_spec.grads, grads, is_leaf=is_spec
         )
@@ -181,8 +187,7 @@ def _local_gradients(
         # Without this, differentiating would already sum over `replica` and the exchange would see no local gradient.
         params, model_state, factor = lax.pcast((params, model_state, factor), replica, to="varying")
         batch = {name: lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)) for name, x in batch.items()}
-        num_parts = parts.config.microbatches
-        if num_parts == 1:
+        if (num_parts := parts.config.microbatches) == 1:
             grads, sums, model_state = one_microbatch(params, model_state, batch, factor)
         else:
 
@@ -191,7 +196,8 @@ def _local_gradients(
                 grads, sums, model_state = one_microbatch(params, model_state, microbatch, factor)
                 return (jax.tree.map(jnp.add, total, grads), model_state), sums
 
-            zeros = lax.pcast(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params), replica, to="varying")
+            zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.trainable.of(params))
+            zeros = lax.pcast(zeros, replica, to="varying")
             microbatches = {name: split(x, num_parts) for name, x in batch.items()}
             (grads, model_state), sums = lax.scan(body, (zeros, model_state), microbatches)
             sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
@@ -263,29 +269,33 @@ def _update(parts: Parts, state: TrainState, grads: Grads) -> tuple[TrainState, 
     if config.clip_norm is not None:
         factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(grad_norm, jnp.finfo(jnp.float32).tiny))
         grads = jax.tree.map(lambda g: g * factor, grads)
-    spec = parts.state_spec
-    old = _resharded(parts, state.params, spec.update)
+    spec, trainable = parts.state_spec, parts.trainable
+    old = _resharded(parts, trainable.of(state.params), spec.update)
     # The optimizer's own count: a skipped step restores it with the rest of the state, and the schedule waits.
     num_made = num_updates(state.opt_state)
     rates = parts.rates(num_made)
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, old, rates=rates)
     # Without the first resharding XLA may gather the updates, not the parameters, and every device adds all of them.
-    params = _resharded(parts, optax.apply_updates(old, updates), spec.update)
-    params = _resharded(parts, params, spec.params)
-    ema_params = state.ema_params
+    updated = _resharded(parts, optax.apply_updates(old, updates), spec.update)
+    trained = _resharded(parts, updated, trainable.of(spec.params))
+    params, average = trainable.merged(trained, state.params), state.ema_params
     if config.ema_decay is not None:
         # Early on the average is over the steps so far, not dominated by the initial values.
         decay = jnp.minimum(config.ema_decay, (1.0 + num_made) / (10.0 + num_made))
-        ema_params = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, ema_params, params)
+        moved = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, trainable.of(average), trained)
+        average = trainable.merged(moved, average)
+    elif average:
+        own = _resharded(parts, averaged(opt_state, updated), trainable.of(spec.params))
+        average = trainable.merged(own, average)
     metrics = {"grad_norm": grad_norm, "learning_rate": rates.learning_rate}
     if rates.momentum is not None:
         metrics["momentum"] = rates.momentum
-    return state.replace(params=params, opt_state=opt_state, ema_params=ema_params), metrics
+    return state.replace(params=params, opt_state=opt_state, ema_params=average), metrics
 
 
 def _resharded(parts: Parts, params: optax.Params, specs: Specs) -> Any:
     """The parameters, resharded to `specs` where the update is sharded unlike them."""
-    if parts.state_spec.update == parts.state_spec.params:
+    if parts.state_spec.update == parts.trainable.of(parts.state_spec.params):
         return params
     return lax.with_sharding_constraint(params, named(parts.layout.mesh, specs))
 

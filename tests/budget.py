@@ -69,6 +69,7 @@ BUDGETS = {
     "test_checkpoint_faults.py": 20,
     "test_figures.py": 20,
     "test_optim.py": 20,
+    "test_own_optim.py": 20,
     "test_quantized_traffic.py": 20,
 }
 """Budget of a file in CPU seconds, the slow tests included. The files begin in this order: the longest one first."""

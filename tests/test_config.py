@@ -56,7 +56,7 @@ def leaf_fields(config, prefix=""):
 
 def test_every_choice_of_the_design_is_there():
     named = {path: list(kinds) for path, kinds in choices(Experiment).items()}
-    assert named["optimizer"] == ["sgd", "adamw", "lars", "lamb"]
+    assert named["optimizer"] == ["sgd", "adamw", "lars", "lamb", "optax"]
     assert named["exchange"][0] == "dense"
     assert set(named) == {"model", "data", "task", "optimizer", "schedule", "exchange", "precision"}
 
@@ -191,7 +191,7 @@ def test_help_shows_every_field_with_its_default_from_the_file(tmp_path, capsys)
         if name in ("phases", "mesh.without_gpus"):  # Set in a config file.
             continue
         option = f"--{name.replace('_', '-')}"
-        shown = " ".join(value) if isinstance(value, tuple) else str(value)
+        shown = " ".join(value) if isinstance(value, tuple | dict) else str(value)
         assert re.search(rf"{re.escape(option)}[ ,](?:(?!--).|--\S*no-)*?\(default: {re.escape(shown)}\)", words), (
             option
         )

@@ -1,17 +1,22 @@
 """Optimizers and learning-rate schedules: small optax transformations and the configs that chain them.
 
-An optimizer config (`SGD`, `AdamW`, `LARS`, `LAMB`) holds the peak learning rate; a schedule config (`Constant`,
-`Linear`, `Cosine`, `Polynomial`, `Steps`) its shape. Trust ratios are per layer, also in a stack of layers in one
-array, and exclude biases and normalization unless a config says otherwise.
+An optimizer config (`SGD`, `AdamW`, `LARS`, `LAMB`, or `Optax` for all others) holds the peak learning rate; a schedule
+config (`Constant`, `Linear`, `Cosine`, `Polynomial`, `Steps`) its shape. Trust ratios are per layer, also in a stack of
+layers in one array, and exclude biases and normalization unless a config says otherwise.
 """
 
+from jaxdl.optim.averages import averaged, keeps_average
+from jaxdl.optim.freezing import EVERYTHING, Trainable, make_trainable, param_names
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lars_trust_ratio
+from jaxdl.optim.making import check_average, make_optimizer
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
 from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer
+from jaxdl.optim.own import Optax
 from jaxdl.optim.rates import Rates, num_updates, scale_by_learning_rate
 from jaxdl.optim.schedules import Constant, Cosine, Linear, Polynomial, Schedule, Steps
 
 __all__ = [
+    "EVERYTHING",
     "LAMB",
     "LARS",
     "SGD",
@@ -19,15 +24,23 @@ __all__ = [
     "Constant",
     "Cosine",
     "Linear",
+    "Optax",
     "Optimizer",
     "Polynomial",
     "Rates",
     "Schedule",
     "Steps",
+    "Trainable",
     "add_weight_decay",
+    "averaged",
+    "check_average",
     "decay_mask",
+    "keeps_average",
+    "make_optimizer",
+    "make_trainable",
     "num_stacked_dims",
     "num_updates",
+    "param_names",
     "scale_by_lars_trust_ratio",
     "scale_by_learning_rate",
 ]

@@ -7,13 +7,13 @@ Their state is float32 arrays shaped like the parameters, so it is sharded like 
 from __future__ import annotations
 
 import abc
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import optax
 import pydantic
 
-from jaxdl.kinds import Choice
+from jaxdl.kinds import Choice, source_of
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import Mask, decay_mask, num_stacked_dims
 from jaxdl.optim.rates import changing_momentum, scale_by_learning_rate
@@ -25,6 +25,20 @@ class Optimizer(Choice):
 
     learning_rate: float = pydantic.Field(default=0.1, gt=0, allow_inf_nan=False)
     """The peak learning rate; the schedule decides its course."""
+    rate_factors: dict[str, Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]] = pydantic.Field(
+        default={}, exclude_if=lambda value: not value
+    )
+    """Factors of the learning rate by patterns of parameter names, `head=10 stem=0.1`; the first match counts."""
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return f"optimizer {self.kind}"
+
+    @property
+    def checked(self) -> bool:
+        """Whether it is tried on shapes before it is used; jaxdl's own ones need not be."""
+        return source_of(type(self)) is not None
 
     def momentum_at(self, cycle: jax.Array) -> jax.Array | None:
         """The momentum of an update, where it changes over the run; `cycle` is the value of `Schedule.cycle`."""

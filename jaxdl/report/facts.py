@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxdl.config import Config
 from jaxdl.mesh import Axis, batch_ways
+from jaxdl.optim import param_names
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.report.lines import format_number
 
@@ -31,12 +32,15 @@ def describe_config(config: Config, *always: str) -> str:
         elif value is True:
             parts.append(words)
         else:
-            values = value if isinstance(value, tuple | list) else (value,)
+            values = value if isinstance(value, tuple | list | dict) else (value,)
+            values = [f"{key}={_plain(one)}" for key, one in value.items()] if isinstance(value, dict) else values
             parts.append(f"{words} {' '.join(_plain(one) for one in values)}")
     return ", ".join(parts)
 
 
 def _plain(value: Any) -> str:
+    if callable(value):
+        return str(getattr(value, "__qualname__", value))
     return format_number(value) if isinstance(value, int | float) else str(value)
 
 
@@ -69,6 +73,10 @@ def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
         "model",
         f"{describe_config(experiment.model)}: {sum(sizes):,} parameters ({readable_bytes(4 * sum(sizes))} in float32)",
     )
+    if experiment.step.freeze:
+        names, trained = param_names(parts.network.param_shapes), parts.trainable.of(parts.network.param_shapes)
+        left = [math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)]
+        yield "frozen", f"{len(names) - len(left):,} of {len(names):,} arrays, {sum(sizes) - sum(left):,} parameters"
     objective = parts.task.objective
     if objective:
         yield "loss", f'{objective} in training, reported as "objective"; without it in evaluations'

@@ -34,7 +34,7 @@ from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.kinds import without_source
 from jaxdl.mesh import Axis, Device, batch_sharding, batch_ways, make_mesh, platform
 from jaxdl.models import Network
-from jaxdl.optim import Rates
+from jaxdl.optim import Rates, check_average, make_optimizer, make_trainable
 from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
 from jaxdl.run.initial import Initial
@@ -47,7 +47,7 @@ from jaxdl.run.validate import (
     check_tensor_dims,
     check_warmup,
 )
-from jaxdl.sharding import STACKED, Layout, grad_specs, named
+from jaxdl.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names, named
 from jaxdl.state import TrainState, make_state_spec
 from jaxdl.step import Parts
 
@@ -179,22 +179,34 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
         )
     network = _network(experiment, spec)
     check_tensor_dims(experiment.sharding, network)
-    optimizer = experiment.optimizer.build(network.axes)
+    trainable = make_trainable(experiment.step.freeze, network.param_shapes)
+    axes, shapes = trainable.of(network.axes), trainable.of(network.param_shapes)
+    optimizer = make_optimizer(experiment.optimizer, axes, shapes)
     layout = Layout(experiment.sharding, mesh)
     exchange = _make_exchange(experiment, network, spec, layout)
-    use_ema = experiment.step.ema_decay is not None
+    ema_decay = experiment.step.ema_decay
+    state_spec = make_state_spec(
+        layout,
+        network,
+        optimizer,
+        exchange,
+        experiment.precision,
+        experiment.guard,
+        use_ema=ema_decay is not None,
+        trainable=trainable,
+    )
+    check_average(state_spec.shapes.opt_state, experiment.optimizer, ema_decay)
     return Parts(
         network=network,
         task=experiment.task,
         data_spec=spec,
+        trainable=trainable,
         optimizer=optimizer,
         rates=make_rates(experiment, timeline),
         exchange=exchange,
         precision=experiment.precision,
         layout=layout,
-        state_spec=make_state_spec(
-            layout, network, optimizer, exchange, experiment.precision, experiment.guard, use_ema=use_ema
-        ),
+        state_spec=state_spec,
         guard=experiment.guard,
         config=experiment.step,
     )
@@ -262,8 +274,9 @@ def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> G
     """What the exchange of an experiment on a mesh is about, as the cost model takes it."""
     network = _network(experiment, spec)
     layout = Layout(experiment.sharding, mesh)
-    shardings = by_name(named(mesh, grad_specs(layout, network.axes, network.param_shapes)))
-    shapes = {name: shardings[name].shard_shape(x.shape) for name, x in by_name(network.param_shapes).items()}
+    axes, trained = _trained(experiment, network)
+    shardings = by_name(named(mesh, grad_specs(layout, axes, trained)))
+    shapes = {name: shardings[name].shard_shape(x.shape) for name, x in by_name(trained).items()}
     return Gradients(shapes, mesh.shape[Axis.REPLICA], _gradient_layout(experiment, network, spec, layout))
 
 
@@ -276,8 +289,15 @@ def _make_exchange(experiment: Experiment, network: Network, spec: DataSpec, lay
     config, num_replicas = experiment.exchange, layout.mesh.shape[Axis.REPLICA]
     assert isinstance(config, ExchangeConfig), "it has been chosen"
     gradients = _gradient_layout(experiment, network, spec, layout)
-    config.check({name: x.shape for name, x in by_name(network.param_shapes).items()}, gradients, num_replicas)
+    _, trained = _trained(experiment, network)
+    config.check({name: x.shape for name, x in by_name(trained).items()}, gradients, num_replicas)
     return config.build_single_replica(gradients) if num_replicas == 1 else config.build(gradients)
+
+
+def _trained(experiment: Experiment, network: Network) -> tuple[LogicalAxes, Params]:
+    """The logical axes and the shapes of the parameters that have gradients."""
+    trainable = make_trainable(experiment.step.freeze, network.param_shapes)
+    return trainable.of(network.axes), trainable.of(network.param_shapes)
 
 
 def _gradient_layout(experiment: Experiment, network: Network, spec: DataSpec, layout: Layout) -> GradientLayout:
@@ -288,12 +308,14 @@ def _gradient_layout(experiment: Experiment, network: Network, spec: DataSpec, l
         return jnp.sum(network.apply(params, blank, *inputs, train=True)[0])
 
     several = layout.mesh.shape[Axis.REPLICA] > 1  # One replica sends nothing, in whatever order.
-    names = leaf_names(network.param_shapes)
-    axes = jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple))
+    trained_axes, trained = _trained(experiment, network)
+    names = leaf_names(trained)
+    axes = jax.tree.leaves(trained_axes, is_leaf=is_names)
+    order = backward_order(loss, network.param_shapes, spec.blank()) if several else ()
     return GradientLayout(
-        specs=by_name(grad_specs(layout, network.axes, network.param_shapes)),
+        specs=by_name(grad_specs(layout, trained_axes, trained)),
         inner={axis: size for axis, size in layout.mesh.shape.items() if axis != Axis.REPLICA and size > 1},
-        order=backward_order(loss, network.param_shapes, spec.blank()) if several else (),
+        order=tuple(name for name in order if name in names),
         stacked=frozenset(name for name, one in zip(names, axes, strict=True) if STACKED in one),
     )
 
@@ -337,6 +359,11 @@ def make_exchange_state(plan: Plan) -> Any:
     """The fresh state of a plan's gradient exchange alone."""
     parts = plan.parts
     return jax.jit(
-        lambda: init_on_mesh(parts.exchange, parts.network.param_shapes, parts.state_spec.grads, parts.layout.mesh),
+        lambda: init_on_mesh(
+            parts.exchange,
+            parts.trainable.of(parts.network.param_shapes),
+            parts.state_spec.grads,
+            parts.layout.mesh,
+        ),
         out_shardings=parts.state_spec.shardings.exchange_state,
     )()

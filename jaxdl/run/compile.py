@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from jaxdl.compiler import Options, compiled
+from jaxdl.config import Config
 from jaxdl.evaluation import EvalStep, NormStep, make_eval_step, make_norm_step
 from jaxdl.mesh import Axis, platform
 from jaxdl.optim import Constant
@@ -134,7 +135,9 @@ def program_key(plan: Plan, segment: Segment) -> str:
     constant = isinstance(experiment.schedule, Constant) and len(plan.timeline.segments) == 1
     constant = constant and getattr(experiment.optimizer, "momentum_at_peak", None) is None
     length = plan.timeline.num_examples if constant else (plan.timeline.segments, plan.timeline.num_examples)
-    classes = [id(type(part)) for _, part in experiment]  # In a notebook a class may get another body.
+    # In a notebook a class or a function may get another body.
+    classes = [id(type(part)) for _, part in experiment]
+    classes += [id(one) for _, part in experiment if isinstance(part, Config) for _, one in part if callable(one)]
     mesh = plan.parts.layout.mesh
     devices = [device.id for device in mesh.devices.flat]
     return repr((config, classes, shapes, length, plan.parts.data_spec, mesh.shape, devices))

@@ -1,0 +1,155 @@
+"""Makes the optimizer of a run from its config; one that jaxdl does not know is tried on shapes before it is used."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdl.config import ConfigError
+from jaxdl.optim.averages import keeps_average
+from jaxdl.optim.freezing import param_names
+from jaxdl.optim.optimizers import Optimizer
+from jaxdl.optim.own import is_transformation
+from jaxdl.optim.rates import Rates, num_counts, scale_by_factors
+from jaxdl.patterns import check_patterns, matches
+from jaxdl.sharding import LogicalAxes, Params
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def make_optimizer(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of parameters with these logical axes and shapes; its `update` needs the extra argument `rates`.
+
+    Raises ConfigError for one that cannot be used, and for a rate factor that no parameter has.
+    """
+    optimizer = _checked(config, axes, shapes) if config.checked else config.build(axes)
+    if not config.rate_factors:
+        return optimizer
+    return scale_by_factors(optimizer, _factors(config.rate_factors, shapes))
+
+
+def check_average(opt_state: optax.OptState, config: Optimizer, ema_decay: float | None) -> None:
+    """Raises ConfigError for settings that do not go with an optimizer that averages the parameters itself.
+
+    `opt_state` is the optimizer's state or its shapes.
+    """
+    if not keeps_average(opt_state):
+        return
+    if ema_decay is not None:
+        raise ConfigError(
+            f"--step.ema-decay {ema_decay:g}: {config.label} averages the parameters itself, and evaluates that "
+            "average. Set --step.ema-decay None."
+        )
+    if config.rate_factors:
+        raise ConfigError(
+            f"--optimizer.rate-factors: {config.label} averages the parameters itself, so a factor of its updates "
+            "would not be one of the learning rate. Leave it out, or choose an optimizer that does not average."
+        )
+
+
+def _factors(factors: Mapping[str, float], shapes: Params) -> Any:
+    """The factor of each parameter: that of the first pattern that selects it, or 1."""
+    names = param_names(shapes)
+    check_patterns(factors, names, "--optimizer.rate-factors")
+    found = [next((factor for one, factor in factors.items() if matches(name, one)), 1.0) for name in names]
+    return jax.tree.unflatten(jax.tree.structure(shapes), found)
+
+
+def _checked(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.GradientTransformationExtraArgs:
+    """The built optimizer, whose `init` and `update` have been traced. Raises ConfigError with what is wrong."""
+    label = config.label
+    built = _tried(f"{label}: build()", lambda: config.build(axes))
+    if not is_transformation(built):
+        raise ConfigError(
+            f"{label}: build() returned {type(built).__name__}, not an optax transformation. Return one, such as "
+            "optax.chain(optax.scale_by_adam(), jaxdl.optim.scale_by_learning_rate())."
+        )
+    optimizer = optax.with_extra_args_support(built)
+    state = _tried(f"{label}: init()", lambda: jax.eval_shape(optimizer.init, shapes))
+    if num_counts(state) != 1:
+        raise ConfigError(
+            f"{label}: its chain has {num_counts(state) or 'no'} jaxdl.optim.scale_by_learning_rate(), and needs one: "
+            "it applies the learning rate of the schedule, and counts the updates."
+        )
+    for path, leaf in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            raise ConfigError(
+                f"{label}: its state has a random key ({_name(path)}), which no checkpoint can hold. Keep it as "
+                "jax.random.key_data, or choose another optimizer."
+            )
+
+    def update(grads: Any, state: Any, params: Any, learning_rate: Any) -> Any:
+        rates = Rates(learning_rate, config.momentum_at(learning_rate))
+        return optimizer.update(grads, state, params, rates=rates)
+
+    scalar = jax.ShapeDtypeStruct((), jnp.float32)
+    trace = jax.make_jaxpr(update, return_shape=True)
+    jaxpr, (updates, new_state) = _tried(f"{label}: update()", lambda: trace(shapes, state, shapes, scalar))
+    _check_like(f"{label}: the updates differ from the parameters", updates, shapes, dtypes=False)
+    _check_like(f"{label}: update() returns another state than init()", new_state, state, dtypes=True)
+    if not _uses(jaxpr.jaxpr, jaxpr.jaxpr.invars[-1]):
+        raise ConfigError(
+            f"{label}: its updates do not depend on the learning rate, so --schedule and --optimizer.learning-rate "
+            "would have no effect after the start. Choose another optimizer."
+        )
+    return optimizer
+
+
+def _uses(jaxpr: Any, variable: Any) -> bool:
+    """Whether a result of a jaxpr depends on one of its variables."""
+    needed = {id(one) for one in jaxpr.outvars}
+    for equation in reversed(jaxpr.eqns):
+        if needed.intersection(map(id, equation.outvars)):
+            needed.update(map(id, equation.invars))
+    return id(variable) in needed
+
+
+def _tried(what: str, call: Callable[[], Any]) -> Any:
+    """The result of a call into code that is not jaxdl's. Raises ConfigError for any error, with its place."""
+    try:
+        return call()
+    except ConfigError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines()
+        said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+        advice = ""
+        if isinstance(error, TypeError) and "required" in said:
+            advice = " An update gets the gradients, its state and the parameters, no loss and no other function."
+        raise ConfigError(f"{what} raised {said.rstrip('.')}{_place(error)}.{advice}") from None
+
+
+def _place(error: Exception) -> str:
+    """Where the user's own code raised an error, if it did: ` (mine.py, line 12)`."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if not path.is_relative_to(_PACKAGE) and "site-packages" not in path.parts and path.is_file():
+            return f" ({path.name}, line {frame.lineno})"
+    return ""
+
+
+def _check_like(what: str, found: Any, wanted: Any, *, dtypes: bool) -> None:
+    """Raises ConfigError when two trees of shapes differ in structure, shapes or dtypes, with the first difference."""
+    here, there = (
+        {_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]} for tree in (found, wanted)
+    )
+    for name in [*there, *here]:
+        if name not in here or name not in there:
+            raise ConfigError(f"{what}: {name} is {'missing' if name in there else 'not in them'}.")
+        one, other = here[name], there[name]
+        if one.shape != other.shape or (dtypes and one.dtype != other.dtype):
+            raise ConfigError(
+                f"{what}: {name} is {one.dtype} {list(one.shape)}, not {other.dtype} {list(other.shape)}."
+            )
+    if jax.tree.structure(found) != jax.tree.structure(wanted):
+        raise ConfigError(f"{what}: they are trees of other types.")
+
+
+def _name(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
