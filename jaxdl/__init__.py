@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxdl.data import Data
+    from jaxdl.data import Arrays, Data
     from jaxdl.errors import ConfigError
     from jaxdl.exchange import ExchangeConfig
     from jaxdl.experiment import Experiment, load
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from jaxdl.run.entry import train
     from jaxdl.run.initial import InitFrom
     from jaxdl.run.result import Interrupted, Run
-    from jaxdl.tasks import Task
+    from jaxdl.tasks import Loss, Task
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Arrays": "jaxdl.data",
     "ConfigError": "jaxdl.errors",
     "Data": "jaxdl.data",
     "ExchangeConfig": "jaxdl.exchange",
@@ -37,6 +38,7 @@ _HOMES = {
     "Optax": "jaxdl.optim",
     "Optimizer": "jaxdl.optim",
     "Schedule": "jaxdl.optim",
+    "Loss": "jaxdl.tasks",
     "Task": "jaxdl.tasks",
     "InitFrom": "jaxdl.run.initial",
     "Interrupted": "jaxdl.run.result",
@@ -47,12 +49,14 @@ _HOMES = {
 }
 
 __all__ = [
+    "Arrays",
     "ConfigError",
     "Data",
     "ExchangeConfig",
     "Experiment",
     "InitFrom",
     "Interrupted",
+    "Loss",
     "Model",
     "Optax",
     "Optimizer",

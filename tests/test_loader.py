@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdl.config import ConfigError
 from jaxdl.data import Batches, EpochShuffle, Source, SyntheticText, TrainLoader, eval_batches
 from jaxdl.data.loader import local_rows
-from jaxdl.data.source import ImageSpec
+from jaxdl.data.spec import ImageSpec
 
 
 class Numbers(Source):

@@ -18,7 +18,7 @@ from jaxdl.bench.optim import make_updates
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, median_ratio, time_in_turns, write_json
 from jaxdl.bench.torch_side import make_torch_step
 from jaxdl.config import ConfigError
-from jaxdl.data import SyntheticImages, TextSpec
+from jaxdl.data import ImageSpec, SyntheticImages, TextSpec
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.optim import Constant
 from jaxdl.run.build import Plan, make_initial_state, make_plan
@@ -73,7 +73,7 @@ def measure(command: TrainBench) -> dict[str, Any]:
         if jax.device_count() > 1 and jax.default_backend() != "cpu":
             raise ConfigError("--against torch: PyTorch is measured on one GPU. Set CUDA_VISIBLE_DEVICES=0.")
         spec = plan.parts.data_spec
-        if isinstance(spec, TextSpec):
+        if not isinstance(spec, ImageSpec):
             raise ConfigError("--against torch: only models of images are supported.")
         sides["torch"], about["torch"] = make_torch_step(
             experiment, num_classes=spec.num_classes, size=spec.height, channels=spec.channels
@@ -83,7 +83,7 @@ def measure(command: TrainBench) -> dict[str, Any]:
     del jaxdl, sides  # Free their memory for the measurement.
     times |= _timed({"update alone": make_updates(plan.parts)}, command)
     spec = plan.parts.data_spec
-    unit, number = ("tokens", spec.length) if isinstance(spec, TextSpec) else ("images", 1)
+    unit, number = ("tokens", spec.length) if isinstance(spec, TextSpec) else (spec.described()[0], 1)
     flops, (peak, source) = step_flops(plan), peak_flops(experiment.precision)
     device = jax.devices()[0]
     return {
@@ -97,7 +97,7 @@ def measure(command: TrainBench) -> dict[str, Any]:
         "memory_bytes": memory,
         "devices": f"{jax.device_count()} x {device.device_kind}",
         "precision": experiment.precision.kind,
-        "input": f"{number} tokens" if isinstance(spec, TextSpec) else f"{spec.height} x {spec.width} pixels",
+        "input": f"{spec.height} x {spec.width} pixels" if isinstance(spec, ImageSpec) else f"{number} {unit}",
     }
 
 

@@ -1,30 +1,23 @@
 """Data: sources of examples, the order in which they are seen, and the loader that puts batches on the devices.
 
-A data config (`Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `SyntheticImages`, `SyntheticText`) builds
-`Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle` chooses
-the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the mesh.
+A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `SyntheticImages`, `SyntheticText`)
+builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
+chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
+mesh.
 
 Encoded photographs (`Photos`) come from `Records`, local or remote; `Maker` turns them into rows of batches, in the
 worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s, the tiers of the cache.
 """
 
+from jaxdl.data.arrays import Arrays
 from jaxdl.data.codec import Codec
 from jaxdl.data.digits import Digits
 from jaxdl.data.folder import ImageFolder
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
 from jaxdl.data.order import EpochShuffle
 from jaxdl.data.photos import Cache, Photos, PhotoSource
-from jaxdl.data.source import (
-    Data,
-    DataSpec,
-    ImageArrays,
-    ImageSpec,
-    Source,
-    Splits,
-    TextSpec,
-    spec_from_json,
-    spec_to_json,
-)
+from jaxdl.data.source import Data, ImageArrays, Source, Splits
+from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
 from jaxdl.data.synthetic import SyntheticImages, SyntheticText
 from jaxdl.data.tars import ImageTars
 from jaxdl.data.text import TextFiles, TokenWindows, standard_library_files
@@ -32,6 +25,8 @@ from jaxdl.data.tfds import TFDS
 
 __all__ = [
     "TFDS",
+    "ArraySpec",
+    "Arrays",
     "Batches",
     "Cache",
     "Codec",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pydantic
 
-from jaxdl.data.source import Data, ImageArrays, ImageSpec, Splits, channel_statistics
+from jaxdl.data.source import Data, ImageArrays, Splits, channel_statistics
+from jaxdl.data.spec import ImageSpec
 
 
 class Digits(Data, kind="digits"):

@@ -28,7 +28,8 @@ from jaxdl.data.maker import Made, PipelinePlan, SplitPlan, TierPlan, Work
 from jaxdl.data.pool import Pool
 from jaxdl.data.records import Records
 from jaxdl.data.shm import check_shared, clear_abandoned, release, shared_folder, shared_path
-from jaxdl.data.source import Activity, ImageSpec, Source, Splits, TrainRows, check_classes
+from jaxdl.data.source import Activity, Source, Splits, TrainRows, check_classes
+from jaxdl.data.spec import ImageSpec
 from jaxdl.data.view import Erasing, View
 
 IMAGENET_MEAN, IMAGENET_STD = (123.675, 116.28, 103.53), (58.395, 57.12, 57.375)

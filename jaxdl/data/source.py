@@ -1,10 +1,9 @@
-"""Interface of data sets: a specification, and rows of examples by index."""
+"""Interface of data sets: a config that builds two sources, and rows of examples by index."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
-import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.data.spec import DataSpec, ImageSpec
 from jaxdl.kinds import Choice
 
 if TYPE_CHECKING:
@@ -21,61 +21,6 @@ if TYPE_CHECKING:
 
 STD_FLOOR = 1.0
 """Smallest standard deviation of a channel, in grey levels: a constant channel must not divide by zero."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ImageSpec:
-    """Shape and statistics of an image data set. `mean` and `std` are per channel, in grey levels 0..255."""
-
-    height: int
-    width: int
-    channels: int
-    num_classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    modality: ClassVar[str] = "images"
-
-    def sizes(self) -> dict[str, int]:
-        """The sizes that a network is built with."""
-        return {"num_classes": self.num_classes, "channels": self.channels}
-
-    def blank(self) -> dict[str, np.ndarray]:
-        """A training batch of one example, all zeros: its shapes and dtypes."""
-        image = np.zeros((1, self.height, self.width, self.channels), np.uint8)
-        return {"image": image, "label": np.zeros(1, np.int32)}
-
-
-@dataclasses.dataclass(frozen=True)
-class TextSpec:
-    """Vocabulary and window of a text data set. `bytes_per_token` is that of the held-out text."""
-
-    vocab_size: int
-    length: int
-    bytes_per_token: float
-    modality: ClassVar[str] = "text"
-
-    def sizes(self) -> dict[str, int]:
-        """The sizes that a network is built with."""
-        return {"vocab_size": self.vocab_size}
-
-    def blank(self) -> dict[str, np.ndarray]:
-        """A training batch of one example, all zeros: its shapes and dtypes."""
-        return {"tokens": np.zeros((1, self.length + 1), np.int32)}
-
-
-DataSpec = ImageSpec | TextSpec
-
-
-def spec_to_json(spec: DataSpec) -> str:
-    """The spec as JSON; a run keeps it so that its network can be used without its data."""
-    return json.dumps({"modality": spec.modality} | dataclasses.asdict(spec), indent=2)
-
-
-def spec_from_json(text: str) -> DataSpec:
-    """The spec that `spec_to_json` wrote."""
-    values = json.loads(text)
-    kind = {"images": ImageSpec, "text": TextSpec}[values.pop("modality")]
-    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
 
 class Data(Choice):
@@ -124,13 +69,13 @@ class Source(abc.ABC):
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The examples `indices` [batch] as fresh arrays, which the caller may keep.
 
-        Images: image uint8 [batch, height, width, channel], label int32 [batch]. Text: tokens int32 [batch, length+1].
+        Their names, shapes and dtypes are those of `spec.blank()`.
         """
 
     def eval_batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """As `batch`, with "mask" (bool). Indices >= len(self) are padding: rows of zeros whose mask is False.
 
-        The mask is [batch] for images and [batch, length] for text.
+        The mask is [batch], and [batch, length] for text: `spec.mask`.
         """
         valid = indices < len(self)
         # An empty batch has no shapes to copy, so a batch of only padding reads one example.
@@ -180,9 +125,8 @@ class Source(abc.ABC):
         return {name: jax.ShapeDtypeStruct((batch_size, *x.shape[1:]), x.dtype) for name, x in rows.items()}
 
     def _mask(self, indices: np.ndarray, valid: np.ndarray) -> np.ndarray:
-        if isinstance(self.spec, TextSpec):
-            return np.repeat(valid[:, None], self.spec.length, axis=1)
-        return valid
+        del indices
+        return self.spec.mask(valid)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pydantic
 
-from jaxdl.data.source import Data, ImageSpec, Source, Splits, TextSpec, channel_statistics
+from jaxdl.data.source import Data, Source, Splits, channel_statistics
+from jaxdl.data.spec import ImageSpec, TextSpec
 
 # A Markov chain's next token is the first, second, third or fourth successor with 4, 2, 1 and 1 chances in 8.
 _BRANCHES = np.array([0, 0, 0, 0, 1, 1, 2, 3])

@@ -14,7 +14,8 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.remote import reading
-from jaxdl.data.source import Data, Source, Splits, TextSpec
+from jaxdl.data.source import Data, Source, Splits
+from jaxdl.data.spec import TextSpec
 
 STANDARD_LIBRARY = "python:stdlib"
 """In `TextFiles.paths`: the source of the running Python's standard library."""

@@ -22,7 +22,8 @@ from jaxdl.data.photos import Photos, num_cpus
 from jaxdl.data.prepared import Stored, Unreadable, find_test_split, open_builder, open_split
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.remote import Outage
-from jaxdl.data.source import Data, ImageArrays, ImageSpec, Source, Splits, channel_statistics, check_classes
+from jaxdl.data.source import Data, ImageArrays, Source, Splits, channel_statistics, check_classes
+from jaxdl.data.spec import ImageSpec
 from jaxdl.data.text import text_splits
 
 _MODES = {1: "L", 3: "RGB", 4: "RGBA"}  # channels -> Pillow's name

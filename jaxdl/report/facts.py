@@ -56,10 +56,7 @@ def devices_fact(mesh: Mesh) -> str:
 def data_fact(config: Config, splits: Any) -> str:
     """`digits: 1,438 training and 359 held-out images of 8 x 8 x 1, 10 classes`; `splits` is the data."""
     spec = splits.train.spec
-    if spec.modality == "text":
-        noun, what = "windows", f"{spec.length:,} tokens, vocabulary of {spec.vocab_size:,}"
-    else:
-        noun, what = "images", f"{spec.height} x {spec.width} x {spec.channels}, {spec.num_classes:,} classes"
+    noun, what = spec.described()
     name = getattr(config, "name", None)
     kind = f"{getattr(config, 'kind', 'data')}{f' {name}' if name else ''}"
     return f"{kind}: {len(splits.train):,} training and {len(splits.test):,} held-out {noun} of {what}"

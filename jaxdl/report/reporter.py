@@ -46,7 +46,6 @@ class Scored(Protocol):
     """What is read of a `jaxdl.tasks.Task`."""
 
     unit: ClassVar[str]
-    modality: ClassVar[str | None]
 
     @property
     def objective(self) -> str:
@@ -316,7 +315,7 @@ class Reporter:
         self._show_curves(last=True)
         if self._progress is not None:
             self._progress.stop()
-        print_summary(summary, self._start.console, what_next(self._folder, status, self._task.modality))
+        print_summary(summary, self._start.console, what_next(self._folder, status, self._subject.spec.modality))
         return summary
 
     def _seconds(self) -> Counter[str]:

@@ -172,10 +172,11 @@ def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None
 
 def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Timeline) -> Parts:
     """All that steps are made of, for data that `spec` describes. Raises ConfigError for parts that do not fit."""
-    if experiment.model.modality not in (None, spec.modality):
+    if not spec.fits(experiment.model.modality):
         raise ConfigError(
-            f"data {experiment.data.kind} is {spec.modality}, but model {experiment.model.kind} reads "
-            f"{experiment.model.modality}. Choose a --model and --task for {spec.modality}, or other --data."
+            f"data {experiment.data.kind} is {spec.modality} ({spec.described()[1]}), but model "
+            f"{experiment.model.kind} reads {experiment.model.modality}. Choose a --model and --task for "
+            f"{spec.modality}, or other --data."
         )
     network = _network(experiment, spec)
     check_tensor_dims(experiment.sharding, network)
@@ -198,7 +199,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
     check_average(state_spec.shapes.opt_state, experiment.optimizer, ema_decay)
     return Parts(
         network=network,
-        task=experiment.task,
+        task=experiment.task.fitted(spec, _outputs(experiment, network, spec)),
         data_spec=spec,
         trainable=trainable,
         optimizer=optimizer,
@@ -282,6 +283,19 @@ def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> G
 
 def _network(experiment: Experiment, spec: DataSpec) -> Network:
     return Network(experiment.model.make(**spec.sizes(), dtype=experiment.precision.dtype))
+
+
+def _outputs(experiment: Experiment, network: Network, spec: DataSpec) -> Callable[[Any], Any]:
+    """A function from a batch to the shapes of the network's outputs."""
+
+    def forward(params: Any, model_state: Any, batch: Any) -> Any:
+        inputs = experiment.task.inputs(batch, spec)
+        return network.apply(params, model_state, *inputs, train=False)[0]
+
+    def outputs(batch: Any) -> Any:
+        return jax.eval_shape(forward, *jax.eval_shape(network.init, jax.random.key(0)), batch)
+
+    return outputs
 
 
 def _make_exchange(experiment: Experiment, network: Network, spec: DataSpec, layout: Layout) -> Exchange:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.config import ConfigError
@@ -44,33 +43,35 @@ class Inference:
         """The predictions of the task, float32; a function to trace."""
         return self.parts.task.predictions(self.outputs(params, model_state, batch))
 
-    def predict(self, inputs: Any) -> np.ndarray:
+    def predict(self, inputs: Any) -> Any:
         """The prediction of the task for each input; for classification the probabilities `[batch, num_classes]`.
 
         Images are uint8 `[batch, height, width, channel]` with grey levels from 0 to 255, of the size that the network
-        was trained on; for other data give a dictionary of arrays, named as in its batches. Raises ConfigError for
-        another shape or type, and for a network that reads text.
+        was trained on. For other data give the array that the network reads; if it reads several, a dictionary with
+        their names, or a tuple in the order of `Loss(fn, inputs=...)`. With a `Loss` the predictions are the outputs.
+        Raises ConfigError for another shape or type, and for a network that reads text.
         """
         if isinstance(self.parts.data_spec, TextSpec):
             raise ConfigError("predict: this network reads text; use generate(prompt), or logits(tokens).")
         return self._of_batch(self._probabilities, "predict", inputs)
 
-    def logits(self, inputs: Any) -> np.ndarray:
+    def logits(self, inputs: Any) -> Any:
         """The outputs of the network before they become probabilities, float32.
 
         Inputs are as in `predict`; for text integers `[batch, length]`, the output is `[batch, length, vocab_size]`.
         """
-        return self._of_batch(self._logits, "logits", inputs).astype(np.float32)
+        return jax.tree.map(lambda x: x.astype(np.float32), self._of_batch(self._logits, "logits", inputs))
 
-    def _of_batch(self, function: Callable[..., jax.Array], what: str, inputs: Any) -> np.ndarray:
+    def _of_batch(self, function: Callable[..., Any], what: str, inputs: Any) -> Any:
         """The function of a batch of inputs, which is padded to what the mesh divides."""
         mesh = self.parts.layout.mesh
-        batch = checked_batch(self.parts.data_spec, what, inputs)
+        batch = self.parts.task.to_predict(inputs, self.parts.data_spec, what)
         count = len(next(iter(batch.values())))
         padding = -count % batch_ways(mesh)
         padded = {name: np.concatenate([x, np.zeros((padding, *x.shape[1:]), x.dtype)]) for name, x in batch.items()}
         placed = jax.device_put(padded, batch_sharding(mesh))
-        return np.asarray(function(self.params, self.model_state, placed))[:count]
+        found = function(self.params, self.model_state, placed)
+        return jax.tree.map(lambda x: np.asarray(x)[:count], found)
 
     def evaluate_source(
         self, source: Source, batch_size: int, *, poll: Callable[[], None] = lambda: None
@@ -142,45 +143,6 @@ def of_phase(source: Source, phase: Phase | None) -> Source:
     if not isinstance(source, PhotoSource):
         raise ConfigError("evaluate: a network that was trained in phases is evaluated on photographs.")
     return source.at(size=phase.eval_size or phase.size)
-
-
-def checked_batch(spec: DataSpec, what: str, inputs: Any) -> dict[str, np.ndarray]:
-    """The batch of the network's inputs, without labels. `what` names the function in the ConfigError it raises."""
-    if isinstance(spec, ImageSpec):
-        images, wanted = np.asarray(inputs), (spec.height, spec.width, spec.channels)
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != wanted:
-            raise ConfigError(
-                f"{what}: got {images.dtype} {list(images.shape)}; this network reads uint8 "
-                f"[batch, {', '.join(map(str, wanted))}], grey levels from 0 to 255."
-            )
-        return {"image": images}
-    if isinstance(spec, TextSpec):
-        tokens = np.asarray(inputs)
-        if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or not 0 < tokens.shape[1] <= spec.length:
-            raise ConfigError(
-                f"{what}: got {tokens.dtype} {list(tokens.shape)}; this network reads integers [batch, length], at "
-                f"most {spec.length} tokens."
-            )
-        return {"tokens": with_targets(tokens, np)}
-    blank = spec.blank()
-    if not isinstance(inputs, Mapping) or not inputs or not set(inputs) <= set(blank):
-        raise ConfigError(f"{what}: give a dictionary of arrays with names of {', '.join(blank)}.")
-    batch = {name: np.asarray(x) for name, x in inputs.items()}
-    for name, x in batch.items():
-        if x.dtype != blank[name].dtype or x.shape[1:] != blank[name].shape[1:]:
-            raise ConfigError(
-                f"{what}: {name} is {x.dtype} {list(x.shape)}; this network reads {blank[name].dtype} "
-                f"{['batch', *blank[name].shape[1:]]}."
-            )
-    return batch
-
-
-def with_targets(tokens: Any, library: Any = jnp) -> Any:
-    """Tokens with one column of zeros more: a batch of text holds inputs and, one place on, their targets.
-
-    `library` is numpy or jax.numpy.
-    """
-    return library.pad(tokens.astype(library.int32), ((0, 0), (0, 1)))
 
 
 def _evaluated_on(trained: DataSpec, other: DataSpec) -> DataSpec:

@@ -6,5 +6,6 @@ Means are taken after the sums, so they are exact on any mesh and for any split 
 from jaxdl.tasks.base import Task
 from jaxdl.tasks.classification import Classification
 from jaxdl.tasks.language import LanguageModelling
+from jaxdl.tasks.own import Loss
 
-__all__ = ["Classification", "LanguageModelling", "Task"]
+__all__ = ["Classification", "LanguageModelling", "Loss", "Task"]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import jax
+import numpy as np
 
+from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
 from jaxdl.kinds import Choice
 
@@ -32,6 +34,26 @@ class Task(Choice):
         """How the training loss differs from the evaluation loss, "with ..."; empty when it does not."""
         return ""
 
+    def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
+        """The task as it is used with this data and a network. Raises ConfigError when they do not fit.
+
+        `outputs(batch)` gives the shapes of the network's outputs.
+        """
+        del outputs
+        if not spec.fits(self.modality):
+            raise ConfigError(
+                f"data: they are {spec.modality} ({spec.described()[1]}), but task {self.kind} needs {self.modality}. "
+                "Choose another --task, or other --data."
+            )
+        return self
+
+    def to_predict(self, values: Any, spec: DataSpec, what: str = "predict") -> dict[str, np.ndarray]:
+        """The batch, without labels, of values that a user gave to the function called `what`.
+
+        Raises ConfigError for values that do not fit.
+        """
+        return spec.to_predict(values, what)
+
     @abc.abstractmethod
     def units_per_example(self, spec: DataSpec) -> int:
         """How many of `unit` one training example has."""
@@ -49,7 +71,7 @@ class Task(Choice):
         """Number of examples (or tokens) that count: float32 scalar."""
 
     @abc.abstractmethod
-    def sums(self, outputs: jax.Array, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
+    def sums(self, outputs: Any, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
         """Sums over the examples (or tokens) that count, float32 scalars: "loss", "weight" and those of `metrics`."""
 
     @abc.abstractmethod
@@ -57,5 +79,5 @@ class Task(Choice):
         """The metrics, from sums over any number of batches."""
 
     @abc.abstractmethod
-    def predictions(self, outputs: jax.Array) -> jax.Array:
-        """Predicted probabilities, float32."""
+    def predictions(self, outputs: Any) -> Any:
+        """What `Predictor.predict` returns, [batch, ...]: predicted probabilities, float32."""

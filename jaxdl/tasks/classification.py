@@ -1,16 +1,17 @@
-"""Image classification: cross-entropy, top-1 and top-5 accuracy, augmentation on the device."""
+"""Classification, of images above all: cross-entropy, top-1 and top-5 accuracy, augmentation on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import pydantic
 
 from jaxdl.config import ConfigError
-from jaxdl.data import DataSpec, ImageSpec
+from jaxdl.data import DataSpec
+from jaxdl.data.spec import LABELS
 from jaxdl.tasks.base import Task
 
 _DEFAULT_CROP_PADDING = 4
@@ -22,7 +23,7 @@ class Classification(Task, kind="classification"):
     """Each image has one label.
 
     Batches have "image", uint8 [batch, height, width, channel], "label", int32 [batch], and perhaps "mask", bool
-    [batch].
+    [batch]. Other arrays with class numbers ("y" or "label") are classified too, if nothing is to be augmented.
     """
 
     label_smoothing: float = pydantic.Field(default=0.0, ge=0, lt=1)
@@ -58,6 +59,21 @@ class Classification(Task, kind="classification"):
         changes = {"label smoothing": self.label_smoothing, "mixup": self.mixup, "cutmix": self.cutmix}
         used = [f"{name} {value:g}" for name, value in changes.items() if value]
         return f"with {', '.join(used)}" if used else ""
+
+    def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
+        """Itself. Raises ConfigError for data without class numbers, and for an augmentation of what is no image."""
+        del outputs
+        if "num_classes" not in spec.sizes():
+            raise ConfigError(
+                f"data: there are no class numbers to learn among {spec.described()[1]}. Task classification needs an "
+                "array y of whole numbers from 0, one for each example; for other targets give your loss: Loss(fn)."
+            )
+        if "image" not in spec.blank() and (self.augment != "none" or self.mixup or self.cutmix):
+            raise ConfigError(
+                f"data: {spec.described()[1]} are no uint8 images [height, width, channel], so augment, mixup and "
+                "cutmix cannot be applied. Remove them, or give uint8 images."
+            )
+        return self
 
     def units_per_example(self, spec: DataSpec) -> int:
         """One: the throughput counts images."""
@@ -126,14 +142,12 @@ class Classification(Task, kind="classification"):
         return jax.lax.dynamic_slice(padded, (top, left, 0), image.shape)
 
     def inputs(self, batch: Mapping[str, jax.Array], spec: DataSpec) -> tuple[jax.Array, ...]:
-        """The normalized image, float32 [batch, height, width, channel]: (grey level - mean) / std of the channel."""
-        assert isinstance(spec, ImageSpec)
-        mean, std = jnp.asarray(spec.mean, jnp.float32), jnp.asarray(spec.std, jnp.float32)
-        return ((batch["image"].astype(jnp.float32) - mean) / std,)
+        """The normalized image, float32 [batch, height, width, channel], or the array x as it is in the data."""
+        return spec.inputs(batch)
 
     def weight(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Number of examples that count: float32 scalar."""
-        return jnp.sum(counted(batch, batch["label"]), dtype=jnp.float32)
+        return jnp.sum(counted(batch, _labels(batch)), dtype=jnp.float32)
 
     def sums(self, outputs: jax.Array, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
         """Sums over the examples that count, from logits [batch, num_classes]: float32 scalars.
@@ -141,7 +155,8 @@ class Classification(Task, kind="classification"):
         "loss": cross-entropy in nats, in training against the smoothed labels; "weight": number of examples;
         "correct" and "correct_top5": number of examples whose label is first, or among the first five, in `rank`.
         """
-        logits, label, mask = outputs.astype(jnp.float32), batch["label"], counted(batch, batch["label"])
+        label = _labels(batch)
+        logits, mask = outputs.astype(jnp.float32), counted(batch, label)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         picked = label_logit(logits, label)
         if train and "share" in batch:
@@ -164,16 +179,20 @@ class Classification(Task, kind="classification"):
         With five classes or fewer there is no "accuracy_top5": it would always be 1. Raises ConfigError when there was
         no example.
         """
-        assert isinstance(spec, ImageSpec)
         weight = counted_weight(sums)
         metrics = {"loss": float(sums["loss"]) / weight, "accuracy": float(sums["correct"]) / weight}
-        if spec.num_classes > _TOP:
+        if spec.sizes()["num_classes"] > _TOP:
             metrics["accuracy_top5"] = float(sums["correct_top5"]) / weight
         return metrics
 
     def predictions(self, outputs: jax.Array) -> jax.Array:
         """Probability of each class, float32 [batch, num_classes]."""
         return jax.nn.softmax(outputs.astype(jnp.float32), axis=-1)
+
+
+def _labels(batch: Mapping[str, jax.Array]) -> jax.Array:
+    """The class numbers."""
+    return next(batch[name] for name in LABELS if name in batch)
 
 
 def counted(batch: Mapping[str, jax.Array], labels: jax.Array) -> jax.Array:

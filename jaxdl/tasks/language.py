@@ -50,8 +50,7 @@ class LanguageModelling(Task, kind="language_modelling"):
 
     def inputs(self, batch: Mapping[str, jax.Array], spec: DataSpec) -> tuple[jax.Array, ...]:
         """The tokens to read, int32 [batch, length]."""
-        del spec
-        return (batch["tokens"][:, :-1],)
+        return spec.inputs(batch)
 
     def weight(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Number of target tokens that count: float32 scalar."""

@@ -1,0 +1,290 @@
+"""Data of the user's own: arrays, data frames, data sets of other libraries, or a function that returns such."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, cast
+
+import numpy as np
+import pydantic
+
+from jaxdl.config import ConfigError
+from jaxdl.data.rows import Part, Rows, find_reader, rows_of
+from jaxdl.data.source import Data, Source, Splits, channel_statistics, check_classes
+from jaxdl.data.spec import LABELS, ArrayInfo, ArraySpec, DataSpec, ImageSpec
+from jaxdl.fields import SOURCE
+from jaxdl.reference import Reference, described, resolved
+
+_IMAGE_NAMES = ({"x", "y"}, {"image", "label"})
+"""Names of the arrays of a data set that is read as images, if their shapes and dtypes are right."""
+
+
+class Examples:
+    """The value of a field that holds data in memory, or a function that returns data.
+
+    In JSON a function is a `Reference`, and data are their shapes, dtypes and a checksum: whoever reads the JSON must
+    give the data again to train, and can use the network without.
+    """
+
+    def __init__(self, value: Any = None, known: Mapping[str, Any] | None = None) -> None:
+        """`known` is the JSON of data that are not there."""
+        self._value = value
+        self._known: dict[str, Any] | None = None if known is None else dict(known)
+        self._rows: Rows | None = None
+
+    @classmethod
+    def made(cls, value: Any) -> Examples:
+        """From what a field is given: data, a function, its name `FILE:NAME`, or the JSON of either."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping) and (SOURCE in value or {"arrays", "checksum"} <= value.keys()):
+            return cls(known=value)
+        if isinstance(value, str) or _is_function(value):
+            return cls(resolved(value))
+        if hasattr(value, "__next__"):
+            raise ConfigError(
+                "an iterator can be read only once, so a resumed run could not read it again. Give a list, or a "
+                "function that returns the iterator"
+            )
+        find_reader(value, "the data")
+        return cls(value)
+
+    def known(self) -> dict[str, Any]:
+        """The JSON of the data. Raises ConfigError when they cannot be read."""
+        if self._known is None and _is_function(self._value):
+            self._known = dict(described(self._value))
+        elif self._known is None:
+            rows = self.rows("data")
+            arrays = {name: {"shape": [len(rows), *array.shape[1:]], "dtype": str(array.dtype)}
+                      for name, array in rows.read(np.zeros(1, np.int64)).items()}  # fmt: skip
+            self._known = {"arrays": arrays, "checksum": rows.checksum()}
+        return self._known
+
+    def rows(self, what: str) -> Rows:
+        """The examples; `what` names them in messages. Raises ConfigError when they are not there, or cannot be read.
+
+        A function is called once.
+        """
+        if self._rows is None:
+            value = self._value
+            if value is None:
+                assert self._known is not None
+                if SOURCE not in self._known:
+                    shapes = ", ".join(f"{name} {one['dtype']} {one['shape']}"
+                                       for name, one in self._known["arrays"].items())  # fmt: skip
+                    raise ConfigError(
+                        f"{what}: the arrays ({shapes}) are not stored with the config, only their shapes and a "
+                        "checksum. Give them again, Arrays(train=..., test=...), or give a function that returns them."
+                    )
+                value = resolved(self._known)
+            if _is_function(value):
+                value = _returned(value, what)
+            self._rows = rows_of(value, what)
+        return self._rows
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Examples) and self.known() == other.known())
+
+    def __hash__(self) -> int:
+        return hash(repr(self.known()))
+
+    def __repr__(self) -> str:
+        known = self.known()
+        if SOURCE in known:
+            return str(known[SOURCE])
+        return "; ".join(f"{name} {one['dtype']} {one['shape']}" for name, one in known["arrays"].items())
+
+
+Given = Annotated[
+    Reference, pydantic.PlainValidator(Examples.made), pydantic.PlainSerializer(Examples.known, when_used="json")
+]
+"""The type of a field whose value becomes `Examples`; on the command line it is a `Reference`."""
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not any(hasattr(value, name) for name in ("__getitem__", "__iter__", "shape", "columns"))
+
+
+def _returned(function: Callable[[], Any], what: str) -> Any:
+    try:
+        return function()
+    except ConfigError:
+        raise
+    except Exception as error:  # Of the user's function, any.
+        raise ConfigError(f"{what}: {function.__qualname__}() failed: {type(error).__name__}: {error}") from error
+
+
+class Arrays(Data, kind="arrays"):
+    """Arrays `(x, y)`, dictionaries of arrays, data frames, data sets of other libraries, functions that return them.
+
+    Whatever has `len()` and `[i]` can be read, such as lists, Grain sources, `datasets.Dataset` and map data sets of
+    torch; an iterable is read into memory. Each example has named arrays; a pair's are x and y. uint8 x [height, width,
+    channel] with integer y become images. Numbers of 64 bits become those of 32.
+    """
+
+    train: Given | None = None
+    """The training data, or a function that returns them (`FILE:NAME` on the command line)."""
+    test: Given | None = None
+    """The held-out data, or a function that returns them. Give them, or `test_fraction`."""
+    test_fraction: float | None = pydantic.Field(default=None, gt=0, lt=1)
+    """Fraction of the training data, chosen at random, that is held out instead."""
+    split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
+    """Seed of the choice of held-out examples."""
+    num_classes: int | None = pydantic.Field(default=None, ge=2)
+    """Number of classes of the array y or label; None counts them, for which all examples may be read once."""
+
+    @pydantic.model_validator(mode="after")
+    def _two_splits(self) -> Arrays:
+        if self.test is not None and self.test_fraction is not None:
+            raise ValueError("test and test_fraction both choose the held-out data. Give one of them.")
+        if self.train is not None and self.test is None and self.test_fraction is None:
+            raise ValueError("there are no held-out data. Give test = (x, y), or test_fraction = 0.1.")
+        return self
+
+    def build(self) -> Splits:
+        """The two splits; images if the arrays are, arrays as they are otherwise.
+
+        Raises ConfigError for arrays that do not fit together, and for those of a config that was read from JSON.
+        """
+        if self.train is None:
+            raise ConfigError(
+                "data arrays: there are no training data. Give Arrays(train=(x, y), test=(x, y)) in the config file, "
+                "or a function that returns them: --data.train FILE:NAME."
+            )
+        train = cast(Examples, self.train).rows("data.train")
+        notes = list(train.notes)
+        if self.test is not None:
+            test = cast(Examples, self.test).rows("data.test")
+            notes += test.notes
+        else:
+            train, test = _divided(train, self.test_fraction or 0, self.split_seed)
+        arrays = _fields(train)
+        _check_alike(arrays, _fields(test))
+        arrays = tuple(self._with_classes(one, train, test) for one in arrays)
+        spec = _image_spec(arrays, train) or ArraySpec(arrays)
+        return Splits(ArraySource(train, spec, notes), ArraySource(test, spec))
+
+    def _with_classes(self, info: ArrayInfo, train: Rows, test: Rows) -> ArrayInfo:
+        """The array with its number of classes, if it holds class numbers."""
+        if info.name not in LABELS or info.shape or np.dtype(info.dtype).kind not in "iu":
+            return info
+        count = self.num_classes or train.num_classes(info.name)
+        if count is None:
+            columns = [rows.every(info.name) for rows in (train, test)]
+            if min(int(column.min()) for column in columns) < 0:
+                return info
+            count = max(int(column.max()) for column in columns) + 1
+        return dataclasses.replace(info, num_classes=count)
+
+
+def _divided(rows: Rows, test_fraction: float, seed: int) -> tuple[Rows, Rows]:
+    """Training and held-out examples, each in their order; at least one in each."""
+    if len(rows) < 2:
+        raise ConfigError(f"{rows.what}: one example cannot be divided into training and held-out data.")
+    order = np.random.Generator(np.random.Philox(seed)).permutation(len(rows))
+    count = min(max(round(len(rows) * test_fraction), 1), len(rows) - 1)
+    return Part(rows, np.sort(order[count:])), Part(rows, np.sort(order[:count]))
+
+
+def _fields(rows: Rows) -> tuple[ArrayInfo, ...]:
+    """The arrays of an example, with dtypes of 32 bits at most."""
+    found = rows.read(np.array([0, len(rows) - 1]))
+    if "mask" in found:
+        raise ConfigError(f"{rows.what}: an array is called mask; that is the name of what marks padding. Rename it.")
+    return tuple(ArrayInfo(name, array.shape[1:], str(_narrow(array.dtype))) for name, array in found.items())
+
+
+def _narrow(dtype: np.dtype) -> np.dtype:
+    """The dtype with 32 bits for each number, if it has more."""
+    largest = 8 if dtype.kind == "c" else 4
+    return np.dtype(f"{dtype.kind}{largest}") if dtype.itemsize > largest else dtype
+
+
+def _check_alike(train: tuple[ArrayInfo, ...], test: tuple[ArrayInfo, ...]) -> None:
+    """Raises ConfigError for held-out data with other arrays than the training data."""
+    if set(train) != set(test):
+        shown = "; ".join(map(str, train)), "; ".join(map(str, test))
+        raise ConfigError(f"data.train has {shown[0]}; data.test has {shown[1]}. Both must have the same arrays.")
+
+
+def _image_spec(arrays: tuple[ArrayInfo, ...], train: Rows) -> ImageSpec | None:
+    """The spec of uint8 images with class numbers; None for other arrays."""
+    names = {one.name: one for one in arrays}
+    if set(names) not in _IMAGE_NAMES:
+        return None
+    (image,) = (one for one in arrays if one.name not in LABELS)
+    (label,) = (one for one in arrays if one.name in LABELS)
+    if image.dtype != "uint8" or len(image.shape) != 3 or label.num_classes is None:
+        return None
+    check_classes(label.num_classes, train.what)
+    mean, std = channel_statistics(lambda rows: train.read(rows)[image.name], len(train))
+    height, width, channels = image.shape
+    return ImageSpec(height, width, channels, num_classes=label.num_classes, mean=mean, std=std)
+
+
+class ArraySource(Source):
+    """Examples of the user's data, in the dtypes of the spec."""
+
+    def __init__(self, rows: Rows, spec: DataSpec, notes: list[str] | None = None) -> None:
+        self._rows, self.spec, self._notes = rows, spec, notes or []
+        given, wanted = rows.read(np.zeros(1, np.int64)), spec.blank()
+        renamed = {"image": "x", "label": "y"}
+        self._given = {name: name if name in given else renamed[name] for name in wanted}
+        self._wanted = {name: (array.shape[1:], array.dtype) for name, array in wanted.items()}
+        self._classes = spec.sizes().get("num_classes")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def content(self) -> str:
+        """A checksum of the examples; of some of them, where they are read one by one."""
+        return self._rows.checksum()
+
+    def on_warning(self, warn: Callable[[str], None]) -> None:
+        """Says how the data are read, where the user should know."""
+        while self._notes:
+            warn(self._notes.pop(0))
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The examples' arrays. Raises ConfigError for an example that differs from the others."""
+        read = self._rows.read(indices)
+        found = {}
+        for name, (shape, dtype) in self._wanted.items():
+            array = read.get(self._given[name])
+            if array is None or array.shape[1:] != shape:
+                what = "missing" if array is None else str(list(array.shape[1:]))
+                raise ConfigError(
+                    f"{self._rows.what}: {self._given[name]} of examples {_some(indices)} is {what}; that of the first "
+                    f"example is {list(shape)}. All examples must have the same arrays and shapes."
+                )
+            found[name] = self._narrowed(name, array, dtype, indices)
+        return found
+
+    def _narrowed(self, name: str, array: np.ndarray, dtype: np.dtype, indices: np.ndarray) -> np.ndarray:
+        if not np.can_cast(array.dtype, dtype, "same_kind"):
+            raise ConfigError(
+                f"{self._rows.what}: {self._given[name]} of examples {_some(indices)} is {array.dtype}; that of the "
+                f"first example is {dtype}. All examples must have the same dtype."
+            )
+        narrow = array.astype(dtype, copy=False)
+        wrong = np.zeros(len(array), bool)
+        if array.dtype.kind in "iu" and array.dtype != dtype:
+            wrong = (narrow != array).reshape(len(array), -1).any(axis=1)
+        if wrong.any():
+            raise ConfigError(
+                f"{self._rows.what}: {self._given[name]} of example {indices[wrong][0]} has a number that {dtype} does "
+                "not hold."
+            )
+        if name in LABELS and self._classes and dtype.kind in "iu" and not array.shape[1:]:
+            wrong = (narrow < 0) | (narrow >= self._classes)
+            if wrong.any():
+                raise ConfigError(
+                    f"{self._rows.what}: {self._given[name]} of example {indices[wrong][0]} is {narrow[wrong][0]}; "
+                    f"with {self._classes:,} classes it must be from 0 to {self._classes - 1:,}."
+                )
+        return narrow
+
+
+def _some(indices: np.ndarray) -> str:
+    return ", ".join(map(str, indices[:3].tolist())) + (", ..." if len(indices) > 3 else "")

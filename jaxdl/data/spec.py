@@ -1,0 +1,276 @@
+"""Specifications of data sets: what their rows are like, so that a network is built and used without the data."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.fields import SOURCE
+from jaxdl.kinds import import_object, source_of
+
+LABELS = ("label", "y")
+"""Names under which class numbers are looked for."""
+INPUTS = ("x", "image")
+"""Names under which the input of the network is looked for."""
+
+_by_modality: dict[str, type[DataSpec]] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class DataSpec(abc.ABC):
+    """What the rows of a data set are like. A subclass, a frozen dataclass, registers itself by its `modality`."""
+
+    modality: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if source_of(cls) is None:  # Others are found by their place.
+            _by_modality[cls.modality] = cls
+
+    @abc.abstractmethod
+    def sizes(self) -> dict[str, int]:
+        """The sizes that a network is built with."""
+
+    @abc.abstractmethod
+    def blank(self) -> dict[str, np.ndarray]:
+        """A training batch of one example, all zeros: its shapes and dtypes."""
+
+    @abc.abstractmethod
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The positional inputs of a network, from a batch of jax arrays."""
+
+    @abc.abstractmethod
+    def described(self) -> tuple[str, str]:
+        """(name of the examples in the plural, what they are), such as ("images", "8 x 8 x 1, 10 classes")."""
+
+    @abc.abstractmethod
+    def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+        """The batch, without labels and not padded, of values that a user gave to the function called `what`.
+
+        `names` are the arrays that the task reads, if it names them. Raises ConfigError for values that do not fit.
+        """
+
+    def mask(self, valid: np.ndarray) -> np.ndarray:
+        """The mask of a batch for evaluation, from which of its rows are not padding: bool [batch] or more dims."""
+        return valid
+
+    def fits(self, modality: str | None) -> bool:
+        """Whether a model or task of this modality can use such data."""
+        return modality in (None, self.modality)
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSpec(DataSpec):
+    """Shape and statistics of an image data set. `mean` and `std` are per channel, in grey levels 0..255."""
+
+    height: int
+    width: int
+    channels: int
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    modality: ClassVar[str] = "images"
+
+    def sizes(self) -> dict[str, int]:
+        """The number of classes and of channels."""
+        return {"num_classes": self.num_classes, "channels": self.channels}
+
+    def blank(self) -> dict[str, np.ndarray]:
+        """One black image, and its label."""
+        image = np.zeros((1, self.height, self.width, self.channels), np.uint8)
+        return {"image": image, "label": np.zeros(1, np.int32)}
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The normalized image, float32 [batch, height, width, channel]: (grey level - mean) / std of the channel."""
+        import jax.numpy as jnp  # Not above: the worker processes for photographs do not import it.
+
+        mean, std = jnp.asarray(self.mean, jnp.float32), jnp.asarray(self.std, jnp.float32)
+        return ((batch["image"].astype(jnp.float32) - mean) / std,)
+
+    def described(self) -> tuple[str, str]:
+        """Size, channels and classes."""
+        return "images", f"{self.height} x {self.width} x {self.channels}, {self.num_classes:,} classes"
+
+    def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+        """Images uint8 [batch, height, width, channel], of the size that the network was trained on."""
+        del names
+        images, wanted = np.asarray(values), (self.height, self.width, self.channels)
+        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != wanted:
+            raise ConfigError(
+                f"{what}: got {images.dtype} {list(images.shape)}; this network reads uint8 "
+                f"[batch, {', '.join(map(str, wanted))}], grey levels from 0 to 255."
+            )
+        return {"image": images}
+
+
+@dataclasses.dataclass(frozen=True)
+class TextSpec(DataSpec):
+    """Vocabulary and window of a text data set. `bytes_per_token` is that of the held-out text."""
+
+    vocab_size: int
+    length: int
+    bytes_per_token: float
+    modality: ClassVar[str] = "text"
+
+    def sizes(self) -> dict[str, int]:
+        """The size of the vocabulary."""
+        return {"vocab_size": self.vocab_size}
+
+    def blank(self) -> dict[str, np.ndarray]:
+        """One window of zeros."""
+        return {"tokens": np.zeros((1, self.length + 1), np.int32)}
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The tokens to read, int32 [batch, length]."""
+        return (batch["tokens"][:, :-1],)
+
+    def described(self) -> tuple[str, str]:
+        """Length and vocabulary."""
+        return "windows", f"{self.length:,} tokens, vocabulary of {self.vocab_size:,}"
+
+    def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+        """Integers [batch, length], at most `length` of them."""
+        del names
+        tokens = np.asarray(values)
+        if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or not 0 < tokens.shape[1] <= self.length:
+            raise ConfigError(
+                f"{what}: got {tokens.dtype} {list(tokens.shape)}; this network reads integers [batch, length], at "
+                f"most {self.length} tokens."
+            )
+        return {"tokens": with_targets(tokens, np)}
+
+    def mask(self, valid: np.ndarray) -> np.ndarray:
+        """One entry for each target: bool [batch, length]."""
+        return np.repeat(valid[:, None], self.length, axis=1)
+
+
+def with_targets(tokens: Any, library: Any) -> Any:
+    """Tokens with one column of zeros more: a batch of text holds inputs and, one place on, their targets.
+
+    `library` is numpy or jax.numpy.
+    """
+    return library.pad(tokens.astype(library.int32), ((0, 0), (0, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class ArrayInfo:
+    """One array of an example: its name, shape and dtype, and the number of classes if it is a class number."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_classes: int | None = None
+
+    def __str__(self) -> str:
+        classes = f", {self.num_classes:,} classes" if self.num_classes else ""
+        return f"{self.name} {self.dtype} [{', '.join(map(str, self.shape))}]{classes}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySpec(DataSpec):
+    """Named arrays of any shapes. The input is `x`, or the one array that is no label; class numbers are `y`."""
+
+    arrays: tuple[ArrayInfo, ...]
+    modality: ClassVar[str] = "arrays"
+
+    def __post_init__(self) -> None:
+        made = (ArrayInfo(**{**one, "shape": tuple(one["shape"])}) if isinstance(one, Mapping) else one
+                for one in self.arrays)  # fmt: skip
+        object.__setattr__(self, "arrays", tuple(made))
+
+    @property
+    def by_name(self) -> dict[str, ArrayInfo]:
+        """The arrays by their names."""
+        return {one.name: one for one in self.arrays}
+
+    @property
+    def label(self) -> ArrayInfo | None:
+        """The class number of an example, if it has one."""
+        return next((one for one in self.arrays if one.name in LABELS and one.num_classes), None)
+
+    @property
+    def input(self) -> ArrayInfo | None:
+        """The array that a network reads, if it is clear which."""
+        targets = [one for one in self.arrays if one.name not in LABELS]
+        usual = [one for one in targets if one.name in INPUTS]
+        return targets[0] if len(targets) == 1 else usual[0] if usual else None
+
+    def sizes(self) -> dict[str, int]:
+        """`num_classes` of the label; `num_features` of an input [features], `channels` of one with more dims."""
+        label, shape = self.label, self.input.shape if self.input else ()
+        found = {"num_classes": label.num_classes} if label and label.num_classes else {}
+        return found | ({"num_features" if len(shape) == 1 else "channels": shape[-1]} if shape else {})
+
+    def blank(self) -> dict[str, np.ndarray]:
+        """One example of zeros."""
+        return {one.name: np.zeros((1, *one.shape), one.dtype) for one in self.arrays}
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The input as it is in the data. Raises ConfigError when it is not clear which array that is."""
+        return (batch[self._input_name()],)
+
+    def _input_name(self) -> str:
+        if self.input is None:
+            raise ConfigError(
+                f"the data has {self}: it is not clear which of them the model reads. Name it x, or give their names: "
+                'Loss(fn, inputs=("first", "second")).'
+            )
+        return self.input.name
+
+    def described(self) -> tuple[str, str]:
+        """Name, dtype and shape of each array."""
+        return "examples", str(self)
+
+    def __str__(self) -> str:
+        return "; ".join(map(str, self.arrays))
+
+    def fits(self, modality: str | None) -> bool:
+        """Arrays fit what reads anything; those [height, width, channel] with labels also what reads images."""
+        image = self.input is not None and len(self.input.shape) == 3 and self.label is not None
+        return super().fits(modality) or (modality == "images" and image)
+
+    def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+        """The arrays that are read: one array, a tuple of as many as `names`, or a dictionary."""
+        names = names or (self._input_name(),)
+        if not isinstance(values, Mapping):
+            several = values if isinstance(values, tuple) and len(names) > 1 else (values,)
+            if len(several) != len(names):
+                raise ConfigError(f"{what}: this network reads {len(names)} arrays, {', '.join(names)}: give a tuple.")
+            values = dict(zip(names, several, strict=True))
+        if missing := [name for name in names if name not in values]:
+            raise ConfigError(f"{what}: there is no {missing[0]}; this network reads {', '.join(names)}.")
+        found = {name: np.asarray(values[name]) for name in names}
+        for name, array in found.items():
+            info = self.by_name[name]
+            if array.dtype.kind not in "biufc" or array.ndim == 0 or array.shape[1:] != info.shape:
+                raise ConfigError(
+                    f"{what}: {name} is {array.dtype} {list(array.shape)}; this network reads {info.dtype} "
+                    f"[{', '.join(map(str, ('batch', *info.shape)))}]."
+                )
+            found[name] = array.astype(info.dtype)
+        if len({len(array) for array in found.values()}) > 1:
+            raise ConfigError(f"{what}: {', '.join(names)} have different numbers of rows.")
+        return found
+
+
+def spec_to_json(spec: DataSpec) -> str:
+    """The spec as JSON; a run keeps it so that its network can be used without its data."""
+    source = source_of(type(spec))
+    head = {"modality": spec.modality} | ({SOURCE: source} if source else {})
+    return json.dumps(head | dataclasses.asdict(spec), indent=2)
+
+
+def spec_from_json(text: str) -> DataSpec:
+    """The spec that `spec_to_json` wrote. Raises ConfigError when a class outside jaxdl cannot be imported."""
+    values = json.loads(text)
+    modality, source = values.pop("modality"), values.pop(SOURCE, None)
+    if source is None and modality not in _by_modality:
+        raise ConfigError(f"the data of this run is {modality}, which this version of jaxdl does not know.")
+    cls = import_object(source, "the specification of the data") if source else _by_modality[modality]
+    return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

@@ -1,0 +1,265 @@
+"""A loss of the user's own: any function of the network's outputs and the batch."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pydantic
+
+from jaxdl.config import ConfigError
+from jaxdl.data import DataSpec
+from jaxdl.reference import Reference
+from jaxdl.tasks.base import Task
+from jaxdl.tasks.classification import counted_weight
+
+Arrays = Mapping[str, Any]
+_ALIASES = {"x": "image", "y": "label"}
+"""Names of a pair of arrays that became images -> their names in the batch."""
+_ROWS = 4
+"""Examples of the batch on which a function is tried, the half of them masked; an even number."""
+
+
+class Loss(Task, kind="loss"):
+    """The loss is a function `fn(outputs, batch)` of yours: `Loss(fn)`, or `Loss(fn, inputs="x", metrics=fn2)`.
+
+    It returns the loss of each example, [batch]; or a dictionary with "loss", perhaps "weight" (by which the sum of the
+    losses is divided; by default the number of examples), and others, whose means become metrics. Each value is of one
+    of two forms: one number for each example, [batch], which jaxdl masks and sums; or a sum over the batch, for which
+    the function itself must leave out the examples with `batch["mask"]` False: the padding of an evaluation. `metrics`
+    is a second function of this kind, without a loss. A weight must not depend on the outputs.
+
+    The batch has the arrays of the data by name, those of a pair as x and y, and "mask", bool [batch] (text: [batch,
+    length], and so are then the numbers for each token). `inputs` names the arrays on which the network is called, in
+    this order; images are normalized. In JSON and on the command line the two are `input_names` and `metric_fn`.
+    """
+
+    fn: Reference | None = None
+    """The function `fn(outputs, batch)`."""
+    input_names: tuple[str, ...] = ()
+    """The arrays on which the network is called; empty: x, the images, or the only array that is not y or label."""
+    metric_fn: Reference | None = None
+    """A function `(outputs, batch)` that returns a dictionary of further metrics."""
+    best_metric: str = "loss"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The metric by which checkpoints are compared."""
+    best_mode: Literal["max", "min"] = "min"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Whether a higher or a lower `best_metric` is better."""
+
+    unit: ClassVar[str] = "examples"
+    _outputs: Callable[[Arrays], Any] | None = pydantic.PrivateAttr(default=None)
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        if len(args) == 1 and "fn" not in values:
+            args, values = (), {"fn": args[0], **values}
+        for short, name in (("inputs", "input_names"), ("metrics", "metric_fn")):
+            if short in values:
+                values[name] = values.pop(short)
+        if isinstance(values.get("input_names"), str):
+            values["input_names"] = (values["input_names"],)
+        super().__init__(*args, **values)
+
+    def fitted(self, spec: DataSpec, outputs: Callable[[Arrays], Any]) -> Self:
+        """A copy that knows the network's outputs.
+
+        Raises ConfigError when the functions fail on them, return anything else than they should, or count padding.
+        """
+        if self.fn is None:
+            raise ConfigError(
+                "task loss: its function is not set. Give Loss(fn) in the config file, or --task.fn FILE:NAME."
+            )
+        known = spec.blank()
+        if missing := [name for name in self.input_names if _in_data(name, known) not in known]:
+            raise ConfigError(f"task loss: inputs = {missing[0]!r}: the data has {', '.join(known)}.")
+        made = self.model_copy()
+        made._outputs = outputs
+        made._try(spec)
+        return made
+
+    def units_per_example(self, spec: DataSpec) -> int:
+        """One."""
+        del spec
+        return 1
+
+    def augmented(self, batch: Arrays, key: jax.Array) -> Arrays:
+        """The batch itself."""
+        del key
+        return batch
+
+    def inputs(self, batch: Arrays, spec: DataSpec) -> tuple[jax.Array, ...]:
+        """The arrays that `input_names` names, or those that the data says; images are normalized."""
+        if not self.input_names:
+            return spec.inputs(batch)
+        names = [_in_data(name, batch) for name in self.input_names]
+        return tuple(spec.inputs(batch)[0] if name == "image" and spec.fits("images") else batch[name]
+                     for name in names)  # fmt: skip
+
+    def to_predict(self, values: Any, spec: DataSpec, what: str = "predict") -> dict[str, np.ndarray]:
+        """The arrays of `input_names`: one, a tuple, or a dictionary."""
+        return spec.to_predict(values, what, self.input_names)
+
+    def weight(self, batch: Arrays) -> jax.Array:
+        """The "weight" that the function returns, or the number of examples (tokens of text): float32 scalar."""
+        assert self._outputs is not None, "the task has not been fitted"
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self._outputs(batch))
+        return self._of_loss(blank, batch)["weight"]
+
+    def sums(self, outputs: Any, batch: Arrays, *, train: bool) -> dict[str, jax.Array]:
+        """Sums over the examples that count, float32 scalars: "loss", "weight", and a sum for each metric."""
+        del train
+        found = self._of_loss(outputs, batch)
+        if self.metric_fn is not None:
+            more = _summed(_called(self.metric_fn, outputs, batch), _mask(batch), self.metric_fn)
+            if taken := found.keys() & more.keys():
+                raise ConfigError(f"{_place(self.metric_fn)}: {taken.pop()!r} is what the loss returns. Rename it.")
+            found |= more
+        return found
+
+    def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
+        """Means: each sum divided by the weight. Raises ConfigError when there was no example."""
+        del spec
+        weight = counted_weight(sums)
+        return {name: float(value) / weight for name, value in sums.items() if name != "weight"}
+
+    def predictions(self, outputs: Any) -> Any:
+        """The network's outputs, float32 where they are floating-point numbers."""
+        floating = jnp.floating
+        return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, floating) else x, outputs)
+
+    def _of_loss(self, outputs: Any, batch: Arrays) -> dict[str, jax.Array]:
+        assert self.fn is not None
+        mask = _mask(batch)
+        found = _called(self.fn, outputs, batch)
+        sums = _summed(found if isinstance(found, Mapping) else {"loss": found}, mask, self.fn)
+        if "loss" not in sums:
+            raise ConfigError(
+                f'{_place(self.fn)}: it returns a dictionary with {", ".join(sums) or "nothing"}, without "loss".'
+            )
+        return {"weight": jnp.sum(mask, dtype=jnp.float32), **sums}
+
+    def _try(self, spec: DataSpec) -> None:
+        """Calls the functions on a few random rows. Raises ConfigError if padding counts, or a sum is no sum."""
+        assert self._outputs is not None
+        rows = _random_rows(spec)
+        outputs = _random_like(self._outputs(rows))
+
+        def some(first: int, last: int) -> tuple[Any, dict[str, Any]]:
+            return jax.tree.map(lambda x: x[first:last] if np.ndim(x) and len(x) == _ROWS else x, (outputs, rows))
+
+        half = _ROWS // 2
+        run = jax.jit(lambda outputs, batch: self.sums(outputs, batch, train=True))
+        valid = np.arange(_ROWS) < half
+        masked = run(outputs, {**rows, "mask": spec.mask(valid)})
+        one, other = run(*some(0, half)), run(*some(half, _ROWS))
+        whole = run(outputs, rows)
+        for name in whole:
+            where = _place(self.metric_fn if name in self._own_metrics(outputs, rows) else self.fn)
+            if _differ(masked[name], one[name]):
+                raise ConfigError(
+                    f"{where}: {name!r} depends on examples that batch['mask'] leaves out, so the padding of an "
+                    "evaluation would count. Return one number for each example, [batch]; or use the mask: "
+                    "jnp.sum(jnp.where(batch['mask'], losses, 0))."
+                )
+            if _differ(whole[name], one[name] + other[name]):
+                raise ConfigError(
+                    f"{where}: {name!r} is not a sum over the examples: of {_ROWS} examples it is "
+                    f"{float(whole[name]):.4g}, of their halves {float(one[name]):.4g} and {float(other[name]):.4g}. "
+                    "Return jnp.sum(...), or one number for each example."
+                )
+        if _differ(run(jax.tree.map(lambda x: x + 1, outputs), rows)["weight"], whole["weight"]):
+            raise ConfigError(
+                f"{_place(self.fn)}: 'weight' depends on the outputs; it must be known from the batch alone."
+            )
+        names = sorted(whole.keys() - {"weight"})
+        if self.best_metric not in names:
+            raise ConfigError(f"task loss: best_metric = {self.best_metric!r}: the metrics are {', '.join(names)}.")
+
+    def _own_metrics(self, outputs: Any, rows: Arrays) -> set[str]:
+        if self.metric_fn is None:
+            return set()
+        return set(jax.eval_shape(lambda: _called(self.metric_fn, outputs, rows)))
+
+
+def _in_data(name: str, known: Mapping[str, Any]) -> str:
+    return name if name in known else _ALIASES.get(name, name)
+
+
+def _mask(batch: Arrays) -> jax.Array:
+    """The batch's mask, or one that leaves nothing out."""
+    if "mask" in batch:
+        return jnp.asarray(batch["mask"]).astype(bool)
+    if "tokens" in batch:
+        return jnp.ones((len(batch["tokens"]), batch["tokens"].shape[1] - 1), bool)
+    return jnp.ones(len(next(iter(batch.values()))), bool)
+
+
+def _called(function: Any, outputs: Any, batch: Arrays) -> Any:
+    """What the function returns for a batch. Raises ConfigError for what it raises."""
+    seen = {short: batch[name] for short, name in _ALIASES.items() if name in batch} | dict(batch)
+    seen["mask"] = _mask(batch)
+    try:
+        return function(outputs, seen)
+    except ConfigError:
+        raise
+    except Exception as error:  # Of the user's function, any.
+        shown = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in seen.items())
+        given = ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(outputs))
+        text = str(error).split("\n", 1)[0]
+        raise ConfigError(
+            f"{_place(function, error)}: {type(error).__name__}: {text} (outputs {given}; batch {shown})"
+        ) from error
+
+
+def _summed(found: Any, mask: jax.Array, function: Any) -> dict[str, jax.Array]:
+    """Each value summed over the examples that count. Raises ConfigError for values of another shape."""
+    if not isinstance(found, Mapping):
+        raise ConfigError(f"{_place(function)}: it returns {type(found).__name__}, not a dictionary of metrics.")
+    sums: dict[str, jax.Array] = {}
+    for name, value in found.items():
+        try:
+            array = jnp.asarray(value)
+        except TypeError:
+            raise ConfigError(f"{_place(function)}: {name!r} is {type(value).__name__}, not an array.") from None
+        if array.shape not in ((), mask.shape) or (array.shape == () and found.keys() == {"loss"}):
+            given = "a scalar" if array.shape == () else f"of shape {list(array.shape)}"
+            raise ConfigError(
+                f"{_place(function)}: {name!r} is {given}. Return one number for each example, {list(mask.shape)} "
+                "here; or a dictionary of sums over the batch with 'loss' and 'weight'."
+            )
+        array = array.astype(jnp.float32)
+        sums[str(name)] = jnp.sum(jnp.where(mask, array, 0)) if array.shape else array
+    return sums
+
+
+def _place(function: Any, error: BaseException | None = None) -> str:
+    """`my_loss (mine.py, line 12)`: where a function is, or where in its file an error was raised."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return function.__qualname__
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename] or [code.co_firstlineno]
+    return f"{function.__qualname__} ({Path(code.co_filename).name}, line {lines[-1]})"
+
+
+def _random_rows(spec: DataSpec) -> dict[str, np.ndarray]:
+    """Training rows with legal values: class numbers below 2, other whole numbers 0 or 1."""
+    random = np.random.default_rng(0)
+    return {name: random.integers(0, 2, (_ROWS, *x.shape[1:])).astype(x.dtype) if x.dtype.kind in "biu"
+            else random.uniform(0.1, 0.9, (_ROWS, *x.shape[1:])).astype(x.dtype)
+            for name, x in spec.blank().items()}  # fmt: skip
+
+
+def _random_like(shapes: Any) -> Any:
+    """Values of these shapes that can be logits, predictions or probabilities."""
+    random = np.random.default_rng(1)
+    return jax.tree.map(lambda x: jnp.asarray(random.uniform(0.1, 0.9, x.shape), x.dtype), shapes)
+
+
+def _differ(one: jax.Array, other: jax.Array) -> bool:
+    """Whether two sums differ; where one is not finite nothing can be said."""
+    x, y = float(one), float(other)
+    return bool(np.isfinite([x, y]).all()) and abs(x - y) > 1e-3 * max(abs(x), abs(y)) + 1e-5

@@ -1,0 +1,256 @@
+"""A loss of the user's own: its two forms, padding, weights, metrics, meshes, and what it can do wrong."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jaxdl
+from jaxdl.data import ArraySpec, TrainLoader
+from jaxdl.data.spec import ArrayInfo
+from jaxdl.errors import ConfigError
+from jaxdl.kinds import forgotten
+from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.models import Model
+from jaxdl.models.layers import Linear
+from jaxdl.optim import AdamW, Constant
+from jaxdl.report import ReportConfig
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.compile import compile_train_step
+from jaxdl.sharding import ShardingConfig
+from jaxdl.tasks import Loss
+
+random = np.random.default_rng(0)
+X = random.normal(size=(37, 4)).astype(np.float32)
+Y = (X @ np.array([1, -2, 3, 0.5])).astype(np.float32)
+COUNTS = random.integers(1, 5, 37).astype(np.float32)
+SPEC = ArraySpec((ArrayInfo("x", (4,), "float32"), ArrayInfo("y", (), "float32"), ArrayInfo("n", (), "float32")))
+
+with forgotten():
+
+    class Line(Model):
+        """One layer."""
+
+        def build(self, num_features):
+            """The module."""
+            return lambda rngs: LineModule(num_features, rngs)
+
+
+class LineModule(nnx.Module):
+    def __init__(self, num_features, rngs):
+        axes = {"kernel_metadata": {"axes": ("channel_in", "mlp")}, "bias_metadata": {"axes": ("mlp",)}}
+        self.line = Linear(num_features, 8, dtype="float32", rngs=rngs, **axes)
+
+    def __call__(self, x, *, train):
+        return self.line(x)
+
+
+def squared(outputs, batch):
+    """The loss of each example."""
+    return jnp.square(outputs[:, 0] - batch["y"])
+
+
+def weighted(outputs, batch):
+    """Sums, over the mask, with a weight of its own."""
+    counts = jnp.where(batch["mask"], batch["n"], 0)
+    errors = jnp.abs(outputs[:, 0] - batch["y"])
+    return {"loss": jnp.sum(counts * errors**2), "weight": counts, "error": jnp.sum(counts * errors)}
+
+
+def close(outputs, batch):
+    """A further metric."""
+    return {"close": jnp.abs(outputs[:, 0] - batch["y"]) < 1}
+
+
+def rows(count, mask=None):
+    batch = {"x": X[:count], "y": Y[:count], "n": COUNTS[:count]}
+    return batch if mask is None else batch | {"mask": mask}
+
+
+def fitted(task, outputs=2, spec=SPEC):
+    return task.fitted(spec, lambda batch: jax.ShapeDtypeStruct((len(batch["x"]), outputs), jnp.float32))
+
+
+# Forms
+
+
+def test_losses_of_examples_are_masked_and_summed():
+    task = fitted(Loss(squared, metrics=close))
+    mask = np.arange(6) < 4
+    outputs = np.random.default_rng(1).normal(size=(6, 2)).astype(np.float32)
+    outputs[5] = np.nan  # Padding may hold anything.
+    errors = np.abs(outputs[:, 0] - Y[:6])
+    sums = task.sums(outputs, rows(6, mask), train=False)
+    assert sums["loss"] == pytest.approx((errors[:4] ** 2).sum(), rel=1e-6)
+    assert sums["weight"] == task.weight(rows(6, mask)) == 4
+    metrics = task.metrics({name: float(value) for name, value in sums.items()}, SPEC)
+    assert metrics == {"loss": pytest.approx((errors[:4] ** 2).mean()), "close": (errors[:4] < 1).mean()}
+
+
+def test_sums_have_a_weight_of_their_own():
+    task = fitted(Loss(fn=weighted, best_metric="error"))
+    outputs = np.zeros((6, 2), np.float32)
+    sums = task.sums(outputs, rows(6), train=True)
+    counts, errors = COUNTS[:6], np.abs(Y[:6])
+    assert sums["weight"] == task.weight(rows(6)) == counts.sum()
+    metrics = task.metrics({name: float(value) for name, value in sums.items()}, SPEC)
+    assert metrics["error"] == pytest.approx((counts * errors).sum() / counts.sum(), rel=1e-6)
+    assert (task.best_metric, task.best_mode) == ("error", "min")
+
+
+def test_inputs_are_named():
+    batch = rows(3)
+    assert Loss(squared).inputs(batch, SPEC)[0] is batch["x"]
+    first, second = Loss(squared, inputs=("n", "x")).inputs(batch, SPEC)
+    assert first is batch["n"]
+    assert second is batch["x"]
+    found = Loss(squared, inputs=("n", "x")).to_predict((COUNTS, X), SPEC)
+    assert list(found) == ["n", "x"]
+    assert Loss(squared, inputs="n").to_predict(COUNTS.astype(np.float64), SPEC)["n"].dtype == np.float32
+    with pytest.raises(ConfigError, match=r"predict: n is float32 \[37, 4\]; this network reads float32 \[batch\]"):
+        Loss(squared, inputs="n").to_predict(X, SPEC)
+
+
+def test_the_json_names_the_functions():
+    task = Loss(squared, inputs="x", metrics=close)
+    assert task.model_dump(mode="json")["fn"] == {"name": "squared", "class": f"{__file__}:squared"}
+    assert Loss.from_json(task.to_json()) == task
+
+
+# Whole runs
+
+MESHES = {
+    "one device": MeshConfig(replica=1, fsdp=1, tensor=1),
+    "replica 2 x fsdp 2 x tensor 2": MeshConfig(replica=2, fsdp=2, tensor=2),
+}
+
+
+def experiment(**changes):
+    values = {
+        "model": Line(),
+        "data": jaxdl.Arrays(train={"x": X, "y": Y, "n": COUNTS}, test={"x": X, "y": Y, "n": COUNTS}),
+        "task": Loss(weighted, inputs="x", metrics=close),
+        "optimizer": AdamW(learning_rate=0.3),
+        "schedule": Constant(),
+        "batch_size": 16,
+        "steps": 8,
+        "sharding": ShardingConfig(min_shard_elements=1),
+        "report": ReportConfig(every_steps=1, tensorboard=False, curves=False),
+    }
+    return jaxdl.Experiment(**(values | changes))
+
+
+def losses(mesh):
+    plan = make_plan(experiment(mesh=mesh), jax.devices()[: mesh.replica * mesh.fsdp * mesh.tensor])
+    step, state, found = compile_train_step(plan), make_initial_state(plan), []
+    settings = {"batch_size": 16, "seed": 0, "start": 0, "num_steps": 8}
+    with TrainLoader(plan.splits.train, sharding=batch_sharding(plan.parts.layout.mesh), **settings) as loader:
+        for batch in loader:
+            state, metrics = step(state, batch)
+            found.append([float(metrics[f"sums/{name}"]) for name in ("loss", "weight", "error", "close")])
+    return np.array(found)
+
+
+def test_losses_are_equal_on_meshes():
+    """A weight that differs between examples: the mean is over all of them, not over each replica's."""
+    one, other = (losses(mesh) for mesh in MESHES.values())
+    means = one[:, 0] / one[:, 1]
+    assert means[-1] < 0.5 * means[0], "it should have learnt something, or equality proves nothing"
+    np.testing.assert_allclose(other, one, rtol=1e-5)
+
+
+def test_an_evaluation_counts_each_example_once(tmp_path):
+    """37 examples in batches of 16, against NumPy on the predictions of the restored network."""
+    run = jaxdl.train(
+        experiment(steps=2, mesh=MeshConfig(replica=2, fsdp=2)), tmp_path, quiet=True, devices=jax.devices()[:4]
+    )
+    predicted = jaxdl.restore(tmp_path).predict(X)
+    assert predicted.shape == (37, 8)
+    errors = np.abs(predicted[:, 0] - Y)
+    assert run.metrics["loss"] == pytest.approx((COUNTS * errors**2).sum() / COUNTS.sum(), rel=1e-5)
+    assert run.metrics["close"] == pytest.approx((errors < 1).sum() / COUNTS.sum(), rel=1e-5)
+
+
+# Mistakes
+
+
+def no_mask(outputs, batch):
+    return {"loss": jnp.sum(jnp.square(outputs[:, 0] - batch["y"])), "weight": jnp.sum(batch["mask"])}
+
+
+def no_mask_in_the_weight(outputs, batch):
+    return {"loss": jnp.square(outputs[:, 0] - batch["y"]), "weight": jnp.float32(len(batch["y"]))}
+
+
+def mean(outputs, batch):
+    losses = jnp.where(batch["mask"], jnp.square(outputs[:, 0] - batch["y"]), 0)
+    return {"loss": jnp.sum(losses) / jnp.sum(batch["mask"]), "weight": jnp.sum(batch["mask"])}
+
+
+def scalar(outputs, batch):
+    return jnp.mean(outputs)
+
+
+def every_output(outputs, batch):
+    return jnp.square(outputs - batch["y"][:, None])
+
+
+def missing(outputs, batch):
+    return outputs[:, 0] - batch["target"]
+
+
+def broadcast(outputs, batch):
+    return outputs @ batch["y"]
+
+
+def no_loss(outputs, batch):
+    return {"error": outputs[:, 0]}
+
+
+def text(outputs, batch):
+    return {"loss": outputs[:, 0], "note": "fine"}
+
+
+def weight_of_outputs(outputs, batch):
+    return {"loss": outputs[:, 0], "weight": outputs[:, 1]}
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (no_mask, "'loss' depends on examples that batch['mask'] leaves out"),
+        (no_mask_in_the_weight, "'weight' depends on examples that batch['mask'] leaves out"),
+        (mean, "'loss' is not a sum over the examples"),
+        (scalar, "'loss' is a scalar. Return one number for each example, [4] here"),
+        (every_output, "'loss' is of shape [4, 2]. Return one number for each example"),
+        (missing, "KeyError: 'target' (outputs float32[4, 2]; batch mask bool[4], n float32[4], x float32[4, 4]"),
+        (broadcast, "TypeError: dot_general requires contracting dimensions to have the same shape"),
+        (no_loss, 'it returns a dictionary with error, without "loss"'),
+        (text, "'note' is str, not an array"),
+        (weight_of_outputs, "'weight' depends on the outputs"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_mistakes_of_a_loss(fn, message):
+    with pytest.raises(ConfigError) as error:
+        fitted(Loss(fn))
+    assert message in str(error.value)
+    assert str(error.value).startswith(f"{fn.__name__} (test_own_loss.py, line ")
+    assert "\n" not in str(error.value)
+    if fn is missing:
+        assert f"line {fn.__code__.co_firstlineno + 1})" in str(error.value)
+
+
+def test_mistakes_of_a_config():
+    for task, message in [
+        (Loss(), "its function is not set"),
+        (Loss(squared, inputs="image"), "inputs = 'image': the data has x, y, n"),
+        (Loss(squared, best_metric="accuracy"), "best_metric = 'accuracy': the metrics are loss"),
+        (Loss(squared, metrics=squared), "squared .* it returns .*Tracer, not a dictionary of metrics"),
+        (Loss(weighted, metrics=weighted), "is what the loss returns. Rename it"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            fitted(task)
+    with pytest.raises(ConfigError, match="no name at the top level"):
+        Loss(lambda outputs, batch: outputs)
