@@ -32,14 +32,14 @@ FLOORS = [
     {"experiment"},
     {"run"},
     {"predictor", "launch"},
-    {"sample", "bench", "command", "evaluate"},
+    {"sample", "bench", "command", "evaluate", "export"},
     {"train", "testing"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
-TOUCH_THE_DISK = {"lease", "run", "report", "checkpoint", "launch", "data"}
+TOUCH_THE_DISK = {"lease", "run", "report", "checkpoint", "launch", "data", "export"}
 MEASURES_FILES = {"bench/input.py", "bench/input_sides.py", "bench/startup.py"}
 READ_FILES = {
     "modules": "config files, and files that define kinds, are run",

@@ -8,7 +8,6 @@ that is killed before its first checkpoint, or rolled back to its start, begins 
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +22,7 @@ from jaxdl.cluster.agree import of_first_process
 from jaxdl.config import ConfigError
 from jaxdl.experiment import read_experiment
 from jaxdl.files import INIT_FILE, step_dir
+from jaxdl.patterns import check_patterns, matches
 from jaxdl.report import replace_file
 from jaxdl.runs import Which, check_checkpoint, check_run, check_which, has_checkpoint
 from jaxdl.state import TrainState
@@ -43,8 +43,8 @@ class InitFrom:
     workdir: str | Path
     """The folder of the other run."""
     names: Sequence[str] = ()
-    """Patterns of the names that `--explain` prints, such as `stage*` or `stem`; none takes all. A pattern matches a
-    whole name or its beginning before a `/`; `*` is any text."""
+    """Patterns of the names that `--explain` prints, such as `stage*` or `stem` (see `jaxdl.patterns`); none takes
+    all."""
     step: Which = "newest"
     """The checkpoint: "newest", "best" or the number of a step."""
 
@@ -157,11 +157,7 @@ def find_initial(asked: InitFrom, abstract: TrainState) -> Initial:
     folder, which = check_run(asked.workdir, OPTION).absolute(), check_which(asked.step, "--init-step")
     step = int(of_first_process(lambda: str(_chosen_step(folder, which)).encode()))
     stored, every, names = stored_model(step_dir(folder, step)), _arrays(abstract), tuple(asked.names)
-    for pattern in names:
-        if not any(matches(name, pattern) for name in every):
-            raise ConfigError(
-                f"--init-names {pattern}: this network has no parameter of such a name. {_near([pattern], every)}"
-            )
+    check_patterns(names, list(every), "--init-names")
     averaged = any(name.startswith("ema_params.") for name in stored)
     found = Initial(folder, step, names, (), {}, (), averaged)
     taken, left = [], {}
@@ -212,11 +208,6 @@ def read_initial(workdir: Path) -> Initial | None:
         return Initial(workdir=Path(values.pop("workdir")), **values, **lists)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
-
-
-def matches(name: str, pattern: str) -> bool:
-    """Whether a pattern matches the name of a parameter, `stem/kernel`, or its beginning before a `/`."""
-    return fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(name, f"{pattern}/*")
 
 
 def _chosen_step(folder: Path, which: Which) -> int:

@@ -1,0 +1,4 @@
+"""The command `python -m jaxdl.export`: a trained network is written for other programs."""
+
+FILES = {"safetensors": "params.safetensors", "stablehlo": "predict.stablehlo", "readme": "README.md"}
+"""What is written -> the name of its file."""

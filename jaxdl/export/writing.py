@@ -1,0 +1,146 @@
+"""Writes a trained network: its parameters as safetensors, its prediction function as StableHLO (`jax.export`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdl import __version__
+from jaxdl.config import ConfigError
+from jaxdl.data import ImageSpec, TextSpec, spec_to_json
+from jaxdl.data.spec import with_targets
+from jaxdl.export import FILES
+from jaxdl.predictor import Predictor, restore
+from jaxdl.report import replace_file
+from jaxdl.runs import Which
+
+
+def export(
+    workdir: str | Path,
+    folder: str | Path,
+    *,
+    formats: Sequence[str] = ("safetensors", "stablehlo"),
+    step: Which = "newest",
+    platforms: Sequence[str] = ("cpu", "cuda"),
+    batch_size: int | None = None,
+) -> str:
+    """Writes the network of a run's checkpoint into a folder, with a README.md; returns a text on what was written.
+
+    The network must fit on one device. `batch_size` is the one that the function takes, None any. Raises ConfigError
+    when there is no such checkpoint, when the folder cannot be written, or when the function cannot be exported.
+    """
+    predictor, folder = restore(workdir, step=step), Path(folder)
+    contents: dict[str, bytes] = {}
+    if "safetensors" in formats:
+        contents["safetensors"] = parameter_file(predictor)
+    if "stablehlo" in formats:
+        contents["stablehlo"] = function_file(predictor, platforms, batch_size)
+    contents["readme"] = _readme(predictor, formats, platforms, batch_size).encode()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            replace_file(folder / FILES[name], content)
+    except OSError as error:
+        raise ConfigError(f"--to {folder}: {error.strerror}. Choose a writable folder.") from None
+    sizes = [f"  {FILES[name]:20} {len(content):>14,} bytes" for name, content in contents.items()]
+    return "\n".join([f"{workdir}, step {predictor.step}, is written to {folder}:", *sizes])
+
+
+def named_arrays(predictor: Predictor) -> dict[str, np.ndarray]:
+    """The parameters that are evaluated and the batch statistics, by dotted names such as `stem.conv.kernel`."""
+    found: dict[str, np.ndarray] = {}
+    for tree in (predictor.params, predictor.model_state):
+        for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            assert name not in found, f"a parameter and a statistic are both named {name}"
+            found[name] = np.ascontiguousarray(jax.device_get(x))
+    return found
+
+
+def parameter_file(predictor: Predictor) -> bytes:
+    """The content of `params.safetensors`; its metadata has the config, the data's spec, the step and the version."""
+    from safetensors.numpy import save
+
+    metadata = {
+        "config": predictor.experiment.to_json(),
+        "data": spec_to_json(predictor.parts.data_spec),
+        "step": str(predictor.step),
+        "jaxdl": __version__,
+    }
+    return save(named_arrays(predictor), metadata=metadata)
+
+
+def function_file(predictor: Predictor, platforms: Sequence[str], batch_size: int | None) -> bytes:
+    """The content of `predict.stablehlo`: from inputs to predictions; it contains the parameters.
+
+    Raises ConfigError when this network cannot be exported so.
+    """
+    function, rows = _function(predictor)
+    size = jax.export.symbolic_shape("batch")[0] if batch_size is None else batch_size
+    inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), rows)
+    try:
+        found = jax.export.export(jax.jit(function), platforms=tuple(platforms))(inputs)
+    except Exception as error:  # JAX raises errors of many types for what has no lowering, or needs a known size.
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        options = f"--platforms {' '.join(platforms)}" + ("" if batch_size is None else f" --batch-size {batch_size}")
+        advice = " with --batch-size N," if batch_size is None else ""
+        raise ConfigError(
+            f"{options}: the prediction of this network cannot be exported ({type(error).__name__}: {reason}). Try "
+            f"again{advice} with --platforms {jax.default_backend()} alone, or give --format safetensors."
+        ) from None
+    return bytes(found.serialize())
+
+
+def _function(predictor: Predictor) -> tuple[Callable[[Any], jax.Array], Any]:
+    """(the function from inputs to predictions, inputs of one example)."""
+    params, model_state = jax.device_get((predictor.params, predictor.model_state))  # Constants of the program.
+    spec = predictor.parts.data_spec
+    if isinstance(spec, ImageSpec):
+        image = np.zeros((1, spec.height, spec.width, spec.channels), np.uint8)
+        return lambda images: predictor.probabilities(params, model_state, {"image": images}), image
+    if isinstance(spec, TextSpec):
+        tokens = np.zeros((1, spec.length), np.int32)
+        return lambda tokens: predictor.probabilities(
+            params, model_state, {"tokens": with_targets(tokens, jnp)}
+        ), tokens
+    rows = predictor.parts.task.to_predict(spec.blank(), spec, "export")
+    if len(rows) == 1:
+        ((name, array),) = rows.items()
+        return lambda array: predictor.probabilities(params, model_state, {name: array}), array
+    return lambda batch: predictor.probabilities(params, model_state, batch), rows
+
+
+def _readme(predictor: Predictor, formats: Sequence[str], platforms: Sequence[str], batch_size: int | None) -> str:
+    """The text of the README.md that says how to load the files."""
+    experiment, rows = predictor.experiment, _function(predictor)[1]
+    size = "batch" if batch_size is None else str(batch_size)
+    shapes = ", ".join(f"{x.dtype} [{', '.join([size, *map(str, x.shape[1:])])}]" for x in jax.tree.leaves(rows))
+    parts = [
+        f"# {experiment.model.kind}, trained on {experiment.data.kind} for {predictor.step:,} steps\n\n"
+        f"Written by jaxdl {__version__} (`python -m jaxdl.export`).\n"
+    ]
+    if "safetensors" in formats:
+        name = FILES["safetensors"]
+        parts.append(
+            f"## {name}\n\nThe parameters and the batch statistics by dotted names. The metadata has the config "
+            "(`config`), shape and statistics of the data (`data`) and the step (`step`).\n\n```python\nimport json\n\n"
+            f'from safetensors import safe_open\n\nwith safe_open("{name}", framework="numpy") as file:\n'
+            "    params = {name: file.get_tensor(name) for name in file.keys()}\n"
+            '    config = json.loads(file.metadata()["config"])\n```\n'
+        )
+    if "stablehlo" in formats:
+        name = FILES["stablehlo"]
+        parts.append(
+            f"## {name}\n\nThe prediction as a function, with the parameters in it, for {' and '.join(platforms)}. It "
+            f"takes {shapes}, as the data set has them (images: grey levels from 0 to 255), and returns the "
+            f"predictions of the task {experiment.task.kind}. JAX, with the package flatbuffers, loads it:\n\n"
+            "```python\nfrom jax import export\n\n"
+            f'with open("{name}", "rb") as file:\n    predict = export.deserialize(bytearray(file.read())).call\n```\n'
+        )
+    return "\n".join(parts)
