@@ -108,7 +108,8 @@ def _own_types() -> tyro.constructors.ConstructorRegistry:
         if info.type_origin is dict:
             return shown("[NAME=VALUE ...]", lambda value: [f"{key}={one}" for key, one in value.items()])
         if Reference in members:
-            metavar = "|".join("FILE:NAME" if one is Reference else "NAME" for one in members)
+            shapes = {Reference: "FILE:NAME", type(None): "None"}
+            metavar = "|".join(dict.fromkeys(shapes.get(one, "NAME") for one in members))
             return shown(metavar, lambda value: [getattr(value, "__qualname__", str(value))])
         return None
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdl.data import Arrays, ArraySpec, EpochShuffle, ImageSpec, TrainLoader, spec_from_json, spec_to_json
+from jaxdl.data import Arrays, ArraySpec, EpochShuffle, ImageSpec, TextSpec, TrainLoader, spec_from_json, spec_to_json
 from jaxdl.data.rows import in_memory, rows_of
 from jaxdl.errors import ConfigError
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
@@ -192,6 +192,15 @@ def test_uint8_images_with_labels_are_images():
         assert batch["label"].tolist() == Y[[5, 2]].tolist()
     for value in ((IMAGES / 255, Y), (IMAGES, Y / 2), {"image": IMAGES, "label": Y, "more": Y}):
         assert isinstance(arrays(value).build().train.spec, ArraySpec)
+
+
+def test_tokens_are_text():
+    tokens = np.random.default_rng(2).integers(0, 50, (N, 9))
+    splits = arrays({"tokens": tokens}).build()
+    assert splits.train.spec == TextSpec(vocab_size=int(tokens.max()) + 1, length=8, bytes_per_token=1.0)
+    np.testing.assert_array_equal(splits.test.batch(np.array([4]))["tokens"], tokens[[4]])
+    assert splits.test.eval_batch(np.array([4, N]))["mask"].sum() == 8
+    assert "tokens must be whole numbers from 0" in refusal({"tokens": tokens - 1})
 
 
 def test_a_part_is_held_out():

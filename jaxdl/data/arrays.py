@@ -12,7 +12,7 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data.rows import Part, Rows, find_reader, rows_of
 from jaxdl.data.source import Data, Source, Splits, channel_statistics, check_classes
-from jaxdl.data.spec import LABELS, ArrayInfo, ArraySpec, DataSpec, ImageSpec
+from jaxdl.data.spec import LABELS, ArrayInfo, ArraySpec, DataSpec, ImageSpec, TextSpec
 from jaxdl.fields import SOURCE
 from jaxdl.reference import Reference, described, resolved
 
@@ -120,7 +120,8 @@ class Arrays(Data, kind="arrays"):
 
     Whatever has `len()` and `[i]` can be read, such as lists, Grain sources, `datasets.Dataset` and map data sets of
     torch; an iterable is read into memory. Each example has named arrays; a pair's are x and y. uint8 x [height, width,
-    channel] with integer y become images. Numbers of 64 bits become those of 32.
+    channel] with integer y become images, whole numbers `tokens` [length + 1] alone text. Numbers of 64 bits become
+    those of 32.
     """
 
     train: Given | None = None
@@ -132,7 +133,8 @@ class Arrays(Data, kind="arrays"):
     split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
     """Seed of the choice of held-out examples."""
     num_classes: int | None = pydantic.Field(default=None, ge=2)
-    """Number of classes of the array y or label; None counts them, for which all examples may be read once."""
+    """Number of classes of the array y or label, or of different tokens; None counts them, for which all examples may
+    be read once."""
 
     @pydantic.model_validator(mode="after")
     def _two_splits(self) -> Arrays:
@@ -162,8 +164,19 @@ class Arrays(Data, kind="arrays"):
         arrays = _fields(train)
         _check_alike(arrays, _fields(test))
         arrays = tuple(self._with_classes(one, train, test) for one in arrays)
-        spec = _image_spec(arrays, train) or ArraySpec(arrays)
+        spec = _image_spec(arrays, train) or self._text_spec(arrays, train, test) or ArraySpec(arrays)
         return Splits(ArraySource(train, spec, notes), ArraySource(test, spec))
+
+    def _text_spec(self, arrays: tuple[ArrayInfo, ...], train: Rows, test: Rows) -> TextSpec | None:
+        """The spec of windows of tokens, each of which counts as a byte; None for other arrays."""
+        one = arrays[0]
+        if [one.name for one in arrays] != ["tokens"] or np.dtype(one.dtype).kind not in "iu" or len(one.shape) != 1:
+            return None
+        columns = [rows.every(one.name) for rows in (train, test)]
+        size = self.num_classes or max(int(column.max()) for column in columns) + 1
+        if one.shape[0] < 2 or min(int(column.min()) for column in columns) < 0:
+            raise ConfigError(f"{train.what}: tokens must be whole numbers from 0, at least 2 in each row.")
+        return TextSpec(vocab_size=size, length=one.shape[0] - 1, bytes_per_token=1.0)
 
     def _with_classes(self, info: ArrayInfo, train: Rows, test: Rows) -> ArrayInfo:
         """The array with its number of classes, if it holds class numbers."""

@@ -72,9 +72,7 @@ class Loss(Task, kind="loss"):
             raise ConfigError(
                 "task loss: its function is not set. Give Loss(fn) in the config file, or --task.fn FILE:NAME."
             )
-        known = spec.blank()
-        if missing := [name for name in self.input_names if _in_data(name, known) not in known]:
-            raise ConfigError(f"task loss: inputs = {missing[0]!r}: the data has {', '.join(known)}.")
+        self.inputs(spec.blank(), spec)
         made = self.model_copy()
         made._outputs = outputs
         made._try(spec)
@@ -95,6 +93,8 @@ class Loss(Task, kind="loss"):
         if not self.input_names:
             return spec.inputs(batch)
         names = [_in_data(name, batch) for name in self.input_names]
+        if missing := [name for name in names if name not in batch]:
+            raise ConfigError(f"task loss: inputs = {missing[0]!r}: the data has {', '.join(batch)}.")
         return tuple(spec.inputs(batch)[0] if name == "image" and spec.fits("images") else batch[name]
                      for name in names)  # fmt: skip
 
@@ -161,8 +161,8 @@ class Loss(Task, kind="loss"):
             if _differ(masked[name], one[name]):
                 raise ConfigError(
                     f"{where}: {name!r} depends on examples that batch['mask'] leaves out, so the padding of an "
-                    "evaluation would count. Return one number for each example, [batch]; or use the mask: "
-                    "jnp.sum(jnp.where(batch['mask'], losses, 0))."
+                    "evaluation would count. The number of an example may depend on that example alone, and a sum must "
+                    "leave out the others: jnp.sum(jnp.where(batch['mask'], losses, 0))."
                 )
             if _differ(whole[name], one[name] + other[name]):
                 raise ConfigError(
