@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jaxdl.errors import ConfigError
     from jaxdl.exchange import ExchangeConfig
     from jaxdl.experiment import Experiment, load
-    from jaxdl.models import Model
+    from jaxdl.models import FromFunctions, FromModule, Model
     from jaxdl.optim import Optax, Optimizer, Schedule
     from jaxdl.predictor import Predictor, restore
     from jaxdl.run.entry import train
@@ -33,6 +33,8 @@ _HOMES = {
     "Data": "jaxdl.data",
     "ExchangeConfig": "jaxdl.exchange",
     "Experiment": "jaxdl.experiment",
+    "FromFunctions": "jaxdl.models",
+    "FromModule": "jaxdl.models",
     "load": "jaxdl.experiment",
     "Model": "jaxdl.models",
     "Optax": "jaxdl.optim",
@@ -54,6 +56,8 @@ __all__ = [
     "Data",
     "ExchangeConfig",
     "Experiment",
+    "FromFunctions",
+    "FromModule",
     "InitFrom",
     "Interrupted",
     "Loss",

@@ -14,14 +14,13 @@ from jaxdl.cluster import end_together, launched_cpu_devices
 from jaxdl.config import ConfigError, differences
 from jaxdl.experiment import Experiment, load_experiment, parse_command_line
 from jaxdl.optim import param_names
-from jaxdl.report import Start, print_explanation
+from jaxdl.report import Start, explain, print_explanation
 from jaxdl.run.build import make_plan
 from jaxdl.run.compile import compile_train_step
 from jaxdl.run.entry import train
 from jaxdl.run.initial import InitFrom
 from jaxdl.run.result import exit_codes
 from jaxdl.run.workdir import check_workdir, read_choice
-from jaxdl.sharding import explain
 from jaxdl.startup import PROG
 
 
@@ -115,7 +114,7 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     frozen = set(param_names(spec.shapes.params)) - set(param_names(plan.parts.trainable.of(spec.shapes.params)))
     rows = [
         dataclasses.replace(row, name=f"{row.name} (frozen)") if row.name in frozen else row
-        for row in explain(spec.shapes.params, spec.params, plan.parts.layout.mesh)
+        for row in explain(spec.shapes.params, spec.params, plan.parts.layout.mesh, plan.parts.network.axes)
     ]
     with start.doing("compiling"):
         memory = compile_train_step(plan).memory_analysis()

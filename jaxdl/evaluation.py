@@ -19,6 +19,8 @@ from jaxdl.step import Batch, Parts, apply_network, split
 EvalStep = Callable[[Params, ModelState, Batch], Mapping[str, jax.Array]]
 NormStep = Callable[[Params, ModelState, jax.Array, Batch], ModelState]
 
+_MODEL = 2**31 + 1
+"""Folded with the key of a batch this gives that of the network; below are those of the augmented rows."""
 _MAX_IN_FLIGHT = 4
 """Batches handed to the devices before the first of them is awaited: keeps them busy, and their memory free."""
 
@@ -71,12 +73,15 @@ def make_norm_step(parts: Parts) -> jax.stages.Wrapped:
     def norm_step(params: Params, model_state: ModelState, key: jax.Array, batch: Batch) -> ModelState:
         batch = parts.task.augmented(batch, key)
 
-        def statistics(batch: Batch) -> ModelState:
-            return apply_network(parts, parts.layout, params, model_state, batch, train=True, forget=True)[1]
+        def statistics(batch: Batch, key: jax.Array | None) -> ModelState:
+            return apply_network(parts, parts.layout, params, model_state, batch, train=True, forget=True, key=key)[1]
 
+        model_key = jax.random.fold_in(key, _MODEL) if parts.network.is_random else None
         if num_parts == 1:
-            return statistics(batch)
-        every = jax.lax.map(statistics, {name: split(x, num_parts) for name, x in batch.items()})
+            return statistics(batch, model_key)
+        keys = jax.random.split(model_key, num_parts) if model_key is not None else None
+        batches = {name: split(x, num_parts) for name, x in batch.items()}
+        every = jax.lax.map(lambda one: statistics(*one), (batches, keys))
         return jax.tree.map(lambda x: x.mean(axis=0), every)
 
     return jax.jit(

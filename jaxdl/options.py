@@ -161,7 +161,7 @@ def _options(kind: Any, value: Any, prefix: str = "") -> dict[str, Any]:
             continue  # Phases: only a config file sets them.
         elif not any(issubclass(one, Config) for one in _classes(annotation)):
             found[prefix + name] = annotation
-    return found
+    return found | {prefix + name: type_ for name, type_ in getattr(value, "argument_types", {}).items()}
 
 
 def _classes(annotation: Any) -> list[type]:

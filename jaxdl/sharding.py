@@ -6,6 +6,9 @@ A parameter's logical axes, such as `("embed", "mlp")`, name its dimensions; the
 - `fsdp` splits the largest remaining dimension that it divides (or else the same one again);
 - stacked `layers` are never split, and neither are biases, norm scales and parameters below `min_shard_elements`.
 
+The dimensions of a parameter without logical axes are `UNNAMED`: `fsdp` splits its largest dimension that it divides,
+and `tensor` keeps it whole.
+
 Models call `constrain` and `gather_layer` with logical names alone; the step says what these mean, with `use_layout`.
 """
 
@@ -22,7 +25,6 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pydantic
 from flax import nnx
 from jax import lax
@@ -43,6 +45,8 @@ LogicalAxes = dict[str, Any]
 
 STACKED = "layers"
 """The logical name of the leading dimension of parameters that are stacked over layers."""
+UNNAMED = ""
+"""The logical name of a dimension that the model does not name."""
 
 
 class ShardingConfig(Config):
@@ -151,12 +155,13 @@ def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
     """`spec` without one mesh axis."""
     kept = []
     for entry in spec:
-        names = tuple(name for name in _entry_names(entry) if name != axis)
+        names = tuple(name for name in entry_names(entry) if name != axis)
         kept.append(names[0] if len(names) == 1 else names or None)
     return PartitionSpec(*kept)
 
 
-def _entry_names(entry: Any) -> tuple[str, ...]:
+def entry_names(entry: Any) -> tuple[str, ...]:
+    """The mesh axes in one entry of a PartitionSpec."""
     if entry is None:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
@@ -164,7 +169,7 @@ def _entry_names(entry: Any) -> tuple[str, ...]:
 
 def spec_axes(spec: PartitionSpec) -> tuple[str, ...]:
     """The mesh axes that a spec uses, in its order."""
-    return tuple(name for entry in spec for name in _entry_names(entry))
+    return tuple(name for entry in spec for name in entry_names(entry))
 
 
 _layout: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("jaxdl_layout", default=None)
@@ -325,12 +330,12 @@ def gather_params(params: Params, axes: LogicalAxes) -> Params:
 def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
     """The tree of PartitionSpecs of the parameters; `axes` their logical names, `shapes` arrays or shape structs.
 
-    Raises ConfigError when the mesh has a tensor axis that no parameter uses.
+    Raises ConfigError when the mesh has a tensor axis that no parameter uses, unless the model names no dimension.
     """
     specs = jax.tree.map(lambda names, x: layout.param_spec(names, x.shape), axes, shapes, is_leaf=is_names)
     used = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)}
     tensor = layout.mesh.shape[Axis.TENSOR]
-    if tensor > 1 and Axis.TENSOR not in used:
+    if tensor > 1 and Axis.TENSOR not in used and has_names(axes):
         sizes = sorted({size for name, size in _named_sizes(axes, shapes) if name in layout.config.tensor_dims})
         raise ConfigError(
             f"--mesh.tensor {tensor}: it divides no dimension of the model that may be split "
@@ -354,6 +359,11 @@ def _named_sizes(axes: LogicalAxes, shapes: Params) -> Iterator[tuple[str, int]]
         yield from zip(names, x.shape, strict=True)
 
 
+def has_names(axes: LogicalAxes) -> bool:
+    """Whether any dimension of any parameter has a logical name."""
+    return any(name != UNNAMED for names in jax.tree.leaves(axes, is_leaf=is_names) for name in names)
+
+
 def is_names(node: Any) -> bool:
     """Whether a tree node is the tuple of a parameter's logical names, as `is_spec`."""
     return isinstance(node, tuple)
@@ -367,28 +377,3 @@ def is_spec(node: Any) -> bool:
 def named(mesh: Mesh, specs: Any) -> Any:
     """A tree of PartitionSpecs as NamedShardings on the mesh."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
-
-
-@dataclass(frozen=True)
-class ParamRow:
-    """One line of `explain`: a parameter, its shape and spec, and its bytes on one device."""
-
-    name: str
-    shape: tuple[int, ...]
-    spec: str
-    bytes_per_device: int
-
-
-def explain(params: Params, specs: Specs, mesh: Mesh) -> list[ParamRow]:
-    """How every parameter is sharded: the rows of the table that `--explain` prints.
-
-    `params` is a tree of arrays or shape structs, `specs` their PartitionSpecs.
-    """
-    rows = []
-    flat = jax.tree_util.tree_flatten_with_path(params)[0]
-    for (path, x), spec in zip(flat, jax.tree.leaves(specs, is_leaf=is_spec), strict=True):
-        local = NamedSharding(mesh, spec).shard_shape(x.shape)
-        text = ", ".join("+".join(_entry_names(entry)) or "-" for entry in spec) or "whole"
-        name = "/".join(str(getattr(part, "key", part)) for part in path)
-        rows.append(ParamRow(name, tuple(x.shape), text, math.prod(local) * np.dtype(x.dtype).itemsize))
-    return rows

@@ -14,13 +14,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.exchange import Exchange, init_on_mesh, state_specs
 from jaxdl.guard import Guard, GuardConfig
-from jaxdl.models.network import Network
+from jaxdl.models.network import ModelState, Network
 from jaxdl.optim import EVERYTHING, Trainable, keeps_average
 from jaxdl.precision import LossScale, Precision
 from jaxdl.sharding import Layout, Params, Specs, grad_specs, is_spec, named, param_specs, update_specs
-
-ModelState = dict[str, Any]
-"""What a network keeps besides parameters: the running statistics of batch norm, by name."""
 
 
 @jax.tree_util.register_dataclass
@@ -33,7 +30,7 @@ class TrainState:
     params: Params
     """Parameters, float32."""
     model_state: ModelState
-    """Running statistics of batch normalization."""
+    """What the network keeps besides parameters, such as the running statistics of batch normalization."""
     ema_params: Params
     """Average of the parameters: an exponential moving one, or the optimizer's own; empty when there is none."""
     opt_state: optax.OptState

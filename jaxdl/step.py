@@ -13,6 +13,7 @@ Its parts, in order:
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,7 +95,9 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
         augment_key, exchange_key = jax.random.split(key)
         batch = parts.task.augmented(batch, augment_key)
         scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
-        grads, sums, model_state = _local_gradients(parts, state, batch, scale / parts.task.weight(batch))
+        # Folded with 2: a split into two folds with 0 and 1.
+        model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
+        grads, sums, model_state = _local_gradients(parts, state, batch, scale / parts.task.weight(batch), model_key)
         sums, finite = _reduced(parts, grads, sums, checked=bool(state.loss_scale or state.guard))
         metrics = {f"sums/{name}": value for name, value in sums.items()}
         # Unscaled: the residual must not depend on the loss scale of the step.
@@ -138,10 +141,11 @@ def apply_network(
     *,
     train: bool,
     forget: bool = False,
-) -> tuple[jax.Array, ModelState]:
+    key: jax.Array | None = None,
+) -> tuple[Any, ModelState]:
     """`(outputs, model_state)` of the network on a batch, in the precision's dtype, sharded by `layout`.
 
-    `train` and `forget` are those of `Network.apply`.
+    `train`, `forget` and `key` are those of `Network.apply`.
     """
     layout = dataclasses.replace(layout, wire_dtype=parts.precision.dtype)
     matmul = (
@@ -151,68 +155,91 @@ def apply_network(
         used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
         used = gather_params(used, parts.network.axes)
         inputs = parts.task.inputs(batch, parts.data_spec)
-        return parts.network.apply(used, model_state, *inputs, train=train, forget=forget)
+        return parts.network.apply(used, model_state, *inputs, train=train, forget=forget, key=key)
 
 
 def _local_gradients(
-    parts: Parts, state: TrainState, batch: Batch, loss_factor: jax.Array
+    parts: Parts, state: TrainState, batch: Batch, loss_factor: jax.Array, key: jax.Array | None
 ) -> tuple[Grads, Sums, ModelState]:
     """Part 1: `(grads, sums, model_state)`; grads and sums are each replica's own, leaves `[replica, ...]`.
 
     `loss_factor` times the number of replicas multiplies the sum of losses, so that the mean of the gradients over
-    `replica` is the gradient of the mean loss over the global batch, however the examples are spread.
+    `replica` is the gradient of the mean loss over the global batch, however the examples are spread. `key` is folded
+    with the replica and the micro-batch; None for a network that draws no random numbers.
     """
     replica, mesh = Axis.REPLICA.value, parts.layout.mesh
     inside = Layout(parts.layout.config, mesh, manual=frozenset({replica}))
     factor = loss_factor * mesh.shape[replica]
-
-    def one_microbatch(
-        params: Params, model_state: ModelState, batch: Batch, factor: jax.Array
-    ) -> tuple[Grads, Sums, ModelState]:
-        def objective(trained: Params) -> tuple[jax.Array, tuple[Sums, ModelState]]:
-            used = parts.trainable.merged(trained, params)
-            outputs, new_model_state = apply_network(parts, inside, used, model_state, batch, train=True)
-            sums = parts.task.sums(outputs, batch, train=True)
-            return sums["loss"] * factor, (sums, new_model_state)
-
-        grads, (sums, new_model_state) = jax.grad(objective, has_aux=True)(parts.trainable.of(params))
-        grads = jax.tree.map(
-            lambda spec, g: lax.with_sharding_constraint(g, spec), parts.state_spec.grads, grads, is_leaf=is_spec
-        )
-        return grads, sums, new_model_state
+    one_microbatch = functools.partial(_microbatch_gradients, parts, inside)
 
     def local(
-        params: Params, model_state: ModelState, batch: Batch, factor: jax.Array
+        params: Params, model_state: ModelState, batch: Batch, factor: jax.Array, own_key: jax.Array | None
     ) -> tuple[Grads, Sums, ModelState]:
         # Without this, differentiating would already sum over `replica` and the exchange would see no local gradient.
         params, model_state, factor = lax.pcast((params, model_state, factor), replica, to="varying")
         batch = {name: lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)) for name, x in batch.items()}
+        key = None if own_key is None else jax.random.wrap_key_data(own_key[0])
         if (num_parts := parts.config.microbatches) == 1:
-            grads, sums, model_state = one_microbatch(params, model_state, batch, factor)
+            grads, sums, model_state = one_microbatch(params, model_state, batch, factor, key)
         else:
 
-            def body(carry: Any, microbatch: Batch) -> Any:
+            def body(carry: Any, microbatch: tuple[Batch, jax.Array | None]) -> Any:
                 total, model_state = carry
-                grads, sums, model_state = one_microbatch(params, model_state, microbatch, factor)
+                grads, sums, model_state = one_microbatch(params, model_state, microbatch[0], factor, microbatch[1])
                 return (jax.tree.map(jnp.add, total, grads), model_state), sums
 
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.trainable.of(params))
             zeros = lax.pcast(zeros, replica, to="varying")
             microbatches = {name: split(x, num_parts) for name, x in batch.items()}
-            (grads, model_state), sums = lax.scan(body, (zeros, model_state), microbatches)
+            keys = None if key is None else jax.random.split(key, num_parts)
+            (grads, model_state), sums = lax.scan(body, (zeros, model_state), (microbatches, keys))
             sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
         # Running statistics are averaged over `replica`: each replica normalizes with those of its own batch.
         # Replicated first: XLA cannot reduce over a manual axis of size 1 what it has split over an automatic one.
         model_state = _pmean_at_once(lax.with_sharding_constraint(model_state, PartitionSpec()), replica)
         return jax.tree.map(lambda x: x[None], grads), jax.tree.map(lambda x: x[None], sums), model_state
 
+    whole, own = PartitionSpec(), PartitionSpec(replica)
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(PartitionSpec(), PartitionSpec(), PartitionSpec(replica), PartitionSpec()),
-        out_specs=(PartitionSpec(replica), PartitionSpec(replica), PartitionSpec()),
+        in_specs=(whole, whole, own, whole, own),
+        out_specs=(own, own, whole),
         axis_names={replica},
-    )(state.params, state.model_state, dict(batch), factor)
+        # With the check each scan in a network needs a `lax.pcast` of its initial carry, which users' networks lack.
+        check_vma=parts.network.what is None,
+    )(state.params, state.model_state, dict(batch), factor, _replica_keys(key, mesh.shape[replica]))
+
+
+def _microbatch_gradients(
+    parts: Parts,
+    layout: Layout,
+    params: Params,
+    model_state: ModelState,
+    batch: Batch,
+    factor: jax.Array,
+    key: jax.Array | None,
+) -> tuple[Grads, Sums, ModelState]:
+    """`(grads, sums, model_state)` of one replica's micro-batch, the loss multiplied by `factor`."""
+
+    def objective(trained: Params) -> tuple[jax.Array, tuple[Sums, ModelState]]:
+        used = parts.trainable.merged(trained, params)
+        outputs, new_model_state = apply_network(parts, layout, used, model_state, batch, train=True, key=key)
+        sums = parts.task.sums(outputs, batch, train=True)
+        return sums["loss"] * factor, (sums, new_model_state)
+
+    grads, (sums, new_model_state) = jax.grad(objective, has_aux=True)(parts.trainable.of(params))
+    grads = jax.tree.map(
+        lambda spec, g: lax.with_sharding_constraint(g, spec), parts.state_spec.grads, grads, is_leaf=is_spec
+    )
+    return grads, sums, new_model_state
+
+
+def _replica_keys(key: jax.Array | None, num_replicas: int) -> jax.Array | None:
+    """Data of a random key for each replica, `[replica, ...]`."""
+    if key is None:
+        return None
+    return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_replicas)))
 
 
 def _pmean_at_once(tree: Any, axis: str) -> Any:

@@ -390,6 +390,7 @@ print(json.dumps(found))
     assert found["module"] == ["jaxdl.train", True], "after its import, jaxdl.train is a module that can be called"
     assert found["load"] == ["jaxdl.experiment", True]
     assert set(found) == {
-        "Arrays", "ConfigError", "Data", "ExchangeConfig", "Experiment", "InitFrom", "Interrupted", "Loss", "Model",
-        "Optax", "Optimizer", "Predictor", "Run", "Schedule", "Task", "load", "module", "restore", "train",
+        "Arrays", "ConfigError", "Data", "ExchangeConfig", "Experiment", "FromFunctions", "FromModule", "InitFrom",
+        "Interrupted", "Loss", "Model", "Optax", "Optimizer", "Predictor", "Run", "Schedule", "Task", "load", "module",
+        "restore", "train",
     }  # fmt: skip

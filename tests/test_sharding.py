@@ -15,12 +15,12 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import Transformer
 from jaxdl.optim import LAMB
+from jaxdl.report import explain
 from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.sharding import (
     Layout,
     ShardingConfig,
     constrain,
-    explain,
     gather,
     gather_params,
     lookup,
@@ -185,7 +185,9 @@ def test_parameter_bytes_fall_by_fsdp_times_tensor(replica, fsdp, tensor, whole_
     for ours, theirs in zip(jax.tree.leaves(state.params), jax.tree.leaves(on_one_device), strict=True):
         np.testing.assert_array_equal(ours, theirs, err_msg="initial parameters are equal on every mesh")
     # Rows of `explain` say the same, parameter by parameter.
-    rows = explain(plan.parts.state_spec.shapes.params, plan.parts.state_spec.params, plan.parts.layout.mesh)
+    spec, parts = plan.parts.state_spec, plan.parts
+    rows = explain(spec.shapes.params, spec.params, parts.layout.mesh, parts.network.axes)
+    assert not any(row.by_size for row in rows)
     held = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(state.params)]
     assert [row.bytes_per_device for row in rows] == held
     assert [row.shape for row in rows] == [leaf.shape for leaf in jax.tree.leaves(state.params)]

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from jaxdl.kinds import Choice
+from jaxdl.errors import ConfigError
+from jaxdl.kinds import Choice, source_of
+from jaxdl.models.network import Network
+from jaxdl.models.user_code import user_code
 
 
 class Model(Choice):
@@ -18,12 +23,26 @@ class Model(Choice):
     modality: ClassVar[str | None] = None
     """What the network reads, "images" or "text"; the task and the data must have the same. None reads anything."""
 
+    @property
+    def users_name(self) -> str | None:
+        """How messages name the user's code that this model runs; None for a model of jaxdl."""
+        return f"model {self.kind}" if source_of(type(self)) else None
+
+    def network(self, inputs: Sequence[jax.ShapeDtypeStruct], **sizes: Any) -> Network:
+        """The network for inputs like these, [batch, ...] each; `sizes` are the arguments of `build`.
+
+        Raises ConfigError for a model of a user that fails, or that does not take the dtype of the computation.
+        """
+        del inputs
+        if "dtype" not in _taken(self.build, sizes):
+            check_dtype(self.users_name, sizes, "its build()")
+        with user_code(self.users_name):
+            make = self.make(**sizes)
+        return Network(make, self.users_name)
+
     def make(self, **sizes: Any) -> Callable[[nnx.Rngs], nnx.Module]:
         """`build` with those of these arguments that it takes."""
-        wanted = inspect.signature(self.build).parameters
-        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in wanted.values()):
-            sizes = {name: value for name, value in sizes.items() if name in wanted}
-        return self.build(**sizes)
+        return self.build(**_taken(self.build, sizes))
 
     @abc.abstractmethod
     def build(self, *args: Any, **sizes: Any) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -32,3 +51,21 @@ class Model(Choice):
         Its arguments are those of these that it declares: `dtype`, in which to compute, and the sizes of the data:
         `num_classes` and `channels` of images, `vocab_size` of text.
         """
+
+
+def _taken(build: Callable[..., Any], sizes: dict[str, Any]) -> dict[str, Any]:
+    """Those of the sizes that `build` takes."""
+    wanted = inspect.signature(build).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in wanted.values()):
+        return sizes
+    return {name: value for name, value in sizes.items() if name in wanted}
+
+
+def check_dtype(what: str | None, sizes: dict[str, Any], taker: str) -> None:
+    """Raises ConfigError where `sizes` has a 16-bit dtype, for a network whose maker does not take it."""
+    dtype = jnp.dtype(sizes.get("dtype", "float32"))
+    if dtype != jnp.float32:
+        raise ConfigError(
+            f"--precision {dtype}: {what or 'the model'} would compute in float32 all the same, since {taker} takes no "
+            "argument dtype. Add one and give it to its layers, or take --precision float32."
+        )

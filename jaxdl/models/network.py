@@ -2,58 +2,201 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
-from jaxdl.sharding import STACKED, LogicalAxes, Params
+from jaxdl.errors import ConfigError
+from jaxdl.models.user_code import mode_arguments, parameters, user_code
+from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
+
+ModelState = dict[str, Any]
+"""What a network keeps besides parameters, by name, such as the running statistics of batch norm."""
 
 
 class Network:
     """An NNX module, split once: `init` and `apply` are pure and work on nested dictionaries of arrays.
 
     Attributes:
-      axes: the logical axes of each parameter, a tuple of names each; see `jaxdl.sharding`.
+      axes: the logical axes of each parameter, a tuple of names each; see `jaxdl.sharding`. Without names of its own a
+        parameter has `UNNAMED` for each dimension.
       param_shapes: shape and dtype of each parameter.
+      state_shapes: shape and dtype of all else that the module keeps, such as batch statistics.
+      is_random: whether the network draws random numbers in training, as dropout does.
+      what: for a network of a user's code, its name in messages; else None.
     """
 
-    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module]) -> None:
-        self._make = make
-        abstract = nnx.eval_shape(lambda: make(nnx.Rngs(0)))
-        self._graphdef, params, rest = nnx.split(abstract, nnx.Param, ...)
-        unknown = [type(leaf).__name__ for _, leaf in nnx.to_flat_state(rest) if not isinstance(leaf, nnx.BatchStat)]
-        assert not unknown, f"a network holds only parameters and batch statistics, not {set(unknown)}"
-        self.axes: LogicalAxes = nnx.to_pure_dict(
-            jax.tree.map(_axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
-        )
-        self.param_shapes: Params = nnx.to_pure_dict(params)
+    axes: LogicalAxes
+    param_shapes: Params
+    state_shapes: ModelState
+    is_random: bool
 
-    def init(self, key: jax.Array) -> tuple[Params, dict[str, Any]]:
+    def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], what: str | None = None) -> None:
+        """`make` makes the module from random keys. Raises ConfigError for a module of a user that cannot be trained.
+
+        Trained is every `nnx.Param`. Other variables of floating-point numbers are state. Random keys (`nnx.Rngs`,
+        `nnx.Dropout`) are set anew for each step, see `apply`.
+        """
+        self.what = what
+        if isinstance(make, nnx.Module) or not callable(make):
+            raise ConfigError(
+                f"{what or 'a network'}: build() returned an object of type {type(make).__name__}. Return a function "
+                "that makes the flax.nnx module from random keys: return lambda rngs: Net(rngs=rngs)."
+            )
+        self._make = make
+        with user_code(what):
+            abstract = nnx.eval_shape(lambda: self._made(nnx.Rngs(0)))
+        self._graphdef, params, keys, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
+        self._modes = parameters(type(abstract).__call__)
+        self._keys = [(path, one) for path, one in nnx.to_flat_state(keys)]
+        self._param_names, self._state_names = Names(nnx.to_pure_dict(params)), Names(nnx.to_pure_dict(rest))
+        axes = jax.tree.map(self._axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        self.axes = self._param_names.named(nnx.to_pure_dict(axes), is_leaf=is_names)
+        self.param_shapes = self._param_names.named(nnx.to_pure_dict(params))
+        self.state_shapes = self._state_names.named(nnx.to_pure_dict(rest))
+        self.is_random = bool(self._keys)
+        check_dtypes(what, self.param_shapes, self.state_shapes)
+
+    def init(self, key: jax.Array) -> tuple[Params, ModelState]:
         """Fresh `(params, model_state)` from a random key; equal on every mesh."""
-        _, params, rest = nnx.split(self._make(nnx.Rngs(key)), nnx.Param, ...)
-        return nnx.to_pure_dict(params), nnx.to_pure_dict(rest)
+        with user_code(self.what):
+            _, params, _, rest = nnx.split(self._made(nnx.Rngs(key)), nnx.Param, nnx.RngState, ...)
+        return self._param_names.named(nnx.to_pure_dict(params)), self._state_names.named(nnx.to_pure_dict(rest))
 
     def apply(
-        self, params: Params, model_state: dict[str, Any], *inputs: jax.Array, train: bool, forget: bool = False
-    ) -> tuple[jax.Array, dict[str, Any]]:
+        self,
+        params: Params,
+        model_state: ModelState,
+        *inputs: jax.Array,
+        train: bool,
+        forget: bool = False,
+        key: jax.Array | None = None,
+    ) -> tuple[Any, ModelState]:
         """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics.
 
-        With `forget` they are those of these inputs alone, without the running ones.
+        With `forget` they are those of these inputs alone, without the running ones. `key` is for the random numbers
+        of this call; None always draws the same ones. In evaluation there is no dropout.
         """
-        module = nnx.merge(self._graphdef, nnx.State(params), nnx.State(model_state), copy=True)
+        state = (nnx.State(self._param_names.tree(params)), nnx.State(self._state_names.tree(model_state)))
+        module = nnx.merge(self._graphdef, *state, self._key_state(key), copy=True)
         if forget:
             for _, part in nnx.iter_graph(module):
                 if isinstance(part, nnx.BatchNorm):
                     part.momentum = 0.0
-        outputs = module(*inputs, train=train)  # pyright: ignore[reportCallIssue]
-        return outputs, nnx.to_pure_dict(nnx.state(module, nnx.BatchStat))
+        modes = mode_arguments(self._modes, train=train)
+        with user_code(self.what):
+            if not train:
+                nnx.Module.eval(module)
+            elif not modes:
+                nnx.Module.train(module)
+            outputs = module(*inputs, **modes)  # pyright: ignore[reportCallIssue]
+            after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
+            return outputs, like_before(self.what, self._state_names.named(after), model_state)
+
+    def _made(self, rngs: nnx.Rngs) -> nnx.Module:
+        # Names of mesh axes in a module's metadata are read here, not acted upon by Flax.
+        with nnx.use_eager_sharding(False):
+            module = self._make(rngs)
+        if not isinstance(module, nnx.Module):
+            raise ConfigError(
+                f"{self.what or 'a network'}: what makes the network returned an object of type "
+                f"{type(module).__name__}, not a flax.nnx module."
+            )
+        return module
+
+    def _key_state(self, key: jax.Array | None) -> nnx.State:
+        """The random keys of the module, each folded from `key`, and their counts, which are 0."""
+        flat = []
+        for index, (path, one) in enumerate(self._keys):
+            if isinstance(one, nnx.RngKey):
+                own = jax.random.fold_in(jax.random.key(0) if key is None else key, index)
+                flat.append((path, jax.random.split(own, one.shape) if one.shape else own))
+            else:
+                flat.append((path, jnp.zeros(one.shape, one.dtype)))
+        return nnx.from_flat_state(flat)
+
+    def _axes(self, variable: nnx.Variable) -> tuple[str, ...]:
+        """The logical axes of a parameter, after `layers` when it is stacked."""
+        metadata, ndim = variable.get_metadata(), len(variable.shape)
+        axes = metadata.get("axes")
+        if axes is None:
+            return (UNNAMED,) * ndim
+        if ndim - len(axes) not in (0, 1):
+            raise ConfigError(f"{self.what}: a parameter of shape {variable.shape} has the logical axes {axes}.")
+        return (STACKED, *axes) if ndim > len(axes) else tuple(axes)
 
 
-def _axes(variable: nnx.Variable) -> tuple[str, ...]:
-    """The logical axes of a parameter, after `layers` when it is stacked."""
-    axes, ndim = variable.get_metadata().get("axes"), len(variable.shape)
-    assert axes is not None, f"a parameter of shape {variable.shape} has no logical axes"
-    assert ndim - len(axes) in (0, 1), f"a parameter of shape {variable.shape} has axes {axes}"
-    return (STACKED, *axes) if ndim > len(axes) else tuple(axes)
+class Names:
+    """Between a pytree and nested dictionaries of its leaves, whose names are the parts of the leaves' paths."""
+
+    def __init__(self, tree: Any) -> None:
+        flat, self._treedef = jax.tree_util.tree_flatten_with_path(tree)
+        self._paths = [_names(path) for path, _ in flat]
+
+    def named(self, tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
+        """The leaves of a tree by name. It may have leaves that the first one had not; they are left out."""
+        flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]
+        leaves = {_names(path): leaf for path, leaf in flat}
+        return self.from_leaves([leaves[path] for path in self._paths])
+
+    def from_leaves(self, leaves: Sequence[Any]) -> dict[str, Any]:
+        """Leaves by name, from their list in the order of the first tree."""
+        found: dict[str, Any] = {}
+        for (*parents, last), leaf in zip(self._paths, leaves, strict=True):
+            inner = found
+            for part in parents:
+                inner = inner.setdefault(part, {})
+            inner[last] = leaf
+        return found
+
+    def tree(self, named: Mapping[str, Any]) -> Any:
+        """The tree of the first one's structure with these leaves."""
+        leaves = []
+        for path in self._paths:
+            leaf: Any = named
+            for part in path:
+                leaf = leaf[part]
+            leaves.append(leaf)
+        return self._treedef.unflatten(leaves)
+
+
+def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
+    """The names of a path's parts; that of a tree which is a leaf itself is `value`."""
+    texts = tuple(str(getattr(part, "key", getattr(part, "idx", getattr(part, "name", part)))) for part in path)
+    return texts or ("value",)
+
+
+def check_dtypes(what: str | None, params: Params, state: ModelState) -> None:
+    """Raises ConfigError for a network without parameters, and for arrays of a dtype that cannot be trained or kept."""
+    if not jax.tree.leaves(params):
+        raise ConfigError(f"{what or 'a network'}: it has no parameters, so there is nothing to train.")
+    for path, one in jax.tree_util.tree_flatten_with_path(params)[0]:
+        if one.dtype != jnp.float32:
+            raise ConfigError(
+                f"{what or 'a network'}: the parameter {'/'.join(_names(path))} is {one.dtype}. Parameters are kept in "
+                "float32: make it so (param_dtype=float32); --precision sets the dtype of the computation."
+            )
+    for path, one in jax.tree_util.tree_flatten_with_path(state)[0]:
+        if not jnp.issubdtype(one.dtype, jnp.floating):
+            raise ConfigError(
+                f"{what or 'a network'}: the variable {'/'.join(_names(path))} is {one.dtype}. What a network keeps "
+                "besides its parameters is averaged over the replicas, so it must be floating-point numbers: make it "
+                "so, or make it an nnx.Param, a constant, or a number that is computed in the call."
+            )
+
+
+def like_before(what: str | None, after: ModelState, before: ModelState) -> ModelState:
+    """What a network keeps after a call, in the dtypes of before. Raises ConfigError for another shape."""
+
+    def one(path: Any, new: jax.Array, old: jax.Array) -> jax.Array:
+        if new.shape != old.shape:
+            raise ConfigError(
+                f"{what or 'a network'}: the variable {'/'.join(_names(path))} has shape {old.shape} before a call and "
+                f"{new.shape} after it. Its shape must stay the same."
+            )
+        return new if new.dtype == old.dtype else new.astype(old.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, after, before)

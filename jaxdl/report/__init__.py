@@ -1,7 +1,7 @@
 """The reports of a run: history, progress, curves, wall time, and the summary at the end."""
 
 from jaxdl.report.events import Event, EventKind, event_of
-from jaxdl.report.explanation import print_explanation
+from jaxdl.report.explanation import explain, print_explanation
 from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step, replace_file
 from jaxdl.report.lines import format_row
 from jaxdl.report.notebook import in_ipython
@@ -28,6 +28,7 @@ __all__ = [
     "Subject",
     "Summary",
     "event_of",
+    "explain",
     "format_row",
     "in_ipython",
     "last_evaluated_step",

@@ -4,12 +4,47 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.sharding import ParamRow
+from jaxdl.sharding import UNNAMED, LogicalAxes, Params, Specs, entry_names, is_names, is_spec
+
+_BY_SIZE = "(by size)"
+
+
+@dataclass(frozen=True)
+class ParamRow:
+    """One line of `explain`: a parameter, its shape and spec, and its bytes on one device."""
+
+    name: str
+    shape: tuple[int, ...]
+    spec: str
+    bytes_per_device: int
+    by_size: bool = False
+    """Whether the parameter has no logical axes and more than one dimension, so that its sizes alone decided."""
+
+
+def explain(params: Params, specs: Specs, mesh: Mesh, axes: LogicalAxes) -> list[ParamRow]:
+    """How every parameter is sharded: the rows of the table that `--explain` prints.
+
+    `params` is a tree of arrays or shape structs, `specs` their PartitionSpecs, `axes` their logical axes.
+    """
+    rows = []
+    flat = jax.tree_util.tree_flatten_with_path(params)[0]
+    more = (jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(axes, is_leaf=is_names))
+    for (path, x), spec, names in zip(flat, *more, strict=True):
+        local = NamedSharding(mesh, spec).shard_shape(x.shape)
+        text = ", ".join("+".join(entry_names(entry)) or "-" for entry in spec) or "whole"
+        name = "/".join(str(getattr(part, "key", part)) for part in path)
+        by_size = len(names) > 1 and set(names) == {UNNAMED}
+        rows.append(ParamRow(name, tuple(x.shape), text, math.prod(local) * np.dtype(x.dtype).itemsize, by_size))
+    return rows
 
 
 def print_explanation(
@@ -30,11 +65,17 @@ def print_explanation(
     ):
         table.add_column(column, justify=justify)  # pyright: ignore[reportArgumentType]
     for row in rows:
-        table.add_row(row.name, " x ".join(map(str, row.shape)), row.spec, readable_bytes(row.bytes_per_device))
+        spec = f"{row.spec} {_BY_SIZE}" if row.by_size else row.spec
+        table.add_row(row.name, " x ".join(map(str, row.shape)), spec, readable_bytes(row.bytes_per_device))
     elements = sum(math.prod(row.shape) for row in rows)
     table.add_section()
     table.add_row("all", f"{elements:,}", "", readable_bytes(sum(row.bytes_per_device for row in rows)))
     console.print(table)
+    if any(row.by_size for row in rows):
+        console.print(
+            f"{_BY_SIZE}: the parameter has no logical axes; fsdp splits its largest dimension that it divides, and "
+            "tensor keeps it whole"
+        )
     if memory is None:
         console.print("XLA reports no memory for the compiled step on this platform.")
         return

@@ -41,11 +41,13 @@ from jaxdl.run.initial import Initial
 from jaxdl.run.validate import (
     check_batches,
     check_memory,
+    check_network,
     check_norms,
     check_phases,
     check_same_examples,
     check_tensor_dims,
     check_warmup,
+    idle_tensor,
 )
 from jaxdl.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names, named
 from jaxdl.state import TrainState, make_state_spec
@@ -150,6 +152,7 @@ def make_plan(
     with start.doing("choosing the exchange" if isinstance(asked.exchange, Auto) else "tracing the model"):
         experiment, reasons = settled(asked, splits.train.spec, mesh, before)
         parts = make_parts(experiment, splits.train.spec, mesh, timeline)
+    reasons += idle_tensor(parts.network, mesh)
     check_memory(experiment, parts.state_spec, splits.train.spec)
     has_norms = bool(jax.tree.leaves(parts.state_spec.shapes.model_state))
     check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=has_norms)
@@ -179,6 +182,8 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
             f"{spec.modality}, or other --data."
         )
     network = _network(experiment, spec)
+    task = experiment.task.fitted(spec, _outputs(experiment, network, spec))
+    check_network(experiment, network, spec, mesh.shape[Axis.REPLICA])
     check_tensor_dims(experiment.sharding, network)
     trainable = make_trainable(experiment.step.freeze, network.param_shapes)
     axes, shapes = trainable.of(network.axes), trainable.of(network.param_shapes)
@@ -199,7 +204,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
     check_average(state_spec.shapes.opt_state, experiment.optimizer, ema_decay)
     return Parts(
         network=network,
-        task=experiment.task.fitted(spec, _outputs(experiment, network, spec)),
+        task=task,
         data_spec=spec,
         trainable=trainable,
         optimizer=optimizer,
@@ -282,7 +287,8 @@ def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> G
 
 
 def _network(experiment: Experiment, spec: DataSpec) -> Network:
-    return Network(experiment.model.make(**spec.sizes(), dtype=experiment.precision.dtype))
+    inputs = jax.eval_shape(lambda batch: experiment.task.inputs(batch, spec), spec.blank())
+    return experiment.model.network(inputs, **spec.sizes(), dtype=experiment.precision.dtype)
 
 
 def _outputs(experiment: Experiment, network: Network, spec: DataSpec) -> Callable[[Any], Any]:
@@ -316,10 +322,10 @@ def _trained(experiment: Experiment, network: Network) -> tuple[LogicalAxes, Par
 
 def _gradient_layout(experiment: Experiment, network: Network, spec: DataSpec, layout: Layout) -> GradientLayout:
     def loss(params: Any, batch: Any) -> jax.Array:
-        _, model_state = jax.eval_shape(network.init, jax.random.key(0))
         inputs = experiment.task.inputs(batch, spec)
-        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), model_state)
-        return jnp.sum(network.apply(params, blank, *inputs, train=True)[0])
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), network.state_shapes)
+        outputs = network.apply(params, blank, *inputs, train=True)[0]
+        return functools.reduce(jnp.add, [jnp.sum(x) for x in jax.tree.leaves(outputs)])
 
     several = layout.mesh.shape[Axis.REPLICA] > 1  # One replica sends nothing, in whatever order.
     trained_axes, trained = _trained(experiment, network)

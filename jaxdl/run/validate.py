@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from jaxdl.cluster import current, host_memory_bytes, wait_for_all
 from jaxdl.cluster.consistency import process_names
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, PhotoSource, Splits
 from jaxdl.experiment import Experiment
+from jaxdl.mesh import Axis
 from jaxdl.models import Network
-from jaxdl.sharding import STACKED, ShardingConfig
+from jaxdl.sharding import STACKED, UNNAMED, ShardingConfig, has_names
 from jaxdl.state import StateSpec, TrainState
 
 
@@ -79,15 +83,53 @@ def check_norms(experiment: Experiment, num_replicas: int, *, has_norms: bool) -
             )
 
 
+def check_network(experiment: Experiment, network: Network, spec: DataSpec, num_replicas: int) -> None:
+    """Raises ConfigError for a network of a user that fails, or whose outputs are not what the task takes."""
+    if network.what is None:
+        return
+    rows = max(1, experiment.batch_size // num_replicas // experiment.step.microbatches)
+    batch = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in spec.blank().items()}
+    inputs = jax.eval_shape(lambda batch: experiment.task.inputs(batch, spec), batch)
+    wanted = experiment.task.output_shape(spec)
+    for train in (True, False):
+        apply = functools.partial(network.apply, train=train)
+        outputs, _ = jax.eval_shape(apply, network.param_shapes, network.state_shapes, *inputs)
+        found = [x.shape for x in jax.tree.leaves(outputs)]
+        if wanted is not None and (found != [(rows, *wanted)] or not hasattr(outputs, "shape")):
+            takes = ", ".join(map(str, ("batch", *wanted)))
+            raise ConfigError(
+                f"{network.what}: for a batch of {rows} its outputs are {_shapes(outputs)}, but task "
+                f"{experiment.task.kind} takes one array [{takes}]. Change the network's last layer, or take a task of "
+                "your own."
+            )
+
+
+def _shapes(outputs: Any) -> str:
+    """`float32 [8, 10]`; of several outputs also the type that holds them."""
+    leaves = [f"{x.dtype} {list(x.shape)}" for x in jax.tree.leaves(outputs)]
+    return leaves[0] if hasattr(outputs, "shape") else f"a {type(outputs).__name__} of {', '.join(leaves) or 'nothing'}"
+
+
+def idle_tensor(network: Network, mesh: Mesh) -> tuple[str, ...]:
+    """A line for the user when the mesh axis `tensor` splits nothing, since no parameter has logical axes."""
+    size = mesh.shape[Axis.TENSOR]
+    if size == 1 or has_names(network.axes):
+        return ()
+    return (
+        f"--mesh.tensor {size}: no parameter of {network.what} has logical axes, so nothing is split over tensor, and "
+        f"each group of {size} devices computes the same. Name the axes, or take --mesh.tensor 1.",
+    )
+
+
 def check_tensor_dims(config: ShardingConfig, network: Network) -> None:
     """Raises ConfigError for a name that no dimension has, neither of this model's nor in the default list."""
     axes = jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple))
-    own = {name for names in axes for name in names} - {STACKED}
+    own = {name for names in axes for name in names} - {STACKED, UNNAMED}
     for name in config.tensor_dims:
         if name not in own | set(ShardingConfig().tensor_dims):
             raise ConfigError(
                 f"--sharding.tensor-dims {name}: the model has no dimension of this name that can be split. "
-                f"Choose from {', '.join(sorted(own))}."
+                f"Choose from {', '.join(sorted(own)) or 'none: its parameters have no logical axes'}."
             )
 
 

@@ -34,6 +34,11 @@ class Task(Choice):
         """How the training loss differs from the evaluation loss, "with ..."; empty when it does not."""
         return ""
 
+    def output_shape(self, spec: DataSpec) -> tuple[int, ...] | None:
+        """The shape of the network's output for one example, if `sums` takes one array; None for any outputs."""
+        del spec
+        return None
+
     def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
         """The task as it is used with this data and a network. Raises ConfigError when they do not fit.
 

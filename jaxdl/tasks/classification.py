@@ -60,6 +60,11 @@ class Classification(Task, kind="classification"):
         used = [f"{name} {value:g}" for name, value in changes.items() if value]
         return f"with {', '.join(used)}" if used else ""
 
+    def output_shape(self, spec: DataSpec) -> tuple[int, ...] | None:
+        """The logits of one example, [num_classes]."""
+        num_classes = spec.sizes().get("num_classes")
+        return None if num_classes is None else (num_classes,)
+
     def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
         """Itself. Raises ConfigError for data without class numbers, and for an augmentation of what is no image."""
         del outputs

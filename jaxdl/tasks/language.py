@@ -38,6 +38,10 @@ class LanguageModelling(Task, kind="language_modelling"):
         """The z-loss, which is only in the training loss; empty without one."""
         return f"with z-loss {self.z_loss:g}" if self.z_loss else ""
 
+    def output_shape(self, spec: DataSpec) -> tuple[int, ...] | None:
+        """The logits of one window, [length, vocab]."""
+        return (spec.length, spec.vocab_size) if isinstance(spec, TextSpec) else None
+
     def units_per_example(self, spec: DataSpec) -> int:
         """The target tokens of one training window."""
         assert isinstance(spec, TextSpec)

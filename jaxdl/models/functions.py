@@ -1,0 +1,138 @@
+"""Networks of pure functions: flax.linen modules, and a user's own `init` and `apply`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+
+from jaxdl.errors import ConfigError
+from jaxdl.models.network import ModelState, Names, Network, check_dtypes, like_before
+from jaxdl.models.user_code import mode_arguments, parameters, user_code
+from jaxdl.sharding import UNNAMED, Params
+
+Init = Callable[[jax.Array], tuple[Any, Any]]
+"""`init(key) -> (params, state)`, any pytrees."""
+Apply = Callable[..., tuple[Any, Any]]
+"""`apply(params, state, inputs, train, key) -> (outputs, state)`; the key is None unless the function is random."""
+
+
+class FunctionNetwork(Network):
+    """A network of two pure functions, `Init` and `Apply`; for the attributes and methods see `Network`."""
+
+    def __init__(self, init: Init, apply: Apply, what: str, *, is_random: bool, axes: Any = None) -> None:
+        """`axes` is a tree like the parameters, of tuples of logical axes; None where they have none."""
+        self.what, self.is_random, self._init, self._apply = what, is_random, init, apply
+        with user_code(what):
+            params, state = jax.eval_shape(init, jax.random.key(0))
+        self._param_names, self._state_names = Names(params), Names(state)
+        if axes is None:
+            axes = jax.tree.map(lambda x: (UNNAMED,) * len(x.shape), params)
+        leaves = jax.tree.structure(params).flatten_up_to(axes)
+        self.axes = self._param_names.from_leaves(leaves)
+        self.param_shapes, self.state_shapes = self._param_names.named(params), self._state_names.named(state)
+        check_dtypes(what, self.param_shapes, self.state_shapes)
+
+    def init(self, key: jax.Array) -> tuple[Params, ModelState]:
+        """See `Network.init`."""
+        with user_code(self.what):
+            params, state = self._init(key)
+        return self._param_names.named(params), self._state_names.named(state)
+
+    def apply(
+        self,
+        params: Params,
+        model_state: ModelState,
+        *inputs: jax.Array,
+        train: bool,
+        forget: bool = False,
+        key: jax.Array | None = None,
+    ) -> tuple[Any, ModelState]:
+        """See `Network.apply`. Raises ConfigError with `forget`."""
+        if forget:
+            raise ConfigError(
+                f"--evaluation.norm-batches: {self.what}: only of flax.nnx modules can the running statistics be left "
+                "out. Remove the option."
+            )
+        if self.is_random and key is None:
+            key = jax.random.key(0)
+        trees = (self._param_names.tree(params), self._state_names.tree(model_state))
+        with user_code(self.what):
+            outputs, after = self._apply(*trees, inputs, train, key if self.is_random else None)
+            if not train:
+                return outputs, model_state
+            return outputs, like_before(self.what, self._state_names.named(after), model_state)
+
+
+def blank(inputs: Sequence[jax.ShapeDtypeStruct]) -> tuple[jax.Array, ...]:
+    """Inputs of zeros."""
+    return tuple(jnp.zeros(one.shape, one.dtype) for one in inputs)
+
+
+def linen_network(module: linen.Module, inputs: Sequence[jax.ShapeDtypeStruct], what: str) -> FunctionNetwork:
+    """The network of a flax.linen module for inputs like these.
+
+    Trained is the collection `params`; other collections of floating-point numbers, such as `batch_stats`, are state.
+    All streams of random numbers, such as `dropout`, come from the key of the call. The names of
+    `linen.with_partitioning` are logical axes.
+    """
+    modes = parameters(type(module).__call__)
+
+    def boxed(key: jax.Array) -> dict[str, Any]:
+        options: dict[str, Any] = mode_arguments(modes, train=False)
+        return dict(module.init(_streams(key), *blank(inputs), **options))
+
+    def init(key: jax.Array) -> tuple[Any, Any]:
+        variables = jax.tree.map(_unboxed, boxed(key), is_leaf=_is_box)
+        return variables.pop("params", {}), variables
+
+    def apply(params: Any, state: Any, inputs: Sequence[jax.Array], train: bool, key: jax.Array | None) -> Any:
+        options: dict[str, Any] = mode_arguments(modes, train=train)
+        if key is not None:
+            options["rngs"] = _streams(key)
+        variables = {"params": params, **state}
+        if train and state:
+            return module.apply(variables, *inputs, mutable=list(state), **options)
+        return module.apply(variables, *inputs, **options), state
+
+    with user_code(what):
+        shapes = jax.eval_shape(boxed, jax.random.key(0))
+        axes = jax.tree.map(_axes, shapes.get("params", {}), is_leaf=_is_box)
+        is_random = _draws(init, apply, inputs)
+    return FunctionNetwork(init, apply, what, is_random=is_random, axes=axes)
+
+
+def _streams(key: jax.Array) -> dict[str, jax.Array]:
+    """Linen takes the stream `params` for every name that is not there."""
+    return {"params": jax.random.fold_in(key, 0), "dropout": jax.random.fold_in(key, 1)}
+
+
+def _draws(init: Init, apply: Apply, inputs: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Whether the key plays a part in training."""
+    params, state = jax.eval_shape(init, jax.random.key(0))
+
+    def outputs(key: jax.Array, params: Any, state: Any, inputs: Sequence[jax.Array]) -> Any:
+        return apply(params, state, inputs, True, key)
+
+    jaxpr = jax.make_jaxpr(outputs)(jax.random.key(0), params, state, tuple(inputs)).jaxpr
+    return any(jaxpr.invars[0] is one for equation in jaxpr.eqns for one in equation.invars)
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, linen.meta.AxisMetadata)
+
+
+def _unboxed(node: Any) -> Any:
+    # `unbox` would act upon the names as if they were mesh axes.
+    return getattr(node, "value", node) if _is_box(node) else node
+
+
+def _axes(node: Any) -> tuple[str, ...]:
+    names = getattr(node, "names", None) if _is_box(node) else None
+    shape = _unboxed(node).shape
+    if names is None or len(names) != len(shape):
+        return (UNNAMED,) * len(shape)
+    return tuple(name if isinstance(name, str) else UNNAMED for name in names)
