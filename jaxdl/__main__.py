@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from jaxdl import __version__
-from jaxdl.errors import end_interrupted, fail
+from jaxdl.errors import ConfigError, end_interrupted, fail
 
 COMMANDS = {
     "train": ("jaxdl.train", "trains an experiment: --config FILE --workdir FOLDER"),
@@ -29,6 +29,9 @@ def main(args: list[str] | None = None) -> None:
     if line[0] in ("-V", "--version", "version"):
         print(f"jaxdl {__version__}")
         raise SystemExit(0)
+    if line[0] == "--print-completion":
+        _print_completion(line[1:])
+        return
     if line[0] not in COMMANDS:
         import difflib
 
@@ -46,6 +49,15 @@ def main(args: list[str] | None = None) -> None:
         end_interrupted()
 
 
+def _print_completion(args: list[str]) -> None:
+    from jaxdl.completion import script
+
+    try:
+        print(script(args, list(COMMANDS)))
+    except ConfigError as error:
+        fail(str(error))
+
+
 def help_text() -> str:
     """The text of `jaxdl --help`."""
     commands = "\n".join(f"  {name:8} {about}" for name, (_, about) in COMMANDS.items())
@@ -57,6 +69,7 @@ usage: jaxdl COMMAND [OPTIONS]      (also: python -m jaxdl COMMAND, python -m ja
 
   jaxdl train --config digits --workdir runs/digits     trains a small model in a minute on a CPU
   jaxdl COMMAND --help                                  the options of a command
+  jaxdl --print-completion bash                         a script for the shell: source <(jaxdl --print-completion bash)
   jaxdl --version                                       the version"""
 
 

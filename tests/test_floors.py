@@ -31,7 +31,7 @@ FLOORS = [
     {"evaluation"},
     {"experiment"},
     {"run"},
-    {"predictor", "launch"},
+    {"predictor", "launch", "completion"},
     {"sample", "bench", "command", "evaluate", "export"},
     {"train", "testing"},
     {"__main__"},

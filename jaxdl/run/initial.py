@@ -203,9 +203,9 @@ def read_initial(workdir: Path) -> Initial | None:
     if not content:
         return None
     try:
-        values = json.loads(content)
-        lists = {name: tuple(values.pop(name)) for name in ("names", "taken", "unused")}
-        return Initial(workdir=Path(values.pop("workdir")), **values, **lists)
+        values: dict[str, Any] = json.loads(content)
+        values |= {name: tuple(values[name]) for name in ("names", "taken", "unused")}
+        return Initial(**values | {"workdir": Path(values["workdir"])})
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
 

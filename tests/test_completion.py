@@ -1,0 +1,50 @@
+"""`jaxdl --print-completion bash`: what bash completes with the script, as bash itself says."""
+
+import shlex
+import subprocess
+
+import pytest
+from mistakes import refusal
+
+from jaxdl.__main__ import COMMANDS, main
+from jaxdl.experiment import Experiment
+from jaxdl.kinds import choices
+
+
+@pytest.fixture(scope="module")
+def script():
+    """The text of the script."""
+    from jaxdl.completion import script
+
+    return script(["bash"], list(COMMANDS))
+
+
+def completed(script, *words):
+    """What bash offers for the last of these words."""
+    line = shlex.join(words)
+    asked = f"COMP_WORDS=({line}); COMP_CWORD={len(words) - 1}; _jaxdl; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    command = ["bash", "-u", "-c", f"{script}\n{asked}"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd="/")
+    assert not found.stderr
+    return found.stdout.split()
+
+
+def test_what_bash_completes(script):
+    assert completed(script, "jaxdl", "") == list(COMMANDS)
+    assert completed(script, "jaxdl", "tr") == ["train"]
+    kinds = choices(Experiment)
+    assert completed(script, "jaxdl", "train", "--optimizer", "") == list(kinds["optimizer"])
+    assert completed(script, "jaxdl", "train", "--optimizer", "la") == [
+        name for name in kinds["optimizer"] if name.startswith("la")
+    ]
+    assert completed(script, "jaxdl", "train", "--optimizer.trust-c") == ["--optimizer.trust-coefficient"]
+    assert completed(script, "jaxdl", "train", "--init-step", "") == ["newest", "best"]
+    assert completed(script, "jaxdl", "train", "--config", "digi") == ["digits"]
+    assert completed(script, "jaxdl", "train", "--exp") == ["--explain"]
+    assert "--batch-size" in completed(script, "jaxdl", "train", "--explain", "")
+
+
+def test_another_shell(capsys):
+    assert "--print-completion fish: give --print-completion bash" in refusal(
+        capsys, "--print-completion", "fish", run=main
+    )
