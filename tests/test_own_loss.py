@@ -224,7 +224,10 @@ def weight_of_outputs(outputs, batch):
         (mean, "'loss' is not a sum over the examples"),
         (scalar, "'loss' is a scalar. Return one number for each example, [4] here"),
         (every_output, "'loss' is of shape [4, 2]. Return one number for each example"),
-        (missing, "KeyError: 'target' (outputs float32[4, 2]; batch mask bool[4], n float32[4], x float32[4, 4]"),
+        (
+            missing,
+            "KeyError: 'target' (outputs float32[4, 2]; batch x float32[4, 4], y float32[4], n float32[4]",
+        ),
         (broadcast, "TypeError: dot_general requires contracting dimensions to have the same shape"),
         (no_loss, 'it returns a dictionary with error, without "loss"'),
         (text, "'note' is str, not an array"),
@@ -240,6 +243,12 @@ def test_mistakes_of_a_loss(fn, message):
     assert "\n" not in str(error.value)
     if fn is missing:
         assert f"line {fn.__code__.co_firstlineno + 1})" in str(error.value)
+
+
+def test_a_loss_of_many_outputs_is_only_traced():
+    fitted(Loss(no_mask), outputs=1_000_001)
+    with pytest.raises(ConfigError, match="KeyError: 'target'"):
+        fitted(Loss(missing), outputs=1_000_001)
 
 
 def test_mistakes_of_a_config():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,8 @@ from jaxdl.tasks.classification import counted_weight
 Arrays = Mapping[str, Any]
 _ALIASES = {"x": "image", "y": "label"}
 """Names of a pair of arrays that became images -> their names in the batch."""
+_MOST_OUTPUTS = 4_000_000
+"""Numbers in the outputs of these examples, above which a function is only traced: trying it would take memory."""
 _ROWS = 4
 """Examples of the batch on which a function is tried, the half of them masked; an even number."""
 
@@ -142,22 +145,33 @@ class Loss(Task, kind="loss"):
         return {"weight": jnp.sum(mask, dtype=jnp.float32), **sums}
 
     def _try(self, spec: DataSpec) -> None:
-        """Calls the functions on a few random rows. Raises ConfigError if padding counts, or a sum is no sum."""
+        """Raises ConfigError if the functions fail or lack the best metric; tries them, unless the outputs are many."""
         assert self._outputs is not None
         rows = _random_rows(spec)
-        outputs = _random_like(self._outputs(rows))
+        shapes = self._outputs(rows)
+        names = sorted(jax.eval_shape(lambda outputs: self.sums(outputs, rows, train=True), shapes).keys() - {"weight"})
+        if self.best_metric not in names:
+            raise ConfigError(f"task loss: best_metric = {self.best_metric!r}: the metrics are {', '.join(names)}.")
+        if sum(math.prod(x.shape) for x in jax.tree.leaves(shapes)) <= _MOST_OUTPUTS:
+            self._try_on(spec, rows, _random_like(shapes))
 
-        def some(first: int, last: int) -> tuple[Any, dict[str, Any]]:
-            return jax.tree.map(lambda x: x[first:last] if np.ndim(x) and len(x) == _ROWS else x, (outputs, rows))
+    def _try_on(self, spec: DataSpec, rows: Arrays, outputs: Any) -> None:
+        """Calls the functions on a few rows. Raises ConfigError if padding counts, or a sum is no sum."""
+
+        def some(first: int, last: int, mask: np.ndarray) -> tuple[Any, dict[str, Any]]:
+            cut, part = jax.tree.map(
+                lambda x: x[first:last] if np.ndim(x) and len(x) == _ROWS else x, (outputs, dict(rows))
+            )
+            return cut, {**part, "mask": spec.mask(mask)}
 
         half = _ROWS // 2
         run = jax.jit(lambda outputs, batch: self.sums(outputs, batch, train=True))
-        valid = np.arange(_ROWS) < half
-        masked = run(outputs, {**rows, "mask": spec.mask(valid)})
-        one, other = run(*some(0, half)), run(*some(half, _ROWS))
-        whole = run(outputs, rows)
+        every = np.ones(_ROWS, bool)
+        one, other = run(*some(0, half, every[:half])), run(*some(half, _ROWS, every[half:]))
+        masked, whole = run(*some(0, _ROWS, np.arange(_ROWS) < half)), run(*some(0, _ROWS, every))
+        of_loss = set(jax.eval_shape(lambda: self._of_loss(outputs, rows)))
         for name in whole:
-            where = _place(self.metric_fn if name in self._own_metrics(outputs, rows) else self.fn)
+            where = _place(self.fn if name in of_loss else self.metric_fn)
             if _differ(masked[name], one[name]):
                 raise ConfigError(
                     f"{where}: {name!r} depends on examples that batch['mask'] leaves out, so the padding of an "
@@ -170,18 +184,11 @@ class Loss(Task, kind="loss"):
                     f"{float(whole[name]):.4g}, of their halves {float(one[name]):.4g} and {float(other[name]):.4g}. "
                     "Return jnp.sum(...), or one number for each example."
                 )
-        if _differ(run(jax.tree.map(lambda x: x + 1, outputs), rows)["weight"], whole["weight"]):
+        changed = jax.tree.map(lambda x: x + 1, outputs)
+        if _differ(run(changed, some(0, _ROWS, every)[1])["weight"], whole["weight"]):
             raise ConfigError(
                 f"{_place(self.fn)}: 'weight' depends on the outputs; it must be known from the batch alone."
             )
-        names = sorted(whole.keys() - {"weight"})
-        if self.best_metric not in names:
-            raise ConfigError(f"task loss: best_metric = {self.best_metric!r}: the metrics are {', '.join(names)}.")
-
-    def _own_metrics(self, outputs: Any, rows: Arrays) -> set[str]:
-        if self.metric_fn is None:
-            return set()
-        return set(jax.eval_shape(lambda: _called(self.metric_fn, outputs, rows)))
 
 
 def _in_data(name: str, known: Mapping[str, Any]) -> str:
