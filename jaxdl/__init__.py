@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from jaxdl.optim import Optax, Optimizer, Schedule
     from jaxdl.predictor import Predictor, restore
     from jaxdl.run.entry import train
+    from jaxdl.run.fit import fit
     from jaxdl.run.initial import InitFrom
     from jaxdl.run.result import Interrupted, Run
     from jaxdl.tasks import Loss, Task
@@ -46,6 +47,7 @@ _HOMES = {
     "Interrupted": "jaxdl.run.result",
     "Run": "jaxdl.run.result",
     "train": "jaxdl.run.entry",
+    "fit": "jaxdl.run.fit",
     "Predictor": "jaxdl.predictor",
     "restore": "jaxdl.predictor",
 }
@@ -68,6 +70,7 @@ __all__ = [
     "Run",
     "Schedule",
     "Task",
+    "fit",
     "load",
     "restore",
     "train",

@@ -54,7 +54,7 @@ class Predictor(Inference):
         that cannot be read or that the network does not read.
         """
         size = batch_size or self.experiment.evaluation.batch_size or self.experiment.batch_size
-        with held_out(self.experiment.data if data is None else data) as source:
+        with held_out(self.experiment.data if data is None else data, self.parts.data_spec) as source:
             return self.evaluate_source(self._as_in_the_run(source), size)
 
     def _as_in_the_run(self, source: Source) -> Source:

@@ -56,6 +56,7 @@ BUDGETS = {
     "test_bench_train.py": 35,
     "test_quantized.py": 30,
     "test_callbacks.py": 30,
+    "test_fit.py": 30,
     "test_exchange_edges.py": 30,
     "test_predictor.py": 30,
     "test_init_from.py": 30,

@@ -1,13 +1,22 @@
-"""What a run does from Python: it predicts and is evaluated as it was trained."""
+"""Runs from Python: a model and arrays in one call; a run predicts and is evaluated as it was trained."""
+
+import os
+import signal
+import sys
+from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import tiny_experiment
+from flax import nnx
+from runs import assert_bit_equal, tiny_experiment
 
 import jaxdl
+from jaxdl import Arrays, Experiment, FromModule, Loss
 from jaxdl.data import SyntheticImages
 from jaxdl.mesh import MeshConfig
+from jaxdl.optim import AdamW
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +52,108 @@ def test_a_run_is_evaluated_on_other_data(run):
     with pytest.raises(jaxdl.ConfigError, match=r"num_classes 4.*num_classes 5"):
         run.evaluate(other.replaced({"num_classes": 5}))
     assert len(jax.devices()) == run.inference.parts.layout.mesh.size
+
+
+class Net(nnx.Module):
+    """One hidden layer."""
+
+    def __init__(self, rngs, hidden=16, outputs=3):
+        self.hidden = nnx.Linear(5, hidden, rngs=rngs)
+        self.head = nnx.Linear(hidden, outputs, rngs=rngs)
+
+    def __call__(self, x):
+        return self.head(nnx.relu(self.hidden(x)))
+
+
+def squares(outputs, batch):
+    return jnp.sum((outputs - batch["y"]) ** 2, axis=-1)
+
+
+def mean_error(outputs, batch):
+    return {"error": jnp.abs(outputs - batch["y"]).mean(axis=-1)}
+
+
+def arrays(number, seed=0):
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(number, 5)).astype(np.float32)
+    return x, np.tanh(x[:, :3] + x[:, 1:4])
+
+
+TRAIN, TEST = arrays(90), arrays(19, seed=1)
+SQUARES = {"train": TRAIN, "test": TEST, "loss": squares, "metrics": mean_error, "epochs": 3, "batch_size": 16,
+           "quiet": True, "mesh.replica": 2, "mesh.fsdp": 4, "evaluation.every_steps": 8,
+           "report.curves": False}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def fitted():
+    return jaxdl.fit(Net, **SQUARES)
+
+
+def test_fit_is_the_training_of_an_experiment(fitted):
+    """Bit by bit that of the experiment in full."""
+    experiment = Experiment(
+        model=FromModule(Net),
+        data=Arrays(train=TRAIN, test=TEST),
+        task=Loss(squares, metrics=mean_error),
+        optimizer=AdamW(learning_rate=1e-3),
+        epochs=3,
+        batch_size=16,
+        mesh=MeshConfig(replica=2, fsdp=4),
+        evaluation={"every_steps": 8},
+    )
+    run = jaxdl.train(experiment, quiet=True)
+    assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (run, fitted)))
+
+
+def test_what_was_fitted_predicts_and_is_evaluated(fitted):
+    """Against NumPy, also on other arrays, whose number no mesh divides."""
+    for data, found in ((TEST, fitted.metrics), (arrays(7, seed=2), fitted.evaluate(arrays(7, seed=2)))):
+        differences = fitted.predict(data[0]) - data[1]
+        np.testing.assert_allclose(found["loss"], (differences**2).sum(axis=1).mean(), rtol=1e-5)
+        np.testing.assert_allclose(found["error"], np.abs(differences).mean(), rtol=1e-5)
+    assert fitted.metrics["loss"] < fitted.history["train/loss"][0], "it has learned"
+
+
+def test_class_numbers_make_a_classifier_and_a_tenth_is_held_out(capsys):
+    x, y = TRAIN
+    run = jaxdl.fit(Net, train=(x, y.argmax(axis=1)), steps=1, optimizer="adam", learning_rate=0.01, quiet=True)
+    assert "test is not given: 9 of the 90 training examples, chosen at random, are held out" in capsys.readouterr().out
+    assert set(run.metrics) == {"loss", "accuracy"}
+    np.testing.assert_allclose(run.predict(x).sum(axis=1), 1, rtol=1e-5)
+    experiment = run.plan.experiment
+    assert (experiment.batch_size, experiment.optimizer.label) == (8, "optax.adam")
+    assert experiment.optimizer.learning_rate == 0.01
+
+
+def test_an_interrupted_cell_gives_the_run_so_far_and_goes_on(tmp_path, fitted, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: True))
+
+    def interrupt(info):
+        if info.step == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    run = jaxdl.fit(Net, **SQUARES, workdir=tmp_path, on_step=interrupt)
+    assert int(run.state.step) == 5
+    assert run.predict(TEST[0]).shape == (19, 3)
+    assert capsys.readouterr().out.splitlines()[-1].startswith("SIGINT: stopped at step 5; saved in ")
+    run = jaxdl.fit(Net, **SQUARES, workdir=tmp_path)
+    assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (run, fitted)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": Net(nnx.Rngs(0))}, r"model: an object of Net; give its class, or FromModule\(Net"),
+        ({"loss": None, "metrics": None}, "loss: the data has no array y"),
+        ({"loss": None}, "metrics: they are those of the task"),
+        ({"train": SyntheticImages()}, "test: data synthetic_images has its own held-out examples"),
+        ({"optimizer": "adamm"}, "adamm"),
+        ({"optimizer.learning_rat": 1.0}, r"Did you mean optimizer\.learning_rate"),
+        ({"batch_sizes": 1}, "batch_sizes: there is no such field"),
+    ],
+)
+def test_mistakes(changes, message):
+    given = {"model": Net} | SQUARES | changes
+    with pytest.raises(jaxdl.ConfigError, match=message):
+        jaxdl.fit(given.pop("model"), **given)

@@ -114,3 +114,23 @@ def test_exchange(tmp_path, monkeypatch):
     assert "do not compress" in advice
     warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
     assert not warnings
+
+
+@pytest.mark.slow
+@pytest.mark.long("a notebook trains in a process of its own")
+def test_own_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
+    outputs = execute(ROOT / "notebooks" / "own_model.ipynb", tmp_path, monkeypatch)
+    assert "stopped at step 100 of " in text_of(outputs["fit-code"])
+    assert "resumed from the checkpoint at step 100" in text_of(outputs["resume-code"])
+    for cell in ("fit-code", "resume-code"):
+        assert_picture(outputs[cell], 20_000)
+    [own, by_the_run] = re.findall(r"accuracy (\S+), by the run (\S+)", text_of(outputs["predict-code"]))[0]
+    assert own == by_the_run
+    [noisy] = re.findall(r"with noise (\S+)", text_of(outputs["predict-code"]))
+    assert 0.5 < float(noisy) < float(own) > 0.85
+    assert "(64, 64)" in text_of(outputs["restore-code"])
+    warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
+    assert not warnings

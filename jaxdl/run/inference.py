@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, TextSpec, eval_batches
+from jaxdl.data import Arrays, Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, TextSpec, eval_batches
 from jaxdl.evaluation import EvalStep, evaluate, make_eval_step
 from jaxdl.mesh import batch_sharding, batch_ways
 from jaxdl.phases import Phase
@@ -115,19 +115,17 @@ def evaluate_once(
 
 
 @contextlib.contextmanager
-def held_out(data: Data | Splits | Source) -> Iterator[Source]:
+def held_out(data: Any, spec: DataSpec | None = None) -> Iterator[Source]:
     """Context: the held-out examples of data, or the source itself. What is opened here is closed at the end.
 
-    Raises ConfigError for anything else.
+    Anything that is not a data config, splits or a source is read as `Arrays` reads it, such as `(x, y)`; `spec` is
+    that of the network, whose number of classes they have. Raises ConfigError for what cannot be read.
     """
     if isinstance(data, Source):
         yield data
         return
     if not isinstance(data, Data | Splits):
-        raise ConfigError(
-            f"evaluate: got an object of type {type(data).__name__}. Give a data config, such as "
-            "jaxdl.data.Digits(), its splits, or a source."
-        )
+        data = Arrays(train=data, test=data, num_classes=spec.sizes().get("num_classes") if spec else None)
     splits = data.build() if isinstance(data, Data) else data
     with contextlib.ExitStack() as stack:
         if isinstance(data, Data):

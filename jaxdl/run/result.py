@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdl.checkpoint import Unreadable
 from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, leave_and_exit
-from jaxdl.data import Data, Source, Splits
 from jaxdl.errors import ConfigError, end_interrupted, fail
 from jaxdl.report import Diverged, Summary, in_ipython, plot_history
 from jaxdl.run.build import Plan
@@ -51,17 +50,15 @@ class Run:
         """As `jaxdl.restore(...).predict`, with the last state; see `Inference.predict`."""
         return self.inference.predict(inputs)
 
-    def evaluate(
-        self, data: Data | Splits | Source | None = None, *, batch_size: int | None = None
-    ) -> dict[str, float]:
+    def evaluate(self, data: Any = None, *, batch_size: int | None = None) -> dict[str, float]:
         """The metrics of the task over held-out examples, each counted once, with the last state.
 
         By default they are those of the run; `data` is other data of the same kind and sizes, whose images are
-        normalized as in the training. Raises ConfigError for data that cannot be read or that the network does not
-        read.
+        normalized as in the training: a data config, splits, a source, or arrays as `Arrays` takes them, `(x, y)`.
+        Raises ConfigError for data that cannot be read or that the network does not read.
         """
-        segment = self.plan.timeline.segment(max(0, self.summary["steps"] - 1))
-        with held_out(self.plan.splits if data is None else data) as source, contextlib.closing(source):
+        segment, spec = self.plan.timeline.segment(max(0, self.summary["steps"] - 1)), self.plan.parts.data_spec
+        with held_out(self.plan.splits if data is None else data, spec) as source, contextlib.closing(source):
             seen = of_phase(source, segment.phase)
             return self.inference.evaluate_source(seen, batch_size or self.plan.eval_batch_size)
 
