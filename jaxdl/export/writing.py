@@ -136,11 +136,11 @@ def _readme(predictor: Predictor, formats: Sequence[str], platforms: Sequence[st
         )
     if "stablehlo" in formats:
         name = FILES["stablehlo"]
+        levels = ", grey levels from 0 to 255" if isinstance(predictor.parts.data_spec, ImageSpec) else ""
         parts.append(
             f"## {name}\n\nThe prediction as a function, with the parameters in it, for {' and '.join(platforms)}. It "
-            f"takes {shapes}, as the data set has them (images: grey levels from 0 to 255), and returns the "
-            f"predictions of the task {experiment.task.kind}. JAX, with the package flatbuffers, loads it:\n\n"
-            "```python\nfrom jax import export\n\n"
+            f"takes {shapes}{levels}, and returns the predictions of the task {experiment.task.kind}. JAX, "
+            "with the package flatbuffers, loads it:\n\n```python\nfrom jax import export\n\n"
             f'with open("{name}", "rb") as file:\n    predict = export.deserialize(bytearray(file.read())).call\n```\n'
         )
     return "\n".join(parts)
