@@ -56,8 +56,8 @@ class StepConfig(Config):
     ema_decay: float | None = pydantic.Field(default=None, gt=0, lt=1)
     """Keep an exponential moving average of the parameters with this decay a step, and evaluate that."""
     freeze: tuple[str, ...] = pydantic.Field(default=(), exclude_if=lambda value: not value)
-    """Patterns, such as `stem` or `*.bias`, of the names of parameters that are not trained: they have no gradients, no
-    optimizer state and no weight decay. Batch norm still updates its running statistics."""
+    """Patterns, such as `stem*` or `*.bias`, of the names of parameters that are not trained: they have no gradients,
+    no optimizer state and no weight decay. Batch norm still updates its running statistics."""
 
 
 @dataclass(frozen=True)

@@ -246,6 +246,9 @@ def test_an_own_schedule_free_function_resumes_bit_equal_and_evaluates_its_avera
     wanted = optax.contrib.schedule_free_eval_params(state.opt_state.inner[1], state.params)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), state.eval_params, wanted)
     assert np.abs(state.eval_params["head"] - state.params["head"]).max() > 1e-3
+    # A run that begins with these parameters has them in the optimizer's copy too.
+    begun = train(experiment.replaced({"seed": 1}), tmp_path / "begun", max_steps=1, init_from=tmp_path / "whole")
+    assert np.abs(begun.state.params["stem"] - state.eval_params["stem"]).max() < 0.05, "other ones differ by 0.4"
     predictor = jaxdl.restore(tmp_path / "whole")
     pictures = np.arange(32, dtype=np.uint8).reshape(2, 4, 4, 1)
     probabilities = predictor.predict(pictures)

@@ -28,7 +28,7 @@ class Optimizer(Choice):
     rate_factors: dict[str, Annotated[float, pydantic.Field(gt=0, allow_inf_nan=False)]] = pydantic.Field(
         default={}, exclude_if=lambda value: not value
     )
-    """Factors of the learning rate by patterns of parameter names, `head=10 stem=0.1`; the first match counts."""
+    """Factors of the learning rate by patterns of parameter names, `head=10 stem*=0.1`; the first match counts."""
 
     @property
     def label(self) -> str:

@@ -372,7 +372,14 @@ def make_initial_state(plan: Plan) -> TrainState:
     # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
     options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
     make = jax.jit(lambda: spec.init(jax.random.key(seed)), out_shardings=spec.shardings, compiler_options=options)
-    return make() if plan.initial is None else plan.initial.apply(make(), spec.abstract())
+    if plan.initial is None:
+        return make()
+    state = plan.initial.apply(make(), spec.abstract())
+    if not plan.experiment.optimizer.checked:
+        return state
+    # An optimizer that jaxdl does not know may keep a copy of the initial parameters.
+    trained, optimizer = plan.parts.trainable.of(state.params), plan.parts.optimizer
+    return state.replace(opt_state=jax.jit(optimizer.init, out_shardings=spec.shardings.opt_state)(trained))
 
 
 def make_exchange_state(plan: Plan) -> Any:
