@@ -62,9 +62,10 @@ def choices_help(config: Config) -> str:
     """The part of `--help` on choices: each choice with its kinds, the current one first."""
     lines = ["Every field is an option. These options switch a whole part; its own fields are set afterwards:"]
     for path, kinds in choices(type(config)).items():
-        current = field_at(config, path).kind
-        others = [name for name in kinds if name != current]
-        lines.append(f"  --{path.replace('_', '-')} {current}" + (f" (or {', '.join(others)})" if others else ""))
+        current = field_at(config, path)
+        others = [name for name in kinds if name != current.kind]
+        lines.append(f"  --{path.replace('_', '-')} {current.kind}" + (f" (or {', '.join(others)})" if others else ""))
+        lines += [f"    --{path}.{name} {current.arguments[name]}" for name in getattr(current, "argument_types", ())]
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,6 +11,9 @@ from pydantic_core import core_schema
 from jaxdl.errors import ConfigError
 from jaxdl.fields import SOURCE
 from jaxdl.kinds import import_object, place_of
+
+# tyro, which prints the help, cannot know that any function or class is a value of this type.
+warnings.filterwarnings("ignore", message=r"The field .* is annotated with type .*jaxdl\.reference\.Reference")
 
 
 class Reference:

@@ -123,7 +123,9 @@ class Network:
         metadata, ndim = variable.get_metadata(), len(variable.shape)
         axes = metadata.get("axes")
         if axes is None:
-            return (UNNAMED,) * ndim
+            names = metadata.get("out_sharding") or ()  # Those of `nnx.with_partitioning`.
+            names = names if len(names) == ndim else (None,) * ndim
+            return tuple(name if isinstance(name, str) else UNNAMED for name in names)
         if ndim - len(axes) not in (0, 1):
             raise ConfigError(f"{self.what}: a parameter of shape {variable.shape} has the logical axes {axes}.")
         return (STACKED, *axes) if ndim > len(axes) else tuple(axes)
