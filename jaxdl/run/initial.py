@@ -204,8 +204,9 @@ def read_initial(workdir: Path) -> Initial | None:
         return None
     try:
         values: dict[str, Any] = json.loads(content)
-        values |= {name: tuple(values[name]) for name in ("names", "taken", "unused")}
-        return Initial(**values | {"workdir": Path(values["workdir"])})
+        for name, type_ in (("workdir", Path), ("names", tuple), ("taken", tuple), ("unused", tuple)):
+            values[name] = type_(values[name])
+        return Initial(**values)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
 
