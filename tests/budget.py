@@ -51,6 +51,7 @@ BUDGETS = {
     "test_disk.py": 45,
     "test_step.py": 40,
     "test_models.py": 40,
+    "test_extending.py": 30,
     "test_sharding.py": 40,
     "test_bench_cluster.py": 35,
     "test_bench_train.py": 35,
