@@ -125,6 +125,11 @@ def held_out(data: Any, spec: DataSpec | None = None) -> Iterator[Source]:
         yield data
         return
     if not isinstance(data, Data | Splits):
+        if isinstance(data, str):
+            raise ConfigError(
+                f"evaluate: {data!r} is of type str. Give a data config, such as jaxdl.data.Digits(), its splits, a "
+                "source, or arrays (x, y)."
+            )
         data = Arrays(train=data, test=data, num_classes=spec.sizes().get("num_classes") if spec else None)
     splits = data.build() if isinstance(data, Data) else data
     with contextlib.ExitStack() as stack:
