@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 import pydantic
+from pydantic_core import PydanticSerializationError
 
 from jaxdl.errors import ConfigError
 
@@ -65,6 +66,16 @@ class Config(pydantic.BaseModel):
                     f"subclasses. Give a {wanted.__name__}, or derive one from Experiment that has further fields."
                 )
         return self
+
+    def model_dump(self, **options: Any) -> dict[str, Any]:
+        """See pydantic. Raises ConfigError for a value that cannot be described, such as data that cannot be read."""
+        with _own_errors():
+            return super().model_dump(**options)
+
+    def model_dump_json(self, **options: Any) -> str:
+        """See `model_dump`."""
+        with _own_errors():
+            return super().model_dump_json(**options)
 
     def to_json(self) -> str:
         """The config with all its defaults as indented JSON; `from_json` gives an equal config."""
@@ -156,6 +167,17 @@ def _copied(value: Any) -> Any:
     if isinstance(value, Config):
         return Fields(value)
     return dict(value) if isinstance(value, dict) else value
+
+
+@contextlib.contextmanager
+def _own_errors() -> Iterator[None]:
+    """A ConfigError that pydantic has wrapped while it wrote a config is raised as it was."""
+    try:
+        yield
+    except PydanticSerializationError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise
 
 
 @contextlib.contextmanager

@@ -9,6 +9,10 @@ import typing
 class ConfigError(ValueError):
     """A user error. The message has the value, the reason, and what to do instead."""
 
+    def _render_traceback_(self) -> list[str]:
+        """The lines that IPython shows instead of a traceback."""
+        return [f"error: {self}"]
+
 
 def fail(message: str) -> typing.NoReturn:
     """Exits with code 2 after a user error and prints the message on stderr."""

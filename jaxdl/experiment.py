@@ -144,6 +144,9 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         found["data"] = {**found["data"], "photos": kept | {"cache": pixels}}
     if "precision" in found:  # Runs made before this setting existed summed in the compute dtype.
         found["precision"] = {"reduce_dtype": "compute", **found["precision"]}
+    factors = (found.get("optimizer") or {}).get("rate_factors")
+    if factors:  # The first pattern that matches counts, so their order does too.
+        found["optimizer"] = {**found["optimizer"], "rate_factors": [list(item) for item in factors.items()]}
     if "guard" in found:
         found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
     return found

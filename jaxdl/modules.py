@@ -73,8 +73,16 @@ def _run(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Dataclasses and pydantic look up types there.
-    spec.loader.exec_module(module)
+    earlier = sys.modules.get(name)
+    sys.modules[name] = module  # Dataclasses and pydantic look up types there.
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        # A module that is half made must not be taken for the file's.
+        sys.modules.pop(name)
+        if earlier is not None:
+            sys.modules[name] = earlier
+        raise
     return module
 
 

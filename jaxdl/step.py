@@ -206,8 +206,8 @@ def _local_gradients(
         in_specs=(whole, whole, own, whole, own),
         out_specs=(own, own, whole),
         axis_names={replica},
-        # With the check each scan in a network needs a `lax.pcast` of its initial carry, which users' networks lack.
-        check_vma=parts.network.what is None,
+        # With the check each scan needs a `lax.pcast` of its initial carry, which users' networks and losses lack.
+        check_vma=parts.network.what is None and not parts.task.has_user_code,
     )(state.params, state.model_state, dict(batch), factor, _replica_keys(key, mesh.shape[replica]))
 
 

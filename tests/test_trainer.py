@@ -147,7 +147,7 @@ def test_a_signal_while_restoring_changes_nothing(finished, monkeypatch):
     _, workdir, _ = finished
     before = contents(workdir)
 
-    def read(*_):
+    def read(*_, **__):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
@@ -163,7 +163,7 @@ def test_what_is_not_damage_moves_no_checkpoint(finished, monkeypatch, error):
     _, workdir, _ = finished
     before = contents(workdir)
 
-    def read(*_):
+    def read(*_, **__):
         raise error
 
     monkeypatch.setattr(reading, "read_items", read)

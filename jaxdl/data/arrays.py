@@ -38,7 +38,7 @@ class Examples:
         """From what a field is given: data, a function, its name `FILE:NAME`, or the JSON of either."""
         if isinstance(value, cls):
             return value
-        if isinstance(value, Mapping) and (SOURCE in value or {"arrays", "checksum"} <= value.keys()):
+        if isinstance(value, Mapping) and _is_json(value):
             return cls(known=value)
         if isinstance(value, str) or _is_function(value):
             return cls(resolved(value))
@@ -176,6 +176,8 @@ class Arrays(Data, kind="arrays"):
         size = self.num_classes or max(int(column.max()) for column in columns) + 1
         if one.shape[0] < 2 or min(int(column.min()) for column in columns) < 0:
             raise ConfigError(f"{train.what}: tokens must be whole numbers from 0, at least 2 in each row.")
+        if max(int(column.max()) for column in columns) >= size:
+            raise ConfigError(f"{train.what}: a token is {size} or more; with num_classes = {size} it must be less.")
         return TextSpec(vocab_size=size, length=one.shape[0] - 1, bytes_per_token=1.0)
 
     def _with_classes(self, info: ArrayInfo, train: Rows, test: Rows) -> ArrayInfo:
@@ -189,6 +191,12 @@ class Arrays(Data, kind="arrays"):
                 return info
             count = max(int(column.max()) for column in columns) + 1
         return dataclasses.replace(info, num_classes=count)
+
+
+def _is_json(value: Mapping[str, Any]) -> bool:
+    """Whether a mapping is the JSON of data or of a function, not arrays whose names are the same."""
+    described_data = isinstance(value.get("arrays"), Mapping) and isinstance(value.get("checksum"), str)
+    return described_data or isinstance(value.get(SOURCE), str)
 
 
 def _divided(rows: Rows, test_fraction: float, seed: int) -> tuple[Rows, Rows]:

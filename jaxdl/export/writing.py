@@ -90,6 +90,11 @@ def function_file(predictor: Predictor, platforms: Sequence[str], batch_size: in
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         options = f"--platforms {' '.join(platforms)}" + ("" if batch_size is None else f" --batch-size {batch_size}")
         advice = " with --batch-size N," if batch_size is None else ""
+        if "_DimExpr" in reason:
+            raise ConfigError(
+                f"{options}: the network needs a fixed batch size ({reason}). Write x.shape[0] in place of len(x) "
+                "in its code, or export it with --batch-size N."
+            ) from None
         raise ConfigError(
             f"{options}: the prediction of this network cannot be exported ({type(error).__name__}: {reason}). Try "
             f"again{advice} with --platforms {jax.default_backend()} alone, or give --format safetensors."

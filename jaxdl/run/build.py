@@ -39,6 +39,7 @@ from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
 from jaxdl.run.initial import Initial
 from jaxdl.run.validate import (
+    built_schedule,
     check_batches,
     check_memory,
     check_network,
@@ -48,6 +49,7 @@ from jaxdl.run.validate import (
     check_tensor_dims,
     check_warmup,
     idle_tensor,
+    read_splits,
 )
 from jaxdl.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names, named
 from jaxdl.state import TrainState, make_state_spec
@@ -134,7 +136,7 @@ def make_plan(
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
     check_batches(experiment, batch_ways(mesh), eval_batch_size)
     with start.doing("reading the data"):
-        splits = experiment.data.build()
+        splits = read_splits(experiment.data)
         check_same_examples(splits)
     start.data(experiment.data, splits)
     check_phases(experiment, splits)
@@ -225,8 +227,7 @@ def make_rates(experiment: Experiment, timeline: Timeline) -> Callable[[jax.typi
     """
     optimizer = experiment.optimizer
     length = {"total_steps": timeline.scheduled_steps, "steps_per_epoch": timeline.steps_per_epoch}
-    learning_rate = experiment.schedule.build(peak=optimizer.learning_rate, **length)
-    cycle = experiment.schedule.cycle(**length)
+    learning_rate, cycle = built_schedule(experiment.schedule, peak=optimizer.learning_rate, **length)
 
     def rates(num_updates: jax.typing.ArrayLike) -> Rates:
         step, size = timeline.scheduled(num_updates)

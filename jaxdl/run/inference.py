@@ -130,7 +130,8 @@ def held_out(data: Any, spec: DataSpec | None = None) -> Iterator[Source]:
                 f"evaluate: {data!r} is of type str. Give a data config, such as jaxdl.data.Digits(), its splits, a "
                 "source, or arrays (x, y)."
             )
-        data = Arrays(train=data, test=data, num_classes=spec.sizes().get("num_classes") if spec else None)
+        sizes = spec.sizes() if spec else {}
+        data = Arrays(train=data, test=data, num_classes=sizes.get("num_classes") or sizes.get("vocab_size"))
     splits = data.build() if isinstance(data, Data) else data
     with contextlib.ExitStack() as stack:
         if isinstance(data, Data):

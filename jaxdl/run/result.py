@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 class Run:
     """A run that has ended: its state, what it measured, and its summary (the content of summary.json)."""
 
-    state: TrainState | None
+    state: TrainState | None = field(repr=False)
     """The last state."""
-    history: dict[str, list[Any]]
+    history: dict[str, list[Any]] = field(repr=False)
     """Columns, `pandas.DataFrame(run.history)`: step, epoch, train/loss, eval/accuracy, examples_per_sec..."""
     summary: Summary
     plan: Plan = field(repr=False)

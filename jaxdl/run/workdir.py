@@ -185,7 +185,7 @@ def choice_file(workdir: Path, config: Config, reasons: Sequence[str]) -> dict[s
     """`exchange.json` and its content: the exchange that was chosen for a run, and why. Nothing if it is there."""
     if (workdir / CHOICE_FILE).exists():
         return {}
-    text = json.dumps({"exchange": config.model_dump(), "reasons": list(reasons)}, indent=2)
+    text = json.dumps({"exchange": config.model_dump(mode="json"), "reasons": list(reasons)}, indent=2)
     return {CHOICE_FILE: (text + "\n").encode()}
 
 

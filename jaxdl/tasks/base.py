@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
-from jaxdl.kinds import Choice
+from jaxdl.kinds import Choice, source_of
 
 
 class Task(Choice):
@@ -28,6 +28,11 @@ class Task(Choice):
     """Whether a higher or a lower `best_metric` is better."""
     unit: ClassVar[str]
     """Unit of the throughput, in the plural: "examples" or "tokens"."""
+
+    @property
+    def has_user_code(self) -> bool:
+        """Whether it is, or calls, code of a user, which knows nothing of the mesh axes."""
+        return source_of(type(self)) is not None
 
     @property
     def objective(self) -> str:

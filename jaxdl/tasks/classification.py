@@ -73,7 +73,7 @@ class Classification(Task, kind="classification"):
                 f"data: there are no class numbers to learn among {spec.described()[1]}. Task classification needs an "
                 "array y of whole numbers from 0, one for each example; for other targets give your loss: Loss(fn)."
             )
-        if "image" not in spec.blank() and (self.augment != "none" or self.mixup or self.cutmix):
+        if spec.modality != "images" and (self.augment != "none" or self.mixup or self.cutmix):
             raise ConfigError(
                 f"data: {spec.described()[1]} are no uint8 images [height, width, channel], so augment, mixup and "
                 "cutmix cannot be applied. Remove them, or give uint8 images."

@@ -81,6 +81,11 @@ class Loss(Task, kind="loss"):
         made._try(spec)
         return made
 
+    @property
+    def has_user_code(self) -> bool:
+        """Yes: the function."""
+        return True
+
     def units_per_example(self, spec: DataSpec) -> int:
         """One."""
         del spec
@@ -98,7 +103,7 @@ class Loss(Task, kind="loss"):
         names = [_in_data(name, batch) for name in self.input_names]
         if missing := [name for name in names if name not in batch]:
             raise ConfigError(f"task loss: inputs = {missing[0]!r}: the data has {', '.join(batch)}.")
-        return tuple(spec.inputs(batch)[0] if name == "image" and spec.fits("images") else batch[name]
+        return tuple(spec.inputs(batch)[0] if name == "image" and spec.modality == "images" else batch[name]
                      for name in names)  # fmt: skip
 
     def to_predict(self, values: Any, spec: DataSpec, what: str = "predict") -> dict[str, np.ndarray]:
@@ -199,7 +204,7 @@ def _mask(batch: Arrays) -> jax.Array:
     """The batch's mask, or one that leaves nothing out."""
     if "mask" in batch:
         return jnp.asarray(batch["mask"]).astype(bool)
-    if "tokens" in batch:
+    if batch.keys() == {"tokens"}:  # Text; with other arrays, an example counts as one.
         return jnp.ones((len(batch["tokens"]), batch["tokens"].shape[1] - 1), bool)
     return jnp.ones(len(next(iter(batch.values()))), bool)
 
@@ -229,8 +234,9 @@ def _summed(found: Any, mask: jax.Array, function: Any) -> dict[str, jax.Array]:
     for name, value in found.items():
         try:
             array = jnp.asarray(value)
-        except TypeError:
-            raise ConfigError(f"{_place(function)}: {name!r} is {type(value).__name__}, not an array.") from None
+        except (TypeError, ValueError):
+            what = "nothing: is there a return?" if value is None else f"{type(value).__name__}, not an array."
+            raise ConfigError(f"{_place(function)}: {name!r} is {what}") from None
         if array.shape not in ((), mask.shape) or (array.shape == () and found.keys() == {"loss"}):
             given = "a scalar" if array.shape == () else f"of shape {list(array.shape)}"
             raise ConfigError(
