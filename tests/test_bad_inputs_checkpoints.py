@@ -119,7 +119,7 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(tmp_path):
 def test_a_disk_that_does_not_answer(workdir, refused, monkeypatch, number, code):
     before = contents(workdir)
 
-    def refuse(*_):
+    def refuse(*_, **__):
         raise ValueError(f"UNKNOWN: reading failed [OS error {number}: {os.strerror(number)}]")
 
     with monkeypatch.context() as patch:

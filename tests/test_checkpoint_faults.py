@@ -97,7 +97,7 @@ def test_a_read_that_only_tensorstore_is_refused(workdir, monkeypatch, number):
     before = names(workdir)
     words = f"UNKNOWN: Error opening driver: [OS error {number}: {os.strerror(number)} source locations='a.cc:5']"
     with monkeypatch.context() as patch:
-        patch.setattr(reading, "read_items", lambda *_: (_ for _ in ()).throw(ValueError(words)))
+        patch.setattr(reading, "read_items", lambda *_, **__: (_ for _ in ()).throw(ValueError(words)))
         with pytest.raises(Unreadable, match=os.strerror(number)) as refused:
             restore(workdir)
     assert refused.value.lasting == (number == errno.EACCES)
@@ -108,11 +108,11 @@ def test_a_read_that_only_tensorstore_is_refused(workdir, monkeypatch, number):
 def test_a_disk_that_answers_again_at_once(workdir, monkeypatch):
     read, calls = reading.read_items, []
 
-    def once(*args):
+    def once(*args, **options):
         calls.append(args)
         if len(calls) == 1:
             raise ValueError("UNKNOWN: [OS error 5: Input/output error]")
-        return read(*args)
+        return read(*args, **options)
 
     monkeypatch.setattr(reading, "read_items", once)
     restored = restore(workdir)
@@ -260,13 +260,13 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read(workdir, monkeypatch):
     """A live run deletes old checkpoints: a reader takes the newest existing one, and reports no damage."""
     read, folder = reading.read_items, workdir / "checkpoints"
 
-    def beside_a_run(path, wanted):
+    def beside_a_run(path, wanted, **options):
         if path.name == step_folder(2):
             shutil.copytree(folder / step_folder(1), folder / step_folder(3))
             for one in sorted((folder / step_folder(2)).rglob("d/*")):
                 one.unlink()
             threading.Timer(0.2, shutil.rmtree, [folder / step_folder(2)]).start()
-        return read(path, wanted)
+        return read(path, wanted, **options)
 
     monkeypatch.setattr(reading, "read_items", beside_a_run)
     restored = restore(workdir, read_only=True, items=("model",))
