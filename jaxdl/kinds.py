@@ -76,6 +76,11 @@ class Choice(Config):
             raise ConfigError(f"{cls.__name__} does not define {names}, which every {_noun(cls.part)} needs.")
         return super().__new__(cls)
 
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """The fields that are printed, the kind first."""
+        yield "kind", self.kind
+        yield from super().__repr_args__()
+
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
         if cls.kind or not hasattr(cls, "part"):
