@@ -76,6 +76,11 @@ class Choice(Config):
             raise ConfigError(f"{cls.__name__} does not define {names}, which every {_noun(cls.part)} needs.")
         return super().__new__(cls)
 
+    @property
+    def users_name(self) -> str | None:
+        """How messages name the user's code that this config runs, `model my_model`; None for jaxdl's own."""
+        return f"{_noun(self.part)} {self.kind}" if source_of(type(self)) else None
+
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """The fields that are printed, the kind first."""
         yield "kind", self.kind

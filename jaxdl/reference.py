@@ -37,6 +37,15 @@ def described(value: Callable[..., Any]) -> dict[str, str]:
     return {"name": value.__qualname__, SOURCE: f"{place_of(value)}:{value.__qualname__}"}
 
 
+def as_json(value: Any) -> Any:
+    """A value with its functions and classes `described`, those inside tuples and dictionaries too."""
+    if isinstance(value, Mapping):
+        return {name: as_json(inner) for name, inner in value.items()}
+    if isinstance(value, tuple):
+        return [as_json(inner) for inner in value]
+    return described(value) if callable(value) else value
+
+
 def resolved(value: Any) -> Callable[..., Any]:
     """The function or class that a value of a field is or names. Raises ConfigError when there is none."""
     if isinstance(value, Mapping) and SOURCE in value:

@@ -289,7 +289,7 @@ def _check_single_replica(run: _Run) -> None:
 
 
 def _check_resplit(before: _Run, after: _Run) -> None:
-    """That a stored state goes on with another number of replicas, and nothing of it is lost."""
+    """That a stored state resumes with another number of replicas, and nothing of it is lost."""
     mesh = after.mesh
     wanted = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))

@@ -28,6 +28,9 @@ def test_stored_clean(path):
 
 def execute(path, folder, monkeypatch):
     """The notebook after a run in its folder of a copy, by the Python that runs the tests; cell id -> its outputs."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     for name in ("TMPDIR", "IPYTHONDIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_PATH"):
         (folder / name).mkdir()
         monkeypatch.setenv(name, str(folder / name))
@@ -58,9 +61,6 @@ def assert_picture(outputs, min_bytes):
 @pytest.mark.slow
 @pytest.mark.long("a notebook trains two models in a process of its own")
 def test_quickstart(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     outputs = execute(ROOT / "notebooks" / "quickstart.ipynb", tmp_path, monkeypatch)
     assert "there is no such field" in text_of(outputs["mistake"])
     assert "{'replica': 2, 'fsdp': 4, 'tensor': 1}" in text_of(outputs["explain"])
@@ -83,9 +83,6 @@ def test_quickstart(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long("a notebook compiles every exchange in a process of its own")
 def test_exchange(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     outputs = execute(ROOT / "notebooks" / "exchange.ipynb", tmp_path, monkeypatch)
     for name, min_bytes in (("select-plot", 30_000), ("step-plot", 50_000), ("cost-plot", 30_000)):
         assert_picture(outputs[name], min_bytes)
@@ -119,9 +116,6 @@ def test_exchange(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.long("a notebook trains in a process of its own")
 def test_own_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("JAX_NUM_CPU_DEVICES")
     outputs = execute(ROOT / "notebooks" / "own_model.ipynb", tmp_path, monkeypatch)
     assert "stopped at step 100 of " in text_of(outputs["fit-code"])
     assert "resumed from the checkpoint at step 100" in text_of(outputs["resume-code"])

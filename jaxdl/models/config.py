@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdl.errors import ConfigError
-from jaxdl.kinds import Choice, source_of
+from jaxdl.kinds import Choice
 from jaxdl.models.network import Network
 from jaxdl.models.user_code import user_code
 
@@ -22,11 +22,6 @@ class Model(Choice):
 
     modality: ClassVar[str | None] = None
     """What the network reads, "images" or "text"; the task and the data must have the same. None reads anything."""
-
-    @property
-    def users_name(self) -> str | None:
-        """How messages name the user's code that this model runs; None for a model of jaxdl."""
-        return f"model {self.kind}" if source_of(type(self)) else None
 
     def network(self, inputs: Sequence[jax.ShapeDtypeStruct], **sizes: Any) -> Network:
         """The network for inputs like these, [batch, ...] each; `sizes` are the arguments of `build`.

@@ -38,7 +38,7 @@ class Network:
         """`make` makes the module from random keys. Raises ConfigError for a module of a user that cannot be trained.
 
         Trained is every `nnx.Param`. Other variables of floating-point numbers are state. Random keys (`nnx.Rngs`,
-        `nnx.Dropout`) are set anew for each step, see `apply`.
+        `nnx.Dropout`) are new ones in each step, see `apply`.
         """
         self.what = what
         if isinstance(make, nnx.Module) or not callable(make):

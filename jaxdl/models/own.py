@@ -18,7 +18,7 @@ from jaxdl.models.config import Model, check_dtype
 from jaxdl.models.functions import FunctionNetwork, blank, linen_network
 from jaxdl.models.network import Network
 from jaxdl.models.user_code import mode_arguments, parameters, required, takes_any, user_code
-from jaxdl.reference import Reference, described, resolved
+from jaxdl.reference import Reference, as_json, resolved
 
 _RNGS = "rngs"
 _LINEN = ("parent", "name")
@@ -36,7 +36,7 @@ class Argument:
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> core_schema.CoreSchema:
         del source, handler
-        serialize = core_schema.plain_serializer_function_ser_schema(_dumped, when_used="json")
+        serialize = core_schema.plain_serializer_function_ser_schema(as_json, when_used="json")
         return core_schema.no_info_plain_validator_function(_argument, serialization=serialize)
 
 
@@ -56,14 +56,6 @@ def _argument(value: Any) -> Any:
         f"{value!r} cannot be written to config.json. Give a number, a string, True, False, None, a function or class "
         "with a name, or lists and dictionaries of these"
     )
-
-
-def _dumped(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_dumped(one) for one in value]
-    if isinstance(value, Mapping):
-        return {name: _dumped(one) for name, one in value.items()}
-    return described(value) if callable(value) else value
 
 
 class OwnModel(Model, kind=None):
@@ -162,7 +154,7 @@ class FromModule(OwnModel, kind="from_module"):
 
     @property
     def users_name(self) -> str:
-        """See `Model.users_name`."""
+        """See `Choice.users_name`."""
         return f"model {self._name}"
 
     def network(self, inputs: Sequence[jax.ShapeDtypeStruct], **sizes: Any) -> Network:
@@ -226,7 +218,7 @@ class FromFunctions(OwnModel, kind="from_functions"):
 
     @property
     def users_name(self) -> str:
-        """See `Model.users_name`."""
+        """See `Choice.users_name`."""
         return f"model {self._functions[1].__qualname__}"
 
     def network(self, inputs: Sequence[jax.ShapeDtypeStruct], **sizes: Any) -> Network:

@@ -13,7 +13,7 @@ import jax
 import optax
 import pydantic
 
-from jaxdl.kinds import Choice, source_of
+from jaxdl.kinds import Choice
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, scale_by_lars_trust_ratio
 from jaxdl.optim.masks import Mask, decay_mask, num_stacked_dims
 from jaxdl.optim.rates import changing_momentum, scale_by_learning_rate
@@ -38,7 +38,7 @@ class Optimizer(Choice):
     @property
     def checked(self) -> bool:
         """Whether it is tried on shapes before it is used; jaxdl's own ones need not be."""
-        return source_of(type(self)) is not None
+        return self.users_name is not None
 
     def momentum_at(self, cycle: jax.Array) -> jax.Array | None:
         """The momentum of an update, where it changes over the run; `cycle` is the value of `Schedule.cycle`."""

@@ -18,7 +18,7 @@ from jaxdl.kinds import SOURCE
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
 from jaxdl.optim.optimizers import Optimizer
 from jaxdl.optim.rates import follow_rates
-from jaxdl.reference import Reference, described, resolved
+from jaxdl.reference import Reference, as_json, resolved
 from jaxdl.sharding import LogicalAxes, is_names
 
 MATRICES = "matrices"
@@ -79,7 +79,7 @@ class Optax(Optimizer, kind="optax"):
 
     @pydantic.field_serializer("arguments", when_used="json")
     def _described(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {name: _as_json(value) for name, value in values.items()}
+        return {name: as_json(value) for name, value in values.items()}
 
     @pydantic.model_validator(mode="after")
     def _arguments_fit(self) -> Optax:
@@ -234,11 +234,3 @@ def _argument(name: str, value: Any) -> Any:
         f"{name} is an object of type {type(value).__name__}, which config.json cannot hold. Give a number, a text, a "
         "list or a function at the top level of a file."
     )
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _as_json(inner) for key, inner in value.items()}
-    if isinstance(value, tuple):
-        return [_as_json(inner) for inner in value]
-    return described(value) if callable(value) else value

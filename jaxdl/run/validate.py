@@ -19,7 +19,6 @@ from jaxdl.cluster.consistency import process_names
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, PhotoSource, Splits
 from jaxdl.experiment import Experiment
-from jaxdl.kinds import Choice, source_of
 from jaxdl.mesh import Axis
 from jaxdl.models import Network
 from jaxdl.models.user_code import user_code
@@ -30,7 +29,7 @@ from jaxdl.state import StateSpec, TrainState
 
 def read_splits(data: Data) -> Splits:
     """The data as `build` reads them. Raises ConfigError for data that cannot be read, and for what is no `Splits`."""
-    with user_code(name_if_foreign(data)):
+    with user_code(data.users_name):
         found: Any = data.build()
     if not isinstance(found, Splits):
         raise ConfigError(
@@ -41,16 +40,11 @@ def read_splits(data: Data) -> Splits:
 
 def built_schedule(schedule: Schedule, *, peak: float, total_steps: int, steps_per_epoch: float) -> tuple[Any, Any]:
     """(learning rate, cycle) as functions of the step. Raises ConfigError for a schedule that does not fit the run."""
-    with user_code(name_if_foreign(schedule)):
+    with user_code(schedule.users_name):
         learning_rate = schedule.build(peak=peak, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         cycle = schedule.cycle(total_steps=total_steps, steps_per_epoch=steps_per_epoch)
         jax.eval_shape(lambda step: (learning_rate(step), cycle(step)), jnp.int32(0))
     return learning_rate, cycle
-
-
-def name_if_foreign(part: Choice) -> str | None:
-    """`data my_data` for a part of a class outside jaxdl, as messages begin; None for one of jaxdl's own."""
-    return f"{type(part).part.__name__.lower()} {part.kind}" if source_of(type(part)) else None
 
 
 def check_warmup(experiment: Experiment, total_steps: int) -> None:
