@@ -10,6 +10,7 @@ import ast
 import difflib
 import itertools
 import os
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -273,10 +274,22 @@ def check_names(args: Sequence[str], given: str) -> None:
     try:
         _check_names(args)
     except ConfigError:
-        import importlib.metadata  # Not above: it takes as long as all of the first look.
-
-        if not importlib.metadata.entry_points(group=ENTRY_POINTS):
+        if not _may_have_kinds():
             raise
+
+
+def _may_have_kinds() -> bool:
+    """Whether an installed package may name kinds of its own. `importlib.metadata` alone takes as long as this module.
+
+    A zip on the path is not opened: it may.
+    """
+    for place in map(Path, sys.path):
+        if place.is_file():
+            return True
+        for found in (*place.glob("*.dist-info/entry_points.txt"), *place.glob("*.egg-info/entry_points.txt")):
+            if f"[{ENTRY_POINTS}]" in found.read_text("utf-8", errors="replace"):
+                return True
+    return False
 
 
 def _check_names(args: Sequence[str]) -> None:

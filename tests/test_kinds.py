@@ -8,12 +8,13 @@ from foreign import MINE, forget, write_mine
 from mistakes import refusal
 
 import jaxdl
-from jaxdl import kinds, train
+from jaxdl import kinds
 from jaxdl.config import Config, ConfigError
 from jaxdl.experiment import Experiment, as_experiment, load_experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Model, ResNet
 from jaxdl.optim import SGD
+from jaxdl.train import main
 
 PARTS = {
     "model": ("my_model", "hidden", 8),
@@ -66,7 +67,7 @@ def test_a_kind_in_a_config_file_is_as_one_of_jaxdl(mine, part):
 
 def test_help_lists_kinds_and_fields_of_a_config_file(mine, capsys):
     with pytest.raises(SystemExit) as end:
-        train.main(["--config", str(mine), "--model", "my_model", "--help"])
+        main(["--config", str(mine), "--model", "my_model", "--help"])
     assert end.value.code == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "--model my_model (or " in printed

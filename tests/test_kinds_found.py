@@ -8,10 +8,11 @@ import pytest
 from foreign import MINE, forget, moved_to, write_mine
 
 import jaxdl
-from jaxdl import kinds, train
+from jaxdl import kinds
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment, identity, load_experiment
+from jaxdl.train import begin
 
 
 @pytest.fixture(autouse=True)
@@ -132,11 +133,11 @@ def test_kinds_of_an_installed_package(package, monkeypatch, capsys):
     with pytest.warns(UserWarning, match="broken_module, which an installed package names in jaxdl.kinds, cannot be"):
         assert {"face", "deep"} <= kinds.choices(Experiment)["model"].keys()
     # The first look at a command line, which knows jaxdl's own options alone, refuses nothing then.
-    train.begin(["--config", "digits", "--model", "deep", "--model.dept", "3"], "prog")
+    begin(["--config", "digits", "--model", "deep", "--model.dept", "3"], "prog")
     package.joinpath("netsy-1.0.dist-info", "entry_points.txt").unlink()
     package.joinpath("broken-1.0.dist-info", "entry_points.txt").unlink()
     with pytest.raises(ConfigError, match=r"Did you mean --model\.depth"):
-        train.begin(["--config", "digits", "--model", "deep", "--model.dept", "3"], "prog")
+        begin(["--config", "digits", "--model", "deep", "--model.dept", "3"], "prog")
 
 
 OWN_EXPERIMENT = '''
@@ -194,7 +195,7 @@ def test_the_first_look_leaves_foreign_options_alone(mine, tmp_path, capsys):
     kept = tmp_path / "config.json"
     kept.write_text(jaxdl.load(loads).to_json())
     for path in (loads, kept):
-        train.begin(["--config", str(path), "--model.hiden", "3"], "prog")
+        begin(["--config", str(path), "--model.hiden", "3"], "prog")
     kept.write_text(Experiment(exchange=Dense(), steps=3).to_json())
     with pytest.raises(ConfigError, match="there is no such option"):
-        train.begin(["--config", str(kept), "--model.dept", "3"], "prog")
+        begin(["--config", str(kept), "--model.dept", "3"], "prog")
