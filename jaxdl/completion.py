@@ -59,7 +59,7 @@ def script(args: Sequence[str], commands: Sequence[str]) -> str:
     from jaxdl.experiment import Experiment
 
     options: dict[str, list[str]] = {f"--{name}": [] for name in (*VALUED, *OTHERS)}
-    options["--init-step"] = ["newest", "best"]
+    options["--init-checkpoint"] = ["newest", "best"]
     options |= option_values(Experiment)
     cases = "\n".join(f"    {name}) words='{' '.join(words)}' ;;" for name, words in options.items() if words)
     return f"""# Completion of jaxdl for bash: source this.

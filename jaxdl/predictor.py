@@ -119,24 +119,20 @@ class Predictor(Inference):
 def restore(
     workdir: str | Path,
     *,
-    step: Which | None = None,
+    checkpoint: Which = "newest",
     mesh: MeshConfig | None = None,
-    checkpoint: Which | None = None,
 ) -> Predictor:
     """The network of a checkpoint in a workdir, on one device or, with `mesh`, on any mesh.
 
-    `step` is "newest", the default; "best", the checkpoint with the best evaluation (by the task's own metric, such as
-    accuracy) of those that are kept, see `--checkpoint.keep-best`; or the number of a step. `checkpoint` is its earlier
-    name. The one device is of the platform that the run was on, unless JAX has been started on another already. A run
-    may be writing there: nothing is changed.
+    `checkpoint` is "newest"; "best", the one with the best evaluation (by the task's own metric, such as accuracy) of
+    those that are kept, see `--checkpoint.keep-best`; or the number of a step. The one device is of the platform that
+    the run was on, unless JAX has been started on another already. A run may be writing there: nothing is changed.
 
     A damaged checkpoint is skipped with a warning, and the next newest (or best) one is used. Raises ConfigError
     when there is no run, no checkpoint, no undamaged one, none of that step or none that was evaluated;
     `jaxdl.checkpoint.Unreadable`, an OSError, when a checkpoint cannot be read now.
     """
-    if step is not None and checkpoint is not None:
-        raise ConfigError(f"step {step!r} and checkpoint {checkpoint!r} mean the same: give step.")
-    which = check_which(step if step is not None else "newest" if checkpoint is None else checkpoint)
+    which = check_which(checkpoint)
     folder = check_run(workdir)
     # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
     experiment = read_experiment(folder).replaced({"exchange": Dense()})

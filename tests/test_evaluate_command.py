@@ -75,7 +75,7 @@ def test_other_data_is_normalized_as_the_training_data(run, capsys):
 
 
 def test_the_same_from_python(run):
-    predictor = jaxdl.restore(run.workdir, step="best", mesh=run.plan.experiment.mesh)
+    predictor = jaxdl.restore(run.workdir, checkpoint="best", mesh=run.plan.experiment.mesh)
     assert predictor.evaluate() == history(run, predictor.step)
     assert predictor.evaluate(run.plan.splits) == predictor.evaluate(run.plan.splits.test) == predictor.evaluate()
     images = run.plan.splits.test.batch(np.arange(5))["image"]

@@ -73,7 +73,7 @@ def test_one_format_of_an_earlier_checkpoint_for_one_batch_size(run, tmp_path, c
     assert "uint8 [3, 8, 8, 1]" in (tmp_path / "a" / "README.md").read_text()
     images = run.plan.splits.test.batch(np.arange(3))["image"]
     function = jax.export.deserialize(bytearray((tmp_path / "a" / "predict.stablehlo").read_bytes()))
-    expected = jaxdl.restore(run.workdir, step=2).predict(images)
+    expected = jaxdl.restore(run.workdir, checkpoint=2).predict(images)
     np.testing.assert_allclose(np.asarray(function.call(images)), expected, rtol=1e-5)
     with pytest.raises(ValueError, match="shape"):
         function.call(images[:2])

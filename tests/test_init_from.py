@@ -68,7 +68,7 @@ def test_a_new_head_is_left_and_patterns_choose(source):
     group = next(
         name.partition("/")[0] for name in old if name.partition("/")[0] not in (group, head[0].partition("/")[0])
     )
-    state, plan = begun(experiment, InitFrom(source.workdir, names=[group], step=2))
+    state, plan = begun(experiment, InitFrom(source.workdir, names=[group], checkpoint=2))
     assert plan.initial.step == 2
     assert plan.initial.taken
     for name, x in named(state.params).items():
@@ -91,7 +91,7 @@ def test_a_run_keeps_what_it_began_with(source, tmp_path):
     other = jaxdl.train(experiment, quiet=True, max_steps=1).state
     assert not np.array_equal(*(jax.tree.leaves(state.params)[0] for state in (first.state, other)))
     with pytest.raises(jaxdl.ConfigError, match="began otherwise"):
-        jaxdl.train(experiment, workdir, quiet=True, init_from=InitFrom(source.workdir, step=2))
+        jaxdl.train(experiment, workdir, quiet=True, init_from=InitFrom(source.workdir, checkpoint=2))
 
 
 def test_a_resumed_run_goes_on_from_its_own_checkpoint(source, tmp_path, capsys):
@@ -112,8 +112,8 @@ def test_a_resumed_run_goes_on_from_its_own_checkpoint(source, tmp_path, capsys)
             {"names": ["hed"]},
             r"--init-names hed: no parameter has such a name. Did you mean head",
         ),
-        ({"step": 3}, r"there is no checkpoint of step 3; there are checkpoints of steps 2, 4"),
-        ({"step": "latest"}, r"--init-step 'latest': choose"),
+        ({"checkpoint": 3}, r"there is no checkpoint of step 3; there are checkpoints of steps 2, 4"),
+        ({"checkpoint": "latest"}, r"--init-checkpoint 'latest': choose"),
         ({"workdir": "nowhere"}, r"--init-from nowhere: there is no run in this folder"),
         ({"names": ["head"]}, r"has none of the parameters asked for: head/bias \(float32 \[4\] there"),
     ],
@@ -127,7 +127,7 @@ def test_mistakes_on_the_command_line(source, tmp_path, capsys):
     config = write_config(tmp_path, EXPERIMENT)
     assert "no effect without --init-from" in refusal(capsys, "--config", config, "--init-names", "stem", "head")
     assert "no run in this folder" in refusal(capsys, "--config", config, "--init-from", tmp_path)
-    steps = refusal(capsys, "--config", config, "--init-from", source.workdir, "--init-step", "9")
+    steps = refusal(capsys, "--config", config, "--init-from", source.workdir, "--init-checkpoint", "9")
     assert "checkpoints of steps 2, 4" in steps
     own = refusal(capsys, "--config", config, "--init-from", source.workdir, "--workdir", source.workdir)
     assert "--workdir of the run itself" in own
@@ -137,5 +137,5 @@ def test_a_damaged_checkpoint_is_refused(source, tmp_path):
     shutil.copytree(source.workdir, tmp_path / "run")
     for path in (step_dir(tmp_path / "run", 4) / "model").rglob("d/*"):
         path.unlink()
-    with pytest.raises(jaxdl.ConfigError, match=r"is damaged .*Choose another --init-step"):
+    with pytest.raises(jaxdl.ConfigError, match=r"is damaged .*Choose another --init-checkpoint"):
         begun(EXPERIMENT, InitFrom(tmp_path / "run"))

@@ -83,7 +83,7 @@ def restored(command: Evaluate) -> Predictor:
     """The network of the checkpoint, on the mesh of the command."""
     mesh = command.experiment.mesh
     make_devices(read_experiment(command.workdir).replaced({"mesh": mesh}))  # Raises what `restore` lets pass.
-    return restore(command.workdir, step=command.checkpoint, mesh=mesh)
+    return restore(command.workdir, checkpoint=command.checkpoint, mesh=mesh)
 
 
 def report(command: Evaluate, predictor: Predictor, metrics: dict[str, float], num_examples: int) -> str:

@@ -55,7 +55,7 @@ def main(args: list[str] | None = None, *, prog: str = "python -m jaxdl.export")
                 command.workdir,
                 command.to,
                 formats=command.format,
-                step=command.checkpoint,
+                checkpoint=command.checkpoint,
                 platforms=command.platforms,
                 batch_size=command.batch_size,
             )

@@ -45,8 +45,8 @@ class InitFrom:
     names: Sequence[str] = ()
     """Patterns of the names that `--explain` prints, such as `stage*` or `stem` (see `jaxdl.patterns`); none takes
     all."""
-    step: Which = "newest"
-    """The checkpoint: "newest", "best" or the number of a step."""
+    checkpoint: Which = "newest"
+    """Which one: "newest", "best" or the number of a step."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ class Initial:
         return text
 
     def same_as(self, asked: InitFrom) -> bool:
-        """Whether this is what `asked` asks for; a step that was asked for by name may have become another one."""
-        step = asked.step if isinstance(asked.step, int) else self.step
+        """Whether this is what `asked` asks for; the newest or the best one may have become another one."""
+        step = asked.checkpoint if isinstance(asked.checkpoint, int) else self.step
         return (self.workdir, self.names, self.step) == (Path(asked.workdir).absolute(), tuple(asked.names), step)
 
     def apply(self, state: TrainState, abstract: TrainState) -> TrainState:
@@ -91,12 +91,12 @@ class Initial:
         if not folder.is_dir():
             raise ConfigError(
                 f"{OPTION} {self.workdir}: its checkpoint of step {self.step}, with which this run begins, is gone. "
-                "Choose another --init-step, and another --workdir."
+                "Choose another --init-checkpoint, and another --workdir."
             )
         try:
             found = read_model(folder, wanted)
         except Damaged as error:
-            raise ConfigError(f"{folder} is damaged ({error}). Choose another --init-step.") from None
+            raise ConfigError(f"{folder} is damaged ({error}). Choose another --init-checkpoint.") from None
         values = {every[name][0]: found[self._stored(every[name][0])] for name in self.taken}
         tree = {"params": state.params, "model_state": state.model_state}
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -117,7 +117,7 @@ def as_init(given: InitFrom | str | Path | None, workdir: Path | None) -> InitFr
     asked = given if isinstance(given, InitFrom) else InitFrom(given)
     if not isinstance(asked.workdir, str | Path) or isinstance(asked.names, str):
         raise ConfigError(f"{OPTION} {given!r}: give a folder, or InitFrom(folder, names=[...]).")
-    check_which(asked.step, "--init-step")
+    check_which(asked.checkpoint, "--init-checkpoint")
     folder = check_run(asked.workdir, OPTION)
     if workdir is not None and folder.resolve() == workdir.resolve():
         raise ConfigError(
@@ -154,7 +154,7 @@ def find_initial(asked: InitFrom, abstract: TrainState) -> Initial:
     `abstract` is the state of this run, as shapes. Raises ConfigError when there is no such checkpoint, when a pattern
     matches nothing of this network, and when the checkpoint has none of the parameters asked for in the same shape.
     """
-    folder, which = check_run(asked.workdir, OPTION).absolute(), check_which(asked.step, "--init-step")
+    folder, which = check_run(asked.workdir, OPTION).absolute(), check_which(asked.checkpoint, "--init-checkpoint")
     step = int(of_first_process(lambda: str(_chosen_step(folder, which)).encode()))
     stored, every, names = stored_model(step_dir(folder, step)), _arrays(abstract), tuple(asked.names)
     check_patterns(names, list(every), "--init-names")
