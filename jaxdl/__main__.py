@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from jaxdl import __version__
-from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.errors import ConfigError, end_interrupted, fail, print_out
 
 COMMANDS = {
     "train": ("jaxdl.train", "trains an experiment: --config FILE --workdir FOLDER"),
@@ -53,7 +53,7 @@ def _print_completion(args: list[str]) -> None:
     from jaxdl.completion import script
 
     try:
-        print(script(args, list(COMMANDS)))
+        print_out(script(args, list(COMMANDS)))
     except ConfigError as error:
         fail(str(error))
 

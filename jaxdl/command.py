@@ -12,6 +12,7 @@ import tyro
 
 from jaxdl.cluster import end_together, launched_cpu_devices
 from jaxdl.config import ConfigError, differences
+from jaxdl.errors import print_out
 from jaxdl.experiment import Experiment, load_experiment, parse_command_line
 from jaxdl.optim import param_names
 from jaxdl.report import Start, explain, print_explanation
@@ -96,7 +97,7 @@ def print_config(command: Command) -> None:
     """Prints the experiment of a command as `config.json` has it; the changes of the file's own on stderr."""
     if command.explain:
         raise ConfigError("--print-config and --explain: give one of them.")
-    print(command.experiment.to_json())
+    print_out(command.experiment.to_json())
     changes = differences(load_experiment(command.config), command.experiment)
     for change in changes or (f"no option changes {command.config}",):
         print(change, file=sys.stderr)

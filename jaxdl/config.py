@@ -15,6 +15,7 @@ import pydantic
 from pydantic_core import PydanticSerializationError
 
 from jaxdl.errors import ConfigError
+from jaxdl.fields import SOURCE
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -265,18 +266,18 @@ def differences(before: Config, after: Config, prefix: str = "") -> list[str]:
     """What `after` has changed of `before`, a line for each field: `optimizer.learning_rate: 0.2 -> 0.3`.
 
     Where a choice is of another kind, that is a line, and the fields of the new kind are compared with its defaults.
+    Values are equal if their JSON is: a config file that is loaded twice makes each of its functions and classes twice.
     """
-    found = []
-    for name in type(after).model_fields:
-        now, path = getattr(after, name), f"{prefix}{name}"
-        then = getattr(before, name, None)
+    found, old, new = [], before.model_dump(mode="json"), after.model_dump(mode="json")
+    for name, now in after:
+        path, then = f"{prefix}{name}", getattr(before, name, None)
         if isinstance(now, Config) and isinstance(then, Config):
-            if type(now) is not type(then):
+            if any(old[name].get(one) != new[name].get(one) for one in ("kind", SOURCE)):
                 found.append(f"{path}: {_spelt(then)} -> {_spelt(now)}")
                 fields = type(now).model_fields.values()
                 then = now if any(field.is_required() for field in fields) else type(now)()
             found += differences(then, now, f"{path}.")
-        elif now != then:
+        elif old.get(name) != new.get(name):
             found.append(f"{path}: {_spelt(then)} -> {_spelt(now)}")
     return found
 

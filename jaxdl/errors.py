@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import typing
 
@@ -18,6 +20,15 @@ def fail(message: str) -> typing.NoReturn:
     """Exits with code 2 after a user error and prints the message on stderr."""
     print(f"error: {message}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def print_out(text: str) -> None:
+    """Prints on stdout what another program may read; ends without a word when that, such as `head`, has ended."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.pipe()[1], sys.stdout.fileno())  # Python flushes it again at its end.
+        raise SystemExit(128 + signal.SIGPIPE) from None
 
 
 def end_interrupted() -> typing.NoReturn:

@@ -1,21 +1,32 @@
-"""Python files and modules of users: config files, and those that define kinds. JAX is not imported here."""
+"""Python files and modules of users: config files, and those that define kinds. JAX is not imported here.
+
+Each file is a module of its own name, made from its path. Its `import helper` takes the file `helper.py` beside it if
+there is one, whenever the statement runs: also inside a function that is called long after the file was loaded, and
+although another folder has a `helper.py` too. A package, which is a folder, is found beside the file too; its name
+is its name in the whole process, as everywhere in Python.
+"""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import importlib.util
 import os
 import re
 import sys
+import threading
 import traceback
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from jaxdl.errors import ConfigError
 from jaxdl.startup import check_source, find_config
+
+_loading = threading.RLock()
+"""Held while a file beside another one is imported: several threads may be the first that import it."""
 
 
 def load_file(given: str | Path) -> Any:
@@ -51,29 +62,59 @@ def running(path: Path, what: str) -> Iterator[None]:
 
     They begin with `what` and name the line of the file.
     """
-    folder, filename = str(path.resolve().parent), str(path)
-    sys.path.insert(0, folder)
+    filename = str(path)
     try:
-        yield
+        with _searched(path.resolve().parent):
+            yield
     except ConfigError as error:
         raise ConfigError(f"{what}{_line(error, filename)}: {error}") from None
     except SystemExit as error:
         raise ConfigError(f"{what}{_line(error, filename)}: it calls sys.exit or exit. Remove the call.") from None
     except Exception as error:
         raise ConfigError(f"{what}{_line(error, filename)}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _searched(folder: Path) -> Iterator[None]:
+    """Context in which imports look into a folder first."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
     finally:
-        sys.path.pop(sys.path.index(folder))
+        sys.path.pop(sys.path.index(str(folder)))
+
+
+def _module_name(path: Path) -> str:
+    """A name of its own for each path: classes of two files of the same name must not be taken for one another."""
+    place = zlib.crc32(os.fsencode(path.resolve()))
+    return re.sub(r"\W", "_", f"jaxdl_config_{path.stem}_{place:08x}")
+
+
+def _import_beside(path: Path) -> Callable[..., ModuleType]:
+    """What the import statements of a file call: `__import__`, which looks beside the file first."""
+    itself = path.resolve()
+
+    def load(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> ModuleType:
+        beside = itself.parent / f"{name}.py"
+        if not level and beside != itself and name not in sys.stdlib_module_names and beside.is_file():
+            with _loading:
+                return sys.modules.get(_module_name(beside)) or _run(beside)
+        package = itself.parent / name.partition(".")[0]
+        with _searched(itself.parent) if package.is_dir() else contextlib.nullcontext():
+            return builtins.__import__(name, globals, locals, fromlist, level)
+
+    return load
 
 
 def _run(path: Path) -> ModuleType:
-    # A name of its own for each path: classes of two files of the same name must not be taken for one another.
-    place = zlib.crc32(os.fsencode(path.resolve()))
-    name = re.sub(r"\W", "_", f"jaxdl_config_{path.stem}_{place:08x}")
+    """Runs a file, and returns its module."""
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     earlier = sys.modules.get(name)
+    vars(module)["__builtins__"] = {**vars(builtins), "__import__": _import_beside(path)}
     sys.modules[name] = module  # Dataclasses and pydantic look up types there.
     try:
         spec.loader.exec_module(module)
@@ -87,7 +128,14 @@ def _run(path: Path) -> ModuleType:
 
 
 def _line(error: BaseException, filename: str) -> str:
-    """`, line 12`: the line of this file where the error was raised; empty if it is not in the traceback."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if Path(frame.filename).resolve() == Path(filename).resolve()]
-    return f", line {lines[-1]}" if lines else ""
+    """`, line 12`: the line of this file where the error was raised; empty if it is not in the traceback.
+
+    `, line 2 (helper.py, line 7)` if it was raised in a file beside it.
+    """
+    itself = Path(filename).resolve()
+    frames = [(Path(frame.filename).resolve(), frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    lines = [line for path, line in frames if path == itself]
+    beside = [(path, line) for path, line in frames if path.parent == itself.parent]
+    if not lines or beside[-1][0] == itself:
+        return f", line {lines[-1]}" if lines else ""
+    return f", line {lines[-1]} ({beside[-1][0].name}, line {beside[-1][1]})"

@@ -30,8 +30,8 @@ def check_run(workdir: str | Path, option: str = "") -> Path:
     return folder
 
 
-def check_checkpoint(workdir: Path, which: Which = "newest", option: str = "") -> None:
-    """Raises ConfigError when the run has no checkpoint yet, or none of the step."""
+def check_checkpoint(workdir: Path, which: Which = "newest", option: str = "") -> list[int]:
+    """The steps of the checkpoints, in order. Raises ConfigError when there is none yet, or none of the step."""
     steps = _steps(workdir)
     given = f"{option} {workdir}" if option else f"{workdir}"
     if not steps:
@@ -39,6 +39,7 @@ def check_checkpoint(workdir: Path, which: Which = "newest", option: str = "") -
     if isinstance(which, int) and which not in steps:
         there = f"there are checkpoints of steps {', '.join(map(str, steps))}"
         raise ConfigError(f"{given}: there is no checkpoint of step {which}; {there}.")
+    return steps
 
 
 def has_checkpoint(workdir: Path) -> bool:

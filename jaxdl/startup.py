@@ -67,6 +67,9 @@ MAX_CPU_DEVICES = 512
 PROCESS_NUMBERS = ("JAX_PROCESS_ID", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK")
 """Environment variables with the index of this process in a run of several."""
 
+COUNTS = ("JAX_NUM_PROCESSES", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE", "JAX_COORDINATOR_ADDRESS", "JAXDL_DISTRIBUTED")
+"""Environment variables that a process of a run of several has; others may have them too."""
+
 
 def shipped_folder() -> Path:
     """The folder of the configs that come with jaxdl: `jaxdl/configs` when installed, `configs` in a checkout."""
@@ -249,7 +252,8 @@ def first_look(args: Sequence[str], prog: str) -> dict[str, str]:
         raise ConfigError(no_config(prog))
     if "init-from" in values:
         which = parsed_which(values.get("init-checkpoint", "newest"), "--init-checkpoint")
-        check_checkpoint(check_run(values["init-from"], "--init-from"), which, "--init-from")
+        if is_alone():
+            check_checkpoint(check_run(values["init-from"], "--init-from"), which, "--init-from")
     return values
 
 
@@ -354,6 +358,14 @@ def example_config() -> str:
     """What to give for `--config` in an example."""
     file = Path("configs/digits.py")
     return str(file) if file.is_file() else file.stem
+
+
+def is_alone() -> bool:
+    """Whether this is certainly no process of several, which must agree on what they find on their disks.
+
+    One that ended here would let the others wait for it.
+    """
+    return not any(os.environ.get(name) for name in (*PROCESS_NUMBERS, *COUNTS))
 
 
 def is_first_process() -> bool:

@@ -10,10 +10,12 @@ from mistakes import refusal
 from runs import assert_bit_equal, rows, tiny_experiment, write_config
 
 import jaxdl
+from jaxdl.cluster import agree
 from jaxdl.files import INIT_FILE, MARK_FILE, step_dir
 from jaxdl.mesh import MeshConfig
 from jaxdl.run.build import make_initial_state, make_plan
-from jaxdl.run.initial import InitFrom, beginning
+from jaxdl.run.initial import InitFrom, as_init, beginning
+from jaxdl.startup import first_look
 
 MESH = MeshConfig(replica=2, fsdp=2, tensor=2)
 EXPERIMENT = tiny_experiment(steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2}, mesh=MESH)
@@ -28,7 +30,7 @@ def source(tmp_path_factory):
 
 def begun(experiment, init=None):
     """(the initial state of a run, what it took), without a workdir."""
-    plan = make_plan(experiment, initial=lambda abstract: beginning(None, init, abstract))
+    plan = make_plan(experiment, initial=lambda abstract: beginning(None, init, False, abstract))
     return make_initial_state(plan), plan
 
 
@@ -75,7 +77,7 @@ def test_a_new_head_is_left_and_patterns_choose(source):
         assert np.array_equal(x, fresh[name]) == (not name.startswith(f"{group}/")), name
 
 
-def test_a_run_keeps_what_it_began_with(source, tmp_path):
+def test_a_run_keeps_what_it_began_with(source, tmp_path, capsys):
     workdir, experiment = tmp_path / "run", EXPERIMENT.replaced({"seed": 5})
     first = jaxdl.train(experiment, workdir, quiet=True, max_steps=1, init_from=source.workdir)
     (event,) = [row for row in rows(workdir) if row.get("kind") == "init"]
@@ -92,6 +94,17 @@ def test_a_run_keeps_what_it_began_with(source, tmp_path):
     assert not np.array_equal(*(jax.tree.leaves(state.params)[0] for state in (first.state, other)))
     with pytest.raises(jaxdl.ConfigError, match="began otherwise"):
         jaxdl.train(experiment, workdir, quiet=True, init_from=InitFrom(source.workdir, checkpoint=2))
+    # A run that may start over begins anew with what is asked for, once its own checkpoints are lost.
+    over = experiment.replaced({"checkpoint.start_over": True})
+    shutil.rmtree(step_dir(workdir, 1))
+    jaxdl.train(over, workdir, quiet=True, max_steps=1, init_from=InitFrom(source.workdir, checkpoint=2))
+    jaxdl.train(over, workdir, quiet=True, max_steps=1, init_from=InitFrom(source.workdir, checkpoint=4))
+    assert f"{source.workdir}: no effect, the run goes on from its own" in capsys.readouterr().out
+    shutil.rmtree(step_dir(workdir, 1))
+    again = jaxdl.train(over, workdir, quiet=True, max_steps=1, init_from=InitFrom(source.workdir, checkpoint=4))
+    assert_bit_equal(again.state, first.state)
+    begun = [json.loads((folder / INIT_FILE).read_text())["step"] for folder in (workdir, workdir / "earlier-2")]
+    assert begun == [4, 2]
 
 
 def test_a_resumed_run_goes_on_from_its_own_checkpoint(source, tmp_path, capsys):
@@ -103,6 +116,25 @@ def test_a_resumed_run_goes_on_from_its_own_checkpoint(source, tmp_path, capsys)
     assert_bit_equal(ends[0].state, ends[1].state)
     assert "no effect" in capsys.readouterr().out
     assert not (tmp_path / "b" / INIT_FILE).exists()
+
+
+def test_one_process_that_does_not_see_the_checkpoint_is_a_mistake_on_all(source, monkeypatch):
+    """The others see it: they must not wait for the one that ends."""
+    monkeypatch.setattr(agree, "from_each_process", lambda own: [own, b"", own])
+    with pytest.raises(
+        jaxdl.ConfigError, match=r"step 4, with which .* is not there on host \? \(process 1\)\. Restore"
+    ):
+        begun(EXPERIMENT, InitFrom(source.workdir))
+
+
+def test_one_process_of_several_ends_with_the_others(tmp_path, monkeypatch):
+    """Before they have met, a process that ended would let the others wait for it; then the first one looks for all."""
+    monkeypatch.setenv("JAX_PROCESS_ID", "1")
+    assert first_look(["--config", "digits", "--init-from", str(tmp_path)], "prog")["init-from"] == str(tmp_path)
+    init = as_init(tmp_path, None)
+    monkeypatch.delenv("JAX_PROCESS_ID")
+    with pytest.raises(jaxdl.ConfigError, match="no run in this folder"):
+        begun(EXPERIMENT, init)
 
 
 @pytest.mark.parametrize(

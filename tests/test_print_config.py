@@ -6,6 +6,7 @@ import pytest
 from mistakes import refusal
 
 import jaxdl
+from jaxdl import kinds
 from jaxdl.config import differences
 from jaxdl.experiment import Experiment
 from jaxdl.train import main
@@ -54,6 +55,34 @@ def test_differences_name_exactly_the_fields_that_were_replaced():
     found = differences(before, before.replaced(overrides))
     assert {line.partition(":")[0] for line in found} == set(overrides)
     assert differences(before, before) == []
+
+
+OWN = """
+from flax import nnx
+from jaxdl import Arrays, Experiment, FromModule, Loss, Model
+def net(hidden, rngs): return nnx.Linear(1, hidden, rngs=rngs)
+def data(): ...
+def loss(outputs, batch): ...
+class Mine(Model):
+    width: int = 3
+    def build(self): ...
+def config():
+    return Experiment(steps=3, model=FromModule(net, hidden=4), data=Arrays(train=data, test=data), task=Loss(loss))
+def other(): return config().replaced({"model": Mine()})
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "expected"),
+    [("mine.py", [], []), ("mine.py", ["--model.hidden", "8"], ["model.hidden: 4 -> 8"]), ("mine.py:other", [], []),
+     ("mine.py:other", ["--model.width", "8"], ["model.width: 3 -> 8"])],
+)  # fmt: skip
+def test_a_file_with_functions_and_classes(capsys, tmp_path, name, args, expected):
+    """Each time the file runs, its functions and classes are others."""
+    (tmp_path / "mine.py").write_text(OWN)
+    with kinds.forgotten():
+        main(["--config", str(tmp_path / name), "--print-config", *args])
+    assert capsys.readouterr().err.splitlines() == (expected or [f"no option changes {tmp_path / name}"])
 
 
 @pytest.mark.parametrize(

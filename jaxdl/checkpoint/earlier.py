@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -19,6 +20,7 @@ from jaxdl.files import (
     CHECKPOINTS_FOLDER,
     CURVES_FILE,
     DAMAGED_FOLDER,
+    INIT_FILE,
     MARK_FILE,
     METRICS_FILE,
     REPORT_FILE,
@@ -121,12 +123,17 @@ class Earlier:
         )
 
     def archive(self) -> Path:
-        """Moves the history and the checkpoints to a new folder in the workdir, returned. Raises ConfigError."""
+        """Moves the history and the checkpoints to a new folder in the workdir, returned. Raises ConfigError.
+
+        The parameters that the run began with are recorded there too, and still in the workdir.
+        """
 
         def move() -> str:
             target = self._archive()
             try:
                 target.mkdir()
+                if (self._workdir / INIT_FILE).exists():
+                    shutil.copy2(self._workdir / INIT_FILE, target)
                 for name in (
                     *_ARCHIVED,
                     MARK_FILE,

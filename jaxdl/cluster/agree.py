@@ -8,13 +8,23 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jaxdl.cluster.membership import wait_for_all
+from jaxdl.cluster.consistency import process_names
+from jaxdl.cluster.membership import current, wait_for_all
 from jaxdl.errors import ConfigError
 
 
 def all_processes(fine: bool) -> bool:
     """Whether all processes are fine; each waits here for the others."""
     return bool(np.all(multihost_utils.process_allgather(np.bool_(fine)))) if jax.process_count() > 1 else fine
+
+
+def processes_without(fine: bool) -> str:
+    """The names of the processes that are not fine, `host2 (process 1)`, on all; empty when all are."""
+    every = from_each_process(b"1" if fine else b"")
+    missing, member = [process for process, one in enumerate(every) if not one], current()
+    if len(every) == 1:
+        return "this host" if missing else ""
+    return process_names(missing, member.hosts if member is not None else ["host ?"] * len(every))
 
 
 def from_each_process(own: bytes) -> list[bytes]:

@@ -9,12 +9,9 @@ import time
 from pathlib import Path
 
 import jax
-import numpy as np
-from jax.experimental import multihost_utils
 
-from jaxdl.cluster import current, wait_for_all
-from jaxdl.cluster.agree import of_first_process
-from jaxdl.cluster.consistency import process_names
+from jaxdl.cluster import wait_for_all
+from jaxdl.cluster.agree import of_first_process, processes_without
 from jaxdl.errors import ConfigError
 from jaxdl.lease.lease import FULL
 
@@ -46,15 +43,11 @@ def check_shared(folder: Path) -> None:
         if jax.process_count() == 1 or not name:
             return
         found = appears(folder / name, SHARED_SEC)
-        member = current()
         wait_for_all()  # Gloo does not wait this long.
-        every = np.ravel(multihost_utils.process_allgather(np.bool_(found)))
-        missing = [process for process, one in enumerate(every) if not one]
-        if missing:
-            hosts = member.hosts if member is not None else ["host ?"] * len(every)
+        if missing := processes_without(found):
             raise ConfigError(
-                f"the hosts do not see the same --workdir: {folder} on {process_names(missing, hosts)} is not the "
-                f"folder of {process_names([0], hosts)}. Use a folder on a shared file system."
+                f"the hosts do not see the same --workdir: {folder} on {missing} is not the folder of the first "
+                "process. Use a folder on a shared file system."
             )
     finally:
         if jax.process_index() == 0:

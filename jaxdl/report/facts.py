@@ -78,8 +78,8 @@ def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
     if objective:
         yield "loss", f'{objective} in training, reported as "objective"; without it in evaluations'
     yield "length", _length(plan, end)
-    schedule = experiment.schedule
-    yield "optimizer", f"{describe_config(experiment.optimizer, 'learning_rate')}; schedule {describe_config(schedule)}"
+    optimizer = describe_config(experiment.optimizer, "transformation", "learning_rate")
+    yield "optimizer", f"{optimizer}; schedule {describe_config(experiment.schedule)}"
     yield "precision", describe_config(experiment.precision)
     replicas = parts.layout.mesh.shape[Axis.REPLICA]
     exchange = describe_config(experiment.exchange, "wire_dtype", "density", "bits", "rank")

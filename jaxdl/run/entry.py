@@ -72,7 +72,7 @@ def train(
         stack.callback(start.close)
         try:
             chosen = functools.partial(read_choice, workdir)
-            begin = functools.partial(beginning, workdir, init)
+            begin = functools.partial(beginning, workdir, init, experiment.checkpoint.start_over)
             make = functools.partial(make_plan, experiment, devices, chosen=chosen, started=take)
             plan = stop.run(lambda: make(initial=begin, start=start))
         except Stop as signal:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,14 +18,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdl.checkpoint import Checkpoints, Damaged, read_model, stored_model
-from jaxdl.cluster.agree import of_first_process
+from jaxdl.checkpoint import Damaged, read_model, stored_model
+from jaxdl.checkpoint.agree import on_first
+from jaxdl.checkpoint.retention import Best
+from jaxdl.cluster.agree import of_first_process, processes_without
 from jaxdl.config import ConfigError
 from jaxdl.experiment import read_experiment
-from jaxdl.files import INIT_FILE, step_dir
+from jaxdl.files import CHECKPOINTS_FOLDER, INIT_FILE, step_dir
 from jaxdl.patterns import check_patterns, matches
 from jaxdl.report import replace_file
+from jaxdl.run.workdir import read_file
 from jaxdl.runs import Which, check_checkpoint, check_run, check_which, has_checkpoint
+from jaxdl.startup import is_alone
 from jaxdl.state import TrainState
 
 OPTION = "--init-from"
@@ -85,14 +90,13 @@ class Initial:
         return (self.workdir, self.names, self.step) == (Path(asked.workdir).absolute(), tuple(asked.names), step)
 
     def apply(self, state: TrainState, abstract: TrainState) -> TrainState:
-        """The fresh state with the arrays that are taken. Raises ConfigError when they cannot be read any more."""
+        """The fresh state with the arrays that are taken; all processes call it.
+
+        Raises ConfigError, on all of them, when the arrays cannot be read any more.
+        """
         folder, every = step_dir(self.workdir, self.step), _arrays(abstract)
         wanted = {self._stored(every[name][0]): every[name][1] for name in self.taken}
-        if not folder.is_dir():
-            raise ConfigError(
-                f"{OPTION} {self.workdir}: its checkpoint of step {self.step}, with which this run begins, is gone. "
-                "Choose another --init-checkpoint, and another --workdir."
-            )
+        _check_seen(self.workdir, self.step)
         try:
             found = read_model(folder, wanted)
         except Damaged as error:
@@ -118,7 +122,7 @@ def as_init(given: InitFrom | str | Path | None, workdir: Path | None) -> InitFr
     if not isinstance(asked.workdir, str | Path) or isinstance(asked.names, str):
         raise ConfigError(f"{OPTION} {given!r}: give a folder, or InitFrom(folder, names=[...]).")
     check_which(asked.checkpoint, "--init-checkpoint")
-    folder = check_run(asked.workdir, OPTION)
+    folder = check_run(asked.workdir, OPTION) if is_alone() else Path(asked.workdir)
     if workdir is not None and folder.resolve() == workdir.resolve():
         raise ConfigError(
             f"{OPTION} {folder}: this is the --workdir of the run itself, which resumes without the option."
@@ -126,37 +130,45 @@ def as_init(given: InitFrom | str | Path | None, workdir: Path | None) -> InitFr
     return asked
 
 
-def beginning(workdir: Path | None, asked: InitFrom | None, abstract: TrainState) -> tuple[Initial | None, str]:
+def beginning(
+    workdir: Path | None, asked: InitFrom | None, start_over: bool, abstract: TrainState
+) -> tuple[Initial | None, str]:
     """(what the run in `workdir` takes from another run when it begins, a note for the user); all processes call it.
 
-    A run that has begun before begins again as it did then. Raises ConfigError when that is not what is asked for now,
-    and what `find_initial` raises.
+    A run that has begun before begins again as it did then, unless it may `start_over`. Raises ConfigError when that is
+    not what is asked for now, and what `find_initial` raises.
     """
     recorded = read_initial(workdir) if workdir is not None else None
-    if recorded is not None:
-        if asked is not None and not recorded.same_as(asked):
-            raise ConfigError(
-                f"{OPTION} {asked.workdir}: the run in {workdir} began otherwise, with {recorded.text}. Leave the "
-                "option out, or choose another --workdir."
-            )
+    if asked is None or (recorded is not None and recorded.same_as(asked)):
         return recorded, ""
-    if asked is None:
-        return None, ""
-    if workdir is not None and of_first_process(lambda: b"1" if has_checkpoint(workdir) else b""):
-        return None, f"{OPTION} {asked.workdir}: no effect, the run in {workdir} goes on from its own checkpoint"
+    if not start_over and recorded is not None:
+        raise ConfigError(
+            f"{OPTION} {asked.workdir}: the run in {workdir} began otherwise, with {recorded.text}. Leave the option "
+            "out, or choose another --workdir."
+        )
+    if not start_over and workdir is not None and of_first_process(lambda: b"1" if has_checkpoint(workdir) else b""):
+        return None, no_effect(asked.workdir)
     found = find_initial(asked, abstract)
     return found, "" if workdir is not None else found.text
+
+
+def no_effect(workdir: str | Path) -> str:
+    """The note of a run that has a checkpoint of its own, and takes nothing from the run in `workdir`."""
+    return f"{OPTION} {workdir}: no effect, the run goes on from its own checkpoint"
 
 
 def find_initial(asked: InitFrom, abstract: TrainState) -> Initial:
     """What a run takes from another run's checkpoint, whose description alone is read; all processes call it.
 
-    `abstract` is the state of this run, as shapes. Raises ConfigError when there is no such checkpoint, when a pattern
-    matches nothing of this network, and when the checkpoint has none of the parameters asked for in the same shape.
+    `abstract` is the state of this run, as shapes. Raises ConfigError, on all processes, when there is no such
+    checkpoint or not all of them see it, when a pattern matches nothing of this network, and when the checkpoint has
+    none of the parameters asked for in the same shape.
     """
-    folder, which = check_run(asked.workdir, OPTION).absolute(), check_which(asked.checkpoint, "--init-checkpoint")
-    step = int(of_first_process(lambda: str(_chosen_step(folder, which)).encode()))
-    stored, every, names = stored_model(step_dir(folder, step)), _arrays(abstract), tuple(asked.names)
+    folder, which = Path(asked.workdir).absolute(), check_which(asked.checkpoint, "--init-checkpoint")
+    step, content = json.loads(on_first(lambda: json.dumps(_described(asked.workdir, which))))
+    _check_seen(folder, step)
+    stored = {name: (tuple(shape), dtype) for name, (shape, dtype) in content.items()}
+    every, names = _arrays(abstract), tuple(asked.names)
     check_patterns(names, list(every), "--init-names")
     averaged = any(name.startswith("ema_params.") for name in stored)
     found = Initial(folder, step, names, (), {}, (), averaged)
@@ -199,7 +211,7 @@ def keep_initial(workdir: Path, found: Initial) -> None:
 def read_initial(workdir: Path) -> Initial | None:
     """What the run in a workdir began with, from `init.json`; None without one. Raises ConfigError."""
     path = workdir / INIT_FILE
-    content = of_first_process(lambda: path.read_bytes() if path.is_file() else b"")
+    content = read_file(path)
     if not content:
         return None
     try:
@@ -211,20 +223,30 @@ def read_initial(workdir: Path) -> Initial | None:
         raise ConfigError(f"{path}: it cannot be read. Restore it, or choose another --workdir.") from None
 
 
-def _chosen_step(folder: Path, which: Which) -> int:
-    """The step of the checkpoint that is asked for."""
-    check_checkpoint(folder, which, OPTION)
+def _described(workdir: str | Path, which: Which) -> tuple[int, dict[str, tuple[tuple[int, ...], str]]]:
+    """(the step of the checkpoint that is asked for, (shape, dtype) of each of its arrays); the first process calls it.
+
+    Raises ConfigError, and Unreadable when the disk does not respond.
+    """
+    folder = check_run(workdir, OPTION)
+    steps = check_checkpoint(folder, which, OPTION)[::-1]
     if isinstance(which, int):
-        return which
-    experiment = read_experiment(folder)
-    task = experiment.task
-    checkpoints = Checkpoints(
-        folder, experiment.checkpoint, best_metric=task.best_metric, best_mode=task.best_mode, read_only=True
-    )
-    try:
-        return checkpoints.choice(which)[0]
-    finally:
-        checkpoints.close()
+        steps = [which]
+    elif which == "best":
+        steps = Best(folder / CHECKPOINTS_FOLDER, 1, read_experiment(folder).task.best_mode).order(steps)
+        if not steps:
+            raise ConfigError(f"{OPTION} {folder}: no checkpoint has an evaluation. Choose another --init-checkpoint.")
+    return steps[0], stored_model(step_dir(folder, steps[0]))
+
+
+def _check_seen(workdir: Path, step: int) -> None:
+    """Raises ConfigError, on all processes, when one of them does not see the checkpoint."""
+    if lacking := processes_without(os.path.isdir(step_dir(workdir, step))):
+        raise ConfigError(
+            f"{OPTION} {workdir}: its checkpoint of step {step}, with which this run begins, is not there on "
+            f"{lacking}. Restore it to a file system that all hosts share, or choose another --init-checkpoint and "
+            "--workdir."
+        )
 
 
 def _arrays(abstract: TrainState) -> dict[str, tuple[str, Any]]:

@@ -15,7 +15,7 @@ from jaxdl.files import DATA_FILE
 from jaxdl.mesh import Axis
 from jaxdl.report import EventKind, Reporter, in_ipython
 from jaxdl.run.build import Plan, make_exchange_state
-from jaxdl.run.initial import keep_initial
+from jaxdl.run.initial import keep_initial, no_effect, read_initial
 from jaxdl.run.length import change_of_length
 from jaxdl.run.rollback import Rollbacks
 from jaxdl.run.workdir import choice_file, claim_workdir, keep_examples, write_config
@@ -40,7 +40,7 @@ class Saver:
         self.started_over: str | None = None
         """Why the run starts over, in words, if that was asked for and necessary."""
         self.initial: str | None = None
-        """What the run took from another run, in words, if it begins now."""
+        """What the run took from another run, in words, if it begins now or was asked to."""
         if reason := self._earlier.folder_lost():  # Before it is made again.
             self._start_over(reason)
         self.checkpoints = self._open()
@@ -90,11 +90,14 @@ class Saver:
             self.checkpoints.close()
             self._start_over(reason)
             self.checkpoints = self._open()
+        initial = self._plan.initial
         if restored is not None:
             self._earlier.mark(restored.step)
-        elif self._plan.initial is not None:
-            keep_initial(self._workdir, self._plan.initial)
-            self.initial = self._plan.initial.text
+            if initial is not None and initial != read_initial(self._workdir):
+                self.initial = no_effect(initial.workdir)
+        elif initial is not None:
+            keep_initial(self._workdir, initial)
+            self.initial = initial.text
         return restored
 
     def _start_over(self, reason: str) -> None:

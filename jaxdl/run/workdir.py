@@ -91,6 +91,21 @@ def claim_workdir(
     return json.loads(of_first_process(lambda: _claim(workdir, config, identity, files or {}, later)))
 
 
+def read_file(path: Path) -> bytes:
+    """The content of a file of the workdir, on all processes; empty when there is none.
+
+    Raises ConfigError, on all processes, when it cannot be read.
+    """
+
+    def read() -> bytes:
+        try:
+            return path.read_bytes() if path.is_file() else b""
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}. Make it readable, or choose another --workdir.") from None
+
+    return of_first_process(read)
+
+
 def write_config(workdir: Path, config: Config) -> None:
     """Replaces `config.json`, whole or not at all. Raises ConfigError, on all processes, when it cannot be written."""
 
@@ -197,7 +212,7 @@ def read_choice(workdir: Path | None) -> ExchangeConfig | None:
     if workdir is None:
         return None
     path = workdir / CHOICE_FILE
-    content = of_first_process(lambda: path.read_bytes() if path.is_file() else b"")
+    content = read_file(path)
     if not content:
         return None
     try:
