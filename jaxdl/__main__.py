@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from jaxdl import __version__
-from jaxdl.errors import ConfigError, end_interrupted, fail, print_out
+from jaxdl.errors import command_line, fail, print_out
 
 COMMANDS = {
     "train": ("jaxdl.train", "trains an experiment: --config FILE --workdir FOLDER"),
@@ -41,21 +41,17 @@ def main(args: list[str] | None = None) -> None:
             f"{line[0]}: there is no such command; choose one of {', '.join(COMMANDS)}."
             + (f" Did you mean: jaxdl {begin}?" if begin else "")
         )
-    try:
+    with command_line():
         module = importlib.import_module(COMMANDS[line[0]][0])
         named = {"prog": "jaxdl train"} if line[0] == "train" else {}  # The name of the command in messages.
         module.main(line[1:], **named)
-    except KeyboardInterrupt:
-        end_interrupted()
 
 
 def _print_completion(args: list[str]) -> None:
     from jaxdl.completion import script
 
-    try:
+    with command_line():
         print_out(script(args, list(COMMANDS)))
-    except ConfigError as error:
-        fail(str(error))
 
 
 def help_text() -> str:

@@ -1,19 +1,90 @@
-"""User errors, and how a program exits because of one. Only the standard library is imported here."""
+"""User errors, how their messages name settings, and how a program exits because of one.
+
+Only the standard library is imported here.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import signal
 import sys
 import typing
+from collections.abc import Iterator
+
+_OPTION = re.compile(
+    r"(?<![\w-])--([a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)(?![\w=])"
+    r"(?: (None|True|False|[A-Z]+(?::[A-Z]+)?|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![.\w]*\w))?"
+)
+"""An option, and the value that follows it if that is a number, None, True, False or a placeholder such as FOLDER."""
+_DIFFERENT = {
+    "checkpoint.start-over": "checkpoint.start_over=True",
+    "config": "config file",
+    "devices": "mesh.cpu_devices",
+    "explain": "jaxdl train --explain",
+    "init-checkpoint": "InitFrom.checkpoint",
+    "init-names": "InitFrom.names",
+}
+"""Option -> its name in Python, where that is not the field or argument of the same name."""
+_NOT_OURS = ("ulimit", "help", "devices-per-host")
+"""Options that have no name in Python: those of the launcher and of other programs."""
+_options = False
+
+
+@contextlib.contextmanager
+def command_line() -> Iterator[None]:
+    """Context of a program with a command line: messages name settings as its options.
+
+    A ConfigError ends the program with its message and exit code 2, Ctrl-C with one line and 130.
+    """
+    global _options
+    before, _options = _options, True
+    try:
+        yield
+    except ConfigError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        end_interrupted()
+    finally:
+        _options = before
+
+
+def as_typed(text: str) -> str:
+    """A message with its settings named as the user types them.
+
+    Messages are written with the options of the command line, `--mesh.replica 4` and `--max-steps N`. In a program that
+    uses jaxdl from Python they become `mesh.replica=4`, the field as `Experiment.replaced` and `jaxdl.fit` take it, and
+    `max_steps=N`, the argument.
+    """
+    if _options:
+        return text
+
+    def in_python(found: re.Match[str]) -> str:
+        (option, value), before = found.groups(), found.string[: found.start()]
+        if option in _NOT_OURS or "python -m" in before or before.endswith("jaxdl train "):
+            return found[0]
+        name = _DIFFERENT.get(option, option.replace("-", "_"))
+        return name if value is None else f"{name}={value}"
+
+    return _OPTION.sub(in_python, text).replace("same command", "same call")
 
 
 class ConfigError(ValueError):
     """A user error. The message has the value, the reason, and what to do instead."""
 
+    def __str__(self) -> str:
+        return as_typed(super().__str__())
+
     def _render_traceback_(self) -> list[str]:
         """The lines that IPython shows instead of a traceback."""
         return [f"error: {self}"]
+
+
+class OptionError(ConfigError):
+    """A user error in options as the user typed them, also in Python: `jaxdl.load(file, ["--steps", "3"])`."""
+
+    __str__ = ValueError.__str__
 
 
 def fail(message: str) -> typing.NoReturn:

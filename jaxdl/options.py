@@ -22,6 +22,7 @@ import pydantic
 import tyro
 
 from jaxdl.config import Config, ConfigError, ConfigT, describe, field_at
+from jaxdl.errors import OptionError
 from jaxdl.kinds import choices
 from jaxdl.reference import Reference
 from jaxdl.startup import USUAL_NAMES
@@ -43,7 +44,7 @@ def take_choices(config: ConfigT, args: Sequence[str]) -> tuple[ConfigT, list[st
             left.append(flag + equals + value)
             continue
         if not equals and (not rest or rest[0].startswith("-")):
-            raise ConfigError(f"{flag}: needs a value, one of {', '.join(known[path])}.")
+            raise OptionError(f"{flag}: needs a value, one of {', '.join(known[path])}.")
         switched[path] = value if equals else rest.pop(0)
     with _named_as_options({}):
         return config.replaced(switched), left
@@ -132,7 +133,7 @@ def _filled(kind: type[CommandT], values: Mapping[str, Any], default: CommandT |
     if default is None:
         for name in _required(kind):
             if name not in own:
-                raise ConfigError(f"--{name.replace('_', '-')}: required, but not given. --help lists the options.")
+                raise OptionError(f"--{name.replace('_', '-')}: required, but not given. --help lists the options.")
         return kind(**own)
     for name, config in vars(default).items():
         if isinstance(config, Config):
@@ -184,15 +185,15 @@ def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tupl
         flag, equals, value = word.partition("=")
         key = flag.replace("_", "-")
         if not flag.startswith("--"):
-            raise ConfigError(_stray(word, typed))
+            raise OptionError(_stray(word, typed))
         path = names.get(key) or switches.get(key)
         if path is None:
-            raise ConfigError(_unknown(flag, names, default))
+            raise OptionError(_unknown(flag, names, default))
         annotation = options[path]
         if _plain(annotation) is bool:
             if equals:
                 other = f", or {_off(key)}" if key in names else ""
-                raise ConfigError(f"{word}: it takes no value. Give {flag} alone{other}.")
+                raise OptionError(f"{word}: it takes no value. Give {flag} alone{other}.")
             values[path], typed[path] = key in names, word
             continue
         words = [value] if equals else []
@@ -200,11 +201,11 @@ def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tupl
         while rest and not rest[0].startswith("--") and (many or not words):
             words.append(rest.pop(0))
         if not words and not many:
-            raise ConfigError(f"{flag}: needs a value, {_wanted(annotation)}.")
+            raise OptionError(f"{flag}: needs a value, {_wanted(annotation)}.")
         try:
             values[path] = _convert(annotation, words)
         except ValueError:
-            raise ConfigError(f"{flag} {_shown(words)}: not {_wanted(annotation)}.") from None
+            raise OptionError(f"{flag} {_shown(words)}: not {_wanted(annotation)}.") from None
         typed[path] = f"{flag} {_shown(words)}"
     return values, typed
 
@@ -259,9 +260,8 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
             f"{flag}: {group} {current} has no {last}; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it. "
             f"The options of {current} are {own}."
         )
-    near = difflib.get_close_matches(f"--{name}", names, n=3, cutoff=0.75)
-    tail = last.replace("_", "-")
-    near = near[:1] or [one for one in names if one.rpartition(".")[2] == tail][:3]
+    near = difflib.get_close_matches(f"--{name}", names, n=1, cutoff=0.75)
+    near = near or [one for one in names if one.rpartition(".")[2] == last.replace("_", "-")][:3]
     advice = f"Did you mean {' or '.join(near)}?" if near else "--help lists the options."
     return f"{flag}: there is no such option. {advice}" + ("" if not near else " --help lists all.")
 
@@ -383,7 +383,7 @@ def _named_as_options(typed: Mapping[str, str]) -> Iterator[None]:
     except ConfigError as error:
         if not isinstance(error.__context__, pydantic.ValidationError):
             raise
-        raise ConfigError(describe(error.__context__, named)) from None
+        raise OptionError(describe(error.__context__, named)) from None
 
 
 def _of_several(inside: Mapping[str, str], typed: Mapping[str, str], what: str) -> str:

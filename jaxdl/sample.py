@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxdl.checkpoint import Unreadable
-from jaxdl.cluster import BROKEN, MISTAKE
-from jaxdl.errors import ConfigError, end_interrupted, fail
 from jaxdl.options import parse_options
 from jaxdl.predictor import restore
+from jaxdl.run.result import exit_codes
 
 
 @dataclass(frozen=True)
@@ -34,23 +32,17 @@ class Sample:
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line. Exits with 2 after a user error, 75 if the disk does not respond, 130 after Ctrl-C."""
-    try:
+    with exit_codes():
         command = parse_options(Sample, sys.argv[1:] if args is None else args, prog="python -m jaxdl.sample")
         text = restore(command.workdir, checkpoint=command.checkpoint).generate(
             command.prompt, num_tokens=command.num_tokens, temperature=command.temperature, seed=command.seed
         )
         print(command.prompt, end="", flush=True)
-        for piece in text:
-            print(piece, end="", flush=True)
-        print()
-    except ConfigError as error:
-        fail(str(error))
-    except Unreadable as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(MISTAKE if error.lasting else BROKEN) from None
-    except KeyboardInterrupt:
-        print(flush=True)  # End the line of text that was being printed.
-        end_interrupted()
+        try:
+            for piece in text:
+                print(piece, end="", flush=True)
+        finally:
+            print(flush=True)
 
 
 if __name__ == "__main__":

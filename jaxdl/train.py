@@ -10,7 +10,7 @@ import types
 from typing import Any
 
 from jaxdl import __version__
-from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.errors import command_line
 from jaxdl.overview import first_line, overview
 from jaxdl.startup import PROG, check_names, check_source, first_look, is_first_process
 
@@ -18,14 +18,11 @@ from jaxdl.startup import PROG, check_names, check_source, first_look, is_first_
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
     """Runs the command line. For exit codes see `jaxdl.run.result.exit_codes`."""
     line = sys.argv[1:] if args is None else args
-    try:
+    with command_line():
         begin(line, prog)
         from jaxdl.command import run
-    except ConfigError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        end_interrupted()
-    run(line, prog)
+
+        run(line, prog)
 
 
 def begin(args: list[str], prog: str) -> None:

@@ -62,7 +62,7 @@ def test_the_memory_cache_is_in_no_folder_of_others(kind, tmp_path, monkeypatch,
     for use in (lambda: shm.shared_folder(key), data.build):
         with pytest.raises(ConfigError, match=f"cannot use {path}: {STRANGE[kind]}") as refused:
             use()
-        assert "--data.photos.cache.memory-bytes 0" in str(refused.value)
+        assert "data.photos.cache.memory_bytes=0" in str(refused.value)
     shm.clear_abandoned()
     assert precious.read_text() == "x"
     assert os.path.lexists(path), "what is not ours is not ours to remove"
@@ -90,7 +90,7 @@ def test_a_memory_cache_that_cannot_be_made_is_refused(number, tmp_path, monkeyp
         return opened(name, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", fails)
-    with pytest.raises(ConfigError, match=f"cannot use {path}: {os.strerror(number)}. Or turn it off: --data.photos"):
+    with pytest.raises(ConfigError, match=f"cannot use {path}: {os.strerror(number)}. Or turn it off: data.photos"):
         shm.shared_folder("a-cache")
     with pytest.raises(OSError, match=os.strerror(number)):
         Store(tmp_path / "store", 10, 2**20, form=ENCODED, verify=True)

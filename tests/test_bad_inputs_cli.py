@@ -172,9 +172,9 @@ def test_train_takes_the_file_too_and_refuses_what_is_no_experiment(tmp_path):
     for rubbish in (3, None, {}):
         with pytest.raises(jaxdl.ConfigError, match="is not a path"):
             jaxdl.load(rubbish)
-    with pytest.raises(jaxdl.ConfigError, match="--max-steps 0: give a whole number"):
+    with pytest.raises(jaxdl.ConfigError, match="max_steps=0: give a whole number"):
         jaxdl.train(Experiment(steps=3, data=Digits()), max_steps=0)
-    with pytest.raises(jaxdl.ConfigError, match="--workdir 3: not a path"):
+    with pytest.raises(jaxdl.ConfigError, match="workdir=3: not a path"):
         jaxdl.train(DIGITS, 3)
     with pytest.raises(jaxdl.ConfigError, match="overrides: None: give a dictionary"):
         jaxdl.load(DIGITS, None)

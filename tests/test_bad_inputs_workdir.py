@@ -16,12 +16,12 @@ def config(tmp_path_factory):
     return write_config(tmp_path_factory.mktemp("config"), tiny_experiment(mesh=MeshConfig(replica=2, fsdp=4)))
 
 
-EMPTY = "--workdir '': empty. Give the folder of the run, or leave it out."
+EMPTY = "workdir '': empty. Give the folder of the run, or leave it out."
 
 
 @pytest.mark.parametrize("name", ["", " "])
 def test_no_name(capsys, config, name):
-    assert refusal(capsys, "--config", config, "--workdir", name) == f"error: {EMPTY}"
+    assert refusal(capsys, "--config", config, "--workdir", name) == f"error: --{EMPTY}"
     with pytest.raises(jaxdl.ConfigError, match=re.escape(EMPTY)):
         jaxdl.train(tiny_experiment(), name)
 
@@ -48,7 +48,7 @@ def test_names_that_no_file_can_have(capsys, config, tmp_path):
     message = refusal(capsys, "--config", config, "--workdir", tmp_path / ("a" * 300))
     assert message.endswith("File name too long. Choose a writable folder.")
     for name in ("runs/a\0b", "runs/\ud800"):
-        with pytest.raises(jaxdl.ConfigError, match="Choose another --workdir"):
+        with pytest.raises(jaxdl.ConfigError, match="Choose another workdir"):
             jaxdl.train(tiny_experiment(), name)
 
 

@@ -12,7 +12,7 @@ import pytest
 from runs import assert_bit_equal, measured, nothing_is_written, tiny_experiment
 
 import jaxdl
-from jaxdl.files import MANIFEST_FILE
+from jaxdl.files import MANIFEST_FILE, step_folder
 from jaxdl.mesh import MeshConfig
 from jaxdl.report import Stopwatch
 from jaxdl.run.hooks import Callbacks, Hooks
@@ -78,13 +78,33 @@ def test_what_a_hook_raises_ends_the_run_which_can_go_on(tmp_path, whole, hook, 
     with pytest.raises(Mistake, match="in the hook") as raised:
         train(tmp_path, **hooks)
     [note] = raised.value.__notes__
-    assert note == f"jaxdl: a hook raised this at step 3; saved in {tmp_path}. The same command resumes from there."
+    assert note == f"jaxdl: a hook raised this at step 3; saved in {tmp_path}. The same call resumes from there."
     seen = []
     run = train(tmp_path, on_step=lambda info: seen.append(info.step), on_evaluation=lambda info: seen.append("eval"))
     # An evaluation is not made again after its hook has failed.
     assert seen == [4, 5, 6, "eval"] if hook == "on_evaluation" else ["eval", 4, 5, 6, "eval"]
     assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (run, whole[0])))
     assert measured(tmp_path) == measured(whole[1])
+
+
+def test_of_several_processes_none_saves_after_a_mistake_in_a_hook(tmp_path, monkeypatch):
+    """The message says where the run goes on; a save would wait for the other processes for ever."""
+
+    def fail(info):
+        if info.step == 3:
+            nothing_is_written()
+            monkeypatch.setattr(jax, "process_count", lambda: 2)
+            raise Mistake("in the hook")
+
+    with pytest.raises(Mistake) as raised:
+        train(tmp_path, on_step=fail)
+    monkeypatch.undo()
+    [note] = raised.value.__notes__
+    assert note == (
+        "jaxdl: a hook raised this at step 3; of several processes none saves its state then; the newest checkpoint is "
+        "of step 2."
+    )
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [step_folder(2)]
 
 
 def test_an_evaluation_may_end_the_run(tmp_path, whole):

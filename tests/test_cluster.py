@@ -159,7 +159,7 @@ def test_a_coordinator_that_is_not_there():
                 {"description": {"config": {"batch_size": 8, "a.b": "x"}}},
                 {"description": {"config": {"batch_size": 16, "a.b": "x"}}},
             ],
-            ["the same experiment: batch_size is 8 on host0 (process 0), but 16 on host1 (process 1).", "--config"],
+            ["the same experiment: batch_size is 8 on host0 (process 0), but 16 on host1 (process 1).", "config file"],
         ),
         (
             [{"description": {"files": {"jaxdl/step.py": "ab"}}}]

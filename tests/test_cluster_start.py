@@ -149,7 +149,9 @@ def test_the_launcher_says_how_many_devices(monkeypatch, tmp_path):
     assert jax.local_device_count() == 8
     assert parse_command(["--config", str(config), "--devices", "8"]).experiment.mesh.cpu_devices == 8
     for args in (["--devices", "4"], ["--mesh.cpu-devices", "4"]):
-        with pytest.raises(ConfigError, match=r"--devices 4: the launcher gives each process 8 devices\..*-per-host 4"):
+        with pytest.raises(
+            ConfigError, match=r"mesh.cpu_devices=4: the launcher gives each process 8 devices\..*-per-host 4"
+        ):
             parse_command(["--config", str(config), *args])
 
 

@@ -221,7 +221,7 @@ def test_the_head_is_in_the_first_bucket():
         (lambda: Dense(bucket_mib=0), ["bucket_mib", "0"]),
         (
             lambda: Experiment(exchange=TopK(momentum_correction=0.9), optimizer=SGD(momentum=0.9)),
-            ["exchange.momentum_correction = 0.9", "optimizer.momentum = 0.9", "--optimizer.momentum 0"],
+            ["exchange.momentum_correction = 0.9", "optimizer.momentum = 0.9", "optimizer.momentum=0"],
         ),
     ],
 )

@@ -91,10 +91,10 @@ def test_a_rate_factor_is_one_of_the_learning_rate(make):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--step.freeze", "stam"], r"--step.freeze stam: no parameter has such a name. Did you mean stem"),
-        (["--step.freeze", "*"], r"--step.freeze \*: all 3 parameters would be frozen"),
-        (["--optimizer.rate-factors", "haed=3"], r"--optimizer.rate-factors haed: no parameter .* Did you mean head"),
-        (["--optimizer.rate-factors", "head=3", "--step.freeze", "head"], r"rate-factors head: no parameter has such"),
+        (["--step.freeze", "stam"], r"step.freeze stam: no parameter has such a name. Did you mean stem"),
+        (["--step.freeze", "*"], r"step.freeze \*: all 3 parameters would be frozen"),
+        (["--optimizer.rate-factors", "haed=3"], r"optimizer.rate_factors haed: no parameter .* Did you mean head"),
+        (["--optimizer.rate-factors", "head=3", "--step.freeze", "head"], r"rate_factors head: no parameter has such"),
     ],
 )
 def test_patterns_that_select_nothing(args, message):

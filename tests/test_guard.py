@@ -283,8 +283,8 @@ def test_going_back_is_tried_so_often_and_then_the_run_stops_with_a_report(tmp_p
     assert str(tmp_path / "diverged.md") in str(end.value)
     assert "| 13 | nan |" in report
     assert report.count("rolled back from step") == 2
-    assert "--optimizer.learning-rate" in report
-    assert "a larger --guard.max-rollbacks resumes in this --workdir" in report
+    assert "optimizer.learning_rate" in report
+    assert "a larger guard.max_rollbacks resumes in this workdir" in report
     with pytest.raises(ConfigError, match="rollback_after"):
         train(tmp_path, RUN.replaced({"guard.rollback_after": 4}))
     run = train(tmp_path, RUN.replaced({"guard.max_rollbacks": 3}))
@@ -293,7 +293,7 @@ def test_going_back_is_tried_so_often_and_then_the_run_stops_with_a_report(tmp_p
 
 
 def test_without_a_workdir_the_run_stops(bad_batches):
-    with pytest.raises(Diverged, match="without a --workdir there is no checkpoint"):
+    with pytest.raises(Diverged, match="without a workdir there is no checkpoint"):
         train(None)
 
 

@@ -142,11 +142,11 @@ def test_one_process_of_several_ends_with_the_others(tmp_path, monkeypatch):
     [
         (
             {"names": ["hed"]},
-            r"--init-names hed: no parameter has such a name. Did you mean head",
+            r"InitFrom.names hed: no parameter has such a name. Did you mean head",
         ),
         ({"checkpoint": 3}, r"there is no checkpoint of step 3; there are checkpoints of steps 2, 4"),
-        ({"checkpoint": "latest"}, r"--init-checkpoint 'latest': choose"),
-        ({"workdir": "nowhere"}, r"--init-from nowhere: there is no run in this folder"),
+        ({"checkpoint": "latest"}, r"InitFrom.checkpoint 'latest': choose"),
+        ({"workdir": "nowhere"}, r"init_from nowhere: there is no run in this folder"),
         ({"names": ["head"]}, r"has none of the parameters asked for: head/bias \(float32 \[4\] there"),
     ],
 )
@@ -169,5 +169,5 @@ def test_a_damaged_checkpoint_is_refused(source, tmp_path):
     shutil.copytree(source.workdir, tmp_path / "run")
     for path in (step_dir(tmp_path / "run", 4) / "model").rglob("d/*"):
         path.unlink()
-    with pytest.raises(jaxdl.ConfigError, match=r"is damaged .*Choose another --init-checkpoint"):
+    with pytest.raises(jaxdl.ConfigError, match=r"is damaged .*Choose another InitFrom.checkpoint"):
         begun(EXPERIMENT, InitFrom(tmp_path / "run"))

@@ -136,7 +136,7 @@ def test_kinds_of_an_installed_package(package, monkeypatch, capsys):
     begin(["--config", "digits", "--model", "deep", "--model.dept", "3"], "prog")
     package.joinpath("netsy-1.0.dist-info", "entry_points.txt").unlink()
     package.joinpath("broken-1.0.dist-info", "entry_points.txt").unlink()
-    with pytest.raises(ConfigError, match=r"Did you mean --model\.depth"):
+    with pytest.raises(ConfigError, match=r"Did you mean model\.depth"):
         begin(["--config", "digits", "--model", "deep", "--model.dept", "3"], "prog")
 
 

@@ -52,10 +52,7 @@ def straight(tmp_path_factory):
 def test_a_trial_stops_evaluates_saves_and_resumes(tmp_path, straight, capsys):
     # Shorter than the exchange's warm-up (4) and the profile's start (5), which are for the whole run.
     trial = train(EXPERIMENT, tmp_path, max_steps=3)
-    assert (
-        "stopped at step 3 of 8, as --max-steps asks; the same command or call without it resumes"
-        in capsys.readouterr().out
-    )
+    assert "stopped at step 3 of 8, as max_steps asks; the same call without it resumes" in capsys.readouterr().out
     assert (trial.summary["status"], trial.summary["steps"], trial.summary["total_steps"]) == ("stopped", 3, 8)
     assert trial.metrics["accuracy"] >= 0, "the last step is evaluated"
     assert step_dir(tmp_path, 3).is_dir()
@@ -110,7 +107,7 @@ def test_a_finished_run_is_made_longer(tmp_path, straight, capsys):
     assert json.loads((tmp_path / "config.json").read_text())["epochs"] == 1.33
 
     before = (tmp_path / "config.json").read_bytes()
-    with pytest.raises(jaxdl.ConfigError, match="--steps 7: the run in this --workdir has done 8 steps, and this is a"):
+    with pytest.raises(jaxdl.ConfigError, match="steps=7: the run in this workdir has done 8 steps, and this is a"):
         train(EXPERIMENT.replaced({"steps": 7}), tmp_path)
     with pytest.raises(jaxdl.ConfigError, match=r"belongs to a run of a different config(?s:.*)seed"):
         train(EXPERIMENT.replaced({"steps": 9, "seed": 1}), tmp_path)
@@ -152,7 +149,7 @@ def test_phases_may_change_after_what_is_done(phases, done, refused):
     earlier = {"epochs": None, "steps": None, "phases": [one.model_dump(mode="json") for one in PHASES]}
     timeline = make_timeline(64, 16, epochs=None, steps=None, phases=phases)
     if refused is ConfigError:
-        with pytest.raises(ConfigError, match="this --workdir has done"):
+        with pytest.raises(ConfigError, match="this workdir has done"):
             change_of_length(earlier, asked, timeline, done)
     elif refused is None:
         assert change_of_length(earlier, asked, timeline, done) is None
@@ -163,7 +160,7 @@ def test_phases_may_change_after_what_is_done(phases, done, refused):
 def test_a_length_that_cannot_be_read():
     timeline = make_timeline(64, 16, epochs=None, steps=3)
     for earlier in ({}, {"epochs": None, "steps": None, "phases": [{"size": 3}]}):
-        with pytest.raises(ConfigError, match=r"config\.json in the --workdir has no length that can be read"):
+        with pytest.raises(ConfigError, match=r"config\.json in the workdir has no length that can be read"):
             change_of_length(earlier, EXPERIMENT, timeline, 0)
 
 

@@ -46,7 +46,7 @@ def test_sizes_that_do_not_fit(config, num_devices, message):
     with pytest.raises(ConfigError) as error:
         config.sizes(num_devices)
     assert message in str(error.value)
-    assert "--devices N" in str(error.value)
+    assert "mesh.cpu_devices=N" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -284,9 +284,7 @@ def test_arguments_are_fields_and_options(tmp_path):
 
 
 def test_a_precision_that_would_have_no_effect_is_refused():
-    with pytest.raises(
-        ConfigError, match=r"--precision bfloat16: model LinenNet would compute in float32 all the same"
-    ):
+    with pytest.raises(ConfigError, match=r"precision bfloat16: model LinenNet would compute in float32 all the same"):
         make_plan(experiment(FromModule(LinenNet), precision=BFloat16(), mesh=ALL))
     plan = make_plan(experiment(FromModule(Net, hidden=8), precision=BFloat16(), mesh=ALL))
     assert plan.parts.network.is_random

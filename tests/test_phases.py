@@ -88,7 +88,7 @@ def test_the_learning_rate_follows_the_batch_and_the_examples():
 
 
 def test_batches_larger_than_the_data_are_refused():
-    with pytest.raises(ConfigError, match=r"--batch-size 32: there are only 24 training examples"):
+    with pytest.raises(ConfigError, match=r"batch_size=32: there are only 24 training examples"):
         timeline((Phase(epochs=1, size=32, batch_size=32),))
 
 
@@ -167,7 +167,7 @@ def test_phases_need_images_of_any_size_and_no_other_length(folder):
     with pytest.raises(ConfigError, match="phases already set the length of the run"):
         experiment(folder, epochs=3.0)
     odd = experiment(folder, phases=(Phase(epochs=1, size=32, batch_size=6),))
-    with pytest.raises(ConfigError, match=r"--batch-size 6: cannot be split evenly"):
+    with pytest.raises(ConfigError, match=r"batch_size=6: cannot be split evenly"):
         jaxdl.train(odd, quiet=True, devices=jax.devices()[:4])
     centre = experiment(folder).replaced({"data.photos.crop": "centre"})
     with pytest.raises(ConfigError, match=r"phases.2.min_scale = 0.5: with photos.crop = centre there are no random"):
@@ -235,5 +235,5 @@ def test_compiled_programs_are_kept(folder, tmp_path):
     assert jax.config.values["jax_compilation_cache_dir"] == before, "that of the environment again"
     assert kept == first, "the second run found all that it needs"
     assert losses[0] == losses[1]
-    with pytest.raises(ConfigError, match=r"--compiler.cache-dir /nowhere/programs: no folder that can be written"):
+    with pytest.raises(ConfigError, match=r"compiler.cache_dir /nowhere/programs: no folder that can be written"):
         make_plan(one.replaced({"compiler.cache_dir": "/nowhere/programs"}), jax.devices()[:4])

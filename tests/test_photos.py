@@ -222,7 +222,7 @@ def test_a_folder_without_classes_is_refused(tmp_path, folder):
     (tmp_path / "train" / "1.jpg").write_bytes(b"")
     with pytest.raises(ConfigError, match="none of its images is in a class folder"):
         ImageFolder(path=str(tmp_path)).build()
-    with pytest.raises(ConfigError, match=r"--data\.path is not set"):
+    with pytest.raises(ConfigError, match=r"data\.path is not set"):
         ImageFolder().build()
 
 

@@ -125,7 +125,7 @@ def test_other_precisions_have_no_loss_scale(config):
 
 def test_tensorfloat32_is_for_gpus():
     TensorFloat32().check("gpu")
-    with pytest.raises(ConfigError, match=r"cpu devices have no TF32.*--precision float32"):
+    with pytest.raises(ConfigError, match=r"cpu devices have no TF32.*precision float32"):
         TensorFloat32().check("cpu")
 
 

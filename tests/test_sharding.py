@@ -128,7 +128,7 @@ def test_specs_without_an_axis():
 @pytest.mark.parametrize(
     ("tensor", "changes", "message"),
     [
-        (8, {}, r"--mesh.tensor 8: it divides no dimension .* \(their sizes are 4, 12\). Choose a divisor"),
+        (8, {}, r"mesh.tensor=8: it divides no dimension .* \(their sizes are 4, 12\). Choose a divisor"),
         (8, {"tensor_dims": ("mlp",)}, r"\(their sizes are 12\)"),
         (2, {"tensor_dims": ("nothing",)}, r"\(their sizes are none\)"),
     ],

@@ -13,6 +13,7 @@ from rich.console import Console
 from runs import tiny_experiment
 
 from jaxdl.data import SyntheticText
+from jaxdl.errors import as_typed
 from jaxdl.exchange import TopK
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
@@ -62,7 +63,7 @@ def test_the_facts_are_those_of_the_plan_and_come_as_they_are_found():
     assert f": {num_params:,} parameters (" in found["model"]
     assert found["model"].startswith("resnet, depth 8, width 8: ")
     assert found["loss"].startswith('with label smoothing 0.1 in training, reported as "objective"')
-    assert found["length"] == "2 epochs = 12 steps, batch 16 (4 a device); stops after 7 (--max-steps)"
+    assert found["length"] == "2 epochs = 12 steps, batch 16 (4 a device); stops after 7 (max_steps)"
     assert plan.total_steps == 12
     assert found["optimizer"] == "lars, learning rate 2; schedule cosine, warmup steps 2"
     assert found["exchange"] == "dense, wire dtype float32, over 2 replicas"
@@ -91,7 +92,7 @@ def test_no_fact_is_wider_than_the_terminal(width):
     assert max(map(len, lines)) <= width
     words = " ".join(" ".join(lines).split())
     for name, value in plan_facts(plan, 7):
-        assert f"{name} {value}" in words
+        assert as_typed(f"{name} {value}") in words
 
 
 def test_a_terminal_is_given_back_after_a_mistake():

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 
 from jaxdl.bench import cluster, exchange, input, optim, schedule, scheme, select, startup, step, traffic, train
-from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.errors import command_line, fail
 
 BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "step": ("the training loop's time per step over that of the bare jitted step", step.main),
@@ -35,12 +35,8 @@ def main(args: list[str]) -> None:
         raise SystemExit(0)
     if args[0] not in BENCHES:
         fail(f"{args[0]}: there is no such measurement; choose one of {', '.join(BENCHES)}.")
-    try:
+    with command_line():
         BENCHES[args[0]][1](args[1:])
-    except ConfigError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        end_interrupted()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import errno
 import os
 import re
 
-from jaxdl.errors import ConfigError
+from jaxdl.errors import ConfigError, as_typed
 
 LASTING = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG, errno.EROFS)
 """The errno of a refused read that lasts until the user changes something; any other may be temporary."""
@@ -51,6 +51,9 @@ class Unreadable(OSError):
     def __init__(self, message: str, *, lasting: bool = False) -> None:
         super().__init__(message)
         self.lasting = lasting
+
+    def __str__(self) -> str:
+        return as_typed(super().__str__())
 
 
 def read_refused(error: BaseException) -> int | None:

@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from jaxdl.errors import as_typed
+
 BROKEN = 75
 """Exit code after the loss of a process, a network error or a hang: restart the run (EX_TEMPFAIL)."""
 MISTAKE = 2
@@ -33,7 +35,7 @@ def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: No
 
     def speak() -> None:
         flush()
-        os.write(2, f"error: {reason}\n".encode())
+        os.write(2, f"error: {as_typed(reason)}\n".encode())
         # JAX's threads notice the loss of process 0 a moment later and print a page about it: discard that.
         os.dup2(os.pipe()[1], 2)
 

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxdl.cluster import BROKEN, ClusterError
 from jaxdl.data.photos import ImagePipeline, PhotoSource
 from jaxdl.data.store import num_records
-from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.errors import ConfigError, command_line
 from jaxdl.modules import load_file
 from jaxdl.options import parse
 from jaxdl.startup import no_config, own_options
@@ -34,17 +34,14 @@ def main(args: list[str] | None = None) -> None:
     if not line or line[0] in ("-h", "--help"):
         print(__doc__)
         raise SystemExit(0 if line else 2)
-    try:
+    with command_line():
         if line[0] != "prepare":
             raise ConfigError(f"{line[0]}: there is no such command. Commands: prepare.")
-        prepare(*_experiment(line[1:]))
-    except ConfigError as error:
-        fail(str(error))
-    except ClusterError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(BROKEN) from None
-    except KeyboardInterrupt:
-        end_interrupted()
+        try:
+            prepare(*_experiment(line[1:]))
+        except ClusterError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(BROKEN) from None
 
 
 def _experiment(args: list[str]) -> tuple[Any, str]:

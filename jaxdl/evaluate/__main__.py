@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.errors import ConfigError, command_line
 from jaxdl.runs import check_checkpoint, check_run, given_option, parsed_which
 
 PROG = "python -m jaxdl.evaluate"
@@ -24,14 +24,11 @@ With --workdir FOLDER --help: every option, with its default in that run."""
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
     """Runs the command line. Exits with 2 after a user error, 75 if the disk does not respond, 130 after Ctrl-C."""
     line = sys.argv[1:] if args is None else args
-    try:
+    with command_line():
         begin(line)
         from jaxdl.evaluate.command import run
-    except ConfigError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        end_interrupted()
-    run(line, prog)
+
+        run(line, prog)
 
 
 def begin(args: list[str]) -> None:

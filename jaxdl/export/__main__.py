@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.errors import ConfigError, command_line
 from jaxdl.export import FILES
 from jaxdl.options import parse_options
 from jaxdl.runs import check_checkpoint, check_run
@@ -40,26 +40,23 @@ class Export:
 
 def main(args: list[str] | None = None, *, prog: str = "python -m jaxdl.export") -> None:
     """Runs the command line. Exits with 2 after a user error, 75 if the disk does not respond, 130 after Ctrl-C."""
-    try:
+    with command_line():
         command = parse_options(Export, sys.argv[1:] if args is None else args, prog=prog)
         check(command)
         from jaxdl.export.writing import export
         from jaxdl.run.result import exit_codes
-    except ConfigError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        end_interrupted()
-    with exit_codes():
-        print(
-            export(
-                command.workdir,
-                command.to,
-                formats=command.format,
-                checkpoint=command.checkpoint,
-                platforms=command.platforms,
-                batch_size=command.batch_size,
+
+        with exit_codes():
+            print(
+                export(
+                    command.workdir,
+                    command.to,
+                    formats=command.format,
+                    checkpoint=command.checkpoint,
+                    platforms=command.platforms,
+                    batch_size=command.batch_size,
+                )
             )
-        )
 
 
 def check(command: Export) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 import tyro
 
-from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.errors import command_line, fail
 from jaxdl.launch.netns import Network
 from jaxdl.launch.processes import Host, Launch, local_hosts, resolved, signals_to
 from jaxdl.options import parse_options
@@ -119,7 +119,7 @@ def main(args: list[str]) -> None:
             print(f"  {name:10} prints a job file that runs COMMAND on a cluster")
         raise SystemExit(0)
     name, rest = args[0], args[1:]
-    try:
+    with command_line():
         if name in HERE:
             code = HERE[name][1](rest)
             _discard_unwritable_output()
@@ -129,10 +129,6 @@ def main(args: list[str]) -> None:
         from jaxdl.launch.jobs import COMMANDS
 
         COMMANDS[name](rest)
-    except ConfigError as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        end_interrupted()
 
 
 def _discard_unwritable_output() -> None:

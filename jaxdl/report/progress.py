@@ -16,6 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from jaxdl.errors import as_typed
 from jaxdl.report.lines import (
     fitted,
     format_duration,
@@ -199,6 +200,7 @@ class Progress:
         self._next_sample = now + SAMPLE_SEC
 
     def _say(self, text: str, style: str) -> None:
+        text = as_typed(text)
         if self._console.is_terminal:
             self._console.print(Text(text, style=style if self._use_live else ""))
         elif not self._console.quiet:

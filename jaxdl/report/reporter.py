@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from jaxdl.data import DataSpec, Source
+from jaxdl.errors import as_typed
 from jaxdl.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
 from jaxdl.phases import Timeline
 from jaxdl.report.events import Event, EventKind
@@ -40,6 +41,9 @@ from jaxdl.report.summary import (
 
 class Diverged(ArithmeticError):
     """The numbers of the training are bad, and everything that could be done about it has been."""
+
+    def __str__(self) -> str:
+        return as_typed(super().__str__())
 
 
 class Scored(Protocol):

@@ -17,6 +17,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from jaxdl.config import Config
+from jaxdl.errors import as_typed
 from jaxdl.report.facts import data_fact, devices_fact, plan_facts
 from jaxdl.report.lines import format_duration, format_seconds, wants_live
 from jaxdl.startup import is_first_process
@@ -69,7 +70,7 @@ class Start:
             return
         width = self.console.width if self.console.is_terminal else None
         room = max(20, width - NAME_WIDTH) if width else len(value)
-        lines = textwrap.wrap(value, max(1, room), break_on_hyphens=False) or [""]
+        lines = textwrap.wrap(as_typed(value), max(1, room), break_on_hyphens=False) or [""]
         for number, line in enumerate(lines):
             label = f"{name if number == 0 else '':<{NAME_WIDTH}}"
             if self._use_live:

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jaxdl.errors import as_typed
 from jaxdl.files import CHECKPOINTS_FOLDER, CURVES_FILE
 from jaxdl.report.history import json_value, replace_file
 from jaxdl.report.lines import format_duration, format_number, is_live
@@ -145,7 +146,7 @@ def print_summary(summary: Summary, console: Console | None = None, further: Seq
     `further` (name, value) pairs follow, see `what_next`.
     """
     console = console or Console()
-    lines = [*summary_lines(summary), *further]
+    lines = [*summary_lines(summary), *((name, as_typed(value)) for name, value in further)]
     if not is_live(console):
         if not console.quiet:
             print("\n".join(f"{name}  {value}" for name, value in lines), file=console.file, flush=True)

@@ -49,9 +49,9 @@ def check_not_past(step: int, end: int, timeline: Timeline) -> None:
 def early_end_note(step: int, timeline: Timeline, asked_by: str, *, kept: bool) -> str:
     """The message of a run that stopped early as asked; `kept` says whether a checkpoint of the step was written."""
     resume = (
-        "the same command or call without it resumes from there"
+        "the same command without it resumes from there"
         if kept
-        else "no checkpoint of this step was written, so the same command or call without it trains these steps again"
+        else "no checkpoint of this step was written, so the same command without it trains these steps again"
     )
     return f"stopped at step {step} of {timeline.total_steps}, as {asked_by} asks; {resume}"
 

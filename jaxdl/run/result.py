@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxdl.checkpoint import Unreadable
 from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, leave_and_exit
-from jaxdl.errors import ConfigError, end_interrupted, fail
+from jaxdl.errors import as_typed, command_line
 from jaxdl.report import Diverged, Summary, in_ipython, plot_history
 from jaxdl.run.build import Plan
 from jaxdl.run.inference import Inference, held_out, of_phase
@@ -86,7 +86,7 @@ class Interrupted(BaseException):
     def __init__(self, signum: int | None, message: str, run: Run | None = None) -> None:
         self.code = 1 if signum is None else 128 + signum
         super().__init__(self.code)
-        self.signum, self.message, self.run = signum, message, run
+        self.signum, self.message, self.run = signum, as_typed(message), run
 
     def __str__(self) -> str:
         return str(self.code)
@@ -109,18 +109,15 @@ def exit_codes() -> Iterator[None]:
     process, the network, a hang or a disk that does not answer, 1 if its end could not be saved. What other processes
     must know of it is `jaxdl.cluster.end_together`'s.
     """
-    try:
-        yield
-    except ConfigError as error:
-        fail(str(error))
-    except Unreadable as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(MISTAKE if error.lasting else BROKEN) from None
-    except (Diverged, ClusterError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(DIVERGED if isinstance(error, Diverged) else BROKEN) from None
-    except KeyboardInterrupt:
-        end_interrupted()
-    except Interrupted as stopped:
-        print(stopped.message, file=sys.stderr, flush=True)
-        leave_and_exit(int(stopped.code or 0))
+    with command_line():
+        try:
+            yield
+        except Unreadable as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(MISTAKE if error.lasting else BROKEN) from None
+        except (Diverged, ClusterError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(DIVERGED if isinstance(error, Diverged) else BROKEN) from None
+        except Interrupted as stopped:
+            print(stopped.message, file=sys.stderr, flush=True)
+            leave_and_exit(int(stopped.code or 0))

@@ -21,6 +21,7 @@ import jax
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.cluster.agree import all_processes, from_first_process
 from jaxdl.config import ConfigError
+from jaxdl.errors import as_typed
 from jaxdl.experiment import Experiment
 from jaxdl.files import REPORT_FILE, SKIPPED_FILE
 from jaxdl.guard import skipped
@@ -271,7 +272,7 @@ class Rollbacks:
             "needs another --workdir.",
             "",
         ]  # fmt: skip
-        return "\n".join(lines)
+        return as_typed("\n".join(lines))
 
 
 def skip(state: TrainState) -> TrainState:

@@ -142,7 +142,7 @@ class Saver:
             self._earlier.mark(step)
             return None
         return (
-            f"the state of step {step} could not be saved in {self._workdir} and is lost; {self._newest()}. Make room "
+            f"the state of step {step} could not be saved in {self._workdir} and is lost; {self.newest()}. Make room "
             "there (or make it writable); the same command resumes from the newest checkpoint."
         )
 
@@ -153,11 +153,12 @@ class Saver:
         """
         lost, saved = self.lost(step), f"saved in {self._workdir}"
         if bad:
-            lost, saved = None, f"the last steps are bad and not saved; {self._newest()}"
+            lost, saved = None, f"the last steps are bad and not saved; {self.newest()}"
         again = "Running the cell again" if in_ipython() else "The same command"
         return lost or f"{saved}. {again} resumes from there.", lost is not None
 
-    def _newest(self) -> str:
+    def newest(self) -> str:
+        """The newest checkpoint, in words."""
         steps = self.checkpoints.steps
         return f"the newest checkpoint is of step {steps[-1]}" if steps else "there is no checkpoint, only the start"
 

@@ -13,6 +13,7 @@ from jaxdl.checkpoint import Restored, Unusable
 from jaxdl.cluster import heartbeat, wait_for_all
 from jaxdl.config import Periodic
 from jaxdl.data import TrainLoader
+from jaxdl.errors import as_typed
 from jaxdl.evaluation import max_in_flight
 from jaxdl.lease import Lease
 from jaxdl.phases import Segment
@@ -96,9 +97,8 @@ class Trainer:
             self.hooks.saved()
             raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}", run) from None
         except Exception as error:
-            if error is self.hooks.raised and jax.process_count() == 1:  # Others would wait for this one to save.
-                error.add_note(f"jaxdl: a hook raised this at step {self.step}; {self._save_for_resume()[0]}")
-                self._finish("interrupted")
+            if error is self.hooks.raised:
+                error.add_note(as_typed(f"jaxdl: a hook raised this at step {self.step}; {self._save_after_hook()}"))
             raise
 
     def _whole(self) -> Run:
@@ -322,6 +322,14 @@ class Trainer:
         if not self.rollbacks.in_streak:
             self._save()
         return self.saver.after_signal(self.step, bad=self.rollbacks.in_streak)
+
+    def _save_after_hook(self) -> str:
+        """Saves the step at which a hook raised an exception, if that can be: what was done."""
+        if jax.process_count() > 1 and self.saver is not None:  # The others would wait for this one to save.
+            return f"of several processes none saves its state then; {self.saver.newest()}."
+        saved, _ = self._save_for_resume()
+        self._finish("interrupted")
+        return saved
 
     def _finish_at_end(self, *, changed: bool = True) -> Run:
         """`_finish` at the full length of the run, or at the earlier end that was asked for."""

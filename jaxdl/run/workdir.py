@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -14,6 +13,7 @@ from jaxdl.cluster import BROKEN, current, exits
 from jaxdl.cluster.agree import of_first_process
 from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config, ConfigError
+from jaxdl.errors import as_typed
 from jaxdl.exchange import ExchangeConfig
 from jaxdl.fields import SOURCE
 from jaxdl.files import CHOICE_FILE, CONFIG_FILE, EXAMPLES_FILE
@@ -54,7 +54,7 @@ def make_lease(workdir: Path) -> Lease:
             member.report_failure(reason, BROKEN)
         exits.end_process(reason, BROKEN)
 
-    return Lease(workdir, end, functools.partial(print, flush=True))
+    return Lease(workdir, end, lambda text: print(as_typed(text), flush=True))
 
 
 def take_lease(lease: Lease) -> None:

@@ -1,0 +1,39 @@
+"""Messages name a setting as the user types it: an option on the command line, a field or an argument in Python."""
+
+import pytest
+
+from jaxdl.errors import ConfigError, as_typed, command_line
+
+
+@pytest.mark.parametrize(
+    ("written", "in_python"),
+    [
+        ("--mesh.replica 2: or --mesh.cpu-devices.", "mesh.replica=2: or mesh.cpu_devices."),
+        ("Give --workdir FOLDER, or --data.train FILE:NAME.", "Give workdir=FOLDER, or data.train=FILE:NAME."),
+        ("--epochs 1e+308 or --epochs None, not 3.0.1", "epochs=1e+308 or epochs=None, not 3.0.1"),
+        ("--devices N; --checkpoint.start-over, which", "mesh.cpu_devices=N; checkpoint.start_over=True, which"),
+        ("--workdir 'a b': empty; --precision float32", "workdir 'a b': empty; precision float32"),
+        ("--init-names stem; --init-checkpoint best", "InitFrom.names stem; InitFrom.checkpoint best"),
+        ("--explain prints all", "jaxdl train --explain prints all"),
+        ("The same command resumes", "The same call resumes"),
+    ],
+)
+def test_settings_are_named_as_the_user_types_them(written, in_python, capsys):
+    assert as_typed(written) == as_typed(in_python) == str(ConfigError(written)) == in_python
+    with pytest.raises(SystemExit, match="2"), command_line(), command_line():
+        raise ConfigError(written)
+    assert capsys.readouterr().err == f"error: {written}\n"
+    assert as_typed(written) == in_python, "the command has ended"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tfds build tiny --file_format=array_record --data_dir=/data",
+        "in a container, use --ulimit nofile",
+        'python -m jaxdl.sample --workdir runs/a --prompt "x"',
+        "start the launcher with --devices-per-host 4",
+    ],
+)
+def test_options_of_other_programs_stay(text):
+    assert as_typed(text) == text
