@@ -255,9 +255,9 @@ def import_object(source: str, what: str) -> Any:
         module: Any = sys.modules["__main__"]
         advice = "It was defined in a notebook or at a prompt: define it again first, or put it into a file"
     elif place.endswith(".py"):
-        module, advice = _of_file(Path(place), name, what), "Put it back into the file"
+        module, advice = _of_file(Path(place), name, what), "Define it there"
     else:
-        advice = "Install the package's earlier version"
+        advice = "Install the version that has it"
         try:
             module = importlib.import_module(place)
         except Exception as error:
@@ -267,7 +267,7 @@ def import_object(source: str, what: str) -> Any:
             ) from None
     found = _inside(module, name)
     if found is None:
-        raise ConfigError(f"{what} was defined as {name} in {place}, which has no {name} any more. {advice}")
+        raise ConfigError(f"{place} has no {name}{'' if what == name else f', {what}'}. {advice}")
     return found
 
 

@@ -51,15 +51,16 @@ def resolved(value: Any) -> Callable[..., Any]:
     if isinstance(value, Mapping) and SOURCE in value:
         value = value[SOURCE]
     if isinstance(value, str):
-        if ":" not in value:
+        place, _, name = value.rpartition(":")
+        if not place or not name:
             raise ConfigError(f"{value!r} is not FILE:NAME or MODULE:NAME, such as mine.py:Net")
-        value = import_object(value, value.rpartition(":")[2])
-    name = getattr(value, "__qualname__", None)
-    if not callable(value) or name is None:
+        value = import_object(value, name)
+    found = getattr(value, "__qualname__", None)
+    if not callable(value) or found is None:
         raise ConfigError(f"{value!r} is not a function or a class")
-    if "<" in name:
+    if "<" in found:
         raise ConfigError(
-            f"{name} has no name at the top level of a file, so that no resumed run could find it. Define it with def "
+            f"{found} has no name at the top level of a file, so that no resumed run could find it. Define it with def "
             "or class, outside of functions"
         )
     return value

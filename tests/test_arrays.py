@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from jaxdl.data import Arrays, ArraySpec, EpochShuffle, ImageSpec, TextSpec, TrainLoader, spec_from_json, spec_to_json
-from jaxdl.data.rows import in_memory, rows_of
+from jaxdl.data.arrays import like
+from jaxdl.data.readers import in_memory, rows_of
 from jaxdl.errors import ConfigError
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
+from jaxdl.tasks import Classification, Task
 
 N = 21
 X = np.random.default_rng(0).normal(size=(N, 3))
@@ -181,7 +183,8 @@ def test_an_iterable_is_read_into_memory_up_to_a_limit():
 
 
 def test_uint8_images_with_labels_are_images():
-    for value in ((IMAGES, Y), {"image": IMAGES, "label": Y}, Items(lambda index: (IMAGES[index], Y[index]))):
+    named = {"image": IMAGES, "label": Y}, {"x": IMAGES, "label": Y}
+    for value in ((IMAGES, Y), *named, Items(lambda index: (IMAGES[index], Y[index]))):
         splits = arrays(value).build()
         spec = splits.train.spec
         assert isinstance(spec, ImageSpec)
@@ -190,7 +193,8 @@ def test_uint8_images_with_labels_are_images():
         batch = splits.train.batch(np.array([5, 2]))
         np.testing.assert_array_equal(batch["image"], IMAGES[[5, 2]])
         assert batch["label"].tolist() == Y[[5, 2]].tolist()
-    for value in ((IMAGES / 255, Y), (IMAGES, Y / 2), {"image": IMAGES, "label": Y, "more": Y}):
+    more = {"image": IMAGES, "label": Y, "more": Y}
+    for value in ((IMAGES / 255, Y), (IMAGES, Y / 2), more, (np.tile(IMAGES, 3).transpose(0, 3, 1, 2), Y)):
         assert isinstance(arrays(value).build().train.spec, ArraySpec)
 
 
@@ -220,6 +224,8 @@ def test_numbers_of_64_bits_must_fit_into_32():
     assert splits.train.batch(np.array([9]))["id"] == 2**31 - 1
     with pytest.raises(ConfigError, match=r"data.train: id of example 10 has a number that int32 does not hold"):
         splits.train.batch(np.array([3, 10]))
+    with pytest.raises(ConfigError, match=r"x of example 2 has a number that float32 does not hold"):
+        arrays((np.where(np.arange(N) == 2, 1e300, X[:, 0]), Y)).build().train.batch(np.arange(N))
 
 
 # JSON
@@ -265,6 +271,15 @@ def test_specs_come_back_from_json():
 def test_mistakes():
     assert "x has 21 rows, y has 20 rows" in refusal((X, Y[1:]))
     assert "city holds text, not numbers (such as 'Rome')" in refusal({"x": X, "city": ["Rome"] * N})
+    assert "y holds text, not numbers (such as 'Rome'). Class numbers are numpy.unique(y" in refusal((X, ["Rome"] * N))
+    mixed = np.array([[1.5, "Rome"], [2.5, None]], object)
+    assert "x holds text, not numbers (such as 'Rome')" in refusal((mixed, Y[:2]))
+    assert "x is a dictionary" in refusal(({"a": X}, Y))
+    assert "x is a masked array" in refusal((np.ma.masked_less(X, 0), Y))
+    assert "x holds bfloat16, not numbers" in refusal((jax.numpy.asarray(X, "bfloat16"), Y))
+    assert "x has no numbers in an example: [0]" in refusal((X[:, :0], Y))
+    assert "it has both label and y" in refusal({"x": X, "label": Y, "y": Y})
+    assert "vocabulary would have 1,000,000,001. Number the" in refusal({"tokens": np.full((N, 3), 10**9)})
     assert "the values of x differ in shape" in refusal({"x": [[1, 2], [3]], "y": [0, 1]})
     assert "a tuple of 3; only a pair (x, y) has names" in refusal((X, Y, Y))
     assert "not a list" in refusal([X, Y])
@@ -326,6 +341,58 @@ def refusal_of_items(value):
     with pytest.raises(ConfigError) as error:
         source.batch(np.array([6, 7]))
     return str(error.value)
+
+
+# What is no class number, and no image
+
+
+@pytest.mark.parametrize(
+    ("y", "words"),
+    [
+        (Y / 1, r"y float32 \[\] holds no class numbers. Class numbers are whole numbers, none missing: y.astype"),
+        (Y > 1, r"y bool \[\] .* y.astype\(int\)"),
+        (Y[:, None], r"y int32 \[1\] .* y\[:, 0\]"),
+        (np.eye(4)[Y], r"y float32 \[4\] .* y.argmax"),
+        (Y - 1, r"numbers below 0, .* numpy.unique"),
+        (Y * 10**9 // 3, r"larger than there are examples"),
+        (Y * 0, "it has 1 class"),
+    ],
+)
+def test_what_is_no_class_number_is_said(y, words):
+    spec = arrays((X, y)).build().train.spec
+    with pytest.raises(ConfigError, match=words):
+        Classification().fitted(spec, lambda batch: batch)
+
+
+def test_large_numbers_are_classes_where_that_is_said():
+    assert arrays((X, Y * 10**6), num_classes=4 * 10**6).build().train.spec.sizes()["num_classes"] == 4 * 10**6
+    assert arrays((X, Y * 300)).build().train.spec.sizes()["num_classes"] == 901
+
+
+@pytest.mark.parametrize(
+    ("images", "advice"),
+    [
+        (IMAGES[..., 0], r"x\[..., None\]"),
+        (np.tile(IMAGES, 3).transpose(0, 3, 1, 2) / 255, r"x.transpose\(0, 2, 3, 1\)"),
+        (IMAGES.astype(int), r"x.astype\('uint8'\)"),
+    ],
+)
+def test_what_is_no_image_is_said(images, advice):
+    with pytest.raises(ConfigError, match=f"data: they are arrays .* needs images. .*{advice}"):
+        Task.fitted(Classification(), arrays((images, Y)).build().train.spec, lambda batch: batch)
+    assert arrays((IMAGES / 255, Y)).build().train.spec.fits("images")
+
+
+def test_data_to_evaluate_have_the_arrays_of_the_training():
+    """In any order, with others beside them, and with other numbers among the labels."""
+    spec = arrays({"a": X, "b": X[:, 0], "y": Y}).build().train.spec
+    found = like(Frame({"y": Y[:2] % 2, "more": Y[:2], "b": X[:2, 1], "a": X[:2]}), spec, "evaluate")
+    assert found.spec == spec
+    np.testing.assert_array_equal(found.batch(np.array([1]))["b"], X[1:2, 1].astype(np.float32))
+    with pytest.raises(ConfigError, match=r"evaluate: there is no b among a, y. The network was trained on a float32"):
+        like({"a": X, "y": Y}, spec, "evaluate")
+    with pytest.raises(ConfigError, match="evaluate: float32 is not the dtype of y among"):
+        like({"a": X, "b": X[:, 0], "y": Y / 2}, spec, "evaluate")
 
 
 def test_missing_values_are_said():

@@ -50,7 +50,7 @@ def test_a_moved_file(mine, tmp_path):
         (
             "class MyModel(Model)",
             "class Other(Model)",
-            "defined as MyModel in .*mine.py, which has no MyModel any more",
+            r"mine.py has no MyModel, the model\. Define it there",
         ),
         ("    hidden: int", "    width: int", "model.hidden: there is no such field. MyModel has width"),
         ("class MyModel(Model):", "class MyModel:", "MyModel: this is not the model my_model any more"),

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError
-from jaxdl.data.rows import Part, Rows, find_reader, rows_of
-from jaxdl.data.source import Data, Source, Splits, channel_statistics, check_classes
-from jaxdl.data.spec import LABELS, ArrayInfo, ArraySpec, DataSpec, ImageSpec, TextSpec
+from jaxdl.data.draws import example_seeds, set_generators
+from jaxdl.data.readers import find_reader, rows_of
+from jaxdl.data.rows import Part, Rows
+from jaxdl.data.source import Data, Source, Splits, TrainRows, channel_statistics, check_classes
+from jaxdl.data.spec import INPUTS, LABELS, ArrayInfo, ArraySpec, DataSpec, ImageSpec, TextSpec
 from jaxdl.fields import SOURCE
 from jaxdl.reference import Reference, described, resolved
 
-_IMAGE_NAMES = ({"x", "y"}, {"image", "label"})
-"""Names of the arrays of a data set that is read as images, if their shapes and dtypes are right."""
+_ALWAYS_CLASSES = 1000
+"""Whole numbers below this are class numbers even if there are fewer examples."""
+_RENAMED = {"image": "x", "label": "y"}
+"""Arrays of images -> their other names."""
+_LARGEST_VOCABULARY = 10_000_000
+"""Of tokens whose number is counted; larger tokens are a mistake."""
 
 
 class Examples:
@@ -58,7 +64,7 @@ class Examples:
             rows = self.rows("data")
             arrays = {name: {"shape": [len(rows), *array.shape[1:]], "dtype": str(array.dtype)}
                       for name, array in rows.read(np.zeros(1, np.int64)).items()}  # fmt: skip
-            self._known = {"arrays": arrays, "checksum": rows.checksum()}
+            self._known = {"arrays": arrays, "checksum": rows.checksum}
         return self._known
 
     def rows(self, what: str) -> Rows:
@@ -79,7 +85,9 @@ class Examples:
                     )
                 value = resolved(self._known)
             if _is_function(value):
-                value = _returned(value, what)
+                with set_generators() as set_to:  # The same data in each process, and when the run resumes.
+                    set_to(0)
+                    value = _returned(value, what)
             self._rows = rows_of(value, what)
         return self._rows
 
@@ -154,18 +162,17 @@ class Arrays(Data, kind="arrays"):
                 "data arrays: there are no training data. Give Arrays(train=(x, y), test=(x, y)) in the config file, "
                 "or a function that returns them: --data.train FILE:NAME."
             )
-        train = cast(Examples, self.train).rows("data.train")
-        notes = list(train.notes)
+        given = [cast(Examples, self.train).rows("data.train")]
         if self.test is not None:
-            test = cast(Examples, self.test).rows("data.test")
-            notes += test.notes
+            given.append(cast(Examples, self.test).rows("data.test"))
+            train, test = given
         else:
-            train, test = _divided(train, self.test_fraction or 0, self.split_seed)
+            train, test = _divided(given[0], self.test_fraction or 0, self.split_seed)
         arrays = _fields(train)
         _check_alike(arrays, _fields(test))
         arrays = tuple(self._with_classes(one, train, test) for one in arrays)
         spec = _image_spec(arrays, train) or self._text_spec(arrays, train, test) or ArraySpec(arrays)
-        return Splits(ArraySource(train, spec, notes), ArraySource(test, spec))
+        return Splits(ArraySource(train, spec, given), ArraySource(test, spec))
 
     def _text_spec(self, arrays: tuple[ArrayInfo, ...], train: Rows, test: Rows) -> TextSpec | None:
         """The spec of windows of tokens, each of which counts as a byte; None for other arrays."""
@@ -173,23 +180,32 @@ class Arrays(Data, kind="arrays"):
         if [one.name for one in arrays] != ["tokens"] or np.dtype(one.dtype).kind not in "iu" or len(one.shape) != 1:
             return None
         columns = [rows.every(one.name) for rows in (train, test)]
-        size = self.num_classes or max(int(column.max()) for column in columns) + 1
+        largest = max(int(column.max()) for column in columns)
+        size = self.num_classes or largest + 1
         if one.shape[0] < 2 or min(int(column.min()) for column in columns) < 0:
             raise ConfigError(f"{train.what}: tokens must be whole numbers from 0, at least 2 in each row.")
-        if max(int(column.max()) for column in columns) >= size:
+        if self.num_classes is None and size > _LARGEST_VOCABULARY:
+            raise ConfigError(
+                f"{train.what}: the largest token is {largest:,}, so the vocabulary would have {size:,}. Number the "
+                "tokens from 0, or give num_classes."
+            )
+        if largest >= size:
             raise ConfigError(f"{train.what}: a token is {size} or more; with num_classes = {size} it must be less.")
         return TextSpec(vocab_size=size, length=one.shape[0] - 1, bytes_per_token=1.0)
 
     def _with_classes(self, info: ArrayInfo, train: Rows, test: Rows) -> ArrayInfo:
-        """The array with its number of classes, if it holds class numbers."""
+        """The array with its number of classes, if it holds class numbers.
+
+        Numbers larger than there are examples are something else, such as prices, unless `num_classes` is given.
+        """
         if info.name not in LABELS or info.shape or np.dtype(info.dtype).kind not in "iu":
             return info
         count = self.num_classes or train.num_classes(info.name)
         if count is None:
             columns = [rows.every(info.name) for rows in (train, test)]
-            if min(int(column.min()) for column in columns) < 0:
-                return info
             count = max(int(column.max()) for column in columns) + 1
+            if min(int(column.min()) for column in columns) < 0 or count > max(len(train), _ALWAYS_CLASSES):
+                return info
         return dataclasses.replace(info, num_classes=count)
 
 
@@ -213,6 +229,12 @@ def _fields(rows: Rows) -> tuple[ArrayInfo, ...]:
     found = rows.read(np.array([0, len(rows) - 1]))
     if "mask" in found:
         raise ConfigError(f"{rows.what}: an array is called mask; that is the name of what marks padding. Rename it.")
+    if found.keys() >= set(LABELS):
+        raise ConfigError(
+            f"{rows.what}: it has both label and y, which are two names of one thing. Rename one of them."
+        )
+    if empty := [name for name, array in found.items() if array[0].size == 0]:
+        raise ConfigError(f"{rows.what}: {empty[0]} has no numbers in an example: {list(found[empty[0]].shape[1:])}.")
     return tuple(ArrayInfo(name, array.shape[1:], str(_narrow(array.dtype))) for name, array in found.items())
 
 
@@ -229,14 +251,36 @@ def _check_alike(train: tuple[ArrayInfo, ...], test: tuple[ArrayInfo, ...]) -> N
         raise ConfigError(f"data.train has {shown[0]}; data.test has {shown[1]}. Both must have the same arrays.")
 
 
+def like(value: Any, spec: DataSpec, what: str) -> Source:
+    """Examples in the form of those on which a network was trained; `spec` is of those, `what` names these.
+
+    Their arrays may be in any order, with others beside them. Raises ConfigError for those that lack one of them, or
+    have another kind of numbers.
+    """
+    if not isinstance(spec, ArraySpec):
+        sizes = spec.sizes()
+        num_classes = sizes.get("num_classes") or sizes.get("vocab_size")
+        return Arrays(train=value, test=value, num_classes=num_classes).build().test
+    rows = Examples.made(value).rows(what)
+    found = {one.name: one for one in _fields(rows)}
+    for name, trained in spec.by_name.items():
+        one = found.get(name)
+        if one is None or not np.can_cast(one.dtype, trained.dtype, "same_kind"):
+            is_wrong = "there is no" if one is None else f"{one.dtype} is not the dtype of"
+            raise ConfigError(
+                f"{what}: {is_wrong} {name} among {', '.join(found)}. The network was trained on {spec}. Give these."
+            )
+    arrays = tuple(dataclasses.replace(one, shape=found[one.name].shape) for one in spec.arrays)
+    return ArraySource(rows, ArraySpec(arrays))
+
+
 def _image_spec(arrays: tuple[ArrayInfo, ...], train: Rows) -> ImageSpec | None:
     """The spec of uint8 images with class numbers; None for other arrays."""
-    names = {one.name: one for one in arrays}
-    if set(names) not in _IMAGE_NAMES:
+    image = next((one for one in arrays if one.name in INPUTS), None)
+    label = next((one for one in arrays if one.name in LABELS), None)
+    if len(arrays) != 2 or image is None or label is None or label.num_classes is None:
         return None
-    (image,) = (one for one in arrays if one.name not in LABELS)
-    (label,) = (one for one in arrays if one.name in LABELS)
-    if image.dtype != "uint8" or len(image.shape) != 3 or label.num_classes is None:
+    if image.dtype != "uint8" or len(image.shape) != 3 or image.has_channel_first:
         return None
     check_classes(label.num_classes, train.what)
     mean, std = channel_statistics(lambda rows: train.read(rows)[image.name], len(train))
@@ -247,11 +291,11 @@ def _image_spec(arrays: tuple[ArrayInfo, ...], train: Rows) -> ImageSpec | None:
 class ArraySource(Source):
     """Examples of the user's data, in the dtypes of the spec."""
 
-    def __init__(self, rows: Rows, spec: DataSpec, notes: list[str] | None = None) -> None:
-        self._rows, self.spec, self._notes = rows, spec, notes or []
+    def __init__(self, rows: Rows, spec: DataSpec, noted: Sequence[Rows] = ()) -> None:
+        """`noted` are the rows of which `on_warning` tells."""
+        self._rows, self.spec, self._noted = rows, spec, noted
         given, wanted = rows.read(np.zeros(1, np.int64)), spec.blank()
-        renamed = {"image": "x", "label": "y"}
-        self._given = {name: name if name in given else renamed[name] for name in wanted}
+        self._given = {name: name if name in given else _RENAMED[name] for name in wanted}
         self._wanted = {name: (array.shape[1:], array.dtype) for name, array in wanted.items()}
         self._classes = spec.sizes().get("num_classes")
 
@@ -260,16 +304,25 @@ class ArraySource(Source):
 
     def content(self) -> str:
         """A checksum of the examples; of some of them, where they are read one by one."""
-        return self._rows.checksum()
+        return self._rows.checksum
 
     def on_warning(self, warn: Callable[[str], None]) -> None:
         """Says how the data are read, where the user should know."""
-        while self._notes:
-            warn(self._notes.pop(0))
+        for rows in self._noted:
+            for note in rows.notes:
+                warn(note)
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The examples' arrays. Raises ConfigError for an example that differs from the others."""
-        read = self._rows.read(indices)
+        return self._batch(indices, None)
+
+    def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[dict[str, np.ndarray]]:
+        """The rows of each request; random numbers that the user's object draws for one depend on it alone."""
+        for one in requests:
+            yield self._batch(one.indices, example_seeds(one.seed, one.epochs, one.indices))
+
+    def _batch(self, indices: np.ndarray, seeds: np.ndarray | None) -> dict[str, np.ndarray]:
+        read = self._rows.read(indices, seeds)
         found = {}
         for name, (shape, dtype) in self._wanted.items():
             array = read.get(self._given[name])
@@ -288,10 +341,12 @@ class ArraySource(Source):
                 f"{self._rows.what}: {self._given[name]} of examples {_some(indices)} is {array.dtype}; that of the "
                 f"first example is {dtype}. All examples must have the same dtype."
             )
-        narrow = array.astype(dtype, copy=False)
+        with np.errstate(over="ignore"):
+            narrow = array.astype(dtype, copy=False)
         wrong = np.zeros(len(array), bool)
-        if array.dtype.kind in "iu" and array.dtype != dtype:
-            wrong = (narrow != array).reshape(len(array), -1).any(axis=1)
+        if array.dtype != dtype:
+            lost = narrow != array if array.dtype.kind in "iu" else np.isinf(narrow) & ~np.isinf(array)
+            wrong = lost.reshape(len(array), -1).any(axis=1)
         if wrong.any():
             raise ConfigError(
                 f"{self._rows.what}: {self._given[name]} of example {indices[wrong][0]} has a number that {dtype} does "

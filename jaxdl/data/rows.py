@@ -1,20 +1,17 @@
-"""Examples by index out of objects of any library: arrays, tables, data sets, lists, iterables.
-
-An object is read by what it can do (columns, `len` and `[i]`, iteration), not by its class, so no library is imported
-and objects of the user's own classes are read too. Each `reader` is for one such ability; the first whose condition
-holds reads the object, in the order of their definition.
-"""
+"""Examples by index: of arrays in memory, or of whatever else a subclass of `Rows` reads; values become arrays here."""
 
 from __future__ import annotations
 
 import abc
+import functools
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxdl.config import ConfigError
+from jaxdl.data.spec import LABELS
 
 _PIECE = 4096
 """Examples that are read at a time when all are."""
@@ -29,16 +26,22 @@ class Rows(abc.ABC):
 
     def __init__(self, what: str) -> None:
         self.what = what
-        self.notes: list[str] = []
-        """What the user should know of how the examples are read."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What the user should know of the examples, or of how they are read."""
+        return ()
 
     @abc.abstractmethod
     def __len__(self) -> int:
         """Number of examples."""
 
     @abc.abstractmethod
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Fresh arrays [example, ...] by name."""
+    def read(self, indices: np.ndarray, seeds: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Fresh arrays [example, ...] by name.
+
+        Random numbers that an object draws for an example depend on its seed alone; None takes the index.
+        """
 
     def every(self, name: str) -> np.ndarray:
         """One array of all examples."""
@@ -50,56 +53,27 @@ class Rows(abc.ABC):
         del name
         return None
 
+    @functools.cached_property
     def checksum(self) -> str:
         """A checksum: of all examples if they are in memory, otherwise of 64 that are evenly spaced."""
-        found = 0
-        chosen = np.linspace(0, len(self) - 1, min(_SAMPLED, len(self))).astype(np.int64)
-        for name, values in sorted(self.read(chosen).items()):
-            found = zlib.crc32(np.ascontiguousarray(values).data, zlib.crc32(name.encode(), found))
-        return f"{found:08x}"
+        return checksum_of((name, [values]) for name, values in self.sampled.items())
 
+    @functools.cached_property
+    def sampled(self) -> dict[str, np.ndarray]:
+        """The arrays of 64 examples that are evenly spaced, or of all if they are fewer."""
+        return self.read(self.some)
 
-Reader = Callable[[Any, str], Rows]
-_readers: list[tuple[Callable[[Any], bool], Reader]] = []
-
-
-def reader(takes: Callable[[Any], bool]) -> Callable[[Reader], Reader]:
-    """Decorator of a function `(object, what) -> Rows` for the objects of which `takes` is true."""
-
-    def register(make: Reader) -> Reader:
-        _readers.append((takes, make))
-        return make
-
-    return register
-
-
-def rows_of(value: Any, what: str) -> Rows:
-    """The examples of an object. Raises ConfigError when it is none that can be read."""
-    rows = find_reader(value, what)(value, what)
-    if len(rows) == 0:
-        raise ConfigError(f"{what}: it has no examples.")
-    return rows
-
-
-def find_reader(value: Any, what: str) -> Reader:
-    """What reads an object. Raises ConfigError when nothing does."""
-    if _has(value, "dataset", "batch_size", "__iter__"):
-        raise ConfigError(f"{what}: a loader makes batches of its own. Give its data set: loader.dataset.")
-    if isinstance(value, type):
-        raise ConfigError(f"{what}: {value.__name__} is a class, not an object. Write {value.__name__}(...)")
-    for takes, make in _readers:
-        if takes(value):
-            return make
-    raise ConfigError(
-        f"{what}: an object of type {type(value).__name__} cannot be read. Give arrays (x, y), a dictionary of arrays, "
-        "a data frame, anything with len() and [i], or a function that returns one of these."
-    )
+    @property
+    def some(self) -> np.ndarray:
+        """Those examples by index."""
+        return np.linspace(0, len(self) - 1, min(_SAMPLED, len(self))).astype(np.int64)
 
 
 class Columns(Rows):
     """Arrays in memory, all of the same length: a dictionary of them, a pair (x, y), one array."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], what: str) -> None:
+    def __init__(self, arrays: Mapping[str, np.ndarray], what: str, said: Sequence[str] = ()) -> None:
+        """`said` are notes on how they were read."""
         super().__init__(what)
         self.arrays = dict(arrays)
         lengths = {name: len(array) for name, array in self.arrays.items()}
@@ -108,140 +82,44 @@ class Columns(Rows):
         if len(set(lengths.values())) > 1:
             shown = ", ".join(f"{name} has {length:,} rows" for name, length in lengths.items())
             raise ConfigError(f"{what}: {shown}. All must have as many, one for each example.")
-        for name, array in self.arrays.items():
-            if bad := _rows_with_nan(array):
-                self.notes.append(f"{what}: {name} has NaN in {bad:,} of {len(array):,} rows")
+        self._said = said
+
+    @functools.cached_property
+    def notes(self) -> Sequence[str]:
+        """How they were read, and what is missing in them."""
+        missing = {name: _rows_with_nan(array) for name, array in self.arrays.items()}
+        found = [
+            f"{self.what}: {name} has NaN in {bad:,} of {len(self):,} rows" for name, bad in missing.items() if bad
+        ]
+        return [*self._said, *found]
 
     def __len__(self) -> int:
         return len(next(iter(self.arrays.values())))
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Fresh arrays [example, ...] by name."""
+    def read(self, indices: np.ndarray, seeds: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """See `Rows.read`."""
+        del seeds
         return {name: np.take(array, indices, axis=0) for name, array in self.arrays.items()}
 
     def every(self, name: str) -> np.ndarray:
         """One array of all examples."""
         return self.arrays[name]
 
+    @functools.cached_property
     def checksum(self) -> str:
         """A checksum of all examples."""
-        found = 0
-        for name, array in sorted(self.arrays.items()):
-            found = zlib.crc32(name.encode(), found)
-            for first in range(0, len(array), _PIECE):
-                found = zlib.crc32(np.ascontiguousarray(array[first : first + _PIECE]).data, found)
-        return f"{found:08x}"
+        return checksum_of((name, _pieces(array)) for name, array in self.arrays.items())
+
+
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """The rows of an array, some at a time: it may be a file that is larger than the memory."""
+    return (array[first : first + _PIECE] for first in range(0, len(array), _PIECE))
 
 
 def _rows_with_nan(array: np.ndarray) -> int:
-    if array.dtype.kind != "f":
+    if array.dtype.kind not in "fc":
         return 0
-    pieces = (array[first : first + _PIECE] for first in range(0, len(array), _PIECE))
-    return sum(int(np.isnan(piece).any(axis=tuple(range(1, piece.ndim))).sum()) for piece in pieces)
-
-
-@reader(lambda value: isinstance(value, Mapping | tuple) or _has(value, "shape", "dtype"))
-def read_arrays(value: Any, what: str) -> Rows:
-    """A dictionary of arrays, a pair (x, y), or one array."""
-    if isinstance(value, Mapping):
-        given = {str(name): one for name, one in value.items()}
-    else:
-        given = _paired(value if isinstance(value, tuple) else (value,), what)
-    return Columns({name: as_array(one, name, what) for name, one in given.items()}, what)
-
-
-@reader(lambda value: _has(value, "columns", "__getitem__", "__len__"))
-def read_frame(value: Any, what: str) -> Rows:
-    """A data frame: `columns`, and `[column]` an array (pandas, polars)."""
-    return Columns({str(name): as_array(value[name], str(name), what) for name in value.columns}, what)
-
-
-def _has(value: Any, *names: str) -> bool:
-    return all(hasattr(value, name) for name in names)
-
-
-@reader(lambda value: _has(value, "column_names", "__getitem__", "__len__"))
-class ColumnSet(Rows):
-    """A data set of columns whose `[[3, 0]]` gives a dictionary of columns: `datasets.Dataset`."""
-
-    def __init__(self, value: Any, what: str) -> None:
-        super().__init__(what)
-        self._value = value
-
-    def __len__(self) -> int:
-        return len(self._value)
-
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Fresh arrays [example, ...] by name."""
-        columns = self._value[indices.tolist()]
-        return {str(name): stacked(list(column), indices, str(name), self.what) for name, column in columns.items()}
-
-    def num_classes(self, name: str) -> int | None:
-        """The number of classes that the object itself says."""
-        feature = (getattr(self._value, "features", None) or {}).get(name)
-        return getattr(feature, "num_classes", None)
-
-    def every(self, name: str) -> np.ndarray:
-        """One array of all examples."""
-        return as_array(self._value[name], name, self.what)
-
-
-def _is_indexed(value: Any) -> bool:
-    """Whether an object has `len()` and `[0]`."""
-    if isinstance(value, str | bytes) or not _has(value, "__getitem__", "__len__"):
-        return False
-    try:
-        return len(value) == 0 or value[0] is not None
-    except (NotImplementedError, TypeError, KeyError):  # It cannot be indexed, whatever its class declares.
-        return False
-    except Exception:  # A broken example; the message comes when it is read.
-        return True
-
-
-@reader(_is_indexed)
-class Items(Rows):
-    """Anything with `len()` and `[i]`: a list of examples, a Grain source, a map data set of torch.
-
-    An example is a dictionary, a pair (x, y) or one array.
-    """
-
-    def __init__(self, value: Any, what: str) -> None:
-        super().__init__(what)
-        self._value = value
-
-    def __len__(self) -> int:
-        return len(self._value)
-
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Fresh arrays [example, ...] by name."""
-        several = getattr(self._value, "__getitems__", None)
-        if several is not None:
-            examples = [named(one, f"{self.what}[{index}]")
-                        for index, one in zip(indices.tolist(), several(indices.tolist()), strict=True)]  # fmt: skip
-        else:
-            examples = [self._example(index) for index in indices.tolist()]
-        return together(examples, indices, self.what)
-
-    def _example(self, index: int) -> dict[str, Any]:
-        try:
-            found = self._value[index]
-        except Exception as error:  # Of the user's class, any.
-            raise ConfigError(f"{self.what}[{index}]: {type(error).__name__}: {error}") from error
-        return named(found, f"{self.what}[{index}]")
-
-    def num_classes(self, name: str) -> int | None:
-        """The number of classes that the object itself says."""
-        del name
-        classes = getattr(self._value, "classes", None)
-        return len(classes) if isinstance(classes, Sequence) else None
-
-
-@reader(lambda value: hasattr(value, "__iter__") and not isinstance(value, str | bytes))
-def read_iterable(value: Any, what: str) -> Rows:
-    """An iterable of examples that cannot be indexed. It is read into memory, once."""
-    from jaxdl.cluster import host_memory_bytes  # Not above: the worker processes for photographs do not import JAX.
-
-    return in_memory(value, what, host_memory_bytes() // 4)
+    return sum(int(np.isnan(piece).any(axis=tuple(range(1, piece.ndim))).sum()) for piece in _pieces(array))
 
 
 class Part(Rows):
@@ -254,9 +132,9 @@ class Part(Rows):
     def __len__(self) -> int:
         return len(self._indices)
 
-    def read(self, indices: np.ndarray) -> dict[str, np.ndarray]:
-        """Fresh arrays [example, ...] by name."""
-        return self._rows.read(self._indices[indices])
+    def read(self, indices: np.ndarray, seeds: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """See `Rows.read`."""
+        return self._rows.read(self._indices[indices], seeds)
 
     def every(self, name: str) -> np.ndarray:
         """One array of all examples."""
@@ -266,33 +144,20 @@ class Part(Rows):
         """The number of classes that the object itself says."""
         return self._rows.num_classes(name)
 
+    @functools.cached_property
     def checksum(self) -> str:
-        """A checksum of all examples."""
-        return f"{self._rows.checksum()}{zlib.crc32(self._indices.data):08x}"
+        """A checksum of them all, and of which of them are chosen."""
+        return f"{self._rows.checksum}{zlib.crc32(self._indices.data):08x}"
 
 
-def in_memory(value: Iterable[Any], what: str, limit_bytes: int) -> Columns:
-    """The examples of an iterable, read once. Raises ConfigError when they take more memory than the limit."""
-    examples: list[dict[str, Any]] = []
-    size = 0
-    for number, one in enumerate(value):
-        example = {name: np.asarray(array) for name, array in named(one, f"{what}, example {number}").items()}
-        examples.append(example)
-        size += sum(array.nbytes for array in example.values())
-        if size > limit_bytes:
-            raise ConfigError(
-                f"{what}: an iterable has no order to resume in, so it is read into memory, and its first "
-                f"{len(examples):,} examples take {size / 1e9:,.1f} GB of at most {limit_bytes / 1e9:,.1f} GB. Give "
-                "something with len() and [i]."
-            )
-    if not examples:
-        raise ConfigError(f"{what}: it has no examples.")
-    columns = Columns(together(examples, np.arange(len(examples)), what), what)
-    columns.notes.append(
-        f"{what}: an iterable has no order to resume in: its {len(columns):,} examples were read into memory "
-        f"({size / 1e6:,.1f} MB)"
-    )
-    return columns
+def checksum_of(arrays: Iterable[tuple[str, Iterable[np.ndarray]]]) -> str:
+    """Of arrays by name, each in pieces."""
+    found = 0
+    for name, pieces in sorted(arrays, key=lambda one: one[0]):
+        found = zlib.crc32(name.encode(), found)
+        for piece in pieces:
+            found = zlib.crc32(np.ascontiguousarray(piece).data, found)
+    return f"{found:08x}"
 
 
 def named(example: Any, what: str) -> dict[str, Any]:
@@ -301,10 +166,10 @@ def named(example: Any, what: str) -> dict[str, Any]:
         return {str(name): value for name, value in example.items()}
     if hasattr(example, "_fields"):
         return {str(name): getattr(example, name) for name in example._fields}
-    return _paired(example if isinstance(example, tuple) else (example,), what)
+    return paired(example if isinstance(example, tuple) else (example,), what)
 
 
-def _paired(values: tuple[Any, ...], what: str) -> dict[str, Any]:
+def paired(values: tuple[Any, ...], what: str) -> dict[str, Any]:
     """x and y."""
     if not 1 <= len(values) <= 2:
         raise ConfigError(
@@ -324,10 +189,10 @@ def together(examples: Sequence[Mapping[str, Any]], indices: np.ndarray, what: s
 
 def stacked(values: Sequence[Any], indices: np.ndarray, name: str, what: str) -> np.ndarray:
     """One array of the values of some examples. Raises ConfigError when they differ in shape or are no numbers."""
-    arrays = [np.asarray(value) for value in values]
+    arrays = [
+        _converted(value, name, f"{what}[{index}]") for index, value in zip(indices.tolist(), values, strict=True)
+    ]
     for index, array in zip(indices.tolist(), arrays, strict=True):
-        if array.dtype.kind not in _NUMBERS:
-            raise ConfigError(f"{what}[{index}]: {_not_numbers(name, values[0])}")
         if array.shape != arrays[0].shape:
             raise ConfigError(
                 f"{what}: {name} of example {indices[0]} is {list(arrays[0].shape)}, of example {index} "
@@ -339,21 +204,43 @@ def stacked(values: Sequence[Any], indices: np.ndarray, name: str, what: str) ->
 
 def as_array(value: Any, name: str, what: str) -> np.ndarray:
     """The values of all examples as one array. Raises ConfigError when they are not numbers of one shape."""
-    if not hasattr(value, "dtype") and (hasattr(value, "column_names") or isinstance(value, Mapping)):
+    if not hasattr(value, "dtype") and isinstance(value, Mapping):
+        raise ConfigError(f"{what}: {name} is a dictionary. Put its arrays beside the others: {{**{name}, 'y': y}}.")
+    if not hasattr(value, "dtype") and hasattr(value, "column_names"):
         raise ConfigError(f"{what}: {name} is a {type(value).__name__}, not an array. Give one data set, not several.")
-    try:
-        array = np.asarray(value)
-        if array.dtype.kind == "O" and array.ndim:
-            array = np.stack([np.asarray(one) for one in array])
-    except ValueError:
-        raise ConfigError(f"{what}: the values of {name} differ in shape. Pad or crop them.") from None
+    array = _converted(value, name, what)
     if array.ndim == 0:
         raise ConfigError(f"{what}: {name} is a single value, not an array with a row for each example.")
-    if array.dtype.kind not in _NUMBERS:
-        raise ConfigError(f"{what}: {_not_numbers(name, array.flat[0])}")
     return array
 
 
-def _not_numbers(name: str, value: Any) -> str:
-    kind = "text" if isinstance(value, str | bytes) else type(value).__name__
-    return f"{name} holds {kind}, not numbers (such as {str(value)[:40]!r}). Encode it, or leave it out."
+def _converted(value: Any, name: str, what: str) -> np.ndarray:
+    """The value as an array of numbers. Raises ConfigError when it is none."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ConfigError(f"{what}: {name} is a masked array, whose mask would be lost. Give {name}.filled(...).")
+    try:
+        given = array = np.asarray(value)
+        if given.dtype.kind == "O" and given.ndim:  # Arrays in a list, or numbers of several types.
+            array = np.stack([np.asarray(one) for one in given]) if given.ndim == 1 else np.asarray(given.tolist())
+    except ValueError:
+        raise ConfigError(f"{what}: the values of {name} differ in shape. Pad or crop them.") from None
+    except Exception as error:  # Of the class of the value, any.
+        raise ConfigError(f"{what}: {name} cannot be made an array: {type(error).__name__}: {error}") from error
+    if array.dtype.kind not in _NUMBERS:
+        raise ConfigError(f"{what}: {_not_numbers(name, given if given.ndim > 1 else array)}")
+    return array
+
+
+def _not_numbers(name: str, array: np.ndarray) -> str:
+    """What an array holds that is no number, and what to do."""
+    value = next((one for one in array.flat if not isinstance(one, int | float | complex | np.number)), array.flat[0])
+    text = isinstance(value, str | bytes)
+    kind = "text" if text else type(value).__name__
+    advice = "Encode it, or leave it out."
+    if text and name in LABELS:
+        advice = f"Class numbers are numpy.unique({name}, return_inverse=True)[1]."
+    elif array.dtype.names:
+        advice = f"Give its fields: {{name: {name}[name] for name in {name}.dtype.names}}."
+    elif "float" in array.dtype.name:  # Such as bfloat16, which is none of NumPy's own.
+        advice = f"Give {name}.astype('float32')."
+    return f"{name} holds {kind}, not numbers (such as {str(value)[:40]!r}). {advice}"

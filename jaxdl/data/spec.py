@@ -64,6 +64,15 @@ class DataSpec(abc.ABC):
         """Whether a model or task of this modality can use such data."""
         return modality in (None, self.modality)
 
+    def advice(self, modality: str | None) -> str:
+        """What to do, where a model or task of this modality cannot use such data."""
+        del modality
+        return f"Choose a --model and --task for {self.modality}, or other --data."
+
+    def why_no_classes(self) -> str:
+        """Why there are no class numbers, and what to do, where `sizes` has no `num_classes`."""
+        return "Class numbers are an array y (or label) of whole numbers from 0, one for each example."
+
 
 @dataclasses.dataclass(frozen=True)
 class ImageSpec(DataSpec):
@@ -167,6 +176,11 @@ class ArrayInfo:
     dtype: str
     num_classes: int | None = None
 
+    @property
+    def has_channel_first(self) -> bool:
+        """Whether it looks like an image [channel, height, width], with 1 or 3 channels."""
+        return len(self.shape) == 3 and self.shape[0] in (1, 3) and min(self.shape[1:]) > 4
+
     def __str__(self) -> str:
         classes = f", {self.num_classes:,} classes" if self.num_classes else ""
         return f"{self.name} {self.dtype} [{', '.join(map(str, self.shape))}]{classes}"
@@ -217,9 +231,13 @@ class ArraySpec(DataSpec):
 
     def _input_name(self) -> str:
         if self.input is None:
+            names = [one.name for one in self.arrays if one.name not in LABELS]
             raise ConfigError(
                 f"the data has {self}: it is not clear which of them the model reads. Name it x, or give their names: "
-                'Loss(fn, inputs=("first", "second")).'
+                f'Loss(fn, inputs=("{names[0]}", ...)). Columns of a table become one array as '
+                f'(table[["{names[0]}", ...]].to_numpy(), table["y"]).'
+                if names
+                else f"the data has {self}, and nothing for the model to read. Add an array x."
             )
         return self.input.name
 
@@ -231,9 +249,52 @@ class ArraySpec(DataSpec):
         return "; ".join(map(str, self.arrays))
 
     def fits(self, modality: str | None) -> bool:
-        """Arrays fit what reads anything; those [height, width, channel] with labels also what reads images."""
-        image = self.input is not None and len(self.input.shape) == 3 and self.label is not None
-        return super().fits(modality) or (modality == "images" and image)
+        """Arrays fit what reads anything; floats [height, width, channel] with labels also what reads images."""
+        return super().fits(modality) or (modality == "images" and self._why_no_images() is None)
+
+    def advice(self, modality: str | None) -> str:
+        """See `DataSpec.advice`."""
+        if modality == "text":
+            return 'Text is one array alone, {"tokens": whole numbers [example, length + 1]}: inputs and one more.'
+        return (self._why_no_images() if modality == "images" else None) or super().advice(modality)
+
+    def _why_no_images(self) -> str | None:
+        """Why a model of images cannot use the arrays, and what to do; None if it can."""
+        one = self.input
+        if one is None or len(one.shape) not in (2, 3) or self.label is None:
+            return super().advice("images")
+        if len(one.shape) == 2:
+            return f"Images have three dimensions, the last one for channels: {one.name}[..., None]."
+        if one.has_channel_first:
+            return f"The channels of images come last: {one.name}.transpose(0, 2, 3, 1)."
+        if np.dtype(one.dtype).kind != "f" and len(self.arrays) == 2 and one.name in INPUTS:
+            return (
+                f"Grey levels are uint8, and are normalized; floats are taken as they are: {one.name}.astype('uint8')."
+            )
+        if np.dtype(one.dtype).kind != "f":
+            return (
+                "Images of grey levels are an array x (or image), with y (or label) alone. Rename it, leave out others."
+            )
+        return None
+
+    def why_no_classes(self) -> str:
+        """See `DataSpec.why_no_classes`."""
+        given = next((one for one in self.arrays if one.name in LABELS), None)
+        if given is None:
+            return super().why_no_classes()
+        name, kind = given.name, np.dtype(given.dtype).kind
+        if given.shape == (1,):
+            advice = f"Give one number for each example: {name}[:, 0]."
+        elif given.shape:
+            advice = f"If its rows are one-hot, class numbers are {name}.argmax(axis=-1)."
+        elif kind not in "iu":
+            advice = f"Class numbers are whole numbers, none missing: {name}.astype(int)."
+        else:
+            advice = (
+                "It has numbers below 0, or larger than there are examples. Class numbers are "
+                f"numpy.unique({name}, return_inverse=True)[1]; Arrays(..., num_classes=...) takes them as they are."
+            )
+        return f"{given} holds no class numbers. {advice}"
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """The arrays that are read: one array, a tuple of as many as `names`, or a dictionary."""

@@ -56,7 +56,7 @@ def run(args: list[str], prog: str) -> None:
     with end_together(), exit_codes():
         command = parse_command(args, prog)
         predictor = restored(command)
-        with held_out(command.experiment.data) as source:
+        with held_out(command.experiment.data, predictor.parts.data_spec) as source:
             metrics, count = predictor.evaluate(source, batch_size=command.batch_size), len(source)
         if jax.process_index() == 0:
             print(report(command, predictor, metrics, count))

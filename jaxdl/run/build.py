@@ -180,8 +180,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
     if not spec.fits(experiment.model.modality):
         raise ConfigError(
             f"data {experiment.data.kind} is {spec.modality} ({spec.described()[1]}), but model "
-            f"{experiment.model.kind} reads {experiment.model.modality}. Choose a --model and --task for "
-            f"{spec.modality}, or other --data."
+            f"{experiment.model.kind} reads {experiment.model.modality}. {spec.advice(experiment.model.modality)}"
         )
     network = _network(experiment, spec)
     task = experiment.task.fitted(spec, _outputs(experiment, network, spec))

@@ -11,7 +11,7 @@ import numpy as np
 from flax import linen, nnx
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Arrays, Data
+from jaxdl.data import Arrays, Data, DataSpec
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import kinds
 from jaxdl.mesh import Device
@@ -74,8 +74,8 @@ def fit(
 
     It raises what `jaxdl.train` does.
     """
-    data, num_examples, num_classes = _data(train, test)
-    values = {"model": _model(model), "data": data, "task": _task(loss, metrics, model, data, num_classes)}
+    data, num_examples, spec = _data(train, test)
+    values = {"model": _model(model), "data": data, "task": _task(loss, metrics, model, spec)}
     values |= {"optimizer": _optimizer(optimizer), "batch_size": _batch_size(batch_size, num_examples)}
     values |= {"epochs": EPOCHS if epochs is None and steps is None else epochs, "steps": steps}
     fields |= {} if learning_rate is None else {"optimizer.learning_rate": learning_rate}
@@ -101,8 +101,8 @@ def _model(model: Any) -> Any:
     return FromModule(model) if callable(model) and not is_config else model
 
 
-def _data(train: Any, test: Any) -> tuple[Data, int | None, int | None]:
-    """(data, number of training examples, number of classes of the labels), the numbers where they are known."""
+def _data(train: Any, test: Any) -> tuple[Data, int | None, DataSpec | None]:
+    """(data, number of training examples, their specification), the last two where they are known."""
     if isinstance(train, Data):
         if test is not None:
             raise ConfigError(f"test: data {train.kind} has its own held-out examples. Leave test out.")
@@ -112,10 +112,10 @@ def _data(train: Any, test: Any) -> tuple[Data, int | None, int | None]:
     if test is None and is_first_process():
         held_out, number = len(splits.test), len(splits.train) + len(splits.test)
         print(f"test is not given: {held_out:,} of the {number:,} training examples, chosen at random, are held out")
-    return data, len(splits.train), splits.train.spec.sizes().get("num_classes")
+    return data, len(splits.train), splits.train.spec
 
 
-def _task(loss: Any, metrics: Any, model: Any, data: Data, num_classes: int | None) -> Any:
+def _task(loss: Any, metrics: Any, model: Any, spec: DataSpec | None) -> Any:
     is_task = isinstance(loss, Task) or (isinstance(loss, type) and issubclass(loss, Task))
     if callable(loss) and not is_task:
         return Loss(loss, metrics=metrics)
@@ -125,11 +125,11 @@ def _task(loss: Any, metrics: Any, model: Any, data: Data, num_classes: int | No
         return loss
     if isinstance(model, Model) and model.modality == "text":
         return LanguageModelling()
-    if isinstance(data, Arrays) and num_classes is None:
+    if spec is not None and "num_classes" not in spec.sizes():
         raise ConfigError(
-            "loss: the data has no array y (or label) of class numbers, so it is not classification. Give a function "
-            "that returns the loss of each example: def loss(outputs, batch): return jnp.sum((outputs - "
-            'batch["y"]) ** 2, axis=-1).'
+            f"loss: it is not given, and the data is not for classification. {spec.why_no_classes()} For another task "
+            "give a function that returns the loss of each example: def loss(outputs, batch): return "
+            'jnp.sum((outputs - batch["y"]) ** 2, axis=-1).'
         )
     return Classification()
 

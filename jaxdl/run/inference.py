@@ -11,7 +11,8 @@ import jax
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Arrays, Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, TextSpec, eval_batches
+from jaxdl.data import Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, TextSpec, eval_batches
+from jaxdl.data.arrays import like
 from jaxdl.evaluation import EvalStep, evaluate, make_eval_step
 from jaxdl.mesh import batch_sharding, batch_ways
 from jaxdl.phases import Phase
@@ -115,11 +116,11 @@ def evaluate_once(
 
 
 @contextlib.contextmanager
-def held_out(data: Any, spec: DataSpec | None = None) -> Iterator[Source]:
+def held_out(data: Any, spec: DataSpec) -> Iterator[Source]:
     """Context: the held-out examples of data, or the source itself. What is opened here is closed at the end.
 
     Anything that is not a data config, splits or a source is read as `Arrays` reads it, such as `(x, y)`; `spec` is
-    that of the network, whose number of classes they have. Raises ConfigError for what cannot be read.
+    that of the network, whose arrays they have. Raises ConfigError for what cannot be read.
     """
     if isinstance(data, Source):
         yield data
@@ -130,8 +131,8 @@ def held_out(data: Any, spec: DataSpec | None = None) -> Iterator[Source]:
                 f"evaluate: {data!r} is of type str. Give a data config, such as jaxdl.data.Digits(), its splits, a "
                 "source, or arrays (x, y)."
             )
-        sizes = spec.sizes() if spec else {}
-        data = Arrays(train=data, test=data, num_classes=sizes.get("num_classes") or sizes.get("vocab_size"))
+        yield like(data, spec, "evaluate")
+        return
     splits = data.build() if isinstance(data, Data) else data
     with contextlib.ExitStack() as stack:
         if isinstance(data, Data):

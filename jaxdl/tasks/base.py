@@ -53,7 +53,7 @@ class Task(Choice):
         if not spec.fits(self.modality):
             raise ConfigError(
                 f"data: they are {spec.modality} ({spec.described()[1]}), but task {self.kind} needs {self.modality}. "
-                "Choose another --task, or other --data."
+                f"{spec.advice(self.modality)}"
             )
         return self
 

@@ -11,6 +11,7 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
+from jaxdl.data.source import check_classes
 from jaxdl.data.spec import LABELS
 from jaxdl.tasks.base import Task
 
@@ -70,9 +71,10 @@ class Classification(Task, kind="classification"):
         del outputs
         if "num_classes" not in spec.sizes():
             raise ConfigError(
-                f"data: there are no class numbers to learn among {spec.described()[1]}. Task classification needs an "
-                "array y of whole numbers from 0, one for each example; for other targets give your loss: Loss(fn)."
+                f"data: there are no class numbers to learn among {spec.described()[1]}. {spec.why_no_classes()} For "
+                "other targets give your loss: Loss(fn)."
             )
+        check_classes(spec.sizes()["num_classes"], "data")
         if spec.modality != "images" and (self.augment != "none" or self.mixup or self.cutmix):
             raise ConfigError(
                 f"data: {spec.described()[1]} are no uint8 images [height, width, channel], so augment, mixup and "
