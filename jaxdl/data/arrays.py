@@ -127,9 +127,14 @@ class Arrays(Data, kind="arrays"):
     """Arrays `(x, y)`, dictionaries of arrays, data frames, data sets of other libraries, functions that return them.
 
     Whatever has `len()` and `[i]` can be read, such as lists, Grain sources, `datasets.Dataset` and map data sets of
-    torch; an iterable is read into memory. Each example has named arrays; a pair's are x and y. uint8 x [height, width,
-    channel] with integer y become images, whole numbers `tokens` [length + 1] alone text. Numbers of 64 bits become
-    those of 32.
+    torch; an iterable is read into memory. Each example has named arrays; a pair's are x and y. Numbers of 64 bits
+    become those of 32.
+
+    What they are is guessed. y (or label) holds class numbers if it is one whole number from 0 for each example, none
+    larger than there are examples, or if `num_classes` is given. With them, uint8 x (or image) [height, width, channel]
+    alone are images, which are normalized. Whole numbers `tokens` [length + 1] alone are text. Other arrays reach the
+    network as they are; a model that takes `num_features` gets the size of x [features], one that takes `channels` that
+    of the last dimension.
     """
 
     train: Given | None = None
