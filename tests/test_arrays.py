@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 
 from jaxdl.data import Arrays, ArraySpec, EpochShuffle, ImageSpec, TextSpec, TrainLoader, spec_from_json, spec_to_json
-from jaxdl.data.arrays import like
 from jaxdl.data.readers import in_memory, rows_of
 from jaxdl.errors import ConfigError
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
-from jaxdl.tasks import Classification, Task
 
 N = 21
 X = np.random.default_rng(0).normal(size=(N, 3))
@@ -341,58 +339,6 @@ def refusal_of_items(value):
     with pytest.raises(ConfigError) as error:
         source.batch(np.array([6, 7]))
     return str(error.value)
-
-
-# What is no class number, and no image
-
-
-@pytest.mark.parametrize(
-    ("y", "words"),
-    [
-        (Y / 1, r"y float32 \[\] holds no class numbers. Class numbers are whole numbers, none missing: y.astype"),
-        (Y > 1, r"y bool \[\] .* y.astype\(int\)"),
-        (Y[:, None], r"y int32 \[1\] .* y\[:, 0\]"),
-        (np.eye(4)[Y], r"y float32 \[4\] .* y.argmax"),
-        (Y - 1, r"numbers below 0, .* numpy.unique"),
-        (Y * 10**9 // 3, r"larger than there are examples"),
-        (Y * 0, "it has 1 class"),
-    ],
-)
-def test_what_is_no_class_number_is_said(y, words):
-    spec = arrays((X, y)).build().train.spec
-    with pytest.raises(ConfigError, match=words):
-        Classification().fitted(spec, lambda batch: batch)
-
-
-def test_large_numbers_are_classes_where_that_is_said():
-    assert arrays((X, Y * 10**6), num_classes=4 * 10**6).build().train.spec.sizes()["num_classes"] == 4 * 10**6
-    assert arrays((X, Y * 300)).build().train.spec.sizes()["num_classes"] == 901
-
-
-@pytest.mark.parametrize(
-    ("images", "advice"),
-    [
-        (IMAGES[..., 0], r"x\[..., None\]"),
-        (np.tile(IMAGES, 3).transpose(0, 3, 1, 2) / 255, r"x.transpose\(0, 2, 3, 1\)"),
-        (IMAGES.astype(int), r"x.astype\('uint8'\)"),
-    ],
-)
-def test_what_is_no_image_is_said(images, advice):
-    with pytest.raises(ConfigError, match=f"data: they are arrays .* needs images. .*{advice}"):
-        Task.fitted(Classification(), arrays((images, Y)).build().train.spec, lambda batch: batch)
-    assert arrays((IMAGES / 255, Y)).build().train.spec.fits("images")
-
-
-def test_data_to_evaluate_have_the_arrays_of_the_training():
-    """In any order, with others beside them, and with other numbers among the labels."""
-    spec = arrays({"a": X, "b": X[:, 0], "y": Y}).build().train.spec
-    found = like(Frame({"y": Y[:2] % 2, "more": Y[:2], "b": X[:2, 1], "a": X[:2]}), spec, "evaluate")
-    assert found.spec == spec
-    np.testing.assert_array_equal(found.batch(np.array([1]))["b"], X[1:2, 1].astype(np.float32))
-    with pytest.raises(ConfigError, match=r"evaluate: there is no b among a, y. The network was trained on a float32"):
-        like({"a": X, "y": Y}, spec, "evaluate")
-    with pytest.raises(ConfigError, match="evaluate: float32 is not the dtype of y among"):
-        like({"a": X, "b": X[:, 0], "y": Y / 2}, spec, "evaluate")
 
 
 def test_missing_values_are_said():
