@@ -1,6 +1,7 @@
 """Eight virtual CPU devices for every test, set before JAX starts; fewer are a failure, never a skip."""
 
 import atexit
+import gc
 import importlib.metadata
 import os
 import shutil
@@ -29,6 +30,9 @@ from budget import Budget
 # A shell that starts pytest in the background of a script has it ignore SIGINT, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# JAX keeps millions of objects: to search all of them for garbage takes half a second, and is done less often here.
+gc.set_threshold(10_000, 10, 100)
+
 if FIRST_PROCESS:
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
@@ -46,6 +50,26 @@ def shared_steps():
 
     with shared_programs() as programs:
         yield programs
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """The tiny run on replica 2 x fsdp 2 x tensor 2: 4 steps, with checkpoints of steps 2 and 4.
+
+    It has a moving average and batch statistics, and its evaluation pads the last batch. A test that writes to its
+    folder copies it.
+    """
+    from runs import tiny_experiment
+
+    import jaxdl
+
+    experiment = tiny_experiment(
+        steps=4,
+        checkpoint={"every_steps": 2},
+        evaluation={"every_steps": 2},
+        mesh={"replica": 2, "fsdp": 2, "tensor": 2},
+    )
+    return jaxdl.train(experiment, tmp_path_factory.mktemp("tiny") / "run", quiet=True)
 
 
 def pytest_configure(config):

@@ -16,6 +16,7 @@ from jaxdl.checkpoint import Checkpoints
 from jaxdl.data import SyntheticImages
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
+from jaxdl.kinds import forgotten
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import ResNet
 from jaxdl.optim import LARS, Cosine
@@ -28,11 +29,27 @@ ROOT = Path(__file__).resolve().parents[1]
 ONE_DEVICE = MeshConfig(replica=1, fsdp=1, tensor=1)
 
 
+with forgotten():  # The kinds that tests list are those of jaxdl.
+
+    class TinyResNet(ResNet, kind="tiny_resnet"):
+        """A ResNet of one block: most of the time of a short run goes into the tracing and compiling of its layers."""
+
+        @property
+        def blocks(self) -> tuple[int, ...]:
+            """One block in one stage."""
+            return (1,)
+
+        @property
+        def users_name(self) -> None:
+            """None: its steps are those of a model of jaxdl, which are checked more than those of a user's model."""
+            return None
+
+
 def tiny_experiment(**changes) -> Experiment:
     """A few steps of a small ResNet, with everything in its state: momentum, batch norm, moving average."""
     values = {
         "data": SyntheticImages(height=8, width=8, channels=1, num_classes=4, num_train=96, num_test=40),
-        "model": ResNet(depth=8, width=8),
+        "model": TinyResNet(depth=8, width=32),
         "task": Classification(augment="flip"),
         "optimizer": LARS(learning_rate=2.0),
         "schedule": Cosine(warmup_steps=2),

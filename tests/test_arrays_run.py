@@ -5,12 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from runs import TinyResNet
 
 import jaxdl
 from jaxdl.data import Arrays, Source
 from jaxdl.errors import ConfigError
 from jaxdl.mesh import MeshConfig
-from jaxdl.models import ResNet
 from jaxdl.optim import AdamW
 from jaxdl.report import ReportConfig
 from jaxdl.run.compile import shared_programs
@@ -23,7 +23,7 @@ IMAGES = np.random.default_rng(1).integers(0, 256, (N, 8, 8, 1), np.uint8)
 
 def experiment(**changes):
     values = {
-        "model": ResNet(depth=8, width=4),
+        "model": TinyResNet(depth=8, width=8),
         "data": Arrays(train=(IMAGES, Y), test=(IMAGES[:13], Y[:13])),
         "optimizer": AdamW(learning_rate=1e-2),
         "batch_size": 8,

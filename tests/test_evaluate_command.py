@@ -6,24 +6,16 @@ import jax
 import numpy as np
 import pytest
 from mistakes import refusal
-from runs import rows, tiny_experiment
+from runs import rows
 
 import jaxdl
 from jaxdl.data import SyntheticImages
 from jaxdl.evaluate.__main__ import main
-from jaxdl.mesh import MeshConfig
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run of 4 steps on 8 devices, with checkpoints of steps 2 and 4; its evaluation pads the last batch."""
-    experiment = tiny_experiment(
-        steps=4,
-        checkpoint={"every_steps": 2},
-        evaluation={"every_steps": 2},
-        mesh=MeshConfig(replica=2, fsdp=2, tensor=2),
-    )
-    return jaxdl.train(experiment, tmp_path_factory.mktemp("evaluated") / "run", quiet=True)
+@pytest.fixture
+def run(tiny_run):
+    return tiny_run
 
 
 def evaluated(capsys, *args):

@@ -8,25 +8,16 @@ import jax
 import numpy as np
 import pytest
 from mistakes import refusal
-from runs import tiny_experiment
 from safetensors import safe_open
 
 import jaxdl
 from jaxdl.experiment import Experiment
 from jaxdl.export.__main__ import main
-from jaxdl.mesh import MeshConfig
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run of 4 steps on 8 devices, with a moving average and batch statistics."""
-    experiment = tiny_experiment(
-        steps=4,
-        checkpoint={"every_steps": 2},
-        evaluation={"every_steps": 2},
-        mesh=MeshConfig(replica=2, fsdp=2, tensor=2),
-    )
-    return jaxdl.train(experiment, tmp_path_factory.mktemp("run"), quiet=True)
+def run(tiny_run):
+    return tiny_run
 
 
 @pytest.fixture(scope="module")

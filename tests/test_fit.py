@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from runs import assert_bit_equal, tiny_experiment
+from runs import assert_bit_equal
 
 import jaxdl
 from jaxdl import Arrays, Experiment, FromModule, Loss
@@ -19,16 +19,14 @@ from jaxdl.mesh import MeshConfig
 from jaxdl.optim import AdamW
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """A run on 8 devices with a moving average and batch norm; its evaluation pads the last batch."""
-    experiment = tiny_experiment(steps=4, mesh=MeshConfig(replica=2, fsdp=4))
-    return jaxdl.train(experiment, tmp_path_factory.mktemp("fit") / "run", quiet=True)
+@pytest.fixture
+def run(tiny_run):
+    return tiny_run
 
 
 def test_a_run_predicts_as_its_checkpoint(run):
     images = run.plan.splits.test.batch(np.arange(13))["image"]
-    restored = jaxdl.restore(run.workdir, mesh=MeshConfig(replica=2, fsdp=4))
+    restored = jaxdl.restore(run.workdir, mesh=run.plan.experiment.mesh)
     assert np.array_equal(run.predict(images), restored.predict(images))
     with pytest.raises(jaxdl.ConfigError, match=r"this network reads uint8 \[batch, 8, 8, 1\]"):
         run.predict(images[:, :4])

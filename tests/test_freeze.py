@@ -78,7 +78,9 @@ def test_the_trained_ones_move_as_if_the_others_were_constants(frozen):
     np.testing.assert_allclose(after.params["head"], head, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("make", [SGD, AdamW, lambda **fields: Optax("adamw", **fields)])
+@pytest.mark.parametrize(
+    "make", [SGD, pytest.param(AdamW, marks=pytest.mark.slow), lambda **fields: Optax("adamw", **fields)]
+)
 def test_a_rate_factor_is_one_of_the_learning_rate(make):
     plain = train(small(optimizer=make(learning_rate=0.02), steps=1)).state
     scaled = train(small(optimizer=make(learning_rate=0.02, rate_factors={"head": 10.0, "*": 0.5}), steps=1)).state

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from runs import assert_bit_equal, measured, saved_state, tiny_experiment
+from runs import TinyResNet, assert_bit_equal, measured, saved_state, tiny_experiment
 from test_parity import IMAGES, losses_and_params
 
 import jaxdl
@@ -71,7 +71,7 @@ def test_groups_are_the_same_on_every_mesh(span, meshes):
 )
 def test_batches_that_cannot_be_divided_into_groups_are_refused(span, replica, microbatches, message):
     experiment = tiny_experiment(
-        model=ResNet(depth=8, width=8, norm_span=span),
+        model=TinyResNet(depth=8, width=32, norm_span=span),
         mesh=MeshConfig(replica=replica, fsdp=-1, tensor=1),
         step=StepConfig(microbatches=microbatches),
     )

@@ -14,15 +14,16 @@ import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.exchange import TopK
+from jaxdl.kinds import forgotten
 from jaxdl.mesh import MeshConfig, make_mesh
-from jaxdl.models import FromFunctions, FromModule, Network
+from jaxdl.models import FromFunctions, FromModule, Network, ResNet
 from jaxdl.optim import SGD, Constant, decay_mask
 from jaxdl.options import choices_help
 from jaxdl.precision import BFloat16, cast_weights
 from jaxdl.report import explain
 from jaxdl.run.build import make_plan
 from jaxdl.sharding import Layout, ShardingConfig
-from jaxdl.step import StepConfig
+from jaxdl.step import StepConfig, make_train_step
 from jaxdl.tasks import Classification
 
 ALL = MeshConfig(replica=2, fsdp=2, tensor=2, cpu_devices=8)
@@ -288,3 +289,22 @@ def test_a_precision_that_would_have_no_effect_is_refused():
         make_plan(experiment(FromModule(LinenNet), precision=BFloat16(), mesh=ALL))
     plan = make_plan(experiment(FromModule(Net, hidden=8), precision=BFloat16(), mesh=ALL))
     assert plan.parts.network.is_random
+
+
+with forgotten():
+
+    class OneBlock(ResNet):
+        """A user's subclass of a model of jaxdl."""
+
+        @property
+        def blocks(self):
+            return (1,)
+
+
+def test_a_subclass_of_a_stock_model_is_traced_in_16_bits():
+    """In its steps types do not say what varies between replicas, and the gradients of convolutions manage without."""
+    mesh = MeshConfig(replica=2, fsdp=2, tensor=1, cpu_devices=8)
+    plan = make_plan(experiment(OneBlock(depth=8), precision=BFloat16(), mesh=mesh), jax.devices()[:4])
+    batch = plan.splits.train.batch_shapes(16, evaluating=False)
+    state, _ = jax.eval_shape(make_train_step(plan.parts), plan.parts.state_spec.abstract(), batch)
+    assert jax.tree.all(jax.tree.map(lambda x: x.dtype == jnp.float32, state.params))

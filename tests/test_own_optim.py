@@ -27,6 +27,10 @@ from jaxdl.sharding import Layout, ShardingConfig
 from jaxdl.state import make_state_spec
 
 ONE, EIGHT = MeshConfig(replica=1, fsdp=1, tensor=1), MeshConfig(replica=2, fsdp=2, tensor=2)
+MESHES = [
+    pytest.param(ONE, id="one device", marks=pytest.mark.slow),
+    pytest.param(EIGHT, id="replica 2 x fsdp 2 x tensor 2"),
+]
 RATES = np.float32([0.01, 0.02, 0.005])
 
 
@@ -122,7 +126,7 @@ THEIRS = {
 }
 
 
-@pytest.mark.parametrize("mesh", [ONE, EIGHT], ids=["one device", "replica 2 x fsdp 2 x tensor 2"])
+@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("name", THEIRS)
 def test_updates_are_those_of_plain_optax(name, mesh):
     config, theirs = THEIRS[name]
@@ -137,7 +141,7 @@ def test_updates_are_those_of_plain_optax(name, mesh):
         assert kept >= {PartitionSpec("fsdp", "tensor"), PartitionSpec()}, "state like a matrix is sharded like it"
 
 
-@pytest.mark.parametrize("mesh", [ONE, EIGHT], ids=["one device", "replica 2 x fsdp 2 x tensor 2"])
+@pytest.mark.parametrize("mesh", MESHES)
 def test_schedule_free_averages_as_its_paper_says(mesh):
     """z moves by the gradient at y; x is the mean of z weighted by the squared largest rate; y is between both."""
     params, opt_state, _, initial = ours(Optax("contrib.schedule_free_sgd", b1=0.8), mesh)

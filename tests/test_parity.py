@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from runs import TinyResNet
 
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
 from jaxdl.experiment import Experiment
@@ -23,12 +24,13 @@ MESHES = {
 IMAGES = Experiment(
     data=SyntheticImages(height=8, width=8, channels=3, num_classes=8, num_train=32, num_test=32),
     # Statistics over the whole mesh: over one replica's batch they would, rightly, depend on the mesh.
-    model=ResNet(depth=8, width=8, norm_span="mesh"),
+    model=TinyResNet(depth=8, width=32, norm_span="mesh"),
     task=Classification(label_smoothing=0.1, augment="crop_flip", crop_padding=1),
     schedule=Constant(),
     batch_size=32,
     steps=NUM_STEPS,
 )
+THREE_STAGES = IMAGES.replaced({"model": ResNet(depth=8, width=8, norm_span="mesh")})
 TEXT = Experiment(
     data=SyntheticText(vocab_size=32, length=16, num_train=256, num_test=32),
     model=Transformer(num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64, tied_embeddings=False),
@@ -62,9 +64,9 @@ def losses_and_params(experiment):
 @pytest.mark.parametrize(
     ("experiment", "optimizer", "microbatches"),
     [
-        pytest.param(IMAGES, "lars", 1, id="resnet, lars"),
+        pytest.param(IMAGES, "lars", 1, id="resnet of one block, lars"),
         pytest.param(TEXT, "lars", 2, id="transformer, lars, 2 microbatches"),
-        pytest.param(IMAGES, "adamw", 2, id="resnet, adamw, 2 microbatches", marks=pytest.mark.slow),
+        pytest.param(THREE_STAGES, "adamw", 2, id="resnet, adamw, 2 microbatches", marks=pytest.mark.slow),
         pytest.param(TEXT, "adamw", 1, id="transformer, adamw", marks=pytest.mark.slow),
     ],
 )

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from faulty_train import make_labels_poisonous, poison_batches
 from photographs import folder_of_photographs
+from runs import TinyResNet
 
 import jaxdl
 from jaxdl.config import ConfigError, Periodic
 from jaxdl.data import Cache, ImageFolder, Photos
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
-from jaxdl.models import ResNet, ViT
+from jaxdl.models import ViT
 from jaxdl.optim import SGD, Cosine
 from jaxdl.phases import Phase, make_timeline
 from jaxdl.run.build import make_plan
@@ -96,7 +97,7 @@ def experiment(folder, **changes):
     photos = Photos(size=48, workers=0, min_scale=0.3, cache=Cache(short_side=64, memory_bytes=2**22))
     values = {
         "data": ImageFolder(path=str(folder), photos=photos),
-        "model": ResNet(depth=8, width=4, stem="patch2"),
+        "model": TinyResNet(depth=8, width=8, stem="patch2"),
         "optimizer": SGD(learning_rate=0.05, momentum=0.9),
         "schedule": Cosine(warmup_epochs=1),
         "batch_size": 8,

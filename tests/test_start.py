@@ -61,7 +61,7 @@ def test_the_facts_are_those_of_the_plan_and_come_as_they_are_found():
     assert found["data"] == "synthetic_images: 96 training and 40 held-out images of 8 x 8 x 1, 4 classes"
     assert (len(plan.splits.train), len(plan.splits.test)) == (96, 40)
     assert f": {num_params:,} parameters (" in found["model"]
-    assert found["model"].startswith("resnet, depth 8, width 8: ")
+    assert found["model"].startswith("tiny_resnet, depth 8, width 32: ")
     assert found["loss"].startswith('with label smoothing 0.1 in training, reported as "objective"')
     assert found["length"] == "2 epochs = 12 steps, batch 16 (4 a device); stops after 7 (max_steps)"
     assert plan.total_steps == 12

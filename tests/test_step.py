@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from runs import tiny_experiment
+from runs import TinyResNet, tiny_experiment
 
 from jaxdl.data import SyntheticImages, SyntheticText, TrainLoader
 from jaxdl.mesh import MeshConfig, batch_sharding
-from jaxdl.models import ResNet, Transformer
+from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
 from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.run.compile import compile_train_step
@@ -28,7 +28,7 @@ TEXT = tiny_experiment(
 )
 IMAGES = tiny_experiment(
     data=SyntheticImages(height=8, width=8, channels=1, num_classes=4, num_train=64, num_test=16),
-    model=ResNet(depth=8, width=8, zero_init_residual=False),
+    model=TinyResNet(depth=8, width=32, zero_init_residual=False),
     task=Classification(),
     optimizer=SGD(learning_rate=1.0, momentum=0.0),
     schedule=Constant(),

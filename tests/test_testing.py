@@ -33,7 +33,7 @@ from jaxdl.testing import check_exchange
 
 PASS = [
     Dense(wire_dtype="bfloat16"),
-    Quantized(),
+    pytest.param(Quantized(), marks=pytest.mark.slow),
     pytest.param(TopK(momentum_correction=0.9, dense_warmup_steps=1), marks=pytest.mark.slow),
     pytest.param(Quantized(bits=4, error_feedback=True), marks=pytest.mark.slow),
     pytest.param(Sign(), marks=pytest.mark.slow),

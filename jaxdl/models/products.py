@@ -126,11 +126,11 @@ def _wide_convolution_backward(
     _, transpose = jax.vjp(lambda x: _convolution(x, narrow, strides, padding), x)
     (x_gradient,) = transpose(cotangent)
     axes = layout.batch_axes(x.shape[0]) if layout else ()
-    manual = (*(layout.manual if layout else ()), *axes)
 
     def kernel_gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
-        # The kernel varies between the devices, so that its transpose does not sum over them.
-        kernel = lax.pcast(jnp.zeros(narrow.shape, narrow.dtype), manual, to="varying")
+        # The kernel varies between the devices as they do, so that its transpose does not sum over them.
+        varying = tuple(sorted(jax.typeof(x).mat.varying | jax.typeof(cotangent).mat.varying))
+        kernel = lax.pcast(jnp.zeros(narrow.shape, narrow.dtype), varying, to="varying")
         _, transpose = jax.vjp(lambda kernel: _convolution(x, kernel, strides, padding), kernel)
         return transpose(cotangent)[0]
 

@@ -6,6 +6,7 @@ Nothing is compiled before everything that can be checked has been.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -370,7 +371,8 @@ def make_initial_state(plan: Plan) -> TrainState:
     """
     spec, seed = plan.parts.state_spec, plan.experiment.seed
     # It runs once: on a CPU, compiling it with all optimizations takes many times longer than running it without.
-    options = {"xla_backend_optimization_level": 1} if jax.default_backend() == "cpu" else None
+    flag, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
+    options = {flag: 1} if jax.default_backend() == "cpu" and flag not in given else None
     make = jax.jit(lambda: spec.init(jax.random.key(seed)), out_shardings=spec.shardings, compiler_options=options)
     if plan.initial is None:
         return make()
