@@ -176,8 +176,10 @@ def _own_errors() -> Iterator[None]:
     try:
         yield
     except PydanticSerializationError as error:
-        if isinstance(error.__cause__, ConfigError):
-            raise error.__cause__ from None
+        # Of a config inside another the cause is lost, and only its text is left.
+        _, own, text = str(error).partition(f"{ConfigError.__name__}: ")
+        if own:
+            raise ConfigError(text) from None
         raise
 
 

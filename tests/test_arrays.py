@@ -10,6 +10,7 @@ import pytest
 from jaxdl.data import Arrays, ArraySpec, EpochShuffle, ImageSpec, TextSpec, TrainLoader, spec_from_json, spec_to_json
 from jaxdl.data.readers import in_memory, rows_of
 from jaxdl.errors import ConfigError
+from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 
 N = 21
@@ -191,6 +192,10 @@ def test_uint8_images_with_labels_are_images():
         batch = splits.train.batch(np.array([5, 2]))
         np.testing.assert_array_equal(batch["image"], IMAGES[[5, 2]])
         assert batch["label"].tolist() == Y[[5, 2]].tolist()
+    grey = arrays((IMAGES[..., 0], Y)).build().train
+    assert grey.spec == spec
+    np.testing.assert_array_equal(grey.batch(np.array([5]))["image"], IMAGES[[5]])
+    np.testing.assert_array_equal(spec.to_predict(IMAGES[..., 0], "predict")["image"], IMAGES)
     more = {"image": IMAGES, "label": Y, "more": Y}
     for value in ((IMAGES / 255, Y), (IMAGES, Y / 2), more, (np.tile(IMAGES, 3).transpose(0, 3, 1, 2), Y)):
         assert isinstance(arrays(value).build().train.spec, ArraySpec)
@@ -282,6 +287,7 @@ def test_mistakes():
     assert "a tuple of 3; only a pair (x, y) has names" in refusal((X, Y, Y))
     assert "not a list" in refusal([X, Y])
     assert "it has no examples" in refusal((X[:0], Y[:0]))
+    assert "it has no end" in refusal(Items(lambda index: (X[0], 0), length=2**63 - 1))
     assert "a loader makes batches" in refusal_at_once(_Loader())
     assert "an iterator can be read only once" in refusal_at_once(stream())
     assert "an object of type int cannot be read" in refusal_at_once(5)
@@ -293,6 +299,8 @@ def test_mistakes():
     assert "data.test has x float32 [2]" in refusal_of(Arrays(train=(X, Y), test=(X[:, :2], Y)))
     assert "y of example 20 is 4; with 4 classes" in refusal_of_rows((X, np.where(np.arange(N) == 20, 4, Y % 4)), 4)
     assert "_failing() failed: ValueError: no disk" in refusal_of(arrays(_failing))
+    with pytest.raises(ConfigError, match=r"^data\[0\]: x holds text, not numbers"):
+        Experiment(data=arrays(Items(lambda index: "text"))).to_json()
     assert "data.train[7]: RuntimeError: bad record" in refusal_of_items(Items(_broken_seventh))
     shorter = Items(lambda index: (X[index, : 3 - (index == 7)], 0))
     assert "x of example 6 is [3], of example 7 [2]" in refusal_of_items(shorter)

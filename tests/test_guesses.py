@@ -35,7 +35,7 @@ def test_large_numbers_are_classes_where_that_is_said():
 @pytest.mark.parametrize(
     ("images", "advice"),
     [
-        (IMAGES[..., 0], r"x\[..., None\]"),
+        (IMAGES[..., 0] / 255, r"x\[..., None\]"),
         (np.tile(IMAGES, 3).transpose(0, 3, 1, 2) / 255, r"x.transpose\(0, 2, 3, 1\)"),
         (IMAGES.astype(int), r"x.astype\('uint8'\)"),
     ],

@@ -132,9 +132,9 @@ class Arrays(Data, kind="arrays"):
 
     What they are is guessed. y (or label) holds class numbers if it is one whole number from 0 for each example, none
     larger than there are examples, or if `num_classes` is given. With them, uint8 x (or image) [height, width, channel]
-    alone are images, which are normalized. Whole numbers `tokens` [length + 1] alone are text. Other arrays reach the
-    network as they are; a model that takes `num_features` gets the size of x [features], one that takes `channels` that
-    of the last dimension.
+    alone, or [height, width], are images, which are normalized. Whole numbers `tokens` [length + 1] alone are text.
+    Other arrays reach the network as they are; a model that takes `num_features` gets the size of x [features], one
+    that takes `channels` that of the last dimension.
     """
 
     train: Given | None = None
@@ -285,11 +285,15 @@ def _image_spec(arrays: tuple[ArrayInfo, ...], train: Rows) -> ImageSpec | None:
     label = next((one for one in arrays if one.name in LABELS), None)
     if len(arrays) != 2 or image is None or label is None or label.num_classes is None:
         return None
-    if image.dtype != "uint8" or len(image.shape) != 3 or image.has_channel_first:
+    if image.dtype != "uint8" or len(image.shape) not in (2, 3) or image.has_channel_first:
         return None
     check_classes(label.num_classes, train.what)
-    mean, std = channel_statistics(lambda rows: train.read(rows)[image.name], len(train))
-    height, width, channels = image.shape
+    height, width, channels = (*image.shape, 1)[:3]
+
+    def read(indices: np.ndarray) -> np.ndarray:
+        return train.read(indices)[image.name].reshape(-1, height, width, channels)
+
+    mean, std = channel_statistics(read, len(train))
     return ImageSpec(height, width, channels, num_classes=label.num_classes, mean=mean, std=std)
 
 
@@ -331,6 +335,8 @@ class ArraySource(Source):
         found = {}
         for name, (shape, dtype) in self._wanted.items():
             array = read.get(self._given[name])
+            if name == "image" and array is not None and (*array.shape[1:], 1) == shape:
+                array = array[..., None]  # Grey images may lack the dimension of the channel.
             if array is None or array.shape[1:] != shape:
                 what = "missing" if array is None else str(list(array.shape[1:]))
                 raise ConfigError(

@@ -18,6 +18,8 @@ from jaxdl.data.draws import set_generators
 from jaxdl.data.rows import Columns, Rows, as_array, checksum_of, named, paired, together
 
 Reader = Callable[[Any, str], Rows]
+_ENDLESS = 2**60
+"""More examples than there can be: what repeats itself has the largest number as its length."""
 _readers: list[tuple[Callable[[Any], bool], Reader]] = []
 
 
@@ -36,6 +38,8 @@ def rows_of(value: Any, what: str) -> Rows:
     rows = find_reader(value, what)(value, what)
     if len(rows) == 0:
         raise ConfigError(f"{what}: it has no examples.")
+    if len(rows) > _ENDLESS:
+        raise ConfigError(f"{what}: it has no end, such as after repeat(). Leave that out: --epochs repeats the data.")
     return rows
 
 

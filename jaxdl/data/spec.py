@@ -110,6 +110,8 @@ class ImageSpec(DataSpec):
         """Images uint8 [batch, height, width, channel], of the size that the network was trained on."""
         del names
         images, wanted = np.asarray(values), (self.height, self.width, self.channels)
+        if (*images.shape[1:], 1) == wanted:  # Grey images may lack the dimension of the channel.
+            images = images[..., None]
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != wanted:
             raise ConfigError(
                 f"{what}: got {images.dtype} {list(images.shape)}; this network reads uint8 "
