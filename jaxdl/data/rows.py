@@ -87,10 +87,8 @@ class Columns(Rows):
     @functools.cached_property
     def notes(self) -> Sequence[str]:
         """How they were read, and what is missing in them."""
-        missing = {name: _rows_with_nan(array) for name, array in self.arrays.items()}
-        found = [
-            f"{self.what}: {name} has NaN in {bad:,} of {len(self):,} rows" for name, bad in missing.items() if bad
-        ]
+        missing = self._scanned[1].items()
+        found = [f"{self.what}: {name} has NaN in {bad:,} of {len(self):,} rows" for name, bad in missing if bad]
         return [*self._said, *found]
 
     def __len__(self) -> int:
@@ -108,18 +106,26 @@ class Columns(Rows):
     @functools.cached_property
     def checksum(self) -> str:
         """A checksum of all examples."""
-        return checksum_of((name, _pieces(array)) for name, array in self.arrays.items())
+        return self._scanned[0]
 
+    @functools.cached_property
+    def _scanned(self) -> tuple[str, dict[str, int]]:
+        """(checksum, number of rows with NaN by array), in one pass: an array may be a file larger than the memory."""
+        missing = dict.fromkeys(self.arrays, 0)
 
-def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
-    """The rows of an array, some at a time: it may be a file that is larger than the memory."""
-    return (array[first : first + _PIECE] for first in range(0, len(array), _PIECE))
+        def pieces(name: str) -> Iterator[np.ndarray]:
+            for first in range(0, len(self), _PIECE):
+                piece = self.arrays[name][first : first + _PIECE]
+                missing[name] += _rows_with_nan(piece)
+                yield piece
+
+        return checksum_of((name, pieces(name)) for name in self.arrays), missing
 
 
 def _rows_with_nan(array: np.ndarray) -> int:
     if array.dtype.kind not in "fc":
         return 0
-    return sum(int(np.isnan(piece).any(axis=tuple(range(1, piece.ndim))).sum()) for piece in _pieces(array))
+    return int(np.isnan(array).any(axis=tuple(range(1, array.ndim))).sum())
 
 
 class Part(Rows):
