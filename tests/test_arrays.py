@@ -301,6 +301,7 @@ def test_mistakes():
     assert "_failing() failed: ValueError: no disk" in refusal_of(arrays(_failing))
     with pytest.raises(ConfigError, match=r"^data\[0\]: x holds text, not numbers"):
         Experiment(data=arrays(Items(lambda index: "text"))).to_json()
+    assert "data.train[7]: it is None, as what a filter" in refusal_of_items(Items(_filtered))
     assert "data.train[7]: RuntimeError: bad record" in refusal_of_items(Items(_broken_seventh))
     shorter = Items(lambda index: (X[index, : 3 - (index == 7)], 0))
     assert "x of example 6 is [3], of example 7 [2]" in refusal_of_items(shorter)
@@ -317,6 +318,10 @@ class _Loader(Iterated):
 
 def _failing():
     raise ValueError("no disk")
+
+
+def _filtered(index):
+    return None if index == 7 else (X[index], 0)
 
 
 def _broken_seventh(index):

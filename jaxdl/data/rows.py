@@ -168,6 +168,8 @@ def checksum_of(arrays: Iterable[tuple[str, Iterable[np.ndarray]]]) -> str:
 
 def named(example: Any, what: str) -> dict[str, Any]:
     """The arrays of one example by name: x and y for a pair, x for one array."""
+    if example is None:
+        raise ConfigError(f"{what}: it is None, as what a filter leaves out. Give an iterable of the others.")
     if isinstance(example, Mapping):
         return {str(name): value for name, value in example.items()}
     if hasattr(example, "_fields"):
@@ -213,7 +215,9 @@ def as_array(value: Any, name: str, what: str) -> np.ndarray:
     if not hasattr(value, "dtype") and isinstance(value, Mapping):
         raise ConfigError(f"{what}: {name} is a dictionary. Put its arrays beside the others: {{**{name}, 'y': y}}.")
     if not hasattr(value, "dtype") and hasattr(value, "column_names"):
-        raise ConfigError(f"{what}: {name} is a {type(value).__name__}, not an array. Give one data set, not several.")
+        raise ConfigError(
+            f"{what}: {name} is a {type(value).__name__}, not an array. Give one data set, such as [{name!r}] of these."
+        )
     array = _converted(value, name, what)
     if array.ndim == 0:
         raise ConfigError(f"{what}: {name} is a single value, not an array with a row for each example.")
