@@ -56,3 +56,7 @@ def test_data_to_evaluate_have_the_arrays_of_the_training():
         like({"a": X, "y": Y}, spec, "evaluate")
     with pytest.raises(ConfigError, match="evaluate: float32 is not the dtype of y among"):
         like({"a": X, "b": X[:, 0], "y": Y / 2}, spec, "evaluate")
+    images = arrays((IMAGES, Y)).build().train.spec
+    assert like((IMAGES, Y * 0), images, "evaluate").spec == images
+    with pytest.raises(ConfigError, match=r"^evaluate: x has 21 rows, y has 20"):
+        like((IMAGES, Y[1:]), images, "evaluate")

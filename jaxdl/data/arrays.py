@@ -262,11 +262,12 @@ def like(value: Any, spec: DataSpec, what: str) -> Source:
     Their arrays may be in any order, with others beside them. Raises ConfigError for those that lack one of them, or
     have another kind of numbers.
     """
+    examples = Examples.made(value)
+    rows = examples.rows(what)
     if not isinstance(spec, ArraySpec):
         sizes = spec.sizes()
         num_classes = sizes.get("num_classes") or sizes.get("vocab_size")
-        return Arrays(train=value, test=value, num_classes=num_classes).build().test
-    rows = Examples.made(value).rows(what)
+        return Arrays(train=examples, test=examples, num_classes=num_classes).build().test
     found = {one.name: one for one in _fields(rows)}
     for name, trained in spec.by_name.items():
         one = found.get(name)
