@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import pydantic
 from pydantic_core import PydanticSerializationError
@@ -27,14 +28,24 @@ class Config(pydantic.BaseModel):
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
 
+    by_position: ClassVar[tuple[str, ...]] = ()
+    """The fields that may be given without their names, in this order."""
+
     def __init__(self, *args: Any, **values: Any) -> None:
-        if args:
-            cls = type(self)
-            names = list(cls.model_fields)
-            shown = f"{names[0]}={args[0]!r}" if names else ""
-            raise ConfigError(f"{cls.__name__} takes its fields by name, {', '.join(names)}: {cls.__name__}({shown}).")
+        cls, given = type(self), dict(zip(self.by_position, args, strict=False))
+        if len(args) > len(given):
+            names = [name for name in cls.model_fields if name not in given]
+            shown = [getattr(one, "__name__", None) or _short(one) for one in given.values()]
+            shown.append(f"{names[0] if names else 'NAME'}={_short(args[len(given)])}")
+            known = f", {', '.join(names)}" if names else ""
+            after = f" after {' and '.join(given)}" if given else ""
+            raise ConfigError(
+                f"{cls.__name__} takes its arguments by name{after}{known}: {cls.__name__}({', '.join(shown)})."
+            )
+        for name in given.keys() & values.keys():
+            raise ConfigError(f"{cls.__name__}(..., {name}=...): {name} is given twice, by position and by name.")
         with one_message():
-            super().__init__(**values)
+            super().__init__(**given, **values)
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._refuse_change(name)
@@ -78,6 +89,11 @@ class Config(pydantic.BaseModel):
         with _own_errors():
             return super().model_dump_json(**options)
 
+    @property
+    def further_options(self) -> dict[str, Any]:
+        """Values that can be set besides the fields, by name: arguments of a user's code that have defaults."""
+        return {}
+
     def to_json(self) -> str:
         """The config with all its defaults as indented JSON; `from_json` gives an equal config."""
         return self.model_dump_json(indent=2)
@@ -116,12 +132,14 @@ class Config(pydantic.BaseModel):
 class Fields(dict[str, Any]):
     """The fields of a config by name, those of inner configs too, so that some can be replaced before it is made again.
 
-    `cls` is the class of the config. Values that are neither configs nor dictionaries are those of the config.
+    `cls` is the class of the config; `more` are values that can be set besides, see `Config.further_options`.
+    Values that are neither configs nor dictionaries are those of the config.
     """
 
     def __init__(self, config: Config) -> None:
         super().__init__({name: _copied(value) for name, value in config})
         self.cls = type(config)
+        self.more: Mapping[str, Any] = config.further_options
 
     def choose(self, path: str, kind: str) -> bool:
         """Whether the field at a dotted path has kinds; it gets the kind of this name, unless it has that already."""
@@ -142,10 +160,11 @@ class Fields(dict[str, Any]):
         if last == "kind" and parents:
             where = ".".join(parents)
             raise ConfigError(f"{path}: set {where} = {value!r} instead, then the fields of that kind.")
-        if last not in parent:
-            near = difflib.get_close_matches(last, parent, n=1)
+        known = {*parent, *getattr(parent, "more", ())}
+        if last not in known:
+            near = difflib.get_close_matches(last, known, n=1)
             raise ConfigError(
-                f"{path}: there is no such field; choose one of {', '.join(sorted(parent))}."
+                f"{path}: there is no such field; choose one of {', '.join(sorted(known))}."
                 + (f" Did you mean {'.'.join([*parents, near[0]])}?" if near else "")
             )
         parent[last] = value
@@ -161,6 +180,11 @@ class Fields(dict[str, Any]):
                     f"{path}: '{'.'.join(parents[: depth + 1])}' has no fields of its own; --help lists the fields."
                 )
         return found, last
+
+
+def _short(value: Any) -> str:
+    """A value in at most some 30 characters, on one line."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def _copied(value: Any) -> Any:

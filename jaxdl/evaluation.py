@@ -41,7 +41,7 @@ class EvaluationConfig(Periodic):
     norm_batches: int | None = pydantic.Field(default=None, ge=1)
     """Before each evaluation, replace batch norm's running statistics by the means over so many training batches, at
     the parameters that are evaluated (Wu and Johnson, arXiv 2105.07576: precise batch norm). They are saved with them.
-    None keeps the running ones, which lag behind when a run has few steps."""
+    Other state of a network stays as it is. None keeps the running ones, which lag behind when a run has few steps."""
 
 
 def make_eval_step(parts: Parts) -> jax.stages.Wrapped:

@@ -106,9 +106,15 @@ class Choice(Config):
         """The kind of this name, for the field at a dotted path. Raises ConfigError when there is none."""
         found = _named(cls, name)
         if found is None:
-            option = path.replace("_", "-")
-            raise ConfigError(f"--{option} {name}: there is no such kind; choose one of {', '.join(kinds(cls))}.")
+            known = f"there is no such kind; choose one of {', '.join(kinds(cls))}."
+            raise ConfigError(f"--{path.replace('_', '-')} {name}: {known}{cls.instead_of(name)}")
         return found
+
+    @classmethod
+    def instead_of(cls, value: Any) -> str:
+        """A sentence on what to give instead of a value, or the name of a kind, that this part does not know."""
+        del value
+        return ""
 
     @classmethod
     def _chosen(cls, value: Any, itself: Callable[[Any], Any]) -> Any:
@@ -371,8 +377,8 @@ def _not_a_kind(part: type[Choice], value: Any) -> str:
         )
     if isinstance(value, str):
         advice = f"{known[value].__name__}(...)" if value in known else f"one of {names}"
-        return f"{value!r} is a string; give an object: {advice}. Only overrides and the command line take names"
-    what = f"an object of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
-    if callable(getattr(value, "init", None)) and callable(getattr(value, "update", None)):
-        what = "an optax transformation"
-    return f"{what} is not a config. Give an object of one of {names}"
+        said = f"{value!r} is a string; give an object: {advice}. Only overrides and the command line take names"
+    else:
+        what = f"an object of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+        said = f"{what} is not a config. Give an object of one of {names}"
+    return part.instead_of(value).strip() or said

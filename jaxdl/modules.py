@@ -24,6 +24,7 @@ from typing import Any
 
 from jaxdl.errors import ConfigError
 from jaxdl.startup import check_source, find_config
+from jaxdl.user_code import described
 
 _loading = threading.RLock()
 """Held while a file beside another one is imported: several threads may be the first that import it."""
@@ -71,7 +72,9 @@ def running(path: Path, what: str) -> Iterator[None]:
     except SystemExit as error:
         raise ConfigError(f"{what}{_line(error, filename)}: it calls sys.exit or exit. Remove the call.") from None
     except Exception as error:
-        raise ConfigError(f"{what}{_line(error, filename)}: {type(error).__name__}: {error}") from error
+        wrong, instead = described(error)
+        advice = f". {instead}." if instead else ""
+        raise ConfigError(f"{what}{_line(error, filename)}: {wrong}{advice}") from error
 
 
 @contextlib.contextmanager

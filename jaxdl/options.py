@@ -66,7 +66,7 @@ def choices_help(config: Config) -> str:
         current = field_at(config, path)
         others = [name for name in kinds if name != current.kind]
         lines.append(f"  --{path.replace('_', '-')} {current.kind}" + (f" (or {', '.join(others)})" if others else ""))
-        lines += [f"    --{path}.{name} {current.arguments[name]}" for name in getattr(current, "argument_types", ())]
+        lines += [f"    --{path}.{name} {value}" for name, value in current.further_options.items()]
     return "\n".join(lines)
 
 
@@ -157,13 +157,13 @@ def _options(kind: Any, value: Any, prefix: str = "") -> dict[str, Any]:
         annotations = typing.get_type_hints(kind, include_extras=True)
     for name, annotation in annotations.items():
         inner = getattr(value, name, None)
+        is_phases = isinstance(inner, tuple) and any(isinstance(one, Config) for one in inner)  # Set in a file alone.
         if isinstance(inner, Config):
             found |= _options(type(inner), inner, prefix + _prefix(name))
-        elif isinstance(inner, tuple) and inner and isinstance(inner[0], Config):
-            continue  # Phases: only a config file sets them.
-        elif not any(issubclass(one, Config) for one in _classes(annotation)):
+        elif not is_phases and not any(issubclass(one, Config) for one in _classes(annotation)):
             found[prefix + name] = annotation
-    return found | {prefix + name: type_ for name, type_ in getattr(value, "argument_types", {}).items()}
+    more = getattr(value, "further_options", {}).items()
+    return found | {prefix + name: int | float if type(one) is int else type(one) for name, one in more}
 
 
 def _classes(annotation: Any) -> list[type]:

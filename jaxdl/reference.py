@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -55,9 +56,18 @@ def resolved(value: Any) -> Callable[..., Any]:
         if not place or not name:
             raise ConfigError(f"{value!r} is not FILE:NAME or MODULE:NAME, such as mine.py:Net")
         value = import_object(value, name)
+    if isinstance(value, functools.partial):
+        inner = getattr(value.func, "__name__", "a function")
+        raise ConfigError(
+            f"functools.partial({inner}, ...) has no name by which a resumed run could find it. Give {inner} with its "
+            "arguments beside it, or define a function with def at the top level of a file"
+        )
     found = getattr(value, "__qualname__", None)
     if not callable(value) or found is None:
-        raise ConfigError(f"{value!r} is not a function or a class")
+        raise ConfigError(
+            f"an object of type {type(value).__name__} is not a function or a class with a name. Define one with def "
+            "or class at the top level of a file"
+        )
     if "<" in found:
         raise ConfigError(
             f"{found} has no name at the top level of a file, so that no resumed run could find it. Define it with def "

@@ -78,6 +78,7 @@ def test_a_run_of_own_parts_resumes_bit_equal_and_is_restored(folder, name, tmp_
     metric = {"mine.py": "/close", "together.py": "/sure"}[name]
     found = [value for row in rows(tmp_path / "whole") for key, value in row.items() if key.endswith(metric)]
     assert found
+    assert not whole.plan.reasons, "such as that tensor splits nothing"
     assert all(0 <= value <= 1 for value in found)
     # A fourth of the entries was sent whole; top-k sends 16 bits of each.
     residual = jax.tree.leaves(whole.state.exchange_state["replica"]["residual"])

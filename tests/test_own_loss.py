@@ -226,11 +226,11 @@ def weight_of_outputs(outputs, batch):
         (every_output, "'loss' is of shape [4, 2]. Return one number for each example"),
         (
             missing,
-            "KeyError: 'target' (outputs float32[4, 2]; batch x float32[4, 4], y float32[4], n float32[4]",
+            "KeyError: 'target'. It got the outputs float32 [4, 2] and a batch of x float32 [4, 4], y float32 [4], n",
         ),
         (broadcast, "TypeError: dot_general requires contracting dimensions to have the same shape"),
         (no_loss, 'it returns a dictionary with error, without "loss"'),
-        (text, "'note' is str, not an array"),
+        (text, "'note' is an object of type str, not an array"),
         (weight_of_outputs, "'weight' depends on the outputs"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -239,10 +239,28 @@ def test_mistakes_of_a_loss(fn, message):
     with pytest.raises(ConfigError) as error:
         fitted(Loss(fn))
     assert message in str(error.value)
-    assert str(error.value).startswith(f"{fn.__name__} (test_own_loss.py, line ")
+    assert str(error.value).startswith(f"{fn.__name__} ({__file__}:")
     assert "\n" not in str(error.value)
     if fn is missing:
-        assert f"line {fn.__code__.co_firstlineno + 1})" in str(error.value)
+        assert f":{fn.__code__.co_firstlineno + 1})" in str(error.value)
+
+
+def over_all(outputs, batch):
+    return jnp.mean(jnp.square(outputs - batch["y"]), axis=1)
+
+
+def of_the_next(outputs, batch):
+    return jnp.square(outputs[:, 0] - jnp.roll(batch["y"], 1))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_an_example_s_loss_may_not_depend_on_other_labels(dtype):
+    """Outputs [N, 1] and labels [N] broadcast to [N, N]. Labels of two classes may be the same in both halves."""
+    spec = ArraySpec((ArrayInfo("x", (4,), "float32"), ArrayInfo("y", (), dtype)))
+    for fn in (over_all, of_the_next):
+        with pytest.raises(ConfigError, match=r"'loss' depends on .* make \[4, 4\]: take outputs\[:, 0\]"):
+            fitted(Loss(fn), outputs=1, spec=spec)
+    fitted(Loss(squared), outputs=1, spec=spec)
 
 
 def test_a_loss_of_many_outputs_is_only_traced():
@@ -256,7 +274,7 @@ def test_mistakes_of_a_config():
         (Loss(), "its function is not set"),
         (Loss(squared, inputs="image"), "inputs = 'image': the data has x, y, n"),
         (Loss(squared, best_metric="accuracy"), "best_metric = 'accuracy': the metrics are loss"),
-        (Loss(squared, metrics=squared), "squared .* it returns .*Tracer, not a dictionary of metrics"),
+        (Loss(squared, metrics=squared), "squared .* it returns an array, not a dictionary of metrics"),
         (Loss(weighted, metrics=weighted), "is what the loss returns. Rename it"),
     ]:
         with pytest.raises(ConfigError, match=message):

@@ -278,7 +278,7 @@ def test_arguments_are_fields_and_options(tmp_path):
     ):
         with pytest.raises(ConfigError, match=said):
             FromModule(Net, **arguments)
-    with pytest.raises(ConfigError, match="FromModule needs the class of a module"):
+    with pytest.raises(ConfigError, match=r"FromModule needs module. Set it in Python: FromModule\(Net, hidden=32\)"):
         tiny_experiment().replaced({"model": "from_module"})
     with pytest.raises(ConfigError, match=r"dict is not a flax\.nnx or flax\.linen module"):
         FromModule(dict)
@@ -308,3 +308,30 @@ def test_a_subclass_of_a_stock_model_is_traced_in_16_bits():
     batch = plan.splits.train.batch_shapes(16, evaluating=False)
     state, _ = jax.eval_shape(make_train_step(plan.parts), plan.parts.state_spec.abstract(), batch)
     assert jax.tree.all(jax.tree.map(lambda x: x.dtype == jnp.float32, state.params))
+
+
+class Remembers(nnx.Module):
+    """It keeps the mean of its inputs, beside batch statistics."""
+
+    def __init__(self, num_classes, rngs):
+        self.norms = nnx.List([nnx.BatchNorm(1, momentum=0.9, rngs=rngs)])
+        self.seen = nnx.Variable(jnp.zeros(()))
+        self.head = nnx.Linear(64, num_classes, rngs=rngs)
+
+    def __call__(self, image):
+        self.seen[...] = 0.5 * self.seen[...] + 0.5 * image.mean()
+        return self.head(self.norms[0](image).reshape(len(image), -1))
+
+
+def test_only_the_statistics_of_batch_norm_are_estimated_anew():
+    network = FromModule(Remembers).network([IMAGES], **SIZES)
+    image = jax.random.normal(jax.random.key(1), IMAGES.shape)
+    params, state = network.init(jax.random.key(0))
+    assert network.norms == {("norms", "0", "mean"), ("norms", "0", "var")}
+    _, trained = network.apply(params, state, image, train=True)
+    _, estimated = network.apply(params, trained, image, train=True, forget=True)
+    np.testing.assert_allclose(estimated["norms"]["0"]["mean"], [image.mean()], rtol=1e-5)
+    assert estimated["seen"] == trained["seen"] == pytest.approx(image.mean() / 2)
+    made = experiment(FromModule(LinenNet), mesh=ALL, evaluation=EvaluationConfig(norm_batches=2))
+    with pytest.raises(ConfigError, match=r"norm_batches=2: model LinenNet has no batch norm \(nnx.BatchNorm\)"):
+        make_plan(made)

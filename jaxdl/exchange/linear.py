@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import abc
 import functools
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes
+from jaxdl.errors import ConfigError
+from jaxdl.exchange.base import GradientLayout
 from jaxdl.exchange.buckets import Bucket, held_back
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, NORM, SPLIT, Cost, Gradients, Machine
 from jaxdl.exchange.message import Context, Message, Sent
+from jaxdl.user_code import type_of, user_code
 
 _SAMPLE = 2**16
 """Entries of the vector by which settings are compared."""
@@ -37,6 +43,31 @@ class Linear(Compressed, kind=None):
     @abc.abstractmethod
     def lengthen(self, y: jax.Array, size: int, key: jax.Array) -> jax.Array:
         """float32 `[size]` from a sum of short vectors, with the same `key` as in `shorten`."""
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, num_replicas: int) -> None:
+        """See `ExchangeConfig.check`; also traces `shorten` and `lengthen`."""
+        super().check(shapes, layout, num_replicas)
+        self._check_lengths(max(math.prod(shape) for shape in shapes.values()))
+
+    def _check_lengths(self, size: int) -> None:
+        """Raises ConfigError if `shorten` and `lengthen` fail on a vector of this size, or return something else."""
+
+        def one(x: jax.Array, key: jax.Array) -> None:
+            with user_code(f"{self.users_name}: shorten()", f"x is float32 [{size}]", of=self.shorten):
+                short: Any = self.shorten(x, key)
+            if not hasattr(short, "shape") or (short.ndim, short.dtype) != (1, jnp.float32):
+                raise ConfigError(
+                    f"{self.users_name}: shorten() of float32 [{size}] returned {shaped(short)}. Return float32 [m]."
+                )
+            with user_code(f"{self.users_name}: lengthen()", f"y is {shaped(short)}, size {size}", of=self.lengthen):
+                whole: Any = self.lengthen(short, size, key)
+            if not hasattr(whole, "shape") or (whole.shape, whole.dtype) != ((size,), jnp.float32):
+                raise ConfigError(
+                    f"{self.users_name}: lengthen() of {shaped(short)} returned {shaped(whole)}. Return float32 "
+                    f"[{size}], the size that it is given."
+                )
+
+        jax.eval_shape(one, jax.ShapeDtypeStruct((size,), jnp.float32), jax.random.key(0))
 
     def num_sent(self, num_elements: int) -> int:
         """Entries of the short vector of so many elements."""
@@ -83,3 +114,8 @@ class Linear(Compressed, kind=None):
             num_entries=short.size,
             last=total[0],
         )
+
+
+def shaped(value: Any) -> str:
+    """`float32 [7]`: an array in messages, or the type of what is none."""
+    return f"{value.dtype} {list(value.shape)}" if hasattr(value, "dtype") else type_of(value)

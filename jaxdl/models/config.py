@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -14,7 +13,7 @@ from flax import nnx
 from jaxdl.errors import ConfigError
 from jaxdl.kinds import Choice
 from jaxdl.models.network import Network
-from jaxdl.models.user_code import user_code
+from jaxdl.user_code import taken, user_code
 
 
 class Model(Choice):
@@ -29,15 +28,15 @@ class Model(Choice):
         Raises ConfigError for a model of a user that fails, or that does not take the dtype of the computation.
         """
         del inputs
-        if "dtype" not in _taken(self.build, sizes):
+        if "dtype" not in taken(self.build, sizes):
             check_dtype(self.users_name, sizes, "its build()")
-        with user_code(self.users_name):
+        with user_code(self.users_name, of=self.build):
             make = self.make(**sizes)
         return Network(make, self.users_name)
 
     def make(self, **sizes: Any) -> Callable[[nnx.Rngs], nnx.Module]:
         """`build` with those of these arguments that it takes."""
-        return self.build(**_taken(self.build, sizes))
+        return self.build(**taken(self.build, sizes))
 
     @abc.abstractmethod
     def build(self, *args: Any, **sizes: Any) -> Callable[[nnx.Rngs], nnx.Module]:
@@ -46,14 +45,6 @@ class Model(Choice):
         Its arguments are those of these that it declares: `dtype`, in which to compute, and the sizes of the data:
         `num_classes` and `channels` of images, `vocab_size` of text.
         """
-
-
-def _taken(build: Callable[..., Any], sizes: dict[str, Any]) -> dict[str, Any]:
-    """Those of the sizes that `build` takes."""
-    wanted = inspect.signature(build).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in wanted.values()):
-        return sizes
-    return {name: value for name, value in sizes.items() if name in wanted}
 
 
 def check_dtype(what: str | None, sizes: dict[str, Any], taker: str) -> None:

@@ -9,10 +9,18 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from jaxdl.errors import ConfigError
-from jaxdl.models.network import ModelState, Names, Network, check_dtypes, like_before
-from jaxdl.models.user_code import mode_arguments, parameters, user_code
+from jaxdl.models.network import (
+    ModelState,
+    Names,
+    Network,
+    called_on,
+    check_arrays,
+    check_callable,
+    like_before,
+    mode_arguments,
+)
 from jaxdl.sharding import UNNAMED, Params
+from jaxdl.user_code import depends_on, parameters, user_code
 
 Init = Callable[[jax.Array], tuple[Any, Any]]
 """`init(key) -> (params, state)`, any pytrees."""
@@ -23,10 +31,16 @@ Apply = Callable[..., tuple[Any, Any]]
 class FunctionNetwork(Network):
     """A network of two pure functions, `Init` and `Apply`; for the attributes and methods see `Network`."""
 
-    def __init__(self, init: Init, apply: Apply, what: str, *, is_random: bool, axes: Any = None) -> None:
-        """`axes` is a tree like the parameters, of tuples of logical axes; None where they have none."""
+    def __init__(
+        self, init: Init, apply: Apply, what: str, *, is_random: bool, written: tuple[Any, Any], axes: Any = None
+    ) -> None:
+        """`written` are the user's functions in these two, for messages.
+
+        `axes` is a tree like the parameters, of tuples of logical axes; None where they have none.
+        """
         self.what, self.is_random, self._init, self._apply = what, is_random, init, apply
-        with user_code(what):
+        self._written = written
+        with user_code(what, of=written[0]):
             params, state = jax.eval_shape(init, jax.random.key(0))
         self._param_names, self._state_names = Names(params), Names(state)
         if axes is None:
@@ -34,11 +48,11 @@ class FunctionNetwork(Network):
         leaves = jax.tree.structure(params).flatten_up_to(axes)
         self.axes = self._param_names.from_leaves(leaves)
         self.param_shapes, self.state_shapes = self._param_names.named(params), self._state_names.named(state)
-        check_dtypes(what, self.param_shapes, self.state_shapes)
+        check_arrays(what, self.param_shapes, self.state_shapes)
 
     def init(self, key: jax.Array) -> tuple[Params, ModelState]:
         """See `Network.init`."""
-        with user_code(self.what):
+        with user_code(self.what, of=self._written[0]):
             params, state = self._init(key)
         return self._param_names.named(params), self._state_names.named(state)
 
@@ -51,16 +65,12 @@ class FunctionNetwork(Network):
         forget: bool = False,
         key: jax.Array | None = None,
     ) -> tuple[Any, ModelState]:
-        """See `Network.apply`. Raises ConfigError with `forget`."""
-        if forget:
-            raise ConfigError(
-                f"--evaluation.norm-batches: {self.what}: only of flax.nnx modules can the running statistics be left "
-                "out. Remove the option."
-            )
+        """See `Network.apply`; without `norms` there is nothing to forget."""
+        assert not forget
         if self.is_random and key is None:
             key = jax.random.key(0)
         trees = (self._param_names.tree(params), self._state_names.tree(model_state))
-        with user_code(self.what):
+        with user_code(self.what, called_on(inputs, train=train), of=self._written[1]):
             outputs, after = self._apply(*trees, inputs, train, key if self.is_random else None)
             if not train:
                 return outputs, model_state
@@ -79,6 +89,7 @@ def linen_network(module: linen.Module, inputs: Sequence[jax.ShapeDtypeStruct], 
     All streams of random numbers, such as `dropout`, come from the key of the call. The names of
     `linen.with_partitioning` are logical axes.
     """
+    check_callable(what, module)
     modes = parameters(type(module).__call__)
 
     def boxed(key: jax.Array) -> dict[str, Any]:
@@ -98,11 +109,12 @@ def linen_network(module: linen.Module, inputs: Sequence[jax.ShapeDtypeStruct], 
             return module.apply(variables, *inputs, mutable=list(state), **options)
         return module.apply(variables, *inputs, **options), state
 
-    with user_code(what):
+    call: Any = type(module).__call__
+    with user_code(what, called_on(inputs, train=False), of=call):
         shapes = jax.eval_shape(boxed, jax.random.key(0))
         axes = jax.tree.map(_axes, shapes.get("params", {}), is_leaf=_is_box)
         is_random = _draws(init, apply, inputs)
-    return FunctionNetwork(init, apply, what, is_random=is_random, axes=axes)
+    return FunctionNetwork(init, apply, what, is_random=is_random, written=(call, call), axes=axes)
 
 
 def _streams(key: jax.Array) -> dict[str, jax.Array]:
@@ -118,7 +130,7 @@ def _draws(init: Init, apply: Apply, inputs: Sequence[jax.ShapeDtypeStruct]) -> 
         return apply(params, state, inputs, True, key)
 
     jaxpr = jax.make_jaxpr(outputs)(jax.random.key(0), params, state, tuple(inputs)).jaxpr
-    return any(jaxpr.invars[0] is one for equation in jaxpr.eqns for one in equation.invars)
+    return depends_on(jaxpr, jaxpr.invars[0])
 
 
 def _is_box(node: Any) -> bool:

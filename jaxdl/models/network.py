@@ -10,11 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdl.errors import ConfigError
-from jaxdl.models.user_code import mode_arguments, parameters, user_code
 from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
+from jaxdl.user_code import parameters, user_code
 
 ModelState = dict[str, Any]
 """What a network keeps besides parameters, by name, such as the running statistics of batch norm."""
+
+_TRAINING = {"train": True, "training": True, "is_training": True, "deterministic": False}
+"""Arguments that tell a network whether it is trained -> their value in training."""
 
 
 class Network:
@@ -26,6 +29,7 @@ class Network:
       param_shapes: shape and dtype of each parameter.
       state_shapes: shape and dtype of all else that the module keeps, such as batch statistics.
       is_random: whether the network draws random numbers in training, as dropout does.
+      norms: the paths of the running statistics of `nnx.BatchNorm` in `state_shapes`.
       what: for a network of a user's code, its name in messages; else None.
     """
 
@@ -33,6 +37,7 @@ class Network:
     param_shapes: Params
     state_shapes: ModelState
     is_random: bool
+    norms: frozenset[tuple[str, ...]] = frozenset()
 
     def __init__(self, make: Callable[[nnx.Rngs], nnx.Module], what: str | None = None) -> None:
         """`make` makes the module from random keys. Raises ConfigError for a module of a user that cannot be trained.
@@ -47,7 +52,7 @@ class Network:
                 "that makes the flax.nnx module from random keys: return lambda rngs: Net(rngs=rngs)."
             )
         self._make = make
-        with user_code(what):
+        with user_code(what, of=make):
             abstract = nnx.eval_shape(lambda: self._made(nnx.Rngs(0)))
         self._graphdef, params, keys, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
         self._modes = parameters(type(abstract).__call__)
@@ -58,7 +63,9 @@ class Network:
         self.param_shapes = self._param_names.named(nnx.to_pure_dict(params))
         self.state_shapes = self._state_names.named(nnx.to_pure_dict(rest))
         self.is_random = bool(self._keys)
-        check_dtypes(what, self.param_shapes, self.state_shapes)
+        parts = [(path, part) for path, part in nnx.iter_graph(abstract) if isinstance(part, nnx.BatchNorm)]
+        self.norms = frozenset((*map(str, path), name) for path, _ in parts for name in ("mean", "var"))
+        check_arrays(what, self.param_shapes, self.state_shapes)
 
     def init(self, key: jax.Array) -> tuple[Params, ModelState]:
         """Fresh `(params, model_state)` from a random key; equal on every mesh."""
@@ -77,8 +84,8 @@ class Network:
     ) -> tuple[Any, ModelState]:
         """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics.
 
-        With `forget` they are those of these inputs alone, without the running ones. `key` is for the random numbers
-        of this call; None always draws the same ones. In evaluation there is no dropout.
+        With `forget` those of `norms` are of these inputs alone, and the others stay as they are. `key` is for the
+        random numbers of this call; None always draws the same ones. In evaluation there is no dropout.
         """
         state = (nnx.State(self._param_names.tree(params)), nnx.State(self._state_names.tree(model_state)))
         module = nnx.merge(self._graphdef, *state, self._key_state(key), copy=True)
@@ -87,14 +94,18 @@ class Network:
                 if isinstance(part, nnx.BatchNorm):
                     part.momentum = 0.0
         modes = mode_arguments(self._modes, train=train)
-        with user_code(self.what):
+        with user_code(self.what, called_on(inputs, train=train), of=type(module).__call__):
             if not train:
                 nnx.Module.eval(module)
             elif not modes:
                 nnx.Module.train(module)
             outputs = module(*inputs, **modes)  # pyright: ignore[reportCallIssue]
             after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
-            return outputs, like_before(self.what, self._state_names.named(after), model_state)
+            after = like_before(self.what, self._state_names.named(after), model_state)
+        if forget:
+            keep = jax.tree_util.tree_map_with_path
+            after = keep(lambda path, new, old: new if _names(path) in self.norms else old, after, model_state)
+        return outputs, after
 
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
         # Names of mesh axes in a module's metadata are read here, not acted upon by Flax.
@@ -105,6 +116,8 @@ class Network:
                 f"{self.what or 'a network'}: what makes the network returned an object of type "
                 f"{type(module).__name__}, not a flax.nnx module."
             )
+        if self.what is not None:
+            check_callable(self.what, module)
         return module
 
     def _key_state(self, key: jax.Array | None) -> nnx.State:
@@ -171,8 +184,30 @@ def _names(path: tuple[Any, ...]) -> tuple[str, ...]:
     return texts or ("value",)
 
 
-def check_dtypes(what: str | None, params: Params, state: ModelState) -> None:
-    """Raises ConfigError for a network without parameters, and for arrays of a dtype that cannot be trained or kept."""
+def mode_arguments(found: Mapping[str, Any], *, train: bool) -> dict[str, bool]:
+    """Those parameters of a function that tell whether the network is trained, with their values."""
+    return {name: train == value for name, value in _TRAINING.items() if name in found}
+
+
+def check_callable(what: str, module: Any) -> None:
+    """Raises ConfigError for a module of a user that has no method `__call__`."""
+    if not callable(module):
+        name = type(module).__name__
+        raise ConfigError(f"{what}: {name} has no method __call__(self, inputs). Add one.")
+
+
+def called_on(inputs: Sequence[Any], *, train: bool) -> str:
+    """A sentence for messages about a call of a network."""
+    shapes = ", ".join(f"{x.dtype} {list(x.shape)}" for x in inputs)
+    return f"It was called on {shapes} {'in training' if train else 'in evaluation'}"
+
+
+def check_arrays(what: str | None, params: Params, state: ModelState) -> None:
+    """Raises ConfigError for a network without parameters, and for arrays that cannot be trained or kept.
+
+    Those are arrays of other dtypes, and a parameter and another array of the same name.
+    """
+    names = {_names(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
     if not jax.tree.leaves(params):
         raise ConfigError(f"{what or 'a network'}: it has no parameters, so there is nothing to train.")
     for path, one in jax.tree_util.tree_flatten_with_path(params)[0]:
@@ -187,6 +222,11 @@ def check_dtypes(what: str | None, params: Params, state: ModelState) -> None:
                 f"{what or 'a network'}: the variable {'/'.join(_names(path))} is {one.dtype}. What a network keeps "
                 "besides its parameters is averaged over the replicas, so it must be floating-point numbers: make it "
                 "so, or make it an nnx.Param, a constant, or a number that is computed in the call."
+            )
+        if _names(path) in names:
+            raise ConfigError(
+                f"{what or 'a network'}: a parameter and an array of the state are both named "
+                f"{'/'.join(_names(path))}, the name that --explain, --init-from and exports have for them. Rename one."
             )
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import pydantic
@@ -16,9 +16,9 @@ from jaxdl.errors import ConfigError
 from jaxdl.kinds import SOURCE
 from jaxdl.models.config import Model, check_dtype
 from jaxdl.models.functions import FunctionNetwork, blank, linen_network
-from jaxdl.models.network import Network
-from jaxdl.models.user_code import mode_arguments, parameters, required, takes_any, user_code
+from jaxdl.models.network import Network, mode_arguments
 from jaxdl.reference import Reference, as_json, resolved
+from jaxdl.user_code import check_given, check_known, parameters, takes_any, user_code
 
 _RNGS = "rngs"
 _LINEN = ("parent", "name")
@@ -63,6 +63,17 @@ class OwnModel(Model, kind=None):
 
     model_config = pydantic.ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, Argument]  # pyright: ignore[reportIncompatibleVariableOverride]
+    example: ClassVar[str]
+    """How to write one, for messages."""
+
+    def __init__(self, *args: Any, **values: Any) -> None:
+        cls = type(self)
+        for name in (*cls.by_position[: len(args)], "kind", SOURCE):
+            if args and name in values:
+                raise ConfigError(f"{cls.__name__}(..., {name}=...): jaxdl uses this name itself. Rename the argument.")
+        if missing := [name for name in cls.by_position[len(args) :] if name not in values]:
+            raise ConfigError(f"{cls.__name__} needs {' and '.join(missing)}. Set it in Python: {cls.example}.")
+        super().__init__(*args, **values)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -70,37 +81,30 @@ class OwnModel(Model, kind=None):
         return dict(self.__pydantic_extra__ or {})
 
     @property
-    def argument_types(self) -> dict[str, Any]:
-        """The types of the arguments that are options, by the types of their values."""
-        types: dict[type, Any] = {bool: bool, int: int | float, float: float, str: str}
-        return {name: types[type(one)] for name, one in self.arguments.items() if type(one) in types}
+    def further_options(self) -> dict[str, Any]:
+        """The arguments that are options of the command line, with their values: numbers, strings, True and False.
+
+        They are those that are given, and those that the user's code has a default for.
+        """
+        fields = {*type(self).model_fields, "kind", SOURCE}
+        defaults = {name: one.default for name, one in self._parameters().items() if name not in fields}
+        return {name: one for name, one in (defaults | self.arguments).items() if type(one) in (bool, int, float, str)}
+
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        """The parameters of the user's code that arguments are for."""
+        raise NotImplementedError
 
     def build(self, *args: Any, **sizes: Any) -> Callable[[nnx.Rngs], nnx.Module]:
         """Refused: `network` makes the network."""
         raise NotImplementedError(f"{type(self).__name__} makes no flax.nnx module by itself; call network()")
 
-    def _filled(self, name: str, wanted: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments among `wanted`, and those of the sizes that are wanted besides."""
-        own = {one: value for one, value in self.arguments.items() if one in wanted or takes_any(dict(wanted))}
+    def _filled(self, name: str, wanted: Mapping[str, Any], sizes: Mapping[str, Any], note: str = "") -> dict[str, Any]:
+        """The arguments among `wanted`, and those of the sizes that are wanted besides; `note` is for the message."""
+        own = {one: value for one, value in self.arguments.items() if one in wanted or takes_any(wanted)}
         given = {one: value for one, value in sizes.items() if one in wanted and one not in own} | own
-        missing = [one for one in required(dict(wanted)) if one not in given]
-        if missing:
-            raise ConfigError(
-                f"{self.users_name}: {name} needs {', '.join(missing)}, and the data gives only "
-                f"{', '.join(sizes)}. Give {'it' if len(missing) == 1 else 'them'} as in "
-                f"{type(self).__name__}(..., {missing[0]}=...)."
-            )
+        others = f", and the data gives only {', '.join(sizes)}{note}"
+        check_given(f"{self.users_name}: {name}", wanted, given, type(self).__name__, others)
         return given
-
-
-def _check_known(names: Sequence[str], wanted: Mapping[str, Any], what: str) -> None:
-    """Raises ValueError for arguments that a user's code does not take."""
-    known = [name for name in wanted if name not in (*_LINEN, _RNGS)]
-    for name in names:
-        if name not in known and not takes_any(dict(wanted)):
-            near = difflib.get_close_matches(name, known, n=1)
-            guess = f"Did you mean {near[0]}? " if near else ""
-            raise ValueError(f"{what} takes no argument {name}. {guess}It takes {', '.join(known) or 'none'}")
 
 
 class FromModule(OwnModel, kind="from_module"):
@@ -115,19 +119,18 @@ class FromModule(OwnModel, kind="from_module"):
     In `__call__(inputs, train)` the argument `train` (or `training`, `is_training`, `deterministic`) tells whether the
     network is trained; without one, `nnx.Module.train()` and `eval()` set the layers' mode. A parameter has logical
     axes if it is made with `kernel_metadata={"axes": ("embed", "mlp")}` and the like; otherwise `fsdp` splits its
-    largest dimension that it divides, and `tensor` keeps it whole. Each argument is an option: `--model.hidden 64`.
+    largest dimension that it divides, and `tensor` keeps it whole. Each argument that is given here, or has a default,
+    is an option if it is a number, a string, True or False: `--model.hidden 64`.
     """
+
+    by_position: ClassVar[tuple[str, ...]] = ("module",)
+    example: ClassVar[str] = "FromModule(Net, hidden=32)"
 
     module: Reference
     """The module's class, or a function that returns the module; its arguments are given beside it."""
 
-    def __init__(self, module: Any = None, /, **values: Any) -> None:
-        if module is not None:
-            _check_free(values, ("module",), "FromModule")
-            values["module"] = module
-        elif "module" not in values:
-            raise ConfigError("FromModule needs the class of a module: FromModule(Net, hidden=32). Set it in Python.")
-        super().__init__(**values)
+    def __init__(self, *args: Any, **values: Any) -> None:
+        super().__init__(*args, **values)  # Here so that type checkers know what is given by position.
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> FromModule:
@@ -139,8 +142,12 @@ class FromModule(OwnModel, kind="from_module"):
             )
         if _RNGS in self.arguments:
             raise ValueError("rngs: jaxdl makes the random keys, from --seed. Remove it")
-        _check_known(list(self.arguments), parameters(self._function), self._name)
+        check_known(self._name, self._parameters(), self.arguments)
         return self
+
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        found = parameters(self._function)
+        return {name: one for name, one in found.items() if name not in (*_LINEN, _RNGS)}
 
     @property
     def _function(self) -> Callable[..., Any]:
@@ -162,14 +169,13 @@ class FromModule(OwnModel, kind="from_module"):
         make, wanted = self._function, parameters(self._function)
         if "dtype" not in wanted and "dtype" not in self.arguments:
             check_dtype(self.users_name, sizes, self._name)
-        named = {name: one for name, one in wanted.items() if name not in (*_LINEN, _RNGS)}
-        arguments = self._filled(self._name, named, sizes)
+        arguments = self._filled(self._name, self._parameters(), sizes)
         is_nnx = isinstance(make, type) and issubclass(make, nnx.Module)
         takes_rngs = _RNGS in wanted or (is_nnx and takes_any(wanted))
         if takes_rngs or is_nnx:
             return Network(lambda rngs: make(**arguments, **({_RNGS: rngs} if takes_rngs else {})), self.users_name)
         made: list[Any] = []
-        with user_code(self.users_name):  # As shapes: what makes a module may make arrays.
+        with user_code(self.users_name, of=make):  # As shapes: what makes a module may make arrays.
             jax.eval_shape(lambda: made.append(make(**arguments)))
         if isinstance(made[0], linen.Module):
             return linen_network(made[0], inputs, self.users_name)
@@ -183,32 +189,35 @@ class FromFunctions(OwnModel, kind="from_functions"):
 
     where `init(key, ...)` returns the parameters, any pytree of float32 arrays, and `apply(params, inputs, ...)` the
     outputs. Either also gets those of its arguments that are given here, or that the data knows (`num_classes` and
-    `channels` of images, `vocab_size` of text), and `dtype`, the dtype of the computation. Other arguments of `init`
-    without a default are a batch of zeros.
+    `channels` of images, `vocab_size` of text), and `dtype`, the dtype of the computation. An argument of `init` with
+    the name of an input of `apply` is a batch of zeros.
 
     `apply` gets `train` if it has that argument, and a random key if it has `key` or `rng`: another one for each step,
     micro-batch and replica. With an argument `state`, `apply(params, state, inputs, ...)` returns `(outputs, state)`
     and `init` returns `(params, state)`; floating-point numbers that are averaged over the replicas.
     """
 
+    by_position: ClassVar[tuple[str, ...]] = ("init", "apply")
+    example: ClassVar[str] = "FromFunctions(init, apply)"
+
     init: Reference
     """The function that makes the parameters."""
     apply: Reference
     """The function that is the network."""
 
-    def __init__(self, init: Any = None, apply: Any = None, /, **values: Any) -> None:
-        if init is not None and apply is not None:
-            _check_free(values, ("init", "apply"), "FromFunctions")
-            values |= {"init": init, "apply": apply}
-        elif init is not None or not {"init", "apply"} <= values.keys():
-            raise ConfigError("FromFunctions needs two functions: FromFunctions(init, apply). Set them in Python.")
-        super().__init__(**values)
+    def __init__(self, *args: Any, **values: Any) -> None:
+        super().__init__(*args, **values)  # Here so that type checkers know what is given by position.
 
     @pydantic.model_validator(mode="after")
     def _fits(self) -> FromFunctions:
         init, apply = self._functions
-        _check_known(list(self.arguments), parameters(init) | parameters(apply), f"{init.__name__} or {apply.__name__}")
+        check_known(f"{init.__name__} or {apply.__name__}", self._parameters(), self.arguments)
         return self
+
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        init, apply = (list(parameters(one).items())[1:] for one in self._functions)
+        given = mode_arguments(dict(apply), train=True).keys() | {"state", *_KEYS}
+        return {name: one for name, one in init + apply if name not in given}
 
     @property
     def _functions(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -232,26 +241,32 @@ class FromFunctions(OwnModel, kind="from_functions"):
         keys = [name for name in _KEYS if name in free]
         modes = {name: free[name] for name in mode_arguments(free, train=True)}
         named = {name: one for name, one in free.items() if name not in modes and name not in keys}
-        arguments = self._filled(apply.__name__, named, sizes)
-        known = self.arguments.keys() | sizes.keys()
-        zeros = [name for name in required(dict(for_init)) if name not in known]
-        if zeros and len(zeros) != len(inputs):
-            zeros = []  # They are no inputs; the next line says that they are missing.
-        start = self._filled(init.__name__, {name: one for name, one in for_init if name not in zeros}, sizes)
+        arguments = self._filled(apply.__name__, named, sizes, f"; an argument {' or '.join(_KEYS)} is a random key")
+        read = [name for name, _ in for_apply[1 + has_state :]][: len(inputs)]
+        zeros = [name for name in read if name in dict(for_init) and name not in self.arguments]
+        note = f"; only {' and '.join(read)}, as {apply.__name__} calls its inputs, would be zeros" if read else ""
+        start = self._filled(init.__name__, {name: one for name, one in for_init if name not in zeros}, sizes, note)
 
         def make(key: jax.Array) -> tuple[Any, Any]:
-            made = init(key, **dict(zip(zeros, blank(inputs), strict=False)), **start)
+            batch = dict(zip(read, blank(inputs), strict=False))
+            made = init(key, **{name: batch[name] for name in zeros}, **start)
+            if has_state and not (isinstance(made, tuple) and len(made) == 2):
+                raise ConfigError(
+                    f"{what}: {init.__name__} returned {type(made).__name__}. Since {apply.__name__} has the argument "
+                    "state, return a pair: (params, state)."
+                )
             return made if has_state else (made, {})
 
         def run(params: Any, state: Any, inputs: Sequence[jax.Array], train: bool, key: jax.Array | None) -> Any:
             more = arguments | mode_arguments(modes, train=train) | dict.fromkeys(keys, key)
-            return apply(params, state, *inputs, **more) if has_state else (apply(params, *inputs, **more), state)
+            if not has_state:
+                return apply(params, *inputs, **more), state
+            made = apply(params, state, *inputs, **more)
+            if not (isinstance(made, tuple) and len(made) == 2):
+                raise ConfigError(
+                    f"{what}: it returned {type(made).__name__}. Since it has the argument state, return a pair: "
+                    "(outputs, state)."
+                )
+            return made
 
-        return FunctionNetwork(make, run, what, is_random=bool(keys))
-
-
-def _check_free(values: Mapping[str, Any], fields: Sequence[str], kind: str) -> None:
-    """Raises ConfigError for arguments whose names jaxdl uses itself."""
-    for name in (*fields, "kind", SOURCE):
-        if name in values:
-            raise ConfigError(f"{kind}(..., {name}=...): jaxdl uses this name itself. Rename the argument.")
+        return FunctionNetwork(make, run, what, is_random=bool(keys), written=(init, apply))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -19,8 +17,9 @@ from jaxdl.optim.own import is_transformation
 from jaxdl.optim.rates import Rates, num_counts, scale_by_factors
 from jaxdl.patterns import check_patterns, matches
 from jaxdl.sharding import LogicalAxes, Params
+from jaxdl.user_code import depends_on, user_code
 
-_PACKAGE = Path(__file__).parents[1]
+_UPDATE = "An update gets the gradients, its state and the parameters, no loss and no other function"
 
 
 def make_optimizer(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.GradientTransformationExtraArgs:
@@ -64,14 +63,16 @@ def _factors(factors: Mapping[str, float], shapes: Params) -> Any:
 def _checked(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.GradientTransformationExtraArgs:
     """The built optimizer, whose `init` and `update` have been traced. Raises ConfigError with what is wrong."""
     label = config.label
-    built = _tried(f"{label}: build()", lambda: config.build(axes))
+    with user_code(f"{label}: build()", of=config.build):
+        built = config.build(axes)
     if not is_transformation(built):
         raise ConfigError(
             f"{label}: build() returned {type(built).__name__}, not an optax transformation. Return one, such as "
             "optax.chain(optax.scale_by_adam(), jaxdl.optim.scale_by_learning_rate())."
         )
     optimizer = optax.with_extra_args_support(built)
-    state = _tried(f"{label}: init()", lambda: jax.eval_shape(optimizer.init, shapes))
+    with user_code(f"{label}: init()", of=built.init):
+        state = jax.eval_shape(optimizer.init, shapes)
     if num_counts(state) != 1:
         raise ConfigError(
             f"{label}: its chain has {num_counts(state) or 'no'} jaxdl.optim.scale_by_learning_rate(), and needs one: "
@@ -90,48 +91,16 @@ def _checked(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.Grad
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     trace = jax.make_jaxpr(update, return_shape=True)
-    jaxpr, (updates, new_state) = _tried(f"{label}: update()", lambda: trace(shapes, state, shapes, scalar))
+    with user_code(f"{label}: update()", _UPDATE, of=built.update):
+        jaxpr, (updates, new_state) = trace(shapes, state, shapes, scalar)
     _check_like(f"{label}: the updates differ from the parameters", updates, shapes, dtypes=False)
     _check_like(f"{label}: update() returns another state than init()", new_state, state, dtypes=True)
-    if not _uses(jaxpr.jaxpr, jaxpr.jaxpr.invars[-1]):
+    if not depends_on(jaxpr.jaxpr, jaxpr.jaxpr.invars[-1]):
         raise ConfigError(
             f"{label}: its updates do not depend on the learning rate, so --schedule and --optimizer.learning-rate "
             "would have no effect after the start. Choose another optimizer."
         )
     return optimizer
-
-
-def _uses(jaxpr: Any, variable: Any) -> bool:
-    """Whether a result of a jaxpr depends on one of its variables."""
-    needed = {id(one) for one in jaxpr.outvars}
-    for equation in reversed(jaxpr.eqns):
-        if needed.intersection(map(id, equation.outvars)):
-            needed.update(map(id, equation.invars))
-    return id(variable) in needed
-
-
-def _tried(what: str, call: Callable[[], Any]) -> Any:
-    """The result of a call into code that is not jaxdl's. Raises ConfigError for any error, with its place."""
-    try:
-        return call()
-    except ConfigError:
-        raise
-    except Exception as error:
-        lines = str(error).strip().splitlines()
-        said = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-        advice = ""
-        if isinstance(error, TypeError) and "required" in said:
-            advice = " An update gets the gradients, its state and the parameters, no loss and no other function."
-        raise ConfigError(f"{what} raised {said.rstrip('.')}{_place(error)}.{advice}") from None
-
-
-def _place(error: Exception) -> str:
-    """Where the user's own code raised an error, if it did: ` (mine.py, line 12)`."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if not path.is_relative_to(_PACKAGE) and "site-packages" not in path.parts and path.is_file():
-            return f" ({path.name}, line {frame.lineno})"
-    return ""
 
 
 def _check_like(what: str, found: Any, wanted: Any, *, dtypes: bool) -> None:

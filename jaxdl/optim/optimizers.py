@@ -7,10 +7,12 @@ Their state is float32 arrays shaped like the parameters, so it is sharded like 
 from __future__ import annotations
 
 import abc
+import inspect
 from typing import Annotated, Any
 
 import jax
 import optax
+import optax.contrib
 import pydantic
 
 from jaxdl.kinds import Choice
@@ -39,6 +41,21 @@ class Optimizer(Choice):
     def checked(self) -> bool:
         """Whether it is tried on shapes before it is used; jaxdl's own ones need not be."""
         return self.users_name is not None
+
+    @classmethod
+    def instead_of(cls, value: Any) -> str:
+        """See `Choice.instead_of`: how an optimizer of optax is given."""
+        if callable(getattr(value, "init", None)) and callable(getattr(value, "update", None)):
+            return (
+                ' An optax transformation cannot be written to config.json. Write Optax("adam", learning_rate=1e-3) '
+                "for optax.adam(1e-3), or Optax(make) with a function make(learning_rate) that returns it"
+            )
+        for prefix, module in (("", optax), ("contrib.", optax.contrib)):
+            if isinstance(value, str) and inspect.isfunction(getattr(module, value, None)):
+                name = prefix + value
+                command = f"python -m jaxdl.train --optimizer optax --optimizer.transformation {name}"
+                return f' {name} is an optimizer of optax: Optax("{name}"), or {command}.'
+        return ""
 
     def momentum_at(self, cycle: jax.Array) -> jax.Array | None:
         """The momentum of an update, where it changes over the run; `cycle` is the value of `Schedule.cycle`."""

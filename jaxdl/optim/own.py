@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import optax
@@ -20,6 +20,7 @@ from jaxdl.optim.optimizers import Optimizer
 from jaxdl.optim.rates import follow_rates
 from jaxdl.reference import Reference, as_json, resolved
 from jaxdl.sharding import LogicalAxes, is_names
+from jaxdl.user_code import check_given, check_known, parameters, takes_any
 
 MATRICES = "matrices"
 """The value of a mask that stands for all weights but biases and norms."""
@@ -40,6 +41,8 @@ class Optax(Optimizer, kind="optax"):
     it are a matrix.
     """
 
+    by_position: ClassVar[tuple[str, ...]] = ("transformation",)
+
     learning_rate: float = pydantic.Field(default=1e-3, gt=0, allow_inf_nan=False)
     """The peak learning rate; the schedule decides its course."""
     transformation: str | Reference = "adam"
@@ -47,15 +50,13 @@ class Optax(Optimizer, kind="optax"):
     arguments: dict[str, Any] = {}
     """Its further arguments, NAME=VALUE each."""
 
-    def __init__(self, transformation: str | Callable[..., Any] | None = None, /, **values: Any) -> None:
-        if transformation is not None:
-            values = {"transformation": transformation, **values}
+    def __init__(self, *args: Any, **values: Any) -> None:
         fields = {*type(self).model_fields, "kind", SOURCE}
         own = {name: value for name, value in values.items() if name in fields}
         arguments = {name: value for name, value in values.items() if name not in fields}
         if arguments:
             own["arguments"] = {**own.get("arguments", {}), **arguments}
-        super().__init__(**own)
+        super().__init__(*args, **own)
 
     @pydantic.field_validator("transformation", mode="after")
     @classmethod
@@ -83,32 +84,16 @@ class Optax(Optimizer, kind="optax"):
 
     @pydantic.model_validator(mode="after")
     def _arguments_fit(self) -> Optax:
-        takes = inspect.signature(self._factory).parameters
-        anything = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
-        if "learning_rate" not in takes and not anything:
+        takes = parameters(self._factory)
+        if "learning_rate" not in takes and not takes_any(takes):
             raise ValueError(
                 f"{self.label} has no argument learning_rate, so the schedule could not set it. Write a function of "
                 "learning_rate that returns the whole chain, such as def mine(learning_rate): return "
                 "optax.chain(optax.scale_by_adam(), optax.scale_by_learning_rate(learning_rate)), and give that: "
                 "Optax(mine)."
             )
-        for name in self.arguments.keys() - takes.keys() if not anything else ():
-            near = difflib.get_close_matches(name, takes, n=1)
-            raise ValueError(
-                f"{self.label} has no argument {name}. "
-                + (f"Did you mean {near[0]}? " if near else "")
-                + f"It takes {', '.join(takes)}."
-            )
-        given = {"learning_rate", *self.arguments}
-        required = [
-            name
-            for name, one in takes.items()
-            if one.default is one.empty
-            and one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-            and name not in given
-        ]
-        if required:
-            raise ValueError(f"{self.label} needs {' and '.join(required)}: Optax(..., {required[0]}=...).")
+        check_known(self.label, takes, self.arguments)
+        check_given(self.label, takes, {"learning_rate", *self.arguments}, "Optax")
         return self
 
     @property
@@ -133,7 +118,7 @@ class Optax(Optimizer, kind="optax"):
         return self._number("b1")
 
     def _number(self, name: str) -> float | None:
-        takes = inspect.signature(self._factory).parameters
+        takes = parameters(self._factory)
         found = self.arguments.get(name, takes[name].default if name in takes else None)
         return found if isinstance(found, int | float) else None
 
@@ -149,7 +134,7 @@ class Optax(Optimizer, kind="optax"):
             name: decay_mask(axes) if value == MATRICES and name.endswith("mask") else value
             for name, value in self.arguments.items()
         }
-        if _MUON in inspect.signature(factory).parameters and _MUON not in arguments:
+        if _MUON in parameters(factory) and _MUON not in arguments:
             arguments[_MUON] = _muon_dimensions(axes)
 
         def make(learning_rate: Any) -> optax.GradientTransformation:

@@ -49,8 +49,10 @@ from jaxdl.run.validate import (
     check_same_examples,
     check_tensor_dims,
     check_warmup,
+    fitted_task,
     idle_tensor,
     read_splits,
+    task_inputs,
 )
 from jaxdl.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names, named
 from jaxdl.state import TrainState, make_state_spec
@@ -157,8 +159,7 @@ def make_plan(
         parts = make_parts(experiment, splits.train.spec, mesh, timeline)
     reasons += idle_tensor(parts.network, mesh)
     check_memory(experiment, parts.state_spec, splits.train.spec)
-    has_norms = bool(jax.tree.leaves(parts.state_spec.shapes.model_state))
-    check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=has_norms)
+    check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=bool(parts.network.norms))
     begin_with, note = initial(parts.state_spec.abstract())
     reasons = (*reasons, note) if note else reasons
     plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with)
@@ -184,7 +185,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
             f"{experiment.model.kind} reads {experiment.model.modality}. {spec.advice(experiment.model.modality)}"
         )
     network = _network(experiment, spec)
-    task = experiment.task.fitted(spec, _outputs(experiment, network, spec))
+    task = fitted_task(experiment.task, spec, _outputs(experiment, network, spec))
     check_network(experiment, network, spec, mesh.shape[Axis.REPLICA])
     check_tensor_dims(experiment.sharding, network)
     trainable = make_trainable(experiment.step.freeze, network.param_shapes)
@@ -288,7 +289,7 @@ def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> G
 
 
 def _network(experiment: Experiment, spec: DataSpec) -> Network:
-    inputs = jax.eval_shape(lambda batch: experiment.task.inputs(batch, spec), spec.blank())
+    inputs = task_inputs(experiment.task, spec, spec.blank())
     return experiment.model.network(inputs, **spec.sizes(), dtype=experiment.precision.dtype)
 
 

@@ -19,6 +19,7 @@ from jaxdl.phases import Segment
 from jaxdl.run.build import Plan
 from jaxdl.state import replicated
 from jaxdl.step import TrainStep, make_train_step
+from jaxdl.user_code import user_code
 
 
 class StepFunctions(NamedTuple):
@@ -59,7 +60,8 @@ def compile_train_step(plan: Plan, segment: Segment | None = None) -> jax.stages
     """
     segment = segment or plan.timeline.segments[0]
     batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
-    lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
+    with user_code(plan.exchange.users_name):  # All else has been traced before.
+        lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
     mesh = plan.parts.layout.mesh
     return compiled(lowered, compiler_options(plan), mesh.shape, plan.experiment.compiler.links)
 

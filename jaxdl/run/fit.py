@@ -31,8 +31,8 @@ LARGEST_BATCH, SMALLEST_BATCH, STEPS_PER_EPOCH = 128, 8, 10
 
 def fit(
     model: Any,
-    *,
-    train: Any,
+    *others: Any,
+    train: Any = None,
     test: Any = None,
     loss: Any = None,
     metrics: Callable[..., Any] | None = None,
@@ -74,7 +74,7 @@ def fit(
 
     It raises what `jaxdl.train` does.
     """
-    data, num_examples, spec = _data(train, test)
+    data, num_examples, spec = _data(train, test, others)
     values = {"model": _model(model), "data": data, "task": _task(loss, metrics, model, spec)}
     values |= {"optimizer": _optimizer(optimizer), "batch_size": _batch_size(batch_size, num_examples)}
     values |= {"epochs": EPOCHS if epochs is None and steps is None else epochs, "steps": steps}
@@ -101,8 +101,13 @@ def _model(model: Any) -> Any:
     return FromModule(model) if callable(model) and not is_config else model
 
 
-def _data(train: Any, test: Any) -> tuple[Data, int | None, DataSpec | None]:
-    """(data, number of training examples, their specification), the last two where they are known."""
+def _data(train: Any, test: Any, others: tuple[Any, ...]) -> tuple[Data, int | None, DataSpec | None]:
+    """(data, number of training examples, their specification), the last two where they are known.
+
+    `others` were given by position.
+    """
+    if others or train is None:
+        raise ConfigError("fit: give the data by name: jaxdl.fit(Net, train=(x, y), test=(x_test, y_test)).")
     if isinstance(train, Data):
         if test is not None:
             raise ConfigError(f"test: data {train.kind} has its own held-out examples. Leave test out.")

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,10 +22,11 @@ from jaxdl.data import Data, DataSpec, PhotoSource, Splits
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.models import Network
-from jaxdl.models.user_code import user_code
 from jaxdl.optim import Schedule
 from jaxdl.sharding import STACKED, UNNAMED, ShardingConfig, has_names
 from jaxdl.state import StateSpec, TrainState
+from jaxdl.tasks import Task, check_task
+from jaxdl.user_code import taken, user_code
 
 
 def read_splits(data: Data) -> Splits:
@@ -40,11 +42,39 @@ def read_splits(data: Data) -> Splits:
 
 def built_schedule(schedule: Schedule, *, peak: float, total_steps: int, steps_per_epoch: float) -> tuple[Any, Any]:
     """(learning rate, cycle) as functions of the step. Raises ConfigError for a schedule that does not fit the run."""
-    with user_code(schedule.users_name):
-        learning_rate = schedule.build(peak=peak, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
-        cycle = schedule.cycle(total_steps=total_steps, steps_per_epoch=steps_per_epoch)
-        jax.eval_shape(lambda step: (learning_rate(step), cycle(step)), jnp.int32(0))
-    return learning_rate, cycle
+    length = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
+    what, found = schedule.users_name, []
+    calls = (("build", schedule.build, {"peak": peak, **length}), ("cycle", schedule.cycle, length))
+    for method_name, method, values in calls:
+        with user_code(what, of=method):
+            made: Any = method(**taken(method, values))
+        name = f"{what}: {method_name}()"
+        if what is not None and not callable(made):
+            raise ConfigError(f"{name} returned {made!r}. Return a function of the step, such as lambda step: peak.")
+        with user_code(what, of=made):
+            rate = jax.eval_shape(lambda step, made=made: jnp.asarray(made(step)), jnp.int32(0))
+        if rate.shape or not jnp.issubdtype(rate.dtype, jnp.floating):
+            raise ConfigError(f"{name}: of a step it is {rate.dtype} {list(rate.shape)}. Return one float32 number.")
+        found.append(made)
+    return found[0], found[1]
+
+
+def task_inputs(task: Task, spec: DataSpec, batch: Any) -> Any:
+    """The shapes of the network's inputs of a batch. Raises ConfigError when the task's `inputs` fails."""
+    with user_code(task.users_name, of=task.inputs):
+        return jax.eval_shape(lambda batch: task.inputs(batch, spec), batch)
+
+
+def fitted_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Task:
+    """The task as it is used with this data and a network, see `Task.fitted`. Raises ConfigError for one that fails.
+
+    `outputs(batch)` gives the shapes of the network's outputs.
+    """
+    with user_code(task.users_name):
+        fitted = task.fitted(spec, outputs)
+    if fitted.users_name is not None:
+        check_task(fitted, spec, outputs)
+    return fitted
 
 
 def check_warmup(experiment: Experiment, total_steps: int) -> None:
@@ -88,8 +118,8 @@ def check_norms(experiment: Experiment, num_replicas: int, *, has_norms: bool) -
     batches = experiment.evaluation.norm_batches
     if batches is not None and not has_norms:
         raise ConfigError(
-            f"--evaluation.norm-batches {batches}: model {experiment.model.kind} has no batch norm, so there is "
-            "nothing to estimate. Remove it."
+            f"--evaluation.norm-batches {batches}: {experiment.model.users_name or f'model {experiment.model.kind}'} "
+            "has no batch norm (nnx.BatchNorm), so there is nothing to estimate. Remove it."
         )
     span = getattr(experiment.model, "norm_span", None)
     if not has_norms or not isinstance(span, int):
@@ -111,7 +141,7 @@ def check_network(experiment: Experiment, network: Network, spec: DataSpec, num_
         return
     rows = max(1, experiment.batch_size // num_replicas // experiment.step.microbatches)
     batch = {name: jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for name, x in spec.blank().items()}
-    inputs = jax.eval_shape(lambda batch: experiment.task.inputs(batch, spec), batch)
+    inputs = task_inputs(experiment.task, spec, batch)
     wanted = experiment.task.output_shape(spec)
     for train in (True, False):
         apply = functools.partial(network.apply, train=train)

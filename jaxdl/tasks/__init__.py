@@ -3,9 +3,9 @@
 Means are taken after the sums, so they are exact on any mesh and for any split of the batch.
 """
 
-from jaxdl.tasks.base import Task
+from jaxdl.tasks.base import Task, check_task
 from jaxdl.tasks.classification import Classification
 from jaxdl.tasks.language import LanguageModelling
 from jaxdl.tasks.own import Loss
 
-__all__ = ["Classification", "LanguageModelling", "Loss", "Task"]
+__all__ = ["Classification", "LanguageModelling", "Loss", "Task", "check_task"]

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
 from jaxdl.kinds import Choice
+from jaxdl.user_code import type_of, user_code
+
+_NUM_ROWS = 2
+"""Examples of the batch on which a user's task is traced; an even number, since mixing takes pairs."""
 
 
 class Task(Choice):
@@ -91,3 +97,69 @@ class Task(Choice):
     @abc.abstractmethod
     def predictions(self, outputs: Any) -> Any:
         """What `Predictor.predict` returns, [batch, ...]: predicted probabilities, float32."""
+
+
+def check_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> None:
+    """Traces a user's task. Raises ConfigError if it fails, or if its sums or its metrics are not what they should be.
+
+    `outputs(batch)` gives the shapes of the network's outputs.
+    """
+    what = task.users_name
+    for name, example in (("best_metric", "loss"), ("best_mode", "min"), ("unit", "examples")):
+        if not hasattr(task, name):
+            raise ConfigError(f'{what}: it does not say its {name}. Add it to the class, such as {name} = "{example}".')
+    rows = {name: np.repeat(x, _NUM_ROWS, axis=0) for name, x in spec.blank().items()}
+    for train in (True, False):
+        with user_code(what, of=task.augmented):
+            batch = jax.eval_shape(task.augmented, rows, jax.random.key(0)) if train else rows
+        batch = batch if train else {**batch, "mask": spec.mask(np.ones(_NUM_ROWS, bool))}
+
+        def found(made: Any, batch: Any, train: bool = train) -> Any:
+            with user_code(what, of=task.sums):
+                sums = task.sums(made, batch, train=train)
+            _check_sums(f"{what}: sums(..., train={train})", sums)
+            with user_code(what, of=task.weight):
+                weight = task.weight(batch)
+            _check_scalar(f"{what}: weight()", weight)
+            return sums, weight
+
+        sums, _ = jax.eval_shape(found, outputs(batch), batch)
+        _check_metrics(task, spec, list(sums))
+
+
+def _check_sums(what: str, sums: Any) -> None:
+    if not isinstance(sums, Mapping):
+        raise ConfigError(f'{what} returned {type_of(sums)}. Return a dictionary of sums with "loss" and "weight".')
+    for name in ("loss", "weight"):
+        if name not in sums:
+            raise ConfigError(f'{what} returned {", ".join(map(str, sums)) or "nothing"}, without "{name}". Add it.')
+    for name, value in sums.items():
+        _check_scalar(f"{what}: {name!r}", value)
+    if not jnp.issubdtype(sums["loss"].dtype, jnp.floating):
+        raise ConfigError(f"{what}: 'loss' is {sums['loss'].dtype}. It must be float32, to have a gradient.")
+
+
+def _check_scalar(what: str, value: Any) -> None:
+    if not hasattr(value, "dtype") or not hasattr(value, "shape"):
+        raise ConfigError(f"{what} is {type_of(value)}, not an array. Return a float32 scalar, such as jnp.sum(...).")
+    if value.shape != () or value.dtype == bool:
+        raise ConfigError(
+            f"{what} is {value.dtype} {list(value.shape)}, not a float32 scalar. Sum it over the examples that count: "
+            'jnp.sum(jnp.where(batch["mask"], x, 0)), where the batch has a mask.'
+        )
+
+
+def _check_metrics(task: Task, spec: DataSpec, names: list[str]) -> None:
+    """Raises ConfigError if `metrics` asks for a sum that is not there, or has no `best_metric`."""
+    what, found = task.users_name, None
+    # Sums that are made up may be impossible together, so that a variance is negative: that says nothing.
+    with user_code(what, f"The sums are {', '.join(names)}"), contextlib.suppress(ArithmeticError, ValueError):
+        found = task.metrics(dict.fromkeys(names, 1.0), spec)
+    if found is None:
+        return
+    if not isinstance(found, Mapping) or task.best_metric not in found:
+        given = ", ".join(found) if isinstance(found, Mapping) else type_of(found)
+        raise ConfigError(
+            f"{what}: metrics() returned {given}, without best_metric = {task.best_metric!r}. Return it, or name "
+            "another one."
+        )

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 import jax
@@ -18,6 +16,7 @@ from jaxdl.data import DataSpec
 from jaxdl.reference import Reference
 from jaxdl.tasks.base import Task
 from jaxdl.tasks.classification import counted_weight
+from jaxdl.user_code import defined_at, type_of, user_code
 
 Arrays = Mapping[str, Any]
 _ALIASES = {"x": "image", "y": "label"}
@@ -42,6 +41,8 @@ class Loss(Task, kind="loss"):
     this order; images are normalized. In JSON and on the command line the two are `input_names` and `metric_fn`.
     """
 
+    by_position: ClassVar[tuple[str, ...]] = ("fn",)
+
     fn: Reference | None = None
     """The function `fn(outputs, batch)`."""
     input_names: tuple[str, ...] = ()
@@ -57,8 +58,6 @@ class Loss(Task, kind="loss"):
     _outputs: Callable[[Arrays], Any] | None = pydantic.PrivateAttr(default=None)
 
     def __init__(self, *args: Any, **values: Any) -> None:
-        if len(args) == 1 and "fn" not in values:
-            args, values = (), {"fn": args[0], **values}
         for short, name in (("inputs", "input_names"), ("metrics", "metric_fn")):
             if short in values:
                 values[name] = values.pop(short)
@@ -172,16 +171,19 @@ class Loss(Task, kind="loss"):
         half = _ROWS // 2
         run = jax.jit(lambda outputs, batch: self.sums(outputs, batch, train=True))
         every = np.ones(_ROWS, bool)
+        others = np.arange(_ROWS) > 0
+        before = run(*some(0, _ROWS, others))
+        after = run(*_with_another_first(some(0, _ROWS, others)))
         one, other = run(*some(0, half, every[:half])), run(*some(half, _ROWS, every[half:]))
         masked, whole = run(*some(0, _ROWS, np.arange(_ROWS) < half)), run(*some(0, _ROWS, every))
         of_loss = set(jax.eval_shape(lambda: self._of_loss(outputs, rows)))
         for name in whole:
             where = _place(self.fn if name in of_loss else self.metric_fn)
-            if _differ(masked[name], one[name]):
+            if _differ(before[name], after[name]) or _differ(masked[name], one[name]):
                 raise ConfigError(
                     f"{where}: {name!r} depends on examples that batch['mask'] leaves out, so the padding of an "
                     "evaluation would count. The number of an example may depend on that example alone, and a sum must "
-                    "leave out the others: jnp.sum(jnp.where(batch['mask'], losses, 0))."
+                    f"leave out the others: jnp.sum(jnp.where(batch['mask'], losses, 0)).{_broadcast(outputs, rows)}"
                 )
             if _differ(whole[name], one[name] + other[name]):
                 raise ConfigError(
@@ -213,29 +215,22 @@ def _called(function: Any, outputs: Any, batch: Arrays) -> Any:
     """What the function returns for a batch. Raises ConfigError for what it raises."""
     seen = {short: batch[name] for short, name in _ALIASES.items() if name in batch} | dict(batch)
     seen["mask"] = _mask(batch)
-    try:
+    given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in jax.tree.leaves(outputs))
+    shown = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in seen.items())
+    with user_code(function.__qualname__, f"It got the outputs {given} and a batch of {shown}", of=function):
         return function(outputs, seen)
-    except ConfigError:
-        raise
-    except Exception as error:  # Of the user's function, any.
-        shown = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in seen.items())
-        given = ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(outputs))
-        text = str(error).split("\n", 1)[0]
-        raise ConfigError(
-            f"{_place(function, error)}: {type(error).__name__}: {text} (outputs {given}; batch {shown})"
-        ) from error
 
 
 def _summed(found: Any, mask: jax.Array, function: Any) -> dict[str, jax.Array]:
     """Each value summed over the examples that count. Raises ConfigError for values of another shape."""
     if not isinstance(found, Mapping):
-        raise ConfigError(f"{_place(function)}: it returns {type(found).__name__}, not a dictionary of metrics.")
+        raise ConfigError(f"{_place(function)}: it returns {type_of(found)}, not a dictionary of metrics.")
     sums: dict[str, jax.Array] = {}
     for name, value in found.items():
         try:
             array = jnp.asarray(value)
         except (TypeError, ValueError):
-            what = "nothing: is there a return?" if value is None else f"{type(value).__name__}, not an array."
+            what = "nothing: is there a return?" if value is None else f"{type_of(value)}, not an array."
             raise ConfigError(f"{_place(function)}: {name!r} is {what}") from None
         if array.shape not in ((), mask.shape) or (array.shape == () and found.keys() == {"loss"}):
             given = "a scalar" if array.shape == () else f"of shape {list(array.shape)}"
@@ -248,14 +243,9 @@ def _summed(found: Any, mask: jax.Array, function: Any) -> dict[str, jax.Array]:
     return sums
 
 
-def _place(function: Any, error: BaseException | None = None) -> str:
-    """`my_loss (mine.py, line 12)`: where a function is, or where in its file an error was raised."""
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return function.__qualname__
-    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
-    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename] or [code.co_firstlineno]
-    return f"{function.__qualname__} ({Path(code.co_filename).name}, line {lines[-1]})"
+def _place(function: Any) -> str:
+    """`my_loss (/home/ada/mine.py:12)`: where a function is defined."""
+    return f"{function.__qualname__} ({defined_at(function) or function.__module__})"
 
 
 def _random_rows(spec: DataSpec) -> dict[str, np.ndarray]:
@@ -270,6 +260,31 @@ def _random_like(shapes: Any) -> Any:
     """Values of these shapes that can be logits, predictions or probabilities."""
     random = np.random.default_rng(1)
     return jax.tree.map(lambda x: jnp.asarray(random.uniform(0.1, 0.9, x.shape), x.dtype), shapes)
+
+
+def _with_another_first(values: Any) -> Any:
+    """A tree of arrays [_ROWS, ...] with another legal value at each place of their first rows, and all others."""
+
+    def changed(x: Any) -> Any:
+        if np.ndim(x) == 0 or len(x) != _ROWS:
+            return x
+        x = np.array(x)
+        x[0] = x[0] == 0 if x.dtype.kind in "biu" else 1 - x[0]
+        return x
+
+    outputs, batch = values
+    return jax.tree.map(changed, outputs), {**jax.tree.map(changed, batch), "mask": batch["mask"]}
+
+
+def _broadcast(outputs: Any, rows: Arrays) -> str:
+    """A sentence on outputs [batch, 1], which combine with labels [batch] to [batch, batch]; empty without such."""
+    columns = [x for x in jax.tree.leaves(outputs) if x.shape == (_ROWS, 1)]
+    if not columns or not any(np.shape(x) == (_ROWS,) for x in rows.values()):
+        return ""
+    return (
+        f" The outputs are [{_ROWS}, 1], and together with an array [{_ROWS}] make [{_ROWS}, {_ROWS}]: take "
+        "outputs[:, 0]."
+    )
 
 
 def _differ(one: jax.Array, other: jax.Array) -> bool:
