@@ -263,7 +263,7 @@ def test_a_model_that_fails_is_one_message(model, message):
 
 MINE = """
 import jax, jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 import jaxdl
 from jaxdl.data import SyntheticImages
 
@@ -281,6 +281,17 @@ class Nan(Net):
     def __call__(self, image):
         return super().__call__(image) * jnp.nan
 
+class LinenNan(linen.Module):
+    @linen.compact
+    def __call__(self, image):
+        return linen.Dense(4)(image.reshape(len(image), -1)) * jnp.nan
+
+def init(key, image):
+    return {"kernel": jax.random.normal(key, (64, 4))}
+
+def apply(params, image):
+    return image.reshape(len(image), -1) @ params["kernel"] * jnp.nan
+
 class NoBuild(jaxdl.Model):
     pass
 
@@ -297,6 +308,8 @@ def made(model):
 
 def raises(): return made(jaxdl.FromModule(Raises))
 def nan(): return made(jaxdl.FromModule(Nan))
+def linen_nan(): return made(jaxdl.FromModule(LinenNan))
+def functions_nan(): return made(jaxdl.FromFunctions(init, apply))
 def no_build(): return made(NoBuild())
 def fails(): return made(Fails())
 """
@@ -307,8 +320,10 @@ def fails(): return made(Fails())
     [
         ("raises", r"model Raises \(.*mine.py:14\): TypeError: dot_general", 2),
         ("no_build", r"NoBuild does not define build\(\), which every model needs", 2),
-        ("fails", r"model fails \(.*mine.py:25\): RuntimeError: not today\.", 2),
+        ("fails", r"model fails \(.*mine.py:36\): RuntimeError: not today\.", 2),
         ("nan", "not finite", 3),
+        pytest.param("linen_nan", "not finite", 3, marks=pytest.mark.slow),
+        pytest.param("functions_nan", "not finite", 3, marks=pytest.mark.slow),
     ],
 )
 def test_the_command_prints_it(capsys, tmp_path, function, message, code):
