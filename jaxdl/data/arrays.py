@@ -267,7 +267,8 @@ def like(value: Any, spec: DataSpec, what: str) -> Source:
     if not isinstance(spec, ArraySpec):
         sizes = spec.sizes()
         num_classes = sizes.get("num_classes") or sizes.get("vocab_size")
-        return Arrays(train=examples, test=examples, num_classes=num_classes).build().test
+        given = {"train": examples, "test": examples, "num_classes": num_classes}
+        return Arrays.model_validate(given).build().test
     found = {one.name: one for one in _fields(rows)}
     for name, trained in spec.by_name.items():
         one = found.get(name)
