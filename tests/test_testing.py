@@ -225,7 +225,7 @@ def test_rounding_that_is_not_unbiased():
     [
         (Dense, "is not the config of a gradient exchange"),
         (Auto(), "is not the config of a gradient exchange"),
-        (TopK(dense_names=("embed",)), "--exchange.dense-names embed: no gradient has such a name"),
+        (TopK(dense_names=("embed",)), "exchange.dense_names embed: no gradient has such a name"),
     ],
 )
 def test_what_cannot_be_checked(given, words):
