@@ -290,7 +290,7 @@ def test_who_is_here_is_sent_once_for_all_that_came_together(monkeypatch):
         ("DEADLINE_EXCEEDED: GetKeyValue() timed out", True, "", RuntimeError, "DEADLINE_EXCEEDED"),
         ("backend 'cuda': INTERNAL: no device", True, "", ClusterError, "on the devices of this host: backend 'cuda'"),
         ("backend 'tpu': UNAVAILABLE: later", False, "tpu", ClusterError, "UNAVAILABLE: later"),
-        ("backend 'cuda': INTERNAL: no device", False, "", ConfigError, "no device. Give --devices N"),
+        ("backend 'cuda': INTERNAL: no device", False, "", ConfigError, "no device. Give mesh.cpu_devices=N"),
         ("'x' is not in the list of known backends: []", True, "x", ConfigError, "JAX_PLATFORMS=x: 'x' is not in"),
     ],
 )
