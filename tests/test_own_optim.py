@@ -266,7 +266,10 @@ def test_what_an_optimizer_that_averages_refuses(own):
     free = {"transformation": own.free, "b1": 0.9}
     for changes, message in (
         ({"step": {"ema_decay": 0.9}, "optimizer": Optax(**free)}, r"step.ema_decay=0.9: free averages the parameters"),
-        ({"optimizer": Optax(**free, rate_factors={"head": 2.0})}, r"optimizer.rate_factors: free averages the parameters"),
+        (
+            {"optimizer": Optax(**free, rate_factors={"head": 2.0})},
+            r"optimizer.rate_factors: free averages the parameters",
+        ),
     ):
         with pytest.raises(ConfigError, match=message):
             train(small(**changes))
