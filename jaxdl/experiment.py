@@ -213,7 +213,7 @@ def _from_run(path: Path, option: str = "--config ") -> Experiment:
     try:
         return Experiment.from_json(path.read_text(encoding="utf-8"))
     except (ConfigError, ValueError) as error:
-        raise ConfigError(f"{option}{path}: not the config.json of a run of this version: {error}") from None
+        raise ConfigError(f"{option}{path} cannot be used: {error}") from None
     except OSError as error:
         raise ConfigError(f"{option}{path}: cannot be read: {error.strerror}.") from None
 

@@ -151,7 +151,7 @@ def losses(workdir):
 
 
 def train(workdir, experiment, *sizes):
-    run = jaxdl.train(on(experiment, *sizes), workdir, quiet=True, devices=jax.devices()[: np.prod(sizes)])
+    run = jaxdl.train(on(experiment, *sizes), workdir, devices=jax.devices()[: np.prod(sizes)])
     assert run.state is not None
     return run.state
 

@@ -74,7 +74,7 @@ def train(workdir, actions=None):
             nothing_is_written()
             actions[info.step]()
 
-    return jaxdl.train(EXPERIMENT, workdir, quiet=True, devices=ONE, on_step=[act])
+    return jaxdl.train(EXPERIMENT, workdir, devices=ONE, on_step=[act])
 
 
 @pytest.mark.parametrize("leave_bytes", [0, 100_000], ids=["full", "full while it is written"])

@@ -275,9 +275,7 @@ def test_gradients_that_are_worth_compressing_on_one_mesh_alone(tmp_path):
 
 def train(workdir, experiment, sizes):
     mesh = MeshConfig(**dict(zip(("replica", "fsdp", "tensor"), sizes, strict=True)))
-    return jaxdl.train(
-        experiment.replaced({"mesh": mesh}), workdir, quiet=True, devices=jax.devices()[: np.prod(sizes)]
-    )
+    return jaxdl.train(experiment.replaced({"mesh": mesh}), workdir, devices=jax.devices()[: np.prod(sizes)])
 
 
 @pytest.mark.slow

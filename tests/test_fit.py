@@ -15,6 +15,7 @@ from runs import assert_bit_equal
 import jaxdl
 from jaxdl import Arrays, Experiment, FromModule, Loss
 from jaxdl.data import SyntheticImages
+from jaxdl.data.labels import class_numbers
 from jaxdl.mesh import MeshConfig
 from jaxdl.optim import AdamW
 
@@ -83,6 +84,13 @@ SQUARES = {"train": TRAIN, "test": TEST, "loss": squares, "metrics": mean_error,
            "report.curves": False}  # fmt: skip
 
 
+def labelled(number):
+    """Training data for classification with one label that is this number."""
+    y = np.zeros(90, np.int64)
+    y[7] = number
+    return {"train": (TRAIN[0], y), "test": (TRAIN[0], y), "loss": None, "metrics": None}
+
+
 @pytest.fixture(scope="module")
 def fitted():
     return jaxdl.fit(Net, **SQUARES)
@@ -111,17 +119,60 @@ def test_what_was_fitted_predicts_and_is_evaluated(fitted):
         np.testing.assert_allclose(found["loss"], (differences**2).sum(axis=1).mean(), rtol=1e-5)
         np.testing.assert_allclose(found["error"], np.abs(differences).mean(), rtol=1e-5)
     assert fitted.metrics["loss"] < fitted.history["train/loss"][0], "it has learned"
+    assert repr(fitted).startswith(f"Run(finished step 17 of 17, error {fitted.metrics['error']:.4g}, loss ")
+    assert len(repr(fitted)) < 120, "it is what a cell shows that ends with it"
 
 
 def test_class_numbers_make_a_classifier_and_a_tenth_is_held_out(capsys):
-    x, y = TRAIN
-    run = jaxdl.fit(Net, train=(x, y.argmax(axis=1)), steps=1, optimizer="adam", learning_rate=0.01, quiet=True)
+    x, y = TRAIN[0], TRAIN[1].argmax(axis=1)
+    run = jaxdl.fit(Net, train=(x, np.eye(3)[y]), steps=1, optimizer="adam", learning_rate=0.01)
     assert "test is not given: 9 of the 90 training examples, chosen at random, are held out" in capsys.readouterr().out
     assert set(run.metrics) == {"loss", "accuracy"}
     np.testing.assert_allclose(run.predict(x).sum(axis=1), 1, rtol=1e-5)
     experiment = run.plan.experiment
     assert (experiment.batch_size, experiment.optimizer.label) == (8, "optax.adam")
     assert experiment.optimizer.learning_rate == 0.01
+    found = run.evaluate((x, np.eye(3)[y]))
+    assert found == run.evaluate((x, y)) == run.evaluate((x, y[:, None]))
+    assert found["accuracy"] == np.mean(run.predict(x).argmax(axis=1) == y)
+    for wrong, message in (((x, y), r"a tuple of 2\. Give the input alone, without labels: predict\(x\)"),
+                           ([[1, 2], [3]], "differ in shape")):  # fmt: skip
+        with pytest.raises(jaxdl.ConfigError, match=message):
+            run.predict(wrong)
+
+
+def test_a_quiet_run_prints_its_warnings_alone(capsys):
+    """Also those that are known before the run begins."""
+    x = TRAIN[0].copy()
+    x[3, 1] = np.nan
+    jaxdl.fit(Net, **SQUARES | {"train": (x, TRAIN[1]), "epochs": None, "steps": 1})
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("train: x has NaN in 1 of 90 rows\n")
+
+
+NUMBERS = np.array([2, 0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    ("labels", "numbers", "num_classes"),
+    [
+        (NUMBERS, NUMBERS, None),
+        (NUMBERS[:, None], NUMBERS, None),
+        (np.eye(4)[NUMBERS], NUMBERS, 4),
+        (np.eye(4, dtype=bool)[NUMBERS], NUMBERS, 4),
+        (NUMBERS > 1, [1, 0, 0, 1], 2),
+        (NUMBERS[:, None] > 1, [1, 0, 0, 1], 2),
+        (NUMBERS.astype(float), NUMBERS.astype(float), None),
+        (np.eye(4)[NUMBERS] * 0.9, np.eye(4)[NUMBERS] * 0.9, None),
+        (np.ones((4, 2), int), np.ones((4, 2), int), None),
+    ],
+)
+def test_labels_become_class_numbers_where_that_is_certain(labels, numbers, num_classes):
+    found, count = class_numbers(labels)
+    assert np.array_equal(found, numbers)
+    assert count == num_classes
+    assert (found is labels) == (labels.shape == np.shape(numbers) and labels.dtype != bool)
 
 
 def test_an_interrupted_cell_gives_the_run_so_far_and_goes_on(tmp_path, fitted, monkeypatch, capsys):
@@ -134,7 +185,8 @@ def test_an_interrupted_cell_gives_the_run_so_far_and_goes_on(tmp_path, fitted, 
     run = jaxdl.fit(Net, **SQUARES, workdir=tmp_path, on_step=interrupt)
     assert int(run.state.step) == 5
     assert run.predict(TEST[0]).shape == (19, 3)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("SIGINT: stopped at step 5; saved in ")
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("SIGINT: stopped at step 5; saved in "), "it is quiet otherwise"
     run = jaxdl.fit(Net, **SQUARES, workdir=tmp_path)
     assert_bit_equal(*(jax.tree.map(np.asarray, one.state) for one in (run, fitted)))
 
@@ -144,11 +196,19 @@ def test_an_interrupted_cell_gives_the_run_so_far_and_goes_on(tmp_path, fitted, 
     [
         ({"model": Net(nnx.Rngs(0))}, r"model: an object of Net; give its class, or FromModule\(Net"),
         ({"loss": None, "metrics": None}, r"loss: it is not given, .* y float32 \[3\] holds no class numbers"),
+        ({"train": {"x": TRAIN[0]}, "loss": None, "metrics": None}, r"Class numbers are an array y \(or label\)"),
+        (labelled(-1), r"y int64 \[\] holds no class numbers\. It has numbers below 0"),
+        (labelled(10**9), r"y int64 \[\] holds no class numbers\. It has numbers below 0, or larger"),
         ({"loss": None}, "metrics: they are those of the task"),
         ({"train": SyntheticImages()}, "test: data synthetic_images has its own held-out examples"),
         ({"optimizer": "adamm"}, "adamm"),
         ({"optimizer.learning_rat": 1.0}, r"Did you mean optimizer\.learning_rate"),
-        ({"batch_sizes": 1}, "batch_sizes: there is no such field"),
+        ({"batch_sizes": 1}, r"batch_sizes: there is no such argument.* Did you mean batch_size\?"),
+        ({"learning_rte": 1}, r"Did you mean learning_rate\?"),
+        ({"validation": TEST}, r"Did you mean test\?"),
+        ({"weight_decay": 0.1}, r"Did you mean optimizer\.weight_decay\?"),
+        ({"hidden": 8}, r"hidden: an argument of the model\. Give model FromModule\(Net, hidden=8\)"),
+        ({"init_from": "nowhere"}, "init_from nowhere: there is no run in this folder"),
     ],
 )
 def test_mistakes(changes, message):

@@ -95,7 +95,7 @@ def test_a_run_keeps_what_it_began_with(source, tmp_path, capsys):
     over = experiment.replaced({"checkpoint.start_over": True})
     shutil.rmtree(step_dir(workdir, 1))
     jaxdl.train(over, workdir, quiet=True, max_steps=1, init_from=InitFrom(source.workdir, checkpoint=2))
-    jaxdl.train(over, workdir, quiet=True, max_steps=1, init_from=InitFrom(source.workdir, checkpoint=4))
+    jaxdl.train(over, workdir, max_steps=1, init_from=InitFrom(source.workdir, checkpoint=4))
     assert f"{source.workdir}: no effect, the run goes on from its own" in capsys.readouterr().out
     shutil.rmtree(step_dir(workdir, 1))
     again = jaxdl.train(over, workdir, quiet=True, max_steps=1, init_from=InitFrom(source.workdir, checkpoint=4))
@@ -108,7 +108,7 @@ def test_a_resumed_run_goes_on_from_its_own_checkpoint(source, tmp_path, capsys)
     workdir = shutil.copytree(source.workdir, tmp_path / "run")
     shutil.rmtree(step_dir(workdir, 4))
     (workdir / MARK_FILE).unlink()
-    run = jaxdl.train(EXPERIMENT, workdir, quiet=True, init_from=source.workdir)
+    run = jaxdl.train(EXPERIMENT, workdir, init_from=source.workdir)
     assert "resumed from the checkpoint at step 2" in (printed := capsys.readouterr().out)
     assert "no effect" in printed
     assert_bit_equal(run.state, source.state)

@@ -34,7 +34,7 @@ EXPERIMENT = tiny_experiment(
 
 
 def train(experiment, workdir=None, **options):
-    return jaxdl.train(experiment, workdir, quiet=True, devices=TWO, **options)
+    return jaxdl.train(experiment, workdir, devices=TWO, **options)
 
 
 def as_numpy(run):

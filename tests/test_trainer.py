@@ -53,7 +53,7 @@ def finished(tmp_path_factory):
     jax.config.update("jax_log_compiles", True)
     try:
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            run = jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
+            run = jaxdl.train(TINY, workdir, devices=FOUR)
     finally:
         jax.config.update("jax_log_compiles", False)
         logger.removeHandler(handler)
@@ -136,7 +136,7 @@ def contents(workdir):
 def test_a_finished_run_started_again_does_nothing(finished, capsys):
     run, workdir, _ = finished
     before = contents(workdir)
-    again = jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
+    again = jaxdl.train(TINY, workdir, devices=FOUR)
     assert again.metrics == run.metrics
     assert again.summary == run.summary
     assert f"workdir    {workdir}, resumes from step 12\n" in capsys.readouterr().out

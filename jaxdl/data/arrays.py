@@ -18,7 +18,7 @@ from jaxdl.data.spec import INPUTS, LABELS, ArrayInfo, ArraySpec, DataSpec, Imag
 from jaxdl.fields import SOURCE
 from jaxdl.reference import Reference, described, resolved
 
-_ALWAYS_CLASSES = 1000
+ALWAYS_CLASSES = 1000
 """Whole numbers below this are class numbers even if there are fewer examples."""
 _RENAMED = {"image": "x", "label": "y"}
 """Arrays of images -> their other names."""
@@ -209,7 +209,7 @@ class Arrays(Data, kind="arrays"):
         if count is None:
             columns = [rows.every(info.name) for rows in (train, test)]
             count = max(int(column.max()) for column in columns) + 1
-            if min(int(column.min()) for column in columns) < 0 or count > max(len(train), _ALWAYS_CLASSES):
+            if min(int(column.min()) for column in columns) < 0 or count > max(len(train), ALWAYS_CLASSES):
                 return info
         return dataclasses.replace(info, num_classes=count)
 
@@ -225,8 +225,13 @@ def _divided(rows: Rows, test_fraction: float, seed: int) -> tuple[Rows, Rows]:
     if len(rows) < 2:
         raise ConfigError(f"{rows.what}: one example cannot be divided into training and held-out data.")
     order = np.random.Generator(np.random.Philox(seed)).permutation(len(rows))
-    count = min(max(round(len(rows) * test_fraction), 1), len(rows) - 1)
+    count = num_held_out(len(rows), test_fraction)
     return Part(rows, np.sort(order[count:])), Part(rows, np.sort(order[:count]))
+
+
+def num_held_out(num_examples: int, test_fraction: float) -> int:
+    """How many of some examples are held out."""
+    return min(max(round(num_examples * test_fraction), 1), num_examples - 1)
 
 
 def _fields(rows: Rows) -> tuple[ArrayInfo, ...]:

@@ -24,6 +24,9 @@ _NUMBERS = "biufc"
 class Rows(abc.ABC):
     """Examples by index; `what` names them in messages."""
 
+    arrays: Mapping[str, np.ndarray] | None = None
+    """The arrays by name, if all examples are in memory."""
+
     def __init__(self, what: str) -> None:
         self.what = what
 
@@ -71,6 +74,8 @@ class Rows(abc.ABC):
 
 class Columns(Rows):
     """Arrays in memory, all of the same length: a dictionary of them, a pair (x, y), one array."""
+
+    arrays: Mapping[str, np.ndarray]
 
     def __init__(self, arrays: Mapping[str, np.ndarray], what: str, said: Sequence[str] = ()) -> None:
         """`said` are notes on how they were read."""

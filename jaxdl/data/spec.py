@@ -109,7 +109,7 @@ class ImageSpec(DataSpec):
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """Images uint8 [batch, height, width, channel], of the size that the network was trained on."""
         del names
-        images, wanted = np.asarray(values), (self.height, self.width, self.channels)
+        images, wanted = _one_array(values, what), (self.height, self.width, self.channels)
         if (*images.shape[1:], 1) == wanted:  # Grey images may lack the dimension of the channel.
             images = images[..., None]
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != wanted:
@@ -148,7 +148,7 @@ class TextSpec(DataSpec):
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """Integers [batch, length], at most `length` of them."""
         del names
-        tokens = np.asarray(values)
+        tokens = _one_array(values, what)
         if tokens.dtype.kind not in "iu" or tokens.ndim != 2 or not 0 < tokens.shape[1] <= self.length:
             raise ConfigError(
                 f"{what}: got {tokens.dtype} {list(tokens.shape)}; this network reads integers [batch, length], at "
@@ -159,6 +159,16 @@ class TextSpec(DataSpec):
     def mask(self, valid: np.ndarray) -> np.ndarray:
         """One entry for each target: bool [batch, length]."""
         return np.repeat(valid[:, None], self.length, axis=1)
+
+
+def _one_array(values: Any, what: str) -> np.ndarray:
+    """The array of one input that a user gave. Raises ConfigError when it is several, or of several shapes."""
+    if isinstance(values, tuple):
+        raise ConfigError(f"{what}: got a tuple of {len(values)}. Give the input alone, without labels: {what}(x).")
+    try:
+        return np.asarray(values)
+    except ValueError:
+        raise ConfigError(f"{what}: the inputs differ in shape. Pad or crop them to one shape.") from None
 
 
 def with_targets(tokens: Any, library: Any) -> Any:
@@ -308,7 +318,7 @@ class ArraySpec(DataSpec):
             values = dict(zip(names, several, strict=True))
         if missing := [name for name in names if name not in values]:
             raise ConfigError(f"{what}: there is no {missing[0]}; this network reads {', '.join(names)}.")
-        found = {name: np.asarray(values[name]) for name in names}
+        found = {name: _one_array(values[name], what) for name in names}
         for name, array in found.items():
             info = self.by_name[name]
             if array.dtype.kind not in "biufc" or array.ndim == 0 or array.shape[1:] != info.shape:

@@ -112,9 +112,10 @@ class FromModule(OwnModel, kind="from_module"):
 
         model = FromModule(Net, hidden=32)
 
-    where `class Net(nnx.Module)` is made as `Net(hidden=32, rngs=rngs)`. Of what the data knows (`num_classes` and
-    `channels` of images, `vocab_size` of text) and of `dtype`, the dtype of the computation, the constructor gets those
-    arguments that it takes; `rngs` it always gets. A function that returns a module does as well as a class.
+    where `class Net(nnx.Module)` is made as `Net(hidden=32, rngs=rngs)`. Of what the data knows (`num_classes`, and
+    `channels` of images, `num_features` of arrays [example, feature], `vocab_size` of text) and of `dtype`, the dtype
+    of the computation, the constructor gets those arguments that it takes; `rngs` it always gets. A function that
+    returns a module does as well as a class.
 
     In `__call__(inputs, train)` the argument `train` (or `training`, `is_training`, `deterministic`) tells whether the
     network is trained; without one, `nnx.Module.train()` and `eval()` set the layers' mode. A parameter has logical

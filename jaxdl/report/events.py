@@ -16,6 +16,9 @@ EventKind = Literal[
 - other: a row of the first format that no kind is known of.
 """
 
+WARNINGS: tuple[EventKind, ...] = ("rollback", "damaged", "start_over", "checkpoint")
+"""The kinds that a quiet run shows too."""
+
 _FIRST_WORDS: dict[str, EventKind] = {
     "resumed from": "resume",
     "restarted": "restart",

@@ -83,11 +83,6 @@ def is_live(console: Console) -> bool:
     return console.is_terminal and not console.is_jupyter and not console.is_dumb_terminal and not console.quiet
 
 
-def wants_live(console: Console, quiet: bool | None) -> bool:
-    """Whether to redraw lines there: where that is possible by default, or as `quiet` says; never in a notebook."""
-    return is_live(console) if quiet is None else not quiet and not console.is_jupyter
-
-
 def label(name: str) -> str:
     """A column of the history as it is displayed."""
     name = name.removeprefix("train/").removeprefix("exchange/")

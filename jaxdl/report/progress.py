@@ -23,9 +23,9 @@ from jaxdl.report.lines import (
     format_number,
     format_row,
     format_seconds,
+    is_live,
     is_throughput,
     label,
-    wants_live,
 )
 
 WINDOW_SEC = 10.0
@@ -57,7 +57,7 @@ class Progress:
     On a terminal: a live bar with step, epoch, rate, time left, the latest metrics and the status of the run; notes and
     rows with evaluation metrics stay above it. Elsewhere (a file, a pipe, a notebook, a dumb terminal): one plain line
     per report, see `format_row`; in a notebook at most one every `HEARTBEAT_SEC` seconds, and all evaluations.
-    `quiet=True` prints plain lines on a terminal too, False forces the bar; `Console(quiet=True)` prints nothing.
+    `Console(quiet=True)` prints nothing.
 
     `total_steps` and the run's `counter` count steps of the whole run; `examples_per_step` is the global batch in
     `unit`s ("examples", "tokens"), see `pace`; `epoch_at` converts a number of steps to epochs. The rate counts only
@@ -73,7 +73,6 @@ class Progress:
         unit: str = "examples",
         epoch_at: Callable[[int], float] | None = None,
         console: Console | None = None,
-        quiet: bool | None = None,
     ) -> None:
         self.total_steps = total_steps
         self._counter = counter
@@ -82,7 +81,7 @@ class Progress:
         self._epoch_at = epoch_at
         self._console = console or Console()
         self._live: Live | None = None
-        self._use_live = not self._console.quiet and wants_live(self._console, quiet)
+        self._use_live = is_live(self._console)
         self._status, self._since = "starting", time.perf_counter()
         self._said: set[str] = set()
         self._part: tuple[int, int] | None = None

@@ -20,7 +20,7 @@ from jaxdl.data import DataSpec, Source
 from jaxdl.errors import as_typed
 from jaxdl.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
 from jaxdl.phases import Timeline
-from jaxdl.report.events import Event, EventKind
+from jaxdl.report.events import WARNINGS, Event, EventKind
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.inputs import InputWatch
 from jaxdl.report.notebook import LivePlot
@@ -108,6 +108,7 @@ class Reporter:
         self._earlier: Summary | None = None
         self.history = History(None)
         self._progress: Progress | None = None
+        self._early: list[str] = []
         self._live_plot: LivePlot | None = None
 
     def open(self, evaluated_step: int) -> None:
@@ -119,13 +120,14 @@ class Reporter:
             unit=self._task.unit,
             epoch_at=self._timeline.epoch,
             console=self._start.console,
-            quiet=self._start.quiet,
         )
         self._stack.enter_context(self._progress)
+        while self._early:
+            self.note(self._early.pop(0))
         self._open_history(evaluated_step)  # After the display, which shows what the disk refuses.
         self._stack.callback(lambda: self.history.close())
         console = self._start.console
-        if console.is_jupyter and not console.quiet and not self._start.quiet and self._config.curves:
+        if console.is_jupyter and not console.quiet and self._config.curves:
             columns = lambda: self.history.columns()  # noqa: E731  A rollback makes another history.
             self._live_plot = LivePlot(columns, objective=self._task.objective, note=self.note)
         if self._counter.step > 0 and self._folder is not None:
@@ -148,7 +150,7 @@ class Reporter:
             resume_step=self._counter.step,
             evaluated_step=evaluated_step,
             tensorboard=self._config.tensorboard,
-            warn=self.note,
+            warn=self.warn,
         )
 
     def rolled_back(self, evaluated_step: int) -> None:
@@ -161,7 +163,7 @@ class Reporter:
 
     def event(self, kind: EventKind, text: str, step: int | None = None, *, recorded: bool = True) -> None:
         """Shows a message and records it in the history, where the curves show it; at the present step by default."""
-        self.note(text)
+        (self.warn if kind in WARNINGS else self.note)(text)
         if recorded:
             self.history.event(Event(kind, self._counter.step if step is None else step, text))
 
@@ -197,16 +199,19 @@ class Reporter:
         return counting
 
     def note(self, text: str) -> None:
-        """A message that stays on the display."""
+        """A message that stays on the display; before that is open, it waits for it."""
         if self._progress is not None:
             self._progress.note(text)
+        else:
+            self._early.append(text)
 
     def warn(self, text: str) -> None:
-        """A message from this process, which has its own disk and files; all but the first print to stderr."""
-        if jax.process_index() == 0:
+        """A message that also a quiet run shows, on stderr; of any process, which has its own disk and files."""
+        process = jax.process_index()
+        if process == 0 and not self._start.quiet:
             self.note(text)
         else:
-            print(f"process {jax.process_index()}: {text}", file=sys.stderr, flush=True)
+            print(f"process {process}: " * (process > 0) + as_typed(text), file=sys.stderr, flush=True)
 
     def wait(self) -> None:
         """Returns when the steps dispatched so far have been computed."""
@@ -333,7 +338,7 @@ class Reporter:
         try:
             write()
         except OSError as error:
-            self.note(f"{name} could not be written: {error.strerror}")
+            self.warn(f"{name} could not be written: {error.strerror}")
 
     def _plot(self, columns: Mapping[str, Sequence[Any]], path: Path) -> None:
         plot_history(columns, path, objective=self._task.objective)
@@ -371,6 +376,8 @@ def _worth_a_look(name: str, value: Any) -> bool:
         return (name == "input/wait" and value >= 0.05) or (
             name.startswith("input/hits/") and name != "input/hits/origin" and value > 0
         )
+    if name.startswith("train/exchange/") and math.isnan(value):  # The gradients of a bad step are not exchanged.
+        return False
     neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0, "train/bad_steps": 0.0}
     if name in neutral:
         return not math.isclose(value, neutral[name], rel_tol=1e-5)

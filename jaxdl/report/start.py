@@ -19,7 +19,7 @@ from rich.text import Text
 from jaxdl.config import Config
 from jaxdl.errors import as_typed
 from jaxdl.report.facts import data_fact, devices_fact, plan_facts
-from jaxdl.report.lines import format_duration, format_seconds, wants_live
+from jaxdl.report.lines import format_duration, format_seconds, is_live
 from jaxdl.startup import is_first_process
 
 NAME_WIDTH = 11
@@ -30,19 +30,19 @@ class Start:
     """Prints the first lines of a run: facts, and the current activity.
 
     On a terminal: a spinner with the elapsed time, below the facts. Elsewhere: a plain line when an activity begins,
-    and one when it ends if it took a second or more. Only the first process of a run prints. `quiet` is as in
-    `Progress`. After `close` it prints nothing.
+    and one when it ends if it took a second or more. Only the first process of a run prints, and with `quiet` none.
+    After `close` it prints nothing.
     """
 
-    def __init__(self, console: Console | None = None, quiet: bool | None = None) -> None:
-        self._guessed = console is None
-        self.console, self.quiet = console or Console(quiet=not is_first_process()), quiet
+    def __init__(self, console: Console | None = None, *, quiet: bool = False) -> None:
+        self._guessed = console is None and not quiet
+        self.console, self.quiet = console or Console(quiet=quiet or not is_first_process()), quiet
         self._live: Live | None = None
         self._closed = False
 
     @property
     def _use_live(self) -> bool:
-        return not self.console.quiet and wants_live(self.console, self.quiet)
+        return is_live(self.console)
 
     @contextlib.contextmanager
     def doing(self, text: str) -> Iterator[None]:

@@ -28,7 +28,7 @@ def train(
     experiment: Experiment | str | Path,
     workdir: str | Path | None = None,
     *,
-    quiet: bool | None = None,
+    quiet: bool = False,
     devices: Sequence[Device] | None = None,
     max_steps: int | None = None,
     on_step: OnStep | Sequence[OnStep] = (),
@@ -41,8 +41,8 @@ def train(
     Args:
       experiment: what to train, from `jaxdl.load` or made in Python; or the config file.
       workdir: the folder for checkpoints, metrics and curves; without one the run leaves nothing on disk.
-      quiet: True for one line a report, False for a live display; by default that is for terminals. In a notebook the
-        curves are drawn in the cell unless it is True.
+      quiet: print nothing but warnings and errors, these on stderr. Otherwise a terminal shows a live display, a
+        notebook the curves of the run in its cell, and everything else gets a line for each report.
       devices: the devices of the mesh; all by default.
       max_steps: stop after this many steps of the experiment, as a trial: schedules stay those of the whole run, the
         last step is evaluated and saved, and the same call without it resumes.

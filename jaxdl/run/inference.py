@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, TextSpec, eval_batches
-from jaxdl.data.arrays import like
+from jaxdl.data.arrays import Examples, like
+from jaxdl.data.labels import with_class_numbers
 from jaxdl.evaluation import EvalStep, evaluate, make_eval_step
 from jaxdl.mesh import batch_sharding, batch_ways
 from jaxdl.phases import Phase
@@ -131,7 +132,10 @@ def held_out(data: Any, spec: DataSpec) -> Iterator[Source]:
                 f"evaluate: {data!r} is of type str. Give a data config, such as jaxdl.data.Digits(), its splits, a "
                 "source, or arrays (x, y)."
             )
-        yield like(data, spec, "evaluate")
+        examples = Examples.made(data)
+        if "num_classes" in spec.sizes():  # The network reads class numbers, whatever form the user's labels have.
+            examples, _ = with_class_numbers(examples, "evaluate")
+        yield like(examples, spec, "evaluate")
         return
     splits = data.build() if isinstance(data, Data) else data
     with contextlib.ExitStack() as stack:

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from jaxdl.checkpoint import Unreadable
 from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, leave_and_exit
 from jaxdl.errors import as_typed, command_line
 from jaxdl.report import Diverged, Summary, in_ipython, plot_history
+from jaxdl.report.summary import summary_lines
 from jaxdl.run.build import Plan
 from jaxdl.run.inference import Inference, held_out, of_phase
 from jaxdl.state import TrainState
@@ -23,17 +24,21 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run that has ended: its state, what it measured, and its summary (the content of summary.json)."""
 
-    state: TrainState | None = field(repr=False)
+    state: TrainState | None
     """The last state."""
-    history: dict[str, list[Any]] = field(repr=False)
+    history: dict[str, list[Any]]
     """Columns, `pandas.DataFrame(run.history)`: step, epoch, train/loss, eval/accuracy, examples_per_sec..."""
     summary: Summary
-    plan: Plan = field(repr=False)
+    plan: Plan
     workdir: Path | None = None
+
+    def __repr__(self) -> str:
+        ends = [*summary_lines(self.summary)[: 1 + len(self.summary["metrics"])], ("workdir", self.workdir)]
+        return f"Run({', '.join(f'{name} {value}' for name, value in ends)})"
 
     @property
     def metrics(self) -> dict[str, float | None]:

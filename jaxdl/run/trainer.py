@@ -73,7 +73,7 @@ class Trainer:
             source.on_warning(self.reporter.warn)
             stack.callback(source.close)
         start.plan(plan, end)
-        self.rollbacks = Rollbacks(self.experiment, workdir, self.reporter.note)
+        self.rollbacks = Rollbacks(self.experiment, workdir, self.reporter.warn)
         self.saver = Saver(plan, workdir, self.reporter) if workdir is not None else None
         if self.saver is not None:
             stack.callback(self.saver.close)
@@ -98,7 +98,8 @@ class Trainer:
             raise Interrupted(signum, f"{signal}: stopped at step {self.step}; {saved}", run) from None
         except Exception as error:
             if error is self.hooks.raised:
-                error.add_note(as_typed(f"jaxdl: a hook raised this at step {self.step}; {self._save_after_hook()}"))
+                error.add_note(as_typed(f"jaxdl: a hook raised this at step {self.step}; {self._save_for_resume()[0]}"))
+                self._finish("interrupted")
             raise
 
     def _whole(self) -> Run:
@@ -317,19 +318,13 @@ class Trainer:
         """Saves the step that a signal stopped at, whatever the run was doing: `(what was done, whether it failed)`."""
         if self.saver is None:
             return "nothing was saved: the run has no --workdir.", False
+        if self.hooks.raised and jax.process_count() > 1:  # The others would wait for this one to save.
+            return f"of several processes none saves its state then; {self.saver.newest()}.", False
         # What was measured up to here would not be measured again. A streak will be met again when the run resumes.
         self.rollbacks.judge(self.reporter.flush())
         if not self.rollbacks.in_streak:
             self._save()
         return self.saver.after_signal(self.step, bad=self.rollbacks.in_streak)
-
-    def _save_after_hook(self) -> str:
-        """Saves the step at which a hook raised an exception, if that can be: what was done."""
-        if jax.process_count() > 1 and self.saver is not None:  # The others would wait for this one to save.
-            return f"of several processes none saves its state then; {self.saver.newest()}."
-        saved, _ = self._save_for_resume()
-        self._finish("interrupted")
-        return saved
 
     def _finish_at_end(self, *, changed: bool = True) -> Run:
         """`_finish` at the full length of the run, or at the earlier end that was asked for."""
