@@ -62,11 +62,11 @@ def test_groups_are_the_same_on_every_mesh(span, meshes):
 @pytest.mark.parametrize(
     ("span", "replica", "microbatches", "message"),
     [
-        (3, 2, 1, r"norm-span 3: a batch of 16 .* A replica has 8"),
-        (16, 2, 2, "norm-span 16"),  # Two replicas with 4 examples at a time have 8 together.
+        (3, 2, 1, r"norm_span=3: a batch of 16 .* A replica has 8"),
+        (16, 2, 2, "norm_span=16"),  # Two replicas with 4 examples at a time have 8 together.
         (8, 2, 2, None),
-        (32, 2, 1, "norm-span 32"),
-        (12, 1, 1, "norm-span 12"),
+        (32, 2, 1, "norm_span=32"),
+        (12, 1, 1, "norm_span=12"),
     ],
 )
 def test_batches_that_cannot_be_divided_into_groups_are_refused(span, replica, microbatches, message):
@@ -180,5 +180,5 @@ def test_micro_batches_are_estimated_one_by_one():
 
 def test_without_batch_norm_there_is_nothing_to_estimate():
     for model in (ViT(size="tiny", patch=4), ResNet(depth=8, width=8, norm="group")):
-        with pytest.raises(ConfigError, match=r"norm-batches 3: model .* has no batch norm"):
+        with pytest.raises(ConfigError, match=r"norm_batches=3: model .* has no batch norm"):
             make_plan(ESTIMATED.replaced({"model": model}), FOUR)

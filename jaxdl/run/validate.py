@@ -158,6 +158,8 @@ def check_network(experiment: Experiment, network: Network, spec: DataSpec, num_
 
 def _shapes(outputs: Any) -> str:
     """`float32 [8, 10]`; of several outputs also the type that holds them."""
+    if outputs is None:
+        return "nothing (is there a return?)"
     leaves = [f"{x.dtype} {list(x.shape)}" for x in jax.tree.leaves(outputs)]
     return leaves[0] if hasattr(outputs, "shape") else f"a {type(outputs).__name__} of {', '.join(leaves) or 'nothing'}"
 
