@@ -47,7 +47,7 @@ class CheckpointConfig(Periodic):
     """Number of checkpoints with the best evaluation to keep as well; 0 keeps the newest only."""
     start_over: bool = False
     """Start again at step 0 if the workdir had checkpoints and none is usable any more. They and the history are moved
-    to a folder `earlier-N`; nothing is deleted. With `--init-from` it starts with the parameters of that run. Has no
+    to a folder `earlier-N`; nothing is deleted. With `init_from` it starts with the parameters of that run. Has no
     effect if a checkpoint is usable: the run resumes from it."""
 
 
