@@ -65,7 +65,7 @@ usage: jaxdl COMMAND [OPTIONS]      (also: python -m jaxdl COMMAND, python -m ja
 
   jaxdl train --config digits --workdir runs/digits     trains a small model in a minute on a CPU
   jaxdl COMMAND --help                                  the options of a command
-  jaxdl --print-completion bash                         a script for the shell: source <(jaxdl --print-completion bash)
+  jaxdl --print-completion bash|zsh                     a script for the shell: source <(jaxdl --print-completion bash)
   jaxdl --version                                       the version"""
 
 

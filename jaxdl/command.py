@@ -14,6 +14,7 @@ from jaxdl.cluster import end_together, launched_cpu_devices
 from jaxdl.config import ConfigError, differences
 from jaxdl.errors import print_out
 from jaxdl.experiment import Experiment, load_experiment, parse_command_line
+from jaxdl.mesh import Axis
 from jaxdl.optim import param_names
 from jaxdl.report import Start, explain, print_explanation
 from jaxdl.run.build import make_plan
@@ -121,4 +122,6 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     ]
     with start.doing("compiling"):
         memory = compile_train_step(plan).memory_analysis()
-    print_explanation(rows, dict(plan.parts.layout.mesh.shape), memory)
+    mesh = dict(plan.parts.layout.mesh.shape)
+    split = mesh[Axis.FSDP] * mesh[Axis.TENSOR] > 1
+    print_explanation(rows, mesh, memory, min_elements=experiment.sharding.min_shard_elements if split else 0)

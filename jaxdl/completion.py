@@ -1,4 +1,7 @@
-"""`jaxdl --print-completion bash`: a script with which a shell completes commands, options and their values."""
+"""`jaxdl --print-completion bash`: a script with which a shell completes commands, options and their values.
+
+zsh reads the same script through its `bashcompinit`. That has not been tried: there was no zsh where the tests run.
+"""
 
 from __future__ import annotations
 
@@ -54,17 +57,21 @@ def script(args: Sequence[str], commands: Sequence[str]) -> str:
     Its options are those of `Experiment` with the fields of all kinds, also of installed packages. Raises ConfigError
     for another shell.
     """
-    if list(args) != ["bash"]:
-        raise ConfigError(f"{OPTION} {' '.join(args) or repr('')}: give {OPTION} bash; there is no other shell yet.")
+    if list(args) not in (["bash"], ["zsh"]):
+        raise ConfigError(
+            f"{OPTION} {' '.join(args) or repr('')}: give {OPTION} bash, or zsh; there are no others yet."
+        )
     from jaxdl.experiment import Experiment
 
     options: dict[str, list[str]] = {f"--{name}": [] for name in (*VALUED, *OTHERS)}
     options["--init-checkpoint"] = ["newest", "best"]
     options |= option_values(Experiment)
-    cases = "\n".join(f"    {name}) words='{' '.join(words)}' ;;" for name, words in options.items() if words)
-    return f"""# Completion of jaxdl for bash: source this.
-_jaxdl() {{
-  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" words=''
+    cases = "\n".join(f"    {name}) offered='{' '.join(words)}' ;;" for name, words in options.items() if words)
+    begin = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" if args[0] == "zsh" else ""
+    # `words` is a variable of zsh itself.
+    return f"""# Completion of jaxdl for {args[0]}: source this.
+{begin}_jaxdl() {{
+  local word="${{COMP_WORDS[COMP_CWORD]}}" before="${{COMP_WORDS[COMP_CWORD-1]}}" offered=''
   if [ "$COMP_CWORD" -eq 1 ]; then
     COMPREPLY=($(compgen -W '{" ".join(commands)}' -- "$word"))
     return
@@ -78,9 +85,9 @@ _jaxdl() {{
     --workdir|--init-from) COMPREPLY=($(compgen -d -- "$word")); return ;;
 {cases}
   esac
-  if [ -z "$words" ] || [ "${{word:0:2}}" = -- ]; then
-    words='{" ".join(options)}'
+  if [ -z "$offered" ] || [ "${{word:0:2}}" = -- ]; then
+    offered='{" ".join(options)}'
   fi
-  COMPREPLY=($(compgen -W "$words" -- "$word"))
+  COMPREPLY=($(compgen -W "$offered" -- "$word"))
 }}
 complete -F _jaxdl jaxdl"""

@@ -8,6 +8,7 @@ kinds: the class statement registers one. JAX is not imported here.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib
 import importlib.metadata
 import inspect
@@ -107,7 +108,9 @@ class Choice(Config):
         found = _named(cls, name)
         if found is None:
             known = f"there is no such kind; choose one of {', '.join(kinds(cls))}."
-            raise ConfigError(f"--{path.replace('_', '-')} {name}: {known}{cls.instead_of(name)}")
+            near = [f" Did you mean {one}?" for one in difflib.get_close_matches(name, kinds(cls), n=1)]
+            advice = cls.instead_of(name) or "".join(near)
+            raise ConfigError(f"--{path.replace('_', '-')} {name}: {known}{advice}")
         return found
 
     @classmethod
@@ -371,7 +374,7 @@ def _not_a_kind(part: type[Choice], value: Any) -> str:
     """The message for a value that is not a kind, given for a field of this part."""
     known = kinds(part)
     names = ", ".join(f"{one.__name__}()" for one in known.values())
-    if isinstance(value, type):
+    if is_config(value):
         return f"{value.__name__} is a class, not an object. Write {value.__name__}(...)" + (
             "" if value in known.values() else f", of one of {names}"
         )
@@ -380,5 +383,7 @@ def _not_a_kind(part: type[Choice], value: Any) -> str:
         said = f"{value!r} is a string; give an object: {advice}. Only overrides and the command line take names"
     else:
         what = f"an object of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
+        what = getattr(value, "__qualname__", what)
         said = f"{what} is not a config. Give an object of one of {names}"
-    return part.instead_of(value).strip() or said
+    own = isinstance(value, str) and value in known
+    return said if own else part.instead_of(value).strip() or said

@@ -244,26 +244,30 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
     if usual and f"--{usual}" in names:
         return f"{flag}: there is no such option. Did you mean --{usual}?"
     group, _, last = name.replace("-", "_").rpartition(".")
-    kinds = choices(type(experiment)).get(group, {}) if experiment is not None else {}
+    parts = choices(type(experiment)) if experiment is not None else {}
+    kinds, dashed = parts.get(group, {}), f"--{group.replace('_', '-')}"
     if kinds and last == "kind":
-        return f"{flag}: a kind is chosen by the option without .kind: --{group.replace('_', '-')} {next(iter(kinds))}."
+        return f"{flag}: a kind is chosen by the option without .kind: {dashed} {next(iter(kinds))}."
     inside = [one for one in names if one.startswith(f"--{name}.")]
     if inside:
         return f"{flag}: not an option itself; its options are {', '.join(inside)}."
     if experiment is not None and name.replace("-", "_") in type(experiment).model_fields:
         return f"{flag}: not an option; {name} are set in a config file."
+    every = [*names, *(f"--{path.replace('_', '-')}" for path in parts if not group)]
+    near = difflib.get_close_matches(f"--{name}", every, n=3, cutoff=0.75)
     having = [kind for kind, cls in kinds.items() if last in cls.model_fields]
+    if f"{dashed}.arguments" in names and (having or not near):
+        return f"{flag}: there is no such option. Further arguments are given as {dashed}.arguments {last}=VALUE."
     if experiment is not None and having:
         current = field_at(experiment, group).kind
-        own = ", ".join(one for one in names if one.startswith(f"--{group.replace('_', '-')}."))
+        own = ", ".join(one for one in names if one.startswith(f"{dashed}."))
         return (
             f"{flag}: {group} {current} has no {last}; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it. "
             f"The options of {current} are {own}."
         )
-    near = difflib.get_close_matches(f"--{name}", names, n=1, cutoff=0.75)
-    near = near or [one for one in names if one.rpartition(".")[2] == last.replace("_", "-")][:3]
-    advice = f"Did you mean {' or '.join(near)}?" if near else "--help lists the options."
-    return f"{flag}: there is no such option. {advice}" + ("" if not near else " --help lists all.")
+    near = near[:1] or [one for one in names if one.rpartition(".")[2] == last.replace("_", "-")][:3]
+    advice = f"Did you mean {' or '.join(near)}? --help lists all." if near else "--help lists the options."
+    return f"{flag}: there is no such option. {advice}"
 
 
 def _plain(annotation: Any) -> Any:
@@ -290,8 +294,6 @@ def _convert(annotation: Any, words: Sequence[str]) -> Any:
             if origin is dict:
                 return dict(_pair(inner[1], word) for word in words)
             if origin in (tuple, list):
-                if origin is tuple and inner[-1] is not Ellipsis and len(words) != len(inner):
-                    continue
                 each = inner if origin is tuple and inner[-1] is not Ellipsis else [inner[0]] * len(words)
                 return origin(_convert(type_, [word]) for type_, word in zip(each, words, strict=True))
             if len(words) == 1:
@@ -320,14 +322,10 @@ def _single(annotation: Any, word: str) -> Any:
             raise ValueError
         return None
     if typing.get_origin(annotation) is Literal:
-        found = [one for one in typing.get_args(annotation) if str(one) == word]
-        if not found:
-            raise ValueError
-        return found[0]
+        values = typing.get_args(annotation)
+        return values[[str(one) for one in values].index(word)]
     if annotation is bool:
-        if word.lower() not in ("true", "false"):
-            raise ValueError
-        return word.lower() == "true"
+        return bool(("false", "true").index(word.lower()))
     if annotation is Reference:
         return word
     assert annotation in (int, float, str, Path), f"options of type {annotation} are not read"
@@ -357,7 +355,7 @@ def _wanted(annotation: Any) -> str:
             count = f"{len(inner)} values" if inner[-1] is not Ellipsis else "values"
             wanted.append(f"{count}, each {_wanted(inner[0])}")
         elif typing.get_origin(one) is dict:
-            wanted.append(f"NAME=VALUE pairs, each VALUE {_wanted(inner[1])}")
+            wanted.append("NAME=VALUE pairs" + ("" if inner[1] is Any else f", each VALUE {_wanted(inner[1])}"))
         else:
             wanted.append(_NOUNS.get(one, getattr(one, "__name__", str(one))))
     return " or ".join(wanted)

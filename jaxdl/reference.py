@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,11 +51,13 @@ def as_json(value: Any) -> Any:
 def resolved(value: Any) -> Callable[..., Any]:
     """The function or class that a value of a field is or names. Raises ConfigError when there is none."""
     if isinstance(value, Mapping) and SOURCE in value:
-        value = value[SOURCE]
+        value = import_object(value[SOURCE], value[SOURCE].rpartition(":")[2])
     if isinstance(value, str):
         place, _, name = value.rpartition(":")
         if not place or not name:
             raise ConfigError(f"{value!r} is not FILE:NAME or MODULE:NAME, such as mine.py:Net")
+        if place.endswith(".py") and not os.path.isfile(place):
+            raise ConfigError(f"there is no file {place}")
         value = import_object(value, name)
     if isinstance(value, functools.partial):
         inner = getattr(value.func, "__name__", "a function")

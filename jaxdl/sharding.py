@@ -61,7 +61,8 @@ class ShardingConfig(Config):
     tensor_dims: tuple[str, ...] = ("heads", "kv_heads", "mlp", "vocab", "channel_out", "classes")
     """Logical dimensions that `tensor` splits."""
     min_shard_elements: int = pydantic.Field(default=256, ge=1)
-    """Parameters with fewer elements (in one layer) stay whole on every device."""
+    """Parameters with fewer elements (in one layer) stay whole on every device, as do those of one dimension: the
+    messages would cost more than the memory."""
 
     @pydantic.model_validator(mode="after")
     def _update_can_be_split(self) -> ShardingConfig:
@@ -332,16 +333,32 @@ def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
 
     Raises ConfigError when the mesh has a tensor axis that no parameter uses, unless the model names no dimension.
     """
-    specs = jax.tree.map(lambda names, x: layout.param_spec(names, x.shape), axes, shapes, is_leaf=is_names)
-    used = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)}
+    specs = _specs(layout, axes, shapes)
     tensor = layout.mesh.shape[Axis.TENSOR]
-    if tensor > 1 and Axis.TENSOR not in used and has_names(axes):
+    if tensor > 1 and Axis.TENSOR not in _used_axes(layout, axes, shapes) and has_names(axes):
         sizes = sorted({size for name, size in _named_sizes(axes, shapes) if name in layout.config.tensor_dims})
+        every = dataclasses.replace(layout, config=layout.config.replaced({"min_shard_elements": 1}))
+        if layout.config.min_shard_elements > 1 and Axis.TENSOR in _used_axes(every, axes, shapes):
+            raise ConfigError(
+                f"--mesh.tensor {tensor}: it would split only parameters of fewer than "
+                f"{layout.config.min_shard_elements} elements, and these stay whole on every device: messages would "
+                "cost more than the memory. Choose --mesh.tensor 1, or a smaller --sharding.min-shard-elements."
+            )
         raise ConfigError(
             f"--mesh.tensor {tensor}: it divides no dimension of the model that may be split "
             f"(their sizes are {', '.join(map(str, sizes)) or 'none'}). Choose a divisor of them, or --mesh.tensor 1."
         )
     return specs
+
+
+def _specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
+    return jax.tree.map(lambda names, x: layout.param_spec(names, x.shape), axes, shapes, is_leaf=is_names)
+
+
+def _used_axes(layout: Layout, axes: LogicalAxes, shapes: Params) -> set[str]:
+    """The mesh axes that split any parameter."""
+    specs = jax.tree.leaves(_specs(layout, axes, shapes), is_leaf=is_spec)
+    return {axis for spec in specs for axis in spec_axes(spec)}
 
 
 def grad_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import optax
 import pytest
+from flax import nnx
 from mistakes import refusal
 
 import jaxdl
@@ -122,6 +123,43 @@ def test_a_mistake_in_a_file_is_named_with_its_line(source, capsys, tmp_path):
     assert not [word for word in FILES[source] if word not in message], message
 
 
+OWN = """
+from flax import nnx
+from jaxdl import Arrays, Experiment, FromModule, Loss, Optax
+def net(hidden, rngs): return nnx.Linear(1, hidden, rngs=rngs)
+def data(): ...
+def loss(outputs, batch): ...
+def config():
+    return Experiment(steps=3, model=FromModule(net, hidden=4), data=Arrays(train=data, test=data), task=Loss(loss),
+                      optimizer=Optax("adam"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--optimizer", "adamm", "choose one of sgd, adamw, lars, lamb, optax. Did you mean adamw?"),
+        ("--optimiser", "adamw", "Did you mean --optimizer?"),
+        ("--optimizer.b3", "1", "Further arguments are given as --optimizer.arguments b3=VALUE."),
+        ("--optimizer.momentum", "1", "Further arguments are given as --optimizer.arguments momentum=VALUE."),
+        ("--optimizer.arguments", "b2", "not NAME=VALUE pairs."),
+        ("--optimizer.arguments", "b3=1", "optax.adam takes no argument b3. It takes"),
+        ("--model.hiden", "3", "Did you mean --model.hidden?"),
+        ("--model.hidden", "x", "not a whole number or a number"),
+        ("--model.module", "nowhere.py:net", "there is no file nowhere.py"),
+        ("--model.module", "FILE:nett", "mine.py has no nett"),
+        ("--data.train", "nowhere:data", "nowhere, which cannot be imported"),
+    ],
+)
+def test_a_mistake_in_an_option_of_own_code(option, value, words, capsys, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(OWN)
+    value = value.replace("FILE", str(file))
+    message = refusal(capsys, "--config", file, option, value)
+    assert message.startswith(f"error: {option}"), message
+    assert words in message
+
+
 def test_a_file_that_prints_is_run_and_what_it_printed_is_shown(capsys, tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("print('hello from the file')\nfrom jaxdl.optim import SGD\ndef config():\n    return SGD()\n")
@@ -135,14 +173,32 @@ def test_a_file_that_prints_is_run_and_what_it_printed_is_shown(capsys, tmp_path
     [
         (SGD, "optimizer: SGD is a class, not an object. Write SGD(...)"),
         (ResNet, "optimizer: ResNet is a class, not an object. Write ResNet(...), of one of SGD(), AdamW()"),
+        (
+            optax.adam,
+            "optimizer: adam is not a config. Give an object of one of SGD(), AdamW(), LARS(), LAMB(), Optax()",
+        ),
         ("sgd", "optimizer: 'sgd' is a string; give an object: SGD(...)"),
-        (optax.sgd(0.1), "optimizer: an optax transformation is not a config. Give an object of one of SGD(), AdamW()"),
+        (optax.sgd(0.1), "optimizer: An optax transformation cannot be written to config.json. Write Optax("),
         (3, "optimizer: an object of type builtins.int is not a config"),
     ],
 )
 def test_what_is_no_config_is_refused_in_python(optimizer, words):
     with pytest.raises(jaxdl.ConfigError) as error:
         Experiment(optimizer=optimizer)
+    assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("model", nnx.Linear, "model: Linear is a flax module. Write FromModule(Linear, ...)"),
+        ("task", refusal, "task: refusal is a function. Write Loss(refusal)"),
+        ("data", ([1.0], [2.0]), "data: These are data, not a config. Write Arrays(train=(x, y), test=(x, y))"),
+    ],
+)
+def test_what_has_a_shortcut_is_told_so(field, value, words):
+    with pytest.raises(jaxdl.ConfigError) as error:
+        Experiment(**{field: value})
     assert words in str(error.value)
 
 
@@ -160,7 +216,7 @@ def test_a_field_cannot_be_assigned_and_the_message_says_what_to_do():
 
 
 def test_fields_are_given_by_name():
-    with pytest.raises(jaxdl.ConfigError, match=r"SGD takes its fields by name, .*: SGD\(learning_rate=0.1\)"):
+    with pytest.raises(jaxdl.ConfigError, match=r"SGD takes its arguments by name, .*: SGD\(learning_rate=0.1\)"):
         SGD(0.1)  # pyright: ignore[reportCallIssue]
 
 

@@ -44,7 +44,9 @@ def test_what_bash_completes(script):
     assert "--batch-size" in completed(script, "jaxdl", "train", "--explain", "")
 
 
-def test_another_shell(capsys):
-    assert "--print-completion fish: give --print-completion bash" in refusal(
-        capsys, "--print-completion", "fish", run=main
-    )
+def test_other_shells(script, capsys):
+    main(["--print-completion", "zsh"])
+    of_zsh = capsys.readouterr().out.splitlines()
+    assert of_zsh[2:] == script.splitlines()[1:], "the same, after a line that lets zsh read it"
+    assert of_zsh[1].endswith("&& bashcompinit")
+    assert "give --print-completion bash, or zsh" in refusal(capsys, "--print-completion", "fish", run=main)

@@ -131,6 +131,7 @@ def test_specs_without_an_axis():
         (8, {}, r"mesh.tensor=8: it divides no dimension .* \(their sizes are 4, 12\). Choose a divisor"),
         (8, {"tensor_dims": ("mlp",)}, r"\(their sizes are 12\)"),
         (2, {"tensor_dims": ("nothing",)}, r"\(their sizes are none\)"),
+        (4, {"min_shard_elements": 769}, r"split only parameters of fewer than 769 elements, and these stay whole"),
     ],
 )
 def test_a_tensor_axis_of_no_use_is_refused(tensor, changes, message):

@@ -7,7 +7,7 @@ import dataclasses
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,12 @@ class Data(Choice):
     """A data set: its training and its held-out examples."""
 
     noun: ClassVar[str] = "data set"
+
+    @classmethod
+    def instead_of(cls, value: Any) -> str:
+        """See `Choice.instead_of`: how arrays are given."""
+        is_data = isinstance(value, tuple | list | dict) or hasattr(value, "shape")
+        return " These are data, not a config. Write Arrays(train=(x, y), test=(x, y))" if is_data else ""
 
     @abc.abstractmethod
     def build(self) -> Splits:

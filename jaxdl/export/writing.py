@@ -126,8 +126,9 @@ def _readme(predictor: Predictor, formats: Sequence[str], platforms: Sequence[st
     experiment, rows = predictor.experiment, _function(predictor)[1]
     size = "batch" if batch_size is None else str(batch_size)
     shapes = ", ".join(f"{x.dtype} [{', '.join([size, *map(str, x.shape[1:])])}]" for x in jax.tree.leaves(rows))
+    network = experiment.model.users_name or experiment.model.kind
     parts = [
-        f"# {experiment.model.kind}, trained on {experiment.data.kind} for {predictor.step:,} steps\n\n"
+        f"# {network}, trained on {experiment.data.kind} for {predictor.step:,} steps\n\n"
         f"Written by jaxdl {__version__} (`python -m jaxdl.export`).\n"
     ]
     if "safetensors" in formats:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import linen, nnx
 
 from jaxdl.errors import ConfigError
 from jaxdl.kinds import Choice
@@ -21,6 +21,14 @@ class Model(Choice):
 
     modality: ClassVar[str | None] = None
     """What the network reads, "images" or "text"; the task and the data must have the same. None reads anything."""
+
+    @classmethod
+    def instead_of(cls, value: Any) -> str:
+        """See `Choice.instead_of`: how a flax module is given."""
+        made = value if isinstance(value, type) else type(value)
+        if not issubclass(made, nnx.Module | linen.Module):
+            return ""
+        return f" {made.__name__} is a flax module. Write FromModule({made.__name__}, ...), with its arguments by name"
 
     def network(self, inputs: Sequence[jax.ShapeDtypeStruct], **sizes: Any) -> Network:
         """The network for inputs like these, [batch, ...] each; `sizes` are the arguments of `build`.

@@ -48,11 +48,17 @@ def explain(params: Params, specs: Specs, mesh: Mesh, axes: LogicalAxes) -> list
 
 
 def print_explanation(
-    rows: Sequence[ParamRow], mesh: Mapping[str, int], memory: Any, console: Console | None = None
+    rows: Sequence[ParamRow],
+    mesh: Mapping[str, int],
+    memory: Any,
+    console: Console | None = None,
+    *,
+    min_elements: int = 0,
 ) -> None:
     """Prints one line per parameter (shape, mesh axes of each dimension, bytes on one device) and the step's memory.
 
-    `memory` is the `memory_analysis()` of the compiled step; None on platforms without one.
+    Parameters of fewer than `min_elements` are not split, which a line says. `memory` is the `memory_analysis()` of the
+    compiled step; None on platforms without one.
     """
     console = console or Console()
     shape = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
@@ -75,6 +81,11 @@ def print_explanation(
         console.print(
             f"{_BY_SIZE}: the parameter has no logical axes; fsdp splits its largest dimension that it divides, and "
             "tensor keeps it whole"
+        )
+    if any(row.spec == "whole" and math.prod(row.shape) < min_elements for row in rows):
+        console.print(
+            f"whole: parameters of fewer than {min_elements:,} elements (--sharding.min-shard-elements), and those of "
+            "one dimension, are on every device; this is as it should be, the messages would cost more than the memory"
         )
     if memory is None:
         console.print("XLA reports no memory for the compiled step on this platform.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal, Self
 
@@ -39,6 +40,11 @@ class Task(Choice):
     def has_user_code(self) -> bool:
         """Whether it is, or calls, code of a user, which knows nothing of the mesh axes."""
         return self.users_name is not None
+
+    @classmethod
+    def instead_of(cls, value: Any) -> str:
+        """See `Choice.instead_of`: how a loss function is given."""
+        return f" {value.__name__} is a function. Write Loss({value.__name__})" if inspect.isfunction(value) else ""
 
     @property
     def objective(self) -> str:
