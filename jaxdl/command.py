@@ -43,7 +43,7 @@ class Command:
     """Begin with the parameters of another run, of which this is the folder. A run that resumes ignores it."""
     init_names: tuple[str, ...] = ()
     """Take only the parameters whose names match one of these patterns, such as `stage*` (see --explain)."""
-    init_checkpoint: Literal["newest", "best"] | int = "newest"
+    init_step: Literal["newest", "best"] | int = "newest"
     """The checkpoint of the other run: the newest, the one with the best evaluation, or the one of a step."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the resolved config as JSON, and on stderr what the options change in the file's, then exit."""
@@ -86,11 +86,9 @@ def parse_command(args: list[str], prog: str = PROG) -> Command:
 def _init_from(command: Command) -> InitFrom | None:
     """What the options `--init-...` ask for. Raises ConfigError when some have no effect."""
     if command.init_from is not None:
-        return InitFrom(command.init_from, command.init_names, command.init_checkpoint)
-    if command.init_names or command.init_checkpoint != "newest":
-        raise ConfigError(
-            "--init-names and --init-checkpoint have no effect without --init-from. Give --init-from FOLDER."
-        )
+        return InitFrom(command.init_from, command.init_names, command.init_step)
+    if command.init_names or command.init_step != "newest":
+        raise ConfigError("--init-names and --init-step have no effect without --init-from. Give --init-from FOLDER.")
     return None
 
 

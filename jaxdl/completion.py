@@ -64,7 +64,7 @@ def script(args: Sequence[str], commands: Sequence[str]) -> str:
     from jaxdl.experiment import Experiment
 
     options: dict[str, list[str]] = {f"--{name}": [] for name in (*VALUED, *OTHERS)}
-    options["--init-checkpoint"] = ["newest", "best"]
+    options["--init-step"] = ["newest", "best"]
     options |= option_values(Experiment)
     cases = "\n".join(f"    {name}) offered='{' '.join(words)}' ;;" for name, words in options.items() if words)
     begin = "autoload -Uz compinit bashcompinit && compinit && bashcompinit\n" if args[0] == "zsh" else ""

@@ -23,7 +23,7 @@ _DIFFERENT = {
     "config": "config file",
     "devices": "mesh.cpu_devices",
     "explain": "jaxdl train --explain",
-    "init-checkpoint": "InitFrom.checkpoint",
+    "init-step": "InitFrom.step",
     "init-names": "InitFrom.names",
 }
 """Option -> its name in Python, where that is not the field or argument of the same name."""

@@ -119,12 +119,12 @@ class Predictor(Inference):
 def restore(
     workdir: str | Path,
     *,
-    checkpoint: Which = "newest",
+    step: Which = "newest",
     mesh: MeshConfig | None = None,
 ) -> Predictor:
     """The network of a checkpoint in a workdir, on one device or, with `mesh`, on any mesh.
 
-    `checkpoint` is "newest"; "best", the one with the best evaluation (by the task's own metric, such as accuracy) of
+    `step` is "newest"; "best", the checkpoint with the best evaluation (by the task's own metric, such as accuracy) of
     those that are kept, see `--checkpoint.keep-best`; or the number of a step. The one device is of the platform that
     the run was on, unless JAX has been started on another already. A run may be writing there: nothing is changed.
 
@@ -132,7 +132,7 @@ def restore(
     when there is no run, no checkpoint, no undamaged one, none of that step or none that was evaluated;
     `jaxdl.checkpoint.Unreadable`, an OSError, when a checkpoint cannot be read now.
     """
-    which = check_which(checkpoint)
+    which = check_which(step)
     folder = check_run(workdir)
     # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
     experiment = read_experiment(folder).replaced({"exchange": Dense()})

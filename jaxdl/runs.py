@@ -53,7 +53,7 @@ def _steps(workdir: Path) -> list[int]:
     return sorted(int(number) for name in names if (number := name.rpartition("_")[2]).isdecimal())
 
 
-def check_which(which: Any, name: str = "checkpoint") -> Which:
+def check_which(which: Any, name: str = "step") -> Which:
     """The checkpoint that is asked for. Raises ConfigError for anything but "newest", "best" or a step."""
     if which == "newest" or which == "best":
         return which

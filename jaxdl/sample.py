@@ -26,7 +26,7 @@ class Sample:
     """Sampling temperature: 1 is the model's own distribution, lower is less random, 0 takes the likeliest token."""
     seed: int = 0
     """Seed of the random sampling."""
-    checkpoint: Literal["newest", "best"] | int = "newest"
+    step: Literal["newest", "best"] | int = "newest"
     """The checkpoint to load: the newest, the one with the best evaluation, or the one of a step."""
 
 
@@ -34,7 +34,7 @@ def main(args: list[str] | None = None) -> None:
     """Runs the command line. Exits with 2 after a user error, 75 if the disk does not respond, 130 after Ctrl-C."""
     with exit_codes():
         command = parse_options(Sample, sys.argv[1:] if args is None else args, prog="python -m jaxdl.sample")
-        text = restore(command.workdir, checkpoint=command.checkpoint).generate(
+        text = restore(command.workdir, step=command.step).generate(
             command.prompt, num_tokens=command.num_tokens, temperature=command.temperature, seed=command.seed
         )
         print(command.prompt, end="", flush=True)

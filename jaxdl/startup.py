@@ -51,7 +51,7 @@ VALUED = {
     "devices": "a number of virtual CPU devices",
     "max-steps": "a number of steps",
     "init-from": "the folder of another run",
-    "init-checkpoint": "newest, best or the number of a step",
+    "init-step": "newest, best or the number of a step",
 }
 """Options of training that are not fields of the experiment -> the value that each takes."""
 
@@ -251,7 +251,7 @@ def first_look(args: Sequence[str], prog: str) -> dict[str, str]:
     if "config" not in values:
         raise ConfigError(no_config(prog))
     if "init-from" in values:
-        which = parsed_which(values.get("init-checkpoint", "newest"), "--init-checkpoint")
+        which = parsed_which(values.get("init-step", "newest"), "--init-step")
         if is_alone():
             check_checkpoint(check_run(values["init-from"], "--init-from"), which, "--init-from")
     return values

@@ -160,16 +160,16 @@ def test_half_written_data_files(workdir, capfd):
 
 def test_which_checkpoint_to_predict_with(workdir):
     assert jaxdl.restore(workdir).step == 4
-    assert jaxdl.restore(workdir, checkpoint=2).step == 2
-    assert jaxdl.restore(workdir, checkpoint="best").step in (2, 4)
+    assert jaxdl.restore(workdir, step=2).step == 2
+    assert jaxdl.restore(workdir, step="best").step in (2, 4)
     with pytest.raises(jaxdl.ConfigError, match="no checkpoint of step 3; there are checkpoints of steps 2, 4"):
-        jaxdl.restore(workdir, checkpoint=3)
+        jaxdl.restore(workdir, step=3)
     with pytest.raises(jaxdl.ConfigError, match='choose "newest", "best" or the number of a step'):
-        jaxdl.restore(workdir, checkpoint="latest")  # pyright: ignore[reportArgumentType]
+        jaxdl.restore(workdir, step="latest")  # pyright: ignore[reportArgumentType]
 
 
 def test_the_best_of_none(tmp_path):
     jaxdl.train(TINY.replaced({"evaluation.every_steps": 100}), tmp_path, quiet=True)
     shutil.rmtree(step_dir(tmp_path, 4))  # It was evaluated, as the last one always is.
     with pytest.raises(jaxdl.ConfigError, match="no checkpoint has an evaluation; there are checkpoints of steps 2"):
-        jaxdl.restore(tmp_path, checkpoint="best")
+        jaxdl.restore(tmp_path, step="best")

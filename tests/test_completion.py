@@ -38,7 +38,7 @@ def test_what_bash_completes(script):
         name for name in kinds["optimizer"] if name.startswith("la")
     ]
     assert completed(script, "jaxdl", "train", "--optimizer.trust-c") == ["--optimizer.trust-coefficient"]
-    assert completed(script, "jaxdl", "train", "--init-checkpoint", "") == ["newest", "best"]
+    assert completed(script, "jaxdl", "train", "--init-step", "") == ["newest", "best"]
     assert completed(script, "jaxdl", "train", "--config", "digi") == ["digits"]
     assert completed(script, "jaxdl", "train", "--exp") == ["--explain"]
     assert "--batch-size" in completed(script, "jaxdl", "train", "--explain", "")

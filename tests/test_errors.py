@@ -13,7 +13,7 @@ from jaxdl.errors import ConfigError, as_typed, command_line
         ("--epochs 1e+308 or --epochs None, not 3.0.1", "epochs=1e+308 or epochs=None, not 3.0.1"),
         ("--devices N; --checkpoint.start-over, which", "mesh.cpu_devices=N; checkpoint.start_over=True, which"),
         ("--workdir 'a b': empty; --precision float32", "workdir 'a b': empty; precision float32"),
-        ("--init-names stem; --init-checkpoint best", "InitFrom.names stem; InitFrom.checkpoint best"),
+        ("--init-names stem; --init-step best", "InitFrom.names stem; InitFrom.step best"),
         ("--explain prints all", "jaxdl train --explain prints all"),
         ("The same command resumes", "The same call resumes"),
     ],

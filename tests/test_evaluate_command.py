@@ -35,7 +35,7 @@ def history(run, step):
 @pytest.mark.parametrize("step", [4, 2])
 def test_the_metrics_are_those_of_the_run_bit_by_bit(run, capsys, step):
     files = {path: path.stat().st_mtime_ns for path in run.workdir.rglob("*")}
-    found = evaluated(capsys, "--workdir", run.workdir, "--checkpoint", step)
+    found = evaluated(capsys, "--workdir", run.workdir, "--step", step)
     assert (found["step"], found["examples"], found["data"]) == (step, 40, "synthetic_images")
     assert found["metrics"] == history(run, step)
     assert {path: path.stat().st_mtime_ns for path in run.workdir.rglob("*")} == files
@@ -44,7 +44,7 @@ def test_the_metrics_are_those_of_the_run_bit_by_bit(run, capsys, step):
 
 def test_the_best_checkpoint_on_another_mesh_with_another_batch_size(run, capsys):
     found = evaluated(
-        capsys, "--workdir", run.workdir, "--checkpoint", "best", "--mesh.replica", 1, "--mesh.fsdp", 4,
+        capsys, "--workdir", run.workdir, "--step", "best", "--mesh.replica", 1, "--mesh.fsdp", 4,
         "--mesh.tensor", 2, "--batch-size", 3,
     )  # fmt: skip
     assert found["metrics"]["accuracy"] == max(history(run, step)["accuracy"] for step in (2, 4))
@@ -67,7 +67,7 @@ def test_other_data_is_normalized_as_the_training_data(run, capsys):
 
 
 def test_the_same_from_python(run):
-    predictor = jaxdl.restore(run.workdir, checkpoint="best", mesh=run.plan.experiment.mesh)
+    predictor = jaxdl.restore(run.workdir, step="best", mesh=run.plan.experiment.mesh)
     assert predictor.evaluate() == history(run, predictor.step)
     assert predictor.evaluate(run.plan.splits) == predictor.evaluate(run.plan.splits.test) == predictor.evaluate()
     images = run.plan.splits.test.batch(np.arange(5))["image"]
@@ -95,8 +95,8 @@ def test_what_a_person_reads(run, capsys):
         (["--workdir"], "--workdir: needs a value, the folder of a run"),
         (["--workdir", "nowhere"], "--workdir nowhere: there is no run in this folder (no config.json)"),
         (["--workdir", "RUN/.."], "Did you mean"),
-        (["--workdir", "RUN", "--checkpoint", "latest"], "--checkpoint 'latest': choose \"newest\", \"best\""),
-        (["--workdir", "RUN", "--checkpoint", "3"], "no checkpoint of step 3; there are checkpoints of steps 2, 4"),
+        (["--workdir", "RUN", "--step", "latest"], "--step 'latest': choose \"newest\", \"best\""),
+        (["--workdir", "RUN", "--step", "3"], "no checkpoint of step 3; there are checkpoints of steps 2, 4"),
         (["--workdir", "RUN", "--batch-size", "0"], "--batch-size 0: give a whole number"),
         (["--workdir", "RUN", "--optimizer.learning-rate", "1"], "--optimizer.learning-rate: there is no such option"),
         (["--workdir", "RUN", "--data.num-classes", "5"], "num_classes 5"),

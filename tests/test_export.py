@@ -56,7 +56,7 @@ def test_the_readme_loads_parameters_and_function(run, exported):
 
 
 def test_one_format_of_an_earlier_checkpoint_for_one_batch_size(run, tmp_path, capsys):
-    places = ["--workdir", str(run.workdir), "--to", str(tmp_path / "a"), "--checkpoint", "2"]
+    places = ["--workdir", str(run.workdir), "--to", str(tmp_path / "a"), "--step", "2"]
     main([*places, "--format", "stablehlo", "--platforms", "cpu", "--batch-size", "3"])
     printed = capsys.readouterr().out
     assert "step 2" in printed
@@ -64,7 +64,7 @@ def test_one_format_of_an_earlier_checkpoint_for_one_batch_size(run, tmp_path, c
     assert "uint8 [3, 8, 8, 1]" in (tmp_path / "a" / "README.md").read_text()
     images = run.plan.splits.test.batch(np.arange(3))["image"]
     function = jax.export.deserialize(bytearray((tmp_path / "a" / "predict.stablehlo").read_bytes()))
-    expected = jaxdl.restore(run.workdir, checkpoint=2).predict(images)
+    expected = jaxdl.restore(run.workdir, step=2).predict(images)
     np.testing.assert_allclose(np.asarray(function.call(images)), expected, rtol=1e-5)
     with pytest.raises(ValueError, match="shape"):
         function.call(images[:2])
@@ -85,7 +85,7 @@ def test_the_metadata_of_the_parameters(run, exported):
         (["--workdir", "nowhere", "--to", "NEW"], "--workdir nowhere: there is no run in this folder"),
         (["--workdir", "RUN", "--to", "DONE"], "it has params.safetensors, predict.stablehlo, README.md already"),
         (["--workdir", "RUN", "--to", "DONE/README.md"], "a file, not a folder"),
-        (["--workdir", "RUN", "--to", "NEW", "--checkpoint", "3"], "there are checkpoints of steps 2, 4"),
+        (["--workdir", "RUN", "--to", "NEW", "--step", "3"], "there are checkpoints of steps 2, 4"),
         (["--workdir", "RUN", "--to", "NEW", "--format", "onnx"], "--format onnx: not"),
         (["--workdir", "RUN", "--to", "NEW", "--batch-size", "0"], "--batch-size 0: give a whole number"),
     ],

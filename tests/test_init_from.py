@@ -69,7 +69,7 @@ def test_a_new_head_is_left_and_patterns_choose(source):
     group = next(
         name.partition("/")[0] for name in old if name.partition("/")[0] not in (group, head[0].partition("/")[0])
     )
-    state, plan = begun(experiment, InitFrom(source.workdir, names=[group], checkpoint=2))
+    state, plan = begun(experiment, InitFrom(source.workdir, names=[group], step=2))
     assert plan.initial.step == 2
     assert plan.initial.taken
     for name, x in named(state.params).items():
@@ -90,15 +90,15 @@ def test_a_run_keeps_what_it_began_with(source, tmp_path, capsys):
     (workdir / MARK_FILE).unlink()
     assert_bit_equal(jaxdl.train(experiment, workdir, quiet=True, max_steps=1).state, first.state)
     with pytest.raises(jaxdl.ConfigError, match="began otherwise"):
-        jaxdl.train(experiment, workdir, quiet=True, init_from=InitFrom(source.workdir, checkpoint=2))
+        jaxdl.train(experiment, workdir, quiet=True, init_from=InitFrom(source.workdir, step=2))
     # A run that may start over begins anew with what is asked for, once its own checkpoints are lost.
     over = experiment.replaced({"checkpoint.start_over": True})
     shutil.rmtree(step_dir(workdir, 1))
-    jaxdl.train(over, workdir, quiet=True, max_steps=1, init_from=InitFrom(source.workdir, checkpoint=2))
-    jaxdl.train(over, workdir, max_steps=1, init_from=InitFrom(source.workdir, checkpoint=4))
+    jaxdl.train(over, workdir, quiet=True, max_steps=1, init_from=InitFrom(source.workdir, step=2))
+    jaxdl.train(over, workdir, max_steps=1, init_from=InitFrom(source.workdir, step=4))
     assert f"{source.workdir}: no effect, the run goes on from its own" in capsys.readouterr().out
     shutil.rmtree(step_dir(workdir, 1))
-    again = jaxdl.train(over, workdir, quiet=True, max_steps=1, init_from=InitFrom(source.workdir, checkpoint=4))
+    again = jaxdl.train(over, workdir, quiet=True, max_steps=1, init_from=InitFrom(source.workdir, step=4))
     assert_bit_equal(again.state, first.state)
     begun = [json.loads((folder / INIT_FILE).read_text())["step"] for folder in (workdir, workdir / "earlier-2")]
     assert begun == [4, 2]
@@ -142,7 +142,7 @@ def test_one_process_of_several_ends_with_the_others(tmp_path, monkeypatch):
             r"InitFrom.names hed: no parameter has such a name. Did you mean head",
         ),
         ({"checkpoint": 3}, r"there is no checkpoint of step 3; there are checkpoints of steps 2, 4"),
-        ({"checkpoint": "latest"}, r"InitFrom.checkpoint 'latest': choose"),
+        ({"checkpoint": "latest"}, r"InitFrom.step 'latest': choose"),
         ({"workdir": "nowhere"}, r"init_from nowhere: there is no run in this folder"),
         ({"names": ["head"]}, r"has none of the parameters asked for: head/bias \(float32 \[4\] there"),
     ],
@@ -156,7 +156,7 @@ def test_mistakes_on_the_command_line(source, tmp_path, capsys):
     config = write_config(tmp_path, EXPERIMENT)
     assert "no effect without --init-from" in refusal(capsys, "--config", config, "--init-names", "stem", "head")
     assert "no run in this folder" in refusal(capsys, "--config", config, "--init-from", tmp_path)
-    steps = refusal(capsys, "--config", config, "--init-from", source.workdir, "--init-checkpoint", "9")
+    steps = refusal(capsys, "--config", config, "--init-from", source.workdir, "--init-step", "9")
     assert "checkpoints of steps 2, 4" in steps
     own = refusal(capsys, "--config", config, "--init-from", source.workdir, "--workdir", source.workdir)
     assert "--workdir of the run itself" in own
@@ -166,5 +166,5 @@ def test_a_damaged_checkpoint_is_refused(source, tmp_path):
     shutil.copytree(source.workdir, tmp_path / "run")
     for path in (step_dir(tmp_path / "run", 4) / "model").rglob("d/*"):
         path.unlink()
-    with pytest.raises(jaxdl.ConfigError, match=r"is damaged .*Choose another InitFrom.checkpoint"):
+    with pytest.raises(jaxdl.ConfigError, match=r"is damaged .*Choose another InitFrom.step"):
         begun(EXPERIMENT, InitFrom(tmp_path / "run"))

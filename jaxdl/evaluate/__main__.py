@@ -11,12 +11,12 @@ from jaxdl.errors import ConfigError, command_line
 from jaxdl.runs import check_checkpoint, check_run, given_option, parsed_which
 
 PROG = "python -m jaxdl.evaluate"
-ABOUT = f"""usage: {PROG} --workdir FOLDER [--checkpoint newest|best|STEP] [OPTIONS]
+ABOUT = f"""usage: {PROG} --workdir FOLDER [--step newest|best|STEP] [OPTIONS]
 
 Evaluates a checkpoint of a run on its held-out data, each example counted once, and prints the metrics.
 
   {PROG} --workdir runs/digits
-  {PROG} --workdir runs/digits --checkpoint best --data.test-fraction 0.5 --json
+  {PROG} --workdir runs/digits --step best --data.test-fraction 0.5 --json
 
 With --workdir FOLDER --help: every option, with its default in that run."""
 
@@ -39,8 +39,8 @@ def begin(args: list[str]) -> None:
             print(ABOUT)
             raise SystemExit(0)
         raise ConfigError(f"no --workdir. Give --workdir FOLDER, the folder of a run. See {PROG} --help.")
-    which = given_option(args, "--checkpoint", "newest, best or the number of a step") or "newest"
-    check_checkpoint(check_run(workdir, "--workdir"), parsed_which(which, "--checkpoint"), "--workdir")
+    which = given_option(args, "--step", "newest, best or the number of a step") or "newest"
+    check_checkpoint(check_run(workdir, "--workdir"), parsed_which(which, "--step"), "--workdir")
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ class Evaluate:
     workdir: Path
     """The folder of the run."""
     experiment: Annotated[Measured, tyro.conf.arg(name="")]
-    checkpoint: Literal["newest", "best"] | int = "newest"
+    step: Literal["newest", "best"] | int = "newest"
     """The checkpoint: the newest, the one with the best evaluation, or the one of a step."""
     batch_size: int | None = None
     """Examples in a batch, over all devices; None takes that of the run's evaluations."""
@@ -83,7 +83,7 @@ def restored(command: Evaluate) -> Predictor:
     """The network of the checkpoint, on the mesh of the command."""
     mesh = command.experiment.mesh
     make_devices(read_experiment(command.workdir).replaced({"mesh": mesh}))  # Raises what `restore` lets pass.
-    return restore(command.workdir, checkpoint=command.checkpoint, mesh=mesh)
+    return restore(command.workdir, step=command.step, mesh=mesh)
 
 
 def report(command: Evaluate, predictor: Predictor, metrics: dict[str, float], num_examples: int) -> str:

@@ -30,7 +30,7 @@ class Export:
     """The folder to write; it is made if it is not there."""
     format: tuple[Literal["safetensors", "stablehlo"], ...] = ("safetensors", "stablehlo")
     """What to write: the parameters (safetensors), the prediction function with its parameters (stablehlo), or both."""
-    checkpoint: Literal["newest", "best"] | int = "newest"
+    step: Literal["newest", "best"] | int = "newest"
     """The checkpoint: the newest, the one with the best evaluation, or the one of a step."""
     platforms: tuple[Literal["cpu", "cuda", "tpu"], ...] = ("cpu", "cuda")
     """The platforms that the function runs on."""
@@ -52,7 +52,7 @@ def main(args: list[str] | None = None, *, prog: str = "python -m jaxdl.export")
                     command.workdir,
                     command.to,
                     formats=command.format,
-                    checkpoint=command.checkpoint,
+                    step=command.step,
                     platforms=command.platforms,
                     batch_size=command.batch_size,
                 )
@@ -61,7 +61,7 @@ def main(args: list[str] | None = None, *, prog: str = "python -m jaxdl.export")
 
 def check(command: Export) -> None:
     """Raises ConfigError for what can be seen without reading the checkpoint."""
-    check_checkpoint(check_run(command.workdir, "--workdir"), command.checkpoint, "--workdir")
+    check_checkpoint(check_run(command.workdir, "--workdir"), command.step, "--workdir")
     if not command.format or not command.platforms:
         raise ConfigError("--format and --platforms: give at least one value, or leave the option out.")
     if command.batch_size is not None and command.batch_size < 1:

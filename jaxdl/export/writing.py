@@ -26,7 +26,7 @@ def export(
     folder: str | Path,
     *,
     formats: Sequence[str] = ("safetensors", "stablehlo"),
-    checkpoint: Which = "newest",
+    step: Which = "newest",
     platforms: Sequence[str] = ("cpu", "cuda"),
     batch_size: int | None = None,
 ) -> str:
@@ -35,7 +35,7 @@ def export(
     The network must fit on one device. `batch_size` is the one that the function takes, None any. Raises ConfigError
     when there is no such checkpoint, when the folder cannot be written, or when the function cannot be exported.
     """
-    predictor, folder = restore(workdir, checkpoint=checkpoint), Path(folder)
+    predictor, folder = restore(workdir, step=step), Path(folder)
     contents: dict[str, bytes] = {}
     if "safetensors" in formats:
         contents["safetensors"] = parameter_file(predictor)

@@ -50,7 +50,7 @@ class InitFrom:
     names: Sequence[str] = ()
     """Patterns of the names that `--explain` prints, such as `stage*` or `stem` (see `jaxdl.patterns`); none takes
     all."""
-    checkpoint: Which = "newest"
+    step: Which = "newest"
     """Which one: "newest", "best" or the number of a step."""
 
 
@@ -86,7 +86,7 @@ class Initial:
 
     def same_as(self, asked: InitFrom) -> bool:
         """Whether this is what `asked` asks for; the newest or the best one may have become another one."""
-        step = asked.checkpoint if isinstance(asked.checkpoint, int) else self.step
+        step = asked.step if isinstance(asked.step, int) else self.step
         return (self.workdir, self.names, self.step) == (Path(asked.workdir).absolute(), tuple(asked.names), step)
 
     def apply(self, state: TrainState, abstract: TrainState) -> TrainState:
@@ -100,7 +100,7 @@ class Initial:
         try:
             found = read_model(folder, wanted)
         except Damaged as error:
-            raise ConfigError(f"{folder} is damaged ({error}). Choose another --init-checkpoint.") from None
+            raise ConfigError(f"{folder} is damaged ({error}). Choose another --init-step.") from None
         values = {every[name][0]: found[self._stored(every[name][0])] for name in self.taken}
         tree = {"params": state.params, "model_state": state.model_state}
         flat, treedef = jax.tree_util.tree_flatten_with_path(tree)
@@ -121,7 +121,7 @@ def as_init(given: InitFrom | str | Path | None, workdir: Path | None) -> InitFr
     asked = given if isinstance(given, InitFrom) else InitFrom(given)
     if not isinstance(asked.workdir, str | Path) or isinstance(asked.names, str):
         raise ConfigError(f"{OPTION} {given!r}: give a folder, or InitFrom(folder, names=[...]).")
-    check_which(asked.checkpoint, "--init-checkpoint")
+    check_which(asked.step, "--init-step")
     folder = check_run(asked.workdir, OPTION) if is_alone() else Path(asked.workdir)
     if workdir is not None and folder.resolve() == workdir.resolve():
         raise ConfigError(
@@ -164,7 +164,7 @@ def find_initial(asked: InitFrom, abstract: TrainState) -> Initial:
     checkpoint or not all of them see it, when a pattern matches nothing of this network, and when the checkpoint has
     none of the parameters asked for in the same shape.
     """
-    folder, which = Path(asked.workdir).absolute(), check_which(asked.checkpoint, "--init-checkpoint")
+    folder, which = Path(asked.workdir).absolute(), check_which(asked.step, "--init-step")
     step, content = json.loads(on_first(lambda: json.dumps(_described(asked.workdir, which))))
     _check_seen(folder, step)
     stored = {name: (tuple(shape), dtype) for name, (shape, dtype) in content.items()}
@@ -235,7 +235,7 @@ def _described(workdir: str | Path, which: Which) -> tuple[int, dict[str, tuple[
     elif which == "best":
         steps = Best(folder / CHECKPOINTS_FOLDER, 1, read_experiment(folder).task.best_mode).order(steps)
         if not steps:
-            raise ConfigError(f"{OPTION} {folder}: no checkpoint has an evaluation. Choose another --init-checkpoint.")
+            raise ConfigError(f"{OPTION} {folder}: no checkpoint has an evaluation. Choose another --init-step.")
     return steps[0], stored_model(step_dir(folder, steps[0]))
 
 
@@ -244,7 +244,7 @@ def _check_seen(workdir: Path, step: int) -> None:
     if lacking := processes_without(os.path.isdir(step_dir(workdir, step))):
         raise ConfigError(
             f"{OPTION} {workdir}: its checkpoint of step {step}, with which this run begins, is not there on "
-            f"{lacking}. Restore it to a file system that all hosts share, or choose another --init-checkpoint and "
+            f"{lacking}. Restore it to a file system that all hosts share, or choose another --init-step and "
             "--workdir."
         )
 
