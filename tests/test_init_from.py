@@ -18,7 +18,7 @@ from jaxdl.run.initial import InitFrom, as_init, beginning
 from jaxdl.startup import first_look
 
 MESH = MeshConfig(replica=2, fsdp=2, tensor=2)
-EXPERIMENT = tiny_experiment(steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2}, mesh=MESH)
+EXPERIMENT = tiny_experiment(steps=4, step={"every_steps": 2}, evaluation={"every_steps": 2}, mesh=MESH)
 OTHER_HEAD = {"data.num_classes": 7, "seed": 5}
 
 
@@ -141,8 +141,8 @@ def test_one_process_of_several_ends_with_the_others(tmp_path, monkeypatch):
             {"names": ["hed"]},
             r"InitFrom.names hed: no parameter has such a name. Did you mean head",
         ),
-        ({"checkpoint": 3}, r"there is no checkpoint of step 3; there are checkpoints of steps 2, 4"),
-        ({"checkpoint": "latest"}, r"InitFrom.step 'latest': choose"),
+        ({"step": 3}, r"there is no checkpoint of step 3; there are checkpoints of steps 2, 4"),
+        ({"step": "latest"}, r"InitFrom.step 'latest': choose"),
         ({"workdir": "nowhere"}, r"init_from nowhere: there is no run in this folder"),
         ({"names": ["head"]}, r"has none of the parameters asked for: head/bias \(float32 \[4\] there"),
     ],
