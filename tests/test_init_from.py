@@ -18,7 +18,7 @@ from jaxdl.run.initial import InitFrom, as_init, beginning
 from jaxdl.startup import first_look
 
 MESH = MeshConfig(replica=2, fsdp=2, tensor=2)
-EXPERIMENT = tiny_experiment(steps=4, step={"every_steps": 2}, evaluation={"every_steps": 2}, mesh=MESH)
+EXPERIMENT = tiny_experiment(steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2}, mesh=MESH)
 OTHER_HEAD = {"data.num_classes": 7, "seed": 5}
 
 
