@@ -87,7 +87,6 @@ def looks_up(self, batch, *rest):
             r"task own: metrics\(\) returned mine, without best_metric = 'accuracy'",
         ),
     ],
-    ids=str,
 )
 def test_a_task_that_fails(members, message):
     spec, task = tiny_experiment().data.build().train.spec, own(Classification, **members)
