@@ -22,7 +22,7 @@ from jaxdl.run.compile import compile_train_step
 from jaxdl.run.entry import train
 from jaxdl.run.initial import InitFrom
 from jaxdl.run.result import exit_codes
-from jaxdl.run.workdir import check_workdir, read_choice
+from jaxdl.run.workdir import check_workdir, read_choice, read_spec
 from jaxdl.startup import PROG
 
 
@@ -109,7 +109,8 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     """
     folder = check_workdir(workdir)
     start = Start()
-    plan = make_plan(experiment, chosen=lambda: read_choice(folder), start=start)
+    there = {"chosen": lambda: read_choice(folder), "recorded": lambda: read_spec(folder)}
+    plan = make_plan(experiment, **there, start=start)
     for reason in plan.reasons:
         print(reason)
     spec = plan.parts.state_spec

@@ -4,8 +4,11 @@ import numpy as np
 import pytest
 from test_arrays import IMAGES, Frame, X, Y, arrays
 
+from jaxdl.data import ArraySpec, spec_to_json
 from jaxdl.data.arrays import like
+from jaxdl.data.spec import ArrayInfo
 from jaxdl.errors import ConfigError
+from jaxdl.run.workdir import keep_spec, read_spec
 from jaxdl.tasks import Classification, Task
 
 
@@ -56,7 +59,34 @@ def test_data_to_evaluate_have_the_arrays_of_the_training():
         like({"a": X, "y": Y}, spec, "evaluate")
     with pytest.raises(ConfigError, match="evaluate: float32 is not the dtype of y among"):
         like({"a": X, "b": X[:, 0], "y": Y / 2}, spec, "evaluate")
+    with pytest.raises(ConfigError, match=r"evaluate: uint8 is not the dtype of x among .*x float32 \[8, 8, 1\]"):
+        like((IMAGES, Y), arrays((IMAGES / 255, Y)).build().train.spec, "evaluate")
+    unsigned = like({"a": X, "b": X[:, 0], "y": Y.astype(np.uint8)}, spec, "evaluate")
+    assert unsigned.batch(np.arange(4))["y"].dtype == np.int32
     images = arrays((IMAGES, Y)).build().train.spec
     assert like((IMAGES, Y * 0), images, "evaluate").spec == images
     with pytest.raises(ConfigError, match=r"^evaluate: x has 21 rows, y has 20"):
         like((IMAGES, Y[1:]), images, "evaluate")
+
+
+RAW = ArraySpec((ArrayInfo("x", (8, 8), "uint8"), ArrayInfo("y", (), "int32", num_classes=4)))
+"""What was guessed of grey levels without a dimension of channels, before they were images."""
+
+
+def test_arrays_are_read_as_a_run_recorded_them(tmp_path):
+    """Whatever is guessed of them now: its network was trained on what `data.json` says."""
+    (tmp_path / "data.json").write_text(spec_to_json(RAW))
+    recorded = read_spec(tmp_path)
+    splits = arrays((IMAGES[..., 0], Y)).build()
+    assert splits.train.spec.modality == "images"
+    found = splits.read_as(recorded)
+    keep_spec(tmp_path, found.train.spec)
+    np.testing.assert_array_equal(found.test.batch(np.arange(3))["x"], IMAGES[:3, ..., 0])
+    assert found.content() == splits.content()
+    assert arrays((IMAGES, Y)).build().read_as(recorded) is None
+    assert arrays((IMAGES[..., 0] / 255, Y)).build().read_as(recorded) is None
+    with pytest.raises(
+        ConfigError, match=r"was trained on arrays \(.*x uint8 \[8, 8\].* are images \(8 x 8 x 1, .* now"
+    ):
+        keep_spec(tmp_path, splits.train.spec)
+    assert (tmp_path / "data.json").read_text() == spec_to_json(RAW)

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError
-from jaxdl.data.draws import example_seeds, set_generators
-from jaxdl.data.readers import find_reader, rows_of
+from jaxdl.data.draws import example_seeds
+from jaxdl.data.examples import Examples, Given
 from jaxdl.data.rows import Part, Rows
 from jaxdl.data.source import Data, Source, Splits, TrainRows, channel_statistics, check_classes
 from jaxdl.data.spec import INPUTS, LABELS, ArrayInfo, ArraySpec, DataSpec, ImageSpec, TextSpec
-from jaxdl.fields import SOURCE
-from jaxdl.reference import Reference, described, resolved
 
 ALWAYS_CLASSES = 1000
 """Whole numbers below this are class numbers even if there are fewer examples."""
@@ -24,103 +22,6 @@ _RENAMED = {"image": "x", "label": "y"}
 """Arrays of images -> their other names."""
 _LARGEST_VOCABULARY = 10_000_000
 """Of tokens whose number is counted; larger tokens are a mistake."""
-
-
-class Examples:
-    """The value of a field that holds data in memory, or a function that returns data.
-
-    In JSON a function is a `Reference`, and data are their shapes, dtypes and a checksum: whoever reads the JSON must
-    give the data again to train, and can use the network without.
-    """
-
-    def __init__(self, value: Any = None, known: Mapping[str, Any] | None = None) -> None:
-        """`known` is the JSON of data that are not there."""
-        self._value = value
-        self._known: dict[str, Any] | None = None if known is None else dict(known)
-        self._rows: Rows | None = None
-
-    @classmethod
-    def made(cls, value: Any) -> Examples:
-        """From what a field is given: data, a function, its name `FILE:NAME`, or the JSON of either."""
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, Mapping) and _is_json(value):
-            return cls(known=value)
-        if isinstance(value, str) or _is_function(value):
-            return cls(resolved(value))
-        if hasattr(value, "__next__"):
-            raise ConfigError(
-                "an iterator can be read only once, so a resumed run could not read it again. Give a list, or a "
-                "function that returns the iterator"
-            )
-        find_reader(value, "the data")
-        return cls(value)
-
-    def known(self) -> dict[str, Any]:
-        """The JSON of the data. Raises ConfigError when they cannot be read."""
-        if self._known is None and _is_function(self._value):
-            self._known = dict(described(self._value))
-        elif self._known is None:
-            rows = self.rows("data")
-            arrays = {name: {"shape": [len(rows), *array.shape[1:]], "dtype": str(array.dtype)}
-                      for name, array in rows.read(np.zeros(1, np.int64)).items()}  # fmt: skip
-            self._known = {"arrays": arrays, "checksum": rows.checksum}
-        return self._known
-
-    def rows(self, what: str) -> Rows:
-        """The examples; `what` names them in messages. Raises ConfigError when they are not there, or cannot be read.
-
-        A function is called once.
-        """
-        if self._rows is None:
-            value = self._value
-            if value is None:
-                assert self._known is not None
-                if SOURCE not in self._known:
-                    shapes = ", ".join(f"{name} {one['dtype']} {one['shape']}"
-                                       for name, one in self._known["arrays"].items())  # fmt: skip
-                    raise ConfigError(
-                        f"{what}: the arrays ({shapes}) are not stored with the config, only their shapes and a "
-                        "checksum. Give them again, Arrays(train=..., test=...), or give a function that returns them."
-                    )
-                value = resolved(self._known)
-            if _is_function(value):
-                with set_generators() as set_to:  # The same data in each process, and when the run resumes.
-                    set_to(0)
-                    value = _returned(value, what)
-            self._rows = rows_of(value, what)
-        return self._rows
-
-    def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Examples) and self.known() == other.known())
-
-    def __hash__(self) -> int:
-        return hash(repr(self.known()))
-
-    def __repr__(self) -> str:
-        known = self.known()
-        if SOURCE in known:
-            return str(known[SOURCE])
-        return "; ".join(f"{name} {one['dtype']} {one['shape']}" for name, one in known["arrays"].items())
-
-
-Given = Annotated[
-    Reference, pydantic.PlainValidator(Examples.made), pydantic.PlainSerializer(Examples.known, when_used="json")
-]
-"""The type of a field whose value becomes `Examples`; on the command line it is a `Reference`."""
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not any(hasattr(value, name) for name in ("__getitem__", "__iter__", "shape", "columns"))
-
-
-def _returned(function: Callable[[], Any], what: str) -> Any:
-    try:
-        return function()
-    except ConfigError:
-        raise
-    except Exception as error:  # Of the user's function, any.
-        raise ConfigError(f"{what}: {function.__qualname__}() failed: {type(error).__name__}: {error}") from error
 
 
 class Arrays(Data, kind="arrays"):
@@ -214,12 +115,6 @@ class Arrays(Data, kind="arrays"):
         return dataclasses.replace(info, num_classes=count)
 
 
-def _is_json(value: Mapping[str, Any]) -> bool:
-    """Whether a mapping is the JSON of data or of a function, not arrays whose names are the same."""
-    described_data = isinstance(value.get("arrays"), Mapping) and isinstance(value.get("checksum"), str)
-    return described_data or isinstance(value.get(SOURCE), str)
-
-
 def _divided(rows: Rows, test_fraction: float, seed: int) -> tuple[Rows, Rows]:
     """Training and held-out examples, each in their order; at least one in each."""
     if len(rows) < 2:
@@ -261,6 +156,12 @@ def _check_alike(train: tuple[ArrayInfo, ...], test: tuple[ArrayInfo, ...]) -> N
         raise ConfigError(f"data.train has {shown[0]}; data.test has {shown[1]}. Both must have the same arrays.")
 
 
+def _is_like(given: Any, trained: Any) -> bool:
+    """Whether a dtype has the same kind of numbers as another: floats, whole numbers, complex numbers, booleans."""
+    kinds = [np.dtype(one).kind.replace("u", "i") for one in (given, trained)]
+    return kinds[0] == kinds[1]
+
+
 def like(value: Any, spec: DataSpec, what: str) -> Source:
     """Examples in the form of those on which a network was trained; `spec` is of those, `what` names these.
 
@@ -277,7 +178,7 @@ def like(value: Any, spec: DataSpec, what: str) -> Source:
     found = {one.name: one for one in _fields(rows)}
     for name, trained in spec.by_name.items():
         one = found.get(name)
-        if one is None or not np.can_cast(one.dtype, trained.dtype, "same_kind"):
+        if one is None or not _is_like(one.dtype, trained.dtype):
             is_wrong = "there is no" if one is None else f"{one.dtype} is not the dtype of"
             raise ConfigError(
                 f"{what}: {is_wrong} {name} among {', '.join(found)}. The network was trained on {spec}. Give these."
@@ -322,6 +223,17 @@ class ArraySource(Source):
         """A checksum of the examples; of some of them, where they are read one by one."""
         return self._rows.checksum
 
+    def read_as(self, spec: DataSpec) -> Source | None:
+        """See `Source.read_as`: another version of jaxdl may have guessed otherwise what the same arrays are."""
+        if spec == self.spec:
+            return self
+        given = self._rows.read(np.zeros(1, np.int64))
+        for name, array in spec.blank().items():
+            one = given.get(name, given.get(_RENAMED.get(name, "")))
+            if one is None or array.shape not in (one.shape, (*one.shape, 1)) or not _is_like(one.dtype, array.dtype):
+                return None
+        return ArraySource(self._rows, spec, self._noted)
+
     def on_warning(self, warn: Callable[[str], None]) -> None:
         """Says how the data are read, where the user should know."""
         for rows in self._noted:
@@ -354,7 +266,7 @@ class ArraySource(Source):
         return found
 
     def _narrowed(self, name: str, array: np.ndarray, dtype: np.dtype, indices: np.ndarray) -> np.ndarray:
-        if not np.can_cast(array.dtype, dtype, "same_kind"):
+        if not (np.can_cast(array.dtype, dtype, "same_kind") or _is_like(array.dtype, dtype)):
             raise ConfigError(
                 f"{self._rows.what}: {self._given[name]} of examples {_some(indices)} is {array.dtype}; that of the "
                 f"first example is {dtype}. All examples must have the same dtype."

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data.arrays import ALWAYS_CLASSES, Examples
+from jaxdl.data.arrays import ALWAYS_CLASSES
+from jaxdl.data.examples import Examples
 from jaxdl.data.spec import LABELS, ArrayInfo, ArraySpec
 
 

@@ -96,6 +96,10 @@ class Source(abc.ABC):
         """Identifies the examples and their order where the config alone does not: files may change."""
         return ""
 
+    def read_as(self, spec: DataSpec) -> Source | None:
+        """These examples with `spec`, as a run recorded it; None where they cannot be read so."""
+        return self if spec == self.spec else None
+
     def activity(self) -> Activity | None:
         """Work of the source so far, for all splits; None where there is nothing to report."""
         return None
@@ -141,6 +145,11 @@ class Splits:
 
     train: Source
     test: Source
+
+    def read_as(self, spec: DataSpec) -> Splits | None:
+        """Both with `spec`, as a run recorded it; None where they cannot be read so."""
+        train, test = self.train.read_as(spec), self.test.read_as(spec)
+        return None if train is None or test is None else Splits(train, test)
 
     def content(self) -> dict[str, dict[str, int | str]]:
         """Number and identity of the examples of each split."""

@@ -46,7 +46,6 @@ from jaxdl.run.validate import (
     check_network,
     check_norms,
     check_phases,
-    check_same_examples,
     check_tensor_dims,
     check_warmup,
     fitted_task,
@@ -118,6 +117,7 @@ def make_plan(
     devices: Sequence[Device] | None = None,
     *,
     chosen: Callable[[], ExchangeConfig | None] = lambda: None,
+    recorded: Callable[[], DataSpec | None] = lambda: None,
     started: Callable[[], None] = lambda: None,
     initial: Callable[[TrainState], tuple[Initial | None, str]] = lambda _: (None, ""),
     start: Start | None = None,
@@ -125,8 +125,8 @@ def make_plan(
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh. All processes call `started` when JAX has started, then `chosen`,
-    which returns the exchange that `auto` chose earlier in this workdir, then `initial` (see `beginning`). `start`
-    prints the progress and the findings.
+    and `recorded`, which return the exchange that `auto` chose earlier in this workdir and the spec of its data, then
+    `initial` (see `beginning`). `start` prints the progress and the findings.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if experiment.epochs is None and experiment.steps is None and not experiment.phases:
@@ -139,8 +139,7 @@ def make_plan(
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
     check_batches(experiment, batch_ways(mesh), eval_batch_size)
     with start.doing("reading the data"):
-        splits = read_splits(experiment.data)
-        check_same_examples(splits)
+        splits = read_splits(experiment.data, recorded())
     start.data(experiment.data, splits)
     check_phases(experiment, splits)
     epochs, steps, phases = experiment.epochs, experiment.steps, experiment.phases

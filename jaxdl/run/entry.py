@@ -21,7 +21,7 @@ from jaxdl.run.length import check_max_steps, end_step
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.run.trainer import Trainer
-from jaxdl.run.workdir import check_workdir, make_lease, read_choice, take_lease
+from jaxdl.run.workdir import check_workdir, make_lease, read_choice, read_spec, take_lease
 
 
 def train(
@@ -71,9 +71,9 @@ def train(
         stack.callback(lease.release if lease else lambda: None)  # After everything that writes there is closed.
         stack.callback(start.close)
         try:
-            chosen = functools.partial(read_choice, workdir)
+            chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
             begin = functools.partial(beginning, workdir, init, experiment.checkpoint.start_over)
-            make = functools.partial(make_plan, experiment, devices, chosen=chosen, started=take)
+            make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=take)
             plan = stop.run(lambda: make(initial=begin, start=start))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None

@@ -14,7 +14,8 @@ from flax import linen, nnx
 
 from jaxdl.config import ConfigError
 from jaxdl.data import Arrays, Data
-from jaxdl.data.arrays import Examples, num_held_out
+from jaxdl.data.arrays import num_held_out
+from jaxdl.data.examples import Examples
 from jaxdl.data.labels import check_class_numbers, with_class_numbers
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import kinds

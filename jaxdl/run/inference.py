@@ -12,7 +12,8 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, TextSpec, eval_batches
-from jaxdl.data.arrays import Examples, like
+from jaxdl.data.arrays import like
+from jaxdl.data.examples import Examples
 from jaxdl.data.labels import with_class_numbers
 from jaxdl.evaluation import EvalStep, evaluate, make_eval_step
 from jaxdl.mesh import batch_sharding, batch_ways
@@ -142,7 +143,8 @@ def held_out(data: Any, spec: DataSpec) -> Iterator[Source]:
         if isinstance(data, Data):
             stack.callback(splits.train.close)
             stack.callback(splits.test.close)
-        yield splits.test
+        # The same arrays may have been read in another way by the version that trained the network.
+        yield splits.test.read_as(spec) or splits.test
 
 
 def of_phase(source: Source, phase: Phase | None) -> Source:

@@ -9,16 +9,14 @@ from pathlib import Path
 
 from jaxdl.checkpoint import Checkpoints, Earlier, Restored, Unreadable, Unusable
 from jaxdl.cluster.agree import from_first_process
-from jaxdl.data import spec_to_json
 from jaxdl.experiment import LENGTH, identity
-from jaxdl.files import DATA_FILE
 from jaxdl.mesh import Axis
 from jaxdl.report import EventKind, Reporter, in_ipython
 from jaxdl.run.build import Plan, make_exchange_state
 from jaxdl.run.initial import keep_initial, no_effect, read_initial
 from jaxdl.run.length import change_of_length
 from jaxdl.run.rollback import Rollbacks
-from jaxdl.run.workdir import choice_file, claim_workdir, keep_examples, write_config
+from jaxdl.run.workdir import choice_file, claim_workdir, keep_examples, keep_spec, write_config
 from jaxdl.state import TrainState
 
 
@@ -28,15 +26,16 @@ class Saver:
     def __init__(self, plan: Plan, workdir: Path, reporter: Reporter) -> None:
         """Claims the workdir for the run. Raises ConfigError when it belongs to another, or cannot be written."""
         self._plan, self._workdir, self._reporter = plan, workdir, reporter
-        files = {DATA_FILE: spec_to_json(plan.parts.data_spec).encode()}
+        files = {}
         if plan.asked != plan.experiment and plan.parts.layout.mesh.shape[Axis.REPLICA] > 1:
-            files |= choice_file(workdir, plan.experiment.exchange, plan.reasons)
+            files = choice_file(workdir, plan.experiment.exchange, plan.reasons)
         self._earlier = Earlier(workdir)
         self._earlier.check_kinds()
         # start_over belongs to one command, not to the run.
         self._config = plan.asked.replaced({"checkpoint.start_over": False})
         earlier_length = claim_workdir(workdir, self._config, identity, files, LENGTH)
         keep_examples(workdir, plan.splits.content())
+        keep_spec(workdir, plan.parts.data_spec)
         self.started_over: str | None = None
         """Why the run starts over, in words, if that was asked for and necessary."""
         self.initial: str | None = None

@@ -29,15 +29,19 @@ from jaxdl.tasks import Task, check_task
 from jaxdl.user_code import taken, user_code
 
 
-def read_splits(data: Data) -> Splits:
-    """The data as `build` reads them. Raises ConfigError for data that cannot be read, and for what is no `Splits`."""
+def read_splits(data: Data, recorded: DataSpec | None) -> Splits:
+    """The data as `build` reads them, with the spec that the run recorded earlier if they can be read so.
+
+    Raises ConfigError for data that cannot be read, and for what is no `Splits`.
+    """
     with user_code(data.users_name):
         found: Any = data.build()
     if not isinstance(found, Splits):
         raise ConfigError(
             f"data {data.kind}: build() returned {type(found).__name__}. Return Splits(train, test) of two sources."
         )
-    return found
+    check_same_examples(found)
+    return (found.read_as(recorded) if recorded else None) or found
 
 
 def built_schedule(schedule: Schedule, *, peak: float, total_steps: int, steps_per_epoch: float) -> tuple[Any, Any]:

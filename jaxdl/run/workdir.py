@@ -13,10 +13,11 @@ from jaxdl.cluster import BROKEN, current, exits
 from jaxdl.cluster.agree import of_first_process
 from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config, ConfigError
+from jaxdl.data import DataSpec, spec_from_json, spec_to_json
 from jaxdl.errors import as_typed
 from jaxdl.exchange import ExchangeConfig
 from jaxdl.fields import SOURCE
-from jaxdl.files import CHOICE_FILE, CONFIG_FILE, EXAMPLES_FILE
+from jaxdl.files import CHOICE_FILE, CONFIG_FILE, DATA_FILE, EXAMPLES_FILE
 from jaxdl.kinds import find
 from jaxdl.lease import Lease, check_shared
 from jaxdl.report import replace_file
@@ -194,6 +195,48 @@ def keep_examples(workdir: Path, content: Mapping[str, Any]) -> None:
         return b""
 
     of_first_process(keep)
+
+
+def keep_spec(workdir: Path, spec: DataSpec) -> None:
+    """Records in `data.json` what the examples of a run are like, or checks that a resumed run reads them so too.
+
+    Raises ConfigError, on all processes, when they are read in another way, or the file cannot be read or written.
+    """
+    recorded, content = read_spec(workdir), spec_to_json(spec)
+
+    def keep() -> bytes:
+        try:
+            replace_file(workdir / DATA_FILE, content.encode())
+        except OSError as error:
+            raise _refused(workdir, error) from None
+        return b""
+
+    if recorded is None:
+        of_first_process(keep)
+        return
+    there, here = json.loads(spec_to_json(recorded)), json.loads(content)
+    changes = ", ".join(f"{name} was {there.get(name)}, is {here.get(name)}"
+                        for name in here if there.get(name) != here[name])  # fmt: skip
+    if there != here:
+        raise ConfigError(
+            f"--workdir {workdir}: its network was trained on {recorded.modality} ({recorded.described()[1]}); the "
+            f"data are {spec.modality} ({spec.described()[1]}) now: {changes}. Give the data as they were, or choose "
+            "another --workdir."
+        )
+
+
+def read_spec(workdir: Path | None) -> DataSpec | None:
+    """What the examples of the run in a workdir are like, as its `data.json` says; None where there is no run yet.
+
+    Raises ConfigError, on all processes, when it cannot be read.
+    """
+    content = b"" if workdir is None else read_file(workdir / DATA_FILE)
+    try:
+        return spec_from_json(content.decode()) if content else None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{workdir}/{DATA_FILE}: this is not a specification of data. Restore it, or choose another --workdir."
+        ) from None
 
 
 def choice_file(workdir: Path, config: Config, reasons: Sequence[str]) -> dict[str, bytes]:

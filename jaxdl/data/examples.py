@@ -1,0 +1,112 @@
+"""The value of a field that holds data, or a function that returns them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import numpy as np
+import pydantic
+
+from jaxdl.config import ConfigError
+from jaxdl.data.draws import set_generators
+from jaxdl.data.readers import find_reader, rows_of
+from jaxdl.data.rows import Rows
+from jaxdl.fields import SOURCE
+from jaxdl.reference import Reference, described, resolved
+from jaxdl.user_code import user_code
+
+
+class Examples:
+    """The value of a field that holds data in memory, or a function that returns data.
+
+    In JSON a function is a `Reference`, and data are their shapes, dtypes and a checksum: whoever reads the JSON must
+    give the data again to train, and can use the network without.
+    """
+
+    def __init__(self, value: Any = None, known: Mapping[str, Any] | None = None) -> None:
+        """`known` is the JSON of data that are not there."""
+        self._value = value
+        self._known: dict[str, Any] | None = None if known is None else dict(known)
+        self._rows: Rows | None = None
+
+    @classmethod
+    def made(cls, value: Any) -> Examples:
+        """From what a field is given: data, a function, its name `FILE:NAME`, or the JSON of either."""
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, Mapping) and _is_json(value):
+            return cls(known=value)
+        if isinstance(value, str) or _is_function(value):
+            return cls(resolved(value))
+        if hasattr(value, "__next__"):
+            raise ConfigError(
+                "an iterator can be read only once, so a resumed run could not read it again. Give a list, or a "
+                "function that returns the iterator"
+            )
+        find_reader(value, "the data")
+        return cls(value)
+
+    def known(self) -> dict[str, Any]:
+        """The JSON of the data. Raises ConfigError when they cannot be read."""
+        if self._known is None and _is_function(self._value):
+            self._known = dict(described(self._value))
+        elif self._known is None:
+            rows = self.rows("data")
+            arrays = {name: {"shape": [len(rows), *array.shape[1:]], "dtype": str(array.dtype)}
+                      for name, array in rows.read(np.zeros(1, np.int64)).items()}  # fmt: skip
+            self._known = {"arrays": arrays, "checksum": rows.checksum}
+        return self._known
+
+    def rows(self, what: str) -> Rows:
+        """The examples; `what` names them in messages. Raises ConfigError when they are not there, or cannot be read.
+
+        A function is called once.
+        """
+        if self._rows is None:
+            value = self._value
+            if value is None:
+                assert self._known is not None
+                if SOURCE not in self._known:
+                    shapes = ", ".join(f"{name} {one['dtype']} {one['shape']}"
+                                       for name, one in self._known["arrays"].items())  # fmt: skip
+                    raise ConfigError(
+                        f"{what}: the arrays ({shapes}) are not stored with the config, only their shapes and a "
+                        "checksum. Give them again, Arrays(train=..., test=...), or give a function that returns them."
+                    )
+                value = resolved(self._known)
+            if _is_function(value):
+                with set_generators() as set_to:  # The same data in each process, and when the run resumes.
+                    set_to(0)
+                    with user_code(f"{what}: {value.__qualname__}()", of=value):
+                        value = value()
+            self._rows = rows_of(value, what)
+        return self._rows
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Examples) and self.known() == other.known())
+
+    def __hash__(self) -> int:
+        return hash(repr(self.known()))
+
+    def __repr__(self) -> str:
+        known = self.known()
+        if SOURCE in known:
+            return str(known[SOURCE])
+        return "; ".join(f"{name} {one['dtype']} {one['shape']}" for name, one in known["arrays"].items())
+
+
+Given = Annotated[
+    Reference, pydantic.PlainValidator(Examples.made), pydantic.PlainSerializer(Examples.known, when_used="json")
+]
+"""The type of a field whose value becomes `Examples`; on the command line it is a `Reference`."""
+
+
+def _is_function(value: Any) -> bool:
+    return callable(value) and not any(hasattr(value, name) for name in ("__getitem__", "__iter__", "shape", "columns"))
+
+
+def _is_json(value: Mapping[str, Any]) -> bool:
+    """Whether a mapping is the JSON of data or of a function, not arrays whose names are the same."""
+    described_data = isinstance(value.get("arrays"), Mapping) and isinstance(value.get("checksum"), str)
+    return described_data or isinstance(value.get(SOURCE), str)
