@@ -1,6 +1,6 @@
 """`jaxdl --print-completion bash`: a script with which a shell completes commands, options and their values.
 
-zsh reads the same script through its `bashcompinit`. That has not been tried: there was no zsh where the tests run.
+zsh reads the same script through its `bashcompinit`; tried by hand with zsh 5.9, the tests have bash alone.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 Each file is a module of its own name, made from its path. Its `import helper` takes the file `helper.py` beside it if
 there is one, whenever the statement runs: also inside a function that is called long after the file was loaded, and
-although another folder has a `helper.py` too. A package, which is a folder, is found beside the file too; its name
-is its name in the whole process, as everywhere in Python.
+although another folder has a `helper.py` too. A library of that name that the process has imported goes first. A
+package, which is a folder, is found beside the file too; its name is its name in the whole process, as everywhere in
+Python.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 from jaxdl.errors import ConfigError
 from jaxdl.startup import check_source, find_config
-from jaxdl.user_code import described
+from jaxdl.user_code import described, is_installed
 
 _loading = threading.RLock()
 """Held while a file beside another one is imported: several threads may be the first that import it."""
@@ -100,6 +101,9 @@ def _import_beside(path: Path) -> Callable[..., ModuleType]:
     def load(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> ModuleType:
         beside = itself.parent / f"{name}.py"
         if not level and beside != itself and name not in sys.stdlib_module_names and beside.is_file():
+            loaded = Path(getattr(sys.modules.get(name), "__file__", None) or os.devnull)
+            if loaded.resolve() == beside or is_installed(loaded):  # The program has it, or a library of this name.
+                return sys.modules[name]
             with _loading:
                 return sys.modules.get(_module_name(beside)) or _run(beside)
         package = itself.parent / name.partition(".")[0]

@@ -108,7 +108,12 @@ def _raised_at(error: BaseException) -> str:
 
 def _is_users(filename: str) -> bool:
     """Whether the code of a file, or of a notebook's cell, belongs to no library."""
-    return not filename.startswith((*_LIBRARIES, *_NO_FILES)) and not _INSTALLED & set(Path(filename).parts)
+    return not filename.startswith((*_LIBRARIES, *_NO_FILES)) and not is_installed(Path(filename))
+
+
+def is_installed(file: Path) -> bool:
+    """Whether a file belongs to an installed package."""
+    return not _INSTALLED.isdisjoint(file.parts)
 
 
 def defined_at(found: Any) -> str:

@@ -112,6 +112,8 @@ def test_a_schedule_takes_the_arguments_it_asks_for():
     made = own(Schedule, build=lambda self, peak: lambda step: jnp.float32(peak) / (step + 1))
     rate, cycle = built_schedule(made, peak=0.5, total_steps=10, steps_per_epoch=2)
     assert (rate(4), cycle(9)) == (pytest.approx(0.1), pytest.approx(0.1))
+    whole = own(Schedule, build=lambda self: lambda step: 1)
+    assert built_schedule(whole, peak=0.5, total_steps=10, steps_per_epoch=2)[0](3).dtype == jnp.float32
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 from jaxdl.bench.cluster_variants import BASELINE, FLAT, VARIANTS, NoExchange
 from jaxdl.config import ConfigError
+from jaxdl.errors import command_line
 from jaxdl.exchange import Dense
 from jaxdl.exchange.cost import Figures, Gradients, Link, Machine, Speeds, predict
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
@@ -166,10 +167,11 @@ def main() -> None:
     for line in sys.stdin:
         method, arguments = json.loads(line)
         function: Callable[..., Any] = getattr(worker, method)
-        try:
-            answer = {"value": function(**arguments)}
-        except ConfigError as error:
-            answer = {"mistake": str(error)}
+        with command_line():
+            try:
+                answer = {"value": function(**arguments)}
+            except ConfigError as error:
+                answer = {"mistake": str(error)}
         print(json.dumps(answer), file=answers)
 
 

@@ -20,6 +20,7 @@ from jaxdl.optim.layerwise import add_weight_decay, scale_by_lamb_trust_ratio, s
 from jaxdl.optim.masks import Mask, decay_mask, num_stacked_dims
 from jaxdl.optim.rates import changing_momentum, scale_by_learning_rate
 from jaxdl.sharding import LogicalAxes
+from jaxdl.user_code import parameters
 
 
 class Optimizer(Choice):
@@ -51,7 +52,8 @@ class Optimizer(Choice):
                 "for optax.adam(1e-3), or Optax(make) with a function make(learning_rate) that returns it"
             )
         for prefix, module in (("", optax), ("contrib.", optax.contrib)):
-            if isinstance(value, str) and inspect.isfunction(getattr(module, value, None)):
+            found = getattr(module, value, None) if isinstance(value, str) else None
+            if inspect.isfunction(found) and "learning_rate" in parameters(found):
                 name = prefix + value
                 command = f"python -m jaxdl.train --optimizer optax --optimizer.transformation {name}"
                 return f' {name} is an optimizer of optax: Optax("{name}"), or {command}.'

@@ -13,8 +13,9 @@ _WARN_AFTER = 3
 """The warning needs this many consecutive reports: the first ones include the start of the workers."""
 
 _CURES = {
-    "read": "keep the images on a local disk (--data.photos.cache.disk) or in memory (.memory-bytes)",
-    "decode": "cache decoded images (--data.photos.cache.disk or .memory-bytes), or use more CPUs "
+    "read": "keep the images on a local disk (--data.photos.cache.disk) or in memory "
+    "(--data.photos.cache.memory-bytes)",
+    "decode": "cache decoded images (--data.photos.cache.disk or --data.photos.cache.memory-bytes), or use more CPUs "
     "(--data.photos.workers)",
     "augment": "use more CPUs (--data.photos.workers), or less augmentation",
     "store": "the cache is still being filled; if this persists, its disk is slow",

@@ -163,7 +163,10 @@ class Reporter:
 
     def event(self, kind: EventKind, text: str, step: int | None = None, *, recorded: bool = True) -> None:
         """Shows a message and records it in the history, where the curves show it; at the present step by default."""
-        (self.warn if kind in WARNINGS else self.note)(text)
+        if kind not in WARNINGS:
+            self.note(text)
+        elif jax.process_index() == 0:  # All processes have the event.
+            self.warn(text)
         if recorded:
             self.history.event(Event(kind, self._counter.step if step is None else step, text))
 

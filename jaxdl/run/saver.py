@@ -93,7 +93,7 @@ class Saver:
         if restored is not None:
             self._earlier.mark(restored.step)
             if initial is not None and initial != read_initial(self._workdir):
-                self.initial = no_effect(initial.workdir)
+                self._reporter.note(no_effect(initial.workdir))
         elif initial is not None:
             keep_initial(self._workdir, initial)
             self.initial = initial.text

@@ -57,9 +57,10 @@ def built_schedule(schedule: Schedule, *, peak: float, total_steps: int, steps_p
             raise ConfigError(f"{name} returned {made!r}. Return a function of the step, such as lambda step: peak.")
         with user_code(what, of=made):
             rate = jax.eval_shape(lambda step, made=made: jnp.asarray(made(step)), jnp.int32(0))
-        if rate.shape or not jnp.issubdtype(rate.dtype, jnp.floating):
+        if rate.shape or not any(jnp.issubdtype(rate.dtype, one) for one in (jnp.integer, jnp.floating)):
             raise ConfigError(f"{name}: of a step it is {rate.dtype} {list(rate.shape)}. Return one float32 number.")
-        found.append(made)
+        # A user's function may return a number of Python, or whole numbers.
+        found.append(made if what is None else lambda step, made=made: jnp.asarray(made(step), jnp.float32))
     return found[0], found[1]
 
 
