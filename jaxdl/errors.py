@@ -15,9 +15,9 @@ from collections.abc import Iterator
 
 _OPTION = re.compile(
     r"(?<![\w-])--([a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)(?![\w=])"
-    r"(?: (None|True|False|[A-Z]+(?::[A-Z]+)?|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![.\w]*\w))?"
+    r"(?: (None|True|False|[A-Z]+(?::[A-Z]+)?|-?\d+(?:\.\d+)?(?:e[+-]?\d+)?)(?![.\w]*\w)(?! -?\d))?"
 )
-"""An option, and the value that follows it if that is a number, None, True, False or a placeholder such as FOLDER."""
+"""An option, and the value that follows it if that is one number, None, True, False or a placeholder such as FOLDER."""
 _DIFFERENT = {
     "checkpoint.start-over": "checkpoint.start_over=True",
     "config": "config file",

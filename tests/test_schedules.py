@@ -79,7 +79,7 @@ def test_steps_mistakes(fields, message):
     ],
 )
 def test_milestones_outside_of_the_run_are_refused(fields):
-    with pytest.raises(ConfigError, match=r"milestones-epochs 3 .: not all are between"):
+    with pytest.raises(ConfigError, match=r"milestones_epochs 3 .: not all are between"):
         Steps(**fields).build(peak=PEAK, total_steps=90, steps_per_epoch=10)
 
 
