@@ -1,5 +1,6 @@
 """Files of users import the files beside them, whenever the statement runs and whatever else was imported."""
 
+import importlib
 import sys
 import types
 
@@ -47,6 +48,18 @@ def test_a_file_of_the_name_of_a_module_that_it_imports(folders):
     (folders[0] / "optax.py").write_text("import optax\nfound = optax.sgd")
     for name in ("json.py", "optax.py"):
         assert import_file(folders[0] / name, "it").found
+
+
+def test_what_the_program_has_imported_is_not_run_again(folders, monkeypatch):
+    """The module of a notebook, whose classes its objects are of, and a library of the name of a file beside."""
+    monkeypatch.syspath_prepend(folders[0])
+    monkeypatch.delitem(sys.modules, "deep", raising=False)
+    deep = importlib.import_module("deep")
+    (folders[0] / "numpy.py").write_text("raise AssertionError")
+    (folders[0] / "mine.py").write_text("import deep\nimport numpy\nones = numpy.ones(3)")
+    assert import_file(folders[0] / "mine.py", "it").deep is deep
+    sys.modules.pop("deep")
+    sys.modules.pop("helper", None)
 
 
 def test_an_error_names_the_lines_of_both_files(folders):
