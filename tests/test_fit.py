@@ -18,6 +18,7 @@ from jaxdl.data import SyntheticImages
 from jaxdl.data.labels import class_numbers
 from jaxdl.mesh import MeshConfig
 from jaxdl.optim import AdamW
+from jaxdl.run.fit import _data
 
 
 @pytest.fixture
@@ -173,6 +174,36 @@ def test_labels_become_class_numbers_where_that_is_certain(labels, numbers, num_
     assert np.array_equal(found, numbers)
     assert count == num_classes
     assert (found is labels) == (labels.shape == np.shape(numbers) and labels.dtype != bool)
+
+
+def one_hot():
+    return np.zeros((40, 5), np.float32), np.eye(3, dtype=bool)[np.arange(40) % 3]
+
+
+def test_a_function_of_one_hot_labels_is_named_in_the_config():
+    """So that the data can be read again from the JSON alone."""
+    data, num_train = _data(one_hot, None, classifies=True, quiet=True)
+    assert num_train == 36
+    again = Arrays.from_json(data.to_json())
+    assert again.to_json() == data.to_json()
+    assert again.to_json().count(f"{__file__}:one_hot") == 1
+    assert again.build().content() == data.build().content()
+    assert again.build().train.spec.sizes() == {"num_classes": 3, "num_features": 5}
+
+
+def test_classes_are_counted_against_the_training_examples():
+    """A few test examples may have any class of the many training examples; both ways have the same rule."""
+    x, y = np.zeros((1500, 2)), np.arange(1500)
+    data, _ = _data((x, y), (x[:2], y[-2:]), classifies=True, quiet=True)
+    assert data.build().train.spec.sizes()["num_classes"] == 1500
+    for largest, is_class in ((1349, True), (1350, False)):  # A tenth is held out.
+        given = x, np.minimum(y, largest)
+        if is_class:
+            data, _ = _data(given, None, classifies=True, quiet=True)
+            assert data.build().train.spec.sizes()["num_classes"] == 1350
+        else:
+            with pytest.raises(jaxdl.ConfigError, match="larger than there are examples"):
+                _data(given, None, classifies=True, quiet=True)
 
 
 def test_an_interrupted_cell_gives_the_run_so_far_and_goes_on(tmp_path, fitted, monkeypatch, capsys):

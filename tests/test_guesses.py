@@ -65,6 +65,9 @@ def test_data_to_evaluate_have_the_arrays_of_the_training():
     assert unsigned.batch(np.arange(4))["y"].dtype == np.int32
     images = arrays((IMAGES, Y)).build().train.spec
     assert like((IMAGES, Y * 0), images, "evaluate").spec == images
+    more = like({"x": IMAGES, "when": X, "y": Y}, images, "evaluate")
+    assert more.spec == images
+    assert sorted(more.batch(np.arange(2))) == ["image", "label"]
     with pytest.raises(ConfigError, match=r"^evaluate: x has 21 rows, y has 20"):
         like((IMAGES, Y[1:]), images, "evaluate")
 

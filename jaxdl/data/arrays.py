@@ -12,12 +12,11 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data.draws import example_seeds
 from jaxdl.data.examples import Examples, Given
+from jaxdl.data.labels import are_class_numbers
 from jaxdl.data.rows import Part, Rows
 from jaxdl.data.source import Data, Source, Splits, TrainRows, channel_statistics, check_classes
 from jaxdl.data.spec import INPUTS, LABELS, ArrayInfo, ArraySpec, DataSpec, ImageSpec, TextSpec
 
-ALWAYS_CLASSES = 1000
-"""Whole numbers below this are class numbers even if there are fewer examples."""
 _RENAMED = {"image": "x", "label": "y"}
 """Arrays of images -> their other names."""
 _LARGEST_VOCABULARY = 10_000_000
@@ -76,9 +75,13 @@ class Arrays(Data, kind="arrays"):
             train, test = _divided(given[0], self.test_fraction or 0, self.split_seed)
         arrays = _fields(train)
         _check_alike(arrays, _fields(test))
-        arrays = tuple(self._with_classes(one, train, test) for one in arrays)
-        spec = _image_spec(arrays, train) or self._text_spec(arrays, train, test) or ArraySpec(arrays)
+        spec = self.guessed(arrays, train, test)
         return Splits(ArraySource(train, spec, given), ArraySource(test, spec))
+
+    def guessed(self, arrays: tuple[ArrayInfo, ...], train: Rows, test: Rows) -> DataSpec:
+        """The spec of the arrays of two splits: images, text, or arrays as they are. Raises ConfigError."""
+        arrays = tuple(self._with_classes(one, train, test) for one in arrays)
+        return _image_spec(arrays, train) or self._text_spec(arrays, train, test) or ArraySpec(arrays)
 
     def _text_spec(self, arrays: tuple[ArrayInfo, ...], train: Rows, test: Rows) -> TextSpec | None:
         """The spec of windows of tokens, each of which counts as a byte; None for other arrays."""
@@ -110,7 +113,7 @@ class Arrays(Data, kind="arrays"):
         if count is None:
             columns = [rows.every(info.name) for rows in (train, test)]
             count = max(int(column.max()) for column in columns) + 1
-            if min(int(column.min()) for column in columns) < 0 or count > max(len(train), ALWAYS_CLASSES):
+            if not are_class_numbers(min(int(column.min()) for column in columns), count - 1, len(train)):
                 return info
         return dataclasses.replace(info, num_classes=count)
 
@@ -168,14 +171,14 @@ def like(value: Any, spec: DataSpec, what: str) -> Source:
     Their arrays may be in any order, with others beside them. Raises ConfigError for those that lack one of them, or
     have another kind of numbers.
     """
-    examples = Examples.made(value)
-    rows = examples.rows(what)
+    rows = Examples.made(value).rows(what)
+    found = {one.name: one for one in _fields(rows)}
     if not isinstance(spec, ArraySpec):
         sizes = spec.sizes()
-        num_classes = sizes.get("num_classes") or sizes.get("vocab_size")
-        given = {"train": examples, "test": examples, "num_classes": num_classes}
-        return Arrays.model_validate(given).build().test
-    found = {one.name: one for one in _fields(rows)}
+        names = [name if name in found else _RENAMED.get(name) for name in spec.blank()]
+        read = tuple(one for one in found.values() if one.name in names) or tuple(found.values())
+        counted = Arrays(num_classes=sizes.get("num_classes") or sizes.get("vocab_size"))
+        return ArraySource(rows, counted.guessed(read, rows, rows))
     for name, trained in spec.by_name.items():
         one = found.get(name)
         if one is None or not _is_like(one.dtype, trained.dtype):

@@ -10,11 +10,16 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data.draws import set_generators
+from jaxdl.data.labels import class_numbers
 from jaxdl.data.readers import find_reader, rows_of
-from jaxdl.data.rows import Rows
+from jaxdl.data.rows import Columns, Rows
+from jaxdl.data.spec import LABELS
 from jaxdl.fields import SOURCE
 from jaxdl.reference import Reference, described, resolved
 from jaxdl.user_code import user_code
+
+_CONVERTED = "class_numbers"
+"""Key in the JSON of a function: whether the labels that it returns are converted to class numbers."""
 
 
 class Examples:
@@ -80,8 +85,26 @@ class Examples:
                     set_to(0)
                     with user_code(f"{what}: {value.__qualname__}()", of=value):
                         value = value()
-            self._rows = rows_of(value, what)
+            rows = rows_of(value, what)
+            self._rows = _with_class_numbers(rows) if (self._known or {}).get(_CONVERTED) else rows
         return self._rows
+
+    def with_class_numbers(self, what: str) -> tuple[Examples, int | None]:
+        """(these with their labels as class numbers, the number of classes if the form of the labels has it).
+
+        Labels are the array y or label. If all examples are in memory, they may be booleans, have a dimension of size 1
+        more, or be one-hot: what they mean is certain, and their class numbers take their place. All others stay as
+        they are. `what` names the data in messages.
+        """
+        rows = self.rows(what)
+        labels = _labels(rows)[1]
+        numbers, num_classes = (None, None) if labels is None else class_numbers(labels)
+        if numbers is labels:
+            return self, num_classes
+        is_function = SOURCE in self.known()
+        found = Examples(self._value, self.known() | {_CONVERTED: True} if is_function else None)
+        found._rows = _with_class_numbers(rows)
+        return found, num_classes
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Examples) and self.known() == other.known())
@@ -104,6 +127,18 @@ Given = Annotated[
 
 def _is_function(value: Any) -> bool:
     return callable(value) and not any(hasattr(value, name) for name in ("__getitem__", "__iter__", "shape", "columns"))
+
+
+def _labels(rows: Rows) -> tuple[str, np.ndarray | None]:
+    """(name, labels) of examples in memory; None if they have none, or are not in memory."""
+    arrays = rows.arrays or {}
+    name = next((one for one in LABELS if one in arrays), "")
+    return name, arrays.get(name)
+
+
+def _with_class_numbers(rows: Rows) -> Rows:
+    name, labels = _labels(rows)
+    return rows if labels is None else Columns({**(rows.arrays or {}), name: class_numbers(labels)[0]}, rows.what)
 
 
 def _is_json(value: Mapping[str, Any]) -> bool:

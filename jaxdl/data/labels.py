@@ -5,25 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data.arrays import ALWAYS_CLASSES
-from jaxdl.data.examples import Examples
+from jaxdl.data.rows import Rows
 from jaxdl.data.spec import LABELS, ArrayInfo, ArraySpec
 
+ALWAYS_CLASSES = 1000
+"""Whole numbers below this are class numbers even if there are fewer examples."""
 
-def with_class_numbers(examples: Examples, what: str) -> tuple[Examples, int | None]:
-    """(the examples with their labels as class numbers, the number of classes if the form of the labels has it).
 
-    Labels are the array y or label. If all examples are in memory, they may be booleans, have a dimension of size 1
-    more, or be one-hot: what they mean is certain, and their class numbers take their place. All others stay as they
-    are. `what` names the data in messages.
+def are_class_numbers(smallest: int, largest: int, num_train: int) -> bool:
+    """Whether whole numbers, of which these are two, are class numbers where there are so many training examples.
+
+    Numbers larger than there are examples to learn them from are something else, such as prices.
     """
-    rows = examples.rows(what)
-    name = next((one for one in LABELS if one in (rows.arrays or ())), None)
-    if rows.arrays is None or name is None:
-        return examples, None
-    labels = rows.arrays[name]
-    numbers, num_classes = class_numbers(labels)
-    return (examples if numbers is labels else Examples({**rows.arrays, name: numbers})), num_classes
+    return smallest >= 0 and largest < max(num_train, ALWAYS_CLASSES)
 
 
 def class_numbers(labels: np.ndarray) -> tuple[np.ndarray, int | None]:
@@ -44,19 +38,18 @@ def _is_one_hot(labels: np.ndarray) -> bool:
     return bool(((labels == 0) | (labels == 1)).all() and (labels.sum(axis=1) == 1).all())
 
 
-def check_class_numbers(examples: Examples, what: str) -> None:
+def check_class_numbers(rows: Rows, what: str, num_train: int) -> None:
     """Raises ConfigError for examples without an array y (or label) of class numbers; `what` names them.
 
-    Of examples that are not in memory the first one is looked at.
+    `num_train` is the number of training examples. Of examples that are not in memory the first one is looked at.
     """
-    rows = examples.rows(what)
     first = rows.read(np.zeros(1, np.int64))
     labels = next((one for name, one in (rows.arrays or first).items() if name in LABELS), None)
     if (
         labels is not None
         and labels.ndim == 1
         and labels.dtype.kind in "iu"
-        and (rows.arrays is None or (labels.min() >= 0 and labels.max() < max(len(labels), ALWAYS_CLASSES)))
+        and (rows.arrays is None or are_class_numbers(int(labels.min()), int(labels.max()), num_train))
     ):
         return
     spec = ArraySpec(tuple(ArrayInfo(name, one.shape[1:], str(one.dtype)) for name, one in first.items()))

@@ -16,7 +16,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import Arrays, Data
 from jaxdl.data.arrays import num_held_out
 from jaxdl.data.examples import Examples
-from jaxdl.data.labels import check_class_numbers, with_class_numbers
+from jaxdl.data.labels import check_class_numbers
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import kinds
 from jaxdl.mesh import Device
@@ -166,16 +166,16 @@ def _data(train: Any, test: Any, *, classifies: bool, quiet: bool) -> tuple[Data
             raise ConfigError(f"test: data {train.kind} has its own held-out examples. Leave test out.")
         return train, None
     given: dict[str, Any] = {"train": Examples.made(train)} | ({} if test is None else {"test": Examples.made(test)})
+    num_examples = len(given["train"].rows("train"))
+    held_out = num_held_out(num_examples, TEST_FRACTION) if test is None else 0
     num_classes = None
     if classifies:
         for name, examples in given.items():
-            given[name], counted = with_class_numbers(examples, name)
-            check_class_numbers(given[name], name)
+            given[name], counted = examples.with_class_numbers(name)
+            check_class_numbers(given[name].rows(name), name, num_examples - held_out)
             num_classes = num_classes or counted
-    num_examples = len(given["train"].rows("train"))
     if test is not None:
         return Arrays(**given, num_classes=num_classes), num_examples
-    held_out = num_held_out(num_examples, TEST_FRACTION)
     if is_first_process() and not quiet:
         print(
             f"test is not given: {held_out:,} of the {num_examples:,} training examples, chosen at random, are held out"

@@ -14,7 +14,6 @@ from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, TextSpec, eval_batches
 from jaxdl.data.arrays import like
 from jaxdl.data.examples import Examples
-from jaxdl.data.labels import with_class_numbers
 from jaxdl.evaluation import EvalStep, evaluate, make_eval_step
 from jaxdl.mesh import batch_sharding, batch_ways
 from jaxdl.phases import Phase
@@ -135,7 +134,7 @@ def held_out(data: Any, spec: DataSpec) -> Iterator[Source]:
             )
         examples = Examples.made(data)
         if "num_classes" in spec.sizes():  # The network reads class numbers, whatever form the user's labels have.
-            examples, _ = with_class_numbers(examples, "evaluate")
+            examples, _ = examples.with_class_numbers("evaluate")
         yield like(examples, spec, "evaluate")
         return
     splits = data.build() if isinstance(data, Data) else data
