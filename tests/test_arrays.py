@@ -303,7 +303,10 @@ def test_mistakes():
     with pytest.raises(ConfigError, match=r"^data\[0\]: x holds text, not numbers"):
         Experiment(data=arrays(Items(lambda index: "text"))).to_json()
     assert "data.train[7]: it is None, as what a filter" in refusal_of_items(Items(_filtered))
-    assert "data.train[7]: RuntimeError: bad record" in refusal_of_items(Items(_broken_seventh))
+    assert re.search(r"data.train\[7\] \(.*:\d+\): RuntimeError: bad record", refusal_of_items(Items(_broken_seventh)))
+    assert re.search(r"data.train\[7\] \(.*:\d+\): RuntimeError: bad", refusal_of_items(Together(_broken_seventh)))
+    assert "data.train[7]: it is None" in refusal_of_items(Together(_filtered))
+    assert "data.train[6, 7]: 1 examples came for 2 indices" in refusal_of_items(Together(_row, missing=7))
     shorter = Items(lambda index: (X[index, : 3 - (index == 7)], 0))
     assert "x of example 6 is [3], of example 7 [2]" in refusal_of_items(shorter)
     with pytest.raises(ConfigError, match="there are no held-out data"):
@@ -319,6 +322,21 @@ class _Loader(Iterated):
 
 def _failing():
     raise ValueError("no disk")
+
+
+class Together(Items):
+    """It fetches several at a time, without one of them."""
+
+    def __init__(self, make, missing=-1):
+        super().__init__(make)
+        self._missing = missing
+
+    def __getitems__(self, indices):
+        return [self[index] for index in indices if index != self._missing]
+
+
+def _row(index):
+    return X[index], 0
 
 
 def _filtered(index):

@@ -111,6 +111,26 @@ def drawn():
     return np.random.normal(size=(N, 2)), np.arange(N) % 2  # noqa: NPY002
 
 
+class Seldom(Many):
+    """One example draws, which is none of the 64 that are looked at."""
+
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        return {"x": np.float32([index + (random.random() if index == 100 else 0)]), "y": index % 2}
+
+
+def test_a_draw_is_seen_whichever_example_draws():
+    """Whatever is read with it, or was before."""
+    seldom, again = built(Seldom()).train, built(Seldom()).train
+    rows = train_rows(seldom, [0, 0, 1], [1, 100, 100])
+    np.testing.assert_array_equal(rows[:2, 0] // 1, [1, 100])
+    assert rows[1] != rows[2]
+    np.testing.assert_array_equal(train_rows(again, [0, 1], [100, 100]), rows[1:])
+    np.testing.assert_array_equal(train_rows(again, [1, 0, 0], [100, 3, 1]), [rows[2], [3], rows[0]])
+
+
 def test_functions_and_iterables_that_draw_give_the_same_data_again():
     assert built(drawn).content() == built(drawn).content()
 
@@ -135,5 +155,5 @@ def test_what_an_example_raises_is_one_message():
         def __getitems__(self, indices):
             raise RuntimeError("no disk")
 
-    with pytest.raises(ConfigError, match=r"data.train\[0\]: RuntimeError: no disk"):
+    with pytest.raises(ConfigError, match=r"data.train\[0\] \(.*:\d+\): RuntimeError: no disk"):
         built(Broken())

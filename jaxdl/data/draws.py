@@ -10,6 +10,7 @@ import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,14 @@ def set_generators() -> Iterator[Callable[[int], None]]:
             np.random.set_state(numpy)  # noqa: NPY002
             if generator is not None:
                 generator.set_state(torch)
+
+
+def generator_states() -> tuple[Any, ...]:
+    """The states of the same generators, to see by `==` whether something drew from them in between."""
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    name, words, *others = np.random.get_state(legacy=True)  # noqa: NPY002
+    torch = generator and generator.get_state().numpy().tobytes()
+    return random.getstate(), name, np.asarray(words).tobytes(), others, torch
 
 
 def example_seeds(seed: int, epochs: np.ndarray, indices: np.ndarray) -> np.ndarray:

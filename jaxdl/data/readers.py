@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data.draws import set_generators
+from jaxdl.data.draws import generator_states, set_generators
 from jaxdl.data.rows import Columns, Rows, as_array, checksum_of, named, paired, together
+from jaxdl.user_code import user_code
 
 Reader = Callable[[Any, str], Rows]
 _ENDLESS = 2**60
@@ -85,38 +86,45 @@ class Fetched(Rows):
         """`fetch_many` fetches several examples at a time; None where there is only `[i]`."""
         super().__init__(what)
         self._value, self._fetch_many = value, fetch_many
+        self._draws = False
+        """Whether fetching several drew from the generators, so that they are set for each one by itself."""
 
     def __len__(self) -> int:
         return len(self._value)
 
     def read(self, indices: np.ndarray, seeds: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """See `Rows.read`."""
-        if self._fetch_many is not None and not self._draws:
-            return together(self._fetched(indices.tolist()), indices, self.what)
-        return self._one_by_one(indices, indices % 2**32 if seeds is None else seeds)
+        return together(self._examples(indices, indices % 2**32 if seeds is None else seeds), indices, self.what)
 
-    def _one_by_one(self, indices: np.ndarray, seeds: np.ndarray) -> dict[str, np.ndarray]:
-        found = []
+    def _examples(self, indices: np.ndarray, seeds: np.ndarray) -> list[dict[str, Any]]:
+        """Fetched together; one by one, each with its seed, if something draws from the generators."""
         with set_generators() as set_to:
+            if self._fetch_many is not None and not self._draws:
+                before = generator_states()
+                found = self._fetched(indices.tolist())
+                if generator_states() == before:
+                    return found
+                self._draws = True
+            found = []
             for index, seed in zip(indices.tolist(), seeds.tolist(), strict=True):
                 set_to(seed)
                 found += self._fetched([index])
-        return together(found, indices, self.what)
+            return found
 
     def _fetched(self, indices: list[int]) -> list[dict[str, Any]]:
-        where = f"{self.what}[{indices[0]}]"
         many = self._fetch_many
+        where = f"{self.what}[{', '.join(map(str, indices[:3]))}{', ...' if len(indices) > 3 else ''}]"
         try:
-            found = many(indices) if many is not None else [self._value[index] for index in indices]
-        except Exception as error:  # Of the user's class, any.
-            raise ConfigError(f"{where}: {type(error).__name__}: {error}") from error
-        return [named(one, where) for one in found]
-
-    @functools.cached_property
-    def _draws(self) -> bool:
-        """Whether an example depends on the generators, so that they must be set for each one by itself."""
-        some = self.some
-        return bool(_differing(self._one_by_one(some, some), self._one_by_one(some, some + 1)))
+            with user_code(where):
+                found = [self._value[index] for index in indices] if many is None else list(many(indices))
+        except ConfigError:
+            if len(indices) > 1:  # One of them alone has a message that names it.
+                for index in indices:
+                    self._fetched([index])
+            raise
+        if len(found) != len(indices):
+            raise ConfigError(f"{where}: {len(found)} examples came for {len(indices)} indices. Return one for each.")
+        return [named(one, f"{self.what}[{index}]") for index, one in zip(indices, found, strict=True)]
 
     @functools.cached_property
     def _random(self) -> list[str]:

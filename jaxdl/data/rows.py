@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.spec import LABELS
+from jaxdl.user_code import user_code
 
 _PIECE = 4096
 """Examples that are read at a time when all are."""
@@ -233,14 +234,13 @@ def _converted(value: Any, name: str, what: str) -> np.ndarray:
     """The value as an array of numbers. Raises ConfigError when it is none."""
     if isinstance(value, np.ma.MaskedArray):
         raise ConfigError(f"{what}: {name} is a masked array, whose mask would be lost. Give {name}.filled(...).")
-    try:
-        given = array = np.asarray(value)
-        if given.dtype.kind == "O" and given.ndim:  # Arrays in a list, or numbers of several types.
-            array = np.stack([np.asarray(one) for one in given]) if given.ndim == 1 else np.asarray(given.tolist())
-    except ValueError:
-        raise ConfigError(f"{what}: the values of {name} differ in shape. Pad or crop them.") from None
-    except Exception as error:  # Of the class of the value, any.
-        raise ConfigError(f"{what}: {name} cannot be made an array: {type(error).__name__}: {error}") from error
+    with user_code(f"{what}: {name} cannot be made an array"):  # Of the class of the value.
+        try:
+            given = array = np.asarray(value)
+            if given.dtype.kind == "O" and given.ndim:  # Arrays in a list, or numbers of several types.
+                array = np.stack([np.asarray(one) for one in given]) if given.ndim == 1 else np.asarray(given.tolist())
+        except ValueError:
+            raise ConfigError(f"{what}: the values of {name} differ in shape. Pad or crop them.") from None
     if array.dtype.kind not in _NUMBERS:
         raise ConfigError(f"{what}: {_not_numbers(name, given if given.ndim > 1 else array)}")
     return array
