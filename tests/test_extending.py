@@ -37,6 +37,7 @@ def folder(tmp_path_factory):
 
 def test_the_page_has_a_file_for_each_part():
     own = [f"own_{name}.py" for name in PARTS]
+    own.insert(3, "own_pairs.py")
     assert ["mine.py", *own, "together.py", "own_experiment.py", *PEERS] == NAMES
     for name, text in BLOCKS:
         lines = [line for line in text.splitlines() if line]
@@ -91,6 +92,15 @@ def test_a_run_of_own_parts_resumes_bit_equal_and_is_restored(folder, name, tmp_
     batch = experiment.data.build().test.batch(np.arange(8))
     assert len(predictor.predict(batch["x"] if name == "mine.py" else batch["image"])) == 8
     assert predictor.experiment.model.to_json() == experiment.model.to_json()
+
+
+def test_a_task_from_scratch_trains_and_its_inputs_are_known(folder, tmp_path, capsys):
+    run = jaxdl.train(jaxdl.load(folder / "own_pairs.py", {"report.curves": False}), tmp_path)
+    assert run.metrics.keys() == {"loss", "right"}
+    assert '.predict({"left": ..., "right": ...})' in capsys.readouterr().out
+    left = np.eye(5)
+    found = jaxdl.restore(tmp_path).predict({"left": left, "right": -left})
+    np.testing.assert_array_equal(found, run.predict((left, -left)))
 
 
 def test_the_rates_of_a_schedule_of_ones_own(folder):

@@ -8,6 +8,7 @@ import pytest
 
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, TextSpec
+from jaxdl.kinds import forgotten
 from jaxdl.tasks import Classification, LanguageModelling, Task
 
 IMAGES = ImageSpec(8, 8, 3, num_classes=6, mean=(100.0, 120.0, 140.0), std=(50.0, 60.0, 70.0))
@@ -32,6 +33,30 @@ def test_both_tasks_have_the_interface():
     for task in (Classification(), LanguageModelling()):
         assert isinstance(task, Task)
         assert type(task).from_json(task.to_json()) == task
+
+
+def test_a_task_needs_only_sums():
+    with forgotten():
+
+        class Least(Task):
+            def sums(self, outputs, batch, *, train):
+                return {}
+
+        class Fields(Task):
+            best_metric: str = "right"
+
+            def sums(self, outputs, batch, *, train):
+                return {}
+
+    task, batch = Least(), image_batch()
+    assert (task.best_metric, task.best_mode, task.unit, task.units_per_example(IMAGES)) == (
+        "loss", "min", "examples", 1
+    )  # fmt: skip
+    assert task.augmented(batch, jax.random.key(0)) is batch
+    assert task.weight(batch) == batch["mask"].sum()
+    assert task.metrics({"loss": 3.0, "right": 1.0, "weight": 2.0}, IMAGES) == {"loss": 1.5, "right": 0.5}
+    assert task.reads(IMAGES) == ("image",)
+    assert Fields().best_metric == "right"
 
 
 @pytest.mark.parametrize("masked", [True, False])

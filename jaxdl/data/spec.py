@@ -246,8 +246,8 @@ class ArraySpec(DataSpec):
             names = [one.name for one in self.arrays if one.name not in LABELS]
             raise ConfigError(
                 f"the data has {self}: it is not clear which of them the model reads. Name it x, or give their names: "
-                f'Loss(fn, inputs=("{names[0]}", ...)). Columns of a table become one array as '
-                f'(table[["{names[0]}", ...]].to_numpy(), table["y"]).'
+                f'Loss(fn, inputs=("{names[0]}", ...)); a Task of your own returns them from inputs(batch, spec). '
+                f'Columns of a table become one array as (table[["{names[0]}", ...]].to_numpy(), table["y"]).'
                 if names
                 else f"the data has {self}, and nothing for the model to read. Add an array x."
             )

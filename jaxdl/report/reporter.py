@@ -327,7 +327,9 @@ class Reporter:
         self._show_curves(last=True)
         if self._progress is not None:
             self._progress.stop()
-        print_summary(summary, self._start.console, what_next(self._folder, status, self._subject.spec.modality))
+        spec = self._subject.spec
+        further = what_next(self._folder, status, spec.modality, self._task.reads(spec))
+        print_summary(summary, self._start.console, further)
         return summary
 
     def _seconds(self) -> Counter[str]:

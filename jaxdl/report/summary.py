@@ -125,15 +125,20 @@ def describe_devices() -> Devices:
     }
 
 
-def what_next(folder: Path | None, status: Status, modality: str) -> list[tuple[str, str]]:
-    """(name, value) of where a run is kept, how it is used and how it resumes; `modality` is that of the data."""
+def what_next(folder: Path | None, status: Status, modality: str, reads: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """(name, value) of where a run is kept, how it is used and how it resumes.
+
+    `modality` is that of the data, `reads` are the arrays that the network reads.
+    """
     if folder is None:
         return [("kept", "nothing; give --workdir FOLDER to keep checkpoints and curves")]
     found = [("curves", str(folder / CURVES_FILE))] if (folder / CURVES_FILE).exists() else []
     if (folder / CHECKPOINTS_FOLDER).is_dir():
         found.append(("checkpoints", str(folder / CHECKPOINTS_FOLDER)))
         sample = f"python -m jaxdl.sample --workdir {shlex.quote(str(folder))} --prompt ..."
-        predict = f'jaxdl.restore("{folder}").predict({"images" if modality == "images" else "x"})'
+        named = ", ".join(f'"{name}": ...' for name in reads)
+        arrays = f"{{{named}}}" if len(reads) > 1 else "x"
+        predict = f'jaxdl.restore("{folder}").predict({"images" if modality == "images" else arrays})'
         found.append(("use it", sample if modality == "text" else predict))
     if status != "finished":
         found.append(("resume", "start the same command again" + (" without --max-steps" * (status == "stopped"))))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import collections
 import contextlib
 import inspect
 from collections.abc import Callable, Mapping
@@ -24,17 +25,25 @@ _NUM_ROWS = 2
 class Task(Choice):
     """The loss and the metrics. `spec` describes a data set of the task's modality.
 
-    Any subclass is one more choice, see `jaxdl.kinds`.
+    Any subclass is one more choice, see `jaxdl.kinds`. It needs `sums`; the rest has defaults.
     """
 
     modality: ClassVar[str | None] = None
     """Input of the task, "images" or "text"; the model and the data must have the same. None takes any."""
     best_metric: ClassVar[str]
-    """The metric by which checkpoints are compared."""
+    """The metric by which checkpoints are compared; "loss" unless a class says another."""
     best_mode: ClassVar[Literal["max", "min"]]
-    """Whether a higher or a lower `best_metric` is better."""
+    """Whether a higher or a lower `best_metric` is better; "min" unless a class says another."""
     unit: ClassVar[str]
-    """Unit of the throughput, in the plural: "examples" or "tokens"."""
+    """Unit of the throughput, in the plural; "examples" unless a class says another."""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        super().__pydantic_init_subclass__(**kwargs)
+        # Not in Task's body: a subclass may make fields of them, which would shadow those.
+        for name, value in (("best_metric", "loss"), ("best_mode", "min"), ("unit", "examples")):
+            if cls.kind and not hasattr(cls, name) and name not in cls.model_fields:
+                setattr(cls, name, value)
 
     @property
     def has_user_code(self) -> bool:
@@ -74,35 +83,86 @@ class Task(Choice):
 
         Raises ConfigError for values that do not fit.
         """
-        return spec.to_predict(values, what)
+        return spec.to_predict(values, what, self.reads(spec))
 
-    @abc.abstractmethod
+    def reads(self, spec: DataSpec) -> tuple[str, ...]:
+        """The names of the arrays of a batch that `inputs` reads, found by tracing it."""
+        names: dict[str, None] = {}
+
+        def inputs(batch: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+            seen = _Seen(batch)
+            made = self.inputs(seen, spec)
+            names.update(seen.names)
+            return made
+
+        jax.eval_shape(inputs, spec.blank())
+        return tuple(names)
+
     def units_per_example(self, spec: DataSpec) -> int:
-        """How many of `unit` one training example has."""
+        """How many of `unit` one training example has: one."""
+        del spec
+        return 1
 
-    @abc.abstractmethod
     def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
-        """The augmented training batch; a pure function of (key, row) for each row of the global batch."""
+        """The augmented training batch, a pure function of (key, row) for each row of the global batch: the same."""
+        del key
+        return batch
 
-    @abc.abstractmethod
     def inputs(self, batch: Mapping[str, jax.Array], spec: DataSpec) -> tuple[jax.Array, ...]:
-        """The positional inputs of the network."""
+        """The positional inputs of the network: those that the data says; images are normalized."""
+        return spec.inputs(batch)
 
-    @abc.abstractmethod
     def weight(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Number of examples (or tokens) that count: float32 scalar."""
+        return jnp.sum(mask_of(batch), dtype=jnp.float32)
 
     @abc.abstractmethod
     def sums(self, outputs: Any, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
         """Sums over the examples (or tokens) that count, float32 scalars: "loss", "weight" and those of `metrics`."""
 
-    @abc.abstractmethod
     def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
-        """The metrics, from sums over any number of batches."""
+        """The metrics, from sums over any number of batches: each sum divided by the weight.
 
-    @abc.abstractmethod
+        Raises ConfigError when there was no example.
+        """
+        del spec
+        weight = counted_weight(sums)
+        return {name: float(value) / weight for name, value in sums.items() if name != "weight"}
+
     def predictions(self, outputs: Any) -> Any:
-        """What `Predictor.predict` returns, [batch, ...]: predicted probabilities, float32."""
+        """What `Predictor.predict` returns, [batch, ...]: the network's outputs, floating-point numbers as float32."""
+        floating = jnp.floating
+        return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, floating) else x, outputs)
+
+
+class _Seen(collections.UserDict[str, Any]):
+    """A batch that notes the names of the arrays that are read."""
+
+    def __init__(self, batch: Mapping[str, Any]) -> None:
+        super().__init__(batch)
+        self.names: dict[str, None] = {}
+
+    def __getitem__(self, name: str) -> Any:
+        found = super().__getitem__(name)
+        self.names[name] = None
+        return found
+
+
+def mask_of(batch: Mapping[str, Any]) -> jax.Array:
+    """The batch's mask, or one that leaves nothing out."""
+    if "mask" in batch:
+        return jnp.asarray(batch["mask"]).astype(bool)
+    if batch.keys() == {"tokens"}:  # Text; with other arrays, an example counts as one.
+        return jnp.ones((len(batch["tokens"]), batch["tokens"].shape[1] - 1), bool)
+    return jnp.ones(len(next(iter(batch.values()))), bool)
+
+
+def counted_weight(sums: Mapping[str, float]) -> float:
+    """The "weight" of the sums. Raises ConfigError when it is zero."""
+    weight = float(sums["weight"])
+    if weight <= 0:
+        raise ConfigError(f"weight = {weight:g}: no example was counted. Is the data set (or its split) empty?")
+    return weight
 
 
 def check_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> None:
@@ -111,9 +171,6 @@ def check_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Non
     `outputs(batch)` gives the shapes of the network's outputs.
     """
     what = task.users_name
-    for name, example in (("best_metric", "loss"), ("best_mode", "min"), ("unit", "examples")):
-        if not hasattr(task, name):
-            raise ConfigError(f'{what}: it does not say its {name}. Add it to the class, such as {name} = "{example}".')
     rows = {name: np.repeat(x, _NUM_ROWS, axis=0) for name, x in spec.blank().items()}
     for train in (True, False):
         with user_code(what, of=task.augmented):

@@ -13,7 +13,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
 from jaxdl.data.source import check_classes
 from jaxdl.data.spec import LABELS
-from jaxdl.tasks.base import Task
+from jaxdl.tasks.base import Task, counted_weight
 
 _DEFAULT_CROP_PADDING = 4
 _TOP = 5
@@ -227,11 +227,3 @@ def rank(logits: jax.Array, label: jax.Array) -> jax.Array:
     # NaN <= x and x <= NaN are false: both count as ahead.
     ahead = ~(logits <= own) | ((logits == own) & (classes < label[..., None]))
     return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
-
-
-def counted_weight(sums: Mapping[str, float]) -> float:
-    """The "weight" of the sums. Raises ConfigError when it is zero."""
-    weight = float(sums["weight"])
-    if weight <= 0:
-        raise ConfigError(f"weight = {weight:g}: no example was counted. Is the data set (or its split) empty?")
-    return weight

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import pydantic
 
 from jaxdl.data import DataSpec, TextSpec
-from jaxdl.tasks.base import Task
-from jaxdl.tasks.classification import counted, counted_weight, label_logit, rank
+from jaxdl.tasks.base import Task, counted_weight
+from jaxdl.tasks.classification import counted, label_logit, rank
 
 _MAX_EXPONENT = 700.0
 """exp of more overflows a Python float."""

@@ -14,8 +14,7 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
 from jaxdl.reference import Reference
-from jaxdl.tasks.base import Task
-from jaxdl.tasks.classification import counted_weight
+from jaxdl.tasks.base import Task, mask_of
 from jaxdl.user_code import defined_at, type_of, user_code
 
 Arrays = Mapping[str, Any]
@@ -54,7 +53,6 @@ class Loss(Task, kind="loss"):
     best_mode: Literal["max", "min"] = "min"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Whether a higher or a lower `best_metric` is better."""
 
-    unit: ClassVar[str] = "examples"
     _outputs: Callable[[Arrays], Any] | None = pydantic.PrivateAttr(default=None)
 
     def __init__(self, *args: Any, **values: Any) -> None:
@@ -85,16 +83,6 @@ class Loss(Task, kind="loss"):
         """Yes: the function."""
         return True
 
-    def units_per_example(self, spec: DataSpec) -> int:
-        """One."""
-        del spec
-        return 1
-
-    def augmented(self, batch: Arrays, key: jax.Array) -> Arrays:
-        """The batch itself."""
-        del key
-        return batch
-
     def inputs(self, batch: Arrays, spec: DataSpec) -> tuple[jax.Array, ...]:
         """The arrays that `input_names` names, or those that the data says; images are normalized."""
         if not self.input_names:
@@ -104,10 +92,6 @@ class Loss(Task, kind="loss"):
             raise ConfigError(f"task loss: inputs = {missing[0]!r}: the data has {', '.join(batch)}.")
         return tuple(spec.inputs(batch)[0] if name == "image" and spec.modality == "images" else batch[name]
                      for name in names)  # fmt: skip
-
-    def to_predict(self, values: Any, spec: DataSpec, what: str = "predict") -> dict[str, np.ndarray]:
-        """The arrays of `input_names`: one, a tuple, or a dictionary."""
-        return spec.to_predict(values, what, self.input_names)
 
     def weight(self, batch: Arrays) -> jax.Array:
         """The "weight" that the function returns, or the number of examples (tokens of text): float32 scalar."""
@@ -120,26 +104,15 @@ class Loss(Task, kind="loss"):
         del train
         found = self._of_loss(outputs, batch)
         if self.metric_fn is not None:
-            more = _summed(_called(self.metric_fn, outputs, batch), _mask(batch), self.metric_fn)
+            more = _summed(_called(self.metric_fn, outputs, batch), mask_of(batch), self.metric_fn)
             if taken := found.keys() & more.keys():
                 raise ConfigError(f"{_place(self.metric_fn)}: {taken.pop()!r} is what the loss returns. Rename it.")
             found |= more
         return found
 
-    def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
-        """Means: each sum divided by the weight. Raises ConfigError when there was no example."""
-        del spec
-        weight = counted_weight(sums)
-        return {name: float(value) / weight for name, value in sums.items() if name != "weight"}
-
-    def predictions(self, outputs: Any) -> Any:
-        """The network's outputs, float32 where they are floating-point numbers."""
-        floating = jnp.floating
-        return jax.tree.map(lambda x: x.astype(jnp.float32) if jnp.issubdtype(x.dtype, floating) else x, outputs)
-
     def _of_loss(self, outputs: Any, batch: Arrays) -> dict[str, jax.Array]:
         assert self.fn is not None
-        mask = _mask(batch)
+        mask = mask_of(batch)
         found = _called(self.fn, outputs, batch)
         sums = _summed(found if isinstance(found, Mapping) else {"loss": found}, mask, self.fn)
         if "loss" not in sums:
@@ -202,19 +175,10 @@ def _in_data(name: str, known: Mapping[str, Any]) -> str:
     return name if name in known else _ALIASES.get(name, name)
 
 
-def _mask(batch: Arrays) -> jax.Array:
-    """The batch's mask, or one that leaves nothing out."""
-    if "mask" in batch:
-        return jnp.asarray(batch["mask"]).astype(bool)
-    if batch.keys() == {"tokens"}:  # Text; with other arrays, an example counts as one.
-        return jnp.ones((len(batch["tokens"]), batch["tokens"].shape[1] - 1), bool)
-    return jnp.ones(len(next(iter(batch.values()))), bool)
-
-
 def _called(function: Any, outputs: Any, batch: Arrays) -> Any:
     """What the function returns for a batch. Raises ConfigError for what it raises."""
     seen = {short: batch[name] for short, name in _ALIASES.items() if name in batch} | dict(batch)
-    seen["mask"] = _mask(batch)
+    seen["mask"] = mask_of(batch)
     given = ", ".join(f"{x.dtype} {list(x.shape)}" for x in jax.tree.leaves(outputs))
     shown = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in seen.items())
     with user_code(function.__qualname__, f"It got the outputs {given} and a batch of {shown}", of=function):
