@@ -210,12 +210,34 @@ def read_experiment(workdir: Path) -> Experiment:
 
 def _from_run(path: Path, option: str = "--config ") -> Experiment:
     """The experiment of a run's config.json."""
+    text = ""
     try:
-        return Experiment.from_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return Experiment.from_json(text)
     except (ConfigError, ValueError) as error:
-        raise ConfigError(f"{option}{path} cannot be used: {error}") from None
+        moved = "\n".join(_moved(text, str(error), path.parent))
+        raise ConfigError(f"{option}{path} cannot be used: {moved or error}") from None
     except OSError as error:
         raise ConfigError(f"{option}{path}: cannot be read: {error.strerror}.") from None
+
+
+def _moved(text: str, error: str, workdir: Path) -> list[str]:
+    """A message for each file that an error is about because it is gone, with what the JSON of a run takes from it."""
+    names: dict[str, dict[str, None]] = {}
+
+    def look(values: dict[str, Any]) -> None:
+        if isinstance(source := values.get(SOURCE), str):
+            place, _, name = source.rpartition(":")
+            names.setdefault(place, {})[name] = None
+
+    with contextlib.suppress(ValueError):
+        json.loads(text, object_hook=look)
+    return [
+        f"it needs {', '.join(found)} of {place}, and there is no such file. Put it back; or, if it was moved, start "
+        f"the run once with it, which notes the new place: python -m jaxdl.train --config NEW_PLACE --workdir {workdir}"
+        for place, found in names.items()
+        if place.endswith(".py") and place in error and not Path(place).exists()
+    ]
 
 
 def parse_command_line(

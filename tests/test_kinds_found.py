@@ -11,7 +11,7 @@ import jaxdl
 from jaxdl import kinds
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Dense
-from jaxdl.experiment import Experiment, identity, load_experiment
+from jaxdl.experiment import Experiment, identity, load_experiment, read_experiment
 from jaxdl.train import begin
 
 
@@ -35,6 +35,12 @@ def test_a_moved_file(mine, tmp_path):
         ConfigError, match=r"mine\.py, and there is no such file\. Put it back, or load the config from"
     ):
         Experiment.from_json(text)
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(
+        ConfigError, match=rf"^\S+ cannot be used: it needs MyModel, MyRows of {mine}, .*Put it back"
+    ) as it:
+        read_experiment(tmp_path)
+    assert "\n" not in str(it.value), "one message for a file, not one for each of its classes"
     load_experiment(there)
     with pytest.warns(UserWarning, match=r"the model was defined in .*mine\.py, which is gone; that of .*there"):
         again = Experiment.from_json(text)

@@ -77,7 +77,8 @@ class Examples:
                                        for name, one in self._known["arrays"].items())  # fmt: skip
                     raise ConfigError(
                         f"{what}: the arrays ({shapes}) are not stored with the config, only their shapes and a "
-                        "checksum. Give them again, Arrays(train=..., test=...), or give a function that returns them."
+                        "checksum. Name functions that return them, --data.train FILE:FUNCTION --data.test "
+                        "FILE:FUNCTION; in Python give them again, Arrays(train=..., test=...) or .evaluate((x, y))."
                     )
                 value = resolved(self._known)
             if _is_function(value):
