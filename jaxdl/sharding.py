@@ -344,10 +344,11 @@ def param_specs(layout: Layout, axes: LogicalAxes, shapes: Params) -> Specs:
                 f"{layout.config.min_shard_elements} elements, and these stay whole on every device: messages would "
                 "cost more than the memory. Choose --mesh.tensor 1, or a smaller --sharding.min-shard-elements."
             )
-        raise ConfigError(
-            f"--mesh.tensor {tensor}: it divides no dimension of the model that may be split "
-            f"(their sizes are {', '.join(map(str, sizes)) or 'none'}). Choose a divisor of them, or --mesh.tensor 1."
-        )
+        there = f"it divides none of the dimensions that may be split (their sizes are {', '.join(map(str, sizes))})"
+        if not sizes:
+            own = ", ".join(sorted({name for name, _ in _named_sizes(axes, shapes) if name != UNNAMED}))
+            there = f"none of the model's logical axes ({own}) is among --sharding.tensor-dims"
+        raise ConfigError(f"--mesh.tensor {tensor}: {there}. Choose another size or other names, or --mesh.tensor 1.")
     return specs
 
 

@@ -134,6 +134,12 @@ def test_a_schedule_that_fails(build, message):
         built_schedule(own(Schedule, build=build), peak=0.5, total_steps=10, steps_per_epoch=2)
 
 
+def test_a_learning_rate_that_is_none_somewhere():
+    made = own(Schedule, build=lambda self, peak: lambda step: peak * jnp.sqrt(5.0 - step))
+    with pytest.raises(ConfigError, match=r"^schedule own: the learning rate of step 7 is nan. Return 0 or more"):
+        make_plan(tiny_experiment(schedule=made, steps=20, mesh=MeshConfig(replica=2, fsdp=4)))
+
+
 # Linear exchanges
 
 

@@ -128,9 +128,13 @@ def test_specs_without_an_axis():
 @pytest.mark.parametrize(
     ("tensor", "changes", "message"),
     [
-        (8, {}, r"mesh.tensor=8: it divides no dimension .* \(their sizes are 4, 12\). Choose a divisor"),
+        (8, {}, r"mesh.tensor=8: it divides none of the dimensions .* \(their sizes are 4, 12\). Choose another size"),
         (8, {"tensor_dims": ("mlp",)}, r"\(their sizes are 12\)"),
-        (2, {"tensor_dims": ("nothing",)}, r"\(their sizes are none\)"),
+        (
+            2,
+            {"tensor_dims": ("nothing",)},
+            r"logical axes \(embed, heads, mlp\) is among sharding",
+        ),
         (4, {"min_shard_elements": 769}, r"split only parameters of fewer than 769 elements, and these stay whole"),
     ],
 )

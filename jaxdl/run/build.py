@@ -46,6 +46,7 @@ from jaxdl.run.validate import (
     check_network,
     check_norms,
     check_phases,
+    check_rates,
     check_tensor_dims,
     check_warmup,
     fitted_task,
@@ -156,11 +157,11 @@ def make_plan(
     with start.doing("choosing the exchange" if isinstance(asked.exchange, Auto) else "tracing the model"):
         experiment, reasons = settled(asked, splits.train.spec, mesh, before)
         parts = make_parts(experiment, splits.train.spec, mesh, timeline)
-    reasons += idle_tensor(parts.network, mesh)
+    check_rates(experiment.schedule, parts.rates, timeline.scheduled_steps)
     check_memory(experiment, parts.state_spec, splits.train.spec)
     check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=bool(parts.network.norms))
     begin_with, note = initial(parts.state_spec.abstract())
-    reasons = (*reasons, note) if note else reasons
+    reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
     plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with)
     _check_sizes(plan)
     return plan
@@ -192,7 +193,6 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
     optimizer = make_optimizer(experiment.optimizer, axes, shapes)
     layout = Layout(experiment.sharding, mesh)
     exchange = _make_exchange(experiment, network, spec, layout)
-    ema_decay = experiment.step.ema_decay
     state_spec = make_state_spec(
         layout,
         network,
@@ -200,10 +200,10 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
         exchange,
         experiment.precision,
         experiment.guard,
-        use_ema=ema_decay is not None,
+        use_ema=experiment.step.ema_decay is not None,
         trainable=trainable,
     )
-    check_average(state_spec.shapes.opt_state, experiment.optimizer, ema_decay)
+    check_average(state_spec.shapes.opt_state, experiment.optimizer, experiment.step.ema_decay)
     return Parts(
         network=network,
         task=task,

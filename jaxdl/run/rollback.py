@@ -244,8 +244,7 @@ class Rollbacks:
         message = (
             f"the training loss {what} at step {last.step} ({_count(len(steps), 'bad step')} from step "
             f"{steps[0].step} on, {rate}{_count(len(self.past), 'rollback')} "
-            f"before; {reason}). A lower --optimizer.learning-rate, a longer warm-up or --step.clip-norm 1 "
-            "usually help."
+            f"before; {reason}). {_advice(steps)}"
         )
         if self._workdir is not None and jax.process_index() == 0:
             try:
@@ -290,6 +289,15 @@ def _next_counters(sharding: jax.sharding.Sharding) -> Callable[..., Any]:
 def _bad_step(step: int, metrics: Mapping[str, Any]) -> BadStep:
     loss, weight = float(metrics["sums/loss"]), float(metrics["sums/weight"])
     return BadStep(step, loss / weight if weight else math.nan, float(metrics["learning_rate"]))
+
+
+def _advice(steps: Sequence[BadStep]) -> str:
+    first = steps[0]
+    if not math.isfinite(first.learning_rate):
+        return "The learning rate is not a number: mend the schedule."
+    if first.step == 1 and not math.isfinite(first.loss):
+        return "The loss was so before any update: look for such numbers in the data, the model and the loss."
+    return "A lower --optimizer.learning-rate, a longer warm-up or --step.clip-norm 1 usually help."
 
 
 def _count(number: int, noun: str) -> str:

@@ -22,11 +22,13 @@ from jaxdl.data import Data, DataSpec, PhotoSource, Splits
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.models import Network
-from jaxdl.optim import Schedule
-from jaxdl.sharding import STACKED, UNNAMED, ShardingConfig, has_names
+from jaxdl.optim import Rates, Schedule
+from jaxdl.sharding import STACKED, UNNAMED, ShardingConfig, has_names, is_names
 from jaxdl.state import StateSpec, TrainState
 from jaxdl.tasks import Task, check_task
 from jaxdl.user_code import taken, user_code
+
+_TRIED_RATES = 1000
 
 
 def read_splits(data: Data, recorded: DataSpec | None) -> Splits:
@@ -62,6 +64,20 @@ def built_schedule(schedule: Schedule, *, peak: float, total_steps: int, steps_p
         # A user's function may return a number of Python, or whole numbers.
         found.append(made if what is None else lambda step, made=made: jnp.asarray(made(step), jnp.float32))
     return found[0], found[1]
+
+
+def check_rates(schedule: Schedule, rates: Callable[[Any], Rates], total_steps: int) -> None:
+    """Raises ConfigError when a user's schedule gives no learning rate for one of up to 1,000 steps of the run."""
+    if schedule.users_name is None:
+        return
+    steps = np.unique(np.linspace(0, total_steps - 1, min(total_steps, _TRIED_RATES)).astype(np.int32))
+    found = np.asarray(jax.jit(lambda steps: jax.lax.map(lambda step: rates(step).learning_rate, steps))(steps))
+    wrong = ~(np.isfinite(found) & (found >= 0))
+    if wrong.any():
+        step, rate = steps[wrong][0], found[wrong][0]
+        raise ConfigError(
+            f"{schedule.users_name}: the learning rate of step {step + 1} is {rate:.3g}. Return 0 or more."
+        )
 
 
 def task_inputs(task: Task, spec: DataSpec, batch: Any) -> Any:
@@ -182,7 +198,7 @@ def idle_tensor(network: Network, mesh: Mesh) -> tuple[str, ...]:
 
 def check_tensor_dims(config: ShardingConfig, network: Network) -> None:
     """Raises ConfigError for a name that no dimension has, neither of this model's nor in the default list."""
-    axes = jax.tree.leaves(network.axes, is_leaf=lambda node: isinstance(node, tuple))
+    axes = jax.tree.leaves(network.axes, is_leaf=is_names)
     own = {name for names in axes for name in names} - {STACKED, UNNAMED}
     for name in config.tensor_dims:
         if name not in own | set(ShardingConfig().tensor_dims):
