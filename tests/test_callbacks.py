@@ -146,6 +146,7 @@ def test_hooks_that_take_long_are_mentioned_once():
     [
         ({"on_step": 3}, "on_step: 3 is not a function"),
         ({"on_evaluation": ["print"]}, r"on_evaluation: \['print'\] is not a function"),
+        ({"on_step": lambda: 1}, r"on_step: \S*<lambda> is called with one argument, .* Write def on_step\(info\)"),
         ({"on_checkpoint": print}, "on_checkpoint: without a workdir no checkpoint is written"),
     ],
 )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jaxdl.cluster import Watchdog, heartbeat
+from jaxdl.config import ConfigError
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.files import hang_file
 from jaxdl.mesh import Device
@@ -59,6 +61,7 @@ def train(
     """
     experiment = as_experiment(experiment)
     check_max_steps(max_steps)
+    _check_devices(devices)
     callbacks = Callbacks.of(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
     watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
@@ -83,3 +86,9 @@ def train(
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         end = end_step(plan.timeline, max_steps)
         return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=callbacks).run()
+
+
+def _check_devices(devices: Any) -> None:
+    if devices is None or (isinstance(devices, Iterable) and all(hasattr(one, "platform") for one in devices)):
+        return
+    raise ConfigError(f"devices: {devices!r} is no list of devices. Give one, such as jax.devices()[:4].")

@@ -22,6 +22,7 @@ from jaxdl.kinds import kinds
 from jaxdl.mesh import Device
 from jaxdl.models import FromModule, Model
 from jaxdl.optim import AdamW, Optax, Optimizer
+from jaxdl.reference import resolved
 from jaxdl.report import in_ipython
 from jaxdl.run import entry
 from jaxdl.run.hooks import OnCheckpoint, OnEvaluation, OnStep
@@ -125,7 +126,15 @@ def _model(model: Any) -> Any:
             f"model: an object of {name}; give its class, or FromModule({name}, ...) with its arguments: jaxdl makes "
             "the parameters itself, on the mesh."
         )
-    return FromModule(model) if callable(model) and not _is_model(model) else model
+    return FromModule(_named("model", model)) if callable(model) and not _is_model(model) else model
+
+
+def _named(argument: str, function: Any) -> Any:
+    """A function or class that was given for an argument of `fit`. Raises ConfigError if it has no name in a file."""
+    try:
+        return resolved(function)
+    except ConfigError as error:
+        raise ConfigError(f"{argument}: {error}.") from None
 
 
 def _is_model(model: Any) -> bool:
@@ -148,7 +157,7 @@ def _check_names(model: Any, train: Any, others: tuple[Any, ...], fields: Mappin
                 f"{name}: an argument of the model. Give model FromModule({model.__qualname__}, {name}={value!r})."
             )
         usual = USUAL_NAMES.get(first.replace("_", "-"), "").replace("-", "_")
-        near = difflib.get_close_matches(first, [*own, *Experiment.model_fields], n=1)
+        near = difflib.get_close_matches(first, [*own, *Experiment.model_fields], n=1, cutoff=0.7)
         guess = OTHER_NAMES.get(first) or usual or "".join(near)
         known = f"fit takes {', '.join(own)}, and the fields {', '.join(Experiment.model_fields)}."
         raise ConfigError(
@@ -186,7 +195,7 @@ def _data(train: Any, test: Any, *, classifies: bool, quiet: bool) -> tuple[Data
 def _task(loss: Any, metrics: Any, model: Any) -> Any:
     is_task = isinstance(loss, Task) or (isinstance(loss, type) and issubclass(loss, Task))
     if callable(loss) and not is_task:
-        return Loss(loss, metrics=metrics)
+        return Loss(_named("loss", loss), metrics=None if metrics is None else _named("metrics", metrics))
     if metrics is not None:
         raise ConfigError("metrics: they are those of the task, unless loss is a function. Give loss=fn too.")
     if loss is not None:
@@ -201,7 +210,7 @@ def _optimizer(optimizer: Any) -> Any:
         known = kinds(Optimizer)
         return known[optimizer].model_validate({}) if optimizer in known else Optax(optimizer)
     is_config = isinstance(optimizer, Optimizer) or (isinstance(optimizer, type) and issubclass(optimizer, Optimizer))
-    return Optax(optimizer) if callable(optimizer) and not is_config else optimizer
+    return Optax(_named("optimizer", optimizer)) if callable(optimizer) and not is_config else optimizer
 
 
 def _batch_size(given: int | None, num_examples: int | None) -> int:

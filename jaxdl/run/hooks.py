@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,6 +116,17 @@ def _functions(name: str, given: Any) -> Sequence[Any]:
     found = [given] if callable(given) else given
     if not isinstance(found, Sequence) or not all(callable(one) for one in found):
         raise ConfigError(f"{name}: {given!r} is not a function. Give a function of one argument, or a list of them.")
+    for one in found:
+        try:
+            inspect.signature(one).bind(None)
+        except ValueError:  # A function of C without a signature.
+            continue
+        except TypeError as error:
+            called = getattr(one, "__qualname__", repr(one))
+            raise ConfigError(
+                f"{name}: {called} is called with one argument, an info, and takes another number ({error}). Write def "
+                f"{name}(info): ..."
+            ) from None
     return found
 
 
