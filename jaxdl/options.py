@@ -162,8 +162,7 @@ def _options(kind: Any, value: Any, prefix: str = "") -> dict[str, Any]:
             found |= _options(type(inner), inner, prefix + _prefix(name))
         elif not is_phases and not any(issubclass(one, Config) for one in _classes(annotation)):
             found[prefix + name] = annotation
-    more = getattr(value, "further_options", {}).items()
-    return found | {prefix + name: int | float if type(one) is int else type(one) for name, one in more}
+    return found | {prefix + name: one for name, one in getattr(value, "further_types", {}).items()}
 
 
 def _classes(annotation: Any) -> list[type]:
@@ -347,6 +346,8 @@ _NOUNS = {
 def _wanted(annotation: Any) -> str:
     """`a number or None`: the values that an option of this type takes."""
     wanted = []
+    if _members(annotation) == (int, float):
+        return _NOUNS[float]
     for one in sorted(_members(annotation), key=lambda one: one is type(None)):
         inner = typing.get_args(one)
         if typing.get_origin(one) is Literal:

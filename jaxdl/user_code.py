@@ -73,6 +73,7 @@ def described(error: Exception) -> tuple[str, str]:
     # JAX goes on with which of jaxdl's functions was traced, and with links.
     text = re.split(r"The error occurred while tracing|This concrete value was not|See https?:", str(error))[0]
     text = re.sub(r"<class '[\w.]*Tracer'>|'?\b\w*Tracer\b'?(\([^)]*\)|<[^>]*>)?", LATER, " ".join(text.split()))
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)  # A config file has a made-up module name.
     text = f"{text[:_MAX_CHARACTERS]}..." if len(text) > _MAX_CHARACTERS else text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__, ""
 

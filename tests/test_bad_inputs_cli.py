@@ -145,7 +145,7 @@ def config():
         ("--optimizer.arguments", "b2", "not NAME=VALUE pairs."),
         ("--optimizer.arguments", "b3=1", "optax.adam takes no argument b3. It takes"),
         ("--model.hiden", "3", "Did you mean --model.hidden?"),
-        ("--model.hidden", "x", "not a whole number or a number"),
+        ("--model.hidden", "x", "x: not a number"),
         ("--model.module", "nowhere.py:net", "there is no file nowhere.py"),
         ("--model.module", "FILE:nett", "mine.py has no nett"),
         ("--data.train", "nowhere:data", "nowhere, which cannot be imported"),
@@ -178,7 +178,7 @@ def test_a_file_that_prints_is_run_and_what_it_printed_is_shown(capsys, tmp_path
             "optimizer: adam is not a config. Give an object of one of SGD(), AdamW(), LARS(), LAMB(), Optax()",
         ),
         ("sgd", "optimizer: 'sgd' is a string; give an object: SGD(...)"),
-        (optax.sgd(0.1), "optimizer: An optax transformation cannot be written to config.json. Write Optax("),
+        (optax.sgd(0.1), "optimizer: an optax transformation cannot be written to config.json. Write Optax("),
         (3, "optimizer: an object of type builtins.int is not a config"),
     ],
 )
@@ -193,7 +193,7 @@ def test_what_is_no_config_is_refused_in_python(optimizer, words):
     [
         ("model", nnx.Linear, "model: Linear is a flax module. Write FromModule(Linear, ...)"),
         ("task", refusal, "task: refusal is a function. Write Loss(refusal)"),
-        ("data", ([1.0], [2.0]), "data: These are data, not a config. Write Arrays(train=(x, y), test=(x, y))"),
+        ("data", ([1.0], [2.0]), "data: these are data, not a config. Write Arrays(train=(x, y), test=(x, y))"),
     ],
 )
 def test_what_has_a_shortcut_is_told_so(field, value, words):

@@ -230,7 +230,7 @@ def two_arguments(learning_rate, decay):
         ),
         (
             lambda: tiny_experiment(optimizer=optax.adam(1e-3)),
-            r"^optimizer: An optax transformation cannot be written to config.json. Write Optax\(\"adam\", lea",
+            r"^optimizer: an optax transformation cannot be written to config.json. Write Optax\(\"adam\", lea",
         ),
         (lambda: tiny_experiment(optimizer="adam"), r"adam is an optimizer of optax: Optax\(\"adam\"\)"),
         (lambda: tiny_experiment(optimizer="adma"), "'adma' is a string; give an object: one of "),
@@ -250,6 +250,14 @@ def test_a_default_is_an_option():
     assert (model.further_options, model.arguments) == ({"scale": 1.0}, {})
     changed = tiny_experiment(model=model).replaced({"model.scale": 0.5}).model
     assert changed.arguments == {"scale": 0.5}
+
+
+def sized(key, width: int = 3, height=2):
+    return {}
+
+
+def test_an_annotated_whole_number_takes_no_other():
+    assert FromFunctions(sized, apply).further_types == {"width": int, "height": int | float, "scale": float}
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Data(Choice):
     def instead_of(cls, value: Any) -> str:
         """See `Choice.instead_of`: how arrays are given."""
         is_data = isinstance(value, tuple | list | dict) or hasattr(value, "shape")
-        return " These are data, not a config. Write Arrays(train=(x, y), test=(x, y))" if is_data else ""
+        return " these are data, not a config. Write Arrays(train=(x, y), test=(x, y))" if is_data else ""
 
     @abc.abstractmethod
     def build(self) -> Splits:

@@ -317,7 +317,8 @@ class ArraySpec(DataSpec):
                 raise ConfigError(f"{what}: this network reads {len(names)} arrays, {', '.join(names)}: give a tuple.")
             values = dict(zip(names, several, strict=True))
         if missing := [name for name in names if name not in values]:
-            raise ConfigError(f"{what}: there is no {missing[0]}; this network reads {', '.join(names)}.")
+            wanted = ", ".join(f'"{name}": ...' for name in names)
+            raise ConfigError(f"{what}: there is no {missing[0]} among {', '.join(values)}. Give {what}({{{wanted}}}).")
         found = {name: _one_array(values[name], what) for name in names}
         for name, array in found.items():
             info = self.by_name[name]

@@ -90,6 +90,15 @@ class OwnModel(Model, kind=None):
         defaults = {name: one.default for name, one in self._parameters().items() if name not in fields}
         return {name: one for name, one in (defaults | self.arguments).items() if type(one) in (bool, int, float, str)}
 
+    @property
+    def further_types(self) -> dict[str, Any]:
+        """The types of `further_options`: of a number, any number, unless it is annotated as a whole one."""
+        whole = [name for name, one in self._parameters().items() if one.annotation in (int, "int")]
+        return {
+            name: int | float if type(one) is int and name not in whole else type(one)
+            for name, one in self.further_options.items()
+        }
+
     def _parameters(self) -> dict[str, inspect.Parameter]:
         """The parameters of the user's code that arguments are for."""
         raise NotImplementedError

@@ -91,7 +91,9 @@ def _checked(config: Optimizer, axes: LogicalAxes, shapes: Params) -> optax.Grad
 
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     trace = jax.make_jaxpr(update, return_shape=True)
-    with user_code(f"{label}: update()", _UPDATE, of=built.update):
+    texts = [f"{name}={one!r}" for name, one in getattr(config, "arguments", {}).items() if isinstance(one, str)]
+    advice = f"It was given {', '.join(texts)}" if texts else _UPDATE
+    with user_code(f"{label}: update()", advice, of=built.update):
         jaxpr, (updates, new_state) = trace(shapes, state, shapes, scalar)
     _check_like(f"{label}: the updates differ from the parameters", updates, shapes, dtypes=False)
     _check_like(f"{label}: update() returns another state than init()", new_state, state, dtypes=True)

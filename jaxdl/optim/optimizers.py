@@ -48,7 +48,7 @@ class Optimizer(Choice):
         """See `Choice.instead_of`: how an optimizer of optax is given."""
         if callable(getattr(value, "init", None)) and callable(getattr(value, "update", None)):
             return (
-                ' An optax transformation cannot be written to config.json. Write Optax("adam", learning_rate=1e-3) '
+                ' an optax transformation cannot be written to config.json. Write Optax("adam", learning_rate=1e-3) '
                 "for optax.adam(1e-3), or Optax(make) with a function make(learning_rate) that returns it"
             )
         for prefix, module in (("", optax), ("contrib.", optax.contrib)):

@@ -27,7 +27,9 @@ def describe_config(config: Config, *always: str) -> str:
         if isinstance(value, Config) or (name not in always and value == field.default):
             continue
         words = name.replace("_", " ")
-        if value is None or value is False:
+        if callable(value):  # A function or class of the user's, which has a name.
+            parts.append(_plain(value))
+        elif value is None or value is False:
             parts.append(f"{words} {'none' if value is None else 'off'}")
         elif value is True:
             parts.append(words)
