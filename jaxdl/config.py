@@ -17,6 +17,7 @@ from pydantic_core import PydanticSerializationError
 
 from jaxdl.errors import ConfigError
 from jaxdl.fields import SOURCE
+from jaxdl.startup import USUAL_NAMES
 
 ConfigT = TypeVar("ConfigT", bound="Config")
 
@@ -250,7 +251,10 @@ def _problems(error: pydantic.ValidationError) -> Iterator[tuple[tuple[str, ...]
 def _no_such_field(title: str, name: str) -> str:
     """The message for a field that the config class called `title` does not have."""
     fields = list(_class_called(title).model_fields)
-    near = difflib.get_close_matches(name, fields, n=1)
+    usual = USUAL_NAMES.get(name.replace("_", "-"), "").replace("-", "_")
+    inner = usual.rpartition(".")[2]
+    near = [one for one in (usual, inner) if one.partition(".")[0] in fields][:1]
+    near = near or difflib.get_close_matches(name, fields, n=1)
     return (
         "there is no such field. "
         + (f"Did you mean {near[0]}? " if near else "")
@@ -262,8 +266,7 @@ def _not_a_config(value: Any) -> str:
     """The message for a value that is not a config object."""
     if isinstance(value, type):
         return f"{value.__name__} is a class, not an object. Write {value.__name__}(...)"
-    what = f"an object of type {type(value).__module__.partition('.')[0]}.{type(value).__name__}"
-    return f"{what} is not a config. Give an object of its config class"
+    return f"{_short(value)} is not a config. Give an object of its class, such as MeshConfig(...) for mesh"
 
 
 def _class_called(title: str) -> type[Config]:

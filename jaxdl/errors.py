@@ -6,12 +6,16 @@ Only the standard library is imported here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import signal
 import sys
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+
+ParamsT = typing.ParamSpec("ParamsT")
+ResultT = typing.TypeVar("ResultT")
 
 _OPTION = re.compile(
     r"(?<![\w-])--([a-z][a-z0-9-]*(?:\.[a-z0-9-]+)*)(?![\w=])"
@@ -79,6 +83,19 @@ class ConfigError(ValueError):
     def _render_traceback_(self) -> list[str]:
         """The lines that IPython shows instead of a traceback."""
         return [f"error: {self}"]
+
+
+def without_frames(function: Callable[ParamsT, ResultT]) -> Callable[ParamsT, ResultT]:
+    """A function for users, whose ConfigErrors show the user's line and the message, not the lines inside jaxdl."""
+
+    @functools.wraps(function)
+    def called(*args: ParamsT.args, **kwargs: ParamsT.kwargs) -> ResultT:
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            raise error.with_traceback(None) from None
+
+    return called
 
 
 class OptionError(ConfigError):

@@ -17,6 +17,7 @@ from jaxdl.checkpoint import Checkpoints
 from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, Data, Source, Splits, TextSpec, spec_from_json
+from jaxdl.errors import without_frames
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment, read_experiment
 from jaxdl.files import DATA_FILE, EXAMPLES_FILE, step_folder
@@ -116,6 +117,7 @@ class Predictor(Inference):
         return jnp.where(temperature > 0, drawn, jnp.argmax(logits))
 
 
+@without_frames
 def restore(
     workdir: str | Path,
     *,

@@ -21,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdl.bench.wire import sent_bytes
 from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
+from jaxdl.errors import without_frames
 from jaxdl.exchange import (
     ExchangeConfig,
     GradientLayout,
@@ -62,6 +63,7 @@ _MOST_MISPREDICTED = 0.1
 Arrays = dict[str, np.ndarray]
 
 
+@without_frames
 def check_exchange(exchange: ExchangeConfig, *, num_steps: int = 4) -> None:
     """Checks what every gradient exchange must do, on random gradients and 8 virtual CPU devices.
 

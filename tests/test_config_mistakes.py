@@ -182,6 +182,8 @@ def test_without_a_config_file_it_says_what_to_give(args, words, capsys):
         ({"data.test_fraction": 2}, "data.test_fraction: Input should be less than 1 (got 2)"),
         ({"mesh.replica": "x"}, "mesh.replica: Input should be a valid integer"),
         ({"mesh.replica": 0}, "mesh: replica = 0"),
+        ({"mesh": "replica"}, "mesh: 'replica' is not a config. Give an object of its class, such as MeshConfig(...)"),
+        ({"optimizer": {"kind": "lars", "lr": 1}}, "optimizer.lr: there is no such field. Did you mean learning_rate?"),
         ({"optimizer": {"kind": "lars", "nestrov": True}}, "optimizer.nestrov: there is no such field"),
     ],
 )
@@ -246,6 +248,10 @@ def test_json_that_is_no_config():
         Experiment.from_json("{")
     with pytest.raises(ConfigError, match="batch_siz: there is no such field"):
         Experiment.from_json('{"batch_siz": 3}')
+    with pytest.raises(
+        ConfigError, match=r"learning_rate: there is no such field\. Did you mean optimizer\.learning_rate\?"
+    ):
+        Experiment.from_json('{"learning_rate": 3}')
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import traceback
 from types import SimpleNamespace
 
 import jax
@@ -250,5 +251,8 @@ def test_an_interrupted_cell_gives_the_run_so_far_and_goes_on(tmp_path, fitted, 
 )
 def test_mistakes(changes, message):
     given = {"model": Net} | SQUARES | changes
-    with pytest.raises(jaxdl.ConfigError, match=message):
+    with pytest.raises(jaxdl.ConfigError, match=message) as it:
         jaxdl.fit(given.pop("model"), **given)
+    shown = "".join(traceback.format_exception(it.value))
+    assert shown.count("Traceback") == 1
+    assert shown.count("  File ") == 2, "the user's line and the call: none of the lines inside jaxdl"

@@ -12,6 +12,7 @@ import jax
 
 from jaxdl.cluster import Watchdog, heartbeat
 from jaxdl.config import ConfigError
+from jaxdl.errors import without_frames
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.files import hang_file
 from jaxdl.mesh import Device
@@ -26,6 +27,7 @@ from jaxdl.run.trainer import Trainer
 from jaxdl.run.workdir import check_workdir, make_lease, read_choice, read_spec, take_lease
 
 
+@without_frames
 def train(
     experiment: Experiment | str | Path,
     workdir: str | Path | None = None,
@@ -66,8 +68,7 @@ def train(
     watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
     callbacks.check(workdir)
-    init = as_init(init_from, workdir)
-    start = Start(quiet=quiet)
+    init, start = as_init(init_from, workdir), Start(quiet=quiet)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         lease = make_lease(workdir) if workdir else None
         take = functools.partial(take_lease, lease) if lease else lambda: None

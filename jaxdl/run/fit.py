@@ -17,6 +17,7 @@ from jaxdl.data import Arrays, Data
 from jaxdl.data.arrays import num_held_out
 from jaxdl.data.examples import Examples
 from jaxdl.data.labels import check_class_numbers
+from jaxdl.errors import without_frames
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import kinds
 from jaxdl.mesh import Device
@@ -50,6 +51,7 @@ OTHER_NAMES = {
 """Arguments of other libraries' `fit` -> the argument with the same meaning here."""
 
 
+@without_frames
 def fit(
     model: Any,
     *others: Any,
