@@ -10,7 +10,7 @@ import pytest
 from jaxdl.bench import __main__ as bench
 from jaxdl.bench import select
 from jaxdl.bench.h100 import h100_mesh
-from jaxdl.collectives.select import METHODS
+from jaxdl.collectives.select import METHODS, has_triton
 from jaxdl.config import ConfigError
 
 
@@ -51,7 +51,10 @@ def test_what_is_read_from_a_program():
       %d = (s32[], f32[7]{0}) while(%t), condition=%c, body=%b
       %e = f32[7]{0} get-tuple-element(%d), index=1
     """
-    assert select.program_facts(program) == {"kernels": 3, "loops": 1, "largest_sort": 2000}
+    facts = select.program_facts(program)
+    assert {name: facts[name] for name in ("kernels", "loops", "largest_sort")} == {
+        "kernels": 3, "loops": 1, "largest_sort": 2000,
+    }  # fmt: skip
 
 
 def test_a_mesh_of_other_than_eight():
@@ -68,7 +71,12 @@ def test_without_the_compiler(monkeypatch, capsys):
     assert f"jax-cuda12-plugin=={jax.__version__}" in capsys.readouterr().err
 
 
-def test_no_sort_is_compiled_for_gpus(capsys):
+def test_no_sort_and_few_kernels_are_compiled_for_gpus(tmp_path, capsys):
     pytest.importorskip("jax_cuda12_plugin", reason="JAX's compiler for CUDA is not on the path")
-    bench.main(["select", "--hlo", "h100", "--num-elements", "100000"])
+    path = tmp_path / "select.json"
+    bench.main(["select", "--hlo", "h100", "--num-elements", "100000", "--json", str(path)])
     assert "lax.top_k" in capsys.readouterr().out
+    programs = json.loads(path.read_text())["programs"]
+    if has_triton():
+        assert max(programs[method]["kernels"] for method in ("exact", "threshold")) <= 12
+    assert programs["mstopk"]["temp_bytes"] < 4 * 100_000

@@ -20,11 +20,14 @@ from rich.table import Table
 
 from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
 from jaxdl.bench.shared import check_options, make_table, time_in_turns, write_json
-from jaxdl.collectives.select import METHODS, select_top_k
+from jaxdl.collectives.select import LEADING, METHODS, on_gpu, select_top_k
+from jaxdl.compiler import hlo
 from jaxdl.config import ConfigError
 from jaxdl.options import parse_options
 
 ORACLE, READ = "lax.top_k", "one read"
+LAUNCH_SEC = 3e-6
+"""About the time from one kernel's end to the next one's beginning."""
 MAX_RECALL_ELEMENTS = 4_000_000
 DISTRIBUTIONS = ("normal", "Laplace", "Student-t(3)", "Student-t(3), one outlier")
 
@@ -99,10 +102,21 @@ def sides(k: int) -> dict[str, Callable[[jax.Array], Any]]:
     return found | {method: functools.partial(select_top_k, k=k, method=method) for method in METHODS}
 
 
+def plain_sides(k: int) -> dict[str, Callable[[jax.Array], Any]]:
+    """On GPUs: the methods of which `sides` takes kernels of our own, in plain XLA."""
+    bits, settings = np.zeros(2, np.uint32), {"num_passes": 30, "num_per_block": 1}
+
+    def side(method: Any) -> Callable[[jax.Array], Any]:
+        return lambda x: on_gpu(x, bits, k=k, method=method, **settings)
+
+    return {f"{method}, plain XLA": side(method) for method in LEADING} if jax.default_backend() == "gpu" else {}
+
+
 def measure(command: SelectBench) -> dict[str, list[float]]:
     """Seconds of each side on normal values, a list of `num_repeats` each; the sides take turns."""
     x = jax.random.normal(jax.random.key(0), (command.num_elements,), command.dtype)
-    compiled = {name: jax.jit(side).lower(x).compile() for name, side in sides(command.k).items()}
+    all_sides = sides(command.k) | plain_sides(command.k)
+    compiled = {name: jax.jit(side).lower(x).compile() for name, side in all_sides.items()}
     return time_in_turns({name: functools.partial(side, x) for name, side in compiled.items()}, command.num_repeats)
 
 
@@ -148,21 +162,30 @@ def inspect(command: SelectBench) -> dict[str, dict[str, Any]]:
     return programs
 
 
-def program_facts(hlo: str) -> dict[str, int]:
-    """Facts of an optimized HLO text: its kernels, its loops, and the elements of its largest sort (0: none).
+def program_facts(text: str) -> dict[str, float]:
+    """Facts of an optimized HLO text: its kernels, its loops, the elements of its largest sort (0: none), its bytes.
 
-    Sorts and selections of a library count as sorts, with the size of their first result.
+    Sorts and selections of a library count as sorts, with the size of their first result. Bytes are those that kernels
+    read and write; `least_sec` is the time that they take at the bandwidth of an H100's memory, `launched_sec` that
+    with LAUNCH_SEC for each kernel.
     """
     sorts = [0]
-    for line in hlo.splitlines():
+    for line in text.splitlines():
         is_library = re.search(r'custom_call_target="[^"]*(sort|topk)[^"]*"', line, re.IGNORECASE)
         if re.search(r"[)}\]] sort\(", line) or is_library:
             shapes = re.findall(r"\[([\d,]*)\]", line.split(" = ", 1)[-1])
             sorts.append(max(math.prod(int(size) for size in shape.split(",") if size) for shape in shapes))
+    module = hlo.parse(text)
+    kernels = len(re.findall(r"[)}\]] (?:fusion|sort|scatter|copy|custom-call)\(", text))
+    entry = module.computations.get(module.entry, {})
+    moved = sum(module.moved_bytes(module.entry, instruction) for instruction in entry.values())
     return {
-        "kernels": len(re.findall(r"[)}\]] (?:fusion|sort|scatter|copy|custom-call)\(", hlo)),
-        "loops": len(re.findall(r"[)}\]] while\(", hlo)),
+        "kernels": kernels,
+        "loops": len(re.findall(r"[)}\]] while\(", text)),
         "largest_sort": max(sorts),
+        "moved_bytes": moved,
+        "least_sec": moved / hlo.MEMORY_BYTES_PER_SEC,
+        "launched_sec": moved / hlo.MEMORY_BYTES_PER_SEC + kernels * LAUNCH_SEC,
     }
 
 
@@ -191,8 +214,10 @@ def recall_table(command: SelectBench, recalls: dict[str, dict[str, float]]) -> 
 def programs_table(command: SelectBench, programs: dict[str, dict[str, Any]]) -> Table:
     """What `inspect` found."""
     title = f"k = {command.k:,} of {command.num_elements:,} {command.dtype}, compiled for {command.hlo}"
-    table = make_table(title, ("", "kernels", "loops", "largest sort", "temporary MiB"))
+    columns = ("kernels", "loops", "sorted", "temp. MiB", "MB", "us", "launched")
+    table = make_table(title, ("", *columns))
     for name, facts in programs.items():
-        counts = (f"{facts[key]:,}" for key in ("kernels", "loops", "largest_sort"))
-        table.add_row(name, *counts, f"{facts['temp_bytes'] / 2**20:.1f}")
+        counts = [f"{facts[key]:,}" for key in ("kernels", "loops", "largest_sort")]
+        sizes = [f"{facts['temp_bytes'] / 2**20:.1f}", f"{facts['moved_bytes'] / 1e6:.1f}"]
+        table.add_row(name, *counts, *sizes, *(f"{1e6 * facts[key]:.0f}" for key in ("least_sec", "launched_sec")))
     return table

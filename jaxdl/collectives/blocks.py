@@ -13,12 +13,12 @@ from jaxdl.collectives.compact import LARGEST, largest, magnitudes, reduce_minor
 BLOCK_WIDTHS = (16, 32, 64)
 
 
-def block_width(n: int, k: int) -> int | None:
+def block_width(n: int, k: int, widths: tuple[int, ...] = BLOCK_WIDTHS) -> int | None:
     """Entries in a block of the two stages, about sqrt(n / k); None where the stages would not save work.
 
     The stages handle n / width maxima and k * width gathered entries, so this is where their sum is least.
     """
-    width = min(BLOCK_WIDTHS, key=lambda width: abs(math.log(width**2 * k / n)))
+    width = min(widths, key=lambda width: abs(math.log(width**2 * k / n)))
     return width if 2 * k * width <= n else None
 
 

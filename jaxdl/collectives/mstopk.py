@@ -18,7 +18,6 @@ from jaxdl.collectives.compact import (
     LARGEST,
     WORD_BITS,
     bit_words,
-    count_above,
     count_packed,
     magnitudes,
     num_set,
@@ -89,8 +88,9 @@ def bisect(
         lefts = jnp.stack([lefts, middles], 1).reshape(-1)
         rights = jnp.stack([middles, rights], 1).reshape(-1)
     tree = jnp.concatenate(ratios)  # The two children of node i are 2 i + 1 (below its ratio) and 2 i + 2 (above).
-    thresholds = lax.bitcast_convert_type(mean + tree * (top - mean), jnp.int32)
-    counts = (count_above if compare else count_packed)(magnitudes(x), thresholds)
+    values = mean + tree * (top - mean)
+    thresholds = lax.bitcast_convert_type(values, jnp.int32)
+    counts = count_entries(x, values) if compare else count_packed(magnitudes(x), thresholds)
     node = jnp.int32(0)
     for _ in range(depth):
         count, ratio, threshold = counts[node], tree[node], thresholds[node]
@@ -118,6 +118,15 @@ def words_between(
         parts.append(padded(magnitudes(x[main:]), WORD_BITS))
     flags = [(part > low if after else part >= low) & (part <= high) for part in parts]
     return jnp.concatenate([bit_words(flag, compare=compare) for flag in flags])
+
+
+def count_entries(x: jax.Array, thresholds: jax.Array) -> jax.Array:
+    """`[t]`: how many magnitudes of `x` [n] are at least each of the thresholds (float32, not negative), for GPUs.
+
+    Without magnitudes: XLA would write them to memory, an array as large as x, for the next passes to read.
+    """
+    x = x.astype(jnp.float32)[:, None]
+    return jnp.sum((~(x < thresholds) | (x <= -thresholds)).astype(jnp.int32), axis=0)
 
 
 def mean_and_max(x: jax.Array, num_finite: jax.Array, *, compare: bool) -> tuple[jax.Array, jax.Array]:

@@ -2,12 +2,15 @@
 
 A sort of everything is what `lax.top_k` does, and what makes compressed gradients slower than the network they save.
 These methods count instead: `exact` and `threshold` read the data once (at densities above about 1/32, once for each
-counting pass), `block` twice, `mstopk` a few times. Nothing larger than n/8 is sorted.
+counting pass), `block` twice, `mstopk` a few times. Nothing larger than n/8 is sorted. On NVIDIA GPUs `exact` and
+`threshold` are a few kernels of their own (`kernels.py`), elsewhere plain JAX.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import os
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -24,6 +27,8 @@ from jaxdl.collectives.primitive import Result, alike, define, key_bits
 Method = Literal["exact", "threshold", "mstopk", "block"]
 METHODS: tuple[Method, ...] = get_args(Method)
 DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
+LEADING: dict[str, int] = {"exact": KEY_BITS, "threshold": COARSE_BITS}
+"""How many bits of |x| the methods compare that differ in this alone."""
 SMALL = 2048
 """On a CPU, so few entries are sorted: the time is in compiling."""
 
@@ -88,7 +93,7 @@ def select_indices(
         return (largest_of_blocks(x, k, num_per_block, compare=compare),)
     if method == "mstopk":
         return (mstopk(x, k, num_passes, bits, compare=compare),)
-    leading = KEY_BITS if method == "exact" else COARSE_BITS
+    leading = LEADING[method]
     if x.size <= SMALL and not compare:
         # The same set, compiled in no time; `lax.top_k` too takes the lowest index first.
         return (jnp.sort(lax.top_k(magnitudes(x) >> (KEY_BITS - leading), k)[1]),)
@@ -99,11 +104,39 @@ on_cpu: Callable[..., tuple[jax.Array]] = functools.partial(select_indices, comp
 on_gpu: Callable[..., tuple[jax.Array]] = functools.partial(select_indices, compare=True)
 
 
+def on_cuda(x: jax.Array, bits: jax.Array, *, k: int, method: Method, **settings: Any) -> tuple[jax.Array]:
+    """`on_gpu`, but `exact` and `threshold` by a few kernels of our own where these can run."""
+    if method in LEADING and has_triton():
+        from jaxdl.collectives import kernels
+
+        if kernels.fits(x.size, k):
+            return (kernels.largest_by_kernels(x, k, LEADING[method]),)
+    return on_gpu(x, bits, k=k, method=method, **settings)
+
+
+def has_triton() -> bool:
+    """Whether XLA's Triton serves the GPUs: compute capability 8 (A100) or later, or none here, to compile for some.
+
+    `JAXDL_SELECTION=xla` in the environment turns it off. Raises ValueError for other words there.
+    """
+    wanted = os.environ.get("JAXDL_SELECTION", "triton")
+    if wanted not in ("triton", "xla"):
+        raise ValueError(f"JAXDL_SELECTION={wanted}: the selection on GPUs is by 'triton' (the default) or 'xla'.")
+    try:
+        triton = importlib.import_module("jax.experimental.pallas.triton")
+        # JAX 0.11 compiles only for GPUs that are there and that it knows by name.
+        getattr(triton, "get_gpu_info", lambda: None)()
+    except (ImportError, ValueError):  # It also announces a version without Triton.
+        return False
+    capabilities = [getattr(device, "compute_capability", None) for device in jax.local_devices()]
+    return wanted == "triton" and all(float(capability) >= 8 for capability in capabilities if capability)
+
+
 def _results(x: Any, bits: Any, *, k: int, **_: Any) -> list[Result]:
     return [Result((k,), jnp.int32)]
 
 
-select_p = define("select_top_k", on_cpu, _results, core_ndims=(1, 1), platforms={"cuda": on_gpu, "rocm": on_gpu})
+select_p = define("select_top_k", on_cpu, _results, core_ndims=(1, 1), platforms={"cuda": on_cuda, "rocm": on_gpu})
 
 
 def _jvp(primals: Any, tangents: Any, **params: Any) -> Any:

@@ -28,6 +28,9 @@ _CONTROL = {"while": ("body",), "conditional": ("true_computation", "false_compu
 """Kinds that run other computations, and the attributes that name these."""
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
+GATHERS = "reads_a_part"
+"""In the name (`jax.named_scope`) of a custom call: of no operand it reads more bytes than its results have."""
+
 Shapes = tuple[tuple[str, tuple[int, ...]], ...]
 
 
@@ -83,19 +86,32 @@ class Module:
             return trip_count(one) * max(map(self.total_sec, inner_computations(one)), default=0.0)
         if one.kind in _FREE or is_collective(one):
             return 0.0
-        moved = self._moved_bytes(computation, one)
-        return max(moved / MEMORY_BYTES_PER_SEC, self._product_sec(computation, one))
+        return max(self.moved_bytes(computation, one) / MEMORY_BYTES_PER_SEC, self._product_sec(computation, one))
 
     def _operands(self, computation: str, one: Instruction) -> list[Instruction]:
         there = self.computations[computation]
         return [there[name] for name in one.operands if name in there]
 
-    def _moved_bytes(self, computation: str, one: Instruction) -> float:
+    def moved_bytes(self, computation: str, one: Instruction) -> float:
+        """The bytes that an instruction reads and writes, each operand and each result once; those of a loop's body."""
+        if one.kind in _CONTROL:
+            parts = [(name, self.computations[name].values()) for name in inner_computations(one)]
+            return trip_count(one) * max(
+                (sum(self.moved_bytes(name, x) for x in part) for name, part in parts), default=0
+            )
+        if one.kind in _FREE or is_collective(one):
+            return 0.0
         operands = self._operands(computation, one)
         inside = self.computations.get(one.called("calls") or "") if one.kind == "fusion" else None
         if inside is None:
-            read = sum(x.num_bytes for x in operands) if one.kind not in _SLICES else one.num_bytes
-            return read + one.num_bytes
+            if one.kind in _SLICES:
+                return 2 * one.num_bytes
+            # An operand that a custom call changes in place is counted as its result.
+            changed = {int(number) for number in re.findall(r"\{\d*\}: \((\d+), \{", one.line)}
+            sizes = [x.num_bytes for number, x in enumerate(operands) if number not in changed]
+            if GATHERS in one.line:
+                sizes = [min(size, one.num_bytes) for size in sizes]
+            return sum(sizes) + one.num_bytes
         # A fusion in a loop over stacked layers reads or writes only a slice of them.
         parameters = [x for x in inside.values() if x.kind == "parameter"]
         parameters.sort(key=lambda x: int(x.line.split(" parameter(")[1].split(")")[0]))

@@ -1,0 +1,110 @@
+"""The kernels of the selection on NVIDIA GPUs: interpreted on the CPU, and as they are lowered for GPUs."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import triton
+from jax.sharding import PartitionSpec as P
+from test_select import best, bits_of, nasty_inputs
+
+from jaxdl.bench import select as bench_select
+from jaxdl.collectives import kernels, select
+from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS
+from jaxdl.compiler import hlo
+
+CALL = "__gpu$xla.gpu.triton"
+
+
+@pytest.fixture
+def small_programs(monkeypatch):
+    """So small that a few thousand entries have many programs, each of several chunks."""
+    monkeypatch.setattr(kernels, "TILE", 256)
+    monkeypatch.setattr(kernels, "MAXIMA_PROGRAMS", 11)
+    monkeypatch.setattr(kernels, "CHUNK", 32)
+    monkeypatch.setattr(kernels, "CHUNKS", 2)
+    monkeypatch.setattr(kernels, "PROGRAMS", 8)
+
+
+# Blocks of 16 the last of which is not full; too many to choose for blocks.
+@pytest.mark.parametrize(("n", "k", "leading"), [(6007, 30, KEY_BITS), (1003, 300, COARSE_BITS)])
+def test_they_choose_the_right_ones(small_programs, n, k, leading):
+    run = jax.jit(functools.partial(kernels.largest_by_kernels, k=k, leading=leading, interpret=True))
+    rng = np.random.default_rng(0)
+    near = np.float32(1) + rng.integers(0, 300, n).astype(np.float32) * np.float32(2**-23)  # Differ by the last bits.
+    spread = rng.standard_normal(n) * 2.0 ** rng.integers(-126, 120, n)
+    of_gpus = np.where(rng.random(n) < 0.5, 0x7FFFFFFF, 0x7FFFFFFE).astype(np.int32).view(np.float32)  # Two NaNs.
+    inputs = [*nasty_inputs(n, jnp.float32), near, spread.astype(np.float32), of_gpus]
+    for i, x in enumerate(inputs):
+        wanted = best(bits_of(x) >> (KEY_BITS - leading), k)
+        np.testing.assert_array_equal(run(x), wanted, err_msg=f"input {i}")
+
+
+def test_short_dtypes_and_batches():
+    x = nasty_inputs(700, jnp.bfloat16)[jnp.array([0, 5, 8])]
+    run = functools.partial(kernels.largest_by_kernels, k=100, leading=KEY_BITS, interpret=True)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(run))(x), [best(bits_of(row), 100) for row in x])
+
+
+needs_no_gpu = pytest.mark.skipif(hasattr(triton, "get_gpu_info"), reason="JAX 0.11 lowers them where a GPU is")
+
+
+def lowered(method, n=100_000, k=100):
+    traced = jax.jit(functools.partial(select.select_top_k, k=k, method=method)).trace(jnp.zeros(n))
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("method", ["exact", "threshold"])
+def test_where_they_are_lowered(method, monkeypatch):
+    assert lowered(method).count(CALL) == 8
+    assert lowered(method, k=50_000).count(CALL) == 4
+    for capability, number in (("8.0", 8), ("7.0", 0)):
+        device = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(jax, "local_devices", lambda device=device, **_: [device])
+        assert select.has_triton() == bool(number)
+        assert lowered(method).count(CALL) == number
+    monkeypatch.undo()
+    monkeypatch.setenv("JAXDL_SELECTION", "xla")
+    assert CALL not in lowered(method)
+
+
+@needs_no_gpu
+def test_in_shard_map():
+    mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    local = functools.partial(select.select_top_k, k=60)
+    for check_vma in (False, True):
+        run = jax.shard_map(local, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=check_vma)
+        text = jax.jit(run).trace(jnp.zeros(80_000)).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count(CALL) == 8
+
+
+def test_counts_stay_whole():
+    assert kernels.fits(25_600_000, 25_600)
+    assert kernels.fits(1 << 24, 1 << 23)
+    assert not kernels.fits((1 << 24) + 1, 1 << 23)
+    assert not kernels.fits(1 << 30, 1 << 20)
+
+
+def test_bytes_of_a_program():
+    program = f"""
+HloModule a
+ENTRY %main (x: f32[1000], b: f32[50], i: s32[7]) -> s32[10] {{
+  %x = f32[1000]{{0}} parameter(0)
+  %b = f32[50]{{0}} parameter(1)
+  %i = s32[7]{{0}} parameter(2)
+  %c = (s32[20]{{0}}, f32[50]{{0}}) custom-call(%x, %b), custom_call_target="{CALL}", output_to_operand_aliasing={{{{1}}: (1, {{}})}}
+  %d = s32[20]{{0}} get-tuple-element(%c), index=0
+  ROOT %e = s32[10]{{0}} custom-call(%x, %i), custom_call_target="{CALL}", metadata={{op_name="{kernels.GATHERS}/call"}}
+}}
+"""  # noqa: E501
+    assert kernels.GATHERS == hlo.GATHERS
+    facts = bench_select.program_facts(program)
+    # x, what it writes, and the sums in place; then as many entries of x as it writes, the indices, and the result.
+    assert facts["moved_bytes"] == 4 * (1000 + 20 + 50) + 4 * (10 + 7 + 10)
+    assert facts["kernels"] == 2
+    seconds = facts["moved_bytes"] / hlo.MEMORY_BYTES_PER_SEC
+    assert facts["launched_sec"] == pytest.approx(seconds + 2 * bench_select.LAUNCH_SEC)
