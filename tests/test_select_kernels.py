@@ -29,24 +29,26 @@ def small_programs(monkeypatch):
     monkeypatch.setattr(kernels, "PROGRAMS", 8)
 
 
-# Blocks of 16 the last of which is not full; too many to choose for blocks.
-@pytest.mark.parametrize(("n", "k", "leading"), [(6007, 30, KEY_BITS), (1003, 300, COARSE_BITS)])
-def test_they_choose_the_right_ones(small_programs, n, k, leading):
-    run = jax.jit(functools.partial(kernels.largest_by_kernels, k=k, leading=leading, interpret=True))
+def inputs_of(n):
     rng = np.random.default_rng(0)
     near = np.float32(1) + rng.integers(0, 300, n).astype(np.float32) * np.float32(2**-23)  # Differ by the last bits.
     spread = rng.standard_normal(n) * 2.0 ** rng.integers(-126, 120, n)
     of_gpus = np.where(rng.random(n) < 0.5, 0x7FFFFFFF, 0x7FFFFFFE).astype(np.int32).view(np.float32)  # Two NaNs.
-    inputs = [*nasty_inputs(n, jnp.float32), near, spread.astype(np.float32), of_gpus]
-    for i, x in enumerate(inputs):
-        wanted = best(bits_of(x) >> (KEY_BITS - leading), k)
-        np.testing.assert_array_equal(run(x), wanted, err_msg=f"input {i}")
+    return [*nasty_inputs(n, jnp.float32), near, spread.astype(np.float32), of_gpus]
 
 
-def test_short_dtypes_and_batches():
-    x = nasty_inputs(700, jnp.bfloat16)[jnp.array([0, 5, 8])]
-    run = functools.partial(kernels.largest_by_kernels, k=100, leading=KEY_BITS, interpret=True)
-    np.testing.assert_array_equal(jax.jit(jax.vmap(run))(x), [best(bits_of(row), 100) for row in x])
+def test_the_largest_in_two_stages(small_programs):
+    n, k = 6007, 30  # Blocks of 16, the last of which is not full.
+    run = jax.jit(functools.partial(kernels.largest_by_kernels, k=k, leading=KEY_BITS, interpret=True))
+    for i, x in enumerate(inputs_of(n)):
+        np.testing.assert_array_equal(run(x), best(bits_of(x), k), err_msg=f"input {i}")
+
+
+def test_too_many_for_blocks_in_a_batch(small_programs):
+    n, k = 1003, 300
+    run = functools.partial(kernels.largest_by_kernels, k=k, leading=COARSE_BITS, interpret=True)
+    x = np.stack(inputs_of(n))
+    np.testing.assert_array_equal(jax.jit(jax.vmap(run))(x), [best(bits_of(row) >> 7, k) for row in x])
 
 
 needs_no_gpu = pytest.mark.skipif(hasattr(triton, "get_gpu_info"), reason="JAX 0.11 lowers them where a GPU is")
@@ -58,18 +60,20 @@ def lowered(method, n=100_000, k=100):
 
 
 @needs_no_gpu
-@pytest.mark.parametrize("method", ["exact", "threshold"])
-def test_where_they_are_lowered(method, monkeypatch):
-    assert lowered(method).count(CALL) == 8
-    assert lowered(method, k=50_000).count(CALL) == 4
-    for capability, number in (("8.0", 8), ("7.0", 0)):
+def test_where_they_are_lowered(monkeypatch):
+    assert lowered("threshold").count(CALL) == 8
+    assert lowered("exact", k=50_000).count(CALL) == 4
+    for capability, served in (("8.0", True), ("7.0", False)):
         device = types.SimpleNamespace(compute_capability=capability)
         monkeypatch.setattr(jax, "local_devices", lambda device=device, **_: [device])
-        assert select.has_triton() == bool(number)
-        assert lowered(method).count(CALL) == number
+        assert select.has_triton() == served
+    assert CALL not in lowered("exact")
     monkeypatch.undo()
     monkeypatch.setenv("JAXDL_SELECTION", "xla")
-    assert CALL not in lowered(method)
+    assert CALL not in lowered("exact", k=200)
+    monkeypatch.setenv("JAXDL_SELECTION", "cub")
+    with pytest.raises(ValueError, match="JAXDL_SELECTION=cub"):
+        select.has_triton()
 
 
 @needs_no_gpu
