@@ -73,8 +73,9 @@ def test_without_the_compiler(monkeypatch, capsys):
     assert f"jax-cuda12-plugin=={jax.__version__}" in capsys.readouterr().err
 
 
-def test_no_sort_and_few_kernels_are_compiled_for_gpus(tmp_path, capsys):
+def test_no_sort_and_few_kernels_are_compiled_for_gpus(tmp_path, capsys, monkeypatch):
     pytest.importorskip("jax_cuda12_plugin", reason="JAX's compiler for CUDA is not on the path")
+    monkeypatch.setenv("JAXDL_SELECTION", "triton")
     path = tmp_path / "select.json"
     bench.main(["select", "--hlo", "h100", "--num-elements", "100000", "--json", str(path)])
     assert "lax.top_k" in capsys.readouterr().out

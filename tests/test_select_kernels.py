@@ -59,6 +59,11 @@ def lowered(method, n=100_000, k=100):
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.fixture(autouse=True)
+def asked_for(monkeypatch):
+    monkeypatch.setenv("JAXDL_SELECTION", "triton")
+
+
 @needs_no_gpu
 def test_where_they_are_lowered(monkeypatch):
     assert lowered("threshold").count(CALL) == 8
@@ -69,8 +74,7 @@ def test_where_they_are_lowered(monkeypatch):
         assert select.has_triton() == served
     assert CALL not in lowered("exact")
     monkeypatch.undo()
-    monkeypatch.setenv("JAXDL_SELECTION", "xla")
-    assert CALL not in lowered("exact", k=200)
+    assert CALL not in lowered("exact", k=200)  # It is not the default.
     monkeypatch.setenv("JAXDL_SELECTION", "cub")
     with pytest.raises(ValueError, match="JAXDL_SELECTION=cub"):
         select.has_triton()

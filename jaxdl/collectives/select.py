@@ -3,7 +3,7 @@
 A sort of everything is what `lax.top_k` does, and what makes compressed gradients slower than the network they save.
 These methods count instead: `exact` and `threshold` read the data once (at densities above about 1/32, once for each
 counting pass), `block` twice, `mstopk` a few times. Nothing larger than n/8 is sorted. On NVIDIA GPUs `exact` and
-`threshold` are a few kernels of their own (`kernels.py`), elsewhere plain JAX.
+`threshold` can be a few kernels of their own (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -115,13 +115,14 @@ def on_cuda(x: jax.Array, bits: jax.Array, *, k: int, method: Method, **settings
 
 
 def has_triton() -> bool:
-    """Whether XLA's Triton serves the GPUs: compute capability 8 (A100) or later, or none here, to compile for some.
+    """Whether XLA's Triton is asked for and serves the GPUs.
 
-    `JAXDL_SELECTION=xla` in the environment turns it off. Raises ValueError for other words there.
+    `JAXDL_SELECTION=triton` in the environment asks for it: it has not run on a GPU yet. It needs compute capability 8
+    (A100) or later, or no GPU here, to compile for some. Raises ValueError for other words there.
     """
-    wanted = os.environ.get("JAXDL_SELECTION", "triton")
+    wanted = os.environ.get("JAXDL_SELECTION", "xla")
     if wanted not in ("triton", "xla"):
-        raise ValueError(f"JAXDL_SELECTION={wanted}: the selection on GPUs is by 'triton' (the default) or 'xla'.")
+        raise ValueError(f"JAXDL_SELECTION={wanted}: the selection on GPUs is by 'xla' (the default) or 'triton'.")
     try:
         triton = importlib.import_module("jax.experimental.pallas.triton")
         # JAX 0.11 compiles only for GPUs that are there and that it knows by name.
