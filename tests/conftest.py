@@ -74,3 +74,9 @@ def tiny_run(tmp_path_factory):
 
 def pytest_configure(config):
     config.pluginmanager.register(Budget())
+
+
+@pytest.fixture
+def on_command_line(monkeypatch):
+    """Messages name settings as options, as in a program with a command line whose functions the test calls itself."""
+    monkeypatch.setattr("jaxdl.errors._options", True)

@@ -160,6 +160,7 @@ def test_tables_and_figure():
     assert figure(at, series, "title").startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("on_command_line")
 @pytest.mark.parametrize(
     ("args", "message"),
     [

@@ -31,6 +31,7 @@ def test_times_and_recall(tmp_path, capsys):
     assert "Student-t(3), one outlier" in printed
 
 
+@pytest.mark.usefixtures("on_command_line")
 @pytest.mark.parametrize("options", [["--num-elements", "0"], ["--num-repeats", "0"], ["--density", "2"]])
 def test_options_that_measure_nothing(options, capsys):
     with pytest.raises(SystemExit) as end:

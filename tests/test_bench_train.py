@@ -94,6 +94,7 @@ def test_photographs_are_made_up(tmp_path):
     assert not experiment.phases
 
 
+@pytest.mark.usefixtures("on_command_line")
 @pytest.mark.parametrize(
     ("args", "message"),
     [

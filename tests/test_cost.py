@@ -348,6 +348,7 @@ def test_the_probe_measures_what_there_is():
     assert 0 < speeds.operation_sec < 1
 
 
+@pytest.mark.usefixtures("on_command_line")
 @pytest.mark.parametrize(
     ("args", "message"),
     [

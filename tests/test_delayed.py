@@ -199,7 +199,7 @@ def test_another_number_of_replicas_applies_the_same(tmp_path, capsys):
 
 
 def test_settings():
-    with pytest.raises(ConfigError, match=r"delay-steps 1: the run has 1 steps, so no gradient would be applied"):
+    with pytest.raises(ConfigError, match=r"delay_steps=1: the run has 1 steps, so no gradient would be applied"):
         make_plan(on(EXPERIMENT, 2, 2, 1).replaced({"exchange": Dense(delay_steps=1), "steps": 1}), jax.devices()[:4])
     with pytest.raises(ConfigError, match="delay_steps"):
         Dense().replaced({"delay_steps": 2})

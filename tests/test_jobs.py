@@ -39,6 +39,7 @@ def test_the_file_says_what_the_mesh_will_be(cluster):
     assert said == ""
 
 
+@pytest.mark.usefixtures("on_command_line")
 @pytest.mark.parametrize(
     ("options", "command", "message"),
     [

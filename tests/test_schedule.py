@@ -313,9 +313,9 @@ def test_options_of_the_compiler():
         CompilerConfig(options=("gpu_x=1",))
     with pytest.raises(ConfigError, match="network_latency_us = 5 without network_gbps"):
         CompilerConfig(network_latency_us=5)
-    with pytest.raises(ConfigError, match=r"network-gbps 10: cpu programs are not ordered for a network"):
+    with pytest.raises(ConfigError, match=r"network_gbps=10: cpu programs are not ordered for a network"):
         CompilerConfig(network_gbps=10).check("cpu", 2)
-    with pytest.raises(ConfigError, match=r"network-gbps 10: there is one replica"):
+    with pytest.raises(ConfigError, match=r"network_gbps=10: there is one replica"):
         CompilerConfig(network_gbps=10).check("gpu", 1)
     CompilerConfig(network_gbps=10).check("gpu", 2)
     links = CompilerConfig(network_gbps=10, network_latency_us=5).links
