@@ -56,6 +56,10 @@ class Scored(Protocol):
         """How the training loss differs from that of the evaluation."""
         ...
 
+    def reads(self, spec: DataSpec) -> tuple[str, ...]:
+        """The arrays of a batch that the network reads."""
+        ...
+
     def units_per_example(self, spec: DataSpec) -> int:
         """How many of `unit` one training example has."""
         ...
