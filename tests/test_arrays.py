@@ -241,7 +241,7 @@ def test_the_json_has_shapes_and_a_checksum():
     assert known["arrays"]["x"] == {"shape": [N, 3], "dtype": "float64"}
     again = Arrays.from_json(config.to_json())
     assert again == config
-    with pytest.raises(ConfigError, match=r"data.train: the arrays \(x float64 \[21, 3\], y .* Give them again"):
+    with pytest.raises(ConfigError, match=r"data.train: the arrays \(x float64 \[21, 3\], y .* give them again"):
         again.build()
     assert again.replaced({"train": (X, Y), "test": (X, Y)}).build().train.batch(np.arange(1))["y"] == Y[0]
     changed = X.copy()

@@ -79,7 +79,7 @@ def test_a_network_is_used_without_its_arrays(run):
     loss = -np.log(probabilities[np.arange(13), Y[:13]]).mean()
     assert run[1].metrics["accuracy"] == pytest.approx(accuracy)
     assert run[1].metrics["loss"] == pytest.approx(loss, rel=1e-4), "13 does not divide by the batch of 8"
-    with pytest.raises(ConfigError, match="Give them again"):
+    with pytest.raises(ConfigError, match="give them again"):
         restored.experiment.data.build()
 
 

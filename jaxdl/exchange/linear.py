@@ -58,7 +58,7 @@ class Linear(Compressed, kind=None):
             if not hasattr(short, "shape") or (short.ndim, short.dtype) != (1, jnp.float32):
                 raise ConfigError(
                     f"{self.users_name}: shorten() of float32 [{size}] returned {shaped(short)}. Return "
-                    "float32 of one dimension: y.reshape(-1)."
+                    "float32 [m], of one dimension, as y.reshape(-1) is."
                 )
             with user_code(f"{self.users_name}: lengthen()", f"y is {shaped(short)}, size {size}", of=self.lengthen):
                 whole: Any = self.lengthen(short, size, key)
