@@ -123,6 +123,8 @@ def has_triton() -> bool:
     wanted = os.environ.get("JAXDL_SELECTION", "xla")
     if wanted not in ("triton", "xla"):
         raise ValueError(f"JAXDL_SELECTION={wanted}: the selection on GPUs is by 'xla' (the default) or 'triton'.")
+    if wanted == "xla":
+        return False
     try:
         triton = importlib.import_module("jax.experimental.pallas.triton")
         # JAX 0.11 compiles only for GPUs that are there and that it knows by name.
@@ -130,7 +132,7 @@ def has_triton() -> bool:
     except (ImportError, ValueError):  # It also announces a version without Triton.
         return False
     capabilities = [getattr(device, "compute_capability", None) for device in jax.local_devices()]
-    return wanted == "triton" and all(float(capability) >= 8 for capability in capabilities if capability)
+    return all(float(capability) >= 8 for capability in capabilities if capability)
 
 
 def _results(x: Any, bits: Any, *, k: int, **_: Any) -> list[Result]:
