@@ -3,10 +3,10 @@
 Its parts, in order:
 
 1. local gradients: `shard_map`, manual over `replica` alone; XLA shards the rest over `fsdp` and `tensor`;
-2. the finite check of all replicas' gradients and the sums of metrics, in one small reduction;
-3. the exchange: a second `shard_map`, manual over every axis, where each device exchanges its own shard;
-4. the update: plain `jit` on sharded gradients, so that norms are global and its work is split over the devices;
-5. the choice between the new and the old state when the step's numbers are bad. It comes last: a condition before the
+2. the exchange: a second `shard_map`, manual over every axis, where each device exchanges its own shard; the finite
+   check of all replicas' gradients and the sums of metrics go with it, in one small message;
+3. the update: plain `jit` on sharded gradients, so that norms are global and its work is split over the devices;
+4. the choice between the new and the old state when the step's numbers are bad. It comes last: a condition before the
    exchange would wait for all gradients, and the exchange could not overlap the backward pass.
 """
 
@@ -35,7 +35,7 @@ from jaxdl.models.network import Network
 from jaxdl.optim import Rates, Trainable, averaged, num_updates
 from jaxdl.optim.norms import global_norm
 from jaxdl.precision import Precision, cast_weights
-from jaxdl.sharding import Grads, Layout, Params, Specs, gather_params, is_spec, named, spec_axes, use_layout
+from jaxdl.sharding import Grads, Layout, Params, Specs, gather_params, is_spec, named, use_layout
 from jaxdl.state import ModelState, StateSpec, TrainState, replicated
 from jaxdl.tasks import Task
 
@@ -98,16 +98,17 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
         # Folded with 2: a split into two folds with 0 and 1.
         model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
         grads, sums, model_state = _local_gradients(parts, state, batch, scale / parts.task.weight(batch), model_key)
-        sums, finite = _reduced(parts, grads, sums, checked=bool(state.loss_scale or state.guard))
-        metrics = {f"sums/{name}": value for name, value in sums.items()}
         # Unscaled: the residual must not depend on the loss scale of the step.
         unscaled = jax.tree.map(lambda g: g / scale, grads) if state.loss_scale else grads
-        mean, exchange_state, exchange_metrics = _exchange(parts, unscaled, state.exchange_state, exchange_key)
+        mean, exchange_state, of_exchange = _exchange(parts, unscaled, sums, state, exchange_key)
+        finite = of_exchange.pop("nonfinite", jnp.float32(0)) == 0
+        metrics = {f"sums/{name}": of_exchange.pop(f"sums/{name}") for name in sums}
         changed, more = _update(parts, state, mean)
         changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
-        more |= {f"exchange/{name}": value for name, value in exchange_metrics.items()}
+        more |= {f"exchange/{name}": value for name, value in of_exchange.items()}
         if state.loss_scale or state.guard:
-            changed, more = _guarded(parts, state, changed, more, sums, finite)
+            loss = metrics["sums/loss"] / metrics["sums/weight"]
+            changed, more = _guarded(parts, state, changed, more, loss, finite)
         return changed.replace(step=state.step + 1), metrics | more
 
     return jax.jit(
@@ -258,39 +259,22 @@ def split(x: jax.Array, num_parts: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
 
 
-def _reduced(parts: Parts, grads: Grads, sums: Sums, *, checked: bool) -> tuple[Sums, jax.Array]:
-    """Part 2: the sums over all replicas, and whether every gradient of every replica is finite (if `checked`).
-
-    Checks local gradients, because a compressor can hide non-finite numbers. One all-reduce over `replica`.
-    """
-    replica, names = Axis.REPLICA.value, list(sums)
-    specs = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), parts.state_spec.grads, is_leaf=is_spec)
-    split = {axis for spec in jax.tree.leaves(specs, is_leaf=is_spec) for axis in spec_axes(spec)} - {replica}
-
-    def one_device(grads: Grads, sums: Sums) -> jax.Array:
-        values = [sums[name][0].astype(jnp.float32) for name in names]
-        if checked:
-            finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
-            values.append(lax.psum(jnp.where(finite, 0.0, 1.0), tuple(sorted(split))))
-        return lax.psum(jnp.stack(values), replica)
-
-    total = jax.shard_map(
-        one_device, mesh=parts.layout.mesh, in_specs=(specs, PartitionSpec(replica)), out_specs=PartitionSpec()
-    )(grads, sums)
-    return dict(zip(names, total, strict=False)), total[-1] == 0 if checked else jnp.bool_(True)
-
-
-def _exchange(parts: Parts, grads: Grads, exchange_state: Any, key: jax.Array) -> tuple[Grads, Any, Metrics]:
-    """Part 3: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard."""
-    spec = parts.state_spec
+def _exchange(parts: Parts, grads: Grads, sums: Sums, state: TrainState, key: jax.Array) -> tuple[Grads, Any, Metrics]:
+    """Part 2: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard."""
+    spec, checked = parts.state_spec, bool(state.loss_scale or state.guard)
     exchanged = exchanged_on_mesh(
-        parts.exchange, spec.grads, spec.specs.exchange_state, parts.layout.mesh, wanted=spec.update
+        parts.exchange,
+        spec.grads,
+        spec.specs.exchange_state,
+        parts.layout.mesh,
+        wanted=spec.update,
+        checked=checked,
     )
-    return exchanged(grads, exchange_state, key)
+    return exchanged(grads, state.exchange_state, key, sums)
 
 
 def _update(parts: Parts, state: TrainState, grads: Grads) -> tuple[TrainState, Metrics]:
-    """Part 4: clipping, the optimizer, and the moving average of the parameters."""
+    """Part 3: clipping, the optimizer, and the moving average of the parameters."""
     config = parts.config
     grad_norm = global_norm(grads)
     if config.clip_norm is not None:
@@ -328,10 +312,9 @@ def _resharded(parts: Parts, params: optax.Params, specs: Specs) -> Any:
 
 
 def _guarded(
-    parts: Parts, state: TrainState, changed: TrainState, more: Metrics, sums: Sums, finite: jax.Array
+    parts: Parts, state: TrainState, changed: TrainState, more: Metrics, loss: jax.Array, finite: jax.Array
 ) -> tuple[TrainState, Metrics]:
-    """Part 5: the changed state, or the old one if the step is skipped; either with new counters and loss scale."""
-    loss = sums["loss"] / sums["weight"]
+    """Part 4: the changed state, or the old one if the step is skipped; either with new counters and loss scale."""
     loss_fine = jnp.isfinite(loss) & ~parts.guard.is_spike(state.guard, loss)
     # A gradient may also leave the range of float32 on its way to the update; then its norm does.
     kept = loss_fine & finite & jnp.isfinite(more["grad_norm"])

@@ -91,9 +91,9 @@ def test_bytes_over_replica_are_those_of_the_shards(fsdp, tensor):
     specs = jax.tree.leaves(spec.params, is_leaf=is_spec)
     sharded = [math.prod(shape) for shape, spec in zip(shards, specs, strict=True) if len(spec)]
     whole = [math.prod(shape) for shape, spec in zip(shards, specs, strict=True) if not len(spec)]
-    # All shards in one buffer, each device's share of replicated ones in another, the two norms of the metrics, and the
-    # sums of losses and the like with whether all is finite.
-    small = 2 + sum(name.startswith("sums/") for name in step.out_info[1]) + 1
+    # All shards in one buffer, each device's share of replicated ones in another, and the sums of losses and the like
+    # with whether all is finite.
+    small = sum(name.startswith("sums/") for name in step.out_info[1]) + 1
     assert sum(math.prod(shape) for shape in reduced) == sum(sharded) + math.ceil(sum(whole) / (fsdp * tensor)) + small
 
 

@@ -24,6 +24,9 @@ ExchangeMetrics = dict[str, jax.Array]
 - `compression`: bytes of a dense float32 exchange over those sent over the slow axis;
 - `density`: the share of the gradient's elements that one device hands to the collective;
 - `residual_norm`, `residual_ratio`: norm of the residuals (error feedback), and its ratio to that of the gradients.
+
+`Exchange.update` may return `own_squares/residual` and `own_squares/gradient` in place of the last two: one device's
+parts of the squared norms, which `exchanged_on_mesh` sums over all devices in the one small message of a step.
 """
 
 ExchangeState = dict[str, dict[str, Any]]
@@ -37,6 +40,8 @@ ExchangeState = dict[str, dict[str, Any]]
 
 Leaves = dict[str, jax.Array]
 """Gradients, or what belongs to them, by name."""
+
+_RESIDUAL, _GRADIENT = "own_squares/residual", "own_squares/gradient"
 
 PER_REPLICA = Axis.REPLICA.value
 """The part of an exchange's state that each replica has its own of."""
@@ -148,21 +153,30 @@ def rounding_of(total: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(jnp.isfinite(rounded), total - rounded, 0)
 
 
-def residual_norms(
+def residual_squares(
     shares: Mapping[str, jax.Array], residual: Mapping[str, jax.Array], *, layout: GradientLayout, axis: str
 ) -> ExchangeMetrics:
-    """`residual_norm` and `residual_ratio` (see `ExchangeMetrics`) by one all-reduce of two numbers."""
+    """`own_squares/...` (see `ExchangeMetrics`); without a residual its norm, zero, which takes no message."""
+    if not residual:
+        return {"residual_norm": jnp.float32(0), "residual_ratio": jnp.float32(0)}
     axes = (axis, *layout.inner)
 
     def squared(leaves: Mapping[str, jax.Array]) -> jax.Array:
         # Each of the devices that hold the same gradient counts it.
         sums = [jnp.sum(x**2) / layout.ways(layout.whole(name)) for name, x in leaves.items()]
-        return sum(alike(axes, *sums), jnp.float32(0)) if sums else jnp.float32(0)
+        return sum(alike(axes, *sums), jnp.float32(0))
 
-    own = jnp.stack(alike(axes, squared(shares), squared(residual)))
-    gradient_norm, residual_norm = jnp.sqrt(jax.lax.psum(own, axes))
-    tiny = jnp.finfo(jnp.float32).tiny
-    return {"residual_norm": residual_norm, "residual_ratio": residual_norm / jnp.maximum(gradient_norm, tiny)}
+    return {_RESIDUAL: squared(residual), _GRADIENT: squared(shares)}
+
+
+def _with_norms(metrics: ExchangeMetrics, total: Mapping[str, jax.Array]) -> ExchangeMetrics:
+    """The metrics with `residual_norm` and `residual_ratio`, if `total` has the sums of the `own_squares/...`."""
+    others = {name: x for name, x in metrics.items() if name not in (_RESIDUAL, _GRADIENT)}
+    if _RESIDUAL not in total:
+        return others
+    norm, tiny = jnp.sqrt(total[_RESIDUAL]), jnp.finfo(jnp.float32).tiny
+    ratio = norm / jnp.maximum(jnp.sqrt(total[_GRADIENT]), tiny)
+    return others | {"residual_norm": norm, "residual_ratio": ratio}
 
 
 def check_local(grads: Mapping[str, jax.Array], axis: str) -> None:
@@ -252,29 +266,47 @@ def gathered_like(grads: Any, specs: Any, wanted: Any) -> tuple[Any, dict[str, f
 
 
 def exchanged_on_mesh(
-    exchange: Exchange, specs: Any, places: Any, mesh: Mesh | AbstractMesh, *, wanted: Any = None
+    exchange: Exchange, specs: Any, places: Any, mesh: Mesh | AbstractMesh, *, wanted: Any = None, checked: bool = False
 ) -> Callable[..., tuple[Any, ExchangeState, ExchangeMetrics]]:
-    """`function(grads, state, key) -> (mean, state, metrics)` on a mesh, which may be abstract: region 3 of the step.
+    """`function(grads, state, key, sums={}) -> (mean, state, metrics)` on a mesh, which may be abstract: region 2 of
+    the step.
 
     Gradients are `[replica, *shape]`, each replica's own, and are split as `specs`; the state is sharded as `places`
     (`state_specs`). The mean is split as the gradients are, or as `wanted`, which splits it over fewer axes.
+
+    The metrics have also the total over replicas of each of `sums`, float32 `[replica]`, as `sums/NAME`, and with
+    `checked`, as `nonfinite`, the number of devices with a gradient of their own that is not finite: a compressor can
+    hide it. All that a step sums besides gradients goes in one all-reduce, for each has to wait for the slowest device.
     """
-    replica = Axis.REPLICA.value
+    replica, axes = Axis.REPLICA.value, tuple(mesh.axis_names)
+    inner = tuple(axis for axis in axes if axis != replica)
     wanted = specs if wanted is None else wanted
 
-    def one_device(grads: Any, state: ExchangeState, key: jax.Array) -> Any:
+    def one_device(grads: Any, state: ExchangeState, key: jax.Array, sums: dict[str, jax.Array]) -> Any:
         own = jax.tree.map(lambda x: x[0], grads)
+        # All devices of a replica have its sums: one of them adds them.
+        first = jax.lax.axis_index(inner) == 0
+        small = {f"sums/{name}": jnp.where(first, x[0].astype(jnp.float32), 0) for name, x in sums.items()}
+        if checked:
+            finite = alike(axes, *(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(own)))
+            small["nonfinite"] = jnp.where(jnp.all(jnp.stack(finite)), 0.0, 1.0)
         own_state = _reshaped(state, places, stacked=False)
         mean, new_state, metrics = exchange.update(own, own_state, axis=replica, key=key)
         mean, sent = gathered_like(mean, specs, wanted)
         for axis, num_bytes in sent.items():
             metrics[f"bytes_sent/{axis}"] = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32(num_bytes)
-        return mean, _reshaped(new_state, places, stacked=True), metrics
+        small |= {name: metrics[name] for name in (_RESIDUAL, _GRADIENT) if name in metrics}
+        if small:
+            total = jax.lax.psum(jnp.stack(alike(axes, *small.values())), axes)
+            small = dict(zip(small, total, strict=True))
+        others = {name: x for name, x in small.items() if name not in (_RESIDUAL, _GRADIENT)}
+        return mean, _reshaped(new_state, places, stacked=True), _with_norms(metrics, small) | others
 
     stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)
-    return jax.shard_map(
+    region = jax.shard_map(
         one_device,
         mesh=mesh,
-        in_specs=(stacked, places, PartitionSpec()),
+        in_specs=(stacked, places, PartitionSpec(), PartitionSpec(replica)),
         out_specs=(wanted, places, PartitionSpec()),
     )
+    return lambda grads, state, key, sums=None: region(grads, state, key, sums or {})

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.collectives.primitive import alike
-from jaxdl.exchange.base import ExchangeMetrics, GradientLayout, Leaves, residual_norms
+from jaxdl.exchange.base import ExchangeMetrics, GradientLayout, Leaves, residual_squares
 from jaxdl.exchange.buckets import Bucket, held_back
 
 
@@ -149,5 +149,5 @@ def measured(costs: jax.Array, shares: Leaves, residual: Leaves, context: Contex
         **sent,
         "compression": dense / jnp.maximum(slow, 1),
         "density": entries / jnp.maximum(elements, 1),
-        **residual_norms(shares, residual, layout=layout, axis=axis),
+        **residual_squares(shares, residual, layout=layout, axis=axis),
     }

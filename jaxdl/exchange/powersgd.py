@@ -29,7 +29,8 @@ _ACCESSES = 7
 class PowerSGD(Compressed, kind="powersgd"):
     """Sends a rank-`rank` approximation of each matrix of gradients (Vogels et al., NeurIPS 2019, algorithm 1).
 
-    Convolution kernels are matrices of all their dimensions but the last by the last; stacked layers one matrix each.
+    Gradients of more dimensions are the matrices that need the fewest numbers (`matrix_shape`); stacked layers are one
+    matrix each.
     Gradients for which two thin matrices are not smaller, such as biases and norm scales, stay dense. Each device
     approximates its own shard, so a sharded matrix gets `rank` for every shard. All matrices of a bucket travel
     together.
@@ -135,9 +136,16 @@ class PowerSGD(Compressed, kind="powersgd"):
 
 
 def matrix_shape(shape: tuple[int, ...], *, stacked: bool) -> tuple[int, int, int]:
-    """(how many matrices, rows, columns) of a gradient; rows are 0 where it is no matrix."""
+    """(how many matrices, rows, columns) of a gradient; rows are 0 where it is no matrix.
+
+    Its dimensions are cut in two where rows and columns together are fewest, for they are what is sent: a kernel
+    `[3, 3, 64, 128]` is 576 x 128, the kernel `[256, 4, 64]` of queries is 256 x 256.
+    """
     count, rest = (shape[0], shape[1:]) if stacked else (1, shape)
-    return (count, math.prod(rest[:-1]), rest[-1]) if len(rest) >= 2 else (count, 0, 0)
+    if len(rest) < 2:
+        return count, 0, 0
+    cuts = ((math.prod(rest[:cut]), math.prod(rest[cut:])) for cut in range(len(rest) - 1, 0, -1))
+    return count, *min(cuts, key=sum)
 
 
 def orthonormal(x: jax.Array) -> jax.Array:

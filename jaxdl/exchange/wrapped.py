@@ -18,7 +18,7 @@ from jaxdl.exchange.base import (
     check_local,
     like,
     nonempty,
-    residual_norms,
+    residual_squares,
     rounding_of,
     shares_of,
     with_momentum,
@@ -112,7 +112,6 @@ class SingleReplica:
         mean = shares = shares_of(leaves, axis)
         zero, one = jnp.float32(0), jnp.float32(1)
         metrics = {f"bytes_sent/{axis}": zero, "compression": one, "density": one}
-        metrics |= {"residual_norm": zero, "residual_ratio": zero}
         if self.momentum_factor is not None:
             mean = kept["momentum"] = with_momentum(kept["momentum"], mean, self.momentum_factor)
         if "residual" in kept:
@@ -122,7 +121,7 @@ class SingleReplica:
                 name: x - part[name] + rounding_of(mean[name], leaves[name].dtype)
                 for name, x in kept["residual"].items()
             }
-            metrics |= residual_norms(shares, kept["residual"], layout=self.layout, axis=axis)
+        metrics |= residual_squares(shares, kept.get("residual", {}), layout=self.layout, axis=axis)
         new = {PER_REPLICA: kept, "common": {name: count + 1 for name, count in state.get("common", {}).items()}}
         # The sum over one device changes the type only: from here on the gradients are those of all replicas.
         return (
