@@ -1,7 +1,8 @@
-"""Checks of XLA flags and devices that would otherwise abort the process, and the memory of this host."""
+"""Checks of XLA flags and devices that would otherwise abort the process; the memory of this host."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import io
 import mmap
@@ -16,6 +17,8 @@ from jaxdl.config import ConfigError
 DEVICE_COUNT = "xla_force_host_platform_device_count"
 """The XLA flag that users set most; its value is a number."""
 
+_MALLOC_OPTIONS = {-1: 2**31 - 1, -2: 2**26, -4: 0, -8: 1}
+"""M_TRIM_THRESHOLD, M_TOP_PAD (64 MiB), M_MMAP_MAX and M_ARENA_MAX of malloc.h."""
 _UNKNOWN_PLATFORM = "is not in the list of known backends"
 """JAX's error text for an unknown platform or a missing plugin: retrying is useless."""
 
@@ -58,6 +61,20 @@ def _names_flag(name: str, library: mmap.mmap) -> bool:
     while there > 0 and re.fullmatch(rb"[A-Za-z0-9_]", library[there - 1 : there]):
         there = library.find(name.encode() + b"\0", there + 1)
     return there > 0
+
+
+def keep_freed_memory() -> None:
+    """Lets the C library keep freed memory for the next allocation, for steps on CPUs.
+
+    XLA allocates a program's temporary buffer, often hundreds of megabytes, anew in each step. glibc would map it and
+    unmap it each time, and the kernel would clear every page of it again: up to a fifth of a step. Kept memory has to
+    be in the one arena that grows without limit. Does nothing without glibc, or where MALLOC_... is set.
+    """
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "gnu_get_libc_version") or any(one.startswith("MALLOC_") for one in os.environ):
+        return
+    for option, value in _MALLOC_OPTIONS.items():
+        library.mallopt(option, value)
 
 
 def open_devices() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections import Counter
@@ -13,7 +14,7 @@ import pydantic
 from jaxdl.cluster.address import ClusterSpec, find_cluster_spec, host_name, several_processes
 from jaxdl.cluster.consistency import describe_process, difference, unequal_counts
 from jaxdl.cluster.heartbeat import heartbeat
-from jaxdl.cluster.machine import check_xla_flags, open_devices
+from jaxdl.cluster.machine import check_xla_flags, keep_freed_memory, open_devices
 from jaxdl.cluster.meeting import ClusterError
 from jaxdl.cluster.membership import current
 from jaxdl.cluster.rendezvous import meet
@@ -77,6 +78,8 @@ def start_devices(
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
             pass  # JAX has already started; whether on these devices is checked below.
+    if count is not None or _on_cpus():
+        keep_freed_memory()  # Before JAX starts its threads, which keep the arena that they have.
     if not jax.distributed.is_initialized() and several_processes():
         _join(cluster or ClusterConfig(), describe_process(experiment, count), on_cpu=count is not None)
     open_devices()
@@ -86,6 +89,16 @@ def start_devices(
             f"{jax.default_backend()} devices. Set the environment variable JAX_NUM_CPU_DEVICES={count} before the "
             "first use of JAX, or restart."
         )
+
+
+def _on_cpus() -> bool:
+    """Whether JAX will run on CPUs, as far as can be told before it starts."""
+    import jax
+
+    from jaxdl.mesh import gpus_visible
+
+    wanted = getattr(jax.config, "jax_platforms", None)
+    return wanted == "cpu" or not (wanted or gpus_visible() or importlib.util.find_spec("libtpu"))
 
 
 def _join(cluster: ClusterConfig, description: Mapping[str, Any], *, on_cpu: bool) -> None:

@@ -44,7 +44,35 @@ def weight_product(
         return _wide_product(x, kernel, num_contracted, jnp.dtype(jnp.float32) if float32_result else x.dtype)
     if float32_result:
         return float32_matmul(x, kernel)
+    return _narrow_product(x, kernel, num_contracted, jax.config.jax_default_matmul_precision)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _narrow_product(x: jax.Array, kernel: jax.Array, num_contracted: int, precision: Any) -> jax.Array:
+    """The product of operands of one dtype. `precision` is kept for the backward pass, which is traced elsewhere."""
+    del precision
     return _product(x, kernel, num_contracted, x.dtype)
+
+
+def _narrow_product_forward(
+    x: jax.Array, kernel: jax.Array, num_contracted: int, precision: Any
+) -> tuple[jax.Array, Any]:
+    return _narrow_product(x, kernel, num_contracted, precision), (x, kernel)
+
+
+def _narrow_product_backward(
+    num_contracted: int, precision: Any, residuals: tuple[jax.Array, jax.Array], cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    # As JAX does it, but for the order of the operands of the kernel's gradient: JAX makes its transpose, for which XLA
+    # on CPUs copies the larger operand, and twice the time (3,072 x 704 by 3,072 x 256: 70 ms and 31 ms on one core).
+    x, kernel = residuals
+    inner, batch = x.ndim - num_contracted, tuple(range(x.ndim - num_contracted))
+    outer = tuple(range(inner, cotangent.ndim)), tuple(range(num_contracted, kernel.ndim))
+    x_gradient = lax.dot_general(cotangent, kernel, (outer, ((), ())), precision=precision)
+    return x_gradient, lax.dot_general(x, cotangent, ((batch, batch), ((), ())), precision=precision)
+
+
+_narrow_product.defvjp(_narrow_product_forward, _narrow_product_backward)
 
 
 def _product(x: jax.Array, kernel: jax.Array, num_contracted: int, result: DTypeLike) -> jax.Array:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
@@ -240,7 +241,8 @@ def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
     frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
     angle = (positions.astype(jnp.float32)[:, None] * frequency)[:, None, :]
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    # Without the barrier XLA fuses them into the products, and computes them again for every example and head.
+    cos, sin = lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
