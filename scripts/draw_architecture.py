@@ -77,12 +77,16 @@ def step() -> bytes:
             ("forward and backward", "micro-batches: scan"),
             False,
         ),
-        ("2  finite check", "one small all-reduce", ("is every gradient finite?", "sums of the metrics"), False),
-        ("3  exchange", "shard_map, manual over all axes", ("each device its own shard", "over replica alone"), True),
-        ("4  update", "plain jit", ("clip, optimizer", "average of parameters"), False),
-        ("5  choice", "plain jit", ("new state, or the old", "one if the step is bad"), False),
+        (
+            "2  exchange",
+            "shard_map, manual over all axes",
+            ("each device its own shard;", "metrics, finite check"),
+            True,
+        ),
+        ("3  update", "plain jit", ("clip, optimizer", "average of parameters"), False),
+        ("4  choice", "plain jit", ("new state, or the old", "one if the step is bad"), False),
     )
-    width, gap, bottom, height = 2.62, 0.42, 2.55, 2.55
+    width, gap, bottom, height = 3.3, 0.6, 2.55, 2.55
     centers = []
     for number, (title, how, lines, slow) in enumerate(regions):
         left = 0.5 + number * (width + gap)
@@ -97,7 +101,7 @@ def step() -> bytes:
             axes.text(centers[-1], bottom + 1.08 - 0.42 * row, line, fontsize=12, color=INK, **text)
         if number:
             _arrow(axes, (left - gap + 0.03, bottom + height / 2), (left - 0.03, bottom + height / 2), INK)
-    labels = ("gradients\n[replica, ...]", "the same,\nfinite or not", "mean\ngradients", "changed\nstate")
+    labels = ("gradients\n[replica, ...]", "mean\ngradients", "changed\nstate")
     for number, label in enumerate(labels):
         x = (centers[number] + centers[number + 1]) / 2
         axes.text(
@@ -105,15 +109,15 @@ def step() -> bytes:
         )
     _chip(axes, centers[0], 1.35, "batch, params, key", INK)
     _arrow(axes, (centers[0], 1.62), (centers[0], bottom - 0.04), INK)
-    _chip(axes, centers[2], 1.35, "residuals", SLOW)
-    _arrow(axes, (centers[2] - 0.35, 1.62), (centers[2] - 0.35, bottom - 0.04), SLOW)
-    _arrow(axes, (centers[2] + 0.35, bottom - 0.04), (centers[2] + 0.35, 1.62), SLOW)
-    _chip(axes, centers[3], 1.35, "optimizer state", INK)
-    _arrow(axes, (centers[3], 1.62), (centers[3], bottom - 0.04), INK)
-    _chip(axes, centers[4], 1.35, "next state, metrics", INK)
-    _arrow(axes, (centers[4], bottom - 0.04), (centers[4], 1.62), INK)
+    _chip(axes, centers[1], 1.35, "residuals", SLOW)
+    _arrow(axes, (centers[1] - 0.35, 1.62), (centers[1] - 0.35, bottom - 0.04), SLOW)
+    _arrow(axes, (centers[1] + 0.35, bottom - 0.04), (centers[1] + 0.35, 1.62), SLOW)
+    _chip(axes, centers[2], 1.35, "optimizer state", INK)
+    _arrow(axes, (centers[2], 1.62), (centers[2], bottom - 0.04), INK)
+    _chip(axes, centers[3], 1.35, "next state, metrics", INK)
+    _arrow(axes, (centers[3], bottom - 0.04), (centers[3], 1.62), INK)
     note = (
-        "Gradients cross the slow network in region 3 alone; batch statistics and metrics are one small message each."
+        "Gradients cross the slow network in region 2 alone; batch statistics and metrics are one small message each."
     )
     axes.text(0.5, 0.45, note, fontsize=12, color=GREY, va="center")
     return _png(figure, {})

@@ -44,7 +44,7 @@ def weight_product(
         return _wide_product(x, kernel, num_contracted, jnp.dtype(jnp.float32) if float32_result else x.dtype)
     if float32_result:
         return float32_matmul(x, kernel)
-    return _narrow_product(x, kernel, num_contracted, jax.config.jax_default_matmul_precision)
+    return _narrow_product(x, kernel, num_contracted, jax.config.values["jax_default_matmul_precision"])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
