@@ -1,4 +1,4 @@
-"""Compiling for 8 x H100 on a machine without a GPU: XLA's GPU compiler needs only a description of the device.
+"""Compiling for H100 on a machine without a GPU: XLA's GPU compiler needs only a description of the device.
 
 This gives the optimized HLO and the memory of a program, which cannot run. Kernels are not autotuned, so their choice
 can differ from that on a real device.
@@ -6,9 +6,11 @@ can differ from that on a real device.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,8 +19,12 @@ from jax.sharding import AxisType, Mesh
 
 from jaxdl.config import ConfigError
 from jaxdl.mesh import Axis
+from jaxdl.run.build import Plan
+from jaxdl.run.compile import compile_train_step
 
 NUM_DEVICES = 8
+_TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
+_NO_TILE = "Couldn't find output tile sizes"
 
 DEVICE = {
     "threads_per_block_limit": 1024,
@@ -59,13 +65,23 @@ def h100_mesh(shape: Mapping[str, int]) -> Mesh:
 
     To XLA each replica is a separate host, so that it takes the network between them into account.
 
-    Raises ConfigError when the sizes do not multiply to 8, or when JAX's CUDA compiler is not installed.
+    Raises ConfigError when the sizes do not multiply to 8, and what `h100_devices` raises.
     """
     if math.prod(shape.values()) != NUM_DEVICES:
         raise ConfigError(
             f"mesh {dict(shape)}: the description has {NUM_DEVICES} devices. Let the sizes multiply to 8."
         )
-    hosts, version = shape.get(Axis.REPLICA.value, 1), jax.__version__
+    hosts = shape.get(Axis.REPLICA.value, 1)
+    devices = np.asarray(h100_devices(hosts, NUM_DEVICES // hosts)).reshape(tuple(shape.values()))
+    return Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+
+
+def h100_devices(hosts: int, of_each: int) -> list[Any]:
+    """H100 that are only described, so many of each host.
+
+    Raises ConfigError when JAX's CUDA compiler is not installed.
+    """
+    version = jax.__version__
     advice = (
         f"Put JAX's compiler for CUDA where Python finds it, without changing the environment: pip install --no-deps "
         f"--target DIR jax-cuda12-pjrt=={version} jax-cuda12-plugin=={version}, then set PYTHONPATH=DIR "
@@ -75,9 +91,25 @@ def h100_mesh(shape: Mapping[str, int]) -> Mesh:
         raise ConfigError(f"compiling for H100: the package jax_cuda12_plugin is not installed. {advice}")
     try:
         found = topologies.get_topology_desc(
-            platform="cuda", target_config=target_config(), topology=f"1x{hosts}x{NUM_DEVICES // hosts}"
+            platform="cuda", target_config=target_config(), topology=f"1x{hosts}x{of_each}"
         )
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise ConfigError(f"compiling for H100: JAX does not start its CUDA compiler: {error}. {advice}") from None
-    devices = np.asarray(found.devices).reshape(tuple(shape.values()))
-    return Mesh(devices, tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    return list(found.devices)
+
+
+def compile_step(plan: Plan) -> jax.stages.Compiled:
+    """The train step of a plan, compiled; for H100 that are only described without Triton's products if need be.
+
+    Without a GPU XLA gives each product of Triton a default tile, also where none of its size fits the operands, and
+    then fails. With a GPU it tries the tiles, and cuBLAS, and takes the fastest that compiles.
+    """
+    try:
+        return compile_train_step(plan)
+    except jax.errors.JaxRuntimeError as error:
+        options = plan.experiment.compiler.options
+        if _NO_TILE not in str(error) or any(option.startswith(_TRITON_PRODUCTS) for option in options):
+            raise
+    print(f"XLA finds no tile for a product of Triton: compiled with {_TRITON_PRODUCTS}=false, all products by cuBLAS.")
+    changes = {"compiler.options": (*options, f"{_TRITON_PRODUCTS}=false")}
+    return compile_train_step(dataclasses.replace(plan, experiment=plan.experiment.replaced(changes)))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
+from jaxdl.bench.h100 import NUM_DEVICES, compile_step, h100_mesh
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, write_json
 from jaxdl.compiler import Links, hlo
 from jaxdl.compiler.overlap import Message, Timeline, play
@@ -27,7 +27,7 @@ from jaxdl.experiment import parse_command_line
 from jaxdl.mesh import Axis
 from jaxdl.report import replace_file, style
 from jaxdl.run.build import make_plan
-from jaxdl.run.compile import compile_train_step, compiler_options
+from jaxdl.run.compile import compiler_options
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -73,7 +73,7 @@ def main(args: list[str]) -> None:
     for exchange in exchanges(command):
         plan = make_plan(command.experiment.replaced({"exchange": exchange}), devices)
         options = compiler_options(plan)
-        text = compile_train_step(plan).as_text() or ""
+        text = compile_step(plan).as_text() or ""
         name = exchange.label + (", 1 step late" if exchange.delay_steps else "")
         if plan.parts.layout.mesh.shape[Axis.REPLICA] == 1:
             raise ConfigError("one replica exchanges nothing. Give --mesh.replica 2 or more.")

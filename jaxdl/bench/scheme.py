@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.bench.h100 import h100_mesh
+from jaxdl.bench.h100 import compile_step, h100_mesh
 from jaxdl.bench.shared import ExperimentBench, make_table
 from jaxdl.compiler.groups import KINDS, axes_of
 from jaxdl.compiler.hlo import Shapes, shapes_bytes, shapes_of
@@ -23,7 +23,6 @@ from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto
 from jaxdl.experiment import parse_command_line
 from jaxdl.run.build import make_plan
-from jaxdl.run.compile import compile_train_step
 
 _INSTRUCTION = re.compile(r"= (.+?) ((?:" + "|".join(KINDS) + r")(?:-start)?|sort)\(")
 
@@ -72,7 +71,7 @@ def main(args: list[str]) -> None:
         shape = command.experiment.mesh.sizes(8)
         devices = list(h100_mesh(shape).devices.flat)
     plan = make_plan(command.experiment, devices)
-    compiled = compile_train_step(plan)
+    compiled = compile_step(plan)
     mesh = plan.parts.layout.mesh
     console = Console(width=150)
     title = f"{command.config}, exchange {plan.experiment.exchange.kind}"

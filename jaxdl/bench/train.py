@@ -1,4 +1,8 @@
-"""The training speed of a config: images or tokens a second, share of the peak, memory, share of the update."""
+"""The training speed of a config: images or tokens a second, share of the peak, memory, share of the update.
+
+With --h100 nothing is measured: the step is compiled for one H100, on a machine without a GPU, and its kernels are
+listed by kind, with the bytes that they move and the least time that they take.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from typing import Any, Literal
 import jax
 from rich.console import Console
 
+from jaxdl.bench import roofline
 from jaxdl.bench.flops import peak_flops, step_flops
 from jaxdl.bench.optim import make_updates
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, median_ratio, time_in_turns, write_json
@@ -39,6 +44,10 @@ class TrainBench(ExperimentBench):
     """Photographs: height and width; by default that of the data (phases are left out)."""
     against: Literal["torch"] | None = None
     """Also measure the same network in PyTorch, in turns."""
+    h100: bool = False
+    """Measure nothing; compile for one H100 and list the kernels. No GPU is needed, but JAX's CUDA packages are."""
+    before: Path | None = None
+    """With --h100: a file of --json from another commit or config, whose figures are shown as well."""
     json: Path | None = None
     """File for the figures."""
 
@@ -48,8 +57,24 @@ def main(args: list[str]) -> None:
     if any(arg.startswith("--against") for arg in args):
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # JAX and PyTorch share the GPU's memory.
     command = parse_command(args)
+    if command.h100:
+        _list_kernels(command)
+        return
     found = measure(command)
     _print(command, found)
+    write_json(command.json, found)
+
+
+def _list_kernels(command: TrainBench) -> None:
+    """Compiles for one H100, and prints and writes what its kernels need."""
+    before = roofline.read(command.before)
+    experiment = resident(command.experiment, command.image_size)
+    found = roofline.measure(experiment)
+    console, total = Console(width=140), found["kernels"]["all"]
+    title = f"{command.config}: batch {experiment.batch_size:,}, {experiment.precision.kind}, compiled for one H100"
+    console.print(roofline.table(title, found, before))
+    speed = f"{1e3 * total['least_sec']:.2f} ms a step, {experiment.batch_size / total['least_sec']:,.0f} examples/s"
+    console.print(f"at least {speed}; {(found['temporary_bytes'] or 0) / 1e9:.2f} GB of temporary memory")
     write_json(command.json, found)
 
 
@@ -58,6 +83,10 @@ def parse_command(args: list[str]) -> TrainBench:
     prog = "python -m jaxdl.bench train"
     command, _ = parse_command_line(TrainBench, args, about=str(__doc__), prog=prog)
     check_options(command, num_steps=1, num_repeats=1, image_size=1)
+    if command.before is not None and not command.h100:
+        raise ConfigError(f"--before {command.before}: only with --h100. Leave it out.")
+    if command.h100 and command.against is not None:
+        raise ConfigError("--h100 with --against: a described GPU runs nothing. Leave one of them out.")
     if command.image_size is not None and getattr(command.experiment.data, "photos", None) is None:
         raise ConfigError(f"--image-size {command.image_size}: the images of this data have a fixed size.")
     return command

@@ -84,9 +84,15 @@ class Module:
     def _timed(self, computation: str, one: Instruction) -> float:
         if one.kind in _CONTROL:
             return trip_count(one) * max(map(self.total_sec, inner_computations(one)), default=0.0)
-        if one.kind in _FREE or is_collective(one):
+        if not self.is_kernel(one):
             return 0.0
-        return max(self.moved_bytes(computation, one) / MEMORY_BYTES_PER_SEC, self._product_sec(computation, one))
+        moved = self.moved_bytes(computation, one)
+        return max(moved / MEMORY_BYTES_PER_SEC, self.product_sec(computation, one))
+
+    @staticmethod
+    def is_kernel(one: Instruction) -> bool:
+        """Whether an instruction is work on the device: no collective, no control flow, and not without work."""
+        return one.kind not in _CONTROL and one.kind not in _FREE and not is_collective(one)
 
     def _operands(self, computation: str, one: Instruction) -> list[Instruction]:
         there = self.computations[computation]
@@ -99,7 +105,7 @@ class Module:
             return trip_count(one) * max(
                 (sum(self.moved_bytes(name, x) for x in part) for name, part in parts), default=0
             )
-        if one.kind in _FREE or is_collective(one):
+        if not self.is_kernel(one):
             return 0.0
         operands = self._operands(computation, one)
         inside = self.computations.get(one.called("calls") or "") if one.kind == "fusion" else None
@@ -119,7 +125,7 @@ class Module:
         for parameter in parameters:
             users = [x for x in inside.values() if parameter.name in x.operands]
             if users and all(x.kind in _SLICES for x in users):
-                read += sum(x.num_bytes for x in users)
+                read += min(parameter.num_bytes, sum(x.num_bytes for x in users))
             elif not (
                 users and all(x.kind == "dynamic-update-slice" and x.operands[0] == parameter.name for x in users)
             ):
@@ -130,11 +136,12 @@ class Module:
             written += inside[update.operands[1]].num_bytes - update.num_bytes
         return max(0.0, written) + read
 
-    def _product_sec(self, computation: str, one: Instruction) -> float:
+    def product_sec(self, computation: str, one: Instruction) -> float:
+        """The least time of the products and convolutions of a kernel."""
         if one.kind == "fusion":
             callee = one.called("calls")
             inside = self.computations.get(callee or "", {})
-            return sum(self._product_sec(callee or "", x) for x in inside.values())
+            return sum(self.product_sec(callee or "", x) for x in inside.values())
         operands = self._operands(computation, one)
         if len(operands) < 2 or not operands[0].shapes or not operands[1].shapes:
             return 0.0
@@ -149,12 +156,12 @@ class Module:
                     for sort, number in self.kernels(name, part).items():
                         found[sort] += trip_count(one) * number
             return found
-        if one.kind in _FREE or is_collective(one):
+        if not self.is_kernel(one):
             return {}
         sort = "fusion"
         if "conv" in one.name and one.kind == "custom-call":
             sort = "conv"
-        elif self._product_sec(computation, one) > 0:
+        elif self.product_sec(computation, one) > 0:
             sort = "matmul"
         return {sort: 1}
 

@@ -22,6 +22,7 @@ from jaxdl.compiler.hlo import (
     shapes_of,
     trip_count,
 )
+from jaxdl.compiler.roofline import part_of
 from jaxdl.mesh import Axis
 
 
@@ -178,9 +179,7 @@ def _play(module: Module, computation: str, axes: Mapping[str, int], links: Link
             found.append(message)
         lasts = max(seconds, inner.total_sec * trip_count(one)) if inner else seconds
         if lasts > 0:
-            in_model = "jvp(" in one.line
-            what = "backward" if "transpose(jvp" in one.line else "forward" if in_model else "rest"
-            spans.append((now, now + lasts, what))
+            spans.append((now, now + lasts, part_of(one)))
         for message in in_flight.values():
             message.compute_sec += seconds
             beside = max(0.0, min(now + lasts, message.end_sec) - max(now, message.begin_sec))
