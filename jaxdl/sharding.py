@@ -210,21 +210,6 @@ def statistics_axis() -> str | None:
     return axis
 
 
-def mean_of_neighbours(x: jax.Array, num: int) -> jax.Array:
-    """The mean of `x` over `num` neighbouring replicas; `x` itself where `statistics_axis` is None.
-
-    Raises ConfigError when the replicas cannot be divided into such groups.
-    """
-    axis = statistics_axis()
-    if axis is None:
-        return x
-    replicas = lax.axis_size(axis)
-    if replicas % num:
-        raise ConfigError(f"norm_span: {replicas} replicas cannot be divided into groups of {num}")
-    groups = lax.all_gather(x, axis).reshape(replicas // num, num, *x.shape).mean(axis=1)
-    return lax.dynamic_index_in_dim(groups, lax.axis_index(axis) // num, keepdims=False)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def _gather(x: jax.Array, layout: Layout, spec: PartitionSpec) -> jax.Array:
     narrow = x if layout.wire_dtype is None else x.astype(layout.wire_dtype)

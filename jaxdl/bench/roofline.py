@@ -11,7 +11,7 @@ from rich.table import Table
 from jaxdl.bench.h100 import compile_step, h100_devices
 from jaxdl.bench.shared import make_table
 from jaxdl.compiler import hlo, roofline
-from jaxdl.config import ConfigError
+from jaxdl.errors import OptionError
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.run.build import make_plan
@@ -33,14 +33,14 @@ def measure(experiment: Experiment) -> dict[str, Any]:
 
 
 def read(path: Path | None) -> dict[str, Any] | None:
-    """The figures that an earlier measurement wrote; None without a file. Raises ConfigError for any other file."""
+    """The figures that an earlier measurement wrote; None without a file. Raises OptionError for any other file."""
     if path is None:
         return None
     try:
         found = json.loads(path.read_text())
         assert {"kernels", "bytes", "product_sec", "least_sec"} <= found["kernels"]["all"].keys()
     except (OSError, ValueError, LookupError, TypeError, AssertionError):
-        raise ConfigError(f"--before {path}: not a file that --h100 --json wrote.") from None
+        raise OptionError(f"--before {path}: not a file that --h100 --json wrote.") from None
     return found
 
 

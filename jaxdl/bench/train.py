@@ -24,6 +24,7 @@ from jaxdl.bench.shared import ExperimentBench, check_options, make_table, media
 from jaxdl.bench.torch_side import make_torch_step
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, SyntheticImages, TextSpec
+from jaxdl.errors import OptionError
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.optim import Constant
 from jaxdl.run.build import Plan, make_initial_state, make_plan
@@ -84,9 +85,9 @@ def parse_command(args: list[str]) -> TrainBench:
     command, _ = parse_command_line(TrainBench, args, about=str(__doc__), prog=prog)
     check_options(command, num_steps=1, num_repeats=1, image_size=1)
     if command.before is not None and not command.h100:
-        raise ConfigError(f"--before {command.before}: only with --h100. Leave it out.")
+        raise OptionError(f"--before {command.before}: only with --h100. Leave it out.")
     if command.h100 and command.against is not None:
-        raise ConfigError("--h100 with --against: a described GPU runs nothing. Leave one of them out.")
+        raise OptionError("--h100 with --against: a described GPU runs nothing. Leave one of them out.")
     if command.image_size is not None and getattr(command.experiment.data, "photos", None) is None:
         raise ConfigError(f"--image-size {command.image_size}: the images of this data have a fixed size.")
     return command

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
+from jax import lax
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
+from jaxdl.collectives.neighbours import Neighbours
 from jaxdl.config import ConfigError
+from jaxdl.models.batch_norm import BatchNormOptions, Normalized, batch_norm, batch_norm_of_product
 from jaxdl.models.config import Model
 from jaxdl.models.products import Pairs, add_bias, weight_convolution, weight_product
 
@@ -61,40 +66,120 @@ class Norm(nnx.Module):
             momentum = 0.9 if config.norm_momentum is None else config.norm_momentum
             self.norm = nnx.BatchNorm(channels, momentum=momentum, **common)
 
-    def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
-        """The normalized x; in training batch norm uses and updates the statistics of this batch."""
-        if isinstance(self.norm, nnx.BatchNorm):
-            if isinstance(self.span, int) and train:
-                return self._normalized_in_groups(self.norm, x, self.span).astype(self.dtype)
-            if self.span == "mesh" and train:
-                self.norm.axis_name = sharding.statistics_axis()
-            return self.norm(x, use_running_average=not train).astype(self.dtype)
-        return self.norm(x).astype(self.dtype)
+    def __call__(
+        self, x: jax.Array, *, train: bool, relu: bool = False, shortcut: jax.Array | None = None
+    ) -> jax.Array:
+        """The normalized x, plus `shortcut`; with `relu` max(0, ...) of it.
 
-    @staticmethod
-    def _normalized_in_groups(norm: nnx.BatchNorm, x: jax.Array, span: int) -> jax.Array:
-        """Batch norm with the statistics of each group of `span` consecutive examples; float32.
-
-        The running statistics move towards the means over the groups. A group larger than this
-        replica's batch includes neighbouring replicas.
+        In training batch norm uses the statistics of this batch and moves the running ones towards them.
         """
-        num = x.shape[0]
-        if num % span and span % num:
-            raise ConfigError(f"norm_span = {span}: a batch of {num} examples cannot be divided into such groups")
-        groups = max(1, num // span)
-        grouped = x.astype(jnp.float32).reshape(groups, num // groups, *x.shape[1:])
-        within = tuple(range(1, grouped.ndim - 1))
-        moments = jnp.stack([grouped.mean(within), jnp.square(grouped).mean(within)])
-        if span > num:
-            moments = sharding.mean_of_neighbours(moments, span // num)
-        mean, variance = moments[0], jnp.maximum(0, moments[1] - jnp.square(moments[0]))
-        for running, new in ((norm.mean, mean), (norm.var, variance)):
-            running[...] = norm.momentum * running[...] + (1 - norm.momentum) * jax.lax.stop_gradient(new.mean(axis=0))
+        norm, options = self.norm, self._options(x.shape[0], relu) if train else None
+        if options is not None:
+            return self._updated(batch_norm, x, shortcut=shortcut, options=options)
+        out = norm(x, use_running_average=True) if isinstance(norm, nnx.BatchNorm) else norm(x)
+        out = out.astype(self.dtype) if shortcut is None else out.astype(self.dtype) + shortcut
+        return nnx.relu(out) if relu else out
+
+    def of_convolution(
+        self, conv: Conv, x: jax.Array, *, train: bool, relu: bool = False, shortcut: jax.Array | None = None
+    ) -> jax.Array:
+        """norm(conv(x)), for a convolution without a bias.
+
+        In training batch norm takes the statistics of a 1x1 convolution to at least twice as many channels from those
+        of x.
+        """
+        size, _, incoming, outgoing = conv.kernel.shape
+        options = self._options(x.shape[0], relu) if train and size == 1 and outgoing >= 2 * incoming else None
+        if options is None or options.groups > 1:
+            return self(conv(x), train=train, relu=relu, shortcut=shortcut)
+        assert conv.bias is None
+        down, right = cast(tuple[int, int], conv.strides)
+        x = x[:, ::down, ::right].astype(self.dtype)
+        return self._updated(batch_norm_of_product, x, conv.kernel[...][0, 0], shortcut=shortcut, options=options)
+
+    def _options(self, num: int, relu: bool) -> BatchNormOptions | None:
+        """Those of batch norm over a batch of `num` examples, all that this replica has; None for group norm."""
+        if not isinstance(self.norm, nnx.BatchNorm):
+            return None
+        span, groups, axis, neighbours = self.span, 1, None, None
+        if span == "mesh":
+            axis = sharding.statistics_axis()
+        elif isinstance(span, int):
+            if num % span and span % num:
+                raise ConfigError(f"norm_span = {span}: a batch of {num} examples cannot be divided into such groups")
+            groups, neighbours = max(1, num // span), span // num
+            axis = sharding.statistics_axis() if span > num else None
+        replicas = None if axis is None else Neighbours(axis, neighbours)
+        return BatchNormOptions(self.norm.epsilon, self.dtype, relu, groups, replicas)
+
+    def _updated(
+        self,
+        normalize: Callable[..., Normalized],
+        *operands: jax.Array,
+        shortcut: jax.Array | None,
+        options: BatchNormOptions,
+    ) -> jax.Array:
+        """The result of `normalize`; the running statistics move towards the means over its groups."""
+        norm = cast(nnx.BatchNorm, self.norm)
         assert norm.scale is not None
         assert norm.bias is not None
-        factor = norm.scale[...] * jax.lax.rsqrt(variance + norm.epsilon)
-        shape = (groups, *(1,) * len(within), x.shape[-1])
-        return ((grouped - mean.reshape(shape)) * factor.reshape(shape) + norm.bias[...]).reshape(x.shape)
+        out, mean, variance = normalize(*operands, norm.scale[...], norm.bias[...], shortcut, options)
+        for running, new in ((norm.mean, mean), (norm.var, variance)):
+            running[...] = norm.momentum * running[...] + (1 - norm.momentum) * new.mean(axis=0)
+        return out
+
+
+def max_pool(x: jax.Array, size: int, stride: int, padding: int = 0) -> jax.Array:
+    """[batch, height, width, channel] -> [batch, height', width', channel]: the largest of `size` x `size` values each.
+
+    Windows begin `stride` apart; `padding` values of minus infinity are added on each side. Of equal values the first
+    has the gradient. Where no window fits nothing is left.
+    """
+    if min(x.shape[1:3]) + 2 * padding < size:
+        return x[:, :0, :0]
+    return _max_pool(x, size, stride, padding)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _max_pool(x: jax.Array, size: int, stride: int, padding: int) -> jax.Array:
+    return _max_pool_forward(x, size, stride, padding)[0]
+
+
+def _max_pool_forward(x: jax.Array, size: int, stride: int, padding: int) -> tuple[jax.Array, Any]:
+    # XLA's derivative of a window's maximum is a window of pairs and a scatter with atomic sums. The place of the
+    # maximum in one byte lets the backward pass gather instead.
+    around = (0, 0, 0), (padding, padding, 0), (padding, padding, 0), (0, 0, 0)
+    padded = lax.pad(x, jnp.array(-jnp.inf, x.dtype), around)
+    rows, columns = ((padded.shape[dim] - size) // stride for dim in (1, 2))
+    largest, place = None, None
+    for number in range(size * size):
+        down, right = divmod(number, size)
+        last = x.shape[0], down + stride * rows + 1, right + stride * columns + 1, x.shape[3]
+        one = lax.slice(padded, (0, down, right, 0), last, (1, stride, stride, 1))
+        if largest is None or place is None:
+            largest, place = one, jnp.zeros(one.shape, jnp.uint8)
+        else:
+            place = jnp.where(one > largest, jnp.uint8(number), place)
+            largest = jnp.maximum(largest, one)
+    assert largest is not None
+    return largest, (place, x.shape)
+
+
+def _max_pool_backward(size: int, stride: int, padding: int, saved: Any, cotangent: jax.Array) -> tuple[jax.Array]:
+    place, shape = saved
+    zero, total = jnp.zeros((), jnp.float32), 0
+    for number in range(size * size):
+        part = jnp.where(place == number, cotangent.astype(jnp.float32), zero)
+        spread = [(0, 0, 0)]
+        for start, dim in zip(divmod(number, size), (1, 2), strict=True):
+            before = start - padding
+            after = shape[dim] - before - (stride * (part.shape[dim] - 1) + 1)
+            spread.append((before, after, stride - 1))
+        total = total + lax.pad(part, zero, (*spread, (0, 0, 0)))
+    return (jnp.asarray(total, cotangent.dtype),)
+
+
+_max_pool.defvjp(_max_pool_forward, _max_pool_backward)
 
 
 class Head(nnx.Module):

@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdl.config import ConfigError
-from jaxdl.models.layers import Head, Linear, Norm, NormConfig, conv
+from jaxdl.models.layers import Head, Linear, Norm, NormConfig, conv, max_pool
 
 _VGG = {16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}
 """Depth -> convolutions of each stage."""
@@ -130,11 +130,9 @@ class PlainModule(nnx.Module):
         x = image
         for number, pooled in enumerate(self.pools, start=1):
             x = getattr(self, f"conv{number}")(x)
-            if self.norms:
-                x = getattr(self, f"norm{number}")(x, train=train)
-            x = nnx.relu(x)
+            x = getattr(self, f"norm{number}")(x, train=train, relu=True) if self.norms else nnx.relu(x)
             if pooled:
-                x = nnx.max_pool(x, (self.pool, self.pool), strides=(2, 2))
+                x = max_pool(x, self.pool, 2)
         if 0 in x.shape:
             raise ConfigError(
                 f"{image.shape[1]} x {image.shape[2]} pixels: too small, nothing is left after the poolings"
@@ -145,9 +143,7 @@ class PlainModule(nnx.Module):
         x = x.reshape(x.shape[0], -1)
         for number in (1, 2):
             x = getattr(self, f"hidden{number}")(x)
-            if self.norm_hidden:
-                x = getattr(self, f"hidden_norm{number}")(x, train=train)
-            x = nnx.relu(x)
+            x = getattr(self, f"hidden_norm{number}")(x, train=train, relu=True) if self.norm_hidden else nnx.relu(x)
         return self.head(x)
 
 

@@ -9,7 +9,7 @@ that makes it, in the dtype of its result, before any later conversion. So the d
 
 GPUs multiply 16-bit matrices with float32 results. Their convolutions have results in the operands' dtype only (XLA
 would convert the operands to float32, and lose the tensor cores): there each device's part of the gradient is rounded,
-then summed in float32.
+then summed in float32. The kernel gradient of a 1x1 convolution is a product of matrices, and rounded nowhere.
 """
 
 from __future__ import annotations
@@ -98,16 +98,21 @@ def _wide_product_backward(
     x, narrow = residuals
     cotangent = cotangent.astype(x.dtype)
     _, transpose = jax.vjp(lambda x: _product(x, narrow, num_contracted, x.dtype), x)
-    batch = tuple(range(x.ndim - num_contracted))
+    return transpose(cotangent)[0], _summed_product(x, cotangent, x.ndim - num_contracted)
 
-    def gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
-        return lax.dot_general(x, cotangent, ((batch, batch), ((), ())), preferred_element_type=jnp.float32)
 
-    def widened(x: jax.Array, cotangent: jax.Array) -> jax.Array:
+def _summed_product(x: jax.Array, y: jax.Array, num_summed: int) -> jax.Array:
+    """`x` [summed..., m...] by `y` [summed..., n...]: [m..., n...], float32 also of 16-bit numbers."""
+    summed = tuple(range(num_summed))
+
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.dot_general(x, y, ((summed, summed), ((), ())), preferred_element_type=jnp.float32)
+
+    def widened(x: jax.Array, y: jax.Array) -> jax.Array:
         # XLA on CPUs fails at run time on some products of 16-bit matrices with a float32 result (jaxlib 0.10).
-        return gradient(x.astype(jnp.float32), cotangent.astype(jnp.float32))
+        return product(x.astype(jnp.float32), y.astype(jnp.float32))
 
-    return transpose(cotangent)[0], lax.platform_dependent(x, cotangent, cpu=widened, default=gradient)
+    return lax.platform_dependent(x, y, cpu=widened, default=product)
 
 
 _wide_product.defvjp(_wide_product_forward, _wide_product_backward)
@@ -153,6 +158,8 @@ def _wide_convolution_backward(
     x, narrow = residuals
     _, transpose = jax.vjp(lambda x: _convolution(x, narrow, strides, padding), x)
     (x_gradient,) = transpose(cotangent)
+    if narrow.shape[:2] == strides == (1, 1):
+        return x_gradient, _summed_product(x, cotangent, 3)[None, None]
     axes = layout.batch_axes(x.shape[0]) if layout else ()
 
     def kernel_gradient(x: jax.Array, cotangent: jax.Array) -> jax.Array:
@@ -169,6 +176,38 @@ def _wide_convolution_backward(
 
 
 _wide_convolution.defvjp(_wide_convolution_forward, _wide_convolution_backward)
+
+
+def gram(x: jax.Array) -> jax.Array:
+    """The sums of the products of each two channels of `x` [..., channel]: float32 [channel, channel].
+
+    Of float32 numbers not in TF32: its rounding would be larger than the variance of some channels.
+    """
+    if x.dtype == jnp.float32:
+        within = tuple(range(x.ndim - 1))
+        return lax.dot_general(x, x, ((within, within), ((), ())), precision=lax.Precision.HIGHEST)
+    return _gram(x)
+
+
+@jax.custom_vjp
+def _gram(x: jax.Array) -> jax.Array:
+    return _summed_product(x, x, x.ndim - 1)
+
+
+def _gram_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _gram(x), x
+
+
+def _gram_backward(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
+    both = cotangent + cotangent.T
+    if x.dtype != jnp.float16:
+        return (_product(x, both.astype(x.dtype), 1, x.dtype),)
+    # Its range is small: the product is of numbers up to 1.
+    largest = jnp.maximum(jnp.abs(both).max(), jnp.finfo(jnp.float32).tiny)
+    return (_product(x, (both / largest).astype(x.dtype), 1, x.dtype) * largest.astype(x.dtype),)
+
+
+_gram.defvjp(_gram_forward, _gram_backward)
 
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:

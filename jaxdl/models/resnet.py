@@ -16,7 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jaxdl.config import ConfigError
-from jaxdl.models.layers import Head, Norm, NormConfig, conv
+from jaxdl.models.layers import Head, Norm, NormConfig, conv, max_pool
 from jaxdl.models.products import weight_convolution
 
 _IMAGENET_BLOCKS = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
@@ -117,12 +117,14 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, *, train: bool) -> jax.Array:
         """[batch, height, width, channels_in] -> [batch, height / stride, width / stride, channels_out]."""
-        shortcut = self.shortcut_norm(self.shortcut_conv(x), train=train) if self.has_projection else x
+        shortcut = x
+        if self.has_projection:
+            shortcut = self.shortcut_norm.of_convolution(self.shortcut_conv, x, train=train)
         for index in range(1, self.num_convs + 1):
-            x = getattr(self, f"norm{index}")(getattr(self, f"conv{index}")(x), train=train)
-            if index < self.num_convs:
-                x = nnx.relu(x)
-        return nnx.relu(shortcut + x)
+            conv, norm = getattr(self, f"conv{index}"), getattr(self, f"norm{index}")
+            added = shortcut if index == self.num_convs else None
+            x = norm.of_convolution(conv, x, train=train, relu=True, shortcut=added)
+        return x
 
 
 class ResNetModule(nnx.Module):
@@ -158,10 +160,9 @@ class ResNetModule(nnx.Module):
     def __call__(self, image: jax.Array, *, train: bool) -> jax.Array:
         """Normalized image [batch, height, width, channel] -> logits, float32 [batch, num_classes]."""
         x = self._deep_stem(image) if self.space_to_depth else self.stem_conv(image)
-        x = nnx.relu(self.stem_norm(x, train=train))
+        x = self.stem_norm(x, train=train, relu=True)
         if self.pools:
-            # Flax declares the padding as a string, but takes numbers too.
-            x = nnx.max_pool(x, (3, 3), strides=(2, 2), padding=((1, 1), (1, 1)))  # pyright: ignore[reportArgumentType]
+            x = max_pool(x, 3, 2, padding=1)
         for name in self.block_names:
             x = getattr(self, name)(x, train=train)
         return self.head(jnp.mean(x, axis=(1, 2), dtype=jnp.float32))

@@ -1,0 +1,133 @@
+"""Batch norm and max-pool in few passes over memory, against Flax's layers."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jaxdl.mesh import Axis
+from jaxdl.models import ResNet
+from jaxdl.models.layers import Norm, conv, max_pool
+from jaxdl.sharding import Layout, ShardingConfig, use_layout
+
+NUM, SIZE, INCOMING, OUTGOING = 16, 5, 3, 8
+RELATIVE = 1e-5
+
+
+def layers(span, size, stride, *, dtype=jnp.float32):
+    """A convolution and its batch norm, with scales, biases and running statistics that are not those of the start."""
+    rngs = nnx.Rngs(0)
+    config = ResNet(norm_span=span, norm_momentum=0.8)
+    made = conv(INCOMING, OUTGOING, size, stride, rngs, dtype=dtype), Norm(config, OUTGOING, rngs, dtype=dtype)
+    for number, one in enumerate(jax.tree.leaves(nnx.state(made[1]), is_leaf=lambda x: isinstance(x, nnx.Variable))):
+        one[...] += 0.5 * jax.random.uniform(jax.random.key(number), one[...].shape)
+    return made
+
+
+def inputs(stride):
+    """Image, shortcut, and the weights of a sum of results."""
+    keys = jax.random.split(jax.random.key(1), 3)
+    out = (NUM, -(-SIZE // stride), -(-SIZE // stride), OUTGOING)
+    # Examples differ in scale, so that groups have statistics of their own.
+    image = jax.random.normal(keys[0], (NUM, SIZE, SIZE, INCOMING)) * jnp.linspace(0.5, 2, NUM)[:, None, None, None]
+    return image + 0.7, jax.random.normal(keys[1], out), jax.random.normal(keys[2], out)
+
+
+def ours(graphdef, state, image, shortcut, weights, *, relu):
+    """The weighted sum of results, and the statistics after it."""
+    convolution, norm = nnx.merge(graphdef, state, copy=True)
+    out = norm.of_convolution(convolution, image, train=True, relu=relu, shortcut=shortcut)
+    return (out.astype(jnp.float32) * weights).sum(), nnx.state(norm, nnx.BatchStat)
+
+
+def flax(graphdef, state, image, shortcut, weights, *, relu, groups=1):
+    """The same with Flax's batch norm, each group of examples by itself."""
+    convolution, norm = nnx.merge(graphdef, state, copy=True)
+    parts, after = [], []
+    for part in jnp.split(convolution(image), groups):
+        alone = nnx.clone(norm.norm)
+        parts.append(alone(part, use_running_average=False))
+        after.append(nnx.state(alone, nnx.BatchStat))
+    out = jnp.concatenate(parts)
+    out = out if shortcut is None else out + shortcut
+    out = nnx.relu(out) if relu else out
+    return (out * weights).sum(), {"norm": jax.tree.map(lambda *each: sum(each) / groups, *after)}
+
+
+def assert_close(found, wanted):
+    """Within 1e-5 of the largest number of each array."""
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=RELATIVE * max(1, np.abs(theirs).max()), rtol=0)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("span", "replicas", "groups"), [("replica", 1, 1), ("replica", 2, 2), ("mesh", 2, 1), (4, 2, 4), (8, 4, 2)]
+)
+def test_gradients_and_statistics_are_those_of_flax(span, replicas, groups, size):
+    """On every span; the 1x1 convolution is the one whose result is not read."""
+    relu, has_shortcut, stride = size == 3 or replicas > 1, replicas != 2 or groups > 1, 1 if replicas > 1 else 2
+    made = layers(span, size, stride)
+    graphdef, state = nnx.split(made)
+    image, shortcut, weights = inputs(stride)
+    arguments = (state, image, shortcut if has_shortcut else None, weights)
+    wanted = jax.jit(
+        jax.value_and_grad(lambda *args: flax(graphdef, *args, relu=relu, groups=groups), (0, 1, 2), has_aux=True)
+    )(*arguments)
+    mesh = Mesh(
+        np.array(jax.devices()[: 2 * replicas]).reshape(replicas, 2, 1), tuple(Axis), axis_types=(AxisType.Auto,) * 3
+    )
+    layout = Layout(ShardingConfig(), mesh, manual=frozenset({Axis.REPLICA.value}))
+
+    def local(state, *batch):
+        state = jax.lax.pcast(state, Axis.REPLICA.value, to="varying")
+        batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)), batch)
+        with use_layout(layout):
+            function = jax.checkpoint(lambda *args: ours(graphdef, *args, relu=relu))
+            (loss, after), (params, image, shortcut) = jax.value_and_grad(function, (0, 1, 2), has_aux=True)(
+                state, *batch
+            )
+        total = jax.lax.psum((loss, params), Axis.REPLICA.value)
+        return (total[0], jax.lax.pmean(after, Axis.REPLICA.value)), (total[1], image, shortcut)
+
+    split = PartitionSpec(Axis.REPLICA.value)
+    found = jax.jit(
+        jax.shard_map(
+            local, mesh=mesh, in_specs=(PartitionSpec(), split, split, split), axis_names={Axis.REPLICA.value},
+            out_specs=((PartitionSpec(), PartitionSpec()), (PartitionSpec(), split, split)),
+        )
+    )(*arguments)  # fmt: skip
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_in_16_bits_gradients_are_rounded_and_no_more(dtype, size):
+    """Small cotangents too, as those of a mean over many examples: float16 has few numbers below 1e-5."""
+    image, shortcut, weights = inputs(1)
+
+    def gradients(function, dtype):
+        graphdef, state = nnx.split(layers("replica", size, 1, dtype=dtype))
+        loss = lambda *args: function(graphdef, *args, 1e-3 * weights, relu=False)[0]  # noqa: E731
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(state, image.astype(dtype), shortcut.astype(dtype))
+
+    found, wanted = gradients(ours, jnp.dtype(dtype)), gradients(flax, jnp.float32)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert np.linalg.norm(one.astype(np.float32) - other) <= 0.02 * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize(("size", "stride", "padding"), [(2, 2, 0), (3, 2, 0), (3, 2, 1), (3, 1, 1)])
+def test_max_pool_is_that_of_flax(size, stride, padding):
+    """With equal values in a window, of which the first has the gradient."""
+    x = jnp.round(2 * jax.random.normal(jax.random.key(2), (2, 9, 8, 3)))
+
+    def theirs(x):
+        return nnx.max_pool(x, (size, size), strides=(stride, stride), padding=((padding, padding),) * 2)
+
+    wanted, transpose = jax.vjp(theirs, x)
+    cotangent = jax.random.normal(jax.random.key(3), wanted.shape)
+    found, ours = jax.vjp(lambda x: max_pool(x, size, stride, padding), x)
+    np.testing.assert_array_equal(found, wanted)
+    np.testing.assert_allclose(ours(cotangent)[0], transpose(cotangent)[0], rtol=1e-6, atol=1e-6)
