@@ -197,6 +197,12 @@ def constrain(x: jax.Array, *names: str) -> jax.Array:
     return x if layout is None else layout.constrained(x, layout.activation_spec(names, x.shape))
 
 
+def num_batch_shards(num: int) -> int:
+    """Over how many devices XLA splits a batch of `num` examples; 1 without a layout."""
+    layout = _layout.get()
+    return 1 if layout is None else math.prod(layout.mesh.shape[axis] for axis in layout.batch_axes(num))
+
+
 def statistics_axis() -> str | None:
     """The mesh axis over which statistics of the batch must be averaged to be those of the whole mesh, or None.
 

@@ -7,8 +7,10 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxdl.collectives.neighbours import Neighbours
 from jaxdl.mesh import Axis
 from jaxdl.models import ResNet
+from jaxdl.models.batch_norm import BatchNormOptions, batch_norm_of_product
 from jaxdl.models.layers import Norm, conv, max_pool
 from jaxdl.sharding import Layout, ShardingConfig, use_layout
 
@@ -35,10 +37,17 @@ def inputs(stride):
     return image + 0.7, jax.random.normal(keys[1], out), jax.random.normal(keys[2], out)
 
 
-def ours(graphdef, state, image, shortcut, weights, *, relu):
-    """The weighted sum of results, and the statistics after it."""
+def ours(graphdef, state, image, shortcut, weights, *, relu, of_product=None):
+    """The weighted sum of results, and the statistics after it; with options that of `batch_norm_of_product`."""
     convolution, norm = nnx.merge(graphdef, state, copy=True)
-    out = norm.of_convolution(convolution, image, train=True, relu=relu, shortcut=shortcut)
+    if of_product is None:
+        out = norm.of_convolution(convolution, image, train=True, relu=relu, shortcut=shortcut)
+    else:
+        (step, _), parameters = convolution.strides, (norm.norm.scale[...], norm.norm.bias[...])
+        kernel = convolution.kernel[...][0, 0]
+        out, *new = batch_norm_of_product(image[:, ::step, ::step], kernel, *parameters, shortcut, of_product)
+        for running, moment in zip((norm.norm.mean, norm.norm.var), new, strict=True):
+            running[...] = 0.8 * running[...] + 0.2 * moment.mean(axis=0)
     return (out.astype(jnp.float32) * weights).sum(), nnx.state(norm, nnx.BatchStat)
 
 
@@ -62,13 +71,22 @@ def assert_close(found, wanted):
         np.testing.assert_allclose(ours, theirs, atol=RELATIVE * max(1, np.abs(theirs).max()), rtol=0)
 
 
-@pytest.mark.parametrize("size", [1, 3])
+EVERY, TWO = Neighbours("replica", None), Neighbours("replica", 2)
+
+
+@pytest.mark.parametrize("of_product", [True, False])
 @pytest.mark.parametrize(
-    ("span", "replicas", "groups"), [("replica", 1, 1), ("replica", 2, 2), ("mesh", 2, 1), (4, 2, 4), (8, 4, 2)]
-)
-def test_gradients_and_statistics_are_those_of_flax(span, replicas, groups, size):
-    """On every span; the 1x1 convolution is the one whose result is not read."""
+    ("span", "replicas", "groups", "of_replica", "neighbours"),
+    [
+        ("replica", 1, 1, 1, None), ("replica", 2, 2, 1, None), ("mesh", 2, 1, 1, EVERY), (4, 2, 4, 2, None),
+        (8, 4, 2, 1, TWO),
+    ],
+)  # fmt: skip
+def test_gradients_and_statistics_are_those_of_flax(span, replicas, groups, of_replica, neighbours, of_product):
+    """On every span, of a 3x3 convolution, and of a 1x1 convolution by the moments of its input."""
+    size = 1 if of_product else 3
     relu, has_shortcut, stride = size == 3 or replicas > 1, replicas != 2 or groups > 1, 1 if replicas > 1 else 2
+    options = BatchNormOptions(1e-5, jnp.float32, relu, of_replica, neighbours) if of_product else None
     made = layers(span, size, stride)
     graphdef, state = nnx.split(made)
     image, shortcut, weights = inputs(stride)
@@ -85,7 +103,7 @@ def test_gradients_and_statistics_are_those_of_flax(span, replicas, groups, size
         state = jax.lax.pcast(state, Axis.REPLICA.value, to="varying")
         batch = jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)), batch)
         with use_layout(layout):
-            function = jax.checkpoint(lambda *args: ours(graphdef, *args, relu=relu))
+            function = jax.checkpoint(lambda *args: ours(graphdef, *args, relu=relu, of_product=options))
             (loss, after), (params, image, shortcut) = jax.value_and_grad(function, (0, 1, 2), has_aux=True)(
                 state, *batch
             )
@@ -116,6 +134,45 @@ def test_in_16_bits_gradients_are_rounded_and_no_more(dtype, size):
     found, wanted = gradients(ours, jnp.dtype(dtype)), gradients(flax, jnp.float32)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         assert np.linalg.norm(one.astype(np.float32) - other) <= 0.02 * np.linalg.norm(other)
+
+
+def test_in_bfloat16_the_result_is_not_less_exact_where_means_are_large():
+    """Of activations with means of three standard deviations, against float64; no channel's mean is shifted."""
+    keys = jax.random.split(jax.random.key(4), 2)
+    x = jax.nn.relu(jax.random.normal(keys[0], (32, 8, 8, 16)) + 3).astype(jnp.bfloat16)
+    kernel = jax.random.normal(keys[1], (16, 64)) / 4
+    out, mean, variance = jax.jit(
+        lambda *args: batch_norm_of_product(*args, None, BatchNormOptions(1e-5, jnp.bfloat16))
+    )(x, kernel, jnp.ones(64), jnp.zeros(64))
+    narrow = np.asarray(kernel.astype(jnp.bfloat16), np.float64)
+    product = np.asarray(x, np.float64).reshape(-1, 16) @ narrow
+    np.testing.assert_allclose(mean[0], product.mean(0), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(variance[0], product.var(0), rtol=1e-4)
+    wanted = (product - product.mean(0)) / np.sqrt(product.var(0) + 1e-5)
+    # Flax's batch norm of the product as a convolution returns it, rounded.
+    rounded = np.asarray(jnp.asarray(product, jnp.float32).astype(jnp.bfloat16), np.float64)
+    flax = (rounded - rounded.mean(0)) / np.sqrt(rounded.var(0) + 1e-5)
+    flax = np.asarray(jnp.asarray(flax, jnp.float32).astype(jnp.bfloat16), np.float64)
+    errors = np.asarray(out, np.float64).reshape(-1, 64) - wanted
+    assert np.square(errors).mean() <= 1.05 * np.square(flax - wanted).mean()
+    assert np.abs(errors.mean(0)).max() <= 1e-3
+
+
+@pytest.mark.parametrize(
+    ("span", "dtype", "shards", "num_convolutions"),
+    [
+        ("replica", "bfloat16", 1, 0), ("replica", "bfloat16", 2, 1), (8, "bfloat16", 2, 0), (16, "bfloat16", 2, 1),
+        ("replica", "float16", 1, 1), ("replica", "float32", 1, 1),
+    ],
+)  # fmt: skip
+def test_moments_of_the_input_are_taken_where_a_device_has_all_examples(span, dtype, shards, num_convolutions):
+    """Then no convolution is left: its result is a product of matrices."""
+    graphdef, state = nnx.split(layers(span, 1, 1, dtype=jnp.dtype(dtype)))
+    image, _, weights = inputs(1)
+    mesh = Mesh(np.array(jax.devices()[:shards]).reshape(1, shards, 1), tuple(Axis), axis_types=(AxisType.Auto,) * 3)
+    with use_layout(Layout(ShardingConfig(), mesh)):
+        traced = jax.make_jaxpr(lambda *args: ours(graphdef, *args, None, weights, relu=False))(state, image)
+    assert str(traced).count("conv_general_dilated") == num_convolutions
 
 
 @pytest.mark.parametrize(("size", "stride", "padding"), [(2, 2, 0), (3, 2, 0), (3, 2, 1), (3, 1, 1)])

@@ -16,6 +16,8 @@ BYTES = {"pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "bf16": 2, "f16": 2, "
 MEMORY_BYTES_PER_SEC = 3.35e12
 FLOPS_PER_SEC = {"bf16": 989e12, "f16": 989e12, "f32": 494e12, "s8": 1979e12}
 """Peak of an H100 SXM without sparsity, by the dtype of the operands; float32 products count as TF32."""
+EXACT_FLOPS_PER_SEC = 67e12
+"""The peak of float32 products that are not rounded to TF32 (`jax.lax.Precision.HIGHEST`)."""
 
 _SHAPE = re.compile(r"\b(" + "|".join(BYTES) + r"|s64|u64)\[([\d,]*)\]")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%(\S+) = (.*?) ([a-z][\w\-]*)\(")
@@ -145,7 +147,9 @@ class Module:
         operands = self._operands(computation, one)
         if len(operands) < 2 or not operands[0].shapes or not operands[1].shapes:
             return 0.0
-        return _flops(one, operands) / FLOPS_PER_SEC.get(operands[0].shapes[0][0], FLOPS_PER_SEC["f32"])
+        dtype, exact = operands[0].shapes[0][0], re.search(r"operand_precision\W+highest", one.line, re.IGNORECASE)
+        peak = EXACT_FLOPS_PER_SEC if exact and dtype == "f32" else FLOPS_PER_SEC.get(dtype, FLOPS_PER_SEC["f32"])
+        return _flops(one, operands) / peak
 
     def kernels(self, computation: str, one: Instruction) -> dict[str, int]:
         """The kernels of each sort (conv, matmul, fusion) in an instruction; those of a loop count per iteration."""

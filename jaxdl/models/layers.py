@@ -17,7 +17,13 @@ from jax.typing import DTypeLike
 from jaxdl import sharding
 from jaxdl.collectives.neighbours import Neighbours
 from jaxdl.config import ConfigError
-from jaxdl.models.batch_norm import BatchNormOptions, Normalized, batch_norm, batch_norm_of_product
+from jaxdl.models.batch_norm import (
+    BatchNormOptions,
+    Normalized,
+    batch_norm,
+    batch_norm_of_product,
+    pays_for_product,
+)
 from jaxdl.models.config import Model
 from jaxdl.models.products import Pairs, add_bias, weight_convolution, weight_product
 
@@ -85,17 +91,20 @@ class Norm(nnx.Module):
     ) -> jax.Array:
         """norm(conv(x)), for a convolution without a bias.
 
-        In training batch norm takes the statistics of a 1x1 convolution to at least twice as many channels from those
-        of x.
+        In training in bfloat16 batch norm takes the statistics of a 1x1 convolution to more channels from those of its
+        input, where each device has all examples of its statistics: else devices would wait for each other's sums of
+        products. Float16 has too small a range for the backward pass, and TF32 too few digits for the forward one.
         """
         size, _, incoming, outgoing = conv.kernel.shape
-        options = self._options(x.shape[0], relu) if train and size == 1 and outgoing >= 2 * incoming else None
-        if options is None or options.groups > 1:
-            return self(conv(x), train=train, relu=relu, shortcut=shortcut)
-        assert conv.bias is None
-        down, right = cast(tuple[int, int], conv.strides)
-        x = x[:, ::down, ::right].astype(self.dtype)
-        return self._updated(batch_norm_of_product, x, conv.kernel[...][0, 0], shortcut=shortcut, options=options)
+        options = self._options(x.shape[0], relu) if train and size == 1 and self.dtype == jnp.bfloat16 else None
+        if options is not None and options.groups % sharding.num_batch_shards(x.shape[0]) == 0:
+            assert conv.bias is None
+            down, right = cast(tuple[int, int], conv.strides)
+            read = x[:, ::down, ::right].astype(self.dtype)
+            if pays_for_product(read.size // incoming // options.groups, incoming, outgoing):
+                kernel = conv.kernel[...][0, 0]
+                return self._updated(batch_norm_of_product, read, kernel, shortcut=shortcut, options=options)
+        return self(conv(x), train=train, relu=relu, shortcut=shortcut)
 
     def _options(self, num: int, relu: bool) -> BatchNormOptions | None:
         """Those of batch norm over a batch of `num` examples, all that this replica has; None for group norm."""

@@ -104,9 +104,22 @@ def _wide_product_backward(
 def _summed_product(x: jax.Array, y: jax.Array, num_summed: int) -> jax.Array:
     """`x` [summed..., m...] by `y` [summed..., n...]: [m..., n...], float32 also of 16-bit numbers."""
     summed = tuple(range(num_summed))
+    return _float32_product(x, y, ((summed, summed), ((), ())), None)
 
+
+def grouped_products(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x' y of each group: `x` [group, summed, m] by `y` [group, summed, n], float32 [group, m, n].
+
+    Float32 operands are not rounded to TF32.
+    """
+    return _float32_product(
+        x, y, (((1,), (1,)), ((0,), (0,))), lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    )
+
+
+def _float32_product(x: jax.Array, y: jax.Array, dims: Any, precision: lax.Precision | None) -> jax.Array:
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
-        return lax.dot_general(x, y, ((summed, summed), ((), ())), preferred_element_type=jnp.float32)
+        return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
     def widened(x: jax.Array, y: jax.Array) -> jax.Array:
         # XLA on CPUs fails at run time on some products of 16-bit matrices with a float32 result (jaxlib 0.10).
@@ -176,38 +189,6 @@ def _wide_convolution_backward(
 
 
 _wide_convolution.defvjp(_wide_convolution_forward, _wide_convolution_backward)
-
-
-def gram(x: jax.Array) -> jax.Array:
-    """The sums of the products of each two channels of `x` [..., channel]: float32 [channel, channel].
-
-    Of float32 numbers not in TF32: its rounding would be larger than the variance of some channels.
-    """
-    if x.dtype == jnp.float32:
-        within = tuple(range(x.ndim - 1))
-        return lax.dot_general(x, x, ((within, within), ((), ())), precision=lax.Precision.HIGHEST)
-    return _gram(x)
-
-
-@jax.custom_vjp
-def _gram(x: jax.Array) -> jax.Array:
-    return _summed_product(x, x, x.ndim - 1)
-
-
-def _gram_forward(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _gram(x), x
-
-
-def _gram_backward(x: jax.Array, cotangent: jax.Array) -> tuple[jax.Array]:
-    both = cotangent + cotangent.T
-    if x.dtype != jnp.float16:
-        return (_product(x, both.astype(x.dtype), 1, x.dtype),)
-    # Its range is small: the product is of numbers up to 1.
-    largest = jnp.maximum(jnp.abs(both).max(), jnp.finfo(jnp.float32).tiny)
-    return (_product(x, (both / largest).astype(x.dtype), 1, x.dtype) * largest.astype(x.dtype),)
-
-
-_gram.defvjp(_gram_forward, _gram_backward)
 
 
 def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
