@@ -61,6 +61,18 @@ def test_kernels_by_kind_and_part():
     assert every == {name: sum(row[name] for row in (loop, reduction, product)) for name in every}
 
 
+@pytest.mark.parametrize(("precision", "peak"), [("", 494e12), ("operand_precision={highest,highest}, ", 67e12)])
+def test_float32_products_count_as_tf32_unless_they_are_exact(precision, peak):
+    program = f"""ENTRY %main (a: f32[64,64], b: f32[64,64]) -> f32[64,64] {{
+  %a = f32[64,64]{{1,0}} parameter(0)
+  %b = f32[64,64]{{1,0}} parameter(1)
+  ROOT %dot = f32[64,64]{{1,0}} dot(%a, %b), lhs_contracting_dims={{1}}, {precision}rhs_contracting_dims={{0}}
+}}
+"""
+    (found,) = kernels(hlo.parse(program))
+    assert found.product_sec == pytest.approx(2 * 64**3 / peak)
+
+
 def test_a_table_with_the_figures_before(tmp_path):
     found = {"kernels": summed(kernels(hlo.parse(PROGRAM)))}
     kept = {name: row for name, row in found["kernels"].items() if name != "reduction, backward"}

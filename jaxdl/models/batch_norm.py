@@ -104,7 +104,7 @@ def _backward(options: BatchNormOptions, saved: Any, cotangents: tuple[jax.Array
     inner = masked(cotangent, x)
     wide, centred = _grouped(inner, options).astype(jnp.float32), _centred(x, mean, options)
     within = tuple(range(1, wide.ndim - 1))
-    own_sum, own_product = wide.sum(within), (wide * centred).sum(within)
+    own_sum, own_product = _of_groups(wide.sum(within), (wide * centred).sum(within))
     count = math.prod(wide.shape[dim] for dim in within)
     means = options.shared(own_sum / count, own_product / count)
     if recomputed:
@@ -191,7 +191,7 @@ def _product_backward(
     wide, rows = kernel.astype(x.dtype).astype(jnp.float32), x.reshape(options.groups, -1, x.shape[-1])
     inner = _masked(cotangents[0], out)
     cotangent, count = inner.reshape(*rows.shape[:2], -1), rows.shape[1]
-    own_sum, crossed = cotangent.astype(jnp.float32).sum(axis=1), grouped_products(rows, cotangent)
+    (own_sum,), crossed = _of_groups(cotangent.astype(jnp.float32).sum(axis=1)), grouped_products(rows, cotangent)
     own_product = (wide * crossed).sum(axis=1) - mean * own_sum
     mean_cotangent, mean_product = options.shared(own_sum / count, own_product / count)
     # The gradient of x W is factor cotangent - slope (x W - mean W of this group) - constant; here it is only implied.
@@ -201,7 +201,7 @@ def _product_backward(
     kernel_gradient = crossed * factor[:, None] - count * (
         with_product * slope[:, None] + mean_x[:, :, None] * constant[:, None]
     )
-    folded = (wide * factor[:, None]).astype(x.dtype)
+    folded = (kernel.astype(jnp.float32) * factor[:, None]).astype(x.dtype)
     within = _exact(wide * -slope[:, None], wide.T).astype(x.dtype)
     x_gradient = jnp.matmul(cotangent, folded.swapaxes(1, 2)) + jnp.matmul(rows, within)
     # Of the rounded matrix, so that the mean of this part of the gradient is zero.
@@ -249,6 +249,14 @@ def _grouped(x: jax.Array, options: BatchNormOptions) -> jax.Array:
 def _along(values: jax.Array, like: jax.Array) -> jax.Array:
     """[group, channel] with dimensions of size 1 between, for arithmetic with `like` [group, ..., channel]."""
     return values.reshape(values.shape[0], *(1,) * (like.ndim - 2), values.shape[1])
+
+
+def _of_groups(*sums: jax.Array) -> tuple[jax.Array, ...]:
+    """Sums [group, channel], of which later also the sums over groups are taken.
+
+    Without the barrier XLA would take these from all numbers, and read them once more.
+    """
+    return lax.optimization_barrier(sums)
 
 
 def _kept(out: jax.Array) -> jax.Array:
