@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ def batch_norm(
 
     `x` and `shortcut` are [batch, ..., channel], `scale` and `bias` float32 [channel]. The moments have no gradient.
     """
-    out, mean, variance = _batch_norm(x, scale, bias, shortcut, options)
+    out, mean, variance = cast(Normalized, _batch_norm(x, scale, bias, shortcut, options))
     return out, lax.stop_gradient(mean), lax.stop_gradient(variance)
 
 
@@ -135,7 +135,7 @@ def batch_norm_of_product(
     cotangent d of the result. So x W is written once and read once; reading x for C costs channel_in / channel_out of
     a reading of x W.
     """
-    out, mean, variance = _batch_norm_of_product(x, kernel, scale, bias, shortcut, options)
+    out, mean, variance = cast(Normalized, _batch_norm_of_product(x, kernel, scale, bias, shortcut, options))
     return out, lax.stop_gradient(mean), lax.stop_gradient(variance)
 
 
