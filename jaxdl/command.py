@@ -18,7 +18,7 @@ from jaxdl.mesh import Axis
 from jaxdl.optim import param_names
 from jaxdl.report import Start, explain, print_explanation
 from jaxdl.run.build import make_plan
-from jaxdl.run.compile import compile_train_step
+from jaxdl.run.compile import compile_train_step, own_options
 from jaxdl.run.entry import train
 from jaxdl.run.initial import InitFrom
 from jaxdl.run.result import exit_codes
@@ -124,3 +124,7 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     mesh = dict(plan.parts.layout.mesh.shape)
     split = mesh[Axis.FSDP] * mesh[Axis.TENSOR] > 1
     print_explanation(rows, mesh, memory, min_elements=experiment.sharding.min_shard_elements if split else 0)
+    for name, value in own_options(plan).items():
+        print(f"XLA option for messages inside a replica beside those between replicas: {name}={value}")
+    if plan.parts.sum_dtype is not None:
+        print(f"looped layers: gradients are summed over replicas inside the backward loop, in {plan.parts.sum_dtype}")

@@ -78,13 +78,15 @@ class ShardingConfig(Config):
 class Layout:
     """The rules on one mesh. `manual` names the manual axes of the surrounding `shard_map`.
 
-    `wire_dtype` is the dtype in which parameters are gathered for use; None takes their own.
+    `wire_dtype` is the dtype in which parameters are gathered for use; None takes their own. `sum_dtype` is the dtype
+    in which the backward pass of a loop over layers sums their gradients over `replica`; with None it does not.
     """
 
     config: ShardingConfig
     mesh: Mesh
     manual: frozenset[str] = frozenset()
     wire_dtype: DTypeLike | None = None
+    sum_dtype: DTypeLike | None = None
 
     def param_spec(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
         """The PartitionSpec of a parameter with these logical axes and this shape."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +25,13 @@ import optax
 import pydantic
 from jax import lax
 from jax.flatten_util import ravel_pytree
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 
+from jaxdl.collectives.halves import all_reduce_sent_bytes
 from jaxdl.config import Config
 from jaxdl.data import DataSpec
-from jaxdl.exchange import Exchange, exchanged_on_mesh
+from jaxdl.exchange import Exchange, by_name, exchanged_on_mesh
 from jaxdl.guard import GuardConfig, choose
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.models.network import Network
@@ -78,6 +81,14 @@ class Parts:
     state_spec: StateSpec
     config: StepConfig
     guard: GuardConfig
+    sum_dtype: DTypeLike | None = None
+    """The dtype in which the backward pass of a loop over layers itself sums their gradients over replicas; with None
+    the exchange does. See `jaxdl.run.overlap`."""
+
+    @property
+    def summed(self) -> Any:
+        """For each parameter, whether its gradient is a mean over replicas before the exchange."""
+        return jax.tree.map(lambda looped: looped and self.sum_dtype is not None, self.network.looped)
 
 
 def make_train_step(parts: Parts) -> jax.stages.Wrapped:
@@ -164,20 +175,23 @@ def _local_gradients(
 ) -> tuple[Grads, Sums, ModelState]:
     """Part 1: `(grads, sums, model_state)`; grads and sums are each replica's own, leaves `[replica, ...]`.
 
+    Gradients in `parts.summed` are means over the replicas, without the leading dimension.
+
     `loss_factor` times the number of replicas multiplies the sum of losses, so that the mean of the gradients over
     `replica` is the gradient of the mean loss over the global batch, however the examples are spread. `key` is folded
     with the replica and the micro-batch; None for a network that draws no random numbers.
     """
     replica, mesh = Axis.REPLICA.value, parts.layout.mesh
-    inside = Layout(parts.layout.config, mesh, manual=frozenset({replica}))
-    factor = loss_factor * mesh.shape[replica]
+    inside = Layout(parts.layout.config, mesh, manual=frozenset({replica}), sum_dtype=parts.sum_dtype)
+    factor, summed = loss_factor * mesh.shape[replica], parts.trainable.of(parts.summed)
     one_microbatch = functools.partial(_microbatch_gradients, parts, inside)
 
     def local(
         params: Params, model_state: ModelState, batch: Batch, factor: jax.Array, own_key: jax.Array | None
     ) -> tuple[Grads, Sums, ModelState]:
         # Without this, differentiating would already sum over `replica` and the exchange would see no local gradient.
-        params, model_state, factor = lax.pcast((params, model_state, factor), replica, to="varying")
+        model_state, factor = lax.pcast((model_state, factor), replica, to="varying")
+        params = jax.tree.map(lambda x, sums: x if sums else lax.pcast(x, replica, to="varying"), params, parts.summed)
         batch = {name: lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)) for name, x in batch.items()}
         key = None if own_key is None else jax.random.wrap_key_data(own_key[0])
         if (num_parts := parts.config.microbatches) == 1:
@@ -198,14 +212,15 @@ def _local_gradients(
         # Running statistics are averaged over `replica`: each replica normalizes with those of its own batch.
         # Replicated first: XLA cannot reduce over a manual axis of size 1 what it has split over an automatic one.
         model_state = _pmean_at_once(lax.with_sharding_constraint(model_state, PartitionSpec()), replica)
-        return jax.tree.map(lambda x: x[None], grads), jax.tree.map(lambda x: x[None], sums), model_state
+        grads = jax.tree.map(lambda x, done: x if done else x[None], grads, summed)
+        return grads, jax.tree.map(lambda x: x[None], sums), model_state
 
     whole, own = PartitionSpec(), PartitionSpec(replica)
     return jax.shard_map(
         local,
         mesh=mesh,
         in_specs=(whole, whole, own, whole, own),
-        out_specs=(own, own, whole),
+        out_specs=(jax.tree.map(lambda done: whole if done else own, summed), own, whole),
         axis_names={replica},
         # With the check each scan needs a `lax.pcast` of its initial carry, which users' networks and losses lack.
         check_vma=parts.network.what is None and not parts.task.has_user_code,
@@ -260,17 +275,30 @@ def split(x: jax.Array, num_parts: int) -> jax.Array:
 
 
 def _exchange(parts: Parts, grads: Grads, sums: Sums, state: TrainState, key: jax.Array) -> tuple[Grads, Any, Metrics]:
-    """Part 2: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard."""
-    spec, checked = parts.state_spec, bool(state.loss_scale or state.guard)
+    """Part 2: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard.
+
+    Gradients in `parts.summed` are means already; one that is not finite shows in the norm of all.
+    """
+    spec, mesh = parts.state_spec, parts.layout.mesh
+    grads_of, specs, wanted = by_name(grads), by_name(spec.grads), by_name(spec.update)
+    summed = by_name(parts.trainable.of(parts.summed))
+    left = [name for name, done in summed.items() if not done]
+    mine = [{name: tree[name] for name in left} for tree in (specs, wanted, grads_of)]
     exchanged = exchanged_on_mesh(
         parts.exchange,
-        spec.grads,
+        mine[0],
         spec.specs.exchange_state,
-        parts.layout.mesh,
-        wanted=spec.update,
-        checked=checked,
+        mesh,
+        wanted=mine[1],
+        checked=bool(state.loss_scale or state.guard),
     )
-    return exchanged(grads, state.exchange_state, key, sums)
+    mean, exchange_state, metrics = exchanged(mine[2], state.exchange_state, key, sums)
+    sent = f"bytes_sent/{Axis.REPLICA.value}"
+    for name in summed.keys() - mean.keys():
+        shard = NamedSharding(mesh, specs[name]).shard_shape(grads_of[name].shape)
+        metrics[sent] += all_reduce_sent_bytes(math.prod(shard), mesh.shape[Axis.REPLICA], parts.sum_dtype)
+        mean[name] = lax.with_sharding_constraint(grads_of[name], NamedSharding(mesh, wanted[name]))
+    return jax.tree.unflatten(jax.tree.structure(grads), [mean[name] for name in summed]), exchange_state, metrics
 
 
 def _update(parts: Parts, state: TrainState, grads: Grads) -> tuple[TrainState, Metrics]:

@@ -18,6 +18,7 @@ from jaxdl.bench import schedule
 from jaxdl.bench.h100 import h100_mesh
 from jaxdl.bench.scheme import operations
 from jaxdl.compiler import CompilerConfig, Links, compiled, hlo
+from jaxdl.compiler.options import INSIDE_REPLICAS
 from jaxdl.compiler.overlap import play
 from jaxdl.compiler.profile import profile_of
 from jaxdl.config import ConfigError
@@ -146,6 +147,8 @@ ENTRY %main (x: f32[12,512,512]) -> f32[512,512] {
     assert timeline.compute_sec == pytest.approx(12 * module.total_sec("body"))
     assert timeline.total_sec == pytest.approx(timeline.compute_sec + 12 * gather.seconds)
     assert module.kernels("main", module.computations["main"]["loop"]) == {"fusion": 12, "matmul": 12}
+    # XLA orders what is in a loop by the same profile.
+    assert read_profile(profile_of(text, AXES, LINKS)).keys() == {"loop", "s", "gathered", "d"}
 
 
 def test_flops_of_a_convolution():
@@ -269,7 +272,8 @@ def test_the_profile_has_the_times_of_kernels_and_messages():
     long_name = "x" * 200
     found = read_profile(profile_of(PROGRAM.replace("BETWEEN", INNER).replace("%inner", f"%{long_name}"), AXES, LINKS))
     kernels = dict.fromkeys(("forward", "one", "two", "three"), pytest.approx(1e6 * KERNEL))
-    assert found == kernels | {"start": pytest.approx(41), long_name: pytest.approx(60)}
+    # Messages between replicas count four times.
+    assert found == kernels | {"start": pytest.approx(4 * 41), long_name: pytest.approx(60)}
 
 
 @pytest.mark.skipif(not has_cuda_compiler, reason="JAX's CUDA compiler (jax_cuda12_plugin) is not installed")
@@ -300,15 +304,17 @@ def test_xla_orders_the_program_for_the_network():
     assert hidden["known"] >= hidden["unknown"]
 
 
-def test_options_of_the_compiler():
-    where = {"num_replicas": 2, "num_inner": 4, "bucket_elements": 1000.5}
-    name = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-    assert CompilerConfig().resolved("gpu", **where) == {name: 1000}
-    assert CompilerConfig().resolved("cpu", **where) == {}
-    assert CompilerConfig().resolved("gpu", **where | {"num_replicas": 1}) == {}
-    assert CompilerConfig().resolved("gpu", **where | {"num_inner": 1}) == {}
-    own = CompilerConfig(options=(f"{name}=5", "xla_gpu_x=True", "xla_y=1.5", "xla_z=a,b"))
-    assert own.resolved("gpu", **where) == {name: 5, "xla_gpu_x": True, "xla_y": 1.5, "xla_z": "a,b"}
+def test_options_of_the_compiler(monkeypatch):
+    where = {"num_replicas": 2, "num_inner": 4}
+    assert CompilerConfig().own("gpu", **where) == INSIDE_REPLICAS
+    assert CompilerConfig().own("cpu", **where) == {}
+    assert CompilerConfig().own("gpu", **where | {"num_replicas": 1}) == {}
+    assert CompilerConfig().own("gpu", **where | {"num_inner": 1}) == {}
+    threshold, limit, streams = INSIDE_REPLICAS
+    config = CompilerConfig(options=(f"{threshold}=5", "xla_gpu_x=True", "xla_y=1.5", "xla_z=a,b"))
+    assert config.values() == {threshold: 5, "xla_gpu_x": True, "xla_y": 1.5, "xla_z": "a,b"}
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x --{limit}=1")
+    assert config.own("gpu", **where) == {streams: INSIDE_REPLICAS[streams]}
     with pytest.raises(ConfigError, match="not NAME=VALUE"):
         CompilerConfig(options=("gpu_x=1",))
     with pytest.raises(ConfigError, match="network_latency_us = 5 without network_gbps"):
@@ -340,6 +346,13 @@ def test_options_that_cannot_be(option, words):
     experiment = EXPERIMENT.replaced({"compiler.options": (option,)})
     with pytest.raises(ConfigError, match=words):
         compile_train_step(make_plan(experiment, jax.devices()[:2]))
+
+
+def test_an_own_option_that_xla_lacks_is_left_out():
+    lowered = jax.jit(jnp.negative).lower(jax.ShapeDtypeStruct((), jnp.float32))
+    assert compiled(lowered, {}, {}, own={"xla_no_such_thing": 1, "xla_nor_this": 2})(1.0) == -1
+    with pytest.raises(ConfigError, match="xla_nor_this=2: XLA has no such option here"):
+        compiled(lowered, {"xla_nor_this": 2}, {}, own={"xla_no_such_thing": 1})
 
 
 def test_the_command_needs_devices_that_have_a_schedule(capsys):

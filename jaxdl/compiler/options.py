@@ -18,10 +18,22 @@ from jaxdl.compiler.overlap import Links
 from jaxdl.compiler.profile import profile_of
 from jaxdl.config import Config, ConfigError
 
-REDUCE_SCATTER_THRESHOLD = "xla_gpu_reduce_scatter_combine_threshold_bytes"
-
 Options = dict[str, bool | int | float | str]
 """XLA options: name -> value."""
+
+INSIDE_REPLICAS: Options = {
+    # Without these XLA merges reduce-scatters until they have 30 MB, which for many models merges all of them: then no
+    # gradient is ready before the end of the backward pass, and none of the exchange overlaps with it.
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
+    # By default XLA lets no message start while another is under way: those inside replicas, many and short, then wait
+    # for those between replicas, and the backward pass for both.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    "xla_gpu_executable_num_communication_streams": 2,
+}
+"""What the exchange needs on GPUs to overlap with messages inside a replica."""
+
+ASSUMED = Links(replica_bytes_per_sec=100e9 / 8)
+"""The network for which XLA orders a step of several replicas on GPUs when its speed is not given."""
 
 _replaced: dict[str | None, str | None] = {}
 """Cache folder that a run has set -> the previous one."""
@@ -35,8 +47,8 @@ class CompilerConfig(Config):
     """XLA options as NAME=VALUE, `xla_gpu_all_gather_combine_threshold_bytes=1000000`; they override jaxdl's own."""
 
     network_gbps: float | None = pydantic.Field(default=None, gt=0)
-    """Gb/s that one device sends to other replicas: a node's bandwidth divided by its devices. XLA then orders the step
-    for that network (GPUs only; it compiles twice)."""
+    """Gb/s that one device sends to other replicas: a node's bandwidth divided by its devices. XLA orders the step for
+    that network (GPUs only; it compiles twice). None takes 100."""
     network_latency_us: float = pydantic.Field(default=20.0, ge=0)
     """Latency in microseconds of a message to other replicas."""
 
@@ -113,32 +125,34 @@ class CompilerConfig(Config):
         """The user's options: name -> value."""
         return {name: _value(text) for name, _, text in (option.partition("=") for option in self.options)}
 
-    def resolved(self, platform: str, *, num_replicas: int, num_inner: int, bucket_elements: float) -> Options:
-        """All options of the train step; `num_inner` devices of a replica reduce-scatter its gradients in buckets of
-        `bucket_elements`.
+    def own(self, platform: str, *, num_replicas: int, num_inner: int) -> Options:
+        """The options that jaxdl adds to the user's for a train step with `num_inner` devices in a replica.
 
-        On GPUs XLA merges reduce-scatters until they have 30 MB, which for many models merges all of them: then no
-        gradient is ready before the end of the backward pass, and none of the exchange overlaps with it. Here each has
-        about half of a bucket (in bfloat16). Collectives over `replica` are not merged: see
-        `jaxdl.exchange.buckets.held_back`.
+        Those that `options` or the environment's XLA_FLAGS set are left to them. Collectives over `replica` need no
+        option to stay apart: see `jaxdl.exchange.buckets.held_back`.
         """
-        own: Options = {}
-        if platform == "gpu" and num_replicas > 1 and num_inner > 1:
-            own[REDUCE_SCATTER_THRESHOLD] = max(1, int(bucket_elements))
-        return own | self.values()
+        if platform != "gpu" or num_replicas == 1 or num_inner == 1:
+            return {}
+        asked = {*self.values(), *re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))}
+        return {name: value for name, value in INSIDE_REPLICAS.items() if name not in asked}
 
 
-def compiled(lowered: Any, options: Options, axes: Mapping[str, int], links: Links | None = None) -> Any:
+def compiled(
+    lowered: Any, options: Options, axes: Mapping[str, int], links: Links | None = None, *, own: Options | None = None
+) -> Any:
     """The compiled function, for a mesh with these axes; with `links` ordered for that network.
 
-    Raises ConfigError for an option, or a value, that XLA does not know.
+    `own` are further options, left out where XLA does not know them; `ASSUMED` links are too where the order of the
+    program cannot be read. Raises ConfigError for an option of `options`, or a value, that XLA does not know.
     """
-    first = _compiled(lowered, options)
+    first, options = _compiled(lowered, options, own or {})
     if links is None:
         return first
     try:
         profile = profile_of(first.as_text(), axes, links)
     except ValueError as error:
+        if links is ASSUMED:
+            return first
         raise ConfigError(
             f"--compiler.network-gbps: the programs of this JAX ({jax.__version__}) have an unknown form: {error} "
             "Leave it out."
@@ -146,19 +160,24 @@ def compiled(lowered: Any, options: Options, axes: Mapping[str, int], links: Lin
     return lowered.compile(compiler_options={**options, "fdo_profile": profile})
 
 
-def _compiled(lowered: Any, options: Options) -> Any:
-    try:
-        return lowered.compile(compiler_options=options or None)
-    except jax.errors.JaxRuntimeError as error:
-        problem = re.search(r"No such compile option: '?(\w+)|While setting option (\w+), (.*)", str(error))
-        if problem is None:
-            raise
-        name = problem[1] or problem[2]
-        what = "XLA has no such option here" if problem[1] else f"XLA says {problem[3].rstrip('.')}"
-        raise ConfigError(
-            f"--compiler.options {name}={options.get(name)}: {what} (JAX {jax.__version__}). Leave it out, or "
-            "look its name and values up in XLA's debug options."
-        ) from None
+def _compiled(lowered: Any, options: Options, own: Options) -> tuple[Any, Options]:
+    """The compiled function, and all options that XLA has taken."""
+    while True:
+        every = own | options
+        try:
+            return lowered.compile(compiler_options=every or None), every
+        except jax.errors.JaxRuntimeError as error:
+            problem = re.search(r"No such compile option: '?(\w+)|While setting option (\w+), (.*)", str(error))
+            name = problem and (problem[1] or problem[2])
+            if problem is None or name is None:
+                raise
+            if name not in own:
+                what = "XLA has no such option here" if problem[1] else f"XLA says {problem[3].rstrip('.')}"
+                raise ConfigError(
+                    f"--compiler.options {name}={options.get(name)}: {what} (JAX {jax.__version__}). Leave it out, or "
+                    "look its name and values up in XLA's debug options."
+                ) from None
+            own = {other: value for other, value in own.items() if other != name}
 
 
 def _value(text: str) -> bool | int | float | str:

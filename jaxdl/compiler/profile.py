@@ -10,23 +10,29 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 
-from jaxdl.compiler.hlo import parse
+from jaxdl.compiler.hlo import inner_computations, parse
 from jaxdl.compiler.overlap import Links, play
 
 _LEAST_US = 1.0
 """Microseconds of the shortest kernel, with its launch."""
+_EARLY = 4.0
+"""A message between replicas counts as so many times its own. XLA starts a message as late as the times of the kernels
+after it allow, and those of gradients as late as their messages: whatever comes between makes the step wait."""
 
 
 def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
     """The profile of a compiled, scheduled program on a mesh: microseconds of each kernel and each message."""
     module = parse(text)
-    messages = {one.name: one.seconds for one in play(module, axes, links).messages}
-    found = []
-    for name, instructions in module.computations.items():
-        for one in instructions.values():
+    messages = {
+        one.name: one.seconds * (_EARLY if one.over_replica else 1.0) for one in play(module, axes, links).messages
+    }
+    found, scheduled = [], [module.entry]
+    for name in scheduled:  # Loops inside are scheduled too, each for itself.
+        for one in module.computations[name].values():
+            scheduled += [inner for inner in inner_computations(one) if inner not in scheduled]
             if one.name in messages:
                 found.append((one.name, 1e6 * messages[one.name]))
-            elif name == module.entry and (seconds := module.seconds(name, one)) > 0:
+            elif (seconds := module.seconds(name, one)) > 0:
                 found.append((one.name, max(_LEAST_US, 1e6 * seconds)))
     return b"".join(_field(1, _field(1, name.encode()) + b"\x11" + struct.pack("<d", cost)) for name, cost in found)
 

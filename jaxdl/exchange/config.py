@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import pydantic
+from jax.typing import DTypeLike
 
 from jaxdl import kinds as all_kinds
 from jaxdl.config import Config
@@ -81,6 +82,11 @@ class ExchangeConfig(ExchangeChoice, kind=None):
     @property
     def momentum_factor(self) -> float | None:
         """That of the momentum which the exchange keeps in place of the optimizer; None where it keeps none."""
+        return None
+
+    @property
+    def sum_dtype(self) -> DTypeLike | None:
+        """The dtype of the plain sum over replicas, one gradient apart from another, that it is; None for no such."""
         return None
 
     @property

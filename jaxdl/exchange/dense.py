@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxdl.exchange.base import (
     ExchangeMetrics,
@@ -45,6 +46,11 @@ class Dense(ExchangeConfig, kind="dense"):
     def distortion(self) -> tuple[float, float]:
         """The least: sums are rounded at most."""
         return 0, get_args(WireDtype).index(self.wire_dtype)
+
+    @property
+    def sum_dtype(self) -> DTypeLike | None:
+        """`wire_dtype`, unless gradients wait for a step; a kind derived from this one may do anything."""
+        return None if self.delay_steps or type(self) is not Dense else jnp.dtype(self.wire_dtype)
 
     @property
     def figures(self) -> Figures:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdl.errors import ConfigError
+from jaxdl.models.loop import BESIDE_LOOP
 from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
 from jaxdl.user_code import parameters, user_code
 
@@ -26,6 +27,8 @@ class Network:
     Attributes:
       axes: the logical axes of each parameter, a tuple of names each; see `jaxdl.sharding`. Without names of its own a
         parameter has `UNNAMED` for each dimension.
+      looped: for each parameter, whether it is stacked over layers or given to their loop beside them; see
+        `jaxdl.models.loop`.
       param_shapes: shape and dtype of each parameter.
       state_shapes: shape and dtype of all else that the module keeps, such as batch statistics.
       is_random: whether the network draws random numbers in training, as dropout does.
@@ -34,6 +37,7 @@ class Network:
     """
 
     axes: LogicalAxes
+    looped: dict[str, Any]
     param_shapes: Params
     state_shapes: ModelState
     is_random: bool
@@ -60,6 +64,8 @@ class Network:
         self._param_names, self._state_names = Names(nnx.to_pure_dict(params)), Names(nnx.to_pure_dict(rest))
         axes = jax.tree.map(self._axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
         self.axes = self._param_names.named(nnx.to_pure_dict(axes), is_leaf=is_names)
+        looped = jax.tree.map(self._looped, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
+        self.looped = self._param_names.named(nnx.to_pure_dict(looped))
         self.param_shapes = self._param_names.named(nnx.to_pure_dict(params))
         self.state_shapes = self._state_names.named(nnx.to_pure_dict(rest))
         self.is_random = bool(self._keys)
@@ -130,6 +136,9 @@ class Network:
             else:
                 flat.append((path, jnp.zeros(one.shape, one.dtype)))
         return nnx.from_flat_state(flat)
+
+    def _looped(self, variable: nnx.Variable) -> bool:
+        return STACKED in self._axes(variable) or variable.get_metadata().get(BESIDE_LOOP, False)
 
     def _axes(self, variable: nnx.Variable) -> tuple[str, ...]:
         """The logical axes of a parameter, after `layers` when it is stacked."""

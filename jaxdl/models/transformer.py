@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from jaxdl import sharding
 from jaxdl.models.config import Model
+from jaxdl.models.loop import BESIDE_LOOP, through_layers
 from jaxdl.models.products import weight_product
 
 _TABLE_STDDEV = 0.02
@@ -193,7 +194,8 @@ class TransformerModule(nnx.Module):
                 setattr(self, f"layer_{index}", Block(config, rngs, dtype=dtype))
         self.final_norm = RMSNorm(config, dtype=dtype)
         if not config.tied_embeddings:
-            self.head = nnx.Param(table(rngs.params(), shape[::-1], jnp.float32), axes=("embed", "vocab"))
+            kernel = table(rngs.params(), shape[::-1], jnp.float32)
+            self.head = nnx.Param(kernel, axes=("embed", "vocab"), **{BESIDE_LOOP: config.scan_layers})
         self.num_layers = config.num_layers
         self.scan_layers = config.scan_layers
         self.remat = config.remat
@@ -204,31 +206,29 @@ class TransformerModule(nnx.Module):
         """Tokens, int32 [batch, length] -> logits of each next token, float32 [batch, length, vocab]."""
         del train  # The same in training and evaluation; every network has the argument.
         x = sharding.lookup(self.embedding[...], tokens, self.dtype)
-        x = self._through_layers(sharding.constrain(x, "batch", "length", "embed"))
+        x, head = self._through_layers(sharding.constrain(x, "batch", "length", "embed"))
         x = self.final_norm(x)
-        head = self.embedding[...].T if self.tied_embeddings else self.head[...]
+        head = self.embedding[...].T if head is None else head
         logits = weight_product(x, head, float32_result=True)
         return sharding.constrain(logits, "batch", "length", "vocab")
 
-    def _through_layers(self, x: jax.Array) -> jax.Array:
+    def _through_layers(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """`x` after the layers, and the output layer's kernel if it has one of its own."""
+        head = None if self.tied_embeddings else self.head
         if self.scan_layers:
             graphdef, state = nnx.split(self.layers)
-            return jax.lax.scan(self._body(graphdef), x, state)[0]
+            return through_layers(self._body(graphdef), x, state, remat=self.remat, beside=head)
         for index in range(self.num_layers):
             graphdef, state = nnx.split(getattr(self, f"layer_{index}"))
-            x, _ = self._body(graphdef)(x, state)
-        return x
+            body = self._body(graphdef)
+            x = (jax.checkpoint(body) if self.remat else body)(x, state)
+        return x, None if head is None else head[...]
 
-    def _body(self, graphdef: Any) -> Callable[[jax.Array, Any], tuple[jax.Array, None]]:
-        """One layer as the body of a scan: (x, state of the layer) -> (x, None)."""
-
-        def body(x: jax.Array, layer_state: Any) -> tuple[jax.Array, None]:
-            # Gathered inside the body, so that only one layer's full parameters exist at a time, with remat in the
-            # backward pass too.
-            return nnx.merge(graphdef, sharding.gather_layer(layer_state))(x), None
-
-        # A scan already keeps XLA from merging the recomputation with the original; preventing CSE too costs time.
-        return jax.checkpoint(body, prevent_cse=not self.scan_layers) if self.remat else body
+    def _body(self, graphdef: Any) -> Callable[[jax.Array, Any], jax.Array]:
+        """One layer: (x, state of the layer) -> x."""
+        # Gathered in here, so that only one layer's full parameters exist at a time, with remat in the backward pass
+        # too.
+        return lambda x, state: nnx.merge(graphdef, sharding.gather_layer(state))(x)
 
 
 def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:

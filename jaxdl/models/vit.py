@@ -19,6 +19,7 @@ from jaxdl import sharding
 from jaxdl.config import ConfigError
 from jaxdl.models.config import Model
 from jaxdl.models.layers import Head
+from jaxdl.models.loop import through_layers
 from jaxdl.models.products import add_bias, weight_product
 
 _SIZES = {"tiny": (12, 192, 3), "small": (12, 384, 6), "base": (12, 768, 12), "large": (24, 1024, 16)}
@@ -173,11 +174,10 @@ class ViTModule(nnx.Module):
         x = sharding.constrain(x, "batch", "length", "embed")
         graphdef, state = nnx.split(self.layers)
 
-        def body(x: jax.Array, layer_state: Any) -> tuple[jax.Array, None]:
-            return nnx.merge(graphdef, sharding.gather_layer(layer_state))(x), None
+        def body(x: jax.Array, layer_state: Any) -> jax.Array:
+            return nnx.merge(graphdef, sharding.gather_layer(layer_state))(x)
 
-        # A scan already keeps XLA from merging the recomputation with the original; preventing CSE too costs time.
-        x, _ = jax.lax.scan(jax.checkpoint(body, prevent_cse=False) if self.remat else body, x, state)
+        x, _ = through_layers(body, x, state, remat=self.remat)
         return self.head(jnp.mean(self.final_norm(x), axis=1, dtype=jnp.float32))
 
 

@@ -39,6 +39,7 @@ from jaxdl.optim import Rates, check_average, make_optimizer, make_trainable
 from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
 from jaxdl.run.initial import Initial
+from jaxdl.run.overlap import loop_sum_dtype
 from jaxdl.run.validate import (
     built_schedule,
     check_batches,
@@ -189,8 +190,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
     check_network(experiment, network, spec, mesh.shape[Axis.REPLICA])
     check_tensor_dims(experiment.sharding, network)
     trainable = make_trainable(experiment.step.freeze, network.param_shapes)
-    axes, shapes = trainable.of(network.axes), trainable.of(network.param_shapes)
-    optimizer = make_optimizer(experiment.optimizer, axes, shapes)
+    optimizer = make_optimizer(experiment.optimizer, *_trained(experiment, network))
     layout = Layout(experiment.sharding, mesh)
     exchange = _make_exchange(experiment, network, spec, layout)
     state_spec = make_state_spec(
@@ -217,6 +217,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
         state_spec=state_spec,
         guard=experiment.guard,
         config=experiment.step,
+        sum_dtype=loop_sum_dtype(experiment, network, mesh),
     )
 
 

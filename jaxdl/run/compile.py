@@ -11,6 +11,7 @@ from typing import NamedTuple
 import jax
 
 from jaxdl.compiler import Options, compiled
+from jaxdl.compiler.options import ASSUMED
 from jaxdl.config import Config
 from jaxdl.evaluation import EvalStep, NormStep, make_eval_step, make_norm_step
 from jaxdl.mesh import Axis, platform
@@ -62,19 +63,23 @@ def compile_train_step(plan: Plan, segment: Segment | None = None) -> jax.stages
     batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
     with user_code(plan.exchange.users_name):  # All else has been traced before.
         lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
+    compiler, mesh = plan.experiment.compiler, plan.parts.layout.mesh
+    several = mesh.shape[Axis.REPLICA] > 1 and platform(mesh) == "gpu"
+    links = compiler.links or (ASSUMED if several else None)
+    return compiled(lowered, compiler.values(), mesh.shape, links, own=own_options(plan))
+
+
+def own_options(plan: Plan) -> Options:
+    """XLA's options for the train step of a plan that jaxdl adds to the user's."""
     mesh = plan.parts.layout.mesh
-    return compiled(lowered, compiler_options(plan), mesh.shape, plan.experiment.compiler.links)
+    return plan.experiment.compiler.own(
+        platform(mesh), num_replicas=mesh.shape[Axis.REPLICA], num_inner=mesh.shape[Axis.FSDP]
+    )
 
 
 def compiler_options(plan: Plan) -> Options:
     """XLA's options for the train step of a plan."""
-    experiment, mesh = plan.experiment, plan.parts.layout.mesh
-    return experiment.compiler.resolved(
-        platform(mesh),
-        num_replicas=mesh.shape[Axis.REPLICA],
-        num_inner=mesh.shape[Axis.FSDP],
-        bucket_elements=plan.exchange.bucket_elements,
-    )
+    return own_options(plan) | plan.experiment.compiler.values()
 
 
 class Programs:

@@ -1,0 +1,233 @@
+"""The loop over stacked layers, and sums of their gradients over replicas inside its backward pass.
+
+The backward pass of a plain loop returns the gradients of all layers when it ends, so that no message about them could
+run beside it. Here each turn of the backward loop sends the gradients of the layer before (in its order) while it
+computes those of its own:
+
+- the forward loop carries, besides the activations, a zero for each parameter of a layer. Its cotangent takes the
+  gradients of one layer to the next turn of the backward loop, which sums them over the replicas;
+- the sums leave the loop as the cotangents of a second zero for each parameter, of which every turn has its own.
+
+The last layer stands outside of the loop, since at its turn there is nothing to send yet; the first layer's gradients
+are summed after the loop. XLA runs no message from before a loop to after it, if there are messages inside. So the
+gradient of a matrix that is used after the layers travels in pieces, one in each turn: the loop yields zeros, whose
+cotangents are the pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
+
+from jaxdl.mesh import Axis
+from jaxdl.sharding import Layout, current_layout
+
+Body = Callable[[jax.Array, Any], jax.Array]
+"""One layer: (activations, the layer's state) -> activations."""
+BESIDE_LOOP = "beside_loop"
+"""Metadata of a parameter that is given to `through_layers` beside the layers: true."""
+_REPLICA = Axis.REPLICA.value
+
+
+def through_layers(
+    body: Body, x: jax.Array, layers: nnx.State, *, remat: bool, beside: nnx.Param[jax.Array] | None = None
+) -> tuple[jax.Array, jax.Array | None]:
+    """`x` after all layers; each leaf of `layers` has a leading dimension for them. Also the value of `beside`.
+
+    With `remat` the backward pass computes each layer again. Where the surrounding layout has a `sum_dtype`, parameters
+    are those of all replicas, typed alike, and their gradients are means over the replicas; so is `beside`, a matrix
+    that is used after the layers.
+    """
+    layout, after = current_layout(), None if beside is None else beside[...]
+    if layout is not None and layout.sum_dtype is not None:
+        return _through_summed_layers(body, x, layers, beside, layout, layout.sum_dtype, remat=remat)
+    body = _rematerialized(body, remat)
+    return lax.scan(lambda x, layer: (body(x, layer), None), x, layers)[0], after
+
+
+def _rematerialized(body: Callable[..., Any], remat: bool) -> Callable[..., Any]:
+    # A scan already keeps XLA from merging the recomputation with the original; preventing CSE too costs time.
+    return jax.checkpoint(body, prevent_cse=False) if remat else body
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """How gradients are summed over the replicas; `specs` are those of a layer's leaves, or of one matrix."""
+
+    layout: Layout
+    specs: tuple[PartitionSpec, ...]
+    dtype: DTypeLike
+
+    def split(self, grads: list[jax.Array]) -> list[jax.Array]:
+        """This replica's gradients, sharded inside it."""
+        return [self.layout.constrained(x, spec) for x, spec in zip(grads, self.specs, strict=True)]
+
+    def mean(self, grads: list[jax.Array]) -> list[jax.Array]:
+        """The mean over replicas of sharded gradients."""
+        shares = [x / lax.axis_size(_REPLICA) for x in grads]
+        means = [lax.psum(x.astype(self.dtype), _REPLICA).astype(x.dtype) for x in shares]
+        return self.split(means)
+
+
+def _through_summed_layers(
+    body: Body,
+    x: jax.Array,
+    layers: nnx.State,
+    beside: nnx.Param[jax.Array] | None,
+    layout: Layout,
+    dtype: DTypeLike,
+    *,
+    remat: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    leaves, treedef = jax.tree.flatten(layers)
+    last = leaves[0].shape[0] - 1
+
+    def how(variables: Sequence[nnx.Variable], num_stacked: int) -> _Sum:
+        shapes = [(one.get_metadata()["axes"], one[...].shape[num_stacked:]) for one in variables]
+        return _Sum(layout, tuple(layout.grad_spec(*one) for one in shapes), dtype)
+
+    own = how(jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, nnx.Variable)), 1)
+    slots, tap = _pair(_zeros(leaves, own))
+    values = lax.stop_gradient(leaves)  # Their gradients leave through `slots` and `tap`.
+    pieces, rows = None, []
+    if beside is not None:
+        pieces = _Pieces(how([beside], 0), beside[...].shape, last)
+        rows = _rows(beside[...], pieces)
+
+    def turn(carry: Any, of_turn: Any) -> Any:
+        (x, tap), (index, slot, row) = carry, of_turn
+        # Taken here by its index, a layer is not kept for the backward pass a second time.
+        layer = [lax.dynamic_index_in_dim(value, index, keepdims=False) for value in values]
+        used, tap = _pair(_used(layer, tap, slot, own))
+        sent = _sent(row, pieces) if pieces is not None and row else []
+        return (body(x, jax.tree.unflatten(treedef, used)), tap), sent
+
+    turn = _rematerialized(turn, remat)
+    carry, sent = lax.scan(turn, (x, tap), (jnp.arange(last), slots, rows))
+    x = turn(carry, (last, [], []))[0][0]
+    if beside is None:
+        return x, None
+    after: Any = _after(lax.stop_gradient(beside[...]), sent, pieces)
+    return x, after
+
+
+def _pair(outputs: Any) -> tuple[Any, Any]:
+    return outputs
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _zeros(layers: list[jax.Array], how: _Sum) -> tuple[list[jax.Array], list[jax.Array]]:
+    """`(slots, tap)`: zeros for all layers but one, and zeros for one layer that vary over replicas."""
+    del how
+    tap = [lax.pcast(jnp.zeros(x.shape[1:], x.dtype), _REPLICA, to="varying") for x in layers]
+    return [jnp.zeros((x.shape[0] - 1, *x.shape[1:]), x.dtype) for x in layers], tap
+
+
+def _zeros_forward(layers: list[jax.Array], how: _Sum) -> tuple[Any, None]:
+    return _zeros(layers, how), None
+
+
+def _zeros_backward(how: _Sum, _: None, cotangents: tuple[list[jax.Array], list[jax.Array]]) -> tuple[Any]:
+    later, first = cotangents
+    return ([jnp.concatenate([one[None], rest]) for one, rest in zip(how.mean(first), later, strict=True)],)
+
+
+_zeros.defvjp(_zeros_forward, _zeros_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _used(
+    layer: list[jax.Array], tap: list[jax.Array], slot: list[jax.Array], how: _Sum
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """The parameters of a layer for use, and `tap`; see the top of this file. The last layer has no slots."""
+    del slot, how
+    return lax.pcast(layer, _REPLICA, to="varying"), tap
+
+
+def _used_forward(
+    layer: list[jax.Array], tap: list[jax.Array], slot: list[jax.Array], how: _Sum
+) -> tuple[Any, list[None]]:
+    return _used(layer, tap, slot, how), [None for _ in slot]
+
+
+def _used_backward(how: _Sum, slots: list[None], cotangents: tuple[list[jax.Array], list[jax.Array]]) -> Any:
+    own, before = cotangents
+    return None, how.split(own), how.mean(before) if slots else []
+
+
+_used.defvjp(_used_forward, _used_backward)
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """A matrix cut into `num` pieces along a dimension that is not sharded, filled up with zeros."""
+
+    how: _Sum
+    shape: tuple[int, ...]
+    num: int
+
+    @property
+    def dim(self) -> int:
+        """The dimension: the first that is not sharded, or the first of all."""
+        entries = (*self.how.specs[0], *(None for _ in self.shape))
+        return next((dim for dim in range(len(self.shape)) if entries[dim] is None), 0)
+
+    def cut(self, x: jax.Array) -> jax.Array:
+        """`[num, *piece]`."""
+        size = -(-self.shape[self.dim] // self.num)
+        fill = [(0, size * self.num - self.shape[self.dim] if dim == self.dim else 0) for dim in range(x.ndim)]
+        rows = jnp.pad(x, fill).reshape(*x.shape[: self.dim], self.num, size, *x.shape[self.dim + 1 :])
+        return jnp.moveaxis(rows, self.dim, 0)
+
+    def join(self, rows: jax.Array) -> jax.Array:
+        """The inverse of `cut`."""
+        whole = jnp.moveaxis(rows, 0, self.dim)
+        whole = whole.reshape(*whole.shape[: self.dim], -1, *whole.shape[self.dim + 2 :])
+        return lax.slice_in_dim(whole, 0, self.shape[self.dim], axis=self.dim)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _rows(x: jax.Array, pieces: _Pieces) -> list[jax.Array]:
+    """Zeros `[num, *piece]` whose cotangents are the pieces of the gradient's mean."""
+    return [jnp.zeros_like(pieces.cut(x))]
+
+
+_rows.defvjp(
+    lambda x, pieces: (_rows(x, pieces), None),
+    lambda pieces, _, cotangents: (pieces.how.split([pieces.join(cotangents[0])])[0],),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _sent(row: list[jax.Array], pieces: _Pieces) -> list[jax.Array]:
+    """Zeros that vary over replicas; the mean over replicas of their cotangents are those of `row`."""
+    del pieces
+    return lax.pcast(row, _REPLICA, to="varying")
+
+
+_sent.defvjp(
+    lambda row, pieces: (_sent(row, pieces), None),
+    lambda pieces, _, cotangents: (pieces.how.mean(cotangents),),
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _after(x: jax.Array, sent: list[jax.Array], pieces: _Pieces) -> jax.Array:
+    """`x` for use; the pieces of its gradient are the cotangents of `sent`."""
+    del sent, pieces
+    return lax.pcast(x, _REPLICA, to="varying")
+
+
+_after.defvjp(
+    lambda x, sent, pieces: (_after(x, sent, pieces), None),
+    lambda pieces, _, cotangent: (None, [pieces.cut(pieces.how.split([cotangent])[0])]),
+)

@@ -1,0 +1,79 @@
+"""Looped layers whose gradients are summed over replicas inside the backward loop: against the exchange after it."""
+
+import dataclasses
+import re
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from exchange_cases import FAST_COMPILE
+from test_sharding import TEXT
+
+from jaxdl.exchange import Dense, TopK
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import Transformer
+from jaxdl.optim import SGD
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.overlap import loop_sum_dtype
+from jaxdl.step import make_train_step
+
+LOOPED = TEXT.replaced(
+    {
+        "model": Transformer(num_layers=3, embed_dim=32, num_heads=4, mlp_dim=64, remat=True),
+        "optimizer": SGD(learning_rate=1000.0, momentum=0.0),
+        "mesh": MeshConfig(replica=2, fsdp=2),
+    }
+)
+
+
+def messages_in_loops(text):
+    """The all-reduces of a compiled program that are in the body of a loop."""
+    bodies = set(re.findall(r"body=%([\w.\-]+)", text))
+    parts = re.split(r"\n(?=%|ENTRY)", text)
+    return sum(part.count(" all-reduce(") for part in parts if part.split(" ", 1)[0].lstrip("%") in bodies)
+
+
+@pytest.mark.parametrize(("param_sharding", "tied"), [("sharded", False), ("replicated", True)])
+def test_sums_inside_the_loop_are_those_of_the_exchange(param_sharding, tied):
+    """The same up to rounding: XLA compiles the last layer, which stands outside of the loop, apart from the others."""
+    plan = make_plan(
+        LOOPED.replaced({"sharding.param_sharding": param_sharding, "model.tied_embeddings": tied}), jax.devices()[:4]
+    )
+    before = jax.device_get(make_initial_state(plan).params)
+    [batch] = plan.batches(plan.timeline.segments[0], 0, 1)
+    found = []
+    for sum_dtype in (None, plan.exchange.sum_dtype):
+        step = make_train_step(dataclasses.replace(plan.parts, sum_dtype=sum_dtype))
+        compiled = step.lower(plan.parts.state_spec.abstract(), batch).compile(FAST_COMPILE)
+        state, metrics = compiled(make_initial_state(plan), batch)
+        found.append((jax.device_get(state.params), metrics, messages_in_loops(compiled.as_text())))
+    (after, metrics, num), (summed, summed_metrics, summed_num) = found
+    for start, expected, own in zip(*map(jax.tree.leaves, (before, after, summed)), strict=True):
+        scale = np.abs(expected - start).max()
+        assert scale > 0
+        np.testing.assert_allclose(own - start, expected - start, rtol=0, atol=3e-6 * scale)
+    np.testing.assert_allclose(summed_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-6)
+    # Norm scales, which are not split, are sent whole by each device of a replica.
+    assert 1 <= summed_metrics["exchange/bytes_sent/replica"] / metrics["exchange/bytes_sent/replica"] < 1.05
+    assert summed_num > num
+
+
+def test_which_steps_sum_inside_the_loop():
+    def dtype(platform="cuda", replica=2, **changes):
+        devices = np.array([SimpleNamespace(platform=platform)])
+        return loop_sum_dtype(
+            LOOPED.replaced(changes), network, SimpleNamespace(shape={"replica": replica}, devices=devices)
+        )
+
+    network = make_plan(LOOPED, jax.devices()[:4]).parts.network
+    assert dtype() == np.float32
+    assert dtype(exchange=Dense(wire_dtype="bfloat16")) == jax.numpy.bfloat16
+    others = (
+        {"exchange": TopK()},
+        {"exchange": Dense(delay_steps=1)},
+        {"step.microbatches": 2},
+        {"precision": "float16"},
+    )
+    assert [dtype(**other) for other in ({"platform": "cpu"}, {"replica": 1}, *others)] == [None] * 6
+    assert make_plan(LOOPED, jax.devices()[:4]).parts.sum_dtype is None, "CPUs send nothing beside their compute"
