@@ -5,6 +5,7 @@ import re
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from exchange_cases import FAST_COMPILE
@@ -34,20 +35,29 @@ def messages_in_loops(text):
     return sum(part.count(" all-reduce(") for part in parts if part.split(" ", 1)[0].lstrip("%") in bodies)
 
 
-@pytest.mark.parametrize(("param_sharding", "tied"), [("sharded", False), ("replicated", True)])
+@pytest.mark.parametrize(
+    ("param_sharding", "tied"), [("sharded", False), pytest.param("replicated", True, marks=pytest.mark.slow)]
+)
 def test_sums_inside_the_loop_are_those_of_the_exchange(param_sharding, tied):
     """The same up to rounding: XLA compiles the last layer, which stands outside of the loop, apart from the others."""
     plan = make_plan(
         LOOPED.replaced({"sharding.param_sharding": param_sharding, "model.tied_embeddings": tied}), jax.devices()[:4]
     )
-    before = jax.device_get(make_initial_state(plan).params)
+    initial = make_initial_state(plan)
+    before = jax.device_get(initial.params)
     [batch] = plan.batches(plan.timeline.segments[0], 0, 1)
     found = []
     for sum_dtype in (None, plan.exchange.sum_dtype):
         step = make_train_step(dataclasses.replace(plan.parts, sum_dtype=sum_dtype))
         compiled = step.lower(plan.parts.state_spec.abstract(), batch).compile(FAST_COMPILE)
-        state, metrics = compiled(make_initial_state(plan), batch)
+        state, metrics = compiled(jax.tree.map(jnp.copy, initial), batch)
         found.append((jax.device_get(state.params), metrics, messages_in_loops(compiled.as_text())))
+    # A gradient that is not finite changes nothing, though it has been sent.
+    broken = jax.tree.map(lambda x: jax.device_put(x.at[0].set(np.nan), x.sharding), state.params)
+    expected = jax.tree.map(np.array, (broken, state.opt_state))
+    state, skipped = compiled(state.replace(params=broken), batch)
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), expected)
+    assert skipped["bad_steps"] == 1
     (after, metrics, num), (summed, summed_metrics, summed_num) = found
     for start, expected, own in zip(*map(jax.tree.leaves, (before, after, summed)), strict=True):
         scale = np.abs(expected - start).max()
@@ -68,7 +78,7 @@ def test_which_steps_sum_inside_the_loop():
 
     network = make_plan(LOOPED, jax.devices()[:4]).parts.network
     assert dtype() == np.float32
-    assert dtype(exchange=Dense(wire_dtype="bfloat16")) == jax.numpy.bfloat16
+    assert dtype(exchange=Dense(wire_dtype="bfloat16")) == jnp.bfloat16
     others = (
         {"exchange": TopK()},
         {"exchange": Dense(delay_steps=1)},

@@ -174,6 +174,11 @@ def test_what_is_ready_first_is_sent_first():
     buckets = make_buckets(["a", "b", "c", "d"], dict.fromkeys(specs, (10,)), layout, max_elements=20)
     assert [bucket.names for bucket in buckets] == [("a", "c"), ("b",), ("d",)]
     assert [buckets[number].names for number in in_turn(buckets, layout.order)] == [("b",), ("a", "c"), ("d",)]
+    # What is ready last has no kernels to run beside: a short message of its own.
+    mib = 16 * 10 * 4 / 2**20
+    apart, _ = Dense(bucket_mib=mib).buckets(dict.fromkeys(specs, (10,)), layout)
+    assert [bucket.names for bucket in apart] == [("a", "c"), ("d",), ("b",)]
+    assert len(Dense(bucket_mib=mib, bucket_order="forward").buckets(dict.fromkeys(specs, (10,)), layout)[0]) == 2
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -310,11 +315,11 @@ def test_options_of_the_compiler(monkeypatch):
     assert CompilerConfig().own("cpu", **where) == {}
     assert CompilerConfig().own("gpu", **where | {"num_replicas": 1}) == {}
     assert CompilerConfig().own("gpu", **where | {"num_inner": 1}) == {}
-    threshold, limit, streams = INSIDE_REPLICAS
+    threshold, gathers, limit, streams = INSIDE_REPLICAS
     config = CompilerConfig(options=(f"{threshold}=5", "xla_gpu_x=True", "xla_y=1.5", "xla_z=a,b"))
     assert config.values() == {threshold: 5, "xla_gpu_x": True, "xla_y": 1.5, "xla_z": "a,b"}
     monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x --{limit}=1")
-    assert config.own("gpu", **where) == {streams: INSIDE_REPLICAS[streams]}
+    assert config.own("gpu", **where) == {name: INSIDE_REPLICAS[name] for name in (gathers, streams)}
     with pytest.raises(ConfigError, match="not NAME=VALUE"):
         CompilerConfig(options=("gpu_x=1",))
     with pytest.raises(ConfigError, match="network_latency_us = 5 without network_gbps"):

@@ -25,6 +25,8 @@ INSIDE_REPLICAS: Options = {
     # Without these XLA merges reduce-scatters until they have 30 MB, which for many models merges all of them: then no
     # gradient is ready before the end of the backward pass, and none of the exchange overlaps with it.
     "xla_gpu_reduce_scatter_combine_threshold_bytes": 1,
+    # By default XLA gathers all parameters of up to 30 MB at once, and the first layer waits for those of the last.
+    "xla_gpu_all_gather_combine_threshold_bytes": 4 * 2**20,
     # By default XLA lets no message start while another is under way: those inside replicas, many and short, then wait
     # for those between replicas, and the backward pass for both.
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,

@@ -76,11 +76,17 @@ class Bucket:
 
 
 def make_buckets(
-    names: Sequence[str], shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, *, max_elements: float
+    names: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    layout: GradientLayout,
+    *,
+    max_elements: float,
+    max_last: float = 0,
 ) -> list[Bucket]:
     """Buckets of gradients sharded alike, in the order of `names`, each of at most `max_elements` or a single one.
 
-    Gradients without elements are in none.
+    With `max_last` the last gradients of all, up to so many elements, are apart. Gradients without elements are in no
+    bucket.
     """
     filling: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
     buckets: list[Bucket] = []
@@ -96,8 +102,13 @@ def make_buckets(
         if inside and sum(math.prod(shapes[one]) for one in (*inside, name)) > max_elements:
             close(where)
         filling.setdefault(where, []).append(name)
-    for where in list(filling):
-        close(where)
+    for where, inside in list(filling.items()):
+        sizes = [math.prod(shapes[name]) for name in inside]
+        first = next(first for first in range(len(sizes) + 1) if sum(sizes[first:]) <= max_last)
+        for part in (inside[:first], inside[first:]):
+            if part:
+                filling[where] = part
+                close(where)
     return buckets
 
 

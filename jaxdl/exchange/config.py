@@ -21,6 +21,10 @@ from jaxdl.exchange.cost import Cost, Figures, Gradients, Machine
 from jaxdl.exchange.wrapped import Delayed, SingleReplica
 from jaxdl.kinds import Choice
 
+LAST_SHARE = 1 / 16
+"""Of a bucket: gradients that the backward pass yields last, up to so many elements, are a message of their own. It has
+nothing to run beside, so it is short."""
+
 
 class ExchangeChoice(Choice):
     """What an experiment may have as its exchange: a gradient exchange, or the choice of one."""
@@ -129,8 +133,9 @@ class ExchangeConfig(ExchangeChoice, kind=None):
         self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout
     ) -> tuple[list[Bucket], list[Bucket]]:
         """The messages for gradients of these local shapes: dense ones and compressed ones."""
-        names = self.ordered(list(shapes), layout)
-        return make_buckets(names, shapes, layout, max_elements=self.bucket_elements), []
+        names, most = self.ordered(list(shapes), layout), self.bucket_elements
+        last = most * LAST_SHARE if layout.order and self.bucket_order == "backward" else 0
+        return make_buckets(names, shapes, layout, max_elements=most, max_last=last), []
 
 
 def kinds() -> dict[str, type[ExchangeConfig]]:
