@@ -277,8 +277,8 @@ def test_the_profile_has_the_times_of_kernels_and_messages():
     long_name = "x" * 200
     found = read_profile(profile_of(PROGRAM.replace("BETWEEN", INNER).replace("%inner", f"%{long_name}"), AXES, LINKS))
     kernels = dict.fromkeys(("forward", "one", "two", "three"), pytest.approx(1e6 * KERNEL))
-    # Messages between replicas count four times.
-    assert found == kernels | {"start": pytest.approx(4 * 41), long_name: pytest.approx(60)}
+    # Messages count four times.
+    assert found == kernels | {"start": pytest.approx(4 * 41), long_name: pytest.approx(4 * 60)}
 
 
 @pytest.mark.skipif(not has_cuda_compiler, reason="JAX's CUDA compiler (jax_cuda12_plugin) is not installed")

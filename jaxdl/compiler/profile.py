@@ -16,16 +16,14 @@ from jaxdl.compiler.overlap import Links, play
 _LEAST_US = 1.0
 """Microseconds of the shortest kernel, with its launch."""
 _EARLY = 4.0
-"""A message between replicas counts as so many times its own. XLA starts a message as late as the times of the kernels
-after it allow, and those of gradients as late as their messages: whatever comes between makes the step wait."""
+"""A message counts as so many times its own. XLA starts each as late as the times of the kernels after it allow, as if
+those under way at once did not share a link: whatever comes between makes the step wait."""
 
 
 def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
     """The profile of a compiled, scheduled program on a mesh: microseconds of each kernel and each message."""
     module = parse(text)
-    messages = {
-        one.name: one.seconds * (_EARLY if one.over_replica else 1.0) for one in play(module, axes, links).messages
-    }
+    messages = {one.name: _EARLY * one.seconds for one in play(module, axes, links).messages}
     found, scheduled = [], [module.entry]
     for name in scheduled:  # Loops inside are scheduled too, each for itself.
         for one in module.computations[name].values():
