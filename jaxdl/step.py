@@ -279,20 +279,16 @@ def _exchange(parts: Parts, grads: Grads, sums: Sums, state: TrainState, key: ja
 
     Gradients in `parts.summed` are means already; one that is not finite shows in the norm of all.
     """
-    spec, mesh = parts.state_spec, parts.layout.mesh
-    grads_of, specs, wanted = by_name(grads), by_name(spec.grads), by_name(spec.update)
-    summed = by_name(parts.trainable.of(parts.summed))
+    spec, mesh, checked = parts.state_spec, parts.layout.mesh, bool(state.loss_scale or state.guard)
+    make = functools.partial(
+        exchanged_on_mesh, parts.exchange, places=spec.specs.exchange_state, mesh=mesh, checked=checked
+    )
+    if parts.sum_dtype is None:
+        return make(specs=spec.grads, wanted=spec.update)(grads, state.exchange_state, key, sums)
+    grads_of, specs, wanted, summed = (by_name(tree) for tree in (grads, spec.grads, spec.update, parts.summed))
     left = [name for name, done in summed.items() if not done]
     mine = [{name: tree[name] for name in left} for tree in (specs, wanted, grads_of)]
-    exchanged = exchanged_on_mesh(
-        parts.exchange,
-        mine[0],
-        spec.specs.exchange_state,
-        mesh,
-        wanted=mine[1],
-        checked=bool(state.loss_scale or state.guard),
-    )
-    mean, exchange_state, metrics = exchanged(mine[2], state.exchange_state, key, sums)
+    mean, exchange_state, metrics = make(specs=mine[0], wanted=mine[1])(mine[2], state.exchange_state, key, sums)
     sent = f"bytes_sent/{Axis.REPLICA.value}"
     for name in summed.keys() - mean.keys():
         shard = NamedSharding(mesh, specs[name]).shard_shape(grads_of[name].shape)
