@@ -10,6 +10,7 @@ import pytest
 
 from jaxdl.bench import optim, torch_side, train
 from jaxdl.bench.flops import count, step_flops
+from jaxdl.bench.torch_decoder import decoder
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages, SyntheticText
 from jaxdl.experiment import Experiment
@@ -119,7 +120,7 @@ def test_pytorch_trains_the_same_network():
         optimizer=LARS(learning_rate=1.0, weight_decay=1e-3, nesterov=True),
         step=StepConfig(microbatches=2, clip_norm=1.0, ema_decay=0.9),
     )
-    steps, about = torch_side.make_torch_step(experiment, num_classes=4, size=32, channels=1)
+    steps, about = torch_side.make_torch_step(experiment, experiment.data.build().train.spec)
     steps(2)
     assert "a transcription" in about
     model = torch_side._transcribed(experiment.model, 4, 1)
@@ -130,6 +131,31 @@ def test_pytorch_trains_the_same_network():
     assert {one.ndim for one in decayed["params"]} == {2, 4}
     assert {one.ndim for one in kept["params"]} == {1}
     assert (decayed["weight_decay"], kept["weight_decay"]) == (1e-3, 0.0)
+
+
+def test_the_decoder_of_pytorch_is_the_same_network():
+    torch = pytest.importorskip("torch")
+    config = Transformer(num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, scan_layers=False)
+    data = SyntheticText(vocab_size=48, length=12, num_train=64, num_test=16)
+    experiment = Experiment(model=config, data=data, task=LanguageModelling(), optimizer=AdamW(), batch_size=4, steps=1)
+    plan = make_plan(experiment.replaced({"mesh": ONE}), jax.devices()[:1])
+    network, tokens = plan.parts.network, np.random.default_rng(0).integers(0, 48, (4, 12))
+    params, state = network.init(jax.random.key(1))
+    model = decoder(config, 48, torch.float32)
+    with torch.no_grad():
+        model.embedding.weight.copy_(torch.tensor(np.asarray(params["embedding"])))
+        for number, layer in enumerate(model.layers):
+            ours = params[f"layer_{number}"]
+            for name, kernel in (ours["attention"] | ours["mlp"]).items():
+                kernel = np.asarray(kernel)
+                embed = kernel.shape[-1] if name in ("out", "down") else 16
+                flat = kernel.reshape(-1, embed).T if name in ("out", "down") else kernel.reshape(embed, -1).T
+                getattr(layer, name).weight.copy_(torch.tensor(flat.copy()))
+    wanted = network.apply(params, state, tokens.astype(np.int32), train=False)[0]
+    np.testing.assert_allclose(model(torch.tensor(tokens)).detach().numpy(), wanted, rtol=1e-4, atol=1e-5)
+    steps, about = torch_side.make_torch_step(experiment, plan.parts.data_spec)
+    steps(2)
+    assert "AdamW" in about
 
 
 @pytest.mark.parametrize(
@@ -143,7 +169,7 @@ def test_pytorch_trains_the_same_network():
 def test_what_cannot_be_compared_with_pytorch_is_refused(changes, message):
     pytest.importorskip("torch")
     with pytest.raises(ConfigError, match=message):
-        torch_side.make_torch_step(against_torch(**changes), num_classes=4, size=32, channels=1)
+        torch_side.make_torch_step(against_torch(**changes), against_torch().data.build().train.spec)
 
 
 @pytest.mark.parametrize("name", list(optim.MODELS))

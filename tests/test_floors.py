@@ -40,7 +40,9 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
 TOUCH_THE_DISK = {"lease", "run", "report", "checkpoint", "launch", "data", "export"}
-MEASURES_FILES = {"bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py"}
+MEASURES_FILES = {
+    "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/trace.py",
+}  # fmt: skip
 READ_FILES = {
     "modules": "config files, and files that define kinds, are run",
     "kinds": "a file that defines a kind may have moved",

@@ -1,6 +1,7 @@
 """The kernels of the selection on NVIDIA GPUs: interpreted on the CPU, and as they are lowered for GPUs."""
 
 import functools
+import threading
 import types
 
 import jax
@@ -59,25 +60,64 @@ def lowered(method, n=100_000, k=100):
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.fixture(autouse=True)
-def asked_for(monkeypatch):
-    monkeypatch.setenv("JAXDL_SELECTION", "triton")
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Of the capability that it is given, as far as the choice of the kernels sees."""
+    devices = jax.local_devices
+
+    def pretend(**known):
+        gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", **known)
+        # In another thread, where the kernels are tried, are the real ones.
+        main = threading.current_thread()
+        monkeypatch.setattr(
+            jax, "local_devices", lambda **_: [gpu] if threading.current_thread() is main else devices()
+        )
+
+    yield pretend
+    select.kernels_work.cache_clear()
 
 
 @needs_no_gpu
-def test_where_they_are_lowered(monkeypatch):
+def test_where_they_are_lowered(on_a_gpu, monkeypatch):
     assert lowered("threshold").count(CALL) == 8
     assert lowered("exact", k=50_000).count(CALL) == 4
-    for capability, served in (("8.0", True), ("7.0", False)):
-        device = types.SimpleNamespace(compute_capability=capability)
-        monkeypatch.setattr(jax, "local_devices", lambda device=device, **_: [device])
+    for capability, route, served in (
+        ("9.0", "xla", False), ("8.0", "auto", False), ("8.0", "triton", True), ("7.0", "triton", False),
+    ):  # fmt: skip
+        monkeypatch.setenv("JAXDL_SELECTION", route)
+        on_a_gpu(compute_capability=capability)
         assert select.has_triton() == served
     assert CALL not in lowered("exact")
-    monkeypatch.undo()
-    assert CALL not in lowered("exact", k=200)  # It is not the default.
+    monkeypatch.setenv("JAXDL_SELECTION", "auto")
+    on_a_gpu()
+    assert not select.has_triton()  # Of an unknown capability.
     monkeypatch.setenv("JAXDL_SELECTION", "cub")
     with pytest.raises(ValueError, match="JAXDL_SELECTION=cub"):
         select.has_triton()
+
+
+@needs_no_gpu
+def test_they_are_tried_first_on_a_gpu(on_a_gpu, small_programs, monkeypatch):
+    tried, rightly = [], kernels.select_rightly
+
+    def here():
+        tried.append(rightly(2003, interpret=True))
+        return tried[-1]
+
+    monkeypatch.setattr(kernels, "select_rightly", here)
+    on_a_gpu(compute_capability="9.0")
+    assert lowered("threshold", n=99_000).count(CALL) == 8  # Tried in the middle of lowering, once.
+    assert lowered("exact", n=99_000).count(CALL) == 8
+    assert tried == [True]
+    select.kernels_work.cache_clear()
+    monkeypatch.setattr(kernels, "fetch", lambda *args, **kwargs: triton.load(*args, **kwargs) + 1)
+    with pytest.warns(UserWarning, match="give wrong results on this NVIDIA H100.*JAXDL_SELECTION=xla"):
+        assert CALL not in lowered("exact", n=98_000)
+    assert tried == [True, False]
+    select.kernels_work.cache_clear()
+    monkeypatch.setattr(kernels, "select_rightly", lambda: jnp.zeros(2) @ jnp.zeros(3))
+    with pytest.warns(UserWarning, match=r"do not run \(TypeError: "):
+        assert CALL not in lowered("exact", n=97_000)
 
 
 @needs_no_gpu

@@ -20,12 +20,13 @@ from rich.table import Table
 
 from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
 from jaxdl.bench.shared import check_options, make_table, time_in_turns, write_json
-from jaxdl.collectives.select import LEADING, METHODS, on_gpu, select_top_k
+from jaxdl.collectives.compact import KEY_BITS
+from jaxdl.collectives.select import LEADING, METHODS, has_triton, on_gpu, select_top_k
 from jaxdl.compiler import hlo
 from jaxdl.config import ConfigError
 from jaxdl.options import parse_options
 
-ORACLE, READ = "lax.top_k", "one read"
+ORACLE, READ, COPY = "lax.top_k", "one read", "a copy"
 LAUNCH_SEC = 3e-6
 """About the time from one kernel's end to the next one's beginning."""
 MAX_RECALL_ELEMENTS = 4_000_000
@@ -42,6 +43,8 @@ class SelectBench:
     """The share of them that is selected."""
     num_repeats: int = 7
     """How often each method is measured; medians are reported."""
+    num_calls: int | None = None
+    """Calls in one repeat, one after the other without waiting for each; by default 20 on a GPU, else 1."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of the entries."""
     hlo: Literal["h100"] | None = None
@@ -65,10 +68,15 @@ def main(args: list[str]) -> None:
         result |= {"programs": programs}
         console.print(programs_table(command, programs))
     else:
-        times, recalls = measure(command), measure_recall(command)
+        (times, right), recalls = measure(command), measure_recall(command)
         device = jax.devices()[0].device_kind
-        result |= {"device": device, "seconds": times, "recall": recalls}
+        own = jax.default_backend() == "gpu" and has_triton()
+        result |= {"device": device, "own_kernels": own, "seconds": times, "right": right, "recall": recalls}
         console.print(times_table(command, times, device))
+        wrong = [side for side, is_right in right.items() if not is_right]
+        what = f"NOT that of {ORACLE}: {', '.join(wrong)}" if wrong else f"that of {ORACLE}: {', '.join(right)}"
+        by = f"our own kernels for {', '.join(LEADING)}" if own else "plain XLA"
+        console.print(f"by {by}; the selection is {what}", highlight=False)
         console.print(recall_table(command, recalls))
     write_json(command.json, result)
     if command.hlo:
@@ -83,7 +91,7 @@ def parse_command(args: list[str]) -> SelectBench:
     """The command line. Raises ConfigError, or exits after --help."""
     prog = "python -m jaxdl.bench select"
     command = parse_options(SelectBench, args=args, prog=prog, description=str(__doc__))
-    check_options(command, num_elements=1, num_repeats=1)
+    check_options(command, num_elements=1, num_repeats=1, num_calls=1)
     if not 0 < command.density <= 1:
         raise ConfigError(
             f"--density {command.density}: the selected share of all entries. Give more than 0, at most 1."
@@ -98,7 +106,7 @@ def sides(k: int) -> dict[str, Callable[[jax.Array], Any]]:
         indices = lax.top_k(jnp.abs(x), k)[1]
         return x[indices], indices
 
-    found: dict[str, Callable[[jax.Array], Any]] = {READ: lambda x: jnp.max(jnp.abs(x)), ORACLE: oracle}
+    found: dict[str, Callable[[jax.Array], Any]] = {READ: lambda x: jnp.max(jnp.abs(x)), COPY: jnp.copy, ORACLE: oracle}
     return found | {method: functools.partial(select_top_k, k=k, method=method) for method in METHODS}
 
 
@@ -112,12 +120,38 @@ def plain_sides(k: int) -> dict[str, Callable[[jax.Array], Any]]:
     return {f"{method}, plain XLA": side(method) for method in LEADING} if jax.default_backend() == "gpu" else {}
 
 
-def measure(command: SelectBench) -> dict[str, list[float]]:
-    """Seconds of each side on normal values, a list of `num_repeats` each; the sides take turns."""
+def measure(command: SelectBench) -> tuple[dict[str, list[float]], dict[str, bool]]:
+    """Seconds of each side on normal values, a list of `num_repeats` each, and which sides select the right entries.
+
+    The sides take turns. Only the methods whose result is determined are checked, by the bits that they compare.
+    """
     x = jax.random.normal(jax.random.key(0), (command.num_elements,), command.dtype)
     all_sides = sides(command.k) | plain_sides(command.k)
     compiled = {name: jax.jit(side).lower(x).compile() for name, side in all_sides.items()}
-    return time_in_turns({name: functools.partial(side, x) for name, side in compiled.items()}, command.num_repeats)
+    calls = command.num_calls or (20 if jax.default_backend() == "gpu" else 1)
+
+    def called(side: Callable[[jax.Array], Any]) -> Any:
+        return [side(x) for _ in range(calls)][-1]
+
+    times = time_in_turns(
+        {name: functools.partial(called, side) for name, side in compiled.items()}, command.num_repeats
+    )
+    bits = np.abs(np.asarray(x, np.float32)).view(np.int32)
+    right = {}
+    for name, side in compiled.items():
+        method = name.split(",")[0]
+        if method in LEADING:
+            wanted = largest(bits >> (KEY_BITS - LEADING[method]), command.k)
+            found = side(x)
+            right[name] = bool(np.array_equal(found[1] if len(found) > 1 else found[0], wanted))
+    return {name: [value / calls for value in values] for name, values in times.items()}, right
+
+
+def largest(keys: np.ndarray, k: int) -> np.ndarray:
+    """Where the k largest of the keys are, the first of equal ones, ascending."""
+    least = np.partition(keys, -k)[-k]
+    above, ties = np.flatnonzero(keys > least), np.flatnonzero(keys == least)
+    return np.sort(np.concatenate([above, ties[: k - above.size]]))
 
 
 def sample(distribution: str, num_elements: int) -> np.ndarray:
@@ -137,7 +171,7 @@ def measure_recall(command: SelectBench) -> dict[str, dict[str, float]]:
     """Distribution -> method -> the share of the k largest (by lax.top_k) that it selects."""
     num_elements = min(command.num_elements, MAX_RECALL_ELEMENTS)
     k = max(1, round(command.density * num_elements))
-    found = {name: jax.jit(side) for name, side in sides(k).items() if name != READ}
+    found = {name: jax.jit(side) for name, side in sides(k).items() if name not in (READ, COPY)}
     recalls: dict[str, dict[str, float]] = {}
     for distribution in DISTRIBUTIONS:
         x = jnp.asarray(sample(distribution, num_elements), command.dtype)

@@ -1,26 +1,27 @@
-"""The same ResNet in PyTorch, for `bench train --against torch`: channels-last, mixed precision, `torch.compile`."""
+"""The same ResNet or decoder in PyTorch, for `bench train --against torch`: mixed precision, `torch.compile`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxdl.bench.torch_decoder import decoder
 from jaxdl.config import ConfigError
+from jaxdl.data import DataSpec, ImageSpec, TextSpec
 from jaxdl.experiment import Experiment
-from jaxdl.models import ResNet
-from jaxdl.optim import LARS, SGD
+from jaxdl.models import ResNet, Transformer
+from jaxdl.optim import LARS, SGD, AdamW
 
 _EXPANSION = 4
 
 
-def make_torch_step(
-    experiment: Experiment, *, num_classes: int, size: int, channels: int
-) -> tuple[Callable[[int], None], str]:
+def make_torch_step(experiment: Experiment, spec: DataSpec) -> tuple[Callable[[int], None], str]:
     """A function that runs this many training steps on resident data and waits for their end, and its description.
 
-    Micro-batches, clipping, weight decay and the average of the parameters are the experiment's. The optimizer is SGD
-    with momentum even if the experiment's is LARS, which PyTorch lacks. The model is torchvision's if that is
-    installed, else a transcription. On GPUs it is compiled, on CPUs it runs eagerly.
+    Micro-batches, clipping, weight decay and the average of the parameters are the experiment's. A ResNet is
+    torchvision's if that is installed, else a transcription, and its optimizer is SGD with momentum even if the
+    experiment's is LARS, which PyTorch lacks. A decoder is a transcription, with PyTorch's own attention and AdamW.
+    On GPUs model and loss are compiled, on CPUs they run eagerly.
     Raises ConfigError for experiments that cannot be compared.
     """
     try:
@@ -28,32 +29,25 @@ def make_torch_step(
     except (ImportError, OSError) as error:
         raise ConfigError(f"--against torch: PyTorch cannot be loaded here ({error}). pip install torch.") from None
     _check(experiment)
-    model_config = experiment.model
-    assert isinstance(model_config, ResNet)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(experiment.precision.kind)
     torch.backends.cuda.matmul.allow_tf32 = experiment.precision.kind == "tensorfloat32"
     torch.backends.cudnn.allow_tf32 = experiment.precision.kind == "tensorfloat32"
     torch.backends.cudnn.benchmark = True
-    model, origin = _model(model_config, num_classes, channels)
-    model = model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore
+    make = _resnet if isinstance(spec, ImageSpec) else _decoder
+    model, loss_of, batch, about = make(experiment, spec, device)
     optimizer = _optimizer(experiment, model)
     scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
-    image = torch.randn(experiment.batch_size, channels, size, size, device=device).to(
-        memory_format=torch.channels_last
-    )
-    label = torch.randint(num_classes, (experiment.batch_size,), device=device)
-    smoothing = getattr(experiment.task, "label_smoothing", 0.0)
-    forward = torch.compile(model) if device == "cuda" else model
+    forward = torch.compile(loss_of) if device == "cuda" else loss_of
     step, params = experiment.step, list(model.parameters())
     average = [one.detach().clone() for one in params] if step.ema_decay is not None else []
 
     def steps(number: int) -> None:
         for _ in range(number):
             optimizer.zero_grad(set_to_none=True)
-            for part, answer in zip(image.chunk(step.microbatches), label.chunk(step.microbatches), strict=True):
+            for parts in zip(*(one.chunk(step.microbatches) for one in batch), strict=True):
                 with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
-                    loss = torch.nn.functional.cross_entropy(forward(part), answer, label_smoothing=smoothing)
+                    loss = forward(*parts)
                 scaler.scale(loss / step.microbatches).backward()
             if step.clip_norm is not None:
                 scaler.unscale_(optimizer)
@@ -68,35 +62,38 @@ def make_torch_step(
             float(params[0].detach().ravel()[0])
 
     how = "compiled" if device == "cuda" else "not compiled"
-    return steps, f"PyTorch {torch.__version__}, {origin}, SGD with momentum, channels-last, {how}, {device}"
+    return steps, f"PyTorch {torch.__version__}, {about}, {how}, {device}"
 
 
 def _check(experiment: Experiment) -> None:
     """Raises ConfigError for experiments that the PyTorch side does not support."""
     config, kind, task = experiment.model, experiment.optimizer.kind, experiment.task
-    if not (
+    known = (
         isinstance(config, ResNet)
         and config.norm == "batch"
         and len(config.blocks) == 4
         and config.stem in (None, "imagenet")
-    ):
+    )
+    if not known and not isinstance(config, Transformer):
         raise ConfigError(
-            "--against torch: only ResNet-18 to 152 with batch norm and the imagenet stem are supported. "
-            "Measure another model without --against."
+            "--against torch: only ResNet-18 to 152 with batch norm and the imagenet stem, and the transformer, are "
+            "supported. Measure another model without --against."
         )
-    if not isinstance(experiment.optimizer, SGD | LARS):
-        raise ConfigError(f"--against torch: the optimizer is {kind}; PyTorch's side has SGD, in place of LARS too.")
+    if not isinstance(experiment.optimizer, SGD | LARS if known else AdamW):
+        own = "SGD, in place of LARS too" if known else "AdamW"
+        raise ConfigError(f"--against torch: the optimizer is {kind}; PyTorch's side of this model has {own}.")
     if getattr(task, "mixup", 0) or getattr(task, "cutmix", 0):
         raise ConfigError("--against torch: PyTorch's side mixes no images. Add --task.mixup 0 --task.cutmix 0.")
+    if getattr(task, "z_loss", 0):
+        raise ConfigError("--against torch: PyTorch's side has no z-loss. Add --task.z-loss 0.")
 
 
 def _optimizer(experiment: Experiment, model: Any) -> Any:
-    """The experiment's SGD, or the nearest equivalent of its LARS in PyTorch."""
+    """The experiment's optimizer, or the nearest equivalent of its LARS in PyTorch."""
     import torch  # pyright: ignore[reportMissingImports]
 
     config = experiment.optimizer
-    assert isinstance(config, SGD | LARS)
-    momentum = max(config.momentum, config.momentum_at_peak or 0)
+    assert isinstance(config, SGD | LARS | AdamW)
     groups = [
         {
             "params": [one for one in model.parameters() if (one.ndim > 1 or not config.exclude_vectors) == decays],
@@ -104,7 +101,49 @@ def _optimizer(experiment: Experiment, model: Any) -> Any:
         }
         for decays in (True, False)
     ]
+    if isinstance(config, AdamW):
+        betas, fused = (config.b1, config.b2), next(model.parameters()).is_cuda
+        return torch.optim.AdamW(groups, lr=1e-3, betas=betas, eps=config.epsilon, fused=fused)
+    momentum = max(config.momentum, config.momentum_at_peak or 0)
     return torch.optim.SGD(groups, lr=1e-3, momentum=momentum, nesterov=config.nesterov)
+
+
+Side = tuple[Any, Callable[..., Any], Sequence[Any], str]
+"""A model, the loss of a batch, the batch, and a description."""
+
+
+def _resnet(experiment: Experiment, spec: ImageSpec, device: str) -> Side:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    config, count = experiment.model, experiment.batch_size
+    assert isinstance(config, ResNet)
+    model, origin = _model(config, spec.num_classes, spec.channels)
+    model = model.to(device=device, memory_format=torch.channels_last)  # pyright: ignore
+    image = torch.randn(count, spec.channels, spec.height, spec.width, device=device)
+    label = torch.randint(spec.num_classes, (count,), device=device)
+    smoothing = getattr(experiment.task, "label_smoothing", 0.0)
+
+    def loss_of(image: Any, label: Any) -> Any:
+        return torch.nn.functional.cross_entropy(model(image), label, label_smoothing=smoothing)
+
+    batch = (image.to(memory_format=torch.channels_last), label)
+    return model, loss_of, batch, f"{origin}, SGD with momentum, channels-last"
+
+
+def _decoder(experiment: Experiment, spec: TextSpec, device: str) -> Side:
+    import torch  # pyright: ignore[reportMissingImports]
+
+    config = experiment.model
+    assert isinstance(config, Transformer)
+    dtype = getattr(torch, experiment.precision.dtype.name)
+    model = decoder(config, spec.vocab_size, dtype).to(device)
+    tokens = torch.randint(spec.vocab_size, (experiment.batch_size, spec.length + 1), device=device)
+
+    def loss_of(tokens: Any) -> Any:
+        logits = model(tokens[:, :-1]).float()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    return model, loss_of, (tokens,), "a transcription of the decoder, scaled_dot_product_attention, AdamW"
 
 
 def _model(config: ResNet, num_classes: int, channels: int) -> tuple[Any, str]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import functools
 import os
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 from rich.console import Console
+from rich.table import Table
 
-from jaxdl.bench import roofline
+from jaxdl.bench import roofline, trace
 from jaxdl.bench.flops import peak_flops, step_flops
 from jaxdl.bench.optim import make_updates
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, median_ratio, time_in_turns, write_json
@@ -31,6 +32,7 @@ from jaxdl.run.build import Plan, make_initial_state, make_plan
 from jaxdl.run.compile import compile_train_step
 
 _IMAGENET_CLASSES = 1000
+_PROFILED_STEPS, _SHOWN_KERNELS, _WRITTEN_KERNELS, _NAME_WIDTH = 3, 5, 50, 48
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class TrainBench(ExperimentBench):
     """Photographs: height and width; by default that of the data (phases are left out)."""
     against: Literal["torch"] | None = None
     """Also measure the same network in PyTorch, in turns."""
+    profile: bool = False
+    """Also show the kernels that take the most time of a step, from a profile of JAX's."""
     h100: bool = False
     """Measure nothing; compile for one H100 and list the kernels. No GPU is needed, but JAX's CUDA packages are."""
     before: Path | None = None
@@ -86,8 +90,9 @@ def parse_command(args: list[str]) -> TrainBench:
     check_options(command, num_steps=1, num_repeats=1, image_size=1)
     if command.before is not None and not command.h100:
         raise OptionError(f"--before {command.before}: only with --h100. Leave it out.")
-    if command.h100 and command.against is not None:
-        raise OptionError("--h100 with --against: a described GPU runs nothing. Leave one of them out.")
+    if command.h100 and (command.against or command.profile):
+        other = "--against" if command.against else "--profile"
+        raise OptionError(f"--h100 with {other}: a described GPU runs nothing. Leave one of them out.")
     if command.image_size is not None and getattr(command.experiment.data, "photos", None) is None:
         raise ConfigError(f"--image-size {command.image_size}: the images of this data have a fixed size.")
     return command
@@ -102,14 +107,12 @@ def measure(command: TrainBench) -> dict[str, Any]:
     if command.against is not None:
         if jax.device_count() > 1 and jax.default_backend() != "cpu":
             raise ConfigError("--against torch: PyTorch is measured on one GPU. Set CUDA_VISIBLE_DEVICES=0.")
-        spec = plan.parts.data_spec
-        if not isinstance(spec, ImageSpec):
-            raise ConfigError("--against torch: only models of images are supported.")
-        sides["torch"], about["torch"] = make_torch_step(
-            experiment, num_classes=spec.num_classes, size=spec.height, channels=spec.channels
-        )
-    jaxdl, memory = _jaxdl_side(plan)
+        sides["torch"], about["torch"] = make_torch_step(experiment, plan.parts.data_spec)
+    jaxdl, program = _jaxdl_side(plan)
     times = _timed({"jaxdl": jaxdl} | sides, command)
+    used = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    kernels = trace.kernels(functools.partial(jaxdl, _PROFILED_STEPS), _PROFILED_STEPS) if command.profile else []
+    heads = getattr(experiment.model, "num_heads", None)
     del jaxdl, sides  # Free their memory for the measurement.
     times |= _timed({"update alone": make_updates(plan.parts)}, command)
     spec = plan.parts.data_spec
@@ -124,7 +127,11 @@ def measure(command: TrainBench) -> dict[str, Any]:
         "flops_per_step": flops,
         "peak_flops_per_sec": peak,
         "peak_source": source,
-        "memory_bytes": memory,
+        "memory_bytes": _planned_bytes(program),
+        "memory_peak_bytes": used,
+        "kernels": kernels[:_WRITTEN_KERNELS],
+        "kinds_of_kernels_ms": trace.by_kind(kernels),
+        "attention": trace.attention(program.as_text() or "", kernels) if heads else None,
         "devices": f"{jax.device_count()} x {device.device_kind}",
         "precision": experiment.precision.kind,
         "input": f"{spec.height} x {spec.width} pixels" if isinstance(spec, ImageSpec) else f"{number} {unit}",
@@ -159,8 +166,8 @@ def resident(experiment: Experiment, image_size: int | None) -> Experiment:
     return experiment.replaced(changes)
 
 
-def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], int | None]:
-    """The training steps, and the bytes that a device needs for them."""
+def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], jax.stages.Compiled]:
+    """The training steps, and their program."""
     step, state = compile_train_step(plan), make_initial_state(plan)
     with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
         batch = next(batches)
@@ -173,11 +180,16 @@ def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], int | None]:
                 jax.block_until_ready(metrics)
         jax.block_until_ready(state)
 
-    analysis = step.memory_analysis()
+    return steps, step
+
+
+def _planned_bytes(program: jax.stages.Compiled) -> int | None:
+    """The bytes that a device needs for a program, by XLA's plan."""
+    analysis = program.memory_analysis()
     if analysis is None:
-        return steps, None
+        return None
     kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return steps, kept + analysis.temp_size_in_bytes
+    return kept + analysis.temp_size_in_bytes
 
 
 def _print(command: TrainBench, found: dict[str, Any]) -> None:
@@ -207,4 +219,19 @@ def _print(command: TrainBench, found: dict[str, Any]) -> None:
         f"{found['flops_per_step'] / 1e12:.3g} TFLOP in products and convolutions, forward times 3"
     )
     if found["memory_bytes"] is not None:
-        console.print(f"memory of a device: {found['memory_bytes'] / 1e9:.2f} GB (XLA's plan)")
+        used = found["memory_peak_bytes"]
+        really = "" if used is None else f", {used / 1e9:.2f} GB at most in use"
+        console.print(f"memory of a device: {found['memory_bytes'] / 1e9:.2f} GB (XLA's plan){really}")
+    if found["attention"]:
+        console.print(f"attention: {found['attention']}", highlight=False)
+    if found["kernels"]:
+        console.print(_kernels_table(found["kernels"][:_SHOWN_KERNELS]))
+
+
+def _kernels_table(kernels: Sequence[dict[str, Any]]) -> Table:
+    table = make_table("the kernels with the most time", ("kernel", "operation", "ms a step", "times a step", "share"),
+                       left=("kernel", "operation"))  # fmt: skip
+    for one in kernels:
+        numbers = (f"{one['ms']:.3f}", f"{one['calls']:.3g}", f"{100 * one['share']:.1f} %")
+        table.add_row(one["kernel"][:_NAME_WIDTH], one["operation"][:_NAME_WIDTH], *numbers)
+    return table

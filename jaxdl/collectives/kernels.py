@@ -20,13 +20,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 from jax.experimental.pallas.triton import load as fetch
 
 from jaxdl.collectives.blocks import block_width
-from jaxdl.collectives.compact import KEY_BITS, magnitudes
+from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS, LARGEST, magnitudes
 from jaxdl.collectives.primitive import alike
 
 WIDTHS = (8, 16, 32, 64)
@@ -312,3 +313,20 @@ def largest_by_kernels(x: jax.Array, k: int, leading: int, *, interpret: bool = 
     with jax.named_scope(GATHERS):
         keys, bins = inner.run(inner.gather_kernel, [x, blocks, found], [inner.size], bins=bins, width=width)
     return inner.select(keys, bins, blocks, width=width)[0]
+
+
+def select_rightly(n: int = 100_000, *, interpret: bool = False) -> bool:
+    """Whether the kernels, run here on one device, select what NumPy does: by blocks, and from all entries.
+
+    The entries differ in size by 2**40; among them are equal ones, zeros, infinities and NaNs.
+    """
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal(n) * 2.0 ** rng.integers(-20, 20, n)).astype(np.float32)
+    x[::7], x[::11], x[:: n // 3], x[:: n // 2] = 8, 0, np.inf, np.nan
+    keys = x.view(np.int32) & LARGEST
+    for k, leading in ((n // 1000, COARSE_BITS), (n // 2, KEY_BITS)):
+        run = jax.jit(functools.partial(largest_by_kernels, k=k, leading=leading, interpret=interpret))
+        wanted = np.sort(np.argsort(-(keys >> (KEY_BITS - leading)), kind="stable")[:k])
+        if not np.array_equal(run(jnp.asarray(x)), wanted):
+            return False
+    return True

@@ -3,7 +3,7 @@
 A sort of everything is what `lax.top_k` does, and what makes compressed gradients slower than the network they save.
 These methods count instead: `exact` and `threshold` read the data once (at densities above about 1/32, once for each
 counting pass), `block` twice, `mstopk` a few times. Nothing larger than n/8 is sorted. On NVIDIA GPUs `exact` and
-`threshold` can be a few kernels of their own (`kernels.py`).
+`threshold` are a few kernels of their own (`kernels.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, get_args
 
 import jax
@@ -19,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
+from jaxdl.cluster.agree import all_processes
 from jaxdl.collectives.blocks import largest_of_blocks, two_stages
 from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS, magnitudes
 from jaxdl.collectives.mstopk import mstopk
@@ -105,7 +108,7 @@ on_gpu: Callable[..., tuple[jax.Array]] = functools.partial(select_indices, comp
 
 
 def on_cuda(x: jax.Array, bits: jax.Array, *, k: int, method: Method, **settings: Any) -> tuple[jax.Array]:
-    """`on_gpu`, but `exact` and `threshold` by a few kernels of our own where these can run."""
+    """`on_gpu`, but `exact` and `threshold` by a few kernels of our own where these work."""
     if method in LEADING and has_triton():
         from jaxdl.collectives import kernels
 
@@ -115,14 +118,18 @@ def on_cuda(x: jax.Array, bits: jax.Array, *, k: int, method: Method, **settings
 
 
 def has_triton() -> bool:
-    """Whether XLA's Triton is asked for and serves the GPUs.
+    """Whether the selection on GPUs is by XLA's Triton.
 
-    `JAXDL_SELECTION=triton` in the environment asks for it: it has not run on a GPU yet. It needs compute capability 8
-    (A100) or later, or no GPU here, to compile for some. Raises ValueError for other words there.
+    By default it is on GPUs of compute capability 9 (Hopper) or later where `kernels_work`; and where no GPU is, to
+    compile for some. `JAXDL_SELECTION` in the environment decides otherwise: `xla` is the selection in plain XLA,
+    `triton` takes the kernels unchecked, from capability 8 (A100) on. Raises ValueError for other words there.
     """
-    wanted = os.environ.get("JAXDL_SELECTION", "xla")
-    if wanted not in ("triton", "xla"):
-        raise ValueError(f"JAXDL_SELECTION={wanted}: the selection on GPUs is by 'xla' (the default) or 'triton'.")
+    wanted = os.environ.get("JAXDL_SELECTION", "auto")
+    if wanted not in ("auto", "triton", "xla"):
+        raise ValueError(
+            f"JAXDL_SELECTION={wanted}: the selection on GPUs is by 'xla', by 'triton', or 'auto' (the default): by "
+            "Triton where that works."
+        )
     if wanted == "xla":
         return False
     try:
@@ -131,8 +138,41 @@ def has_triton() -> bool:
         getattr(triton, "get_gpu_info", lambda: None)()
     except (ImportError, ValueError):  # It also announces a version without Triton.
         return False
-    capabilities = [getattr(device, "compute_capability", None) for device in jax.local_devices()]
-    return all(float(capability) >= 8 for capability in capabilities if capability)
+    gpus = [device for device in jax.local_devices() if device.platform != "cpu"]
+    least = 8 if wanted == "triton" else 9
+    if any(float(getattr(device, "compute_capability", 0)) < least for device in gpus):
+        return False
+    return not gpus or wanted == "triton" or kernels_work()
+
+
+@functools.cache
+def kernels_work() -> bool:
+    """Whether the kernels give the right results here, and on every process of a run, which must compile the same.
+
+    They are tried once, in a thread of its own, because this is asked in the middle of tracing. Where they fail, a
+    warning says so.
+    """
+
+    def tried() -> str:
+        from jaxdl.collectives import kernels
+
+        try:
+            problem = "" if kernels.select_rightly() else "give wrong results"
+        except Exception as error:  # Whatever Pallas, Triton or the driver says: there is another way.
+            problem = f"do not run ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
+        if not all_processes(not problem):
+            problem = problem or "do not work on another host"
+        return problem
+
+    with ThreadPoolExecutor(1) as threads:
+        problem = threads.submit(tried).result()
+    if problem:
+        warnings.warn(
+            f"the kernels that select entries {problem} on this {jax.local_devices()[0].device_kind}: the slower "
+            "selection of XLA is used, with the same results. JAXDL_SELECTION=xla does so without this message.",
+            stacklevel=2,
+        )
+    return not problem
 
 
 def _results(x: Any, bits: Any, *, k: int, **_: Any) -> list[Result]:

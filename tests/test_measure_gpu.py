@@ -1,0 +1,108 @@
+"""scripts/measure_gpu.py: what it would run, its limits, its files of results, and a whole run at toy size."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import measure_gpu  # noqa: E402
+from gpu_results import RESULTS, TABLES, Results  # noqa: E402
+
+from jaxdl.bench import select, train  # noqa: E402
+
+
+def test_every_command_is_understood():
+    for one in measure_gpu.all_measurements():
+        command, *args = one.args
+        if command == "bench":
+            kind, *args = args
+            parsed = {"train": train, "select": select}[kind].parse_command(args)
+            assert (kind, parsed.num_elements if kind == "select" else parsed.profile) in (
+                ("select", 25_600_000), ("train", True),
+            )  # fmt: skip
+    names = [one.name for one in measure_gpu.all_measurements()]
+    assert len(set(names)) == len(names)
+    for size in (224, 128, 96):
+        for kind in ("bfloat16", "float16", "tensorfloat32", "float32"):
+            assert f"resnet50-{size}-{kind}" in names
+
+
+def parsed(monkeypatch, capsys, *args):
+    monkeypatch.setattr(sys, "argv", ["measure_gpu.py", *args])
+    with pytest.raises(SystemExit) as end:
+        measure_gpu.parse()
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_mistakes_and_what_the_machine_lacks(monkeypatch, capsys):
+    toy = ("--out", "x", "--toy")
+    assert "--only resnet18: there is no such measurement" in parsed(monkeypatch, capsys, *toy, "--only", "resnet18")
+    assert "--minutes 0: no time" in parsed(monkeypatch, capsys, *toy, "--minutes", "0")
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        assert "there is no NVIDIA GPU on this machine. --toy" in parsed(monkeypatch, capsys, "--out", "x")
+    monkeypatch.setattr(measure_gpu, "NEEDED", ("json", "no_such.package"))
+    assert "not found on this machine: no_such.package. --help" in parsed(monkeypatch, capsys, *toy)
+
+
+def test_a_measurement_over_its_time_is_ended_with_what_it_started(tmp_path):
+    log = tmp_path / "log"
+    begun = time.monotonic()
+    with log.open("w") as file:
+        command = ["sh", "-c", "sleep 60 & echo $!; wait"]
+        assert measure_gpu.run(command, dict(os.environ), file, 0.5, "it", Console(quiet=True)) is None
+    assert time.monotonic() - begun < 30
+    state = Path(f"/proc/{int(log.read_text())}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_results_outlast_a_kill(tmp_path):
+    names = ("decoder", "select", "later")
+    results = Results(tmp_path, names, toy=False)
+    step = {"times": {"jaxdl": [0.1, 0.2, 0.3], "torch": [0.3, 0.2, 0.3], "update alone": [0.01] * 3},
+            "units_per_step": 100, "flops_per_step": 4e9, "peak_flops_per_sec": 1e11, "unit": "tokens",
+            "input": "100 tokens", "precision": "float32", "memory_bytes": 2e9, "memory_peak_bytes": 3e9,
+            "attention": "XLA's own kernels", "about": {}, "kernels": []}  # fmt: skip
+    measured = {"status": "measured", "command": "python", "notes": [], "seconds": 9.0}
+    results.add({"name": "decoder", **measured, "result": step})
+    results.add({"name": "select", "status": "failed", "why": "exit code 1: of | memory"})
+    with (tmp_path / RESULTS).open("a") as file:
+        file.write('{"name": "later", "status": "meas')  # Killed here.
+    again = Results(tmp_path, names, toy=False)
+    assert [again.has(name) for name in names] == [True, False, False]
+    assert not Results(tmp_path, names, toy=True).has("decoder")
+    again.add({"name": "select", "status": "failed", "why": "the time was up"})
+    text = (tmp_path / TABLES).read_text()
+    assert ("| decoder | 100 tokens, 100 tokens, float32 | 200.00 | 500 | 20.0 % | 300.00 | 1.00 x | 5.0 % | 2.00 | "
+            "3.00 | XLA's own kernels |") in text  # fmt: skip
+    assert "| select | the time was up |\n| later | not run yet |" in text
+
+
+@pytest.mark.slow
+def test_a_run_at_toy_size(tmp_path):
+    only = ["select-0.001", "decoder-124m", "train", "resnet50-224-tensorfloat32"]
+    command = [sys.executable, str(ROOT / "scripts/measure_gpu.py"), "--toy", "--out", str(tmp_path), "--only"]
+    first = subprocess.run([*command, *only], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
+    assert first.returncode == 1, first.stdout + first.stderr  # A CPU has no TF32.
+    assert "3 of 4 measured" in first.stdout
+    rows = {one["name"]: one for one in map(json.loads, (tmp_path / RESULTS).read_text().splitlines())}
+    assert list(rows) == ["select-0.001", "decoder-124m", "train", "resnet50-224-tensorfloat32"]
+    assert rows["select-0.001"]["result"]["right"] == {"exact": True, "threshold": True}
+    assert rows["decoder-124m"]["result"]["attention"] == "XLA's own kernels"
+    assert len(rows["decoder-124m"]["result"]["kernels"]) >= 5
+    assert rows["train"]["result"]["steps"] == 3
+    assert "cpu devices have no TF32" in rows["resnet50-224-tensorfloat32"]["why"]
+    text = (tmp_path / TABLES).read_text()
+    for heading in ("Training steps", "Selection", "The kernels that take the most time", "Training run"):
+        assert f"## {heading}\n" in text
+    second = subprocess.run([*command, *only[:3]], capture_output=True, text=True)
+    assert second.returncode == 0, second.stderr
+    assert second.stdout.count("already") == 3
