@@ -55,6 +55,7 @@ BUDGETS = {
     "test_sharding.py": 40,
     "test_bench_cluster.py": 35,
     "test_bench_train.py": 35,
+    "test_measure_gpu.py": 60,
     "test_quantized.py": 30,
     "test_callbacks.py": 30,
     "test_fit.py": 30,

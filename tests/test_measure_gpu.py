@@ -87,6 +87,7 @@ def test_results_outlast_a_kill(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.long("five processes that start JAX, and four programs")
 def test_a_run_at_toy_size(tmp_path):
     only = ["select-0.001", "decoder-124m", "train", "resnet50-224-tensorfloat32"]
     command = [sys.executable, str(ROOT / "scripts/measure_gpu.py"), "--toy", "--out", str(tmp_path), "--only"]
