@@ -62,7 +62,7 @@ def main(args: list[str]) -> None:
     """Runs the measurement, or with --hlo the compilation, and prints tables. Exits with 1 when a sort remains."""
     command = parse_command(args)
     console = Console()
-    result = {"settings": {name: value for name, value in asdict(command).items() if name != "json"}}
+    result: dict[str, Any] = {"settings": {name: value for name, value in asdict(command).items() if name != "json"}}
     if command.hlo:
         programs = inspect(command)
         result |= {"programs": programs}

@@ -34,8 +34,8 @@ def make_torch_step(experiment: Experiment, spec: DataSpec) -> tuple[Callable[[i
     torch.backends.cuda.matmul.allow_tf32 = experiment.precision.kind == "tensorfloat32"
     torch.backends.cudnn.allow_tf32 = experiment.precision.kind == "tensorfloat32"
     torch.backends.cudnn.benchmark = True
-    make = _resnet if isinstance(spec, ImageSpec) else _decoder
-    model, loss_of, batch, about = make(experiment, spec, device)
+    side = _resnet(experiment, spec, device) if isinstance(spec, ImageSpec) else _decoder(experiment, spec, device)
+    model, loss_of, batch, about = side
     optimizer = _optimizer(experiment, model)
     scaler = torch.amp.GradScaler(device, enabled=dtype == torch.float16)
     forward = torch.compile(loss_of) if device == "cuda" else loss_of
@@ -130,11 +130,12 @@ def _resnet(experiment: Experiment, spec: ImageSpec, device: str) -> Side:
     return model, loss_of, batch, f"{origin}, SGD with momentum, channels-last"
 
 
-def _decoder(experiment: Experiment, spec: TextSpec, device: str) -> Side:
+def _decoder(experiment: Experiment, spec: DataSpec, device: str) -> Side:
     import torch  # pyright: ignore[reportMissingImports]
 
     config = experiment.model
     assert isinstance(config, Transformer)
+    assert isinstance(spec, TextSpec)
     dtype = getattr(torch, experiment.precision.dtype.name)
     model = decoder(config, spec.vocab_size, dtype).to(device)
     tokens = torch.randint(spec.vocab_size, (experiment.batch_size, spec.length + 1), device=device)
