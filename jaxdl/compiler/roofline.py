@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxdl.compiler.hlo import MEMORY_BYTES_PER_SEC, Instruction, Module, inner_computations, trip_count
 
-_FUSIONS = {"Loop": "elementwise", "Input": "reduction", "Custom": "product, Triton"}
+_FUSIONS = {"Loop": "elementwise", "Input": "reduction", "Custom": "Triton"}
 """XLA's kinds of fusions."""
 
 
