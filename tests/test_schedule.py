@@ -277,8 +277,10 @@ def test_the_profile_has_the_times_of_kernels_and_messages():
     long_name = "x" * 200
     found = read_profile(profile_of(PROGRAM.replace("BETWEEN", INNER).replace("%inner", f"%{long_name}"), AXES, LINKS))
     kernels = dict.fromkeys(("forward", "one", "two", "three"), pytest.approx(1e6 * KERNEL))
-    # Messages count four times.
+    # Messages count four times, for replicas of several devices.
     assert found == kernels | {"start": pytest.approx(4 * 41), long_name: pytest.approx(4 * 60)}
+    alone = PROGRAM.replace("BETWEEN", "").replace("{{0,4},{1,5},{2,6},{3,7}}", "{{0,1}}")
+    assert read_profile(profile_of(alone, AXES | {"fsdp": 1}, LINKS)) == kernels | {"start": pytest.approx(41)}
 
 
 @pytest.mark.skipif(not has_cuda_compiler, reason="JAX's CUDA compiler (jax_cuda12_plugin) is not installed")

@@ -12,18 +12,22 @@ from collections.abc import Mapping
 
 from jaxdl.compiler.hlo import inner_computations, parse
 from jaxdl.compiler.overlap import Links, play
+from jaxdl.mesh import Axis
 
 _LEAST_US = 1.0
 """Microseconds of the shortest kernel, with its launch."""
 _EARLY = 4.0
-"""A message counts as so many times its own. XLA starts each as late as the times of the kernels after it allow, as if
-those under way at once did not share a link: whatever comes between makes the step wait."""
+"""Where replicas have several devices, a message counts as so many times its own. XLA starts each as late as the times
+of the kernels after it allow, as if those under way at once did not share a link: whatever comes between makes the step
+wait."""
 
 
 def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
     """The profile of a compiled, scheduled program on a mesh: microseconds of each kernel and each message."""
     module = parse(text)
-    messages = {one.name: _EARLY * one.seconds for one in play(module, axes, links).messages}
+    inside = any(size > 1 for axis, size in axes.items() if axis != Axis.REPLICA.value)
+    factor = _EARLY if inside else 1.0
+    messages = {one.name: factor * one.seconds for one in play(module, axes, links).messages}
     found, scheduled = [], [module.entry]
     for name in scheduled:  # Loops inside are scheduled too, each for itself.
         for one in module.computations[name].values():
