@@ -68,7 +68,8 @@ class Oracle:
     def matrix(self, name):
         shape = self.local_shape(name)
         count, shape = (shape[0], shape[1:]) if name in self.stacked else (1, shape)
-        return (count, math.prod(shape[:-1]), shape[-1]) if len(shape) > 1 else (count, 0, 0)
+        cuts = [(math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))]
+        return count, *(min(cuts, key=lambda cut: (sum(cut), -cut[0])) if cuts else (0, 0))
 
     def buckets(self, names):
         """Lists of names that lie alike: first those that were full, in the order in which they got so."""

@@ -24,6 +24,7 @@ from jaxdl.exchange import (
     init_on_mesh,
     state_specs,
 )
+from jaxdl.exchange.powersgd import matrix_shape
 
 FEEDBACK = [
     TopK(density=0.05, method="exact", min_elements=0),
@@ -216,3 +217,26 @@ def test_half_all_reduce_says_what_it_does_not_do():
         on(lambda x: half_all_reduce(x, "replica", "bfloat16"))(x)
     with pytest.raises(ValueError, match="half_all_reduce has no derivative"):
         on(jax.grad(lambda x: half_all_reduce(x[0], "replica", "bfloat16").sum()))(x)
+
+
+@pytest.mark.parametrize(
+    ("shape", "stacked", "expected"),
+    [
+        ((256, 4, 64), False, (1, 256, 256)),
+        ((2, 4, 64, 256), True, (2, 256, 256)),
+        ((3, 3, 64, 128), False, (1, 576, 128)),
+        ((7,), False, (1, 0, 0)),
+    ],
+)
+def test_the_matrix_of_powersgd_needs_the_fewest_numbers(shape, stacked, expected):
+    assert matrix_shape(shape, stacked=stacked) == expected
+
+
+def test_powersgd_sends_a_gradient_of_rank_1_whole():
+    """32 x (2 x 16) is of rank 1; the same numbers as (32 x 2) x 16 are of rank 2."""
+    rows, columns = (np.random.default_rng(one).standard_normal(32).astype(np.float32) for one in (0, 1))
+    gradient = np.outer(rows, columns).reshape(32, 2, 16)
+    update, state = compiled(PowerSGD(rank=1, min_elements=0).build(), {"kernel": (32, 2, 16)}, 2, np.float32)
+    mean, _, metrics = update({"kernel": np.stack([gradient, 3 * gradient])}, state, jax.random.key(0))
+    np.testing.assert_allclose(mean["kernel"], 2 * gradient, atol=1e-4)
+    assert metrics["bytes_sent/replica"] == all_reduce_sent_bytes(32 + 32, 2, np.float32)

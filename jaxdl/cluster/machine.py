@@ -68,10 +68,13 @@ def keep_freed_memory() -> None:
 
     XLA allocates a program's temporary buffer, often hundreds of megabytes, anew in each step. glibc would map it and
     unmap it each time, and the kernel would clear every page of it again: up to a fifth of a step. Kept memory has to
-    be in the one arena that grows without limit. Does nothing without glibc, or where MALLOC_... is set.
+    be in the one arena that grows without limit. Does nothing without glibc, or where the environment has settings of
+    its own for it (`MALLOC_...`, or `glibc.malloc...` in `GLIBC_TUNABLES`).
     """
     library = ctypes.CDLL(None)
-    if not hasattr(library, "gnu_get_libc_version") or any(one.startswith("MALLOC_") for one in os.environ):
+    chosen = any(one.startswith("MALLOC_") for one in os.environ)
+    chosen = chosen or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")
+    if chosen or not hasattr(library, "gnu_get_libc_version"):
         return
     for option, value in _MALLOC_OPTIONS.items():
         library.mallopt(option, value)

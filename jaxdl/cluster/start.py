@@ -78,8 +78,9 @@ def start_devices(
             jax.config.update("jax_num_cpu_devices", count)
         except RuntimeError:
             pass  # JAX has already started; whether on these devices is checked below.
-    if count is not None or _on_cpus():
-        keep_freed_memory()  # Before JAX starts its threads, which keep the arena that they have.
+    # Not in a process that only predicts: it may belong to a user's server. Threads keep the arena that they have.
+    if experiment is not None and (count is not None or _on_cpus()):
+        keep_freed_memory()
     if not jax.distributed.is_initialized() and several_processes():
         _join(cluster or ClusterConfig(), describe_process(experiment, count), on_cpu=count is not None)
     open_devices()
@@ -98,7 +99,8 @@ def _on_cpus() -> bool:
     from jaxdl.mesh import gpus_visible
 
     wanted = getattr(jax.config, "jax_platforms", None)
-    return wanted == "cpu" or not (wanted or gpus_visible() or importlib.util.find_spec("libtpu"))
+    others = gpus_visible() or importlib.util.find_spec("libtpu") is not None or os.path.exists("/dev/kfd")
+    return wanted == "cpu" or not (wanted or others)
 
 
 def _join(cluster: ClusterConfig, description: Mapping[str, Any], *, on_cpu: bool) -> None:

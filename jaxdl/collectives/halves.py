@@ -19,9 +19,11 @@ from jaxdl.collectives.primitive import Axis, Result, alike, all_gather_same, ax
 
 
 def half_all_reduce(x: jax.Array, axis: Axis, dtype: Any) -> jax.Array:
-    """float32 `[n]`: the sum over the devices of `axis` of `x` float32 `[n]`, each and the total rounded to `dtype`.
+    """float32 `[n]`: the sum over the devices of `axis` of `x` float32 `[n]`, in `dtype`: bfloat16 or float16.
 
-    `dtype` is bfloat16 or float16. The total is the same on all devices bit for bit; what was rounded away is lost.
+    Each number is rounded to it, and every partial sum (bfloat16 on CPUs: the total alone). The total is the same on
+    all devices bit for bit; what was rounded away is lost.
+
     Raises ValueError for other dtypes and shapes, and when it is differentiated; NameError when the axis is not bound.
     """
     if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float16):

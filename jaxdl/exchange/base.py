@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -24,9 +25,6 @@ ExchangeMetrics = dict[str, jax.Array]
 - `compression`: bytes of a dense float32 exchange over those sent over the slow axis;
 - `density`: the share of the gradient's elements that one device hands to the collective;
 - `residual_norm`, `residual_ratio`: norm of the residuals (error feedback), and its ratio to that of the gradients.
-
-`Exchange.update` may return `own_squares/residual` and `own_squares/gradient` in place of the last two: one device's
-parts of the squared norms, which `exchanged_on_mesh` sums over all devices in the one small message of a step.
 """
 
 ExchangeState = dict[str, dict[str, Any]]
@@ -41,7 +39,10 @@ ExchangeState = dict[str, dict[str, Any]]
 Leaves = dict[str, jax.Array]
 """Gradients, or what belongs to them, by name."""
 
-_RESIDUAL, _GRADIENT = "own_squares/residual", "own_squares/gradient"
+_SQUARES = _RESIDUAL, _GRADIENT = "own_squares/residual", "own_squares/gradient"
+
+Updated = tuple[Any, ExchangeState, ExchangeMetrics]
+"""(mean gradients, new state, metrics): what `Exchange.update` returns."""
 
 PER_REPLICA = Axis.REPLICA.value
 """The part of an exchange's state that each replica has its own of."""
@@ -156,7 +157,7 @@ def rounding_of(total: jax.Array, dtype: Any) -> jax.Array:
 def residual_squares(
     shares: Mapping[str, jax.Array], residual: Mapping[str, jax.Array], *, layout: GradientLayout, axis: str
 ) -> ExchangeMetrics:
-    """`own_squares/...` (see `ExchangeMetrics`); without a residual its norm, zero, which takes no message."""
+    """`own_squares/...` (see `SummedLater.update_own`); without a residual its norm, zero, which takes no message."""
     if not residual:
         return {"residual_norm": jnp.float32(0), "residual_ratio": jnp.float32(0)}
     axes = (axis, *layout.inner)
@@ -171,12 +172,36 @@ def residual_squares(
 
 def _with_norms(metrics: ExchangeMetrics, total: Mapping[str, jax.Array]) -> ExchangeMetrics:
     """The metrics with `residual_norm` and `residual_ratio`, if `total` has the sums of the `own_squares/...`."""
-    others = {name: x for name, x in metrics.items() if name not in (_RESIDUAL, _GRADIENT)}
+    others = {name: x for name, x in metrics.items() if name not in _SQUARES}
     if _RESIDUAL not in total:
         return others
     norm, tiny = jnp.sqrt(total[_RESIDUAL]), jnp.finfo(jnp.float32).tiny
     ratio = norm / jnp.maximum(jnp.sqrt(total[_GRADIENT]), tiny)
     return others | {"residual_norm": norm, "residual_ratio": ratio}
+
+
+class SummedLater(abc.ABC):
+    """An exchange whose caller may sum its metrics over the devices, with what else it has to sum."""
+
+    layout: GradientLayout
+
+    @abc.abstractmethod
+    def update_own(self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array) -> Updated:
+        """`update`, but its metrics may have `own_squares/residual` and `own_squares/gradient` in place of the
+        `residual_...`: this device's parts of the squared norms, to be summed over all devices."""
+
+    def update(self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array) -> Updated:
+        """See `Exchange.update`."""
+        mean, state, metrics = self.update_own(grads, state, axis=axis, key=key)
+        own = {name: metrics[name] for name in _SQUARES if name in metrics}
+        total = jax.lax.psum(jnp.stack(list(own.values())), (axis, *self.layout.inner)) if own else ()
+        return mean, state, _with_norms(metrics, dict(zip(own, total, strict=True)))
+
+
+def own_update(exchange: Exchange) -> Callable[..., Updated]:
+    """`update_own` of an exchange that has it; else `update`, also of a class that overrides it."""
+    later = getattr(type(exchange), "update", None) is SummedLater.update
+    return getattr(exchange, "update_own") if later else exchange.update  # noqa: B009
 
 
 def check_local(grads: Mapping[str, jax.Array], axis: str) -> None:
@@ -291,15 +316,15 @@ def exchanged_on_mesh(
             finite = alike(axes, *(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(own)))
             small["nonfinite"] = jnp.where(jnp.all(jnp.stack(finite)), 0.0, 1.0)
         own_state = _reshaped(state, places, stacked=False)
-        mean, new_state, metrics = exchange.update(own, own_state, axis=replica, key=key)
+        mean, new_state, metrics = own_update(exchange)(own, own_state, axis=replica, key=key)
         mean, sent = gathered_like(mean, specs, wanted)
         for axis, num_bytes in sent.items():
             metrics[f"bytes_sent/{axis}"] = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32(num_bytes)
-        small |= {name: metrics[name] for name in (_RESIDUAL, _GRADIENT) if name in metrics}
+        small |= {name: metrics[name] for name in _SQUARES if name in metrics}
         if small:
             total = jax.lax.psum(jnp.stack(alike(axes, *small.values())), axes)
             small = dict(zip(small, total, strict=True))
-        others = {name: x for name, x in small.items() if name not in (_RESIDUAL, _GRADIENT)}
+        others = {name: x for name, x in small.items() if name not in _SQUARES}
         return mean, _reshaped(new_state, places, stacked=True), _with_norms(metrics, small) | others
 
     stacked = jax.tree.map(lambda spec: PartitionSpec(replica, *spec), specs, is_leaf=is_spec)

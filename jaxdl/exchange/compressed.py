@@ -25,10 +25,11 @@ from jaxdl.collectives.primitive import alike
 from jaxdl.config import ConfigError
 from jaxdl.exchange.base import (
     PER_REPLICA,
-    ExchangeMetrics,
     ExchangeState,
     GradientLayout,
     Leaves,
+    SummedLater,
+    Updated,
     check_local,
     like,
     nonempty,
@@ -123,7 +124,7 @@ class Compressed(ExchangeConfig, kind=None):
 
 
 @dataclass(frozen=True)
-class CompressedExchange:
+class CompressedExchange(SummedLater):
     """The exchange of any `Compressed` config: dense messages, and compressed ones by the stage of the run."""
 
     options: Compressed
@@ -156,10 +157,8 @@ class CompressedExchange:
             state["common"] = {"num_updates": jnp.int32(0)}
         return state
 
-    def update(
-        self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
-    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
-        """See `Exchange.update`."""
+    def update_own(self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array) -> Updated:
+        """See `SummedLater.update_own`."""
         leaves, kept, context = nonempty(grads), state.get(PER_REPLICA, {}), Context(axis, key, self.layout)
         check_local(leaves, axis)
         dense, buckets, compressed = self._buckets({name: x.shape for name, x in leaves.items()})

@@ -54,15 +54,16 @@ class ExchangeConfig(ExchangeChoice, kind=None):
 
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange, for gradients that are sharded as `layout` says; without one, not at all."""
-        return self._delayed(self.undelayed(layout or GradientLayout()))
+        layout = layout or GradientLayout()
+        return self._delayed(self.undelayed(layout), layout)
 
     def build_single_replica(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange of a single replica: it sends nothing, but has the same state as that of several replicas."""
         layout = layout or GradientLayout()
-        return self._delayed(SingleReplica(self.undelayed(layout), self.momentum_factor, layout))
+        return self._delayed(SingleReplica(self.undelayed(layout), self.momentum_factor, layout), layout)
 
-    def _delayed(self, exchange: Exchange) -> Exchange:
-        return Delayed(exchange) if self.delay_steps else exchange
+    def _delayed(self, exchange: Exchange, layout: GradientLayout) -> Exchange:
+        return Delayed(exchange, layout) if self.delay_steps else exchange
 
     @abc.abstractmethod
     def undelayed(self, layout: GradientLayout) -> Exchange:

@@ -12,12 +12,14 @@ from jax import lax
 from jaxdl.exchange.base import (
     PER_REPLICA,
     Exchange,
-    ExchangeMetrics,
     ExchangeState,
     GradientLayout,
+    SummedLater,
+    Updated,
     check_local,
     like,
     nonempty,
+    own_update,
     residual_squares,
     rounding_of,
     shares_of,
@@ -35,7 +37,7 @@ A power of two: the product is exact, so the sum is rounded alike wherever XLA c
 
 
 @dataclass(frozen=True)
-class Delayed:
+class Delayed(SummedLater):
     """An exchange with its gradients one step late, so that a whole step hides it.
 
     The exchange of step t sends the gradients of step t-1, which are available when the step begins. (The delayed
@@ -51,6 +53,8 @@ class Delayed:
     """
 
     exchange: Exchange
+    layout: GradientLayout
+    """That of the exchange."""
 
     def init(self, grads: Any) -> ExchangeState:
         """The exchange's, and pending gradients of zero."""
@@ -58,10 +62,8 @@ class Delayed:
         pending = {name: jnp.zeros(x.shape, jnp.float32) for name, x in nonempty(grads).items()}
         return state | {PER_REPLICA: state.get(PER_REPLICA, {}) | {PENDING: pending}}
 
-    def update(
-        self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
-    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
-        """See `Exchange.update`."""
+    def update_own(self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array) -> Updated:
+        """See `SummedLater.update_own`."""
         leaves = nonempty(grads)
         check_local(leaves, axis)
         of_replica = dict(state[PER_REPLICA])
@@ -75,15 +77,14 @@ class Delayed:
                 for name, x in of_replica["residual"].items()
             }
         own = {where: entries for where, entries in state.items() if where != PER_REPLICA}
-        mean, new, metrics = self.exchange.update(
-            before, own | ({PER_REPLICA: of_replica} if of_replica else {}), axis=axis, key=key
-        )
+        inner_state = own | ({PER_REPLICA: of_replica} if of_replica else {})
+        mean, new, metrics = own_update(self.exchange)(before, inner_state, axis=axis, key=key)
         kept = new.get(PER_REPLICA, {}) | {PENDING: shares_of(leaves, axis)}
         return mean, new | {PER_REPLICA: kept}, metrics
 
 
 @dataclass(frozen=True)
-class SingleReplica:
+class SingleReplica(SummedLater):
     """The exchange of a single replica: its gradients already are the mean. No communication.
 
     Its state is that of `several`, the exchange of the same run with several replicas, so that a run can go through one
@@ -104,10 +105,8 @@ class SingleReplica:
         """That of `several`."""
         return self.several.init(grads)
 
-    def update(
-        self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array
-    ) -> tuple[Any, ExchangeState, ExchangeMetrics]:
-        """See `Exchange.update`."""
+    def update_own(self, grads: Any, state: ExchangeState, *, axis: str, key: jax.Array) -> Updated:
+        """See `SummedLater.update_own`."""
         leaves, kept = nonempty(grads), dict(state.get(PER_REPLICA, {}))
         mean = shares = shares_of(leaves, axis)
         zero, one = jnp.float32(0), jnp.float32(1)
