@@ -38,7 +38,7 @@ from jaxdl.models.network import Network
 from jaxdl.optim import Rates, Trainable, averaged, num_updates
 from jaxdl.optim.norms import global_norm
 from jaxdl.precision import Precision, cast_weights
-from jaxdl.sharding import Grads, Layout, Params, Specs, gather_params, is_spec, named, use_layout
+from jaxdl.sharding import Grads, Layout, Params, Specs, gather_params, is_spec, named, spec_axes, use_layout
 from jaxdl.state import ModelState, StateSpec, TrainState, replicated
 from jaxdl.tasks import Task
 
@@ -291,8 +291,13 @@ def _exchange(parts: Parts, grads: Grads, sums: Sums, state: TrainState, key: ja
     mean, exchange_state, metrics = make(specs=mine[0], wanted=mine[1])(mine[2], state.exchange_state, key, sums)
     sent = f"bytes_sent/{Axis.REPLICA.value}"
     for name in summed.keys() - mean.keys():
-        shard = NamedSharding(mesh, specs[name]).shard_shape(grads_of[name].shape)
-        metrics[sent] += all_reduce_sent_bytes(math.prod(shard), mesh.shape[Axis.REPLICA], parts.sum_dtype)
+        shard = math.prod(NamedSharding(mesh, specs[name]).shard_shape(grads_of[name].shape))
+        metrics[sent] += all_reduce_sent_bytes(shard, mesh.shape[Axis.REPLICA], parts.sum_dtype)
+        size = shard * grads_of[name].dtype.itemsize
+        for axis in (axis for entry in specs[name] for axis in reversed(spec_axes(PartitionSpec(entry)))):
+            if axis not in spec_axes(wanted[name]):
+                num_bytes = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32((mesh.shape[axis] - 1) * size)
+                metrics[f"bytes_sent/{axis}"], size = num_bytes, size * mesh.shape[axis]
         mean[name] = lax.with_sharding_constraint(grads_of[name], NamedSharding(mesh, wanted[name]))
     return jax.tree.unflatten(jax.tree.structure(grads), [mean[name] for name in summed]), exchange_state, metrics
 

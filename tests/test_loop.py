@@ -35,6 +35,20 @@ def messages_in_loops(text):
     return sum(part.count(" all-reduce(") for part in parts if part.split(" ", 1)[0].lstrip("%") in bodies)
 
 
+def overflowing_gates(params):
+    """Parameters with which the loss and all gradients are finite, but not that of the second layer's gates.
+
+    A gate of zeros passes nothing on, forwards or backwards; its own gradient is a product of two large numbers.
+    """
+
+    def changed(path, x):
+        end = "/".join(jax.tree_util.keystr(path, simple=True, separator="/").split("/")[-2:])
+        factor = {"mlp_norm/scale": 1e8, "mlp/up": 1e28, "mlp/gate": 0}.get(end, 1)
+        return jax.device_put(x.at[1].multiply(factor), x.sharding) if factor != 1 else x
+
+    return jax.tree_util.tree_map_with_path(changed, params)
+
+
 @pytest.mark.parametrize(
     ("param_sharding", "tied"), [("sharded", False), pytest.param("replicated", True, marks=pytest.mark.slow)]
 )
@@ -49,23 +63,32 @@ def test_sums_inside_the_loop_are_those_of_the_exchange(param_sharding, tied):
     found = []
     for sum_dtype in (None, plan.exchange.sum_dtype):
         step = make_train_step(dataclasses.replace(plan.parts, sum_dtype=sum_dtype))
-        compiled = step.lower(plan.parts.state_spec.abstract(), batch).compile(FAST_COMPILE)
+        traced = step.trace(plan.parts.state_spec.abstract(), batch)
+        compiled, kept_apart = traced.lower().compile(FAST_COMPILE), str(traced.jaxpr).count("prevent_cse=True")
         state, metrics = compiled(jax.tree.map(jnp.copy, initial), batch)
-        found.append((jax.device_get(state.params), metrics, messages_in_loops(compiled.as_text())))
-    # A gradient that is not finite changes nothing, though it has been sent.
-    broken = jax.tree.map(lambda x: jax.device_put(x.at[0].set(np.nan), x.sharding), state.params)
+        found.append((jax.device_get(state.params), metrics, messages_in_loops(compiled.as_text()), kept_apart))
+    # A gradient that is not finite changes nothing, though it has been sent: here that of the gates alone.
+    broken = overflowing_gates(state.params)
     expected = jax.tree.map(np.array, (broken, state.opt_state))
     state, skipped = compiled(state.replace(params=broken), batch)
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), expected)
     assert skipped["bad_steps"] == 1
-    (after, metrics, num), (summed, summed_metrics, summed_num) = found
+    assert np.isfinite(skipped["sums/loss"])
+    (after, metrics, num, kept_apart), (summed, summed_metrics, summed_num, summed_kept_apart) = found
+    # XLA would merge the recomputation of the last layer, outside of the loop, with the original.
+    assert (kept_apart, summed_kept_apart) == (0, 1)
     for start, expected, own in zip(*map(jax.tree.leaves, (before, after, summed)), strict=True):
         scale = np.abs(expected - start).max()
         assert scale > 0
         np.testing.assert_allclose(own - start, expected - start, rtol=0, atol=3e-6 * scale)
     np.testing.assert_allclose(summed_metrics["grad_norm"], metrics["grad_norm"], rtol=1e-6)
-    # Norm scales, which are not split, are sent whole by each device of a replica.
-    assert 1 <= summed_metrics["exchange/bytes_sent/replica"] / metrics["exchange/bytes_sent/replica"] < 1.05
+    # Norm scales, which are not split, are sent whole by each device; of two in the exchange each sends half, and
+    # gathers the other half.
+    sent, summed_sent = (
+        [one[f"exchange/bytes_sent/{axis}"] for axis in ("replica", "fsdp")] for one in (metrics, summed_metrics)
+    )
+    norms = 3 * 2 * 32 * 4 / 2
+    np.testing.assert_array_equal(summed_sent, [sent[0] + norms, sent[1] - norms])
     assert summed_num > num
 
 

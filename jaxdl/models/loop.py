@@ -111,9 +111,9 @@ def _through_summed_layers(
         sent = _sent(row, pieces) if pieces is not None and row else []
         return (body(x, jax.tree.unflatten(treedef, used)), tap), sent
 
-    turn = _rematerialized(turn, remat)
-    carry, sent = lax.scan(turn, (x, tap), (jnp.arange(last), slots, rows))
-    x = turn(carry, (last, [], []))[0][0]
+    carry, sent = lax.scan(_rematerialized(turn, remat), (x, tap), (jnp.arange(last), slots, rows))
+    # Outside of the scan XLA would merge the recomputation with the original: here it is prevented.
+    x = (jax.checkpoint(turn) if remat else turn)(carry, (last, [], []))[0][0]
     if beside is None:
         return x, None
     after: Any = _after(lax.stop_gradient(beside[...]), sent, pieces)
