@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -176,8 +177,10 @@ def test_what_is_ready_first_is_sent_first():
     assert [buckets[number].names for number in in_turn(buckets, layout.order)] == [("b",), ("a", "c"), ("d",)]
     # What is ready last has no kernels to run beside: a short message of its own.
     mib = 16 * 10 * 4 / 2**20
+    # What is sharded unlike the last gradient stays together.
+    specs["e"], layout = P(), replace(layout, specs=specs | {"e": P()}, order=("a", "b", "c", "e", "d"))
     apart, _ = Dense(bucket_mib=mib).buckets(dict.fromkeys(specs, (10,)), layout)
-    assert [bucket.names for bucket in apart] == [("a", "c"), ("d",), ("b",)]
+    assert [bucket.names for bucket in apart] == [("a", "c"), ("d",), ("b", "e")]
     assert len(Dense(bucket_mib=mib, bucket_order="forward").buckets(dict.fromkeys(specs, (10,)), layout)[0]) == 2
 
 

@@ -85,8 +85,8 @@ def make_buckets(
 ) -> list[Bucket]:
     """Buckets of gradients sharded alike, in the order of `names`, each of at most `max_elements` or a single one.
 
-    With `max_last` the last gradients of all, up to so many elements, are apart. Gradients without elements are in no
-    bucket.
+    With `max_last` the last of the gradients that are sharded as the very last one is, up to so many elements, are
+    apart. Gradients without elements are in no bucket.
     """
     filling: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
     buckets: list[Bucket] = []
@@ -96,7 +96,7 @@ def make_buckets(
         used, whole = where
         buckets.append(Bucket(tuple(inside), tuple(shapes[name] for name in inside), used, whole, layout.ways(whole)))
 
-    for name in [name for name in names if math.prod(shapes[name])]:
+    for name in (names := [name for name in names if math.prod(shapes[name])]):
         where = layout.used(name), layout.whole(name)
         inside = filling.get(where, [])
         if inside and sum(math.prod(shapes[one]) for one in (*inside, name)) > max_elements:
@@ -104,7 +104,8 @@ def make_buckets(
         filling.setdefault(where, []).append(name)
     for where, inside in list(filling.items()):
         sizes = [math.prod(shapes[name]) for name in inside]
-        first = next(first for first in range(len(sizes) + 1) if sum(sizes[first:]) <= max_last)
+        most = max_last if inside[-1] == names[-1] else 0
+        first = next(first for first in range(len(sizes) + 1) if sum(sizes[first:]) <= most)
         for part in (inside[:first], inside[first:]):
             if part:
                 filling[where] = part
