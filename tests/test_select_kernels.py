@@ -1,6 +1,8 @@
 """The kernels of the selection on NVIDIA GPUs: interpreted on the CPU, and as they are lowered for GPUs."""
 
+import contextlib
 import functools
+import sys
 import threading
 import types
 
@@ -11,11 +13,15 @@ import pytest
 from jax.experimental.pallas import triton
 from jax.sharding import PartitionSpec as P
 from test_select import best, bits_of, nasty_inputs
+from test_sharding import TEXT
 
 from jaxdl.bench import select as bench_select
 from jaxdl.collectives import kernels, select
+from jaxdl.collectives.blocks import block_width
 from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS
 from jaxdl.compiler import hlo
+from jaxdl.config import ConfigError
+from jaxdl.run.build import settled
 
 CALL = "__gpu$xla.gpu.triton"
 
@@ -75,6 +81,23 @@ def on_a_gpu(monkeypatch):
 
     yield pretend
     select.kernels_work.cache_clear()
+    select._agreed.clear()
+
+
+@pytest.fixture
+def two_hosts(on_a_gpu, monkeypatch):
+    """This process is one of two, on GPUs where the kernels work: the other one's answer, and what was sent to it."""
+    answers, sent = [b"yes"], []
+
+    def exchanged(own):
+        sent.append(own)
+        return [own, *answers]
+
+    on_a_gpu(compute_capability="9.0")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(kernels, "select_rightly", lambda: True)
+    monkeypatch.setattr(select, "from_each_process", exchanged)
+    return answers, sent
 
 
 @needs_no_gpu
@@ -122,6 +145,63 @@ def test_they_are_tried_first_on_a_gpu(on_a_gpu, small_programs, monkeypatch):
 
 
 @needs_no_gpu
+def test_several_processes_agree_before_they_lower(two_hosts, monkeypatch):
+    answers, sent = two_hosts
+    assert CALL not in lowered("exact", n=96_000)
+    assert not sent, "a process that lowers alone would wait for the others"
+    select.agree_on_kernels()
+    select.agree_on_kernels()
+    assert lowered("exact", n=95_000).count(CALL) == 8
+    monkeypatch.setenv("JAXDL_SELECTION", "xla")
+    assert select.has_triton(), "the programs of all processes must stay the same"
+    assert sent == [b"yes"]
+    select._agreed.clear()
+    answers[:] = [b"no"]
+    monkeypatch.setenv("JAXDL_SELECTION", "auto")
+    with pytest.warns(UserWarning, match="not used on another host"):
+        select.agree_on_kernels()
+    assert not select.has_triton()
+
+
+@needs_no_gpu
+@pytest.mark.parametrize("why", ["JAXDL_SELECTION", "capability", "import", "trial"])
+def test_a_process_without_the_kernels_answers_too(two_hosts, on_a_gpu, monkeypatch, why):
+    if why == "JAXDL_SELECTION":
+        monkeypatch.setenv("JAXDL_SELECTION", "xla")
+    elif why == "capability":
+        on_a_gpu(compute_capability="gfx942")
+    elif why == "import":
+        monkeypatch.setitem(sys.modules, "jax.experimental.pallas.triton", None)
+    else:
+        monkeypatch.setattr(kernels, "select_rightly", lambda: False)
+    with pytest.warns(UserWarning, match="wrong results") if why == "trial" else contextlib.nullcontext():
+        select.agree_on_kernels()
+    assert two_hosts[1] == [b"no"]
+    assert not select.has_triton()
+
+
+@pytest.mark.parametrize(("own", "other"), [("cub", b"yes"), ("auto", b"JAXDL_SELECTION=cub: no such")])
+def test_a_wrong_word_on_one_host_ends_all(two_hosts, monkeypatch, own, other):
+    two_hosts[0][:] = [other]
+    monkeypatch.setenv("JAXDL_SELECTION", own)
+    with pytest.raises(ConfigError, match="JAXDL_SELECTION=cub"):
+        select.agree_on_kernels()
+    assert len(two_hosts[1]) == 1
+
+
+@needs_no_gpu
+@pytest.mark.parametrize(("exchange", "platform", "replicas", "asks"), [
+    ("topk", "gpu", 2, True), ("topk", "gpu", 1, False), ("topk", "cpu", 2, False), ("dense", "gpu", 2, False),
+])  # fmt: skip
+def test_runs_whose_exchange_selects_agree(two_hosts, exchange, platform, replicas, asks):
+    mesh = types.SimpleNamespace(
+        shape={"replica": replicas}, devices=np.array([types.SimpleNamespace(platform=platform)])
+    )
+    settled(TEXT.replaced({"exchange": exchange}), None, mesh)
+    assert bool(two_hosts[1]) == asks
+
+
+@needs_no_gpu
 def test_in_shard_map():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     local = functools.partial(select.select_top_k, k=60)
@@ -129,6 +209,16 @@ def test_in_shard_map():
         run = jax.shard_map(local, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=check_vma)
         text = jax.jit(run).trace(jnp.zeros(80_000)).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count(CALL) == 8
+
+
+def test_the_trial_has_keys_for_every_program():
+    n = kernels.TRIED
+    stage = kernels.Stage(n, n // 2, *kernels.digits(KEY_BITS), interpret=False)
+    assert block_width(n, n // 2, kernels.WIDTHS) is None
+    assert stage.programs == kernels.PROGRAMS
+    assert stage.span > kernels.CHUNK * kernels.CHUNKS
+    assert n % stage.span
+    assert kernels.fits(n, n // 2)
 
 
 def test_counts_stay_whole():

@@ -40,6 +40,9 @@ CHUNK, CHUNK_WARPS, CHUNKS = 512, 16, 4
 look-up at its beginning takes as long as some of them."""
 PROGRAMS = 1024
 """The most programs of the other kernels, for each of them adds up what those before it have counted."""
+TRIED = 2 * CHUNK * CHUNKS * PROGRAMS - 1000
+"""So many entries that, in a selection from all of them, every program has keys, and more than CHUNKS chunks of them.
+The last chunk is not full."""
 FIRST, LOW, SLOTS = 16, 8, 1 << 8
 """A histogram of `FIRST` bits, or of the others, has counts by all but the LOW last of them, then counts by all: so
 both look-ups are in SLOTS counts."""
@@ -315,8 +318,8 @@ def largest_by_kernels(x: jax.Array, k: int, leading: int, *, interpret: bool = 
     return inner.select(keys, bins, blocks, width=width)[0]
 
 
-def select_rightly(n: int = 100_000, *, interpret: bool = False) -> bool:
-    """Whether the kernels, run here on one device, select what NumPy does: by blocks, and from all entries.
+def select_rightly(n: int = TRIED, *, interpret: bool = False) -> bool:
+    """Whether the kernels, run here on one device, select what NumPy does: by blocks, and from all `n` entries.
 
     The entries differ in size by 2**40; among them are equal ones, zeros, infinities and NaNs.
     """

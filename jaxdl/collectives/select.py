@@ -21,11 +21,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jaxdl.cluster.agree import all_processes
+from jaxdl.cluster.agree import from_each_process
 from jaxdl.collectives.blocks import largest_of_blocks, two_stages
 from jaxdl.collectives.compact import COARSE_BITS, KEY_BITS, magnitudes
 from jaxdl.collectives.mstopk import mstopk
 from jaxdl.collectives.primitive import Result, alike, define, key_bits
+from jaxdl.errors import ConfigError
 
 Method = Literal["exact", "threshold", "mstopk", "block"]
 METHODS: tuple[Method, ...] = get_args(Method)
@@ -34,6 +35,8 @@ LEADING: dict[str, int] = {"exact": KEY_BITS, "threshold": COARSE_BITS}
 """How many bits of |x| the methods compare that differ in this alone."""
 SMALL = 2048
 """On a CPU, so few entries are sorted: the time is in compiling."""
+_agreed: list[bool] = []
+"""What `agree_on_kernels` found; empty before."""
 
 
 def select_top_k(
@@ -122,11 +125,38 @@ def has_triton() -> bool:
 
     By default it is on GPUs of compute capability 9 (Hopper) or later where `kernels_work`; and where no GPU is, to
     compile for some. `JAXDL_SELECTION` in the environment decides otherwise: `xla` is the selection in plain XLA,
-    `triton` takes the kernels unchecked, from capability 8 (A100) on. Raises ValueError for other words there.
+    `triton` takes the kernels unchecked, from capability 8 (A100) on. In several processes, which must compile the
+    same, it is as they agreed in `agree_on_kernels`, and plain XLA where they have not. Nothing is sent: a process may
+    ask alone. Raises ConfigError for other words in `JAXDL_SELECTION`.
     """
+    return _suits_here() if jax.process_count() == 1 else any(_agreed)
+
+
+def agree_on_kernels() -> None:
+    """Several processes agree, once, on `has_triton`: yes if each of them, asked alone, says so.
+
+    All processes call it at the same place of the program. Raises ConfigError on all of them for what one of them
+    raises it for.
+    """
+    if jax.process_count() == 1 or _agreed:
+        return
+    try:
+        own = b"yes" if _suits_here() else b"no"
+    except ConfigError as error:
+        own = str(error).encode()
+    answers = from_each_process(own)
+    for answer in answers:
+        if answer not in (b"yes", b"no"):
+            raise ConfigError(answer.decode())
+    _agreed.append(set(answers) == {b"yes"})
+    if own == b"yes" and not _agreed[0]:
+        _warn("are not used on another host")
+
+
+def _suits_here() -> bool:
     wanted = os.environ.get("JAXDL_SELECTION", "auto")
     if wanted not in ("auto", "triton", "xla"):
-        raise ValueError(
+        raise ConfigError(
             f"JAXDL_SELECTION={wanted}: the selection on GPUs is by 'xla', by 'triton', or 'auto' (the default): by "
             "Triton where that works."
         )
@@ -140,14 +170,21 @@ def has_triton() -> bool:
         return False
     gpus = [device for device in jax.local_devices() if device.platform != "cpu"]
     least = 8 if wanted == "triton" else 9
-    if any(float(getattr(device, "compute_capability", 0)) < least for device in gpus):
+    if any(_capability(gpu) < least for gpu in gpus):
         return False
     return not gpus or wanted == "triton" or kernels_work()
 
 
+def _capability(gpu: Any) -> float:
+    try:
+        return float(getattr(gpu, "compute_capability", 0))
+    except ValueError:  # AMD's are names.
+        return 0.0
+
+
 @functools.cache
 def kernels_work() -> bool:
-    """Whether the kernels give the right results here, and on every process of a run, which must compile the same.
+    """Whether the kernels give the right results on this process's GPU.
 
     They are tried once, in a thread of its own, because this is asked in the middle of tracing. Where they fail, a
     warning says so.
@@ -157,22 +194,23 @@ def kernels_work() -> bool:
         from jaxdl.collectives import kernels
 
         try:
-            problem = "" if kernels.select_rightly() else "give wrong results"
+            return "" if kernels.select_rightly() else "give wrong results"
         except Exception as error:  # Whatever Pallas, Triton or the driver says: there is another way.
-            problem = f"do not run ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
-        if not all_processes(not problem):
-            problem = problem or "do not work on another host"
-        return problem
+            return f"do not run ({type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]})"
 
     with ThreadPoolExecutor(1) as threads:
         problem = threads.submit(tried).result()
     if problem:
-        warnings.warn(
-            f"the kernels that select entries {problem} on this {jax.local_devices()[0].device_kind}: the slower "
-            "selection of XLA is used, with the same results. JAXDL_SELECTION=xla does so without this message.",
-            stacklevel=2,
-        )
+        _warn(f"{problem} on this {jax.local_devices()[0].device_kind}")
     return not problem
+
+
+def _warn(problem: str) -> None:
+    warnings.warn(
+        f"the kernels that select entries {problem}: the slower selection of XLA is used, with the same results. "
+        "JAXDL_SELECTION=xla does so without this message.",
+        stacklevel=3,
+    )
 
 
 def _results(x: Any, bits: Any, *, k: int, **_: Any) -> list[Result]:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxdl.cluster import start_devices, wait_for_all
+from jaxdl.collectives.select import agree_on_kernels
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, PhotoSource, Source, Splits, TrainLoader
 from jaxdl.exchange import (
@@ -51,6 +52,7 @@ from jaxdl.run.validate import (
     check_tensor_dims,
     check_warmup,
     fitted_task,
+    idle_exchange,
     idle_tensor,
     read_splits,
     task_inputs,
@@ -247,12 +249,16 @@ def settled(
     """
     auto = experiment.exchange
     one_replica = mesh.shape[Axis.REPLICA] == 1
+    wanted = chosen or auto
+    selects = not isinstance(wanted, ExchangeConfig) or bool(wanted.figures.methods)
+    if selects and not one_replica and platform(mesh) == "gpu":
+        agree_on_kernels()
     if not isinstance(auto, Auto):
         assert isinstance(auto, ExchangeConfig)
-        return experiment, _idle(auto) if one_replica else ()
+        return experiment, idle_exchange(auto) if one_replica else ()
     if chosen is not None:
         note = f"exchange: {chosen.label}, as chosen when the run began"
-        return experiment.replaced({"exchange": chosen}), (note, *(_idle(chosen) if one_replica else ()))
+        return experiment.replaced({"exchange": chosen}), (note, *(idle_exchange(chosen) if one_replica else ()))
     if one_replica:
         dense = Dense(delay_steps=auto.delay_steps)
         return experiment.replaced({"exchange": dense}), ("exchange: one replica exchanges nothing",)
@@ -260,22 +266,6 @@ def settled(
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     found = auto.choose(gradients.shapes, gradients.layout, mesh)
     return experiment.replaced({"exchange": found.best}), found.reasons
-
-
-def _idle(config: ExchangeConfig) -> tuple[str, ...]:
-    """Lines for the user about an exchange on a mesh of one replica; none for the default exchange.
-
-    No error: a run with several replicas may resume with one, and a small trial on one device is no mistake.
-    """
-    if config == Dense(delay_steps=config.delay_steps):
-        return ()
-    fields = {name: getattr(config, name) for name in config.single_replica_options}
-    still = [f"--exchange.{name.replace('_', '-')} {value:g}" for name, value in fields.items() if value]
-    return (
-        f"exchange {config.kind}: this mesh has one replica, so nothing is exchanged or compressed; --exchange "
-        + (f"has no effect but for {' and '.join(still)}. " if still else "has no effect. ")
-        + "It takes effect with --mesh.replica 2 or more.",
-    )
 
 
 def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Gradients:

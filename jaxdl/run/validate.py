@@ -19,6 +19,7 @@ from jaxdl.cluster import current, host_memory_bytes, wait_for_all
 from jaxdl.cluster.consistency import process_names
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, PhotoSource, Splits
+from jaxdl.exchange import Dense, ExchangeConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.models import Network
@@ -193,6 +194,22 @@ def idle_tensor(network: Network, mesh: Mesh) -> tuple[str, ...]:
     return (
         f"--mesh.tensor {size}: no parameter of {network.what} has logical axes, so nothing is split over tensor, and "
         f"each group of {size} devices computes the same. Name the axes, or take --mesh.tensor 1.",
+    )
+
+
+def idle_exchange(config: ExchangeConfig) -> tuple[str, ...]:
+    """Lines for the user about an exchange on a mesh of one replica; none for the default exchange.
+
+    No error: a run with several replicas may resume with one, and a small trial on one device is no mistake.
+    """
+    if config == Dense(delay_steps=config.delay_steps):
+        return ()
+    fields = {name: getattr(config, name) for name in config.single_replica_options}
+    still = [f"--exchange.{name.replace('_', '-')} {value:g}" for name, value in fields.items() if value]
+    return (
+        f"exchange {config.kind}: this mesh has one replica, so nothing is exchanged or compressed; --exchange "
+        + (f"has no effect but for {' and '.join(still)}. " if still else "has no effect. ")
+        + "It takes effect with --mesh.replica 2 or more.",
     )
 
 
