@@ -1,4 +1,4 @@
-"""Measures on one GPU what RESULTS.md has no figure of a GPU for, in 25 minutes, the most worthwhile first.
+"""Measures on one GPU what RESULTS.md has no figure of a GPU for, the most worthwhile first, for 25 minutes.
 
 python scripts/measure_gpu.py --out runs/gpu
 python scripts/measure_gpu.py --out runs/gpu --only 'resnet50*' --minutes 10
