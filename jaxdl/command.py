@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from jaxdl.cluster import end_together, launched_cpu_devices
+from jaxdl.compiler.options import ASSUMED
 from jaxdl.config import ConfigError, differences
 from jaxdl.errors import print_out
 from jaxdl.experiment import Experiment, load_experiment, parse_command_line
@@ -18,7 +19,7 @@ from jaxdl.mesh import Axis
 from jaxdl.optim import param_names
 from jaxdl.report import Start, explain, print_explanation
 from jaxdl.run.build import make_plan
-from jaxdl.run.compile import compile_train_step, own_options
+from jaxdl.run.compile import compile_train_step, ordered_for, own_options
 from jaxdl.run.entry import train
 from jaxdl.run.initial import InitFrom
 from jaxdl.run.result import exit_codes
@@ -125,6 +126,10 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     split = mesh[Axis.FSDP] * mesh[Axis.TENSOR] > 1
     print_explanation(rows, mesh, memory, min_elements=experiment.sharding.min_shard_elements if split else 0)
     for name, value in own_options(plan).items():
-        print(f"XLA option for messages inside a replica beside those between replicas: {name}={value}")
+        print(f"XLA option set by jaxdl: {name}={value}")
+    if (links := ordered_for(plan)) is not None:
+        source = "assumed, --compiler.network-gbps gives it" if links is ASSUMED else "--compiler.network-gbps"
+        gbps = 8e-9 * links.replica_bytes_per_sec
+        print(f"XLA orders the step for {gbps:g} Gb/s from a device to other replicas ({source})")
     if plan.parts.sum_dtype is not None:
         print(f"looped layers: gradients are summed over replicas inside the backward loop, in {plan.parts.sum_dtype}")

@@ -1,9 +1,13 @@
-"""What hides the exchange: programs played by hand-made schedules, messages kept apart, and the compiler's options."""
+"""What hides the exchange: programs played by hand-made schedules, messages kept apart, and XLA's order."""
 
 import importlib.util
 import json
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,14 +16,13 @@ import pytest
 from exchange_cases import NAMED_SHAPES, ORDER, PLACES, Run
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from runs import tiny_experiment
 
 from jaxdl.bench import __main__ as command_line
 from jaxdl.bench import schedule
 from jaxdl.bench.h100 import h100_mesh
 from jaxdl.bench.scheme import operations
-from jaxdl.compiler import CompilerConfig, Links, compiled, hlo
-from jaxdl.compiler.options import INSIDE_REPLICAS
+from jaxdl.compiler import Links, compiled, hlo
+from jaxdl.compiler.options import ASSUMED
 from jaxdl.compiler.overlap import play
 from jaxdl.compiler.profile import profile_of
 from jaxdl.config import ConfigError
@@ -34,9 +37,6 @@ from jaxdl.exchange import (
     state_specs,
 )
 from jaxdl.exchange.buckets import held_back, in_turn, make_buckets
-from jaxdl.mesh import MeshConfig
-from jaxdl.run.build import make_plan
-from jaxdl.run.compile import compile_train_step
 
 AXES = {"replica": 2, "fsdp": 4}
 LINKS = Links(replica_bytes_per_sec=1e9, inner_bytes_per_sec=1e11, replica_latency_sec=1e-6, inner_latency_sec=0.0)
@@ -314,55 +314,61 @@ def test_xla_orders_the_program_for_the_network():
     assert hidden["known"] >= hidden["unknown"]
 
 
-def test_options_of_the_compiler(monkeypatch):
-    where = {"num_replicas": 2, "num_inner": 4}
-    assert CompilerConfig().own("gpu", **where) == INSIDE_REPLICAS
-    assert CompilerConfig().own("cpu", **where) == {}
-    assert CompilerConfig().own("gpu", **where | {"num_replicas": 1}) == {}
-    assert CompilerConfig().own("gpu", **where | {"num_inner": 1}) == {}
-    threshold, gathers, limit, streams = INSIDE_REPLICAS
-    config = CompilerConfig(options=(f"{threshold}=5", "xla_gpu_x=True", "xla_y=1.5", "xla_z=a,b"))
-    assert config.values() == {threshold: 5, "xla_gpu_x": True, "xla_y": 1.5, "xla_z": "a,b"}
-    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x --{limit}=1")
-    assert config.own("gpu", **where) == {name: INSIDE_REPLICAS[name] for name in (gathers, streams)}
-    with pytest.raises(ConfigError, match="not NAME=VALUE"):
-        CompilerConfig(options=("gpu_x=1",))
-    with pytest.raises(ConfigError, match="network_latency_us = 5 without network_gbps"):
-        CompilerConfig(network_latency_us=5)
-    with pytest.raises(ConfigError, match=r"network_gbps=10: cpu programs are not ordered for a network"):
-        CompilerConfig(network_gbps=10).check("cpu", 2)
-    with pytest.raises(ConfigError, match=r"network_gbps=10: there is one replica"):
-        CompilerConfig(network_gbps=10).check("gpu", 1)
-    CompilerConfig(network_gbps=10).check("gpu", 2)
-    links = CompilerConfig(network_gbps=10, network_latency_us=5).links
-    assert links is not None
-    assert (links.replica_bytes_per_sec, links.replica_latency_sec) == (1.25e9, pytest.approx(5e-6))
-    with pytest.raises(ConfigError, match="xla_gpu_x is set twice"):
-        CompilerConfig(options=("xla_gpu_x=1", "xla_gpu_x=2"))
+ALONE = PROGRAM.replace("BETWEEN", "")
 
 
-EXPERIMENT = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=1, tensor=1))
+class Lowered:
+    """A function that compiles to PROGRAM, or another text, and with a profile to that profile; or fails to."""
+
+    def __init__(self, text=ALONE, failure=None):
+        self.text, self.failure = text, failure
+
+    def compile(self, compiler_options):
+        profile = (compiler_options or {}).get("fdo_profile")
+        if profile is not None and self.failure is not None:
+            raise self.failure
+        return SimpleNamespace(as_text=lambda: self.text, profile=profile)
 
 
 @pytest.mark.parametrize(
-    ("option", "words"),
+    ("lowered", "words"),
     [
-        ("xla_gpu_enable_latency_hiding_scheduler=true", "is an option of gpu devices, and these are cpu devices"),
-        ("xla_no_such_thing=1", "xla_no_such_thing=1: XLA has no such option here"),
-        ("xla_cpu_enable_fast_math=many", "xla_cpu_enable_fast_math=many: XLA says 'many' is not a valid bool value"),
+        (Lowered(PROGRAM.replace("is_scheduled=true", "is_scheduled=false")), "(ValueError: this program is not sch"),
+        (Lowered("HloModule x, is_scheduled=true\n"), "have an unknown form (KeyError: "),
+        (Lowered(failure=RuntimeError("XLA cannot")), "XLA cannot"),
     ],
 )
-def test_options_that_cannot_be(option, words):
-    experiment = EXPERIMENT.replaced({"compiler.options": (option,)})
-    with pytest.raises(ConfigError, match=words):
-        compile_train_step(make_plan(experiment, jax.devices()[:2]))
+def test_a_step_that_cannot_be_ordered(lowered, words, capsys):
+    assert compiled(lowered, {}, AXES, ASSUMED).profile is None
+    assert words in capsys.readouterr().err
+    expected = ConfigError if lowered.failure is None else RuntimeError
+    with pytest.raises(expected, match=re.escape(words)):
+        compiled(lowered, {}, AXES, LINKS)
 
 
-def test_an_own_option_that_xla_lacks_is_left_out():
-    lowered = jax.jit(jnp.negative).lower(jax.ShapeDtypeStruct((), jnp.float32))
-    assert compiled(lowered, {}, {}, own={"xla_no_such_thing": 1, "xla_nor_this": 2})(1.0) == -1
-    with pytest.raises(ConfigError, match="xla_nor_this=2: XLA has no such option here"):
-        compiled(lowered, {"xla_nor_this": 2}, {}, own={"xla_no_such_thing": 1})
+@pytest.mark.parametrize("failure", [None, RuntimeError("XLA cannot")])
+def test_all_processes_take_one_order(failure, capsys):
+    """Each process reads another program; the second may fail to compile the ordered one."""
+    texts = [ALONE, PROGRAM.replace("BETWEEN", INNER)]
+    barrier, said = threading.Barrier(2, timeout=10), {}
+
+    def process(number):
+        def from_each(content):
+            said[number] = content
+            barrier.wait()
+            every = [said[0], said[1]]
+            barrier.wait()
+            return every
+
+        lowered = Lowered(texts[number], failure if number == 1 else None)
+        return compiled(lowered, {}, AXES, ASSUMED, from_each=from_each).profile
+
+    with ThreadPoolExecutor(2) as pool:
+        profiles = list(pool.map(process, range(2)))
+    expected = profile_of(texts[0], AXES, ASSUMED)
+    assert expected != profile_of(texts[1], AXES, ASSUMED)
+    assert profiles == [None if failure else expected] * 2
+    assert capsys.readouterr().err.count("process 1: XLA cannot") == (2 if failure else 0)
 
 
 def test_the_command_needs_devices_that_have_a_schedule(capsys):
@@ -370,6 +376,14 @@ def test_the_command_needs_devices_that_have_a_schedule(capsys):
         command_line.main(["schedule", "--config", str(Path(__file__).parents[1] / "configs" / "digits.py")])
     assert end.value.code == 2
     assert "Give --h100" in capsys.readouterr().err
+
+
+def test_the_program_is_ordered_for_the_network_that_is_played():
+    assert schedule.speeds(None, None) == (100, 100)
+    assert schedule.speeds(25, None) == (25, 25)
+    assert schedule.speeds(None, 10) == (10, 10)
+    assert schedule.speeds(25, 10) == (10, 25)
+    assert schedule.speeds(None, 0) == (0, 100)
 
 
 def test_tables_figure_and_json():

@@ -10,7 +10,7 @@ hides more.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from rich.table import Table
 from jaxdl.bench.h100 import NUM_DEVICES, compile_step, h100_mesh
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, write_json
 from jaxdl.compiler import Links, hlo
+from jaxdl.compiler.options import ASSUMED_GBPS
 from jaxdl.compiler.overlap import Message, Timeline, play
 from jaxdl.config import ConfigError
 from jaxdl.exchange import ExchangeConfig, kinds
@@ -27,7 +28,7 @@ from jaxdl.experiment import parse_command_line
 from jaxdl.mesh import Axis
 from jaxdl.report import replace_file, style
 from jaxdl.run.build import make_plan
-from jaxdl.run.compile import compiler_options
+from jaxdl.run.compile import own_options
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,8 +49,8 @@ class ScheduleBench(ExperimentBench):
     all_exchanges: bool = False
     """Also show every other kind of exchange, with the experiment's delay and bucket size."""
     gbps: float | None = None
-    """Gb/s that one device sends to other replicas in the simulation; None takes --compiler.network-gbps, for which XLA
-    orders the program, or 25."""
+    """Gb/s that one device sends to other replicas in the simulation; XLA orders the program for it too, unless
+    --compiler.network-gbps gives another speed for that. None takes --compiler.network-gbps, or 100 as a run does."""
     json: Path | None = None
     """A file for the results."""
     plot: Path | None = None
@@ -66,19 +67,19 @@ def main(args: list[str]) -> None:
     devices = _devices(command)
     if command.gbps is not None and command.gbps <= 0:
         raise ConfigError(f"--gbps {command.gbps:g}: give a speed above 0.")
-    gbps = command.gbps or command.experiment.compiler.network_gbps or 25.0
-    latency_sec = 1e-6 * command.experiment.compiler.network_latency_us
+    compiler = command.experiment.compiler
+    ordered, gbps = speeds(command.gbps, compiler.network_gbps)
     console = Console(width=150)
     found: dict[str, Timeline] = {}
     for exchange in exchanges(command):
         plan = make_plan(command.experiment.replaced({"exchange": exchange}), devices)
-        options = compiler_options(plan)
-        text = compile_step(plan).as_text() or ""
+        experiment = plan.experiment.replaced({"compiler.network_gbps": ordered})
+        text = compile_step(replace(plan, experiment=experiment)).as_text() or ""
         name = exchange.label + (", 1 step late" if exchange.delay_steps else "")
         if plan.parts.layout.mesh.shape[Axis.REPLICA] == 1:
             raise ConfigError("one replica exchanges nothing. Give --mesh.replica 2 or more.")
-        apart = int(options.get(STREAMS) or 1) > 1
-        links = Links(1e9 * gbps / 8, replica_latency_sec=latency_sec, apart=apart)
+        streams = (own_options(plan) | compiler.values()).get(STREAMS, 1)
+        links = Links(1e9 * gbps / 8, replica_latency_sec=1e-6 * compiler.network_latency_us, apart=int(streams) > 1)
         found[name] = play(hlo.parse(text), plan.parts.layout.mesh.shape, links)
         console.print(messages_table(found[name], name))
     console.print(summary_table(found, f"{command.config}, {gbps:g} Gb/s"))
@@ -86,6 +87,19 @@ def main(args: list[str]) -> None:
     write_json(command.json, values)
     if command.plot:
         replace_file(command.plot, figure(values))
+
+
+def speeds(gbps: float | None, network_gbps: float | None) -> tuple[float, float]:
+    """The Gb/s for which XLA orders the program (0: XLA alone decides), and those of the simulation.
+
+    Both are the same unless the options differ.
+
+    Args:
+      gbps: the option --gbps.
+      network_gbps: the option --compiler.network-gbps.
+    """
+    played = gbps or network_gbps or ASSUMED_GBPS
+    return (played if network_gbps is None else network_gbps), played
 
 
 def exchanges(command: ScheduleBench) -> list[ExchangeConfig]:

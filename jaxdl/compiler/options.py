@@ -5,18 +5,23 @@ They apply to one compiled function and, unlike `XLA_FLAGS`, to nothing else in 
 
 from __future__ import annotations
 
+import math
 import os
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import pydantic
 from jax.experimental.compilation_cache import compilation_cache
 
+from jaxdl.cluster import wait_for_all
+from jaxdl.cluster.agree import from_each_process
 from jaxdl.compiler.overlap import Links
 from jaxdl.compiler.profile import profile_of
 from jaxdl.config import Config, ConfigError
+from jaxdl.mesh import Axis
 
 Options = dict[str, bool | int | float | str]
 """XLA options: name -> value."""
@@ -34,7 +39,8 @@ INSIDE_REPLICAS: Options = {
 }
 """What the exchange needs on GPUs to overlap with messages inside a replica."""
 
-ASSUMED = Links(replica_bytes_per_sec=100e9 / 8)
+ASSUMED_GBPS = 100.0
+ASSUMED = Links(replica_bytes_per_sec=ASSUMED_GBPS * 1e9 / 8)
 """The network for which XLA orders a step of several replicas on GPUs when its speed is not given."""
 
 _replaced: dict[str | None, str | None] = {}
@@ -48,9 +54,9 @@ class CompilerConfig(Config):
     options: tuple[str, ...] = ()
     """XLA options as NAME=VALUE, `xla_gpu_all_gather_combine_threshold_bytes=1000000`; they override jaxdl's own."""
 
-    network_gbps: float | None = pydantic.Field(default=None, gt=0)
+    network_gbps: float | None = pydantic.Field(default=None, ge=0)
     """Gb/s that one device sends to other replicas: a node's bandwidth divided by its devices. XLA orders the step for
-    that network (GPUs only; it compiles twice). None takes 100."""
+    that network (GPUs only; it compiles twice). None takes 100; 0 leaves the order to XLA (it compiles once)."""
     network_latency_us: float = pydantic.Field(default=20.0, ge=0)
     """Latency in microseconds of a message to other replicas."""
 
@@ -60,11 +66,10 @@ class CompilerConfig(Config):
 
     @pydantic.model_validator(mode="after")
     def _latency_of_a_network(self) -> CompilerConfig:
-        if (
-            self.network_gbps is None
-            and self.network_latency_us != type(self).model_fields["network_latency_us"].default
-        ):
-            raise ValueError(f"network_latency_us = {self.network_latency_us:g} without network_gbps: give both.")
+        if not self.network_gbps and self.network_latency_us != type(self).model_fields["network_latency_us"].default:
+            raise ValueError(
+                f"network_latency_us = {self.network_latency_us:g} without network_gbps above 0: give both."
+            )
         return self
 
     @pydantic.model_validator(mode="after")
@@ -114,11 +119,15 @@ class CompilerConfig(Config):
             jax.config.update("jax_compilation_cache_dir", wanted)
             compilation_cache.reset_cache()  # It looks for the folder when the first program is compiled.
 
-    @property
-    def links(self) -> Links | None:
-        """The network of the settings, or None."""
-        if self.network_gbps is None:
+    def links(self, platform: str, axes: Mapping[str, int]) -> Links | None:
+        """The network for which XLA orders the train step on a mesh; `ASSUMED` when its speed is not given.
+
+        None where XLA alone decides on the order: with one replica, off GPUs, and with `network_gbps` 0.
+        """
+        if platform != "gpu" or axes[Axis.REPLICA.value] == 1 or self.network_gbps == 0:
             return None
+        if self.network_gbps is None:
+            return ASSUMED
         return Links(
             replica_bytes_per_sec=self.network_gbps * 1e9 / 8, replica_latency_sec=self.network_latency_us * 1e-6
         )
@@ -127,39 +136,97 @@ class CompilerConfig(Config):
         """The user's options: name -> value."""
         return {name: _value(text) for name, _, text in (option.partition("=") for option in self.options)}
 
-    def own(self, platform: str, *, num_replicas: int, num_inner: int) -> Options:
-        """The options that jaxdl adds to the user's for a train step with `num_inner` devices in a replica.
+    def own(self, platform: str, axes: Mapping[str, int]) -> Options:
+        """The options that jaxdl adds to the user's for a train step on a mesh with these axes.
 
         Those that `options` or the environment's XLA_FLAGS set are left to them. Collectives over `replica` need no
         option to stay apart: see `jaxdl.exchange.buckets.held_back`.
         """
-        if platform != "gpu" or num_replicas == 1 or num_inner == 1:
+        num_replicas = axes[Axis.REPLICA.value]
+        if platform != "gpu" or num_replicas == 1 or math.prod(axes.values()) == num_replicas:
             return {}
         asked = {*self.values(), *re.findall(r"--(xla_\w+)", os.environ.get("XLA_FLAGS", ""))}
         return {name: value for name, value in INSIDE_REPLICAS.items() if name not in asked}
 
 
+def _from_each(content: bytes) -> Sequence[bytes]:
+    wait_for_all()  # One host may compile for longer than another.
+    return from_each_process(content)
+
+
 def compiled(
-    lowered: Any, options: Options, axes: Mapping[str, int], links: Links | None = None, *, own: Options | None = None
+    lowered: Any,
+    options: Options,
+    axes: Mapping[str, int],
+    links: Links | None = None,
+    *,
+    own: Options | None = None,
+    from_each: Callable[[bytes], Sequence[bytes]] = _from_each,
 ) -> Any:
     """The compiled function, for a mesh with these axes; with `links` ordered for that network.
 
-    `own` are further options, left out where XLA does not know them; `ASSUMED` links are too where the order of the
-    program cannot be read. Raises ConfigError for an option of `options`, or a value, that XLA does not know.
+    With `links` all processes call this alike, in the order of their other collectives, and all get the same order:
+    that which the first process asks for, or, when one of them fails, XLA's own.
+
+    Args:
+      lowered: the function, `jax.stages.Lowered`.
+      options: the user's options.
+      own: further options, left out where XLA does not know them.
+      from_each: returns the bytes that each process gives it, in the order of the processes.
+
+    Raises ConfigError for an option of `options`, or a value, that XLA does not know, and for a program whose order
+    cannot be read; for `ASSUMED` links that and a failure to compile the ordered program are only a warning.
     """
     first, options = _compiled(lowered, options, own or {})
     if links is None:
         return first
+    ordered: Any = None
+
+    def order() -> bytes:
+        nonlocal ordered
+        ordered = lowered.compile(compiler_options={**options, "fdo_profile": profile})
+        return b""
+
     try:
-        profile = profile_of(first.as_text(), axes, links)
-    except ValueError as error:
-        if links is ASSUMED:
-            return first
+        # One order for all: with collectives in another order than the other processes' a process waits forever.
+        profile = _of_first(lambda: _profile(first, axes, links), from_each)
+        _of_first(order, from_each)
+    except _NotOrderedError as error:
+        if links is not ASSUMED:
+            raise (error.__cause__ or ConfigError(str(error))) from None
+        what = " ".join(str(error).split())
+        print(f"warning: the step is not ordered for the network, XLA's own order is used: {what}", file=sys.stderr)
+        return first
+    return ordered
+
+
+class _NotOrderedError(Exception):
+    """The step cannot be ordered, in this process (that is its cause) or in another."""
+
+
+def _profile(program: Any, axes: Mapping[str, int], links: Links) -> bytes:
+    try:
+        return profile_of(program.as_text(), axes, links)
+    except Exception as error:  # Whatever a form of text that the parser does not know leads to.
         raise ConfigError(
-            f"--compiler.network-gbps: the programs of this JAX ({jax.__version__}) have an unknown form: {error} "
-            "Leave it out."
+            f"--compiler.network-gbps: the programs of this JAX ({jax.__version__}) have an unknown form "
+            f"({type(error).__name__}: {error}). Give 0 to leave their order to XLA."
         ) from None
-    return lowered.compile(compiler_options={**options, "fdo_profile": profile})
+
+
+def _of_first(act: Callable[[], bytes], from_each: Callable[[bytes], Sequence[bytes]]) -> bytes:
+    """What `act` returns in the first process, in all. Raises _NotOrderedError in all when `act` raises in one."""
+    failure: Exception | None = None
+    try:
+        content = b"+" + act()
+    except Exception as error:
+        failure, content = error, b"-" + str(error).encode()
+    every = from_each(content)
+    for process, one in enumerate(every):
+        if one.startswith(b"-"):
+            where = f"process {process}: " if len(every) > 1 else ""
+            raise _NotOrderedError(f"{where}{one[1:].decode()}") from failure
+    return every[0][1:]
 
 
 def _compiled(lowered: Any, options: Options, own: Options) -> tuple[Any, Options]:

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import jax
 
-from jaxdl.compiler import Options, compiled
-from jaxdl.compiler.options import ASSUMED
+from jaxdl.compiler import Links, Options, compiled
 from jaxdl.config import Config
 from jaxdl.evaluation import EvalStep, NormStep, make_eval_step, make_norm_step
-from jaxdl.mesh import Axis, platform
+from jaxdl.mesh import platform
 from jaxdl.optim import Constant
 from jaxdl.phases import Segment
 from jaxdl.run.build import Plan
@@ -63,23 +62,20 @@ def compile_train_step(plan: Plan, segment: Segment | None = None) -> jax.stages
     batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
     with user_code(plan.exchange.users_name):  # All else has been traced before.
         lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
-    compiler, mesh = plan.experiment.compiler, plan.parts.layout.mesh
-    several = mesh.shape[Axis.REPLICA] > 1 and platform(mesh) == "gpu"
-    links = compiler.links or (ASSUMED if several else None)
-    return compiled(lowered, compiler.values(), mesh.shape, links, own=own_options(plan))
+    axes, values = plan.parts.layout.mesh.shape, plan.experiment.compiler.values()
+    return compiled(lowered, values, axes, ordered_for(plan), own=own_options(plan))
 
 
 def own_options(plan: Plan) -> Options:
     """XLA's options for the train step of a plan that jaxdl adds to the user's."""
     mesh = plan.parts.layout.mesh
-    return plan.experiment.compiler.own(
-        platform(mesh), num_replicas=mesh.shape[Axis.REPLICA], num_inner=mesh.shape[Axis.FSDP]
-    )
+    return plan.experiment.compiler.own(platform(mesh), mesh.shape)
 
 
-def compiler_options(plan: Plan) -> Options:
-    """XLA's options for the train step of a plan."""
-    return own_options(plan) | plan.experiment.compiler.values()
+def ordered_for(plan: Plan) -> Links | None:
+    """The network for which XLA orders the train step of a plan; None where XLA alone decides on the order."""
+    mesh = plan.parts.layout.mesh
+    return plan.experiment.compiler.links(platform(mesh), mesh.shape)
 
 
 class Programs:
@@ -101,7 +97,8 @@ class Programs:
     def of(self, plan: Plan, segment: Segment, end: int = 0) -> StepFunctions:
         """The steps of a segment; starts to compile those of the next if it begins before the step `end`.
 
-        Raises what compiling raises.
+        Not if several processes have to agree on their order: those are compiled when they are asked for. Raises what
+        compiling raises.
         """
         key = program_key(plan, segment)
         future = self._futures.get(key)
@@ -115,6 +112,8 @@ class Programs:
         return steps
 
     def _start(self, plan: Plan, segment: Segment) -> None:
+        if jax.process_count() > 1 and ordered_for(plan) is not None:
+            return  # The processes agree on the order by collectives, which must not run beside those of the steps.
         key = program_key(plan, segment)
         if key not in self._futures:
             self._futures[key] = Future()

@@ -1,0 +1,75 @@
+"""The settings of the compiler: XLA's options, and the network for which it orders a step."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from runs import tiny_experiment
+
+from jaxdl.compiler import CompilerConfig, compiled
+from jaxdl.compiler.options import ASSUMED, INSIDE_REPLICAS
+from jaxdl.config import ConfigError
+from jaxdl.mesh import MeshConfig
+from jaxdl.run.build import make_plan
+from jaxdl.run.compile import compile_train_step
+
+AXES = {"replica": 2, "fsdp": 4}
+
+
+def test_options_of_the_compiler(monkeypatch):
+    assert CompilerConfig().own("gpu", AXES) == INSIDE_REPLICAS
+    assert CompilerConfig().own("gpu", {"replica": 2, "fsdp": 1, "tensor": 2}) == INSIDE_REPLICAS
+    assert CompilerConfig().own("cpu", AXES) == {}
+    assert CompilerConfig().own("gpu", AXES | {"replica": 1}) == {}
+    assert CompilerConfig().own("gpu", AXES | {"fsdp": 1}) == {}
+    threshold, gathers, limit, streams = INSIDE_REPLICAS
+    config = CompilerConfig(options=(f"{threshold}=5", "xla_gpu_x=True", "xla_y=1.5", "xla_z=a,b"))
+    assert config.values() == {threshold: 5, "xla_gpu_x": True, "xla_y": 1.5, "xla_z": "a,b"}
+    monkeypatch.setenv("XLA_FLAGS", f"--xla_dump_to=x --{limit}=1")
+    assert config.own("gpu", AXES) == {name: INSIDE_REPLICAS[name] for name in (gathers, streams)}
+    with pytest.raises(ConfigError, match="not NAME=VALUE"):
+        CompilerConfig(options=("gpu_x=1",))
+    with pytest.raises(ConfigError, match="xla_gpu_x is set twice"):
+        CompilerConfig(options=("xla_gpu_x=1", "xla_gpu_x=2"))
+
+
+def test_the_network_for_which_a_step_is_ordered():
+    for gbps in (None, 0):
+        with pytest.raises(ConfigError, match="network_latency_us = 5 without network_gbps"):
+            CompilerConfig(network_gbps=gbps, network_latency_us=5)
+    for gbps in (0, 10):
+        config = CompilerConfig(network_gbps=gbps)
+        with pytest.raises(ConfigError, match=rf"network_gbps={gbps}: cpu programs are not ordered for a network"):
+            config.check("cpu", 2)
+        with pytest.raises(ConfigError, match=rf"network_gbps={gbps}: there is one replica"):
+            config.check("gpu", 1)
+        config.check("gpu", 2)
+    links = CompilerConfig(network_gbps=10, network_latency_us=5).links("gpu", AXES)
+    assert links is not None
+    assert (links.replica_bytes_per_sec, links.replica_latency_sec) == (1.25e9, pytest.approx(5e-6))
+    assert CompilerConfig().links("gpu", AXES) is ASSUMED
+    assert CompilerConfig(network_gbps=0).links("gpu", AXES) is None
+    assert CompilerConfig().links("gpu", AXES | {"replica": 1}) is CompilerConfig().links("cpu", AXES) is None
+
+
+EXPERIMENT = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=1, tensor=1))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("xla_gpu_enable_latency_hiding_scheduler=true", "is an option of gpu devices, and these are cpu devices"),
+        ("xla_no_such_thing=1", "xla_no_such_thing=1: XLA has no such option here"),
+        ("xla_cpu_enable_fast_math=many", "xla_cpu_enable_fast_math=many: XLA says 'many' is not a valid bool value"),
+    ],
+)
+def test_options_that_cannot_be(option, words):
+    experiment = EXPERIMENT.replaced({"compiler.options": (option,)})
+    with pytest.raises(ConfigError, match=words):
+        compile_train_step(make_plan(experiment, jax.devices()[:2]))
+
+
+def test_an_own_option_that_xla_lacks_is_left_out():
+    lowered = jax.jit(jnp.negative).lower(jax.ShapeDtypeStruct((), jnp.float32))
+    assert compiled(lowered, {}, {}, own={"xla_no_such_thing": 1, "xla_nor_this": 2})(1.0) == -1
+    with pytest.raises(ConfigError, match="xla_nor_this=2: XLA has no such option here"):
+        compiled(lowered, {"xla_nor_this": 2}, {}, own={"xla_no_such_thing": 1})
