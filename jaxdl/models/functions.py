@@ -47,6 +47,7 @@ class FunctionNetwork(Network):
             axes = jax.tree.map(lambda x: (UNNAMED,) * len(x.shape), params)
         leaves = jax.tree.structure(params).flatten_up_to(axes)
         self.axes = self._param_names.from_leaves(leaves)
+        self.looped = self._param_names.from_leaves([False] * len(leaves))
         self.param_shapes, self.state_shapes = self._param_names.named(params), self._state_names.named(state)
         check_arrays(what, self.param_shapes, self.state_shapes)
 
