@@ -61,7 +61,10 @@ def test_a_measurement_over_its_time_is_ended_with_what_it_started(tmp_path):
         assert measure_gpu.run(command, dict(os.environ), file, 0.5, "it", Console(quiet=True)) is None
     assert time.monotonic() - begun < 30
     state = Path(f"/proc/{int(log.read_text())}/stat")
-    assert not state.exists() or state.read_text().split()[2] == "Z"
+    end = time.monotonic() + 10  # A process that has been killed may take a moment.
+    while (left := state.exists() and state.read_text().split()[2] != "Z") and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not left
 
 
 def test_results_outlast_a_kill(tmp_path):
