@@ -1,12 +1,15 @@
 """Shared by the tests of whole runs: a tiny experiment, its command line as a process, and its saved state."""
 
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import weakref
 from pathlib import Path
 
 import jax
@@ -27,6 +30,7 @@ from jaxdl.tasks import Classification
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_DEVICE = MeshConfig(replica=1, fsdp=1, tensor=1)
+_started: weakref.WeakSet["Started"] = weakref.WeakSet()
 
 
 with forgotten():  # The kinds that tests list are those of jaxdl.
@@ -73,13 +77,39 @@ def write_config(folder: Path, experiment: Experiment) -> Path:
     return path
 
 
-def start(config: Path, workdir: Path, *args: str) -> subprocess.Popen:
+class Started(subprocess.Popen):
+    """A process of Python whose output goes to files, which `communicate` reads when it has ended.
+
+    A pipe that the test does not read yet would block it after 64 KiB, and with it all processes that wait for it.
+    """
+
+    def __init__(self, *args: str, **environment: str) -> None:
+        inherited = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
+        inherited |= {"PYTHONFAULTHANDLER": "1"}  # See `finish`.
+        self._files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")  # noqa: SIM115
+        out, err = self._files
+        super().__init__([sys.executable, *args], cwd=ROOT, env=inherited | environment, stdout=out, stderr=err)
+        _started.add(self)
+
+    def communicate(self, input: None = None, timeout: float | None = None) -> tuple[str, str]:
+        """All output, when the process has ended. Raises TimeoutExpired."""
+        self.wait(timeout)
+        return self.printed
+
+    @functools.cached_property
+    def printed(self) -> tuple[str, str]:
+        """What it has printed on stdout and stderr; read when it has ended, because both write at the same place."""
+        texts = []
+        for file in self._files:
+            with file:
+                file.seek(0)
+                texts.append(file.read())
+        return texts[0], texts[1]
+
+
+def start(config: Path, workdir: Path, *args: str) -> Started:
     """Starts `python -m jaxdl.train` as a user does."""
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    command = [sys.executable, "-m", "jaxdl.train", "--config", str(config), "--workdir", str(workdir), *args]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    return Started("-m", "jaxdl.train", "--config", str(config), "--workdir", str(workdir), *args)
 
 
 def wait_for(process: subprocess.Popen, condition, timeout_sec: float = 120) -> None:
@@ -121,8 +151,15 @@ def has_step(workdir: Path, step: int):
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str]:
-    """The exit code and all output."""
-    out, err = process.communicate(timeout=240)
+    """The exit code and all output. Fails, with the stacks of all processes that still run, if it hangs."""
+    try:
+        out, err = process.communicate(timeout=240)
+    except subprocess.TimeoutExpired:
+        hanging = [one for one in _started if one.poll() is None]
+        for one in hanging:
+            one.send_signal(signal.SIGABRT)
+        texts = [f"{one.args}:\n{''.join(one.communicate(timeout=20))}" for one in hanging]
+        raise AssertionError("\n\n".join(["after 240 s these processes still ran:", *texts])) from None
     return process.returncode, out + err
 
 

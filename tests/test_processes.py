@@ -1,18 +1,15 @@
 """Two processes of two devices each, joined over the network, train as one process with four devices does."""
 
-import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from runs import ROOT, finish, has_step, rows, saved_state, tiny_experiment, wait_for, write_config
+from runs import Started, finish, has_step, rows, saved_state, tiny_experiment, wait_for, write_config
 
 import jaxdl
 from jaxdl.data import SyntheticText
@@ -41,19 +38,19 @@ def start_pair(config, workdir, *args, each=((), ()), programs=(("-m", "jaxdl.tr
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     options = ["--config", str(config), "--workdir", str(workdir), *args]
-    environment = {name: value for name, value in os.environ.items() if name != "JAX_NUM_CPU_DEVICES"}
-    environment |= {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
+    environment = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": "2"}
     return [
-        subprocess.Popen(
-            [sys.executable, *programs[process], *options, *each[process]],
-            cwd=ROOT,
-            env=environment | {"JAX_PROCESS_ID": str(process)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        Started(*programs[process], *options, *each[process], **environment, JAX_PROCESS_ID=str(process))
         for process in range(2)
     ]
+
+
+def test_output_that_is_read_late_stops_no_process(tmp_path):
+    """A test reads what the first process printed before it reads the second's, which may be more than a pipe holds."""
+    writes = f"print(100_000 * 'x', flush=True); open({str(tmp_path / 'done')!r}, 'w').close()"
+    waits = f"import os, time\nwhile not os.path.exists({str(tmp_path / 'done')!r}): time.sleep(0.01)"
+    first, second = (finish(one) for one in [Started("-S", "-c", waits), Started("-S", "-c", writes)])
+    assert (first, second) == ((0, ""), (0, 100_000 * "x" + "\n"))
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +115,7 @@ def test_a_part_that_one_cannot_read_is_damage_for_both(story, tmp_path):
         assert "There is no intact checkpoint" in output
         assert output.count("ocdbt.process_1/d/") == 2
         assert "is missing" in output
+        assert re.findall(r"moved to \S+/(step_\d+)\n", output) == [step_folder(40), step_folder(32)], output
     assert sorted(path.name for path in (tmp_path / "checkpoints" / "damaged").iterdir()) == [
         step_folder(32),
         step_folder(40),

@@ -25,7 +25,7 @@ from jaxdl.checkpoint.meta import Meta, Stored
 from jaxdl.checkpoint.quiet import hush_orbax
 from jaxdl.checkpoint.reading import fingerprint_texts, read_checkpoint
 from jaxdl.checkpoint.retention import Best
-from jaxdl.cluster.agree import all_processes
+from jaxdl.cluster.agree import all_processes, of_first_process
 from jaxdl.config import Periodic
 from jaxdl.errors import ConfigError
 from jaxdl.exchange import resplit
@@ -344,24 +344,24 @@ class Checkpoints:
 
     def _move(self, step: int, folder: str) -> Path:
         """Moves a checkpoint to a folder beside it; the new path. Raises ConfigError when that cannot be done."""
-        source = self.folder / step_folder(step)
-        target = self.folder / folder / step_folder(step)
-        number = 0
-        while target.exists():
-            number += 1
-            target = target.with_name(f"{step_folder(step)}.{number}")
-        reason = None
-        try:
-            if jax.process_index() == 0:
-                target.parent.mkdir(exist_ok=True)
-                os.replace(source, target)
-        except OSError as error:
-            reason = error.strerror
-        if not all_processes(reason is None):  # Until it is moved, no process may search for the next one.
-            reason = reason or "the first process failed"
-            raise ConfigError(
-                f"{source}: cannot be moved to {target.parent}: {reason}. Free some space there, or make it writable."
-            )
+        source, parent = self.folder / step_folder(step), self.folder / folder
+
+        def move() -> bytes:
+            name, number = source.name, 0
+            while (parent / name).exists():
+                number += 1
+                name = f"{source.name}.{number}"
+            try:
+                parent.mkdir(exist_ok=True)
+                os.replace(source, parent / name)
+            except OSError as error:
+                raise ConfigError(
+                    f"{source}: cannot be moved to {parent}: {error.strerror}. Free some space there, or make it "
+                    "writable."
+                ) from None
+            return name.encode()
+
+        target = parent / of_first_process(move).decode()  # Until it is moved, no process may search for the next one.
         self._manager.reload()
         return target
 

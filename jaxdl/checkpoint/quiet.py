@@ -13,7 +13,8 @@ def hush_orbax() -> None:
     """Drops Orbax's log records and the late errors of its background threads from now on.
 
     After a failed write, Orbax logs the same traceback from several threads at any later time; and each other write of
-    TensorStore ends in an exception that cannot be caught, since Orbax has closed its event loop.
+    TensorStore ends in an exception that cannot be caught, since Orbax has closed its event loop. After a failed read,
+    each other read of the checkpoint ends in one, with a page of text, when Python collects it as garbage.
     """
     logger = logging.getLogger("absl")
     if _from_orbax not in logger.filters:
@@ -25,7 +26,11 @@ def hush_orbax() -> None:
 
 def _from_orbax(record: logging.LogRecord) -> bool:
     """Whether a record is shown: all but those of Orbax."""
-    return "/orbax/" not in record.pathname.replace("\\", "/")
+    return not _is_orbax(record.pathname)
+
+
+def _is_orbax(path: str) -> bool:
+    return "/orbax/" in path.replace("\\", "/")
 
 
 def _of_others(record: logging.LogRecord) -> bool:
@@ -35,6 +40,7 @@ def _of_others(record: logging.LogRecord) -> bool:
 
 
 def _report_unraisable(otherwise: Callable[[Any], object], unraisable: Any) -> None:
-    error = unraisable.exc_value
-    if not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
+    error, code = unraisable.exc_value, getattr(unraisable.object, "cr_code", None)
+    of_orbax = code is not None and _is_orbax(code.co_filename)
+    if not of_orbax and not (isinstance(error, RuntimeError) and str(error) == "Event loop is closed"):
         otherwise(unraisable)
