@@ -6,10 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exchange_cases import FAST_COMPILE
 from flax import nnx
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.collectives.neighbours import Neighbours
+from jaxdl.compiler import hlo
 from jaxdl.mesh import Axis
 from jaxdl.models import ResNet
 from jaxdl.models.batch_norm import BatchNormOptions, batch_norm_of_product
@@ -18,6 +20,11 @@ from jaxdl.sharding import Layout, ShardingConfig, use_layout
 
 NUM, SIZE, INCOMING, OUTGOING = 16, 5, 3, 8
 RELATIVE = 1e-5
+
+
+def compute(function, *args):
+    """The function, compiled with little optimization, of `args`."""
+    return jax.jit(function).lower(*args).compile(FAST_COMPILE)(*args)
 
 
 def layers(span, size, stride, *, dtype=jnp.float32):
@@ -88,14 +95,14 @@ def test_gradients_and_statistics_are_those_of_flax(span, replicas, groups, of_r
     """On every span, of a 3x3 convolution, and of a 1x1 convolution by the moments of its input."""
     size = 1 if of_product else 3
     relu, has_shortcut, stride = size == 3 or replicas > 1, replicas != 2 or groups > 1, 1 if replicas > 1 else 2
-    options = BatchNormOptions(1e-5, jnp.float32, relu, of_replica, neighbours) if of_product else None
+    # A part of a group for each device of a replica.
+    options = BatchNormOptions(1e-5, jnp.float32, relu, of_replica, neighbours, 2 // of_replica) if of_product else None
     made = layers(span, size, stride)
     graphdef, state = nnx.split(made)
     image, shortcut, weights = inputs(stride)
     arguments = (state, image, shortcut if has_shortcut else None, weights)
-    wanted = jax.jit(
-        jax.value_and_grad(lambda *args: flax(graphdef, *args, relu=relu, groups=groups), (0, 1, 2), has_aux=True)
-    )(*arguments)
+    theirs = functools.partial(flax, graphdef, relu=relu, groups=groups)
+    wanted = compute(jax.value_and_grad(theirs, (0, 1, 2), has_aux=True), *arguments)
     mesh = Mesh(
         np.array(jax.devices()[: 2 * replicas]).reshape(replicas, 2, 1), tuple(Axis), axis_types=(AxisType.Auto,) * 3
     )
@@ -112,13 +119,11 @@ def test_gradients_and_statistics_are_those_of_flax(span, replicas, groups, of_r
         return (total[0], jax.lax.pmean(after, Axis.REPLICA.value)), (total[1], image, shortcut)
 
     split = PartitionSpec(Axis.REPLICA.value)
-    found = jax.jit(
-        jax.shard_map(
-            local, mesh=mesh, in_specs=(PartitionSpec(), split, split, split), axis_names={Axis.REPLICA.value},
-            out_specs=((PartitionSpec(), PartitionSpec()), (PartitionSpec(), split, split)),
-        )
-    )(*arguments)  # fmt: skip
-    assert_close(found, wanted)
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(PartitionSpec(), split, split, split), axis_names={Axis.REPLICA.value},
+        out_specs=((PartitionSpec(), PartitionSpec()), (PartitionSpec(), split, split)),
+    )  # fmt: skip
+    assert_close(compute(mapped, *arguments), wanted)
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 1), ("float16", 3)])
@@ -129,7 +134,7 @@ def test_in_16_bits_gradients_are_rounded_and_no_more(dtype, size):
     def gradients(function, dtype):
         graphdef, state = nnx.split(layers("replica", size, 1, dtype=dtype))
         loss = lambda *args: function(graphdef, *args, 1e-3 * weights, relu=False)[0]  # noqa: E731
-        return jax.jit(jax.grad(loss, (0, 1, 2)))(state, image.astype(dtype), shortcut.astype(dtype))
+        return compute(jax.grad(loss, (0, 1, 2)), state, image.astype(dtype), shortcut.astype(dtype))
 
     found, wanted = gradients(ours, jnp.dtype(dtype)), gradients(flax, jnp.float32)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -141,9 +146,8 @@ def test_in_bfloat16_the_result_is_not_less_exact_where_means_are_large():
     keys = jax.random.split(jax.random.key(4), 2)
     x = jax.nn.relu(jax.random.normal(keys[0], (32, 8, 8, 16)) + 3).astype(jnp.bfloat16)
     kernel = jax.random.normal(keys[1], (16, 64)) / 4
-    out, mean, variance = jax.jit(
-        lambda *args: batch_norm_of_product(*args, None, BatchNormOptions(1e-5, jnp.bfloat16))
-    )(x, kernel, jnp.ones(64), jnp.zeros(64))
+    function = lambda *args: batch_norm_of_product(*args, None, BatchNormOptions(1e-5, jnp.bfloat16))  # noqa: E731
+    out, mean, variance = compute(function, x, kernel, jnp.ones(64), jnp.zeros(64))
     narrow = np.asarray(kernel.astype(jnp.bfloat16), np.float64)
     product = np.asarray(x, np.float64).reshape(-1, 16) @ narrow
     np.testing.assert_allclose(mean[0], product.mean(0), rtol=1e-4, atol=1e-4)
@@ -159,20 +163,32 @@ def test_in_bfloat16_the_result_is_not_less_exact_where_means_are_large():
 
 
 @pytest.mark.parametrize(
-    ("span", "dtype", "shards", "num_convolutions"),
-    [
-        ("replica", "bfloat16", 1, 0), ("replica", "bfloat16", 2, 1), (8, "bfloat16", 2, 0), (16, "bfloat16", 2, 1),
-        ("replica", "float16", 1, 1), ("replica", "float32", 1, 1),
-    ],
-)  # fmt: skip
-def test_moments_of_the_input_are_taken_where_a_device_has_all_examples(span, dtype, shards, num_convolutions):
+    ("span", "dtype", "num_convolutions"),
+    [("replica", "bfloat16", 0), (8, "bfloat16", 0), ("replica", "float16", 1), ("replica", "float32", 1)],
+)
+def test_moments_of_the_input_are_taken_in_bfloat16(span, dtype, num_convolutions):
     """Then no convolution is left: its result is a product of matrices."""
     graphdef, state = nnx.split(layers(span, 1, 1, dtype=jnp.dtype(dtype)))
     image, _, weights = inputs(1)
-    mesh = Mesh(np.array(jax.devices()[:shards]).reshape(1, shards, 1), tuple(Axis), axis_types=(AxisType.Auto,) * 3)
-    with use_layout(Layout(ShardingConfig(), mesh)):
-        traced = jax.make_jaxpr(lambda *args: ours(graphdef, *args, None, weights, relu=False))(state, image)
+    traced = jax.make_jaxpr(lambda *args: ours(graphdef, *args, None, weights, relu=False))(state, image)
     assert str(traced).count("conv_general_dilated") == num_convolutions
+
+
+def test_devices_that_share_statistics_send_moments_and_no_products():
+    """Both in one message: XLA splits the batch of a replica, a device computes with its own examples."""
+    graphdef, state = nnx.split(layers("replica", 1, 1, dtype=jnp.bfloat16))
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1), tuple(Axis), axis_types=(AxisType.Auto,) * 3)
+
+    def local(state, image):
+        with use_layout(Layout(ShardingConfig(), mesh)):
+            convolution, norm = nnx.merge(graphdef, state, copy=True)
+            return norm.of_convolution(convolution, image, train=True), nnx.state(norm, nnx.BatchStat)
+
+    split, same = NamedSharding(mesh, PartitionSpec(Axis.FSDP.value)), NamedSharding(mesh, PartitionSpec())
+    compiled = jax.jit(local, in_shardings=(same, split), out_shardings=(split, same)).lower(state, inputs(1)[0])
+    program = hlo.parse(compiled.compile(FAST_COMPILE).as_text())
+    messages = [one for part in program.computations.values() for one in part.values() if hlo.is_collective(one)]
+    assert [(one.kind, one.num_bytes) for one in messages] == [("all-reduce", 2 * OUTGOING * 4)]
 
 
 def test_max_pool_is_that_of_flax():
@@ -182,7 +198,6 @@ def test_max_pool_is_that_of_flax():
     def theirs(x, size, stride, padding):
         return nnx.max_pool(x, (size, size), strides=(stride, stride), padding=((padding, padding),) * 2)
 
-    @jax.jit
     def both(x):
         results = []
         for sizes in ((2, 2, 0), (3, 2, 1), (3, 1, 1)):
@@ -192,6 +207,6 @@ def test_max_pool_is_that_of_flax():
             results.append(((found, wanted), (ours(cotangent)[0], transpose(cotangent)[0])))
         return results
 
-    for outputs, gradients in both(x):
+    for outputs, gradients in compute(both, x):
         np.testing.assert_array_equal(*outputs)
         np.testing.assert_allclose(*gradients, rtol=1e-6, atol=1e-6)

@@ -9,14 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exchange_cases import FAST_COMPILE
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_sharding import TEXT
 
 from jaxdl.exchange import Dense, TopK
-from jaxdl.mesh import MeshConfig
+from jaxdl.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.models import Transformer
+from jaxdl.models.loop import through_layers
 from jaxdl.optim import SGD
 from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.run.overlap import loop_sum_dtype
+from jaxdl.sharding import STACKED, Layout, ShardingConfig, use_layout
 from jaxdl.step import make_train_step
 
 LOOPED = TEXT.replaced(
@@ -50,9 +55,14 @@ def overflowing_gates(params):
 
 
 @pytest.mark.parametrize(
-    ("param_sharding", "tied"), [("sharded", False), pytest.param("replicated", True, marks=pytest.mark.slow)]
+    ("param_sharding", "tied", "compared"),
+    [
+        ("sharded", False, False),
+        pytest.param("sharded", False, True, marks=pytest.mark.slow),
+        pytest.param("replicated", True, True, marks=pytest.mark.slow),
+    ],
 )
-def test_sums_inside_the_loop_are_those_of_the_exchange(param_sharding, tied):
+def test_sums_inside_the_loop_are_those_of_the_exchange(param_sharding, tied, compared):
     """The same up to rounding: XLA compiles the last layer, which stands outside of the loop, apart from the others."""
     plan = make_plan(
         LOOPED.replaced({"sharding.param_sharding": param_sharding, "model.tied_embeddings": tied}), jax.devices()[:4]
@@ -61,7 +71,7 @@ def test_sums_inside_the_loop_are_those_of_the_exchange(param_sharding, tied):
     before = jax.device_get(initial.params)
     [batch] = plan.batches(plan.timeline.segments[0], 0, 1)
     found = []
-    for sum_dtype in (None, plan.exchange.sum_dtype):
+    for sum_dtype in (None, plan.exchange.sum_dtype) if compared else (plan.exchange.sum_dtype,):
         step = make_train_step(dataclasses.replace(plan.parts, sum_dtype=sum_dtype))
         traced = step.trace(plan.parts.state_spec.abstract(), batch)
         compiled, kept_apart = traced.lower().compile(FAST_COMPILE), str(traced.jaxpr).count("prevent_cse=True")
@@ -74,9 +84,15 @@ def test_sums_inside_the_loop_are_those_of_the_exchange(param_sharding, tied):
     jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), expected)
     assert skipped["bad_steps"] == 1
     assert np.isfinite(skipped["sums/loss"])
-    (after, metrics, num, kept_apart), (summed, summed_metrics, summed_num, summed_kept_apart) = found
+    summed, summed_metrics, summed_num, summed_kept_apart = found[-1]
     # XLA would merge the recomputation of the last layer, outside of the loop, with the original.
-    assert (kept_apart, summed_kept_apart) == (0, 1)
+    assert summed_kept_apart == 1
+    changes = jax.tree.map(lambda start, own: np.square((own - start) / 1000).sum(), before, summed)
+    np.testing.assert_allclose(summed_metrics["grad_norm"], sum(jax.tree.leaves(changes)) ** 0.5, rtol=1e-5)
+    if not compared:
+        return
+    after, metrics, num, kept_apart = found[0]
+    assert kept_apart == 0
     for start, expected, own in zip(*map(jax.tree.leaves, (before, after, summed)), strict=True):
         scale = np.abs(expected - start).max()
         assert scale > 0
@@ -90,6 +106,55 @@ def test_sums_inside_the_loop_are_those_of_the_exchange(param_sharding, tied):
     norms = 3 * 2 * 32 * 4 / 2
     np.testing.assert_array_equal(summed_sent, [sent[0] + norms, sent[1] - norms])
     assert summed_num > num
+
+
+AXES = {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "scale": ("embed",), "head": ("embed", "vocab")}
+"""Of a matrix, or of one layer's."""
+
+
+def loss_of_layers(params, x, remat):
+    """Of three looped layers of two matrices and a scale, and a matrix that is used after them."""
+    made = {name: nnx.Param(params[name], axes=AXES[name]) for name in params}
+    head, layers = made.pop("head"), nnx.State(made)
+
+    def body(x, layer):
+        hidden = jnp.tanh(x @ layer["up"][...])
+        return x + layer["scale"][...] * (hidden @ layer["down"][...])
+
+    x, head = through_layers(body, x, layers, remat=remat, beside=head)
+    return jnp.square(x @ head).mean()
+
+
+@pytest.mark.parametrize(
+    ("remat", "fsdp", "tensor"), [(False, 2, 2), (True, 2, 1), pytest.param(True, 1, 4, marks=pytest.mark.slow)]
+)
+def test_gradients_of_looped_layers_are_means_over_replicas(remat, fsdp, tensor):
+    """Those of one device that has the whole batch, whatever splits the layers, or computes them again."""
+    shapes = {"up": (3, 8, 16), "down": (3, 16, 8), "scale": (3, 8), "head": (8, 12)}
+    keys = jax.random.split(jax.random.key(0), 5)
+    params = {name: jax.random.normal(key, shapes[name]) / 2 for key, name in zip(keys, shapes, strict=False)}
+    x = jax.random.normal(keys[4], (8, 8))
+    mesh = make_mesh(MeshConfig(replica=2, fsdp=fsdp, tensor=tensor), jax.devices()[: 2 * fsdp * tensor])
+    inside = frozenset({Axis.REPLICA.value})
+    layout = Layout(ShardingConfig(min_shard_elements=1), mesh, manual=inside, sum_dtype=jnp.float32)
+
+    def local(params, x):
+        with use_layout(layout):
+            return jax.grad(loss_of_layers)(params, x, remat)
+
+    stacked = {name: (STACKED, *axes) if name != "head" else axes for name, axes in AXES.items()}
+    place = {name: NamedSharding(mesh, layout.param_spec(stacked[name], shapes[name])) for name in params}
+    mapped = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P(Axis.REPLICA.value)), out_specs=P(), axis_names=inside
+    )  # fmt: skip
+    function = jax.jit(mapped, in_shardings=(place, None), out_shardings=place)
+    compiled = function.lower(params, x).compile(FAST_COMPILE)
+    found = compiled(jax.device_put(params, place), x)
+    assert messages_in_loops(compiled.as_text()) > 0
+    wanted = jax.jit(jax.grad(loss_of_layers), static_argnums=2)(params, x, False)
+    for name in params:
+        tolerance = 1e-5 * np.abs(wanted[name]).max()
+        np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=tolerance, err_msg=name)
 
 
 def test_which_steps_sum_inside_the_loop():

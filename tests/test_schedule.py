@@ -87,6 +87,9 @@ def test_a_message_beside_one_kernel():
     assert timeline.compute_sec == pytest.approx(4 * KERNEL)
     assert timeline.total_sec == pytest.approx(3 * KERNEL + 41e-6)
     assert timeline.waiting_sec == pytest.approx(41e-6 - KERNEL)
+    # The backward pass does not begin with a kernel of it that runs early.
+    spans = [(0, 1, "backward"), (1, 4, "forward"), (5, 8, "backward"), (8, 9, "forward"), (9, 12, "backward")]
+    assert replace(timeline, spans=spans).backward == (5, 12)
 
 
 def test_a_fast_network_is_hidden_whole():
@@ -278,12 +281,13 @@ def read_profile(data):
 
 def test_the_profile_has_the_times_of_kernels_and_messages():
     long_name = "x" * 200
-    found = read_profile(profile_of(PROGRAM.replace("BETWEEN", INNER).replace("%inner", f"%{long_name}"), AXES, LINKS))
+    program = PROGRAM.replace("BETWEEN", INNER).replace("%inner", f"%{long_name}")
     kernels = dict.fromkeys(("forward", "one", "two", "three"), pytest.approx(1e6 * KERNEL))
-    # Messages count four times, for replicas of several devices.
-    assert found == kernels | {"start": pytest.approx(4 * 41), long_name: pytest.approx(4 * 60)}
-    alone = PROGRAM.replace("BETWEEN", "").replace("{{0,4},{1,5},{2,6},{3,7}}", "{{0,1}}")
-    assert read_profile(profile_of(alone, AXES | {"fsdp": 1}, LINKS)) == kernels | {"start": pytest.approx(41)}
+    found = read_profile(profile_of(program, AXES, LINKS))  # Longer than the two kernels of the backward pass.
+    assert found == kernels | {"start": pytest.approx(41), long_name: pytest.approx(60)}
+    # Counted as often as they fit into it: 11 us so that they take its 40 us; but 6 us four times.
+    found = read_profile(profile_of(program, AXES, replace(LINKS, replica_bytes_per_sec=4e9, inner_bytes_per_sec=1e12)))
+    assert found == kernels | {"start": pytest.approx(2e6 * KERNEL), long_name: pytest.approx(4 * 6)}
 
 
 @pytest.mark.skipif(not has_cuda_compiler, reason="JAX's CUDA compiler (jax_cuda12_plugin) is not installed")
@@ -379,11 +383,8 @@ def test_the_command_needs_devices_that_have_a_schedule(capsys):
 
 
 def test_the_program_is_ordered_for_the_network_that_is_played():
-    assert schedule.speeds(None, None) == (100, 100)
-    assert schedule.speeds(25, None) == (25, 25)
-    assert schedule.speeds(None, 10) == (10, 10)
-    assert schedule.speeds(25, 10) == (10, 25)
-    assert schedule.speeds(None, 0) == (0, 100)
+    asked = (None, None), (25, None), (None, 10), (25, 10), (None, 0)
+    assert [schedule.speeds(*one) for one in asked] == [(100, 100), (25, 25), (10, 10), (10, 25), (0, 100)]
 
 
 def test_tables_figure_and_json():

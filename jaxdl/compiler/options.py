@@ -33,8 +33,9 @@ INSIDE_REPLICAS: Options = {
     # By default XLA gathers all parameters of up to 30 MB at once, and the first layer waits for those of the last.
     "xla_gpu_all_gather_combine_threshold_bytes": 4 * 2**20,
     # By default XLA lets no message start while another is under way: those inside replicas, many and short, then wait
-    # for those between replicas, and the backward pass for both.
-    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    # for those between replicas, and the backward pass for both. With a limit below their number XLA starts one only
+    # when another is needed: those needed late, such as what top-k selects from, start after the backward pass.
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 128,
     "xla_gpu_executable_num_communication_streams": 2,
 }
 """What the exchange needs on GPUs to overlap with messages inside a replica."""

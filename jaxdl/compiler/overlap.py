@@ -98,9 +98,18 @@ class Timeline:
 
     @property
     def backward(self) -> tuple[float, float]:
-        """When the backward pass begins and ends."""
+        """When the backward pass begins and ends; XLA may run a kernel of it early."""
         spans = [(begin, end) for begin, end, what in self.spans if what == "backward"]
-        return (spans[0][0], max(end for _, end in spans)) if spans else (0.0, 0.0)
+        if not spans:
+            return 0.0, 0.0
+        # It begins where the most time of forward kernels lies before, less that of backward ones.
+        ahead = most = 0.0
+        first = spans[0][0]
+        for begin, end, what in self.spans:
+            ahead += (end - begin) * {"forward": 1, "backward": -1}.get(what, 0)
+            if ahead > most:
+                most, first = ahead, end
+        return min((begin for begin, _ in spans if begin >= first), default=first), max(end for _, end in spans)
 
     @property
     def exchange(self) -> list[Message]:

@@ -11,23 +11,20 @@ import struct
 from collections.abc import Mapping
 
 from jaxdl.compiler.hlo import inner_computations, parse
-from jaxdl.compiler.overlap import Links, play
-from jaxdl.mesh import Axis
+from jaxdl.compiler.overlap import Links, Timeline, play
 
 _LEAST_US = 1.0
 """Microseconds of the shortest kernel, with its launch."""
 _EARLY = 4.0
-"""Where replicas have several devices, a message counts as so many times its own. XLA starts each as late as the times
-of the kernels after it allow, as if those under way at once did not share a link: whatever comes between makes the step
-wait."""
+"""A message counts at most so many times. XLA starts each as late as the times of the kernels after it allow, as if
+those under way at once did not share a link: whatever comes between makes the step wait."""
 
 
 def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
     """The profile of a compiled, scheduled program on a mesh: microseconds of each kernel and each message."""
     module = parse(text)
-    inside = any(size > 1 for axis, size in axes.items() if axis != Axis.REPLICA.value)
-    factor = _EARLY if inside else 1.0
-    messages = {one.name: factor * one.seconds for one in play(module, axes, links).messages}
+    timeline = play(module, axes, links)
+    messages = {one.name: _early(timeline, one.over_replica) * one.seconds for one in timeline.messages}
     found, scheduled = [], [module.entry]
     for name in scheduled:  # Loops inside are scheduled too, each for itself.
         for one in module.computations[name].values():
@@ -37,6 +34,17 @@ def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
             elif (seconds := module.seconds(name, one)) > 0:
                 found.append((one.name, max(_LEAST_US, 1e6 * seconds)))
     return b"".join(_field(1, _field(1, name.encode()) + b"\x11" + struct.pack("<d", cost)) for name, cost in found)
+
+
+def _early(timeline: Timeline, over_replica: bool) -> float:
+    """How often the messages over one network count: as often as they fit into the backward pass, one after the other.
+
+    If they counted more often, XLA would start each as soon as its content is there, though that makes the step wait
+    for the one before.
+    """
+    total = sum(one.seconds * one.times for one in timeline.messages if one.over_replica == over_replica)
+    backward = sum(end - begin for begin, end, what in timeline.spans if what == "backward")
+    return min(_EARLY, max(1.0, backward / total)) if total else 1.0
 
 
 def _field(number: int, content: bytes) -> bytes:

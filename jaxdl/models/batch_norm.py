@@ -42,6 +42,8 @@ class BatchNormOptions:
     """Number of groups of consecutive examples, each with statistics of its own."""
     replicas: Neighbours | None = None
     """The replicas that share statistics; None shares nothing."""
+    parts: int = 1
+    """Of each group, whose moments `batch_norm_of_product` takes apart: the examples of a device are of one part."""
 
     def shared(self, *means: jax.Array) -> tuple[jax.Array, ...]:
         """The means over the replicas that share statistics, in one message."""
@@ -133,14 +135,15 @@ def batch_norm_of_product(
     With the mean m and the covariance C of x, x W has the mean m W and the variances diag(W' C W), W rounded as for the
     product. In the backward pass the sums over examples follow from x' d, which the gradient of W needs anyway, for the
     cotangent d of the result. So x W is written once and read once; reading x for C costs channel_in / channel_out of
-    a reading of x W.
+    a reading of x W. Devices that share a group send each other the moments and sums of their parts, beside the
+    products x W and d W'.
     """
     out, mean, variance = cast(Normalized, _batch_norm_of_product(x, kernel, scale, bias, shortcut, options))
     return out, lax.stop_gradient(mean), lax.stop_gradient(variance)
 
 
 def pays_for_product(positions: int, incoming: int, outgoing: int) -> bool:
-    """Whether `batch_norm_of_product` saves time on a GPU; `positions` are those of one group of statistics.
+    """Whether `batch_norm_of_product` saves time on a GPU; `positions` are those of one part of a group.
 
     The products of matrices [channel, channel] in float32, 4 channel_in^2 channel_out operations, at 60e12 a second,
     against four readings or writings of 16-bit x W at 3.35e12 bytes a second.
@@ -168,17 +171,19 @@ def _product_forward(
     shortcut: jax.Array | None,
     options: BatchNormOptions,
 ) -> tuple[Normalized, Any]:
-    narrow, rows = kernel.astype(x.dtype), x.reshape(options.groups, -1, x.shape[-1])
+    narrow, rows = kernel.astype(x.dtype), _parts(x, options)
     wide = narrow.astype(jnp.float32)
     mean_x = rows.astype(jnp.float32).mean(axis=1)
     covariance = grouped_products(rows, rows) / rows.shape[1] - mean_x[:, :, None] * mean_x[:, None]
     with_product = _exact(covariance, wide)
     mean, variance = _exact(mean_x, wide), jnp.maximum(0, (wide * with_product).sum(axis=1))
-    if options.replicas is not None:
-        mean, mean_square = options.shared(mean, variance + jnp.square(mean))
+    product = jnp.matmul(x, narrow)
+    if options.parts > 1 or options.replicas is not None:
+        product, *sums = _over_parts(options, product, mean, variance + jnp.square(mean))
+        mean, mean_square = options.shared(*(x / options.parts for x in sums))
         variance = jnp.maximum(0, mean_square - jnp.square(mean))
     inverse = lax.rsqrt(variance + options.epsilon)
-    out = _normalized(jnp.matmul(x, narrow), scale, bias, mean, inverse, shortcut, options)
+    out = _normalized(product, scale, bias, mean, inverse, shortcut, options)
     out = _kept(out) if options.relu else out
     kept = (x, kernel, scale, mean_x, with_product, mean, inverse)
     return (out, mean, variance), (*kept, out if options.relu else None, shortcut is not None)
@@ -188,26 +193,29 @@ def _product_backward(
     options: BatchNormOptions, saved: Any, cotangents: tuple[jax.Array, ...]
 ) -> tuple[jax.Array | None, ...]:
     x, kernel, scale, mean_x, with_product, mean, inverse, out, has_shortcut = saved
-    wide, rows = kernel.astype(x.dtype).astype(jnp.float32), x.reshape(options.groups, -1, x.shape[-1])
+    wide, rows = kernel.astype(x.dtype).astype(jnp.float32), _parts(x, options)
     inner = _masked(cotangents[0], out)
-    cotangent, count = inner.reshape(*rows.shape[:2], -1), rows.shape[1]
+    cotangent, count = _parts(inner, options), rows.shape[1]
     (own_sum,), crossed = _of_groups(cotangent.astype(jnp.float32).sum(axis=1)), grouped_products(rows, cotangent)
-    own_product = (wide * crossed).sum(axis=1) - mean * own_sum
-    mean_cotangent, mean_product = options.shared(own_sum / count, own_product / count)
+    own_product = (wide * crossed).sum(axis=1) - _of_parts(mean, options) * own_sum
+    factor = _of_parts(inverse * scale, options)
+    folded = (kernel.astype(jnp.float32) * factor[:, None]).astype(x.dtype)
+    x_gradient = jnp.matmul(cotangent, folded.swapaxes(1, 2))
+    x_gradient, own_sum, own_product = _over_parts(options, x_gradient, own_sum, own_product)
+    means = options.shared(*(x / (options.parts * count) for x in (own_sum, own_product)))
+    scale_gradient, bias_gradient = (own_product * inverse).sum(axis=0), own_sum.sum(axis=0)
+    mean_cotangent, mean_product, mean, inverse = (_of_parts(x, options) for x in (*means, mean, inverse))
     # The gradient of x W is factor cotangent - slope (x W - mean W of this group) - constant; here it is only implied.
-    factor = inverse * scale
     slope = factor * jnp.square(inverse) * mean_product
     constant = factor * mean_cotangent + slope * (_exact(mean_x, wide) - mean)
     kernel_gradient = crossed * factor[:, None] - count * (
         with_product * slope[:, None] + mean_x[:, :, None] * constant[:, None]
     )
-    folded = (kernel.astype(jnp.float32) * factor[:, None]).astype(x.dtype)
     within = _exact(wide * -slope[:, None], wide.T).astype(x.dtype)
-    x_gradient = jnp.matmul(cotangent, folded.swapaxes(1, 2)) + jnp.matmul(rows, within)
+    x_gradient = x_gradient + jnp.matmul(rows, within)
     # Of the rounded matrix, so that the mean of this part of the gradient is zero.
     offset = _exact(constant, wide.T) + _exact(mean_x[:, None], within.astype(jnp.float32))[:, 0]
     x_gradient = (x_gradient.astype(jnp.float32) - offset[:, None]).astype(x.dtype).reshape(x.shape)
-    scale_gradient, bias_gradient = (own_product * inverse).sum(axis=0), own_sum.sum(axis=0)
     kernel_gradient = kernel_gradient.sum(axis=0).astype(kernel.dtype)
     return x_gradient, kernel_gradient, scale_gradient, bias_gradient, inner if has_shortcut else None
 
@@ -249,6 +257,28 @@ def _grouped(x: jax.Array, options: BatchNormOptions) -> jax.Array:
 def _along(values: jax.Array, like: jax.Array) -> jax.Array:
     """[group, channel] with dimensions of size 1 between, for arithmetic with `like` [group, ..., channel]."""
     return values.reshape(values.shape[0], *(1,) * (like.ndim - 2), values.shape[1])
+
+
+def _parts(x: jax.Array, options: BatchNormOptions) -> jax.Array:
+    """[batch, ..., channel] -> [part, position, channel], the parts of all groups."""
+    return x.reshape(options.groups * options.parts, -1, x.shape[-1])
+
+
+def _over_parts(options: BatchNormOptions, beside: jax.Array, *values: jax.Array) -> tuple[jax.Array, ...]:
+    """`beside`, and the sums over the parts of each group: [part, channel] -> [group, channel].
+
+    Devices send one message for all sums, while they compute `beside`: without the barrier XLA often waits before that.
+    """
+    if options.parts == 1:
+        return beside, *values
+    sums = jnp.stack(values).reshape(len(values), options.groups, options.parts, -1).sum(axis=2)
+    beside, sums = lax.optimization_barrier((beside, sums))
+    return beside, *sums
+
+
+def _of_parts(values: jax.Array, options: BatchNormOptions) -> jax.Array:
+    """[group, channel] -> [part, channel], that of its group for each part."""
+    return jnp.repeat(values, options.parts, axis=0)
 
 
 def _of_groups(*sums: jax.Array) -> tuple[jax.Array, ...]:

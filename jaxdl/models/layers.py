@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, Any, Literal, cast
 
 import jax
@@ -92,16 +93,18 @@ class Norm(nnx.Module):
         """norm(conv(x)), for a convolution without a bias.
 
         In training in bfloat16 batch norm takes the statistics of a 1x1 convolution to more channels from those of its
-        input, where each device has all examples of its statistics: else devices would wait for each other's sums of
-        products. Float16 has too small a range for the backward pass, and TF32 too few digits for the forward one.
+        input. Float16 has too small a range for the backward pass, and TF32 too few digits for the forward one.
         """
         size, _, incoming, outgoing = conv.kernel.shape
         options = self._options(x.shape[0], relu) if train and size == 1 and self.dtype == jnp.bfloat16 else None
-        if options is not None and options.groups % sharding.num_batch_shards(x.shape[0]) == 0:
+        if options is not None:
             assert conv.bias is None
             down, right = cast(tuple[int, int], conv.strides)
             read = x[:, ::down, ::right].astype(self.dtype)
-            if pays_for_product(read.size // incoming // options.groups, incoming, outgoing):
+            shards = sharding.num_batch_shards(x.shape[0])
+            options = replace(options, parts=max(1, shards // options.groups))
+            num = options.groups * options.parts
+            if num % shards == 0 and pays_for_product(read.size // incoming // num, incoming, outgoing):
                 kernel = conv.kernel[...][0, 0]
                 return self._updated(batch_norm_of_product, read, kernel, shortcut=shortcut, options=options)
         return self(conv(x), train=train, relu=relu, shortcut=shortcut)

@@ -4,9 +4,9 @@ The backward pass of a plain loop returns the gradients of all layers when it en
 run beside it. Here each turn of the backward loop sends the gradients of the layer before (in its order) while it
 computes those of its own:
 
-- the forward loop carries, besides the activations, a zero for each parameter of a layer. Its cotangent takes the
-  gradients of one layer to the next turn of the backward loop, which sums them over the replicas;
-- the sums leave the loop as the cotangents of a second zero for each parameter, of which every turn has its own.
+- the forward loop carries, besides the activations, a zero for each parameter of a layer, the carrier. Its cotangent
+  takes the gradients of one layer to the next turn of the backward loop, which sums them over the replicas;
+- the sums leave the loop as the cotangents of a second zero for each parameter, the outlet; every turn has its own.
 
 The last layer stands outside of the loop, since at its turn there is nothing to send yet; the first layer's gradients
 are summed after the loop. XLA runs no message from before a loop to after it, if there are messages inside. So the
@@ -91,32 +91,32 @@ def _through_summed_layers(
     leaves, treedef = jax.tree.flatten(layers)
     last = leaves[0].shape[0] - 1
 
-    def how(variables: Sequence[nnx.Variable], num_stacked: int) -> _Sum:
+    def sum_of(variables: Sequence[nnx.Variable], num_stacked: int) -> _Sum:
         shapes = [(one.get_metadata()["axes"], one[...].shape[num_stacked:]) for one in variables]
         return _Sum(layout, tuple(layout.grad_spec(*one) for one in shapes), dtype)
 
-    own = how(jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, nnx.Variable)), 1)
-    slots, tap = _pair(_zeros(leaves, own))
-    values = lax.stop_gradient(leaves)  # Their gradients leave through `slots` and `tap`.
+    layer_sum = sum_of(jax.tree.leaves(layers, is_leaf=lambda node: isinstance(node, nnx.Variable)), 1)
+    outlets, carrier = _pair(_outlets_and_carrier(leaves, layer_sum))
+    values = lax.stop_gradient(leaves)  # Their gradients leave through `outlets` and `carrier`.
     pieces, rows = None, []
     if beside is not None:
-        pieces = _Pieces(how([beside], 0), beside[...].shape, last)
-        rows = _rows(beside[...], pieces)
+        pieces = _Pieces(sum_of([beside], 0), beside[...].shape, last)
+        rows = _piece_outlets(beside[...], pieces)
 
     def turn(carry: Any, of_turn: Any) -> Any:
-        (x, tap), (index, slot, row) = carry, of_turn
+        (x, carrier), (index, outlet, row) = carry, of_turn
         # Taken here by its index, a layer is not kept for the backward pass a second time.
         layer = [lax.dynamic_index_in_dim(value, index, keepdims=False) for value in values]
-        used, tap = _pair(_used(layer, tap, slot, own))
-        sent = _sent(row, pieces) if pieces is not None and row else []
-        return (body(x, jax.tree.unflatten(treedef, used)), tap), sent
+        used, carrier = _pair(_layer_in_use(layer, carrier, outlet, layer_sum))
+        sent = _pieces_sent(row, pieces) if pieces is not None and row else []
+        return (body(x, jax.tree.unflatten(treedef, used)), carrier), sent
 
-    carry, sent = lax.scan(_rematerialized(turn, remat), (x, tap), (jnp.arange(last), slots, rows))
+    carry, sent = lax.scan(_rematerialized(turn, remat), (x, carrier), (jnp.arange(last), outlets, rows))
     # Outside of the scan XLA would merge the recomputation with the original: here it is prevented.
     x = (jax.checkpoint(turn) if remat else turn)(carry, (last, [], []))[0][0]
     if beside is None:
         return x, None
-    after: Any = _after(lax.stop_gradient(beside[...]), sent, pieces)
+    after: Any = _matrix_in_use(lax.stop_gradient(beside[...]), sent, pieces)
     return x, after
 
 
@@ -125,46 +125,48 @@ def _pair(outputs: Any) -> tuple[Any, Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _zeros(layers: list[jax.Array], how: _Sum) -> tuple[list[jax.Array], list[jax.Array]]:
-    """`(slots, tap)`: zeros for all layers but one, and zeros for one layer that vary over replicas."""
+def _outlets_and_carrier(layers: list[jax.Array], how: _Sum) -> tuple[list[jax.Array], list[jax.Array]]:
+    """`(outlets, carrier)`: zeros for all layers but one, and zeros for one layer that vary over replicas."""
     del how
-    tap = [lax.pcast(jnp.zeros(x.shape[1:], x.dtype), _REPLICA, to="varying") for x in layers]
-    return [jnp.zeros((x.shape[0] - 1, *x.shape[1:]), x.dtype) for x in layers], tap
+    carrier = [lax.pcast(jnp.zeros(x.shape[1:], x.dtype), _REPLICA, to="varying") for x in layers]
+    return [jnp.zeros((x.shape[0] - 1, *x.shape[1:]), x.dtype) for x in layers], carrier
 
 
-def _zeros_forward(layers: list[jax.Array], how: _Sum) -> tuple[Any, None]:
-    return _zeros(layers, how), None
+def _outlets_and_carrier_forward(layers: list[jax.Array], how: _Sum) -> tuple[Any, None]:
+    return _outlets_and_carrier(layers, how), None
 
 
-def _zeros_backward(how: _Sum, _: None, cotangents: tuple[list[jax.Array], list[jax.Array]]) -> tuple[Any]:
+def _outlets_and_carrier_backward(
+    how: _Sum, _: None, cotangents: tuple[list[jax.Array], list[jax.Array]]
+) -> tuple[Any]:
     later, first = cotangents
     return ([jnp.concatenate([one[None], rest]) for one, rest in zip(how.mean(first), later, strict=True)],)
 
 
-_zeros.defvjp(_zeros_forward, _zeros_backward)
+_outlets_and_carrier.defvjp(_outlets_and_carrier_forward, _outlets_and_carrier_backward)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _used(
-    layer: list[jax.Array], tap: list[jax.Array], slot: list[jax.Array], how: _Sum
+def _layer_in_use(
+    layer: list[jax.Array], carrier: list[jax.Array], outlet: list[jax.Array], how: _Sum
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """The parameters of a layer for use, and `tap`; see the top of this file. The last layer has no slots."""
-    del slot, how
-    return lax.pcast(layer, _REPLICA, to="varying"), tap
+    """The parameters of a layer for use, and `carrier`; see the top of this file. The last layer has no outlets."""
+    del outlet, how
+    return lax.pcast(layer, _REPLICA, to="varying"), carrier
 
 
-def _used_forward(
-    layer: list[jax.Array], tap: list[jax.Array], slot: list[jax.Array], how: _Sum
+def _layer_in_use_forward(
+    layer: list[jax.Array], carrier: list[jax.Array], outlet: list[jax.Array], how: _Sum
 ) -> tuple[Any, list[None]]:
-    return _used(layer, tap, slot, how), [None for _ in slot]
+    return _layer_in_use(layer, carrier, outlet, how), [None for _ in outlet]
 
 
-def _used_backward(how: _Sum, slots: list[None], cotangents: tuple[list[jax.Array], list[jax.Array]]) -> Any:
+def _layer_in_use_backward(how: _Sum, outlets: list[None], cotangents: tuple[list[jax.Array], list[jax.Array]]) -> Any:
     own, before = cotangents
-    return None, how.split(own), how.mean(before) if slots else []
+    return None, how.split(own), how.mean(before) if outlets else []
 
 
-_used.defvjp(_used_forward, _used_backward)
+_layer_in_use.defvjp(_layer_in_use_forward, _layer_in_use_backward)
 
 
 @dataclass(frozen=True)
@@ -196,38 +198,38 @@ class _Pieces:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _rows(x: jax.Array, pieces: _Pieces) -> list[jax.Array]:
+def _piece_outlets(x: jax.Array, pieces: _Pieces) -> list[jax.Array]:
     """Zeros `[num, *piece]` whose cotangents are the pieces of the gradient's mean."""
     return [jnp.zeros_like(pieces.cut(x))]
 
 
-_rows.defvjp(
-    lambda x, pieces: (_rows(x, pieces), None),
+_piece_outlets.defvjp(
+    lambda x, pieces: (_piece_outlets(x, pieces), None),
     lambda pieces, _, cotangents: (pieces.how.split([pieces.join(cotangents[0])])[0],),
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _sent(row: list[jax.Array], pieces: _Pieces) -> list[jax.Array]:
+def _pieces_sent(row: list[jax.Array], pieces: _Pieces) -> list[jax.Array]:
     """Zeros that vary over replicas; the mean over replicas of their cotangents are those of `row`."""
     del pieces
     return lax.pcast(row, _REPLICA, to="varying")
 
 
-_sent.defvjp(
-    lambda row, pieces: (_sent(row, pieces), None),
+_pieces_sent.defvjp(
+    lambda row, pieces: (_pieces_sent(row, pieces), None),
     lambda pieces, _, cotangents: (pieces.how.mean(cotangents),),
 )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _after(x: jax.Array, sent: list[jax.Array], pieces: _Pieces) -> jax.Array:
+def _matrix_in_use(x: jax.Array, sent: list[jax.Array], pieces: _Pieces) -> jax.Array:
     """`x` for use; the pieces of its gradient are the cotangents of `sent`."""
     del sent, pieces
     return lax.pcast(x, _REPLICA, to="varying")
 
 
-_after.defvjp(
-    lambda x, sent, pieces: (_after(x, sent, pieces), None),
+_matrix_in_use.defvjp(
+    lambda x, sent, pieces: (_matrix_in_use(x, sent, pieces), None),
     lambda pieces, _, cotangent: (None, [pieces.cut(pieces.how.split([cotangent])[0])]),
 )
