@@ -126,7 +126,11 @@ def loss_of_layers(params, x, remat):
 
 
 @pytest.mark.parametrize(
-    ("remat", "fsdp", "tensor"), [(False, 2, 2), (True, 2, 1), pytest.param(True, 1, 4, marks=pytest.mark.slow)]
+    ("remat", "fsdp", "tensor"),
+    [
+        (True, 2, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(False, 2, 2), (True, 2, 1), (True, 1, 4)]),
+    ],
 )
 def test_gradients_of_looped_layers_are_means_over_replicas(remat, fsdp, tensor):
     """Those of one device that has the whole batch, whatever splits the layers, or computes them again."""
