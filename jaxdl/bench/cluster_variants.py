@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdl.collectives.primitive import Result, define
-from jaxdl.exchange import Dense, ExchangeConfig, TopK, kinds
+from jaxdl.exchange import Dense, ExchangeConfig, Quantized, TopK, kinds
 from jaxdl.exchange.base import ExchangeMetrics, ExchangeState
 
 _own_p = define(
@@ -40,6 +40,7 @@ VARIANTS: Mapping[str, Variant] = {
     FLAT: Variant(Dense(), is_flat=True),
     BASELINE: Variant(Dense()),
     "dense bfloat16": Variant(Dense(wire_dtype="bfloat16")),
+    "quantized 8 bits, 1 MiB buckets": Variant(Quantized(bits=8, bucket_mib=1.0)),
     "topk exact": Variant(TopK(method="exact")),
     "topk mstopk": Variant(TopK(method="mstopk")),
     "topk threshold": Variant(TopK(method="threshold")),
