@@ -52,7 +52,8 @@ def make_eval_step(parts: Parts) -> jax.stages.Wrapped:
     shardings = parts.state_spec.shardings
 
     def eval_step(params: Params, model_state: ModelState, batch: Batch) -> dict[str, jax.Array]:
-        outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, train=False)
+        whole = parts.task.takes_arrays
+        outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, train=False, whole=whole)
         return parts.task.sums(outputs, batch, train=False)
 
     return jax.jit(

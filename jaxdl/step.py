@@ -154,10 +154,11 @@ def apply_network(
     train: bool,
     forget: bool = False,
     key: jax.Array | None = None,
+    whole: bool = True,
 ) -> tuple[Any, ModelState]:
     """`(outputs, model_state)` of the network on a batch, in the precision's dtype, sharded by `layout`.
 
-    `train`, `forget` and `key` are those of `Network.apply`.
+    `train`, `forget`, `key` and `whole` are those of `Network.apply`.
     """
     layout = dataclasses.replace(layout, wire_dtype=parts.precision.dtype)
     matmul = (
@@ -167,7 +168,7 @@ def apply_network(
         used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
         used = gather_params(used, parts.network.axes)
         inputs = parts.task.inputs(batch, parts.data_spec)
-        return parts.network.apply(used, model_state, *inputs, train=train, forget=forget, key=key)
+        return parts.network.apply(used, model_state, *inputs, train=train, forget=forget, key=key, whole=whole)
 
 
 def _local_gradients(
@@ -240,7 +241,10 @@ def _microbatch_gradients(
 
     def objective(trained: Params) -> tuple[jax.Array, tuple[Sums, ModelState]]:
         used = parts.trainable.merged(trained, params)
-        outputs, new_model_state = apply_network(parts, layout, used, model_state, batch, train=True, key=key)
+        whole = parts.task.takes_arrays
+        outputs, new_model_state = apply_network(
+            parts, layout, used, model_state, batch, train=True, key=key, whole=whole
+        )
         sums = parts.task.sums(outputs, batch, train=True)
         return sums["loss"] * factor, (sums, new_model_state)
 

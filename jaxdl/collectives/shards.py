@@ -1,8 +1,9 @@
-"""A sum over the devices that a batch is split over, in float32 where XLA would sum in the dtype of a product."""
+"""Products and sums over the devices that a batch is split over, in float32 where XLA would round to 16 bits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,3 +28,16 @@ def sum_of_shards(
         one_device, mesh=mesh, in_specs=PartitionSpec(axes), out_specs=PartitionSpec(), axis_names=set(axes)
     )
     return summed(*batches)
+
+
+def float32_product(x: jax.Array, y: jax.Array, dims: Any, precision: lax.Precision | None = None) -> jax.Array:
+    """`lax.dot_general` of operands of one dtype with a float32 result."""
+
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+
+    def widened(x: jax.Array, y: jax.Array) -> jax.Array:
+        # XLA on CPUs fails at run time on some products of 16-bit matrices with a float32 result (jaxlib 0.10).
+        return product(x.astype(jnp.float32), y.astype(jnp.float32))
+
+    return lax.platform_dependent(x, y, cpu=widened, default=product)

@@ -65,9 +65,11 @@ class FunctionNetwork(Network):
         train: bool,
         forget: bool = False,
         key: jax.Array | None = None,
+        whole: bool = True,
     ) -> tuple[Any, ModelState]:
-        """See `Network.apply`; without `norms` there is nothing to forget."""
+        """See `Network.apply`; without `norms` there is nothing to forget, and all outputs are made."""
         assert not forget
+        del whole
         if self.is_random and key is None:
             key = jax.random.key(0)
         trees = (self._param_names.tree(params), self._state_names.tree(model_state))

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdl.errors import ConfigError
+from jaxdl.models.logits import projected
 from jaxdl.models.loop import BESIDE_LOOP
 from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
 from jaxdl.user_code import parameters, user_code
@@ -87,11 +88,13 @@ class Network:
         train: bool,
         forget: bool = False,
         key: jax.Array | None = None,
+        whole: bool = True,
     ) -> tuple[Any, ModelState]:
         """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics.
 
         With `forget` those of `norms` are of these inputs alone, and the others stay as they are. `key` is for the
-        random numbers of this call; None always draws the same ones. In evaluation there is no dropout.
+        random numbers of this call; None always draws the same ones. In evaluation there is no dropout. Without `whole`
+        the outputs may be `Logits`, which are not made yet.
         """
         state = (nnx.State(self._param_names.tree(params)), nnx.State(self._state_names.tree(model_state)))
         module = nnx.merge(self._graphdef, *state, self._key_state(key), copy=True)
@@ -111,7 +114,7 @@ class Network:
         if forget:
             keep = jax.tree_util.tree_map_with_path
             after = keep(lambda path, new, old: new if _names(path) in self.norms else old, after, model_state)
-        return outputs, after
+        return projected(outputs) if whole else outputs, after
 
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
         # Names of mesh axes in a module's metadata are read here, not acted upon by Flax.

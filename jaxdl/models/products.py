@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxdl.collectives.shards import sum_of_shards
+from jaxdl.collectives.shards import float32_product, sum_of_shards
 from jaxdl.precision import float32_matmul
 from jaxdl.sharding import Layout, current_layout
 
@@ -104,7 +104,7 @@ def _wide_product_backward(
 def _summed_product(x: jax.Array, y: jax.Array, num_summed: int) -> jax.Array:
     """`x` [summed..., m...] by `y` [summed..., n...]: [m..., n...], float32 also of 16-bit numbers."""
     summed = tuple(range(num_summed))
-    return _float32_product(x, y, ((summed, summed), ((), ())), None)
+    return float32_product(x, y, ((summed, summed), ((), ())))
 
 
 def grouped_products(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -112,20 +112,8 @@ def grouped_products(x: jax.Array, y: jax.Array) -> jax.Array:
 
     Float32 operands are not rounded to TF32.
     """
-    return _float32_product(
-        x, y, (((1,), (1,)), ((0,), (0,))), lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    )
-
-
-def _float32_product(x: jax.Array, y: jax.Array, dims: Any, precision: lax.Precision | None) -> jax.Array:
-    def product(x: jax.Array, y: jax.Array) -> jax.Array:
-        return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
-
-    def widened(x: jax.Array, y: jax.Array) -> jax.Array:
-        # XLA on CPUs fails at run time on some products of 16-bit matrices with a float32 result (jaxlib 0.10).
-        return product(x.astype(jnp.float32), y.astype(jnp.float32))
-
-    return lax.platform_dependent(x, y, cpu=widened, default=product)
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return float32_product(x, y, (((1,), (1,)), ((0,), (0,))), precision)
 
 
 _wide_product.defvjp(_wide_product_forward, _wide_product_backward)

@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 
 from jaxdl import sharding
 from jaxdl.models.config import Model
+from jaxdl.models.logits import Logits
 from jaxdl.models.loop import BESIDE_LOOP, through_layers
 from jaxdl.models.products import weight_product
 
@@ -202,15 +203,14 @@ class TransformerModule(nnx.Module):
         self.tied_embeddings = config.tied_embeddings
         self.dtype = dtype
 
-    def __call__(self, tokens: jax.Array, *, train: bool) -> jax.Array:
-        """Tokens, int32 [batch, length] -> logits of each next token, float32 [batch, length, vocab]."""
+    def __call__(self, tokens: jax.Array, *, train: bool) -> Logits:
+        """Tokens, int32 [batch, length] -> logits of each next token, [batch, length, vocab]."""
         del train  # The same in training and evaluation; every network has the argument.
         x = sharding.lookup(self.embedding[...], tokens, self.dtype)
         x, head = self._through_layers(sharding.constrain(x, "batch", "length", "embed"))
         x = self.final_norm(x)
         head = self.embedding[...].T if head is None else head
-        logits = weight_product(x, head, float32_result=True)
-        return sharding.constrain(logits, "batch", "length", "vocab")
+        return Logits(x, head)
 
     def _through_layers(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """`x` after the layers, and the output layer's kernel if it has one of its own."""

@@ -288,7 +288,7 @@ def _outputs(experiment: Experiment, network: Network, spec: DataSpec) -> Callab
 
     def forward(params: Any, model_state: Any, batch: Any) -> Any:
         inputs = experiment.task.inputs(batch, spec)
-        return network.apply(params, model_state, *inputs, train=False)[0]
+        return network.apply(params, model_state, *inputs, train=False, whole=experiment.task.takes_arrays)[0]
 
     def outputs(batch: Any) -> Any:
         return jax.eval_shape(forward, *jax.eval_shape(network.init, jax.random.key(0)), batch)

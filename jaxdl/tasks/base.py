@@ -46,6 +46,11 @@ class Task(Choice):
                 setattr(cls, name, value)
 
     @property
+    def takes_arrays(self) -> bool:
+        """Whether `sums` takes arrays alone, not `jaxdl.models.logits.Logits`, which are not made yet."""
+        return True
+
+    @property
     def has_user_code(self) -> bool:
         """Whether it is, or calls, code of a user, which knows nothing of the mesh axes."""
         return self.users_name is not None

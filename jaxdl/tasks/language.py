@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
 import pydantic
 
+from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, TextSpec
+from jaxdl.models.logits import Logits
 from jaxdl.tasks.base import Task, counted_weight
 from jaxdl.tasks.classification import counted, label_logit, rank
 
@@ -28,6 +30,10 @@ class LanguageModelling(Task, kind="language_modelling"):
     z_loss: float = pydantic.Field(default=0.0, ge=0)
     """Weight of log(Z)^2 in the training loss, Z the sum of the exponentiated logits (PaLM, 2022, section 5: 1e-4)."""
 
+    chunk_tokens: int | None = pydantic.Field(default=None, ge=1)
+    """Tokens of one device whose logits are made at a time. None takes all at once if their logits, float32, fit in
+    512 MiB, or else as many as do."""
+
     modality: ClassVar[str] = "text"
     best_metric: ClassVar[str] = "bits_per_byte"
     best_mode: ClassVar[Literal["max", "min"]] = "min"
@@ -37,6 +43,22 @@ class LanguageModelling(Task, kind="language_modelling"):
     def objective(self) -> str:
         """The z-loss, which is only in the training loss; empty without one."""
         return f"with z-loss {self.z_loss:g}" if self.z_loss else ""
+
+    @property
+    def takes_arrays(self) -> bool:
+        """Only a class of the user's, which may look at the logits; see `Task.takes_arrays`."""
+        return self.has_user_code
+
+    def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
+        """See `Task.fitted`."""
+        task = super().fitted(spec, outputs)
+        if self.chunk_tokens is not None and (self.takes_arrays or not isinstance(outputs(spec.blank()), Logits)):
+            whose = "sums of this task take" if self.takes_arrays else "network makes"
+            raise ConfigError(
+                f"--task.chunk-tokens {self.chunk_tokens}: the {whose} all logits at once. Remove the setting, or "
+                "take jaxdl's own transformer and task."
+            )
+        return task
 
     def output_shape(self, spec: DataSpec) -> tuple[int, ...] | None:
         """The logits of one window, [length, vocab]."""
@@ -60,18 +82,25 @@ class LanguageModelling(Task, kind="language_modelling"):
         """Number of target tokens that count: float32 scalar."""
         return jnp.sum(counted(batch, batch["tokens"][:, 1:]), dtype=jnp.float32)
 
-    def sums(self, outputs: jax.Array, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
+    def sums(self, outputs: jax.Array | Logits, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
         """Sums over the target tokens that count, from logits [batch, length, vocab]: float32 scalars.
 
         "loss": cross-entropy in nats, in training plus the z-loss; "weight": number of tokens; "correct": number of
         tokens that had the highest logit (of equal ones, the lower token's counts).
         """
         target = batch["tokens"][:, 1:]
-        logits, mask = outputs.astype(jnp.float32), counted(batch, target)
+        mask, z_loss = counted(batch, target), self.z_loss if train else 0.0
+        if isinstance(outputs, Logits):
+            chunk_tokens = self.chunk_tokens or outputs.chunk_tokens()
+            if chunk_tokens is not None:
+                loss, correct = outputs.sums(target, mask, chunk_tokens=chunk_tokens, z_loss=z_loss)
+                return {"loss": loss, "weight": self.weight(batch), "correct": correct}
+            outputs = outputs.whole()
+        logits = outputs.astype(jnp.float32)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
         loss = normalizer - label_logit(logits, target)
-        if train and self.z_loss:
-            loss += self.z_loss * jnp.square(normalizer)
+        if z_loss:
+            loss += z_loss * jnp.square(normalizer)
         return {
             "loss": jnp.sum(jnp.where(mask, loss, 0)),
             "weight": self.weight(batch),

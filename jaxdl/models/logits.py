@@ -1,0 +1,97 @@
+"""The logits of a language model that are not made yet."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxdl import sharding
+from jaxdl.collectives.cross_entropy import TokenLoss
+from jaxdl.mesh import Axis
+from jaxdl.models.products import weight_product
+from jaxdl.sharding import Layout, current_layout
+
+_MOST_BYTES = 2**29
+"""Of float32 logits that one device makes at a time, unless it is told."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Logits:
+    """The output layer, not yet applied: [batch, length, vocab] logits are `x` [batch, length, embed] by `kernel`
+    [embed, vocab].
+
+    A task that needs no more than their cross-entropy never holds all of them; `projected` makes them for any other.
+    """
+
+    x: jax.Array
+    kernel: jax.Array
+    layout: Layout | None = field(default_factory=current_layout, metadata={"static": True})
+    """Of the trace that made it; the loss is traced elsewhere."""
+    precision: Any = field(
+        default_factory=lambda: jax.config.values["jax_default_matmul_precision"], metadata={"static": True}
+    )
+    """Of float32 products, likewise."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """[batch, length, vocab]."""
+        batch, length, _ = self.x.shape
+        return batch, length, self.kernel.shape[1]
+
+    def whole(self) -> jax.Array:
+        """The logits, float32 [batch, length, vocab]."""
+        with self._context():
+            logits = weight_product(self.x, self.kernel, float32_result=True)
+            return sharding.constrain(logits, "batch", "length", "vocab")
+
+    def chunk_tokens(self) -> int | None:
+        """The tokens of one device whose logits fit in 512 MiB; None when those of all its tokens do."""
+        batch, length, vocab = self.shape
+        batch_axes, vocab_axis = self._split()
+        shape = self.layout.mesh.shape if self.layout else {}
+        own_vocab = vocab // (shape[vocab_axis] if vocab_axis else 1)
+        own_tokens = batch * length // math.prod(shape[axis] for axis in batch_axes)
+        most = max(1, _MOST_BYTES // (4 * own_vocab))
+        return most if own_tokens > most else None
+
+    def sums(
+        self, target: jax.Array, mask: jax.Array, *, chunk_tokens: int, z_loss: float
+    ) -> tuple[jax.Array, jax.Array]:
+        """`(loss, correct)` of the target tokens that count; see `jaxdl.collectives.cross_entropy.TokenLoss.sums`."""
+        batch_axes, vocab_axis = self._split()
+        mesh = self.layout.mesh if self.layout and not self.layout.manual else None
+        with self._context():
+            how = TokenLoss(chunk_tokens, z_loss, batch_axes, vocab_axis, mesh)
+            return how.sums(self.x, self.kernel, target, mask)
+
+    def _split(self) -> tuple[tuple[str, ...], str | None]:
+        """The automatic mesh axes that split the batch, and the one that splits the vocabulary."""
+        if self.layout is None:
+            return (), None
+        spec = self.layout.activation_spec(("batch", "length", "vocab"), self.shape)
+        batch_axes = tuple(axis for axis in sharding.entry_names(spec[0]) if self.layout.mesh.shape[axis] > 1)
+        return batch_axes, Axis.TENSOR.value if spec[2] and self.layout.mesh.shape[Axis.TENSOR] > 1 else None
+
+    @contextlib.contextmanager
+    def _context(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.layout is not None:
+                stack.enter_context(sharding.use_layout(self.layout))
+            if self.precision is not None:
+                stack.enter_context(jax.default_matmul_precision(self.precision))
+            yield
+
+
+def projected(outputs: Any) -> Any:
+    """A network's outputs, with the logits that were not made yet made."""
+    return jax.tree.map(
+        lambda one: one.whole() if isinstance(one, Logits) else one,
+        outputs,
+        is_leaf=lambda node: isinstance(node, Logits),
+    )
