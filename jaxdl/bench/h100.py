@@ -24,6 +24,7 @@ from jaxdl.run.compile import compile_train_step
 
 NUM_DEVICES = 8
 _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
+_CUDNN, _CAPABILITY = 91000, 9.0
 _NO_TILE = "Couldn't find output tile sizes"
 
 DEVICE = {
@@ -95,7 +96,17 @@ def h100_devices(hosts: int, of_each: int) -> list[Any]:
         )
     except (RuntimeError, NotImplementedError, ValueError) as error:
         raise ConfigError(f"compiling for H100: JAX does not start its CUDA compiler: {error}. {advice}") from None
+    _describe_cudnn()
     return list(found.devices)
+
+
+def _describe_cudnn() -> None:
+    """Lets JAX believe in the cuDNN of the description, which it otherwise looks for on this machine."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    cudnn.check_cudnn_version = lambda: _CUDNN
+    cudnn.check_compute_capability = lambda least: float(least) <= _CAPABILITY
+    cudnn.is_cuda_compute_capability_equal = lambda wanted: float(wanted) == _CAPABILITY
 
 
 def compile_step(plan: Plan) -> jax.stages.Compiled:

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from jaxdl.errors import ConfigError
 from jaxdl.kinds import Choice
@@ -45,6 +47,11 @@ class Model(Choice):
     def make(self, **sizes: Any) -> Callable[[nnx.Rngs], nnx.Module]:
         """`build` with those of these arguments that it takes."""
         return self.build(**taken(self.build, sizes))
+
+    def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
+        """Lines for the user about how the network is computed on this mesh in this dtype: none."""
+        del mesh, dtype
+        return ()
 
     @abc.abstractmethod
     def build(self, *args: Any, **sizes: Any) -> Callable[[nnx.Rngs], nnx.Module]:

@@ -15,9 +15,11 @@ import jax.numpy as jnp
 import pydantic
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
+from jaxdl.models.attention import attention_remarks, causal_attention
 from jaxdl.models.config import Model
 from jaxdl.models.logits import Logits
 from jaxdl.models.loop import BESIDE_LOOP, through_layers
@@ -85,6 +87,10 @@ class Transformer(Model, kind="transformer"):
         """Size of the MLP's hidden layer, resolved."""
         return math.ceil(8 * self.embed_dim / 3 / 64) * 64 if self.mlp_dim is None else self.mlp_dim
 
+    def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
+        """The kernel of attention."""
+        return attention_remarks(mesh, dtype, self.head_dim)
+
     def build(self, *, vocab_size: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `TransformerModule` from random keys (stream `params`); it computes in `dtype`."""
         return lambda rngs: TransformerModule(self, rngs, vocab_size=vocab_size, dtype=dtype)
@@ -133,10 +139,7 @@ class Attention(nnx.Module):
         query = sharding.constrain(rotate(query, positions, self.rope_theta), "batch", "length", "heads", "head_dim")
         key = sharding.constrain(rotate(key, positions, self.rope_theta), "batch", "length", "kv_heads", "head_dim")
         value = sharding.constrain(value, "batch", "length", "kv_heads", "head_dim")
-        if self.dtype == jnp.float16 and jax.default_backend() == "cpu":
-            # JAX requests float16 products with float32 sums by name ("F16_F16_F32"), which XLA lacks on CPUs.
-            query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        mixed = jax.nn.dot_product_attention(query, key, value, is_causal=True).astype(self.dtype)
+        mixed = causal_attention(query, key, value)
         mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
         return weight_product(mixed, self.out[...], num_contracted=2)
 

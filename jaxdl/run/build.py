@@ -164,6 +164,7 @@ def make_plan(
     check_memory(experiment, parts.state_spec, splits.train.spec)
     check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=bool(parts.network.norms))
     begin_with, note = initial(parts.state_spec.abstract())
+    reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
     reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
     plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with)
     _check_sizes(plan)
