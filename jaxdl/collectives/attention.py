@@ -35,7 +35,7 @@ def flash_attention(
     value: jax.Array,
     *,
     axes: Sequence[str] = (),
-    split: PartitionSpec = PartitionSpec(),
+    split: PartitionSpec | None = None,
     mesh: Mesh | None = None,
     implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
@@ -47,7 +47,7 @@ def flash_attention(
     `no_flash_kernel`.
     """
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
-    region = _Region(attend, split, tuple(axes), mesh)
+    region = _Region(attend, split or PartitionSpec(), tuple(axes), mesh)
     return _in_region(query, key, value, region) if axes else attend(query, key, value)
 
 

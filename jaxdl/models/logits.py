@@ -50,7 +50,7 @@ class Logits:
             logits = weight_product(self.x, self.kernel, float32_result=True)
             return sharding.constrain(logits, "batch", "length", "vocab")
 
-    def chunk_tokens(self) -> int | None:
+    def most_tokens(self) -> int | None:
         """The tokens of one device whose logits fit in 512 MiB; None when those of all its tokens do."""
         batch, length, vocab = self.shape
         batch_axes, vocab_axis = self._split()

@@ -52,7 +52,8 @@ class LanguageModelling(Task, kind="language_modelling"):
     def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
         """See `Task.fitted`."""
         task = super().fitted(spec, outputs)
-        if self.chunk_tokens is not None and (self.takes_arrays or not isinstance(outputs(spec.blank()), Logits)):
+        batch = jax.tree.map(jnp.asarray, dict(spec.blank()))
+        if self.chunk_tokens is not None and (self.takes_arrays or not isinstance(outputs(batch), Logits)):
             whose = "sums of this task take" if self.takes_arrays else "network makes"
             raise ConfigError(
                 f"--task.chunk-tokens {self.chunk_tokens}: the {whose} all logits at once. Remove the setting, or "
@@ -91,7 +92,7 @@ class LanguageModelling(Task, kind="language_modelling"):
         target = batch["tokens"][:, 1:]
         mask, z_loss = counted(batch, target), self.z_loss if train else 0.0
         if isinstance(outputs, Logits):
-            chunk_tokens = self.chunk_tokens or outputs.chunk_tokens()
+            chunk_tokens = self.chunk_tokens or outputs.most_tokens()
             if chunk_tokens is not None:
                 loss, correct = outputs.sums(target, mask, chunk_tokens=chunk_tokens, z_loss=z_loss)
                 return {"loss": loss, "weight": self.weight(batch), "correct": correct}
