@@ -14,7 +14,8 @@ from jaxdl.collectives.cross_entropy import TokenLoss
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticText
 from jaxdl.evaluation import make_eval_step
-from jaxdl.models import FromFunctions, Transformer
+from jaxdl.mesh import batch_sharding
+from jaxdl.models import FromFunctions, Transformer, logits
 from jaxdl.optim import SGD
 from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.run.compile import compile_train_step
@@ -179,6 +180,28 @@ def test_the_logits_of_all_tokens_are_nowhere(chunk_tokens):
 
 def table_of_a_user(key):
     return {"table": jax.random.normal(key, (WORDS, WORDS))}
+
+
+def evaluated(changes):
+    """The sums of an evaluation step on fresh parameters, and the tokens whose logits it makes at a time."""
+    plan = plan_of(changes)
+    [segment], state, step = plan.timeline.segments, make_initial_state(plan), make_eval_step(plan.parts)
+    with plan.batches(segment, 0, 1) as batches:
+        batch = {"tokens": next(batches)["tokens"], "mask": jnp.arange(16 * 12).reshape(16, 12) % 3 > 0}
+    args = state.params, state.model_state, jax.device_put(batch, batch_sharding(plan.parts.layout.mesh))
+    return step(*args), largest(step.trace(*args).jaxpr.jaxpr) // WORDS
+
+
+def test_logits_that_would_take_too_much_memory_are_made_in_chunks_by_default(monkeypatch):
+    """Also in evaluation, where replicas are not manual, and with tied embeddings."""
+    tied = {"model.tied_embeddings": True}
+    wanted, num_tokens = evaluated(ONE_DEVICE | tied)
+    assert num_tokens == 16 * 12
+    monkeypatch.setattr(logits, "_MOST_BYTES", 8 * 4 * WORDS // 2)
+    found, num_tokens = evaluated(EIGHT | tied)
+    assert num_tokens == 16, "the output layer, [embed, vocab], is the largest: a device makes logits of 8 tokens"
+    for name in ("loss", "correct", "weight"):
+        np.testing.assert_allclose(found[name], wanted[name], rtol=1e-6, err_msg=name)
 
 
 def network_of_a_user(params, tokens):

@@ -57,6 +57,8 @@ def count(jaxpr: core.Jaxpr) -> float:
         if name == "dot_general":
             (contracted, _), _ = params["dimension_numbers"]
             total += 2 * _size(equation.outvars[0]) * math.prod(shapes[0][dim] for dim in contracted)
+        elif name.startswith("dot_product_attention_fwd"):  # Two products; as above, those that a mask removes count.
+            total += 4 * _size(equation.invars[0]) * shapes[1][1]
         elif name == "conv_general_dilated":
             out_channels = shapes[1][params["dimension_numbers"].rhs_spec[0]]
             total += 2 * _size(equation.outvars[0]) * math.prod(shapes[1]) / out_channels

@@ -25,6 +25,7 @@ from jaxdl.run.compile import compile_train_step
 NUM_DEVICES = 8
 _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
 _CUDNN, _CAPABILITY = 91000, 9.0
+"""As in `target_config`."""
 _NO_TILE = "Couldn't find output tile sizes"
 
 DEVICE = {
@@ -101,9 +102,10 @@ def h100_devices(hosts: int, of_each: int) -> list[Any]:
 
 
 def _describe_cudnn() -> None:
-    """Lets JAX believe in the cuDNN of the description, which it otherwise looks for on this machine."""
+    """Lets JAX take the cuDNN and the GPU of the description for those of this machine, from now on in this process."""
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
+    assert hasattr(cudnn, "check_cudnn_version"), "this JAX has another way to find cuDNN"
     cudnn.check_cudnn_version = lambda: _CUDNN
     cudnn.check_compute_capability = lambda least: float(least) <= _CAPABILITY
     cudnn.is_cuda_compute_capability_equal = lambda wanted: float(wanted) == _CAPABILITY

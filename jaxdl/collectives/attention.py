@@ -16,10 +16,15 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+_LEAST_CAPABILITY = 8.0
+"""The compute capability of an A100; on GPUs before it cuDNN has no flash kernel, which JAX does not check."""
+
 
 @functools.cache
-def no_flash_kernel(dtype: DTypeLike, head_dim: int) -> str:
-    """Why cuDNN's kernel cannot be used on this machine's GPUs; empty where it can. Asks JAX."""
+def no_flash_kernel(dtype: DTypeLike, head_dim: int, capability: float) -> str:
+    """Why cuDNN's kernel cannot be used on GPUs of this compute capability; empty where it can, as far as JAX knows."""
+    if capability < _LEAST_CAPABILITY:
+        return f"it needs an NVIDIA GPU of compute capability {_LEAST_CAPABILITY:g} (A100) or later"
     heads = jax.ShapeDtypeStruct((1, 16, 1, head_dim), jnp.dtype(dtype))
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
     try:
@@ -43,8 +48,8 @@ def flash_attention(
 
     `key` and `value` are [batch, length, kv_heads, head_dim]; each of their heads serves heads / kv_heads query heads.
     `axes` are the mesh axes that are not manual yet, of which `split` divides the batch and the heads, of both kinds;
-    `mesh` is None inside of a `shard_map`, whose mesh it then is. cuDNN's kernel works on GPUs only; see
-    `no_flash_kernel`.
+    `mesh` is None inside of a `shard_map`, whose mesh it then is. cuDNN's kernel works on GPUs only, see
+    `no_flash_kernel`; XLA's attention is for tests, outside of a scan.
     """
     attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
     region = _Region(attend, split or PartitionSpec(), tuple(axes), mesh)
@@ -62,6 +67,12 @@ class _Region:
     split: PartitionSpec
     axes: tuple[str, ...]
     mesh: Mesh | None
+
+    @property
+    def devices(self) -> PartitionSpec:
+        """A dimension for the devices that have different parts."""
+        names = ((one,) if isinstance(one, str) else one or () for one in self.split)
+        return PartitionSpec(tuple(name for several in names for name in several))
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *operands: Any) -> Any:
         """`function(*operands)` on each device."""
@@ -83,15 +94,14 @@ def _in_region_forward(query: jax.Array, key: jax.Array, value: jax.Array, regio
         result, transpose = jax.vjp(region.attend, *operands)
         return result, jax.tree.map(lambda x: x[None], transpose)
 
-    kept = PartitionSpec(region.axes)
-    return region.run(one_device, (region.split,) * 3, (region.split, kept), query, key, value)
+    return region.run(one_device, (region.split,) * 3, (region.split, region.devices), query, key, value)
 
 
 def _in_region_backward(region: _Region, transpose: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
     def one_device(transpose: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
         return jax.tree.map(lambda x: x[0], transpose)(cotangent)
 
-    specs = (PartitionSpec(region.axes), region.split)
+    specs = (region.devices, region.split)
     return region.run(one_device, specs, (region.split,) * 3, transpose, cotangent)
 
 

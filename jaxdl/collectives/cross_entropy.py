@@ -7,7 +7,7 @@ output layer and of its input, and the backward pass multiplies them by the fact
 logits, and none computed twice (as in Hsu et al., "Liger Kernel", arXiv 2410.10989, section 3.2).
 
 Each device does this for its own tokens, and where the vocabulary is split over devices, for its part of it; in place
-of logits, three numbers for each token travel between them.
+of logits, four numbers for each token travel between them, and in training the gradient of its activations.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jaxdl.collectives.shards import float32_product
 
 _HALF_SCALE = 1024.0
 """Multiplies float16 gradients inside: those of single words, 1 / vocabulary, are below the normal numbers of float16.
-They are at most 2 times this."""
+Without a z-loss they are at most this."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TokenLoss:
     """How the loss is computed.
 
     Attributes:
-      chunk_tokens: the tokens of one device whose logits are made at a time.
+      chunk_tokens: the tokens of one device whose logits are made at a time; at least one of each of its examples.
       z_loss: weight of log(Z)^2 in the loss, Z the sum of the exponentiated logits.
       batch_axes: the mesh axes that split the batch.
       vocab_axis: the mesh axis that splits the vocabulary, or None.

@@ -170,12 +170,13 @@ def _suits_here() -> bool:
         return False
     gpus = [device for device in jax.local_devices() if device.platform != "cpu"]
     least = 8 if wanted == "triton" else 9
-    if any(_capability(gpu) < least for gpu in gpus):
+    if any(capability(gpu) < least for gpu in gpus):
         return False
     return not gpus or wanted == "triton" or kernels_work()
 
 
-def _capability(gpu: Any) -> float:
+def capability(gpu: Any) -> float:
+    """The compute capability of an NVIDIA GPU, 9 for Hopper; 0 of other devices."""
     try:
         return float(getattr(gpu, "compute_capability", 0))
     except ValueError:  # AMD's are names.

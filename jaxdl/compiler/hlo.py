@@ -220,6 +220,9 @@ def _flops(one: Instruction, operands: list[Instruction]) -> float:
     if not one.shapes:
         return 0.0
     result = one.shapes[0][1]
+    if "__cudnn$fmha" in one.line:  # The operands begin with query and key, [batch, length, heads, head_dim].
+        num_products = 5 if "Backward" in one.line else 2
+        return 2.0 * num_products * math.prod(first) * second[1] * (0.5 if "CAUSAL" in one.line else 1.0)
     if match := re.search(r'(?:lhs_contracting_dims=\{|"lhs_contracting_dimensions":\[)([^}\]]*)', one.line):
         dims = [int(n) for n in re.findall(r"\d+", match[1])]
         return 2.0 * math.prod(result) * math.prod(first[dim] for dim in dims)

@@ -105,7 +105,10 @@ class Timeline:
         # It begins where the most time of forward kernels lies before, less that of backward ones.
         ahead = most = 0.0
         first = spans[0][0]
+        last = max(begin for begin, _ in spans)
         for begin, end, what in self.spans:
+            if begin > last:
+                break
             ahead += (end - begin) * {"forward": 1, "backward": -1}.get(what, 0)
             if ahead > most:
                 most, first = ahead, end

@@ -1,4 +1,4 @@
-"""Architectures: flax.nnx modules whose parameters carry logical axis names. No mesh, no collectives.
+"""Architectures: flax.nnx modules whose parameters carry logical axis names.
 
 `ResNet`, `AlexNet`, `VGG`, `ViT` and `Transformer` are configs; their `build()` returns a function that makes the
 module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two functions as they are.

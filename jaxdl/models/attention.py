@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 
 from jaxdl import sharding
 from jaxdl.collectives.attention import flash_attention, no_flash_kernel
+from jaxdl.collectives.select import capability
 from jaxdl.mesh import platform
 
 
@@ -19,7 +20,8 @@ def whole_scores(mesh: Mesh | None, dtype: DTypeLike, head_dim: int) -> str | No
     """
     if (jax.default_backend() if mesh is None else platform(mesh)) != "gpu":
         return ""
-    return no_flash_kernel(jnp.dtype(dtype), head_dim) or None
+    devices = jax.local_devices() if mesh is None else mesh.devices.flat
+    return no_flash_kernel(jnp.dtype(dtype), head_dim, min(map(capability, devices))) or None
 
 
 def attention_remarks(mesh: Mesh, dtype: DTypeLike, head_dim: int) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ import jax
 
 from jaxdl import sharding
 from jaxdl.collectives.cross_entropy import TokenLoss
-from jaxdl.mesh import Axis
 from jaxdl.models.products import weight_product
 from jaxdl.sharding import Layout, current_layout
 
@@ -76,7 +75,8 @@ class Logits:
             return (), None
         spec = self.layout.activation_spec(("batch", "length", "vocab"), self.shape)
         batch_axes = tuple(axis for axis in sharding.entry_names(spec[0]) if self.layout.mesh.shape[axis] > 1)
-        return batch_axes, Axis.TENSOR.value if spec[2] and self.layout.mesh.shape[Axis.TENSOR] > 1 else None
+        vocab_axes = [axis for axis in sharding.entry_names(spec[2]) if self.layout.mesh.shape[axis] > 1]
+        return batch_axes, vocab_axes[0] if vocab_axes else None
 
     @contextlib.contextmanager
     def _context(self) -> Iterator[None]:

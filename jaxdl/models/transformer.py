@@ -88,8 +88,8 @@ class Transformer(Model, kind="transformer"):
         return math.ceil(8 * self.embed_dim / 3 / 64) * 64 if self.mlp_dim is None else self.mlp_dim
 
     def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
-        """The kernel of attention."""
-        return attention_remarks(mesh, dtype, self.head_dim)
+        """The kernel of attention, but not of a class of the user's, which may have another."""
+        return () if self.users_name else attention_remarks(mesh, dtype, self.head_dim)
 
     def build(self, *, vocab_size: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `TransformerModule` from random keys (stream `params`); it computes in `dtype`."""

@@ -31,8 +31,8 @@ class LanguageModelling(Task, kind="language_modelling"):
     """Weight of log(Z)^2 in the training loss, Z the sum of the exponentiated logits (PaLM, 2022, section 5: 1e-4)."""
 
     chunk_tokens: int | None = pydantic.Field(default=None, ge=1)
-    """Tokens of one device whose logits are made at a time. None takes all at once if their logits, float32, fit in
-    512 MiB, or else as many as do."""
+    """Tokens of one device whose logits are made at a time, at least one of each of its examples. None takes all at
+    once if their logits, float32, fit in 512 MiB, or else as many as do."""
 
     modality: ClassVar[str] = "text"
     best_metric: ClassVar[str] = "bits_per_byte"
