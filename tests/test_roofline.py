@@ -73,6 +73,23 @@ def test_float32_products_count_as_tf32_unless_they_are_exact(precision, peak):
     assert found.product_sec == pytest.approx(2 * 64**3 / peak)
 
 
+@pytest.mark.parametrize(
+    ("target", "mask", "products"), [("", "CAUSAL", 2 / 2), ("", "NO_MASK", 2), ("Backward", "CAUSAL", 5 / 2)]
+)
+def test_attention_counts_as_its_products(target, mask, products):
+    """A causal mask halves them."""
+    program = f"""ENTRY %main (q: bf16[2,64,8,16], k: bf16[2,32,4,16]) -> bf16[2,8,64,16] {{
+  %q = bf16[2,64,8,16]{{3,2,1,0}} parameter(0)
+  %k = bf16[2,32,4,16]{{3,2,1,0}} parameter(1)
+  %c = (bf16[2,8,64,16]{{3,2,1,0}}, u8[0]{{0}}) custom-call(%q, %k, %k), \
+custom_call_target="__cudnn$fmhaSoftmax{target}", backend_config={{"fmha":{{"mask_type":"{mask}"}}}}
+  ROOT %out = bf16[2,8,64,16]{{3,2,1,0}} get-tuple-element(%c), index=0
+}}
+"""
+    (found,) = kernels(hlo.parse(program))
+    assert found.product_sec == pytest.approx(products * 2 * (2 * 8) * 64 * 32 * 16 / 989e12)
+
+
 def test_a_table_with_the_figures_before(tmp_path):
     found = {"kernels": summed(kernels(hlo.parse(PROGRAM)))}
     kept = {name: row for name, row in found["kernels"].items() if name != "reduction, backward"}
