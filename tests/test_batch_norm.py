@@ -178,6 +178,17 @@ def test_moments_of_the_input_are_taken_in_bfloat16(span, dtype, num_convolution
     assert str(traced).count("conv_general_dilated") == num_convolutions
 
 
+@pytest.mark.parametrize(("span", "num_convolutions"), [(6, 0), (4, 1)])
+def test_a_device_with_a_part_of_a_group_convolves(span, num_convolutions):
+    """12 examples on two devices: of three groups the middle one lies on both, which are no equal parts of it."""
+    graphdef, state = nnx.split(layers(span, 1, 1, dtype=jnp.bfloat16))
+    mesh = Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1), tuple(Axis), axis_types=(AxisType.Auto,) * 3)
+    image, _, weights = (x[:12] for x in inputs(1))
+    with use_layout(Layout(ShardingConfig(), mesh)):
+        traced = jax.make_jaxpr(lambda *args: ours(graphdef, *args, None, weights, relu=False))(state, image)
+    assert str(traced).count("conv_general_dilated") == num_convolutions
+
+
 def test_devices_that_share_statistics_send_moments_and_no_products():
     """Both in one message: XLA splits the batch of a replica, a device computes with its own examples."""
     graphdef, state = nnx.split(layers("replica", 1, 1, dtype=jnp.bfloat16))
