@@ -170,7 +170,8 @@ def test_events_close_to_each_other_do_not_overlap_in_the_curves():
 def test_what_is_measured_and_what_is_modelled_look_different(monkeypatch):
     data = draw_docs.read("cluster")
     [figure] = drawn_by(monkeypatch, lambda: draw_docs.cluster(data))
-    measured, modelled = figure.axes[0].lines[4:6]  # Of "dense", the third of the series.
+    place = 2 * list(data["series"]).index("dense")
+    measured, modelled = figure.axes[0].lines[place : place + 2]
     assert list(measured.get_ydata()) == data["series"]["dense"]["over_floor"]
     assert list(modelled.get_ydata()) == data["series"]["dense"]["modelled_over_floor"]
     assert (measured.is_dashed(), modelled.is_dashed()) == (False, True)

@@ -108,7 +108,10 @@ def test_a_product_with_a_float32_kernel(shape, kernel_shape, contracted, float3
 
 
 def test_the_step_sums_in_the_dtype_of_the_setting():
-    """XLA sums right at the product of a gradient, in its dtype; of a larger convolution's the sum is written out."""
+    """XLA sums right at the product of a gradient, in its dtype; of a larger convolution's the sum is written out.
+
+    Two 1x1 convolutions before a batch norm are products of matrices, whose gradients are float32 in both settings.
+    """
     float32_results, sums_of_kernels = {}, {}
     for name, experiment in (("images", IMAGES), ("text", TEXT)):
         for setting in ("float32", "compute"):
@@ -117,7 +120,7 @@ def test_the_step_sums_in_the_dtype_of_the_setting():
             sums = re.findall(r"\}\) : \(tensor<(\d+x\d+x\d+x\d+)xf32>\) -> tensor<\1xf32>", text)
             sums_of_kernels[name, setting] = len(sums)
     assert sums_of_kernels == {
-        ("images", "float32"): 9, ("images", "compute"): 0, ("text", "float32"): 0, ("text", "compute"): 0,
+        ("images", "float32"): 7, ("images", "compute"): 0, ("text", "float32"): 0, ("text", "compute"): 0,
     }  # fmt: skip
     assert float32_results["images", "float32"] == float32_results["images", "compute"] + 1, "the linear layer"
     assert float32_results["text", "float32"] == float32_results["text", "compute"] + 8, "a block's 7, and the table's"
