@@ -5,10 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from runs import tiny_experiment
 
 from jaxdl.collectives.attention import flash_attention
+from jaxdl.data import SyntheticText
+from jaxdl.export.writing import function_file
 from jaxdl.models import Transformer, attention
+from jaxdl.precision import BFloat16
+from jaxdl.predictor import Predictor
+from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.sharding import Layout, ShardingConfig, use_layout
+from jaxdl.tasks import LanguageModelling
 
 BATCH, LENGTH, HEAD_DIM = 4, 6, 8
 
@@ -71,6 +78,23 @@ def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads
     assert f"tensor<{examples}x{LENGTH}x{heads // 2 if heads == 4 else heads}x{HEAD_DIM}xf32>" in lowered, (
         "each device has its own heads alone"
     )
+
+
+def test_an_export_from_a_gpu_runs_on_every_platform(monkeypatch, tmp_path):
+    """cuDNN's kernel is for one platform, and JAX does not promise that later versions find it."""
+    monkeypatch.setattr(attention, "no_flash_kernel", lambda *_: "")
+    monkeypatch.setattr(attention, "platform", lambda _: "gpu")
+    experiment = tiny_experiment(
+        data=SyntheticText(vocab_size=8, length=4, num_train=16, num_test=16),
+        model=Transformer(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16),
+        task=LanguageModelling(),
+        mesh={"replica": 1, "fsdp": 1, "tensor": 1},
+        precision=BFloat16(),
+    )
+    plan = make_plan(experiment, jax.devices()[:1])
+    predictor = Predictor(experiment, plan.parts, make_initial_state(plan), 0, tmp_path)
+    read = jax.export.deserialize(bytearray(function_file(predictor, ("cpu", "cuda"), 2)))
+    assert read.platforms == ("cpu", "cuda")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, TextSpec, spec_to_json
 from jaxdl.data.spec import with_targets
 from jaxdl.export import FILES
+from jaxdl.models.attention import portable_attention
 from jaxdl.predictor import Predictor, restore
 from jaxdl.report import replace_file
 from jaxdl.runs import Which
@@ -85,7 +86,8 @@ def function_file(predictor: Predictor, platforms: Sequence[str], batch_size: in
     size = jax.export.symbolic_shape("batch")[0] if batch_size is None else batch_size
     inputs = jax.tree.map(lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype), rows)
     try:
-        found = jax.export.export(jax.jit(function), platforms=tuple(platforms))(inputs)
+        with portable_attention():
+            found = jax.export.export(jax.jit(function), platforms=tuple(platforms))(inputs)
     except Exception as error:  # JAX raises errors of many types for what has no lowering, or needs a known size.
         reason = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         options = f"--platforms {' '.join(platforms)}" + ("" if batch_size is None else f" --batch-size {batch_size}")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -12,13 +16,25 @@ from jaxdl.collectives.attention import flash_attention, no_flash_kernel
 from jaxdl.collectives.select import capability
 from jaxdl.mesh import platform
 
+_portable: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxdl_portable_attention", default=False)
+
+
+@contextlib.contextmanager
+def portable_attention() -> Iterator[None]:
+    """Context: attention that is traced inside runs on every platform, since XLA computes it from all scores."""
+    token = _portable.set(True)
+    try:
+        yield
+    finally:
+        _portable.reset(token)
+
 
 def whole_scores(mesh: Mesh | None, dtype: DTypeLike, head_dim: int) -> str | None:
     """Why attention on this mesh makes the scores of all pairs of tokens; None where it does not.
 
-    On CPUs it always does ("").
+    On CPUs, and inside of `portable_attention`, it always does ("").
     """
-    if (jax.default_backend() if mesh is None else platform(mesh)) != "gpu":
+    if _portable.get() or (jax.default_backend() if mesh is None else platform(mesh)) != "gpu":
         return ""
     devices = jax.local_devices() if mesh is None else mesh.devices.flat
     return no_flash_kernel(jnp.dtype(dtype), head_dim, min(map(capability, devices))) or None
