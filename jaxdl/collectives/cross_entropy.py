@@ -123,9 +123,9 @@ def _one_device(
         return (carry[0] + loss, carry[1] + correct, carry[2] + kernel_grad), x_grad
 
     zero = jnp.zeros((), jnp.float32)
-    start = (zero, zero, jnp.zeros(kernel.shape, jnp.float32)) if with_gradients else (zero, zero)
-    varying = alike(how.batch_axes, *start[:2], x)[:2]
-    start = (*varying, *(alike(how.axes, one, x, kernel)[0] for one in start[2:]))
+    start = alike(how.batch_axes, zero, zero, x)[:2]
+    if with_gradients:
+        start += alike(how.axes, jnp.zeros(kernel.shape, jnp.float32), x, kernel)[:1]
     (loss, correct, *kernel_grad), x_grads = lax.scan(chunk, start, size * jnp.arange(num_chunks))
     if how.batch_axes:
         loss, correct = lax.psum((loss, correct), how.batch_axes)

@@ -24,7 +24,8 @@ def profile_of(text: str, axes: Mapping[str, int], links: Links) -> bytes:
     """The profile of a compiled, scheduled program on a mesh: microseconds of each kernel and each message."""
     module = parse(text)
     timeline = play(module, axes, links)
-    messages = {one.name: _early(timeline, one.over_replica) * one.seconds for one in timeline.messages}
+    early = {over_replica: _early(timeline, over_replica) for over_replica in (True, False)}
+    messages = {one.name: early[one.over_replica] * one.seconds for one in timeline.messages}
     found, scheduled = [], [module.entry]
     for name in scheduled:  # Loops inside are scheduled too, each for itself.
         for one in module.computations[name].values():

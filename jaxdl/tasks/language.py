@@ -52,8 +52,10 @@ class LanguageModelling(Task, kind="language_modelling"):
     def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
         """See `Task.fitted`."""
         task = super().fitted(spec, outputs)
+        if self.chunk_tokens is None:
+            return task
         batch = jax.tree.map(jnp.asarray, dict(spec.blank()))
-        if self.chunk_tokens is not None and (self.takes_arrays or not isinstance(outputs(batch), Logits)):
+        if self.takes_arrays or not isinstance(outputs(batch), Logits):
             whose = "sums of this task take" if self.takes_arrays else "network makes"
             raise ConfigError(
                 f"--task.chunk-tokens {self.chunk_tokens}: the {whose} all logits at once. Remove the setting, or "
