@@ -23,7 +23,7 @@ FLOORS = [
     {"mesh", "options"},
     {"cluster"},
     {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases"},
-    {"models", "optim", "exchange", "data"},
+    {"models", "optim", "exchange", "data", "decoding"},
     {"report"},
     {"state", "tasks"},
     {"step"},
