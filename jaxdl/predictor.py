@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdl.checkpoint import Checkpoints
+from jaxdl.checkpoint import Checkpoints, restore_mean
 from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, Data, Source, Splits, TextSpec, spec_from_json
@@ -122,6 +122,7 @@ def restore(
     workdir: str | Path,
     *,
     step: Which = "newest",
+    average: int = 1,
     mesh: MeshConfig | None = None,
 ) -> Predictor:
     """The network of a checkpoint in a workdir, on one device or, with `mesh`, on any mesh.
@@ -129,9 +130,10 @@ def restore(
     `step` is "newest"; "best", the checkpoint with the best evaluation (by the task's own metric, such as accuracy) of
     those that are kept, see `--checkpoint.keep-best`; or the number of a step. The one device is of the platform that
     the run was on, unless JAX has been started on another already. A run may be writing there: nothing is changed.
+    With `average` the parameters are the mean of those of the last so many checkpoints that are kept, up to `step`.
 
     A damaged checkpoint is skipped with a warning, and the next newest (or best) one is used. Raises ConfigError
-    when there is no run, no checkpoint, no undamaged one, none of that step or none that was evaluated;
+    when there is no run, no checkpoint, no undamaged one, none of that step, none that was evaluated or too few;
     `jaxdl.checkpoint.Unreadable`, an OSError, when a checkpoint cannot be read now.
     """
     which = check_which(step)
@@ -152,7 +154,11 @@ def restore(
         read_only=True,
     )
     with contextlib.closing(checkpoints):
-        restored = checkpoints.restore(parts.state_spec.abstract(), items=("model",), which=which)
+        abstract = parts.state_spec.abstract()
+        if average != 1 and checkpoints.steps:
+            restored = restore_mean(checkpoints, abstract, average, which)
+        else:
+            restored = checkpoints.restore(abstract, items=("model",), which=which)
     if restored is None:
         raise ConfigError(f"{workdir}: the run has no checkpoint yet.")
     for damaged in restored.damaged:

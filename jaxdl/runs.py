@@ -30,8 +30,11 @@ def check_run(workdir: str | Path, option: str = "") -> Path:
     return folder
 
 
-def check_checkpoint(workdir: Path, which: Which = "newest", option: str = "") -> list[int]:
-    """The steps of the checkpoints, in order. Raises ConfigError when there is none yet, or none of the step."""
+def check_checkpoint(workdir: Path, which: Which = "newest", option: str = "", *, average: int = 1) -> list[int]:
+    """The steps of the checkpoints, in order. Raises ConfigError when there is none yet, or none of the step.
+
+    Also when there are fewer than `average`, see `averaged_steps`.
+    """
     steps = _steps(workdir)
     given = f"{option} {workdir}" if option else f"{workdir}"
     if not steps:
@@ -39,7 +42,28 @@ def check_checkpoint(workdir: Path, which: Which = "newest", option: str = "") -
     if isinstance(which, int) and which not in steps:
         there = f"there are checkpoints of steps {', '.join(map(str, steps))}"
         raise ConfigError(f"{given}: there is no checkpoint of step {which}; {there}.")
+    averaged_steps(steps, which, average)
     return steps
+
+
+def averaged_steps(steps: Sequence[int], which: Which, average: int) -> list[int]:
+    """The steps of the checkpoints whose mean is meant: the last `average` of `steps` up to `which`, in order.
+
+    For 1 nothing is averaged, and the result does not matter. Raises ConfigError if there are fewer.
+    """
+    if not isinstance(average, int) or isinstance(average, bool) or average < 1:
+        raise ConfigError(f"--average {average}: give a whole number, 1 or more: 1 takes one checkpoint as it is.")
+    if average > 1 and which == "best":
+        raise ConfigError(f"--average {average}: it takes the last checkpoints. Remove --step best.")
+    found = [step for step in sorted(steps) if not isinstance(which, int) or step <= which]
+    if len(found) < average:
+        until = f" up to step {which}" if isinstance(which, int) else ""
+        raise ConfigError(
+            f"--average {average}: the workdir has {len(found)} checkpoint{'s' * (len(found) != 1)}{until} (of steps "
+            f"{', '.join(map(str, found))}). Average fewer, or train with --checkpoint.keep {average} so that more are "
+            "kept."
+        )
+    return found[-average:]
 
 
 def has_checkpoint(workdir: Path) -> bool:

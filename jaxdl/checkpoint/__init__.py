@@ -9,6 +9,7 @@ removed, and complete checkpoints are kept. A checkpoint that cannot be read end
 checkpoint that is proven to be damaged is quarantined in `checkpoints/damaged`; the one before it is used instead.
 """
 
+from jaxdl.checkpoint.averaging import restore_mean
 from jaxdl.checkpoint.earlier import Earlier
 from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable, Unusable
 from jaxdl.checkpoint.fingerprint import fingerprints
@@ -26,5 +27,6 @@ __all__ = [
     "Unusable",
     "fingerprints",
     "read_model",
+    "restore_mean",
     "stored_model",
 ]

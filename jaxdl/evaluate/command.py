@@ -43,6 +43,8 @@ class Evaluate:
     experiment: Annotated[Measured, tyro.conf.arg(name="")]
     step: Literal["newest", "best"] | int = "newest"
     """The checkpoint: the newest, the one with the best evaluation, or the one of a step."""
+    average: int = 1
+    """Take the mean of the parameters of the last so many checkpoints that are kept, up to --step."""
     batch_size: int | None = None
     """Examples in a batch, over all devices; None takes that of the run's evaluations."""
     devices: int | None = None
@@ -83,7 +85,7 @@ def restored(command: Evaluate) -> Predictor:
     """The network of the checkpoint, on the mesh of the command."""
     mesh = command.experiment.mesh
     make_devices(read_experiment(command.workdir).replaced({"mesh": mesh}))  # Raises what `restore` lets pass.
-    return restore(command.workdir, step=command.step, mesh=mesh)
+    return restore(command.workdir, step=command.step, average=command.average, mesh=mesh)
 
 
 def report(command: Evaluate, predictor: Predictor, metrics: dict[str, float], num_examples: int) -> str:

@@ -32,6 +32,8 @@ class Export:
     """What to write: the parameters (safetensors), the prediction function with its parameters (stablehlo), or both."""
     step: Literal["newest", "best"] | int = "newest"
     """The checkpoint: the newest, the one with the best evaluation, or the one of a step."""
+    average: int = 1
+    """Take the mean of the parameters of the last so many checkpoints that are kept, up to --step."""
     platforms: tuple[Literal["cpu", "cuda", "tpu"], ...] = ("cpu", "cuda")
     """The platforms that the function runs on."""
     batch_size: int | None = None
@@ -53,6 +55,7 @@ def main(args: list[str] | None = None, *, prog: str = "python -m jaxdl.export")
                     command.to,
                     formats=command.format,
                     step=command.step,
+                    average=command.average,
                     platforms=command.platforms,
                     batch_size=command.batch_size,
                 )
@@ -61,7 +64,7 @@ def main(args: list[str] | None = None, *, prog: str = "python -m jaxdl.export")
 
 def check(command: Export) -> None:
     """Raises ConfigError for what can be seen without reading the checkpoint."""
-    check_checkpoint(check_run(command.workdir, "--workdir"), command.step, "--workdir")
+    check_checkpoint(check_run(command.workdir, "--workdir"), command.step, "--workdir", average=command.average)
     if not command.format or not command.platforms:
         raise ConfigError("--format and --platforms: give at least one value, or leave the option out.")
     if command.batch_size is not None and command.batch_size < 1:

@@ -28,15 +28,17 @@ def export(
     *,
     formats: Sequence[str] = ("safetensors", "stablehlo"),
     step: Which = "newest",
+    average: int = 1,
     platforms: Sequence[str] = ("cpu", "cuda"),
     batch_size: int | None = None,
 ) -> str:
     """Writes the network of a run's checkpoint into a folder, with a README.md; returns a text on what was written.
 
-    The network must fit on one device. `batch_size` is the one that the function takes, None any. Raises ConfigError
-    when there is no such checkpoint, when the folder cannot be written, or when the function cannot be exported.
+    The network must fit on one device. `step` and `average` are those of `jaxdl.restore`. `batch_size` is the one that
+    the function takes, None any. Raises ConfigError when there is no such checkpoint, when the folder cannot be
+    written, or when the function cannot be exported.
     """
-    predictor, folder = restore(workdir, step=step), Path(folder)
+    predictor, folder = restore(workdir, step=step, average=average), Path(folder)
     contents: dict[str, bytes] = {}
     if "safetensors" in formats:
         contents["safetensors"] = parameter_file(predictor)
