@@ -1,4 +1,6 @@
-"""Attention in a region of its own: on meshes against one device, and what the program says about its kernel."""
+"""Attention against NumPy, in a region of its own on meshes, and what the program says about its kernel."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from runs import tiny_experiment
 
 from jaxdl.collectives.attention import flash_attention
+from jaxdl.collectives.packed_attention import Packed, document_offsets, packed_attention
 from jaxdl.data import SyntheticText
 from jaxdl.export.writing import function_file
 from jaxdl.models import Transformer, attention
@@ -26,54 +29,160 @@ def heads_of(heads, kv_heads):
     return [jnp.asarray(random.normal(size=shape), jnp.float32) for shape in shapes]
 
 
-def with_gradients(function, *operands):
-    result, transpose = jax.vjp(function, *operands)
-    return result, *transpose(jnp.cos(result))
+SEGMENTS = np.array([[1, 1, 2, 2, 2, 3], [1, 1, 1, 1, 0, 0], [1, 2, 3, 4, 5, 6], [1, 1, 1, 1, 1, 1]], np.int32)
+LENGTHS = np.array([6, 1, 0, 4], np.int32)
+PATTERNS = {
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 2},
+    "all": {"causal": False},
+    "documents": {"causal": True, "segments": SEGMENTS},
+    "documents, window": {"causal": True, "window": 2, "segments": SEGMENTS},
+    "documents, both ways": {"causal": False, "segments": SEGMENTS},
+    "lengths": {"causal": False, "key_lengths": LENGTHS},
+}
 
 
-def in_numpy(query, key, value):
-    """Each query by itself, with its head's keys before it."""
+def in_numpy(query, key, value, *, causal, window=None, segments=None, key_lengths=None):
+    """Each query by itself, with those of its head's keys that it sees; of padding and of no keys nothing."""
     out = np.zeros(query.shape)
     for example, at, head in np.ndindex(query.shape[:3]):
+        seen = [other for other in range(key.shape[1]) if not (causal and other > at)]
+        seen = seen if window is None else seen[-window:]
+        if segments is not None:
+            seen = [other for other in seen if segments[example, other] == segments[example, at]]
+        if key_lengths is not None:
+            seen = [other for other in seen if other < max(key_lengths[example], 1)]
         group = head * key.shape[2] // query.shape[2]
-        keys, values = key[example, : at + 1, group], value[example, : at + 1, group]
+        keys, values = key[example, seen, group], value[example, seen, group]
         weights = np.exp(keys @ query[example, at, head] / np.sqrt(HEAD_DIM))
         out[example, at, head] = weights @ values / weights.sum()
     return out
 
 
+def loss_of(pattern):
+    """A function of the tokens' results, of which those of padding have no meaning."""
+    means = (SEGMENTS > 0 if "segments" in pattern else np.ones((BATCH, LENGTH)))[:, :, None, None]
+    return lambda result: jnp.sum(jnp.sin(result) * means)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_attention_is_that_of_numpy(pattern):
+    operands, pattern = heads_of(4, 2), PATTERNS[pattern]
+    found = attention.attend(*operands, **pattern)
+    np.testing.assert_allclose(found, in_numpy(*operands, **pattern), rtol=1e-4, atol=1e-5)
+
+
+def test_of_another_length_of_keys():
+    query, [_, key, value] = heads_of(4, 4)[0], heads_of(4, 2)
+    key, value, lengths = key[:, :5], value[:, :5], np.array([5, 2, 1, 3], np.int32)
+    found = attention.attend(query, key, value, causal=False, key_lengths=lengths)
+    np.testing.assert_allclose(
+        found, in_numpy(query, key, value, causal=False, key_lengths=lengths), rtol=1e-4, atol=1e-5
+    )
+
+
+def in_turns(*operands):
+    """As cuDNN's kernel is called, for two documents at a time."""
+    return packed_attention(*operands, SEGMENTS, Packed(causal=True, window=None, implementation="xla", most=2))
+
+
+def on_cpus(*operands):
+    return attention.attend(*operands, causal=True, segments=SEGMENTS)
+
+
+@pytest.mark.parametrize("attend", [on_cpus, in_turns])
+def test_no_gradient_crosses_documents(attend):
+    """Exactly none: of one document's results for another's queries, keys and values."""
+    operands, second = heads_of(4, 2), (SEGMENTS == 2)[:, :, None, None]
+    grads = jax.grad(lambda operands: jnp.sum(jnp.where(second, attend(*operands), 0)))(operands)
+    for grad in grads:
+        np.testing.assert_array_equal(np.where(second, 0, grad), 0)
+        assert np.any(np.where(second, grad, 0))
+
+
+def test_many_documents_are_attended_to_in_turns():
+    operands, loss = heads_of(4, 2), loss_of(PATTERNS["documents"])
+    found, wanted = (
+        [x(*operands), *jax.vjp(x, *operands)[1](jax.grad(loss)(x(*operands)))] for x in (in_turns, on_cpus)
+    )
+    np.testing.assert_array_equal(found[0][1, 4:], 0)
+    for one, other in zip(found, wanted, strict=True):
+        real = (SEGMENTS > 0)[:, :, None, None]
+        np.testing.assert_allclose(np.where(real, one, 0), np.where(real, other, 0), rtol=1e-4, atol=1e-6)
+
+
+def test_dropout_takes_weights_away_and_keeps_their_mean():
+    query, key, value = heads_of(4, 2)
+    value = jnp.ones_like(value)  # The result is the sum of the weights that are left.
+    options = {"causal": True, "segments": SEGMENTS, "dropout": 0.25}
+    np.testing.assert_allclose(attention.attend(query, key, value, **options), 1, rtol=1e-5)
+
+    def sums(seed):
+        return attention.attend(query, key, value, **options, dropout_key=jax.random.key(seed))
+
+    found = np.asarray(jax.vmap(sums)(np.arange(500)))
+    alone = found[:, 2]  # Each sees itself alone.
+    np.testing.assert_allclose(np.unique(alone), [0, 4 / 3], rtol=1e-5)
+    assert found.mean() == pytest.approx(1, abs=0.01)
+
+
+@pytest.mark.parametrize("first", [1, 3, 5])
+def test_offsets_of_documents(first):
+    lengths, offsets = document_offsets(SEGMENTS, first, 2)
+    for row, (own_lengths, own_offsets) in enumerate(zip(lengths, offsets, strict=True)):
+        numbers = [number for number in (first, first + 1) if number in SEGMENTS[row]]
+        expected = [(list(SEGMENTS[row]).count(number), list(SEGMENTS[row]).index(number)) for number in numbers]
+        missing = 2 - len(numbers)
+        assert list(own_lengths) == [length for length, _ in expected] + [-1] * missing
+        assert list(own_offsets) == [offset for _, offset in expected] + [-1] * (missing + 1)
+
+
 @pytest.mark.parametrize(
-    ("manual", "heads", "kv_heads"),
-    [(False, 4, 2), (True, 4, 2), (True, 4, 1), (False, 4, 4), (True, 3, 3), (False, 3, 1)],
+    ("manual", "heads", "kv_heads", "pattern"),
+    [
+        (False, 4, 2, "causal"),
+        (True, 4, 2, "documents, window"),
+        (True, 4, 1, "window"),
+        (False, 4, 4, "documents, both ways"),
+        (True, 3, 3, "lengths"),
+        (False, 3, 1, "documents"),
+    ],
 )
-def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads):
+def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads, pattern):
     """With one key head and two devices that split the query heads, each device gets a copy of it.
 
     Three heads are not split.
     """
 
-    def on_cpus(*operands, **options):
+    def as_on_gpus(*operands, **options):
         return flash_attention(*operands, **options, implementation="xla")
+
+    options = dict(PATTERNS[pattern])
+    rows = {name: options.pop(name) for name in ("segments", "key_lengths") if name in options}
+    operands, loss = heads_of(heads, kv_heads), loss_of(PATTERNS[pattern])
+    plain = functools.partial(attention.attend, **options, **rows)
+    wanted = plain(*operands), *jax.grad(lambda *x: loss(plain(*x)), argnums=(0, 1, 2))(*operands)
 
     monkeypatch.setattr(attention, "no_flash_kernel", lambda *_: "")
     monkeypatch.setattr(attention, "platform", lambda _: "gpu")
-    monkeypatch.setattr(attention, "flash_attention", on_cpus)
+    monkeypatch.setattr(attention, "flash_attention", as_on_gpus)
     mesh = jax.make_mesh((2, 2, 2), ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
     layout = Layout(ShardingConfig(), mesh, manual=frozenset({"replica"} if manual else ()))
 
-    def attend(*operands):
+    def attend(query, key, value, cotangent, rows):
         with use_layout(layout):
-            return with_gradients(attention.causal_attention, *operands)
+            attend = functools.partial(attention.attend, **options, **rows)
+            result, transpose = jax.vjp(attend, query, key, value)
+            return result, *transpose(cotangent)
 
     if manual:
-        rows = PartitionSpec("replica")
-        attend = jax.shard_map(attend, mesh=mesh, in_specs=rows, out_specs=rows, axis_names={"replica"})
-    operands = heads_of(heads, kv_heads)
+        examples = PartitionSpec("replica")
+        attend = jax.shard_map(attend, mesh=mesh, in_specs=examples, out_specs=examples, axis_names={"replica"})
+    operands = [*operands, jax.grad(loss)(wanted[0]), rows]
     found, lowered = jax.jit(attend)(*operands), jax.jit(attend).lower(*operands).as_text()
-    wanted = with_gradients(lambda *x: jax.nn.dot_product_attention(*x, is_causal=True), *operands)
-    np.testing.assert_allclose(wanted[0], in_numpy(*operands), rtol=1e-4, atol=1e-5)
+    means = (SEGMENTS > 0)[:, :, None, None] if "segments" in rows else True
     for one, other in zip(found, wanted, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(np.where(means, one, 0), np.where(means, other, 0), rtol=1e-4, atol=1e-6)
     examples = BATCH // 4
     assert f"tensor<{examples}x{LENGTH}x{heads // 2 if heads == 4 else heads}x{HEAD_DIM}xf32>" in lowered, (
         "each device has its own heads alone"

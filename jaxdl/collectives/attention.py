@@ -16,20 +16,45 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxdl.collectives.packed_attention import Packed, packed_attention
+
+Implementation = Literal["cudnn", "xla"]
 _LEAST_CAPABILITY = 8.0
 """The compute capability of an A100; on GPUs before it cuDNN has no flash kernel, which JAX does not check."""
 
 
+@dataclass(frozen=True)
+class Pattern:
+    """Which keys a query sees.
+
+    Attributes:
+      causal: those of its own token and of tokens before it.
+      window: with `causal`, of its own token and the window - 1 tokens before it alone.
+      packed: those of its own document.
+      padded: those that exist, the leading ones of each example.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    packed: bool = False
+    padded: bool = False
+
+
 @functools.cache
-def no_flash_kernel(dtype: DTypeLike, head_dim: int, capability: float) -> str:
+def no_flash_kernel(dtype: DTypeLike, head_dim: int, capability: float, pattern: Pattern) -> str:
     """Why cuDNN's kernel cannot be used on GPUs of this compute capability; empty where it can, as far as JAX knows."""
     if capability < _LEAST_CAPABILITY:
         return f"it needs an NVIDIA GPU of compute capability {_LEAST_CAPABILITY:g} (A100) or later"
     heads = jax.ShapeDtypeStruct((1, 16, 1, head_dim), jnp.dtype(dtype))
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+    rows = jax.ShapeDtypeStruct((1, 16) if pattern.packed else (1,), jnp.int32)
+
+    def attend(rows: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+        result, transpose = jax.vjp(lambda *heads: _attend((*heads, rows), pattern, "cudnn"), query, key, value)
+        return transpose(result)
+
     try:
-        jax.eval_shape(lambda *operands: jax.vjp(attend, *operands)[0], heads, heads, heads)
-    except (NotImplementedError, RuntimeError, ValueError) as error:
+        jax.eval_shape(attend, rows, heads, heads, heads)
+    except (ImportError, AttributeError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         return " ".join(str(error).split())
     return ""
 
@@ -38,32 +63,54 @@ def flash_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    rows: jax.Array | None = None,
+    pattern: Pattern = Pattern(),
     *,
     axes: Sequence[str] = (),
     split: PartitionSpec | None = None,
     mesh: Mesh | None = None,
-    implementation: Literal["cudnn", "xla"] = "cudnn",
+    implementation: Implementation = "cudnn",
 ) -> jax.Array:
-    """Causal softmax attention of `query` [batch, length, heads, head_dim]: the same shape and dtype, 16 bits.
+    """Softmax attention of `query` [batch, length, heads, head_dim]: the same shape and dtype, 16 bits.
 
-    `key` and `value` are [batch, length, kv_heads, head_dim]; each of their heads serves heads / kv_heads query heads.
+    `key` and `value` are [batch, key_length, kv_heads, head_dim]; each of their heads serves heads / kv_heads query
+    heads. `rows`, int32, is for the pattern: if packed [batch, length], the number of the document in its row from 1,
+    or 0 for padding; if padded [batch], how many keys exist, at least 1.
+
     `axes` are the mesh axes that are not manual yet, of which `split` divides the batch and the heads, of both kinds;
     `mesh` is None inside of a `shard_map`, whose mesh it then is. cuDNN's kernel works on GPUs only, see
     `no_flash_kernel`; XLA's attention is for tests, outside of a scan.
     """
-    attend = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
-    region = _Region(attend, split or PartitionSpec(), tuple(axes), mesh)
-    return _in_region(query, key, value, region) if axes else attend(query, key, value)
+    if not axes:
+        return _attend((query, key, value, rows), pattern, implementation)
+    region = _Region(pattern, implementation, split or PartitionSpec(), tuple(axes), mesh)
+    return _in_region(query, key, value, rows, region)
+
+
+def _attend(operands: Sequence[Any], pattern: Pattern, implementation: Implementation) -> jax.Array:
+    query, key, value, rows = operands
+    if pattern.packed:
+        return packed_attention(query, key, value, rows, Packed(pattern.causal, pattern.window, implementation))
+    return jax.nn.dot_product_attention(
+        query,
+        key,
+        value,
+        is_causal=pattern.causal,
+        local_window_size=None if pattern.window is None else (pattern.window - 1, 0),
+        key_value_seq_lengths=rows if pattern.padded else None,
+        implementation=implementation,
+    )
 
 
 @dataclass(frozen=True)
 class _Region:
-    """Where each device calls `attend` on its part of the operands, split as `split`; `axes` become manual.
+    """Where each device attends with its part of the operands, split as `split`; `axes` become manual.
 
     All of them, since JAX does not lower the kernel where any is left automatic.
     """
 
-    attend: Callable[..., jax.Array]
+    pattern: Pattern
+    implementation: Implementation
     split: PartitionSpec
     axes: tuple[str, ...]
     mesh: Mesh | None
@@ -73,6 +120,15 @@ class _Region:
         """A dimension for the devices that have different parts."""
         names = ((one,) if isinstance(one, str) else one or () for one in self.split)
         return PartitionSpec(tuple(name for several in names for name in several))
+
+    @property
+    def operands(self) -> tuple[PartitionSpec, ...]:
+        """The split of query, key, value and rows."""
+        return (self.split,) * 3 + (PartitionSpec(self.split[0] if self.split else None),)
+
+    def attend(self, *operands: Any) -> jax.Array:
+        """Attention on one device."""
+        return _attend(operands, self.pattern, self.implementation)
 
     def run(self, function: Callable[..., Any], in_specs: Any, out_specs: Any, *operands: Any) -> Any:
         """`function(*operands)` on each device."""
@@ -84,25 +140,30 @@ class _Region:
 
 # JAX cannot differentiate a region inside of a partly manual one (0.10): what its backward pass keeps would be sharded
 # over the axes that are manual already. So there are two regions, and what is kept has a dimension for the devices.
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _in_region(query: jax.Array, key: jax.Array, value: jax.Array, region: _Region) -> jax.Array:
-    return region.run(region.attend, (region.split,) * 3, region.split, query, key, value)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _in_region(
+    query: jax.Array, key: jax.Array, value: jax.Array, rows: jax.Array | None, region: _Region
+) -> jax.Array:
+    return region.run(region.attend, region.operands, region.split, query, key, value, rows)
 
 
-def _in_region_forward(query: jax.Array, key: jax.Array, value: jax.Array, region: _Region) -> tuple[jax.Array, Any]:
-    def one_device(*operands: jax.Array) -> tuple[jax.Array, Any]:
-        result, transpose = jax.vjp(region.attend, *operands)
+def _in_region_forward(
+    query: jax.Array, key: jax.Array, value: jax.Array, rows: jax.Array | None, region: _Region
+) -> tuple[jax.Array, Any]:
+    def one_device(*operands: Any) -> tuple[jax.Array, Any]:
+        *heads, rows = operands
+        result, transpose = jax.vjp(lambda *heads: region.attend(*heads, rows), *heads)
         return result, jax.tree.map(lambda x: x[None], transpose)
 
-    return region.run(one_device, (region.split,) * 3, (region.split, region.devices), query, key, value)
+    return region.run(one_device, region.operands, (region.split, region.devices), query, key, value, rows)
 
 
-def _in_region_backward(region: _Region, transpose: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+def _in_region_backward(region: _Region, transpose: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
     def one_device(transpose: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
         return jax.tree.map(lambda x: x[0], transpose)(cotangent)
 
     specs = (region.devices, region.split)
-    return region.run(one_device, specs, (region.split,) * 3, transpose, cotangent)
+    return *region.run(one_device, specs, (region.split,) * 3, transpose, cotangent), None
 
 
 _in_region.defvjp(_in_region_forward, _in_region_backward)

@@ -1,18 +1,20 @@
-"""Causal attention of jaxdl's own networks: which kernel computes it, and how it lies on the mesh."""
+"""Attention of jaxdl's own networks: which kernel computes it, and how it lies on the mesh."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import math
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
-from jaxdl.collectives.attention import flash_attention, no_flash_kernel
+from jaxdl.collectives.attention import Pattern, flash_attention, no_flash_kernel
 from jaxdl.collectives.select import capability
 from jaxdl.mesh import platform
 
@@ -29,7 +31,7 @@ def portable_attention() -> Iterator[None]:
         _portable.reset(token)
 
 
-def whole_scores(mesh: Mesh | None, dtype: DTypeLike, head_dim: int) -> str | None:
+def whole_scores(mesh: Mesh | None, dtype: DTypeLike, head_dim: int, pattern: Pattern) -> str | None:
     """Why attention on this mesh makes the scores of all pairs of tokens; None where it does not.
 
     On CPUs, and inside of `portable_attention`, it always does ("").
@@ -37,37 +39,110 @@ def whole_scores(mesh: Mesh | None, dtype: DTypeLike, head_dim: int) -> str | No
     if _portable.get() or (jax.default_backend() if mesh is None else platform(mesh)) != "gpu":
         return ""
     devices = jax.local_devices() if mesh is None else mesh.devices.flat
-    return no_flash_kernel(jnp.dtype(dtype), head_dim, min(map(capability, devices))) or None
+    return no_flash_kernel(jnp.dtype(dtype), head_dim, min(map(capability, devices)), pattern) or None
 
 
-def attention_remarks(mesh: Mesh, dtype: DTypeLike, head_dim: int) -> tuple[str, ...]:
-    """What a user should know of the kernel: a line on GPUs."""
-    why = whole_scores(mesh, dtype, head_dim)
+def attention_remarks(
+    mesh: Mesh, dtype: DTypeLike, head_dim: int, *, window: int | None = None, dropout: float = 0.0
+) -> tuple[str, ...]:
+    """What a user should know of the kernel of self-attention: a line on GPUs."""
+    why = whole_scores(mesh, dtype, head_dim, Pattern(window=window))
+    if why is None and dropout:
+        return ("attention: cuDNN's flash kernel in evaluation; in training attention_dropout takes all scores",)
     if why is None:
-        return ("attention: cuDNN's flash kernel",)
+        packed = whole_scores(mesh, dtype, head_dim, Pattern(window=window, packed=True))
+        of_packed = f"; packed documents take the scores of all pairs of tokens ({packed})" if packed else ""
+        return (f"attention: cuDNN's flash kernel{of_packed}",)
     if not why:
         return ()
     advice = "" if jnp.dtype(dtype).itemsize == 2 else "; --precision bfloat16 has one"
     return (f"attention: not by a flash kernel, so the scores of all pairs of tokens are in memory ({why}{advice})",)
 
 
-def causal_attention(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Attention of each token to itself and those before it, `query` [batch, length, heads, head_dim] in its dtype.
+def attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    causal: bool,
+    window: int | None = None,
+    segments: jax.Array | None = None,
+    key_lengths: jax.Array | None = None,
+    dropout: float = 0.0,
+    dropout_key: jax.Array | None = None,
+) -> jax.Array:
+    """Softmax attention of `query` [batch, length, heads, head_dim] to the keys that it may see: its shape and dtype.
 
-    `key` and `value` are [batch, length, kv_heads, head_dim]; each of their heads serves heads / kv_heads query heads.
+    Args:
+      query: of each token.
+      key: [batch, key_length, kv_heads, head_dim]; each head serves heads / kv_heads query heads.
+      value: likewise.
+      causal: a token sees itself and those before it.
+      window: with `causal`, it sees itself and the window - 1 tokens before it.
+      segments: of packed documents, int32 [batch, length], the same number for neighbouring tokens of one document,
+        which see each other alone; 0 is padding, whose results have no meaning.
+      key_lengths: int32 [batch], how many leading keys of an example exist; where none does, the first counts.
+      dropout: the share of the weights that becomes 0, of those that are random in `dropout_key`; the others grow.
+      dropout_key: None drops nothing.
     """
+    assert causal or window is None, "only causal attention has a window"
+    assert segments is None or key_lengths is None, "packed documents have no lengths"
     layout, dtype = sharding.current_layout(), query.dtype
-    if whole_scores(layout.mesh if layout else None, dtype, query.shape[-1]) is None:
-        return _flash(query, key, value, layout)
+    if key_lengths is not None:
+        key_lengths = jnp.maximum(key_lengths, 1)
+    pattern = Pattern(causal, window, packed=segments is not None, padded=key_lengths is not None)
+    rows = segments if key_lengths is None else key_lengths
+    drops = dropout > 0 and dropout_key is not None
+    if not drops and whole_scores(layout.mesh if layout else None, dtype, query.shape[-1], pattern) is None:
+        return _flash(query, key, value, rows, pattern, layout)
     if dtype == jnp.float16 and jax.default_backend() == "cpu":
         # JAX requests float16 products with float32 sums by name ("F16_F16_F32"), which XLA lacks on CPUs.
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True).astype(dtype)
+    mask = _visible(pattern, query, key, rows)
+    if drops:
+        return _with_dropout(query, key, value, mask, dropout, dropout_key).astype(dtype)
+    return jax.nn.dot_product_attention(query, key, value, mask=mask).astype(dtype)
 
 
-def _flash(query: jax.Array, key: jax.Array, value: jax.Array, layout: sharding.Layout | None) -> jax.Array:
+def _visible(pattern: Pattern, query: jax.Array, key: jax.Array, rows: jax.Array | None) -> jax.Array:
+    """Whether a query may see a key: bool [batch or 1, 1, length, key_length]."""
+    at, other = (lax.broadcasted_iota(jnp.int32, (1, 1, query.shape[1], key.shape[1]), dim) for dim in (2, 3))
+    mask = jnp.ones_like(at, bool)
+    if pattern.causal:
+        mask &= other <= at
+    if pattern.window is not None:
+        mask &= other > at - pattern.window
+    if rows is not None:
+        mask &= (
+            rows[:, None, :, None] == rows[:, None, None, :] if pattern.packed else other < rows[:, None, None, None]
+        )
+    return mask
+
+
+def _with_dropout(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, dropout: float, dropout_key: jax.Array | None
+) -> jax.Array:
+    """As `jax.nn.dot_product_attention`, which has no dropout."""
+    batch, length, heads, head_dim = query.shape
+    query = query.reshape(batch, length, key.shape[2], -1, head_dim)
+    scores = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
+    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
+    assert dropout_key is not None
+    kept = jax.random.bernoulli(dropout_key, 1 - dropout, weights.shape)
+    weights = jnp.where(kept, weights / (1 - dropout), 0).astype(value.dtype)
+    return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, head_dim)
+
+
+def _flash(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    rows: jax.Array | None,
+    pattern: Pattern,
+    layout: sharding.Layout | None,
+) -> jax.Array:
     if layout is None:
-        return flash_attention(query, key, value)
+        return flash_attention(query, key, value, rows, pattern)
     query_spec, key_spec = (
         layout.activation_spec(("batch", "length", name, "head_dim"), x.shape)
         for name, x in (("heads", query), ("kv_heads", key))
@@ -76,4 +151,5 @@ def _flash(query: jax.Array, key: jax.Array, value: jax.Array, layout: sharding.
         # Fewer key heads than devices: each device needs those of its own query heads, so each gets its own copy.
         key, value = (jnp.repeat(x, query.shape[2] // key.shape[2], axis=2) for x in (key, value))
     axes = tuple(axis for axis in layout.mesh.axis_names if axis not in layout.manual)
-    return flash_attention(query, key, value, axes=axes, split=query_spec, mesh=None if layout.manual else layout.mesh)
+    mesh = None if layout.manual else layout.mesh
+    return flash_attention(query, key, value, rows, pattern, axes=axes, split=query_spec, mesh=mesh)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
-from jaxdl.models.attention import attention_remarks, causal_attention
+from jaxdl.models.attention import attend, attention_remarks
 from jaxdl.models.config import Model
 from jaxdl.models.logits import Logits
 from jaxdl.models.loop import BESIDE_LOOP, through_layers
@@ -139,7 +139,7 @@ class Attention(nnx.Module):
         query = sharding.constrain(rotate(query, positions, self.rope_theta), "batch", "length", "heads", "head_dim")
         key = sharding.constrain(rotate(key, positions, self.rope_theta), "batch", "length", "kv_heads", "head_dim")
         value = sharding.constrain(value, "batch", "length", "kv_heads", "head_dim")
-        mixed = causal_attention(query, key, value)
+        mixed = attend(query, key, value, causal=True)
         mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
         return weight_product(mixed, self.out[...], num_contracted=2)
 
