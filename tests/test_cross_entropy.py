@@ -38,16 +38,16 @@ def inputs():
 
 
 @functools.cache
-def in_numpy():
+def in_numpy(smoothing):
     """(loss, correct, gradients) in float64, the loss times FACTOR."""
     x, kernel, target, mask = (one.astype(np.float64) if one.dtype == np.float32 else one for one in inputs())
     logits = x @ kernel
     normalizer = np.log(np.exp(logits).sum(-1))
-    own = np.take_along_axis(logits, target[..., None], -1)[..., 0]
-    loss = np.sum((normalizer - own + Z_LOSS * normalizer**2)[mask])
+    wanted = (1 - smoothing) * np.eye(VOCAB)[target] + smoothing / VOCAB
+    losses = -np.sum(wanted * (logits - normalizer[..., None]), axis=-1)
+    loss = np.sum((losses + Z_LOSS * normalizer**2)[mask])
     correct = np.sum((logits.argmax(-1) == target)[mask])
-    one_hot = np.eye(VOCAB)[target]
-    slope = np.exp(logits - normalizer[..., None]) * (1 + 2 * Z_LOSS * normalizer[..., None]) - one_hot
+    slope = np.exp(logits - normalizer[..., None]) * (1 + 2 * Z_LOSS * normalizer[..., None]) - wanted
     slope = FACTOR * slope * mask[..., None]
     return FACTOR * loss, correct, slope @ kernel.T, np.einsum("ble,blv->ev", x, slope)
 
@@ -75,20 +75,25 @@ def in_a_replica(how, mesh, *arrays):
 
 
 @pytest.mark.parametrize(
-    ("chunk_tokens", "batch_axes", "vocab_axis", "replicas"),
-    [(16, (), None, 1), (9, ("fsdp",), "tensor", 1), (1000, (), "tensor", 2), (4, ("fsdp",), "tensor", 2)],
-    ids=["1 device", "fsdp x tensor", "replica x tensor, one chunk", "replica x fsdp x tensor"],
+    ("chunk_tokens", "batch_axes", "vocab_axis", "replicas", "smoothing"),
+    [
+        (16, (), None, 1, 0.1),
+        (9, ("fsdp",), "tensor", 1, 0.0),
+        (1000, (), "tensor", 2, 0.0),
+        (4, ("fsdp",), "tensor", 2, 0.1),
+    ],
+    ids=["1 device, smoothed", "fsdp x tensor", "replica x tensor, one chunk", "replica x fsdp x tensor, smoothed"],
 )
-def test_sums_and_gradients_equal_numpy(chunk_tokens, batch_axes, vocab_axis, replicas):
+def test_sums_and_gradients_equal_numpy(chunk_tokens, batch_axes, vocab_axis, replicas, smoothing):
     """The number of tokens in a chunk does not divide the length: the last chunk is not full."""
     mesh = jax.make_mesh((replicas, 2, 4 // replicas), ("replica", "fsdp", "tensor"), axis_types=(AxisType.Auto,) * 3)
-    options = {"z_loss": Z_LOSS, "batch_axes": batch_axes, "vocab_axis": vocab_axis}
+    options = {"z_loss": Z_LOSS, "batch_axes": batch_axes, "vocab_axis": vocab_axis, "label_smoothing": smoothing}
     if replicas > 1:
         found = jax.jit(functools.partial(in_a_replica, TokenLoss(chunk_tokens, **options), mesh))(*inputs())
     else:
         how = TokenLoss(chunk_tokens, mesh=mesh if vocab_axis else None, **options)
         found = jax.jit(functools.partial(with_gradients, how))(*inputs())
-    for name, one, other in zip(("loss", "correct", "x", "kernel"), found, in_numpy(), strict=True):
+    for name, one, other in zip(("loss", "correct", "x", "kernel"), found, in_numpy(smoothing), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=2e-5, err_msg=name)
 
 

@@ -39,6 +39,8 @@ class TokenLoss:
       batch_axes: the mesh axes that split the batch.
       vocab_axis: the mesh axis that splits the vocabulary, or None.
       mesh: the mesh; None inside of a `shard_map`, whose mesh it then is.
+      label_smoothing: the share of the target's probability that is spread evenly over all words (Szegedy et al. 2016,
+        section 7).
     """
 
     chunk_tokens: int
@@ -46,6 +48,7 @@ class TokenLoss:
     batch_axes: tuple[str, ...] = ()
     vocab_axis: str | None = None
     mesh: Mesh | None = None
+    label_smoothing: float = 0.0
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -56,8 +59,9 @@ class TokenLoss:
         """`(loss, correct)`, float32 scalars: sums over the tokens for which `mask` [batch, length] is true.
 
         The logits are `x` [batch, length, embed] by `kernel` [embed, vocab], whose numbers are rounded to the dtype of
-        `x`; `target` int32 [batch, length]. "loss" is the cross-entropy in nats with the z-loss, and has a gradient.
-        "correct" counts the targets that have the highest logit (of equal ones, the lower token's counts).
+        `x`; `target` int32 [batch, length]. "loss" is the cross-entropy in nats with label smoothing and the z-loss,
+        and has a gradient. "correct" counts the targets that have the highest logit (of equal ones, the lower token's
+        counts).
         """
         return _sums(x, kernel, target, mask, self)
 
@@ -146,17 +150,24 @@ def _token_sums(
     is_target = classes == target[..., None]
     highest = _over_vocabulary(lax.pmax, how, logits.max(axis=-1, keepdims=True))
     powers = jnp.exp(logits - highest)
-    total, own = _over_vocabulary(
-        lax.psum, how, jnp.stack([powers.sum(axis=-1), jnp.sum(jnp.where(is_target, logits, 0), axis=-1)])
-    )
+    sums = [powers.sum(axis=-1), jnp.sum(jnp.where(is_target, logits, 0), axis=-1)]
+    if how.label_smoothing:
+        sums.append(logits.sum(axis=-1))
+    total, own, *of_all = _over_vocabulary(lax.psum, how, jnp.stack(sums))
     own, normalizer = own[..., None], jnp.log(total) + highest[..., 0]
     # NaN <= x and x <= NaN are false: a NaN is ahead of every number, and so its token is never correct.
     ahead = ~(logits <= own) | ((logits == own) & (classes < target[..., None]))
     rank = _over_vocabulary(lax.psum, how, ahead.sum(axis=-1, dtype=jnp.int32))
 
-    loss = normalizer - own[..., 0] + how.z_loss * jnp.square(normalizer)
+    # The cross-entropy with a target of 1 - smoothing and smoothing / words everywhere, in closed form.
+    words = kernel.shape[1] * (lax.axis_size(how.vocab_axis) if how.vocab_axis else 1)
+    wanted, everywhere = 1 - how.label_smoothing, how.label_smoothing / words
+    loss = normalizer - wanted * own[..., 0] + how.z_loss * jnp.square(normalizer)
     slope = (mask / total) * (1 + 2 * how.z_loss * normalizer)
-    grad = powers * slope[..., None] - jnp.where(is_target & mask[..., None], 1.0, 0.0)
+    grad = powers * slope[..., None] - jnp.where(is_target & mask[..., None], wanted, 0.0)
+    if how.label_smoothing:
+        loss -= everywhere * of_all[0]
+        grad -= everywhere * mask[..., None]
     sums = jnp.sum(jnp.where(mask, loss, 0)), jnp.sum(mask & (rank < 1), dtype=jnp.float32)
     return *sums, (grad * _scale(x.dtype)).astype(x.dtype)
 

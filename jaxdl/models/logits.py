@@ -60,13 +60,13 @@ class Logits:
         return most if own_tokens > most else None
 
     def sums(
-        self, target: jax.Array, mask: jax.Array, *, chunk_tokens: int, z_loss: float
+        self, target: jax.Array, mask: jax.Array, *, chunk_tokens: int, z_loss: float, label_smoothing: float = 0.0
     ) -> tuple[jax.Array, jax.Array]:
         """`(loss, correct)` of the target tokens that count; see `jaxdl.collectives.cross_entropy.TokenLoss.sums`."""
         batch_axes, vocab_axis = self._split()
         mesh = self.layout.mesh if self.layout and not self.layout.manual else None
         with self._context():
-            how = TokenLoss(chunk_tokens, z_loss, batch_axes, vocab_axis, mesh)
+            how = TokenLoss(chunk_tokens, z_loss, batch_axes, vocab_axis, mesh, label_smoothing)
             return how.sums(self.x, self.kernel, target, mask)
 
     def _split(self) -> tuple[tuple[str, ...], str | None]:
