@@ -154,11 +154,12 @@ def apply_network(
     train: bool,
     forget: bool = False,
     key: jax.Array | None = None,
+    rows: jax.Array | None = None,
     whole: bool = True,
 ) -> tuple[Any, ModelState]:
     """`(outputs, model_state)` of the network on a batch, in the precision's dtype, sharded by `layout`.
 
-    `train`, `forget`, `key` and `whole` are those of `Network.apply`.
+    `train`, `forget`, `key`, `rows` and `whole` are those of `Network.apply`.
     """
     layout = dataclasses.replace(layout, wire_dtype=parts.precision.dtype)
     matmul = (
@@ -168,7 +169,9 @@ def apply_network(
         used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
         used = gather_params(used, parts.network.axes)
         inputs = parts.task.inputs(batch, parts.data_spec)
-        return parts.network.apply(used, model_state, *inputs, train=train, forget=forget, key=key, whole=whole)
+        return parts.network.apply(
+            used, model_state, *inputs, train=train, forget=forget, key=key, rows=rows, whole=whole
+        )
 
 
 def _local_gradients(
@@ -179,36 +182,36 @@ def _local_gradients(
     Gradients in `parts.summed` are means over the replicas, without the leading dimension.
 
     `loss_factor` times the number of replicas multiplies the sum of losses, so that the mean of the gradients over
-    `replica` is the gradient of the mean loss over the global batch, however the examples are spread. `key` is folded
-    with the replica and the micro-batch; None for a network that draws no random numbers.
+    `replica` is the gradient of the mean loss over the global batch, however the examples are spread. `key` is that of
+    the step, from which each row has its own; None for a network that draws no random numbers.
     """
     replica, mesh = Axis.REPLICA.value, parts.layout.mesh
     inside = Layout(parts.layout.config, mesh, manual=frozenset({replica}), sum_dtype=parts.sum_dtype)
     factor, summed = loss_factor * mesh.shape[replica], parts.trainable.of(parts.summed)
+    random = None if key is None else (jax.random.key_data(key), jnp.arange(len(next(iter(batch.values())))))
     one_microbatch = functools.partial(_microbatch_gradients, parts, inside)
 
     def local(
-        params: Params, model_state: ModelState, batch: Batch, factor: jax.Array, own_key: jax.Array | None
+        params: Params, model_state: ModelState, batch: Batch, factor: jax.Array, random: Any
     ) -> tuple[Grads, Sums, ModelState]:
         # Without this, differentiating would already sum over `replica` and the exchange would see no local gradient.
         model_state, factor = lax.pcast((model_state, factor), replica, to="varying")
         params = jax.tree.map(lambda x, sums: x if sums else lax.pcast(x, replica, to="varying"), params, parts.summed)
         batch = {name: lax.with_sharding_constraint(x, PartitionSpec(Axis.FSDP.value)) for name, x in batch.items()}
-        key = None if own_key is None else jax.random.wrap_key_data(own_key[0])
+        key, rows = (None, None) if random is None else (jax.random.wrap_key_data(random[0]), random[1])
         if (num_parts := parts.config.microbatches) == 1:
-            grads, sums, model_state = one_microbatch(params, model_state, batch, factor, key)
+            grads, sums, model_state = one_microbatch(params, model_state, batch, factor, key, rows)
         else:
 
-            def body(carry: Any, microbatch: tuple[Batch, jax.Array | None]) -> Any:
+            def body(carry: Any, part: tuple[Batch, jax.Array | None]) -> Any:
                 total, model_state = carry
-                grads, sums, model_state = one_microbatch(params, model_state, microbatch[0], factor, microbatch[1])
+                grads, sums, model_state = one_microbatch(params, model_state, part[0], factor, key, part[1])
                 return (jax.tree.map(jnp.add, total, grads), model_state), sums
 
             zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.trainable.of(params))
             zeros = lax.pcast(zeros, replica, to="varying")
-            microbatches = {name: split(x, num_parts) for name, x in batch.items()}
-            keys = None if key is None else jax.random.split(key, num_parts)
-            (grads, model_state), sums = lax.scan(body, (zeros, model_state), (microbatches, keys))
+            microbatches = jax.tree.map(lambda x: split(x, num_parts), (batch, rows))
+            (grads, model_state), sums = lax.scan(body, (zeros, model_state), microbatches)
             sums = jax.tree.map(lambda x: x.sum(axis=0), sums)
         # Running statistics are averaged over `replica`: each replica normalizes with those of its own batch.
         # Replicated first: XLA cannot reduce over a manual axis of size 1 what it has split over an automatic one.
@@ -220,12 +223,12 @@ def _local_gradients(
     return jax.shard_map(
         local,
         mesh=mesh,
-        in_specs=(whole, whole, own, whole, own),
+        in_specs=(whole, whole, own, whole, None if random is None else (whole, own)),
         out_specs=(jax.tree.map(lambda done: whole if done else own, summed), own, whole),
         axis_names={replica},
         # With the check each scan needs a `lax.pcast` of its initial carry, which users' networks and losses lack.
         check_vma=parts.network.what is None and not parts.task.has_user_code,
-    )(state.params, state.model_state, dict(batch), factor, _replica_keys(key, mesh.shape[replica]))
+    )(state.params, state.model_state, dict(batch), factor, random)
 
 
 def _microbatch_gradients(
@@ -236,14 +239,18 @@ def _microbatch_gradients(
     batch: Batch,
     factor: jax.Array,
     key: jax.Array | None,
+    rows: jax.Array | None,
 ) -> tuple[Grads, Sums, ModelState]:
-    """`(grads, sums, model_state)` of one replica's micro-batch, the loss multiplied by `factor`."""
+    """`(grads, sums, model_state)` of one replica's micro-batch, the loss multiplied by `factor`.
+
+    `rows` are the numbers of its rows in the global batch.
+    """
 
     def objective(trained: Params) -> tuple[jax.Array, tuple[Sums, ModelState]]:
         used = parts.trainable.merged(trained, params)
         whole = parts.task.takes_arrays
         outputs, new_model_state = apply_network(
-            parts, layout, used, model_state, batch, train=True, key=key, whole=whole
+            parts, layout, used, model_state, batch, train=True, key=key, rows=rows, whole=whole
         )
         sums = parts.task.sums(outputs, batch, train=True)
         return sums["loss"] * factor, (sums, new_model_state)
@@ -253,13 +260,6 @@ def _microbatch_gradients(
         lambda spec, g: lax.with_sharding_constraint(g, spec), parts.state_spec.grads, grads, is_leaf=is_spec
     )
     return grads, sums, new_model_state
-
-
-def _replica_keys(key: jax.Array | None, num_replicas: int) -> jax.Array | None:
-    """Data of a random key for each replica, `[replica, ...]`."""
-    if key is None:
-        return None
-    return jax.random.key_data(jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(num_replicas)))
 
 
 def _pmean_at_once(tree: Any, axis: str) -> Any:

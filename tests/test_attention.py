@@ -118,7 +118,9 @@ def test_dropout_takes_weights_away_and_keeps_their_mean():
     np.testing.assert_allclose(attention.attend(query, key, value, **options), 1, rtol=1e-5)
 
     def sums(seed):
-        return attention.attend(query, key, value, **options, dropout_key=jax.random.key(seed))
+        return attention.attend(
+            query, key, value, **options, dropout_key=jax.random.split(jax.random.key(seed), len(query))
+        )
 
     found = np.asarray(jax.vmap(sums)(np.arange(500)))
     alone = found[:, 2]  # Each sees itself alone.

@@ -113,12 +113,12 @@ AXES = {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "scale": ("embed",), "
 
 
 def loss_of_layers(params, x, remat):
-    """Of three looped layers of two matrices and a scale, and a matrix that is used after them."""
+    """Of three looped layers of two matrices, a scale and their index, and a matrix that is used after them."""
     made = {name: nnx.Param(params[name], axes=AXES[name]) for name in params}
     head, layers = made.pop("head"), nnx.State(made)
 
-    def body(x, layer):
-        hidden = jnp.tanh(x @ layer["up"][...])
+    def body(x, layer, index):
+        hidden = jnp.tanh(x @ layer["up"][...]) * (1 + index)
         return x + layer["scale"][...] * (hidden @ layer["down"][...])
 
     x, head = through_layers(body, x, layers, remat=remat, beside=head)

@@ -11,7 +11,7 @@ from test_models import initial, num_params, random_weights, run
 
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.models import Network, Transformer
-from jaxdl.models.transformer import rotate
+from jaxdl.models.rotary import rotary_angles, rotate
 from jaxdl.sharding import Layout, ShardingConfig, gather_params, named, param_specs, use_layout
 
 # Transformer
@@ -136,7 +136,7 @@ def test_rotary_scores_depend_on_the_distance_only():
     query, key = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 16))
 
     def score(at, other):
-        turned = [rotate(x, jnp.array([p]), 100.0) for x, p in ((query, at), (key, other))]
+        turned = [rotate(x, rotary_angles(jnp.array([[p]]), 16, 100.0)) for x, p in ((query, at), (key, other))]
         return float(jnp.sum(turned[0] * turned[1]))
 
     assert score(7, 3) == pytest.approx(score(104, 100), rel=1e-4)

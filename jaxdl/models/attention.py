@@ -17,6 +17,7 @@ from jaxdl import sharding
 from jaxdl.collectives.attention import Pattern, flash_attention, no_flash_kernel
 from jaxdl.collectives.select import capability
 from jaxdl.mesh import platform
+from jaxdl.models.dropout import kept
 
 _portable: contextvars.ContextVar[bool] = contextvars.ContextVar("jaxdl_portable_attention", default=False)
 
@@ -82,8 +83,8 @@ def attend(
       segments: of packed documents, int32 [batch, length], the same number for neighbouring tokens of one document,
         which see each other alone; 0 is padding, whose results have no meaning.
       key_lengths: int32 [batch], how many leading keys of an example exist; where none does, the first counts.
-      dropout: the share of the weights that becomes 0, of those that are random in `dropout_key`; the others grow.
-      dropout_key: None drops nothing.
+      dropout: the share of the weights that becomes 0; the others grow.
+      dropout_key: random keys [batch], one for each row, see `jaxdl.models.dropout`; None drops nothing.
     """
     assert causal or window is None, "only causal attention has a window"
     assert segments is None or key_lengths is None, "packed documents have no lengths"
@@ -128,8 +129,7 @@ def _with_dropout(
     scores = jnp.einsum("btkgh,bskh->bkgts", query, key, preferred_element_type=jnp.float32) / math.sqrt(head_dim)
     weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, jnp.finfo(jnp.float32).min), axis=-1)
     assert dropout_key is not None
-    kept = jax.random.bernoulli(dropout_key, 1 - dropout, weights.shape)
-    weights = jnp.where(kept, weights / (1 - dropout), 0).astype(value.dtype)
+    weights = jnp.where(kept(dropout_key, dropout, weights.shape), weights / (1 - dropout), 0).astype(value.dtype)
     return jnp.einsum("bkgts,bskh->btkgh", weights, value).reshape(batch, length, heads, head_dim)
 
 

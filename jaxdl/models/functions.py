@@ -65,6 +65,7 @@ class FunctionNetwork(Network):
         train: bool,
         forget: bool = False,
         key: jax.Array | None = None,
+        rows: jax.Array | None = None,
         whole: bool = True,
     ) -> tuple[Any, ModelState]:
         """See `Network.apply`; without `norms` there is nothing to forget, and all outputs are made."""
@@ -72,6 +73,8 @@ class FunctionNetwork(Network):
         del whole
         if self.is_random and key is None:
             key = jax.random.key(0)
+        if key is not None and rows is not None:
+            key = jax.random.fold_in(key, rows[0])
         trees = (self._param_names.tree(params), self._state_names.tree(model_state))
         with user_code(self.what, called_on(inputs, train=train), of=self._written[1]):
             outputs, after = self._apply(*trees, inputs, train, key if self.is_random else None)

@@ -31,8 +31,8 @@ from jax.typing import DTypeLike
 from jaxdl.mesh import Axis
 from jaxdl.sharding import Layout, current_layout
 
-Body = Callable[[jax.Array, Any], jax.Array]
-"""One layer: (activations, the layer's state) -> activations."""
+Body = Callable[[jax.Array, Any, jax.Array | int], jax.Array]
+"""One layer: (activations, the layer's state, its index) -> activations."""
 BESIDE_LOOP = "beside_loop"
 """Metadata of a parameter that is given to `through_layers` beside the layers: true."""
 _REPLICA = Axis.REPLICA.value
@@ -50,8 +50,8 @@ def through_layers(
     layout, after = current_layout(), None if beside is None else beside[...]
     if layout is not None and layout.sum_dtype is not None:
         return _through_summed_layers(body, x, layers, beside, layout, layout.sum_dtype, remat=remat)
-    body = _rematerialized(body, remat)
-    return lax.scan(lambda x, layer: (body(x, layer), None), x, layers)[0], after
+    body, indices = _rematerialized(body, remat), jnp.arange(jax.tree.leaves(layers)[0].shape[0])
+    return lax.scan(lambda x, layer: (body(x, *layer), None), x, (layers, indices))[0], after
 
 
 def _rematerialized(body: Callable[..., Any], remat: bool) -> Callable[..., Any]:
@@ -109,7 +109,7 @@ def _through_summed_layers(
         layer = [lax.dynamic_index_in_dim(value, index, keepdims=False) for value in values]
         used, carrier = _pair(_layer_in_use(layer, carrier, outlet, layer_sum))
         sent = _pieces_sent(row, pieces) if pieces is not None and row else []
-        return (body(x, jax.tree.unflatten(treedef, used)), carrier), sent
+        return (body(x, jax.tree.unflatten(treedef, used), index), carrier), sent
 
     carry, sent = lax.scan(_rematerialized(turn, remat), (x, carrier), (jnp.arange(last), outlets, rows))
     # Outside of the scan XLA would merge the recomputation with the original: here it is prevented.

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxdl.errors import ConfigError
+from jaxdl.models.dropout import RowKeys, row_keys
 from jaxdl.models.logits import projected
 from jaxdl.models.loop import BESIDE_LOOP
 from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
@@ -88,16 +89,18 @@ class Network:
         train: bool,
         forget: bool = False,
         key: jax.Array | None = None,
+        rows: jax.Array | None = None,
         whole: bool = True,
     ) -> tuple[Any, ModelState]:
         """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics.
 
         With `forget` those of `norms` are of these inputs alone, and the others stay as they are. `key` is for the
-        random numbers of this call; None always draws the same ones. In evaluation there is no dropout. Without `whole`
-        the outputs may be `Logits`, which are not made yet.
+        random numbers of this call; None always draws the same ones. `rows` are the numbers of the inputs' rows in the
+        global batch, from which each row's own keys are made (`RowKeys`); None counts them. In evaluation there is no
+        dropout. Without `whole` the outputs may be `Logits`, which are not made yet.
         """
         state = (nnx.State(self._param_names.tree(params)), nnx.State(self._state_names.tree(model_state)))
-        module = nnx.merge(self._graphdef, *state, self._key_state(key), copy=True)
+        module = nnx.merge(self._graphdef, *state, self._key_state(key, rows, inputs), copy=True)
         if forget:
             for _, part in nnx.iter_graph(module):
                 if isinstance(part, nnx.BatchNorm):
@@ -129,12 +132,15 @@ class Network:
             check_callable(self.what, module)
         return module
 
-    def _key_state(self, key: jax.Array | None) -> nnx.State:
+    def _key_state(self, key: jax.Array | None, rows: jax.Array | None, inputs: Sequence[jax.Array]) -> nnx.State:
         """The random keys of the module, each folded from `key`, and their counts, which are 0."""
         flat = []
         for index, (path, one) in enumerate(self._keys):
-            if isinstance(one, nnx.RngKey):
-                own = jax.random.fold_in(jax.random.key(0) if key is None else key, index)
+            own = jax.random.fold_in(jax.random.key(0) if key is None else key, index)
+            if isinstance(one, RowKeys):
+                flat.append((path, row_keys(own, jnp.arange(len(inputs[0])) if rows is None else rows)))
+            elif isinstance(one, nnx.RngKey):
+                own = own if rows is None else jax.random.fold_in(own, rows[0])
                 flat.append((path, jax.random.split(own, one.shape) if one.shape else own))
             else:
                 flat.append((path, jnp.zeros(one.shape, one.dtype)))

@@ -1,31 +1,36 @@
-"""A decoder-only transformer for language modelling, of the Llama kind.
+"""A decoder-only transformer for language modelling: of the Llama kind by default, or of that of GPT-2.
 
-Pre-norm blocks (Xiong et al. 2020) with RMSNorm (Zhang and Sennrich 2019), rotary position embeddings (Su et al. 2021),
-grouped-query attention (Ainslie et al. 2023) and SwiGLU (Shazeer 2020). No biases, no dropout.
+Pre-norm blocks (Xiong et al. 2020) of the parts in `jaxdl.models.blocks`.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 import pydantic
 from flax import nnx
-from jax import lax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
-from jaxdl.models.attention import attend, attention_remarks
+from jaxdl.errors import ConfigError
+from jaxdl.models.attention import attention_remarks
+from jaxdl.models.blocks import MLP, Attention, Biases, Init, MLPKind, NormKind, make_norm
 from jaxdl.models.config import Model
+from jaxdl.models.dropout import RowKeys, dropout, folded
 from jaxdl.models.logits import Logits
 from jaxdl.models.loop import BESIDE_LOOP, through_layers
-from jaxdl.models.products import weight_product
+from jaxdl.models.products import add_bias
+from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
 
 _TABLE_STDDEV = 0.02
+_POSITIONS_STDDEV = 0.01
+"""As in OpenAI's code of GPT-2."""
 
 
 class Transformer(Model, kind="transformer"):
@@ -35,19 +40,46 @@ class Transformer(Model, kind="transformer"):
     num_layers: int = pydantic.Field(default=4, ge=1)
     """Number of blocks (attention and MLP)."""
     embed_dim: int = pydantic.Field(default=256, ge=1)
-    """Size of the residual stream; a multiple of num_heads."""
+    """Size of the residual stream; without head_size a multiple of num_heads."""
     num_heads: int = pydantic.Field(default=4, ge=1)
-    """Number of query heads; each has size embed_dim / num_heads, which must be even."""
+    """Number of query heads."""
     num_kv_heads: int | None = pydantic.Field(default=None, ge=1)
     """Number of key and value heads, a divisor of num_heads (grouped-query attention); None takes num_heads."""
+    head_size: int | None = pydantic.Field(default=None, ge=1)
+    """Size of each head; None takes embed_dim / num_heads. Rotary positions need an even one."""
+    mlp: MLPKind = "swiglu"
+    """What the MLP computes: `swiglu`, (silu(x gate) * (x up)) down; `gelu` (in its tanh form) or `relu`, f(x up) down.
+    """
     mlp_dim: int | None = pydantic.Field(default=None, ge=1)
-    """Size of the MLP's hidden layer; None takes 8/3 of embed_dim, rounded up to a multiple of 64."""
-    tied_embeddings: bool = True
-    """Use the embedding table as the output layer too."""
+    """Size of the MLP's hidden layer; None takes 8/3 of embed_dim, rounded up to a multiple of 64, and 4 times
+    embed_dim without a gate."""
+    norm: NormKind = "rms"
+    """`rms` divides by the root of the mean square; `layer` subtracts the mean first, and has biases."""
+    norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
+    """Added to the mean square, or to the variance, before the square root."""
+    qk_norm: bool = False
+    """RMSNorm of each query and key over its head, before they are rotated."""
+    biases: Biases = "none"
+    """Which products have biases: `none`, those of queries, keys and values (`qkv`), or `all` inside of the blocks."""
+    positions: Literal["rotary", "learned"] = "rotary"
+    """How positions are known: `rotary` turns queries and keys, `learned` adds a row of a table to each token."""
+    max_length: int | None = pydantic.Field(default=None, ge=1)
+    """With learned positions: rows of their table, the longest text that the network can read."""
     rope_theta: float = pydantic.Field(default=10_000.0, gt=1)
     """Base of the rotary wavelengths, which run from 2 pi to 2 pi theta positions."""
-    norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
-    """Added to the mean square before the square root."""
+    rope_scaling: RopeScaling | None = None
+    """Stretches the rotary wavelengths, for longer texts than the network was first trained on."""
+    window: int | None = pydantic.Field(default=None, ge=1)
+    """Each token attends to itself and the window - 1 tokens before it; None: to all before it."""
+    tied_embeddings: bool = True
+    """Use the embedding table as the output layer too."""
+    dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    """In training, the share of the embedding's numbers, and of those that each branch adds, that become 0."""
+    attention_dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    """In training, the share of attention's weights that become 0. No flash kernel has it: all scores are in memory."""
+    init_stddev: float | None = pydantic.Field(default=None, gt=0)
+    """Standard deviation of the initial kernels; None takes 1 / sqrt(fan-in). Those that add to the residual stream are
+    divided by sqrt(2 num_layers) besides."""
     scan_layers: bool = True
     """Stack the layers' parameters and scan over them: compile time no longer grows with num_layers."""
     remat: bool = False
@@ -55,15 +87,15 @@ class Transformer(Model, kind="transformer"):
 
     @pydantic.model_validator(mode="after")
     def _heads_fit(self) -> Transformer:
-        if self.embed_dim % self.num_heads:
+        if self.head_size is None and self.embed_dim % self.num_heads:
             raise ValueError(
                 f"embed_dim = {self.embed_dim} cannot be divided by num_heads = {self.num_heads}. "
-                "Change one so that the heads share embed_dim equally."
+                "Change one so that the heads share embed_dim equally, or set head_size."
             )
-        if self.head_dim % 2:
+        if self.positions == "rotary" and self.head_dim % 2:
+            what = "embed_dim / num_heads" if self.head_size is None else "head_size"
             raise ValueError(
-                f"embed_dim / num_heads = {self.head_dim} is odd: rotary embeddings rotate pairs of numbers. "
-                "Change embed_dim or num_heads so that it is even."
+                f"{what} = {self.head_dim} is odd: rotary embeddings rotate pairs of numbers. Make it even."
             )
         if self.num_heads % self.kv_heads:
             raise ValueError(
@@ -72,10 +104,23 @@ class Transformer(Model, kind="transformer"):
             )
         return self
 
+    @pydantic.model_validator(mode="after")
+    def _positions_fit(self) -> Transformer:
+        if self.positions == "learned" and self.max_length is None:
+            raise ValueError("positions = learned needs max_length, the rows of the table of positions.")
+        if self.positions == "learned" and self.rope_scaling is not None:
+            raise ValueError("rope_scaling has no effect with positions = learned: remove one of them.")
+        if self.positions == "rotary" and self.max_length is not None:
+            raise ValueError(
+                f"max_length = {self.max_length} has no effect with positions = rotary, which have no table. Remove "
+                "it, or set positions = learned."
+            )
+        return self
+
     @property
     def head_dim(self) -> int:
         """Size of one head."""
-        return self.embed_dim // self.num_heads
+        return self.embed_dim // self.num_heads if self.head_size is None else self.head_size
 
     @property
     def kv_heads(self) -> int:
@@ -85,93 +130,62 @@ class Transformer(Model, kind="transformer"):
     @property
     def hidden_dim(self) -> int:
         """Size of the MLP's hidden layer, resolved."""
-        return math.ceil(8 * self.embed_dim / 3 / 64) * 64 if self.mlp_dim is None else self.mlp_dim
+        if self.mlp_dim is not None:
+            return self.mlp_dim
+        return math.ceil(8 * self.embed_dim / 3 / 64) * 64 if self.mlp == "swiglu" else 4 * self.embed_dim
 
     def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
         """The kernel of attention, but not of a class of the user's, which may have another."""
-        return () if self.users_name else attention_remarks(mesh, dtype, self.head_dim)
+        if self.users_name:
+            return ()
+        return attention_remarks(mesh, dtype, self.head_dim, window=self.window, dropout=self.attention_dropout)
 
     def build(self, *, vocab_size: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `TransformerModule` from random keys (stream `params`); it computes in `dtype`."""
         return lambda rngs: TransformerModule(self, rngs, vocab_size=vocab_size, dtype=dtype)
 
 
-class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + epsilon) * scale over the last dimension, in float32; the result is in `dtype`."""
-
-    def __init__(self, config: Transformer, *, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones((config.embed_dim,), jnp.float32), axes=("norm",))
-        self.epsilon = config.norm_epsilon
-        self.dtype = dtype
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., embed] -> [..., embed]."""
-        wide = x.astype(jnp.float32)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + self.epsilon)
-        return (wide * inverse * self.scale[...]).astype(self.dtype)
-
-
-class Attention(nnx.Module):
-    """Causal grouped-query self-attention with rotary embeddings.
-
-    The kernels keep heads and head_dim as separate dimensions, so that heads can be sharded without a reshape.
-    """
-
-    def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: DTypeLike):
-        heads, kv_heads, embed, head_dim = config.num_heads, config.kv_heads, config.embed_dim, config.head_dim
-        self.query = _kernel(rngs, (embed, heads, head_dim), ("embed", "heads", "head_dim"), fan_in=embed)
-        self.key = _kernel(rngs, (embed, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), fan_in=embed)
-        self.value = _kernel(rngs, (embed, kv_heads, head_dim), ("embed", "kv_heads", "head_dim"), fan_in=embed)
-        self.out = _kernel(
-            rngs,
-            (heads, head_dim, embed),
-            ("heads", "head_dim", "embed"),
-            fan_in=heads * head_dim,
-            scale=_residual_scale(config),
-        )
-        self.rope_theta = config.rope_theta
-        self.dtype = dtype
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, length, embed] -> [batch, length, embed]."""
-        query, key, value = (weight_product(x, kernel[...]) for kernel in (self.query, self.key, self.value))
-        positions = jnp.arange(x.shape[1])
-        query = sharding.constrain(rotate(query, positions, self.rope_theta), "batch", "length", "heads", "head_dim")
-        key = sharding.constrain(rotate(key, positions, self.rope_theta), "batch", "length", "kv_heads", "head_dim")
-        value = sharding.constrain(value, "batch", "length", "kv_heads", "head_dim")
-        mixed = attend(query, key, value, causal=True)
-        mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
-        return weight_product(mixed, self.out[...], num_contracted=2)
-
-
-class MLP(nnx.Module):
-    """SwiGLU: (silu(x gate) * (x up)) down."""
-
-    def __init__(self, config: Transformer, rngs: nnx.Rngs):
-        embed, hidden = config.embed_dim, config.hidden_dim
-        self.gate = _kernel(rngs, (embed, hidden), ("embed", "mlp"), fan_in=embed)
-        self.up = _kernel(rngs, (embed, hidden), ("embed", "mlp"), fan_in=embed)
-        self.down = _kernel(rngs, (hidden, embed), ("mlp", "embed"), fan_in=hidden, scale=_residual_scale(config))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, length, embed] -> [batch, length, embed]."""
-        hidden = jax.nn.silu(weight_product(x, self.gate[...])) * weight_product(x, self.up[...])
-        return weight_product(sharding.constrain(hidden, "batch", "length", "mlp"), self.down[...])
-
-
 class Block(nnx.Module):
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: Transformer, rngs: nnx.Rngs, *, dtype: DTypeLike):
-        self.attention_norm = RMSNorm(config, dtype=dtype)
-        self.attention = Attention(config, rngs, dtype=dtype)
-        self.mlp_norm = RMSNorm(config, dtype=dtype)
-        self.mlp = MLP(config, rngs)
+        init = Init(config.init_stddev, _residual_scale(config))
+        embed, norm = config.embed_dim, functools.partial(make_norm, config.norm, epsilon=config.norm_epsilon)
+        self.attention_norm = norm(size=embed, dtype=dtype)
+        self.attention = Attention(
+            rngs,
+            embed_dim=embed,
+            num_heads=config.num_heads,
+            num_kv_heads=config.kv_heads,
+            head_dim=config.head_dim,
+            causal=True,
+            window=config.window,
+            biases=config.biases,
+            qk_norm_epsilon=config.norm_epsilon if config.qk_norm else None,
+            init=init,
+            dropout=config.attention_dropout,
+        )
+        self.mlp_norm = norm(size=embed, dtype=dtype)
+        biases = config.biases == "all"
+        self.mlp = MLP(rngs, config.mlp, embed_dim=embed, hidden_dim=config.hidden_dim, biases=biases, init=init)
+        self.dropout = config.dropout
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[batch, length, embed] -> [batch, length, embed]."""
-        x = sharding.constrain(x + self.attention(self.attention_norm(x)), "batch", "length", "embed")
-        return sharding.constrain(x + self.mlp(self.mlp_norm(x)), "batch", "length", "embed")
+    def __call__(
+        self,
+        x: jax.Array,
+        angles: Angles | None = None,
+        segments: jax.Array | None = None,
+        keys: jax.Array | None = None,
+    ) -> jax.Array:
+        """[batch, length, embed] -> [batch, length, embed]; `keys` are the random keys of the rows in this layer."""
+        mixed = self.attention(self.attention_norm(x), angles=angles, segments=segments, keys=folded(keys, 0))
+        return self.after(x, mixed, keys)
+
+    def after(self, x: jax.Array, mixed: jax.Array, keys: jax.Array | None = None) -> jax.Array:
+        """What comes after attention: x + mixed, then the MLP."""
+        x = sharding.constrain(x + dropout(mixed, self.dropout, folded(keys, 1)), "batch", "length", "embed")
+        hidden = self.mlp(self.mlp_norm(x))
+        return sharding.constrain(x + dropout(hidden, self.dropout, folded(keys, 2)), "batch", "length", "embed")
 
 
 class TransformerModule(nnx.Module):
@@ -196,65 +210,84 @@ class TransformerModule(nnx.Module):
         else:
             for index in range(config.num_layers):
                 setattr(self, f"layer_{index}", Block(config, rngs, dtype=dtype))
-        self.final_norm = RMSNorm(config, dtype=dtype)
+        self.final_norm = make_norm(config.norm, config.embed_dim, config.norm_epsilon, dtype=dtype)
         if not config.tied_embeddings:
             kernel = table(rngs.params(), shape[::-1], jnp.float32)
             self.head = nnx.Param(kernel, axes=("embed", "vocab"), **{BESIDE_LOOP: config.scan_layers})
-        self.num_layers = config.num_layers
-        self.scan_layers = config.scan_layers
-        self.remat = config.remat
-        self.tied_embeddings = config.tied_embeddings
-        self.dtype = dtype
+        if config.max_length is not None:
+            rows = nnx.initializers.normal(_POSITIONS_STDDEV)(
+                rngs.params(), (config.max_length, config.embed_dim), jnp.float32
+            )
+            self.position_embedding = nnx.Param(rows, axes=("position", "embed"))
+        self.row_keys = RowKeys() if config.dropout or config.attention_dropout else None
+        self.config, self.dtype = config, dtype
 
-    def __call__(self, tokens: jax.Array, *, train: bool) -> Logits:
-        """Tokens, int32 [batch, length] -> logits of each next token, [batch, length, vocab]."""
-        del train  # The same in training and evaluation; every network has the argument.
+    def __call__(self, tokens: jax.Array, segments: jax.Array | None = None, *, train: bool) -> Logits:
+        """Tokens, int32 [batch, length] -> logits of each next token, [batch, length, vocab].
+
+        `segments`, int32 like the tokens, are the numbers of the packed documents in their rows, and 0 for padding:
+        each document is read by itself. Raises ConfigError for more tokens than there are learned positions.
+        """
+        keys = self.row_keys[...] if train and self.row_keys is not None else None
+        positions = jnp.arange(tokens.shape[1])[None] if segments is None else positions_of(segments)
+        x = self.embed(tokens, None if segments is None else positions)
+        x = dropout(x, self.config.dropout, folded(keys, 0))
+        angles = self.angles(positions)
+
+        def block(x: jax.Array, layer: Block, index: jax.Array | int) -> jax.Array:
+            return layer(x, angles, segments, folded(folded(keys, 1), index))
+
+        x, head = self._through_layers(block, sharding.constrain(x, "batch", "length", "embed"))
+        return self.logits(x, head)
+
+    def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`."""
         x = sharding.lookup(self.embedding[...], tokens, self.dtype)
-        x, head = self._through_layers(sharding.constrain(x, "batch", "length", "embed"))
-        x = self.final_norm(x)
-        head = self.embedding[...].T if head is None else head
-        return Logits(x, head)
+        if self.config.max_length is None:
+            return x
+        if tokens.shape[1] > self.config.max_length:
+            raise ConfigError(
+                f"{tokens.shape[1]} tokens: there are learned positions for {self.config.max_length}. Set "
+                "--model.max-length, or shorten the text (--data.length)."
+            )
+        table = self.position_embedding[...]
+        if positions is None:
+            return add_bias(x, table[: tokens.shape[1]])
+        return x + sharding.lookup(table, positions, self.dtype)
 
-    def _through_layers(self, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    def angles(self, positions: jax.Array) -> Angles | None:
+        """The angles of rotary positions, int [batch or 1, length]; None for learned ones."""
+        config = self.config
+        if config.positions != "rotary":
+            return None
+        return rotary_angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+
+    def logits(self, x: jax.Array, head: jax.Array | None = None) -> Logits:
+        """The logits from what the last layer gives; `head` is the kernel of an output layer of its own."""
+        if head is None:
+            head = self.embedding[...].T if self.config.tied_embeddings else self.head[...]
+        return Logits(self.final_norm(x), head)
+
+    def _through_layers(
+        self, block: Callable[[jax.Array, Block, jax.Array | int], jax.Array], x: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None]:
         """`x` after the layers, and the output layer's kernel if it has one of its own."""
-        head = None if self.tied_embeddings else self.head
-        if self.scan_layers:
+        config = self.config
+        head = None if config.tied_embeddings else self.head
+
+        def body(graphdef: Any) -> Callable[[jax.Array, Any, jax.Array | int], jax.Array]:
+            # Gathered in here, so that only one layer's full parameters exist at a time, with remat in the backward
+            # pass too.
+            return lambda x, state, index: block(x, nnx.merge(graphdef, sharding.gather_layer(state)), index)
+
+        if config.scan_layers:
             graphdef, state = nnx.split(self.layers)
-            return through_layers(self._body(graphdef), x, state, remat=self.remat, beside=head)
-        for index in range(self.num_layers):
+            return through_layers(body(graphdef), x, state, remat=config.remat, beside=head)
+        for index in range(config.num_layers):
             graphdef, state = nnx.split(getattr(self, f"layer_{index}"))
-            body = self._body(graphdef)
-            x = (jax.checkpoint(body) if self.remat else body)(x, state)
+            one = body(graphdef)
+            x = (jax.checkpoint(one, static_argnums=2) if config.remat else one)(x, state, index)
         return x, None if head is None else head[...]
-
-    def _body(self, graphdef: Any) -> Callable[[jax.Array, Any], jax.Array]:
-        """One layer: (x, state of the layer) -> x."""
-        # Gathered in here, so that only one layer's full parameters exist at a time, with remat in the backward pass
-        # too.
-        return lambda x, state: nnx.merge(graphdef, sharding.gather_layer(state))(x)
-
-
-def rotate(x: jax.Array, positions: jax.Array, theta: float) -> jax.Array:
-    """Rotary position embeddings (Su et al. 2021, section 3.2.2) of x, [batch, length, heads, head_dim], in its dtype.
-
-    Numbers i and i + head_dim / 2 are a pair, rotated by positions [length] * theta^(-2 i / head_dim) radians; so the
-    product of a query and a key depends on the distance of their positions only.
-    """
-    half = x.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = (positions.astype(jnp.float32)[:, None] * frequency)[:, None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    # Without the barrier XLA fuses them into the products, and computes them again for every example and head.
-    cos, sin = lax.optimization_barrier((jnp.cos(angle), jnp.sin(angle)))
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-
-
-def _kernel(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int, scale: float = 1.0
-) -> nnx.Param[jax.Array]:
-    """A normal kernel of standard deviation scale / sqrt(fan_in)."""
-    init = nnx.initializers.normal(scale / math.sqrt(fan_in))
-    return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
 
 
 def _residual_scale(config: Transformer) -> float:

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jaxdl import sharding
 from jaxdl.config import ConfigError
+from jaxdl.models.blocks import LayerNorm
 from jaxdl.models.config import Model
 from jaxdl.models.layers import Head
 from jaxdl.models.loop import through_layers
@@ -51,22 +52,6 @@ class ViT(Model, kind="vit"):
     def build(self, *, num_classes: int, channels: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `ViTModule` from random keys (stream `params`); it computes in `dtype`."""
         return lambda rngs: ViTModule(self, rngs, num_classes=num_classes, channels=channels, dtype=dtype)
-
-
-class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias over the last dimension, in float32; then in `dtype`."""
-
-    def __init__(self, size: int, epsilon: float, *, dtype: DTypeLike):
-        self.scale = nnx.Param(jnp.ones((size,), jnp.float32), axes=("norm",))
-        self.bias = nnx.Param(jnp.zeros((size,), jnp.float32), axes=("norm",))
-        self.epsilon, self.dtype = epsilon, dtype
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """[..., embed] -> [..., embed]."""
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.epsilon)
-        return (centred * inverse * self.scale[...] + self.bias[...]).astype(self.dtype)
 
 
 class Attention(nnx.Module):
@@ -174,7 +159,7 @@ class ViTModule(nnx.Module):
         x = sharding.constrain(x, "batch", "length", "embed")
         graphdef, state = nnx.split(self.layers)
 
-        def body(x: jax.Array, layer_state: Any) -> jax.Array:
+        def body(x: jax.Array, layer_state: Any, _: Any) -> jax.Array:
             return nnx.merge(graphdef, sharding.gather_layer(layer_state))(x)
 
         x, _ = through_layers(body, x, state, remat=self.remat)

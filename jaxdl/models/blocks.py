@@ -1,0 +1,223 @@
+"""The parts of transformers' blocks: norms, attention and MLPs. Decoders and encoder-decoders share them.
+
+Where the norms stand, and what is added to what, is their caller's.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.typing import DTypeLike
+
+from jaxdl import sharding
+from jaxdl.models.attention import attend
+from jaxdl.models.products import add_bias, weight_product
+from jaxdl.models.rotary import Angles, rotate
+
+NormKind = Literal["rms", "layer"]
+MLPKind = Literal["swiglu", "gelu", "relu"]
+Biases = Literal["none", "qkv", "all"]
+
+
+@dataclass(frozen=True)
+class Init:
+    """The initial kernels: normal numbers.
+
+    Attributes:
+      stddev: their standard deviation; None takes 1 / sqrt(fan-in) of each.
+      residual_scale: a factor for those that add to the residual stream.
+    """
+
+    stddev: float | None = None
+    residual_scale: float = 1.0
+
+    def kernel(
+        self, rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: int, residual: bool = False
+    ) -> nnx.Param[jax.Array]:
+        """A kernel with these logical axes; `residual` says that it adds to the residual stream."""
+        stddev = 1 / math.sqrt(fan_in) if self.stddev is None else self.stddev
+        init = nnx.initializers.normal((self.residual_scale if residual else 1) * stddev)
+        return nnx.Param(init(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def linear(module: nnx.Module, name: str, x: jax.Array, num_contracted: int = 1) -> jax.Array:
+    """`x` by the kernel `name` of a module, plus its bias `<name>_bias` where there is one, in the dtype of `x`.
+
+    `num_contracted` dimensions of `x`, and of the kernel, are contracted; a bias has one dimension for all features.
+    """
+    kernel, bias = getattr(module, name)[...], getattr(module, f"{name}_bias", None)
+    product = weight_product(x, kernel, num_contracted=num_contracted)
+    return product if bias is None else add_bias(product, bias[...].reshape(kernel.shape[num_contracted:]))
+
+
+def _add_biases(module: nnx.Module, sizes: dict[str, int]) -> None:
+    """Gives a module biases of zeros for the kernels of these names."""
+    for name, size in sizes.items():
+        setattr(module, f"{name}_bias", nnx.Param(jnp.zeros((size,), jnp.float32), axes=("norm",)))
+
+
+def _scale(size: int) -> nnx.Param[jax.Array]:
+    return nnx.Param(jnp.ones((size,), jnp.float32), axes=("norm",))
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, dtype: DTypeLike) -> jax.Array:
+    """x / sqrt(mean(x^2) + epsilon) * scale over the last dimension, in float32; the result is in `dtype`."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
+    return (wide * inverse * scale).astype(dtype)
+
+
+class RMSNorm(nnx.Module):
+    """`rms_norm` (Zhang and Sennrich 2019) with a scale for each of `size` numbers."""
+
+    def __init__(self, size: int, epsilon: float, *, dtype: DTypeLike):
+        self.scale = _scale(size)
+        self.epsilon, self.dtype = epsilon, dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., size] -> [..., size]."""
+        return rms_norm(x, self.scale[...], self.epsilon, self.dtype)
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + epsilon) * scale + bias over the last dimension, in float32; then in `dtype`."""
+
+    def __init__(self, size: int, epsilon: float, *, dtype: DTypeLike):
+        self.scale = _scale(size)
+        self.bias = nnx.Param(jnp.zeros((size,), jnp.float32), axes=("norm",))
+        self.epsilon, self.dtype = epsilon, dtype
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[..., size] -> [..., size]."""
+        wide = x.astype(jnp.float32)
+        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.epsilon)
+        return (centred * inverse * self.scale[...] + self.bias[...]).astype(self.dtype)
+
+
+def make_norm(kind: NormKind, size: int, epsilon: float, *, dtype: DTypeLike) -> RMSNorm | LayerNorm:
+    """The norm of this kind over `size` numbers; its results are in `dtype`."""
+    return {"rms": RMSNorm, "layer": LayerNorm}[kind](size, epsilon, dtype=dtype)
+
+
+class Attention(nnx.Module):
+    """Grouped-query attention (Ainslie et al. 2023), of a sequence to itself or to another one.
+
+    The kernels keep heads and head_dim as separate dimensions, so that heads can be sharded without a reshape.
+    """
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        *,
+        embed_dim: int,
+        num_heads: int,
+        head_dim: int,
+        causal: bool,
+        num_kv_heads: int | None = None,
+        window: int | None = None,
+        biases: Biases = "none",
+        qk_norm_epsilon: float | None = None,
+        init: Init = Init(),
+        dropout: float = 0.0,
+    ):
+        """`causal`, `window` and `dropout` are those of `attend`. `qk_norm_epsilon` norms queries and keys."""
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        for name, heads in (("query", num_heads), ("key", kv_heads), ("value", kv_heads)):
+            axes = ("embed", "heads" if name == "query" else "kv_heads", "head_dim")
+            setattr(self, name, init.kernel(rngs, (embed_dim, heads, head_dim), axes, fan_in=embed_dim))
+        shape, axes = (num_heads, head_dim, embed_dim), ("heads", "head_dim", "embed")
+        self.out = init.kernel(rngs, shape, axes, fan_in=num_heads * head_dim, residual=True)
+        sizes = dict.fromkeys(("key", "value"), kv_heads * head_dim) | {"query": num_heads * head_dim}
+        _add_biases(self, {"none": {}, "qkv": sizes, "all": {**sizes, "out": embed_dim}}[biases])
+        if qk_norm_epsilon is not None:
+            self.query_norm, self.key_norm = _scale(head_dim), _scale(head_dim)
+        self.qk_norm_epsilon, self.causal, self.window, self.dropout = qk_norm_epsilon, causal, window, dropout
+
+    def __call__(
+        self,
+        x: jax.Array,
+        source: jax.Array | None = None,
+        *,
+        angles: Angles | None = None,
+        segments: jax.Array | None = None,
+        key_lengths: jax.Array | None = None,
+        keys: jax.Array | None = None,
+    ) -> jax.Array:
+        """`x` [batch, length, embed] attends to itself, or to `source` [batch, key_length, embed]: shaped like `x`.
+
+        `angles` rotate queries and keys; `segments` and `key_lengths` are those of `attend`; `keys` are the random keys
+        of the rows, for dropout.
+        """
+        query = self.queries(x, angles)
+        key, value = self.keys_values(x if source is None else source, angles)
+        mixed = attend(
+            query,
+            key,
+            value,
+            causal=self.causal,
+            window=self.window,
+            segments=segments,
+            key_lengths=key_lengths,
+            dropout=self.dropout,
+            dropout_key=keys,
+        )
+        return self.merged(mixed)
+
+    def queries(self, x: jax.Array, angles: Angles | None = None) -> jax.Array:
+        """The queries of `x`, [batch, length, heads, head_dim]."""
+        return sharding.constrain(self._placed("query", x, angles), "batch", "length", "heads", "head_dim")
+
+    def keys_values(self, x: jax.Array, angles: Angles | None = None) -> tuple[jax.Array, jax.Array]:
+        """The keys and the values of `x`, [batch, length, kv_heads, head_dim] each."""
+        made = self._placed("key", x, angles), linear(self, "value", x)
+        key, value = (sharding.constrain(one, "batch", "length", "kv_heads", "head_dim") for one in made)
+        return key, value
+
+    def merged(self, mixed: jax.Array) -> jax.Array:
+        """What attention adds to the residual stream, [batch, length, embed], from the heads' mixed values."""
+        mixed = sharding.constrain(mixed, "batch", "length", "heads", "head_dim")
+        return linear(self, "out", mixed, 2)
+
+    def _placed(self, name: str, x: jax.Array, angles: Angles | None) -> jax.Array:
+        """Queries or keys: normed, then rotated."""
+        made = linear(self, name, x)
+        if self.qk_norm_epsilon is not None:
+            made = rms_norm(made, getattr(self, f"{name}_norm")[...], self.qk_norm_epsilon, made.dtype)
+        return made if angles is None else rotate(made, angles)
+
+
+class MLP(nnx.Module):
+    """`swiglu` (Shazeer 2020): (silu(x gate) * (x up)) down. `gelu` (its tanh form) and `relu`: f(x up) down."""
+
+    def __init__(
+        self,
+        rngs: nnx.Rngs,
+        kind: MLPKind,
+        *,
+        embed_dim: int,
+        hidden_dim: int,
+        biases: bool = False,
+        init: Init = Init(),
+    ):
+        """`biases` are for `up` and `down`."""
+        for name in ("gate", "up") if kind == "swiglu" else ("up",):
+            setattr(self, name, init.kernel(rngs, (embed_dim, hidden_dim), ("embed", "mlp"), fan_in=embed_dim))
+        self.down = init.kernel(rngs, (hidden_dim, embed_dim), ("mlp", "embed"), fan_in=hidden_dim, residual=True)
+        _add_biases(self, {"up": hidden_dim, "down": embed_dim} if biases else {})
+        self.kind: MLPKind = kind
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """[batch, length, embed] -> [batch, length, embed]."""
+        if self.kind == "swiglu":
+            gate = jax.nn.silu(linear(self, "gate", x))
+            hidden = gate * linear(self, "up", x)
+        else:
+            hidden = linear(self, "up", x)
+            hidden = jax.nn.relu(hidden) if self.kind == "relu" else jax.nn.gelu(hidden, approximate=True)
+        return linear(self, "down", sharding.constrain(hidden, "batch", "length", "mlp"))
