@@ -12,10 +12,11 @@ Its parts, in order:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,17 +162,31 @@ def apply_network(
 
     `train`, `forget`, `key`, `rows` and `whole` are those of `Network.apply`.
     """
+    with _precise(parts, layout):
+        inputs = parts.task.inputs(batch, parts.data_spec)
+    how = {"train": train, "forget": forget, "key": key, "rows": rows, "whole": whole}
+    return run_network(parts, layout, params, model_state, *inputs, **how)
+
+
+def run_network(
+    parts: Parts, layout: Layout, params: Params, model_state: ModelState, *inputs: Any, **how: Any
+) -> tuple[Any, ModelState]:
+    """`apply_network` on the network's own inputs; `how` are the further arguments of `Network.apply`."""
+    with _precise(parts, layout):
+        used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
+        used = gather_params(used, parts.network.axes)
+        return parts.network.apply(used, model_state, *inputs, **how)
+
+
+@contextlib.contextmanager
+def _precise(parts: Parts, layout: Layout) -> Iterator[None]:
+    """Context of what a network computes: the layout, and the precision of products."""
     layout = dataclasses.replace(layout, wire_dtype=parts.precision.dtype)
     matmul = (
         jax.default_matmul_precision(parts.precision.matmul) if parts.precision.matmul else jax.named_scope("model")
     )
     with use_layout(layout), matmul:
-        used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
-        used = gather_params(used, parts.network.axes)
-        inputs = parts.task.inputs(batch, parts.data_spec)
-        return parts.network.apply(
-            used, model_state, *inputs, train=train, forget=forget, key=key, rows=rows, whole=whole
-        )
+        yield
 
 
 def _local_gradients(

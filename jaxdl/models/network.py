@@ -61,7 +61,7 @@ class Network:
         with user_code(what, of=make):
             abstract = nnx.eval_shape(lambda: self._made(nnx.Rngs(0)))
         self._graphdef, params, keys, rest = nnx.split(abstract, nnx.Param, nnx.RngState, ...)
-        self._modes = parameters(type(abstract).__call__)
+        self._type = type(abstract)
         self._keys = [(path, one) for path, one in nnx.to_flat_state(keys)]
         self._param_names, self._state_names = Names(nnx.to_pure_dict(params)), Names(nnx.to_pure_dict(rest))
         axes = jax.tree.map(self._axes, params, is_leaf=lambda node: isinstance(node, nnx.Variable))
@@ -85,14 +85,18 @@ class Network:
         self,
         params: Params,
         model_state: ModelState,
-        *inputs: jax.Array,
+        *inputs: Any,
         train: bool,
         forget: bool = False,
         key: jax.Array | None = None,
         rows: jax.Array | None = None,
         whole: bool = True,
+        method: str = "__call__",
     ) -> tuple[Any, ModelState]:
         """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics.
+
+        With `method` this method is called instead of the module itself; its inputs may be trees of arrays, and static
+        numbers.
 
         With `forget` those of `norms` are of these inputs alone, and the others stay as they are. `key` is for the
         random numbers of this call; None always draws the same ones. `rows` are the numbers of the inputs' rows in the
@@ -105,19 +109,24 @@ class Network:
             for _, part in nnx.iter_graph(module):
                 if isinstance(part, nnx.BatchNorm):
                     part.momentum = 0.0
-        modes = mode_arguments(self._modes, train=train)
-        with user_code(self.what, called_on(inputs, train=train), of=type(module).__call__):
+        called = getattr(type(module), method)
+        modes = mode_arguments(parameters(called), train=train)
+        with user_code(self.what, called_on(inputs, train=train), of=called):
             if not train:
                 nnx.Module.eval(module)
             elif not modes:
                 nnx.Module.train(module)
-            outputs = module(*inputs, **modes)  # pyright: ignore[reportCallIssue]
+            outputs = called(module, *inputs, **modes)
             after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
             after = like_before(self.what, self._state_names.named(after), model_state)
         if forget:
             keep = jax.tree_util.tree_map_with_path
             after = keep(lambda path, new, old: new if _names(path) in self.norms else old, after, model_state)
         return projected(outputs) if whole else outputs, after
+
+    def has(self, method: str) -> bool:
+        """Whether the module has a method of this name."""
+        return hasattr(self._type, method)
 
     def _made(self, rngs: nnx.Rngs) -> nnx.Module:
         # Names of mesh axes in a module's metadata are read here, not acted upon by Flax.
@@ -216,7 +225,7 @@ def check_callable(what: str, module: Any) -> None:
 
 def called_on(inputs: Sequence[Any], *, train: bool) -> str:
     """A sentence for messages about a call of a network."""
-    shapes = ", ".join(f"{x.dtype} {list(x.shape)}" for x in inputs)
+    shapes = ", ".join(f"{x.dtype} {list(x.shape)}" for x in jax.tree.leaves(inputs) if hasattr(x, "dtype"))
     return f"It was called on {shapes} {'in training' if train else 'in evaluation'}"
 
 
