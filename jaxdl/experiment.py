@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import pydantic
+from pydantic_core import to_jsonable_python
 
 from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.cluster import ClusterConfig
 from jaxdl.compiler import CompilerConfig
-from jaxdl.config import Config, ConfigError, one_message
+from jaxdl.config import Config, ConfigError, is_config, one_message
 from jaxdl.data import Data, Digits
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeChoice
 from jaxdl.fields import SOURCE
 from jaxdl.files import CONFIG_FILE
 from jaxdl.guard import GuardConfig
-from jaxdl.kinds import import_object, source_of, without_source
+from jaxdl.kinds import Choice, import_object, kinds, source_of, without_source
 from jaxdl.mesh import MeshConfig, gpus_visible
 from jaxdl.models import Model, ResNet
 from jaxdl.modules import load_file
@@ -149,7 +150,19 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         found["optimizer"] = {**found["optimizer"], "rate_factors": [list(item) for item in factors.items()]}
     if "guard" in found:
         found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
-    return found
+    return {name: _with_defaults(name, value) for name, value in found.items()}
+
+
+def _with_defaults(name: str, values: Any) -> Any:
+    """A part of a dumped Experiment with the defaults of fields that did not exist yet when it was dumped."""
+    field = Experiment.model_fields.get(name)
+    cls = field.annotation if field is not None else None
+    if not isinstance(values, Mapping) or not is_config(cls):
+        return values
+    if issubclass(cls, Choice) and cls.has_kinds():
+        cls = kinds(cls).get(values.get("kind", ""), cls)
+    defaults = {name: one.default for name, one in cls.model_fields.items() if not one.is_required()}
+    return {**to_jsonable_python(defaults), **values}
 
 
 def load(

@@ -141,6 +141,17 @@ def test_a_run_from_before_reduce_dtype_keeps_its_sums(tmp_path):
     claim_workdir(tmp_path, experiment.replaced({"precision.reduce_dtype": "compute"}), identity)
 
 
+def test_fields_that_did_not_exist_yet_had_their_defaults(tmp_path):
+    claim_workdir(tmp_path, TEXT, identity)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["model"] = {name: config["model"][name] for name in ("kind", "num_layers", "embed_dim", "num_kv_heads")}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    claim_workdir(tmp_path, TEXT, identity)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"-model.window = null\n  \+model.window = 8"):
+        claim_workdir(tmp_path, TEXT.replaced({"model.window": 8}), identity)
+
+
 def test_names_of_folders_stay():
     """Workdirs of earlier versions have these names."""
     assert step_dir(Path("run"), 8) == Path("run/checkpoints/step_8")
