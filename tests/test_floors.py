@@ -54,16 +54,9 @@ READ_FILES = {
     "cluster": "the hosts compare the hashes of jaxdl's own source files",
 }
 HEAVY = {
-    "tensorflow_datasets",
-    "tensorflow",
-    "sklearn",
-    "tokenizers",
-    "tensorboardX",
-    "PIL",
-    "cv2",
-    "simplejpeg",
-    "fsspec",
-}
+    "tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "sentencepiece", "pyarrow", "datasets",
+    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec",
+}  # fmt: skip
 WRITING_CALLS = {
     "open", "write_text", "write_bytes", "mkdir", "makedirs", "unlink", "remove", "rename", "rmtree", "rmdir", "touch",
     "savefig", "dump", "save", "savez", "copyfile", "copytree", "symlink_to", "NamedTemporaryFile", "mkdtemp",

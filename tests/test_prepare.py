@@ -53,7 +53,7 @@ def test_a_disk_limit_that_is_reached_is_told(config, capsys):
 
 MISTAKES = [
     ([], ""),
-    (["fill"], "fill: there is no such command. Commands: prepare."),
+    (["fill"], "fill: there is no such command. Commands: prepare, tokenizer."),
     (["prepare"], "no --config. Give --config FILE"),
     (["prepare", "--config", "RUN"], "not a Python file. Give the Python file of the run"),
     (["prepare", "--seed", "x", "--config=CONFIG"], "--seed x: not a whole number"),

@@ -1,4 +1,7 @@
-"""Prepares the data of an experiment before it trains: `python -m jaxdl.data prepare --config configs/....py`.
+"""Prepares data before training: `python -m jaxdl.data prepare --config configs/....py`, and trains tokenizers.
+
+`tokenizer FILES... --out FILE --vocab-size N` trains a tokenizer on text files (.txt, .jsonl, .parquet, .tsv, also .gz
+and .zst, and folders of them); `tokenizer --help` has its options.
 
 `prepare` reads every image once into the disk cache (`--data.photos.cache.disk`), so that the first epoch is
 as fast as the others. Images in the cache are only checked, so a stopped `prepare` resumes where it was. Options after
@@ -7,6 +10,7 @@ the config change it, as in training.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections import Counter, deque
 from pathlib import Path
@@ -19,9 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from jaxdl.cluster import BROKEN, ClusterError
 from jaxdl.data.photos import ImagePipeline, PhotoSource
 from jaxdl.data.store import num_records
-from jaxdl.errors import ConfigError, command_line
+from jaxdl.data.tokenizer import Train, train_tokenizer
+from jaxdl.errors import ConfigError, command_line, print_out
 from jaxdl.modules import load_file
-from jaxdl.options import parse
+from jaxdl.options import parse, parse_options
 from jaxdl.startup import no_config, own_options
 
 _PIECE = 64
@@ -35,13 +40,19 @@ def main(args: list[str] | None = None) -> None:
         print(__doc__)
         raise SystemExit(0 if line else 2)
     with command_line():
-        if line[0] != "prepare":
-            raise ConfigError(f"{line[0]}: there is no such command. Commands: prepare.")
+        if line[0] not in _COMMANDS:
+            raise ConfigError(f"{line[0]}: there is no such command. Commands: {', '.join(_COMMANDS)}.")
         try:
-            prepare(*_experiment(line[1:]))
+            _COMMANDS[line[0]](line[1:])
         except ClusterError as error:
             print(f"error: {error}", file=sys.stderr)
             raise SystemExit(BROKEN) from None
+
+
+def _tokenizer(args: list[str]) -> None:
+    files = list(itertools.takewhile(lambda word: not word.startswith("-"), args))
+    command = parse_options(Train, args[len(files) :], prog="python -m jaxdl.data tokenizer FILES...")
+    print_out(train_tokenizer(files, command, Console(stderr=True)))
 
 
 def _experiment(args: list[str]) -> tuple[Any, str]:
@@ -110,6 +121,8 @@ def _settle(pipeline: ImagePipeline, pending: deque[tuple[int, Any]]) -> int:
     pipeline.account(future.result())
     return count
 
+
+_COMMANDS = {"prepare": lambda args: prepare(*_experiment(args)), "tokenizer": _tokenizer}
 
 if __name__ == "__main__":
     main()

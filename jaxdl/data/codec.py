@@ -1,65 +1,252 @@
-"""Encodes text to tokens and back, for prompts and samples."""
+"""Encodes text to tokens and back: bytes, or a tokenizer in one of the usual files."""
 
 from __future__ import annotations
 
+import abc
+import hashlib
+import importlib
+import inspect
+import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxdl.config import ConfigError
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-"""Separators of documents: the first one that a tokenizer has is used; without any, a newline."""
+"""Ends of documents: the first one that a tokenizer has is used, unless its folder names another."""
+START_OF_TEXT = ("<s>", "<|begin_of_text|>", "<bos>", "[CLS]")
+"""Starts of documents, likewise."""
+PADDING = ("<pad>", "<|pad|>", "[PAD]")
+"""Padding, likewise."""
+
+TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
+"""The files of a tokenizer's folder in the form of Hugging Face."""
+
+_kinds: list[type[Encoder]] = []
+
+
+class Encoder(abc.ABC):
+    """A kind of tokenizer: how the file at a path encodes. A subclass registers itself when its class statement runs.
+
+    Its constructor raises ConfigError for a file that cannot be read. `pad`, `start` and `end` are the numbers of these
+    tokens, None where the tokenizer has none.
+    """
+
+    kind: ClassVar[str]
+    pad: int | None = None
+    start: int | None = None
+    end: int | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not inspect.isabstract(cls):
+            _kinds.append(cls)
+
+    @abc.abstractmethod
+    def __init__(self, path: str) -> None: ...
+
+    @classmethod
+    @abc.abstractmethod
+    def reads(cls, path: str | None) -> bool:
+        """Whether a tokenizer at this path, which need not be there, is of this kind."""
+
+    @property
+    @abc.abstractmethod
+    def vocab_size(self) -> int:
+        """The largest token plus 1."""
+
+    @abc.abstractmethod
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of each text, without special tokens around it."""
+
+    @abc.abstractmethod
+    def decode(self, tokens: list[int]) -> str:
+        """The text of tokens."""
+
+    @abc.abstractmethod
+    def files(self) -> list[Path]:
+        """The files that decide its tokens."""
+
+
+class _Bytes(Encoder):
+    """The bytes of UTF-8; byte 0 ends a text."""
+
+    kind = "bytes"
+    end = 0
+
+    def __init__(self, path: str | None) -> None:
+        del path
+
+    @classmethod
+    def reads(cls, path: str | None) -> bool:
+        return path is None
+
+    @property
+    def vocab_size(self) -> int:
+        return 256
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode(errors="replace")
+
+    def files(self) -> list[Path]:
+        return []
+
+
+class _SentencePiece(Encoder):
+    """A `.model` file of sentencepiece."""
+
+    kind = "sentencepiece"
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path).expanduser()
+        if not self._path.is_file():
+            raise ConfigError(f"tokenizer {path}: no such file. Give the .model file that sentencepiece writes.")
+        sentencepiece = import_text("sentencepiece", f"tokenizer {path}")
+        try:
+            self._processor = sentencepiece.SentencePieceProcessor(model_file=str(self._path))
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"tokenizer {path}: not a model of sentencepiece ({error}).") from None
+        numbers = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
+        self.pad, self.start, self.end = (None if number < 0 else number for number in numbers)
+
+    @classmethod
+    def reads(cls, path: str | None) -> bool:
+        return path is not None and path.endswith(".model")
+
+    @property
+    def vocab_size(self) -> int:
+        return self._processor.get_piece_size()
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return self._processor.encode(list(texts), num_threads=1)
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._processor.decode(tokens)
+
+    def files(self) -> list[Path]:
+        return [self._path]
+
+
+class _Tokenizers(Encoder):
+    """A JSON file of the `tokenizers` library, or a folder of Hugging Face's form that has one."""
+
+    kind = "tokenizers"
+
+    def __init__(self, path: str) -> None:
+        given = Path(path).expanduser()
+        self._file = given / TOKENIZER_FILE if given.is_dir() else given
+        self._config = given / TOKENIZER_CONFIG_FILE
+        if not self._file.is_file():
+            what = f"it has no {TOKENIZER_FILE}" if given.is_dir() else "no such file"
+            raise ConfigError(f"tokenizer {path}: {what}. Give the JSON file that `Tokenizer.save` writes.")
+        import tokenizers
+
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(self._file))
+        except Exception as error:  # The library raises no narrower class.
+            raise ConfigError(f"tokenizer {path}: not a JSON file of the tokenizers library ({error}).") from None
+        self._tokenizer.no_truncation()  # A file may ask for them; here documents are whole.
+        self._tokenizer.no_padding()
+        named = self._named(path)
+        self.pad = self._number(named.get("pad_token"), PADDING)
+        self.start = self._number(named.get("bos_token"), START_OF_TEXT)
+        self.end = self._number(named.get("eos_token"), END_OF_TEXT)
+
+    def _named(self, path: str) -> dict[str, str | None]:
+        """The special tokens that the folder names: "pad_token" and the like."""
+        if not self._config.is_file():
+            return {}
+        try:
+            config = json.loads(self._config.read_text(encoding="utf-8"))
+            names = {name: value for name, value in config.items() if name in ("pad_token", "bos_token", "eos_token")}
+        except (OSError, ValueError, AttributeError) as error:
+            raise ConfigError(f"tokenizer {path}: {TOKENIZER_CONFIG_FILE} cannot be read ({error}).") from None
+        return {name: value["content"] if isinstance(value, dict) else value for name, value in names.items()}
+
+    def _number(self, named: str | None, usual: Sequence[str]) -> int | None:
+        found = (self._tokenizer.token_to_id(token) for token in ((named,) if named else usual))
+        return next((number for number in found if number is not None), None)
+
+    @classmethod
+    def reads(cls, path: str | None) -> bool:
+        return path is not None and not _SentencePiece.reads(path)
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [one.ids for one in self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)]
+
+    def decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def files(self) -> list[Path]:
+        return [path for path in (self._file, self._config) if path.is_file()]
 
 
 class Codec:
-    """Text to tokens and back: bytes, or the tokens of a JSON file of the `tokenizers` library.
+    """Text to tokens and back.
 
-    Raises ConfigError for a missing or invalid file, and a tokenizer without a token to separate documents.
+    `tokenizer` is None for bytes; the JSON file of the `tokenizers` library; a folder with tokenizer.json (and perhaps
+    tokenizer_config.json), as models on Hugging Face have it; or a `.model` file of sentencepiece. Raises ConfigError
+    for a missing or invalid file, and a tokenizer without a token to separate documents.
     """
 
     def __init__(self, tokenizer: str | None) -> None:
-        self._encoder = None if tokenizer is None else _load(tokenizer)
+        (kind,) = [kind for kind in _kinds if kind.reads(tokenizer)]
+        self._encoder: Any = kind(tokenizer)  # pyright: ignore[reportArgumentType]
+        self.kind: str = kind.kind
+        """Which kind it is: "bytes", "tokenizers" or "sentencepiece"."""
         self.is_bytes = tokenizer is None
-        self.separator = [0] if tokenizer is None else _find_separator(self._encoder, tokenizer)
-        """The tokens between two documents: byte 0, or the tokenizer's end of text."""
+        self.pad: int | None = self._encoder.pad
+        """The number of the token for padding, None where the tokenizer has none."""
+        self.start: int | None = self._encoder.start
+        """The number of the token before a text, or None."""
+        self.end: int | None = self._encoder.end
+        """The number of the token after a text, or None."""
+        self.separator = [self.end] if self.end is not None else self.encode("\n")
+        """The tokens between two documents: byte 0, the tokenizer's end of text, or without one a newline."""
+        if not self.separator:
+            raise ConfigError(
+                f"tokenizer {tokenizer}: it has no token to separate documents: none of {', '.join(END_OF_TEXT)}, and "
+                "no newline. Add one of these to it."
+            )
 
     @property
     def vocab_size(self) -> int:
         """The largest token plus 1."""
-        return 256 if self._encoder is None else max(self._encoder.get_vocab(with_added_tokens=True).values()) + 1
+        return self._encoder.vocab_size
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, without special tokens."""
-        if self._encoder is None:
-            return list(text.encode())
-        return self._encoder.encode(text, add_special_tokens=False).ids
+        """The tokens of a text, without special tokens around it."""
+        return self._encoder.encode([text])[0]
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """`encode` of each text; faster than one by one."""
+        return self._encoder.encode(texts)
 
     def decode(self, tokens: list[int]) -> str:
         """The text of tokens; bytes that are not UTF-8, such as half a character, become U+FFFD."""
-        if self._encoder is None:
-            return bytes(tokens).decode(errors="replace")
-        return self._encoder.decode(tokens, skip_special_tokens=False)
+        return self._encoder.decode(tokens)
+
+    def fingerprint(self) -> str:
+        """Identifies the tokenizer by its content, wherever its files are."""
+        digest = hashlib.sha256(self.kind.encode())
+        for path in self._encoder.files():
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        return digest.hexdigest()[:16]
 
 
-def _load(path: str) -> Any:
-    if not Path(path).is_file():
-        raise ConfigError(f"tokenizer {path}: no such file. Give the JSON file that `Tokenizer.save` writes.")
-    import tokenizers
-
+def import_text(name: str, what: str) -> Any:
+    """The module of an optional package. Raises ConfigError, which begins with `what`, when it is not installed."""
     try:
-        return tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # The library raises no narrower class.
-        raise ConfigError(f"tokenizer {path}: not a JSON file of the tokenizers library ({error}).") from None
-
-
-def _find_separator(encoder: Any, tokenizer: str) -> list[int]:
-    for token in END_OF_TEXT:
-        if (number := encoder.token_to_id(token)) is not None:
-            return [number]
-    newline = encoder.encode("\n", add_special_tokens=False).ids
-    if not newline:
+        return importlib.import_module(name)
+    except ImportError:
         raise ConfigError(
-            f"tokenizer {tokenizer}: it has no token to separate documents: none of {', '.join(END_OF_TEXT)}, and no "
-            "newline. Add one of these to it."
-        )
-    return newline
+            f"{what}: it needs the package {name}, which is not installed. Install it with pip install 'jaxdl[text]'."
+        ) from None
