@@ -21,6 +21,7 @@ LONG_SEC = 60.0
 DEFAULT_SEC = 15.0
 """Budget of a file that is not in `BUDGETS`, in CPU seconds."""
 BUDGETS = {
+    "test_attention.py": 20,
     "test_chaos.py": 300,
     "test_notebooks.py": 180,
     "test_guard.py": 80,

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from runs import tiny_experiment
 
 from jaxdl.collectives.attention import flash_attention
-from jaxdl.collectives.packed_attention import Packed, document_offsets, packed_attention
+from jaxdl.collectives.packed_attention import Packed, documents, packed_attention
 from jaxdl.data import SyntheticText
 from jaxdl.export.writing import function_file
 from jaxdl.models import Transformer, attention
@@ -30,6 +30,7 @@ def heads_of(heads, kv_heads):
 
 
 SEGMENTS = np.array([[1, 1, 2, 2, 2, 3], [1, 1, 1, 1, 0, 0], [1, 2, 3, 4, 5, 6], [1, 1, 1, 1, 1, 1]], np.int32)
+KEY_SEGMENTS = np.array([[1, 1, 1, 2, 3, 3], [1, 1, 1, 1, 1, 0], [1, 2, 3, 4, 5, 6], [1, 1, 0, 0, 0, 0]], np.int32)
 LENGTHS = np.array([6, 1, 0, 4], np.int32)
 PATTERNS = {
     "causal": {"causal": True},
@@ -38,18 +39,20 @@ PATTERNS = {
     "documents": {"causal": True, "segments": SEGMENTS},
     "documents, window": {"causal": True, "window": 2, "segments": SEGMENTS},
     "documents, both ways": {"causal": False, "segments": SEGMENTS},
+    "documents of others": {"causal": False, "segments": SEGMENTS, "key_segments": KEY_SEGMENTS},
     "lengths": {"causal": False, "key_lengths": LENGTHS},
 }
 
 
-def in_numpy(query, key, value, *, causal, window=None, segments=None, key_lengths=None):
-    """Each query by itself, with those of its head's keys that it sees; of padding and of no keys nothing."""
+def in_numpy(query, key, value, *, causal, window=None, segments=None, key_segments=None, key_lengths=None):
+    """Each query by itself, with those of its head's keys that it sees."""
+    key_segments = segments if key_segments is None else key_segments
     out = np.zeros(query.shape)
     for example, at, head in np.ndindex(query.shape[:3]):
         seen = [other for other in range(key.shape[1]) if not (causal and other > at)]
         seen = seen if window is None else seen[-window:]
         if segments is not None:
-            seen = [other for other in seen if segments[example, other] == segments[example, at]]
+            seen = [other for other in seen if key_segments[example, other] == segments[example, at]]
         if key_lengths is not None:
             seen = [other for other in seen if other < max(key_lengths[example], 1)]
         group = head * key.shape[2] // query.shape[2]
@@ -68,8 +71,8 @@ def loss_of(pattern):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_attention_is_that_of_numpy(pattern):
     operands, pattern = heads_of(4, 2), PATTERNS[pattern]
-    found = attention.attend(*operands, **pattern)
-    np.testing.assert_allclose(found, in_numpy(*operands, **pattern), rtol=1e-4, atol=1e-5)
+    found, real = attention.attend(*operands, **pattern), SEGMENTS > 0 if "segments" in pattern else ...
+    np.testing.assert_allclose(found[real], in_numpy(*operands, **pattern)[real], rtol=1e-4, atol=1e-5)
 
 
 def test_of_another_length_of_keys():
@@ -83,7 +86,9 @@ def test_of_another_length_of_keys():
 
 def in_turns(*operands):
     """As cuDNN's kernel is called, for two documents at a time."""
-    return packed_attention(*operands, SEGMENTS, Packed(causal=True, window=None, implementation="xla", most=2))
+    return packed_attention(
+        *operands, (SEGMENTS, SEGMENTS), Packed(causal=True, window=None, implementation="xla", most=2)
+    )
 
 
 def on_cpus(*operands):
@@ -129,14 +134,16 @@ def test_dropout_takes_weights_away_and_keeps_their_mean():
 
 
 @pytest.mark.parametrize("first", [1, 3, 5])
-def test_offsets_of_documents(first):
-    lengths, offsets = document_offsets(SEGMENTS, first, 2)
-    for row, (own_lengths, own_offsets) in enumerate(zip(lengths, offsets, strict=True)):
-        numbers = [number for number in (first, first + 1) if number in SEGMENTS[row]]
-        expected = [(list(SEGMENTS[row]).count(number), list(SEGMENTS[row]).index(number)) for number in numbers]
-        missing = 2 - len(numbers)
-        assert list(own_lengths) == [length for length, _ in expected] + [-1] * missing
-        assert list(own_offsets) == [offset for _, offset in expected] + [-1] * (missing + 1)
+def test_the_kernel_gets_documents_that_both_sides_have(first):
+    for mine, tokens, others in zip(
+        documents(SEGMENTS, KEY_SEGMENTS, first, 2), (SEGMENTS, KEY_SEGMENTS), (KEY_SEGMENTS, SEGMENTS), strict=True
+    ):
+        for row, other, lengths, offsets, own in zip(tokens, others, *mine, strict=True):
+            numbers = [number for number in (first, first + 1) if number in row and number in other]
+            missing = [-1] * (2 - len(numbers))
+            assert list(lengths) == [list(row).count(number) for number in numbers] + missing
+            assert list(offsets) == [list(row).index(number) for number in numbers] + [*missing, -1]
+            assert list(own) == [number in numbers for number in row]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +154,7 @@ def test_offsets_of_documents(first):
         (True, 4, 1, "window"),
         (False, 4, 4, "documents, both ways"),
         (True, 3, 3, "lengths"),
-        (False, 3, 1, "documents"),
+        (False, 3, 1, "documents of others"),
     ],
 )
 def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads, pattern):
@@ -160,7 +167,7 @@ def test_on_a_mesh_it_is_that_of_one_device(monkeypatch, manual, heads, kv_heads
         return flash_attention(*operands, **options, implementation="xla")
 
     options = dict(PATTERNS[pattern])
-    rows = {name: options.pop(name) for name in ("segments", "key_lengths") if name in options}
+    rows = {name: options.pop(name) for name in ("segments", "key_segments", "key_lengths") if name in options}
     operands, loss = heads_of(heads, kv_heads), loss_of(PATTERNS[pattern])
     plain = functools.partial(attention.attend, **options, **rows)
     wanted = plain(*operands), *jax.grad(lambda *x: loss(plain(*x)), argnums=(0, 1, 2))(*operands)

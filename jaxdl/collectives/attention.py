@@ -19,6 +19,7 @@ from jax.typing import DTypeLike
 from jaxdl.collectives.packed_attention import Packed, packed_attention
 
 Implementation = Literal["cudnn", "xla"]
+Rows = jax.Array | tuple[jax.Array, jax.Array] | None
 _LEAST_CAPABILITY = 8.0
 """The compute capability of an A100; on GPUs before it cuDNN has no flash kernel, which JAX does not check."""
 
@@ -46,9 +47,9 @@ def no_flash_kernel(dtype: DTypeLike, head_dim: int, capability: float, pattern:
     if capability < _LEAST_CAPABILITY:
         return f"it needs an NVIDIA GPU of compute capability {_LEAST_CAPABILITY:g} (A100) or later"
     heads = jax.ShapeDtypeStruct((1, 16, 1, head_dim), jnp.dtype(dtype))
-    rows = jax.ShapeDtypeStruct((1, 16) if pattern.packed else (1,), jnp.int32)
+    rows = (jax.ShapeDtypeStruct((1, 16), jnp.int32),) * 2 if pattern.packed else jax.ShapeDtypeStruct((1,), jnp.int32)
 
-    def attend(rows: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
+    def attend(rows: Rows, query: jax.Array, key: jax.Array, value: jax.Array) -> Any:
         result, transpose = jax.vjp(lambda *heads: _attend((*heads, rows), pattern, "cudnn"), query, key, value)
         return transpose(result)
 
@@ -63,7 +64,7 @@ def flash_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    rows: jax.Array | None = None,
+    rows: Rows = None,
     pattern: Pattern = Pattern(),
     *,
     axes: Sequence[str] = (),
@@ -74,8 +75,9 @@ def flash_attention(
     """Softmax attention of `query` [batch, length, heads, head_dim]: the same shape and dtype, 16 bits.
 
     `key` and `value` are [batch, key_length, kv_heads, head_dim]; each of their heads serves heads / kv_heads query
-    heads. `rows`, int32, is for the pattern: if packed [batch, length], the number of the document in its row from 1,
-    or 0 for padding; if padded [batch], how many keys exist, at least 1.
+    heads. `rows`, int32, is for the pattern: if packed the numbers of the documents in their rows, from 1, or 0 for
+    padding, of the queries [batch, length] and of the keys [batch, key_length]; if padded [batch], how many keys exist,
+    at least 1.
 
     `axes` are the mesh axes that are not manual yet, of which `split` divides the batch and the heads, of both kinds;
     `mesh` is None inside of a `shard_map`, whose mesh it then is. cuDNN's kernel works on GPUs only, see
@@ -141,14 +143,12 @@ class _Region:
 # JAX cannot differentiate a region inside of a partly manual one (0.10): what its backward pass keeps would be sharded
 # over the axes that are manual already. So there are two regions, and what is kept has a dimension for the devices.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _in_region(
-    query: jax.Array, key: jax.Array, value: jax.Array, rows: jax.Array | None, region: _Region
-) -> jax.Array:
+def _in_region(query: jax.Array, key: jax.Array, value: jax.Array, rows: Rows, region: _Region) -> jax.Array:
     return region.run(region.attend, region.operands, region.split, query, key, value, rows)
 
 
 def _in_region_forward(
-    query: jax.Array, key: jax.Array, value: jax.Array, rows: jax.Array | None, region: _Region
+    query: jax.Array, key: jax.Array, value: jax.Array, rows: Rows, region: _Region
 ) -> tuple[jax.Array, Any]:
     def one_device(*operands: Any) -> tuple[jax.Array, Any]:
         *heads, rows = operands

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,45 +34,64 @@ class Packed:
     most: int = _MOST_DOCUMENTS
 
 
-def document_offsets(segments: jax.Array, first: jax.Array | int, most: int) -> tuple[jax.Array, jax.Array]:
-    """`(lengths [batch, most], offsets [batch, most + 1])`, int32, of the documents `first` to `first + most - 1`.
+class Documents(NamedTuple):
+    """Some documents of each row: what the kernel takes, and which tokens are theirs."""
 
-    Those are numbers in `segments` [batch, length], each of neighbouring tokens. A document that a row has not, and the
-    last offset, are -1.
+    lengths: jax.Array
+    """int32 [batch, most]; -1 for a document that the row has not."""
+    offsets: jax.Array
+    """Of the first token, int32 [batch, most + 1]; -1 for a document that the row has not, and at last."""
+    tokens: jax.Array
+    """bool [batch, length]."""
+
+
+def documents(
+    segments: jax.Array, key_segments: jax.Array, first: jax.Array | int, most: int
+) -> tuple[Documents, Documents]:
+    """The documents `first` to `first + most - 1` of the queries and of the keys, those that have both.
+
+    Those are numbers in `segments` [batch, length] and `key_segments` [batch, key_length], each of neighbouring tokens.
     """
-    tokens = segments[:, :, None] == first + jnp.arange(most)
-    lengths = tokens.sum(axis=1, dtype=jnp.int32)
-    exists = lengths > 0
-    offsets = jnp.where(exists, jnp.argmax(tokens, axis=1).astype(jnp.int32), -1)
-    return jnp.where(exists, lengths, -1), jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
+    sides = [x[:, :, None] == first + jnp.arange(most) for x in (segments, key_segments)]
+    exists = sides[0].any(axis=1) & sides[1].any(axis=1)
+
+    def of(tokens: jax.Array) -> Documents:
+        lengths = jnp.where(exists, tokens.sum(axis=1, dtype=jnp.int32), -1)
+        offsets = jnp.where(exists, jnp.argmax(tokens, axis=1).astype(jnp.int32), -1)
+        ends = ((0, 0), (0, 1))
+        return Documents(lengths, jnp.pad(offsets, ends, constant_values=-1), (tokens & exists[:, None]).any(axis=2))
+
+    return of(sides[0]), of(sides[1])
+
+
+Segments = tuple[jax.Array, jax.Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def packed_attention(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array, how: Packed) -> jax.Array:
-    """Softmax attention of each token of `query` [batch, length, heads, head_dim] within its document: the same shape.
+def packed_attention(query: jax.Array, key: jax.Array, value: jax.Array, segments: Segments, how: Packed) -> jax.Array:
+    """Softmax attention of `query` [batch, length, heads, head_dim] to the keys of its document: the same shape.
 
-    `key` and `value` are [batch, length, kv_heads, head_dim]; `segments` [batch, length] numbers the documents of a row
-    from 1, each of neighbouring tokens. The result of 0, padding, is 0, and it has no gradient.
+    `key` and `value` are [batch, key_length, kv_heads, head_dim]. `segments` number the documents of a row from 1, each
+    of neighbouring tokens: of the queries [batch, length], and of the keys [batch, key_length]. The result of 0,
+    padding, and of a document without keys is 0, and has no gradient.
     """
 
-    def several(first: jax.Array, _: Any) -> tuple[jax.Array, ...]:
-        return (_kernel(query, *_of_all_heads(query, key, value), *document_offsets(segments, first, how.most), how),)
+    def several(mine: Documents, others: Documents) -> tuple[jax.Array, ...]:
+        return (_kernel(query, *_of_all_heads(query, key, value), mine, others, how),)
 
     return _by_turns(several, (query,), segments, how)[0]
 
 
-def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: jax.Array, how: Packed) -> Any:
+def _forward(query: jax.Array, key: jax.Array, value: jax.Array, segments: Segments, how: Packed) -> Any:
     return packed_attention(query, key, value, segments, how), (query, key, value, segments)
 
 
 def _backward(how: Packed, residuals: Any, cotangent: jax.Array) -> Any:
     query, key, value, segments = residuals
 
-    def several(first: jax.Array, _: Any) -> tuple[jax.Array, ...]:
-        offsets = document_offsets(segments, first, how.most)
-
+    def several(mine: Documents, others: Documents) -> tuple[jax.Array, ...]:
         def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-            return _kernel(query, *_of_all_heads(query, key, value), *offsets, how)
+            return _kernel(query, *_of_all_heads(query, key, value), mine, others, how)
 
         return jax.vjp(attend, query, key, value)[1](cotangent)
 
@@ -81,20 +101,27 @@ def _backward(how: Packed, residuals: Any, cotangent: jax.Array) -> Any:
 packed_attention.defvjp(_forward, _backward)
 
 
-def _by_turns(several: Any, like: tuple[jax.Array, ...], segments: jax.Array, how: Packed) -> tuple[jax.Array, ...]:
-    """The results of `several(first document, ...)`, which are shaped as `like`, each for the tokens of its documents.
+def _by_turns(
+    several: Callable[[Documents, Documents], tuple[jax.Array, ...]],
+    like: tuple[jax.Array, ...],
+    segments: Segments,
+    how: Packed,
+) -> tuple[jax.Array, ...]:
+    """The results of `several` documents at a time, shaped as `like`: the first of queries, the others of keys.
 
-    Of the other tokens the kernel's results are any numbers.
+    The kernel's results for other tokens than those of its documents are any numbers; here they are 0.
     """
 
     def turn(carry: Any) -> Any:
         index, results = carry
-        own = ((segments - 1) // how.most == index)[:, :, None, None] & (segments > 0)[:, :, None, None]
-        new = several(index * how.most + 1, None)
-        return index + 1, tuple(jnp.where(own, one, old) for one, old in zip(new, results, strict=True))
+        mine, others = documents(*segments, index * how.most + 1, how.most)
+        new = several(mine, others)
+        own = [mine.tokens, *(others.tokens for _ in new[1:])]
+        kept = zip(own, new, results, strict=True)
+        return index + 1, tuple(jnp.where(one[:, :, None, None], now, before) for one, now, before in kept)
 
-    turns = -(-jnp.max(segments) // how.most)
-    zeros = tuple(alike((), jnp.zeros_like(x), *like, segments)[0] for x in like)
+    turns = -(-jnp.max(segments[0]) // how.most)
+    zeros = tuple(alike((), jnp.zeros_like(x), *like, *segments)[0] for x in like)
     return lax.while_loop(lambda carry: carry[0] < turns, turn, (jnp.int32(0), zeros))[1]
 
 
@@ -105,20 +132,20 @@ def _of_all_heads(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[j
 
 
 def _kernel(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, offsets: jax.Array, how: Packed
+    query: jax.Array, key: jax.Array, value: jax.Array, mine: Documents, others: Documents, how: Packed
 ) -> jax.Array:
     if how.implementation == "xla":
-        return _in_xla(query, key, value, lengths, offsets, how)
+        return _in_xla(query, key, value, mine, others, how)
     from jax._src.cudnn import fused_attention_stablehlo as cudnn  # JAX's public function takes no offsets.
 
     result: Any = cudnn.dot_product_attention(
         query,
         key,
         value,
-        q_seqlen=lengths,
-        kv_seqlen=lengths,
-        q_offsets=offsets,
-        kv_offsets=offsets,
+        q_seqlen=mine.lengths,
+        kv_seqlen=others.lengths,
+        q_offsets=mine.offsets,
+        kv_offsets=others.offsets,
         scale=1 / math.sqrt(query.shape[-1]),
         mask_type=cudnn.MaskType.PADDING_CAUSAL if how.causal else cudnn.MaskType.PADDING,
         sliding_window_length=how.window,
@@ -127,12 +154,16 @@ def _kernel(
 
 
 def _in_xla(
-    query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, offsets: jax.Array, how: Packed
+    query: jax.Array, key: jax.Array, value: jax.Array, mine: Documents, others: Documents, how: Packed
 ) -> jax.Array:
-    """What the kernel returns, for tests; not a number for the tokens of no document."""
-    at = jnp.arange(query.shape[1])[None, :, None]
-    tokens = (at >= offsets[:, None, :-1]) & (at < (offsets[:, :-1] + lengths)[:, None])
-    mask = jnp.einsum("btm,bsm->bts", tokens, tokens, preferred_element_type=jnp.int32) > 0
+    """What the kernel returns, for tests: not a number for the tokens of no document."""
+
+    def tokens_of(side: Documents, length: int) -> jax.Array:
+        at = jnp.arange(length)[None, :, None]
+        return (at >= side.offsets[:, None, :-1]) & (at < (side.offsets[:, :-1] + side.lengths)[:, None])
+
+    tokens, keys = tokens_of(mine, query.shape[1]), tokens_of(others, key.shape[1])
+    mask = jnp.einsum("btm,bsm->bts", tokens, keys, preferred_element_type=jnp.int32) > 0
     if how.causal:
         mask &= jnp.tril(mask)
     if how.window is not None:

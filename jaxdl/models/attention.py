@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
-from jaxdl.collectives.attention import Pattern, flash_attention, no_flash_kernel
+from jaxdl.collectives.attention import Pattern, Rows, flash_attention, no_flash_kernel
 from jaxdl.collectives.select import capability
 from jaxdl.mesh import platform
 from jaxdl.models.dropout import kept
@@ -68,6 +68,7 @@ def attend(
     causal: bool,
     window: int | None = None,
     segments: jax.Array | None = None,
+    key_segments: jax.Array | None = None,
     key_lengths: jax.Array | None = None,
     dropout: float = 0.0,
     dropout_key: jax.Array | None = None,
@@ -80,8 +81,9 @@ def attend(
       value: likewise.
       causal: a token sees itself and those before it.
       window: with `causal`, it sees itself and the window - 1 tokens before it.
-      segments: of packed documents, int32 [batch, length], the same number for neighbouring tokens of one document,
-        which see each other alone; 0 is padding, whose results have no meaning.
+      segments: of packed documents, int32 [batch, length], their numbers in each row from 1, of neighbouring tokens:
+        a token sees the keys of its number alone. 0 is padding, whose results have no meaning.
+      key_segments: those of the keys, int32 [batch, key_length]; None where they are those of the queries.
       key_lengths: int32 [batch], how many leading keys of an example exist; where none does, the first counts.
       dropout: the share of the weights that becomes 0; the others grow.
       dropout_key: random keys [batch], one for each row, see `jaxdl.models.dropout`; None drops nothing.
@@ -92,7 +94,7 @@ def attend(
     if key_lengths is not None:
         key_lengths = jnp.maximum(key_lengths, 1)
     pattern = Pattern(causal, window, packed=segments is not None, padded=key_lengths is not None)
-    rows = segments if key_lengths is None else key_lengths
+    rows = key_lengths if segments is None else (segments, segments if key_segments is None else key_segments)
     drops = dropout > 0 and dropout_key is not None
     if not drops and whole_scores(layout.mesh if layout else None, dtype, query.shape[-1], pattern) is None:
         return _flash(query, key, value, rows, pattern, layout)
@@ -105,7 +107,7 @@ def attend(
     return jax.nn.dot_product_attention(query, key, value, mask=mask).astype(dtype)
 
 
-def _visible(pattern: Pattern, query: jax.Array, key: jax.Array, rows: jax.Array | None) -> jax.Array:
+def _visible(pattern: Pattern, query: jax.Array, key: jax.Array, rows: Rows) -> jax.Array:
     """Whether a query may see a key: bool [batch or 1, 1, length, key_length]."""
     at, other = (lax.broadcasted_iota(jnp.int32, (1, 1, query.shape[1], key.shape[1]), dim) for dim in (2, 3))
     mask = jnp.ones_like(at, bool)
@@ -113,10 +115,10 @@ def _visible(pattern: Pattern, query: jax.Array, key: jax.Array, rows: jax.Array
         mask &= other <= at
     if pattern.window is not None:
         mask &= other > at - pattern.window
-    if rows is not None:
-        mask &= (
-            rows[:, None, :, None] == rows[:, None, None, :] if pattern.packed else other < rows[:, None, None, None]
-        )
+    if isinstance(rows, tuple):
+        mask &= rows[0][:, None, :, None] == rows[1][:, None, None, :]
+    elif rows is not None:
+        mask &= other < rows[:, None, None, None]
     return mask
 
 
@@ -137,7 +139,7 @@ def _flash(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    rows: jax.Array | None,
+    rows: Rows,
     pattern: Pattern,
     layout: sharding.Layout | None,
 ) -> jax.Array:
