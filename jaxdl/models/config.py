@@ -48,6 +48,10 @@ class Model(Choice):
         """`build` with those of these arguments that it takes."""
         return self.build(**taken(self.build, sizes))
 
+    def context(self, length: int) -> int | None:
+        """How many tokens a network that was trained on texts of `length` reads at a time: those; None: any number."""
+        return length
+
     def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
         """Lines for the user about how the network is computed on this mesh in this dtype: none."""
         del mesh, dtype

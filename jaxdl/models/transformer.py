@@ -19,8 +19,9 @@ from jax.typing import DTypeLike
 
 from jaxdl import sharding
 from jaxdl.errors import ConfigError
-from jaxdl.models.attention import attention_remarks
+from jaxdl.models.attention import attend, attention_remarks
 from jaxdl.models.blocks import MLP, Attention, Biases, Init, MLPKind, NormKind, make_norm
+from jaxdl.models.cache import KeyValues, attend_cached, empty_cache, with_prompt
 from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, dropout, folded
 from jaxdl.models.logits import Logits
@@ -134,6 +135,11 @@ class Transformer(Model, kind="transformer"):
             return self.mlp_dim
         return math.ceil(8 * self.embed_dim / 3 / 64) * 64 if self.mlp == "swiglu" else 4 * self.embed_dim
 
+    def context(self, length: int) -> int | None:
+        """See `Model.context`: any number where a window limits what each token sees, wherever it is."""
+        limited = self.positions == "learned" or self.window is None or self.window > length
+        return super().context(length) if limited else None
+
     def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
         """The kernel of attention, but not of a class of the user's, which may have another."""
         if self.users_name:
@@ -143,6 +149,10 @@ class Transformer(Model, kind="transformer"):
     def build(self, *, vocab_size: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
         """A function that makes the `TransformerModule` from random keys (stream `params`); it computes in `dtype`."""
         return lambda rngs: TransformerModule(self, rngs, vocab_size=vocab_size, dtype=dtype)
+
+
+Mix = Callable[[jax.Array, KeyValues], tuple[jax.Array, KeyValues]]
+"""(queries, keys and values of the same tokens) -> (the heads' mixed values, the cache with these tokens)."""
 
 
 class Block(nnx.Module):
@@ -180,6 +190,13 @@ class Block(nnx.Module):
         """[batch, length, embed] -> [batch, length, embed]; `keys` are the random keys of the rows in this layer."""
         mixed = self.attention(self.attention_norm(x), angles=angles, segments=segments, keys=folded(keys, 0))
         return self.after(x, mixed, keys)
+
+    def cached(self, x: jax.Array, angles: Angles | None, mix: Mix) -> tuple[jax.Array, KeyValues]:
+        """`(x, cache)` after this layer, whose attention `mix` computes with the cache."""
+        hidden = self.attention_norm(x)
+        new = KeyValues(*self.attention.keys_values(hidden, angles))
+        mixed, cache = mix(self.attention.queries(hidden, angles), new)
+        return self.after(x, self.attention.merged(mixed)), cache
 
     def after(self, x: jax.Array, mixed: jax.Array, keys: jax.Array | None = None) -> jax.Array:
         """What comes after attention: x + mixed, then the MLP."""
@@ -240,6 +257,48 @@ class TransformerModule(nnx.Module):
         x, head = self._through_layers(block, sharding.constrain(x, "batch", "length", "embed"))
         return self.logits(x, head)
 
+    def prefill(self, tokens: jax.Array, lengths: jax.Array, slots: int) -> tuple[Logits, KeyValues]:
+        """Prompts int32 [rows, length] -> (logits of the token after each, [rows, 1, vocab]; a cache of `slots`).
+
+        A row's first `lengths[row]` tokens count, and the prompts are padded behind them.
+        """
+        config, (rows, length) = self.config, tokens.shape
+        cache = empty_cache(
+            config.num_layers, rows, slots, config.kv_heads, config.head_dim, dtype=self.dtype, window=config.window
+        )
+
+        def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int) -> Any:
+            mixed = attend(query, new.key, new.value, causal=True, window=config.window)
+            return mixed, with_prompt(cache, new, layer, lengths)
+
+        x, cache = self._cached(self.embed(tokens), jnp.arange(length)[None], cache, mix)
+        return self.logits(jnp.take_along_axis(x, lengths[:, None, None] - 1, axis=1)), cache
+
+    def decode(self, tokens: jax.Array, cache: KeyValues, position: jax.Array) -> tuple[Logits, KeyValues]:
+        """One more token of each row, int32 [rows] -> (logits of the next, [rows, 1, vocab]; the cache with it).
+
+        It is at `position`, int32 scalar or [rows], from 0.
+        """
+        positions = jnp.broadcast_to(position, tokens.shape)[:, None]
+
+        def mix(query: jax.Array, new: KeyValues, cache: KeyValues, layer: jax.Array | int) -> Any:
+            return attend_cached(query, new, cache, layer, position)
+
+        x, cache = self._cached(self.embed(tokens[:, None], positions), positions, cache, mix)
+        return self.logits(x), cache
+
+    def _cached(
+        self, x: jax.Array, positions: jax.Array, cache: KeyValues, mix: Callable[..., Any]
+    ) -> tuple[jax.Array, KeyValues]:
+        """`(x, cache)` after the layers, where `mix` is that of `Block.cached`, with cache and layer."""
+        angles = self.angles(positions)
+
+        def block(carry: Any, layer: Block, index: jax.Array | int) -> Any:
+            x, cache = carry
+            return layer.cached(x, angles, lambda query, new: mix(query, new, cache, index))
+
+        return self._through_layers(block, (sharding.constrain(x, "batch", "length", "embed"), cache))[0]
+
     def embed(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         """What the first layer reads, [batch, length, embed]; `positions` are 0, 1... by default, int like `tokens`."""
         x = sharding.lookup(self.embedding[...], tokens, self.dtype)
@@ -269,9 +328,9 @@ class TransformerModule(nnx.Module):
         return Logits(self.final_norm(x), head)
 
     def _through_layers(
-        self, block: Callable[[jax.Array, Block, jax.Array | int], jax.Array], x: jax.Array
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """`x` after the layers, and the output layer's kernel if it has one of its own."""
+        self, block: Callable[[Any, Block, jax.Array | int], Any], x: Any
+    ) -> tuple[Any, jax.Array | None]:
+        """`x`, an array or a tree of them, after the layers, and the output layer's kernel if it has one of its own."""
         config = self.config
         head = None if config.tied_embeddings else self.head
 
