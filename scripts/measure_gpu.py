@@ -12,9 +12,9 @@ go on. `logs/` has what each printed. `--toy` makes everything small and runs on
 What is measured, the most worthwhile first:
 - selection of 25.6 million entries by every method, as our kernels and in plain XLA, checked, against `lax.top_k` and
   a copy on the device, at two densities;
-- the training step of ResNet-50 at 224, 128 and 96 pixels in bfloat16, float16, TF32 and float32, and of decoders of
-  124 million and 1.2 billion parameters, in turns with compiled PyTorch: medians, share of the peak, memory as planned
-  and as used, the kernels that take the most time, and the attention that ran;
+- the training step of ResNet-50 at 224, 128 and 96 pixels in bfloat16, float16, TF32 and float32, of GPT-2 (124 million
+  parameters) and of a decoder of 1.2 billion at 2,048 tokens, in turns with compiled PyTorch: medians, share of the
+  peak, memory as planned and as used, the kernels that take the most time, and the attention that ran;
 - the share of LARS's update in a step;
 - a whole training run, the one of `make train`.
 
@@ -81,7 +81,7 @@ def all_measurements() -> list[Measurement]:
     return [
         Measurement("select-0.001", ("bench", "select", "--density", "0.001"), 4, toy_select),
         resnet50(224, "bfloat16", 6),
-        decoder("decoder-124m", 16, 1024, ("12", "768", "12", "12", "2048"), 5),
+        decoder("gpt2-124m", 16, 2048, ("12", "768", "12", "12", "3072"), 5, *GPT2),
         Measurement("train", ("train", "--config", "configs/digits.py", "--workdir", "{out}"), 4, ("--max-steps", "3")),
         Measurement("lars", (*resnet_args("imagenet_resnet50_lars_4k", 224, "bfloat16"),), 3, RESNET_TOY),
         resnet50(128, "bfloat16", 4),
@@ -97,6 +97,8 @@ def all_measurements() -> list[Measurement]:
 
 RESNET_TOY = ("--image-size", "32", "--batch-size", "4", "--model.depth", "18", "--model.width", "8",
               "--num-steps", "1", "--num-repeats", "2")  # fmt: skip
+GPT2 = ("--model.norm", "layer", "--model.mlp", "gelu", "--model.biases", "all", "--model.positions", "learned",
+        "--model.max-length", "2048")  # fmt: skip
 DECODER_TOY = ("--batch-size", "2", "--data.length", "16", "--data.vocab-size", "64", "--data.num-train", "16",
                "--data.num-test", "4", "--model.num-layers", "2", "--model.embed-dim", "32", "--model.num-heads", "2",
                "--model.num-kv-heads", "2", "--model.mlp-dim", "64", "--num-steps", "1",

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from jaxdl.bench import optim, torch_side, train
 from jaxdl.bench.flops import count, step_flops
@@ -16,6 +17,7 @@ from jaxdl.data import SyntheticImages, SyntheticText
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import ResNet, Transformer
+from jaxdl.models.rotary import RopeScaling
 from jaxdl.optim import LARS, SGD, AdamW
 from jaxdl.run.build import make_plan
 from jaxdl.step import StepConfig
@@ -133,29 +135,49 @@ def test_pytorch_trains_the_same_network():
     assert (decayed["weight_decay"], kept["weight_decay"]) == (1e-3, 0.0)
 
 
-def test_the_decoder_of_pytorch_is_the_same_network():
+TEXT = {"data": SyntheticText(vocab_size=48, length=12, num_train=64, num_test=16), "task": LanguageModelling()}
+GPT2 = {"norm": "layer", "mlp": "gelu", "biases": "all", "positions": "learned", "max_length": 12}
+QWEN = {"head_size": 6, "qk_norm": True, "biases": "qkv", "rope_scaling": RopeScaling(factor=4, original_length=8)}
+
+
+@pytest.mark.parametrize("fields", [{"num_kv_heads": 2}, GPT2, QWEN], ids=["Llama", "GPT-2", "Qwen"])
+def test_the_decoder_of_pytorch_is_the_same_network(fields):
     torch = pytest.importorskip("torch")
-    config = Transformer(num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, mlp_dim=24, scan_layers=False)
-    data = SyntheticText(vocab_size=48, length=12, num_train=64, num_test=16)
-    experiment = Experiment(model=config, data=data, task=LanguageModelling(), optimizer=AdamW(), batch_size=4, steps=1)
+    config = Transformer(num_layers=2, embed_dim=16, num_heads=4, mlp_dim=24, scan_layers=False, **fields)
+    experiment = Experiment(model=config, optimizer=AdamW(), batch_size=4, steps=1, **TEXT)
     plan = make_plan(experiment.replaced({"mesh": ONE}), jax.devices()[:1])
     network, tokens = plan.parts.network, np.random.default_rng(0).integers(0, 48, (4, 12))
-    params, state = network.init(jax.random.key(1))
+    keys = iter(jax.random.split(jax.random.key(1), 100))
+    params = jax.tree.map(lambda x: 0.5 * jax.random.normal(next(keys), x.shape), network.param_shapes)
     model = decoder(config, 48, torch.float32)
     with torch.no_grad():
-        model.embedding.weight.copy_(torch.tensor(np.asarray(params["embedding"])))
-        for number, layer in enumerate(model.layers):
-            ours = params[f"layer_{number}"]
-            for name, kernel in (ours["attention"] | ours["mlp"]).items():
-                kernel = np.asarray(kernel)
-                embed = kernel.shape[-1] if name in ("out", "down") else 16
-                flat = kernel.reshape(-1, embed).T if name in ("out", "down") else kernel.reshape(embed, -1).T
-                getattr(layer, name).weight.copy_(torch.tensor(flat.copy()))
-    wanted = network.apply(params, state, tokens.astype(np.int32), train=False)[0]
-    np.testing.assert_allclose(model(torch.tensor(tokens)).detach().numpy(), wanted, rtol=1e-4, atol=1e-5)
+        copied = sum(_copied(torch, model, path, np.asarray(one)) for path, one in nnx.to_flat_state(nnx.State(params)))
+    assert copied == len({id(one) for one in model.parameters()})
+    wanted = network.apply(params, {}, tokens.astype(np.int32), train=False)[0]
+    np.testing.assert_allclose(model(torch.tensor(tokens)).detach().numpy(), wanted, rtol=1e-4, atol=1e-4)
     steps, about = torch_side.make_torch_step(experiment, plan.parts.data_spec)
     steps(2)
     assert "AdamW" in about
+
+
+def _copied(torch, model, path, value):
+    """Sets the parameter of PyTorch's module that is called as ours; 1."""
+    *parents, name = (part for part in path if part not in ("attention", "mlp"))
+    if parents and parents[0].startswith("layer_"):
+        parents[:1] = ["layers", parents[0].removeprefix("layer_")]
+    owner = model.get_submodule(".".join(parents))
+    if name.endswith("_bias"):
+        owner, name = getattr(owner, name.removesuffix("_bias")), "bias"
+    elif name == "scale" and not hasattr(owner, name):  # A LayerNorm of PyTorch.
+        name = "weight"
+    elif not isinstance(getattr(owner, name), torch.nn.Parameter):
+        owner = getattr(owner, name)
+        is_norm, is_table = hasattr(owner, "scale"), isinstance(owner, torch.nn.Embedding)
+        if not is_norm and not is_table:  # A linear layer of PyTorch has [out, in].
+            value = value.reshape((-1, 16) if path[-1] in ("out", "down") else (16, -1)).T
+        name = "scale" if is_norm else "weight"
+    getattr(owner, name).copy_(torch.tensor(value.copy()))
+    return 1
 
 
 @pytest.mark.parametrize(
@@ -164,6 +186,7 @@ def test_the_decoder_of_pytorch_is_the_same_network():
         ({"optimizer": AdamW()}, "the optimizer is adamw"),
         ({"task": Classification(mixup=0.2)}, "mixes no images"),
         ({"model": ResNet(depth=8)}, "only ResNet-18 to 152"),
+        ({"model": Transformer(window=4), "optimizer": AdamW(), **TEXT}, "has no window"),
     ],
 )
 def test_what_cannot_be_compared_with_pytorch_is_refused(changes, message):

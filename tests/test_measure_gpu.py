@@ -92,16 +92,16 @@ def test_results_outlast_a_kill(tmp_path):
 @pytest.mark.slow
 @pytest.mark.long("five processes that start JAX, and four programs")
 def test_a_run_at_toy_size(tmp_path):
-    only = ["select-0.001", "decoder-124m", "train", "resnet50-224-tensorfloat32"]
+    only = ["select-0.001", "gpt2-124m", "train", "resnet50-224-tensorfloat32"]
     command = [sys.executable, str(ROOT / "scripts/measure_gpu.py"), "--toy", "--out", str(tmp_path), "--only"]
     first = subprocess.run([*command, *only], env=os.environ | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True)
     assert first.returncode == 1, first.stdout + first.stderr  # A CPU has no TF32.
     assert "3 of 4 measured" in first.stdout
     rows = {one["name"]: one for one in map(json.loads, (tmp_path / RESULTS).read_text().splitlines())}
-    assert list(rows) == ["select-0.001", "decoder-124m", "train", "resnet50-224-tensorfloat32"]
+    assert list(rows) == ["select-0.001", "gpt2-124m", "train", "resnet50-224-tensorfloat32"]
     assert rows["select-0.001"]["result"]["right"] == {"exact": True, "threshold": True}
-    assert rows["decoder-124m"]["result"]["attention"] == "XLA's own kernels"
-    assert len(rows["decoder-124m"]["result"]["kernels"]) >= 5
+    assert rows["gpt2-124m"]["result"]["attention"] == "XLA's own kernels"
+    assert len(rows["gpt2-124m"]["result"]["kernels"]) >= 5
     assert rows["train"]["result"]["steps"] == 3
     assert "cpu devices have no TF32" in rows["resnet50-224-tensorfloat32"]["why"]
     text = (tmp_path / TABLES).read_text()

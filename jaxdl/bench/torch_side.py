@@ -82,6 +82,11 @@ def _check(experiment: Experiment) -> None:
     if not isinstance(experiment.optimizer, SGD | LARS if known else AdamW):
         own = "SGD, in place of LARS too" if known else "AdamW"
         raise ConfigError(f"--against torch: the optimizer is {kind}; PyTorch's side of this model has {own}.")
+    for name in ("window", "dropout", "attention_dropout"):
+        if getattr(config, name, None):
+            raise ConfigError(
+                f"--against torch: PyTorch's side has no {name}. Measure without it, or without --against."
+            )
     if getattr(task, "mixup", 0) or getattr(task, "cutmix", 0):
         raise ConfigError("--against torch: PyTorch's side mixes no images. Add --task.mixup 0 --task.cutmix 0.")
     if getattr(task, "z_loss", 0):
