@@ -28,7 +28,7 @@ def option_values(cls: type[Config], prefix: str = "", inside: tuple[type, ...] 
             continue
         every = [part]
         if issubclass(part, Choice) and not part.kind:
-            found[f"--{path}"] = list(kinds(part))
+            found[f"--{path}"] = [*kinds(part), *part.presets]
             every = list(kinds(part).values())
         for one in every:
             if one not in inside:

@@ -105,8 +105,8 @@ class Config(pydantic.BaseModel):
         return False
 
     @classmethod
-    def of_kind(cls, name: str, path: str) -> type[Config]:
-        """The class of this name, where there are kinds."""
+    def of_kind(cls, name: str, path: str) -> Callable[[], Config]:
+        """What makes the config of this name for the field at a dotted path, where there are kinds: its class."""
         raise NotImplementedError(f"{cls.__name__} has no kinds (asked for {name} at {path})")
 
     @classmethod

@@ -50,6 +50,8 @@ class Choice(Config):
     """The part of which it is a kind."""
     noun: ClassVar[str] = ""
     """What messages call the part; by default its class name."""
+    presets: ClassVar[Mapping[str, Callable[[], Choice]]] = {}
+    """Names that the command line takes besides those of the part's kinds -> what makes the config."""
 
     def __init_subclass__(cls, *, kind: str | None = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -103,12 +105,13 @@ class Choice(Config):
         return not cls.kind
 
     @classmethod
-    def of_kind(cls, name: str, path: str) -> type[Config]:
-        """The kind of this name, for the field at a dotted path. Raises ConfigError when there is none."""
-        found = _named(cls, name)
+    def of_kind(cls, name: str, path: str) -> Callable[[], Config]:
+        """See `Config.of_kind`. Raises ConfigError when there is no kind and no preset of this name."""
+        found = _named(cls, name) or cls.presets.get(name)
         if found is None:
-            known = f"there is no such kind; choose one of {', '.join(kinds(cls))}."
-            near = [f" Did you mean {one}?" for one in difflib.get_close_matches(name, kinds(cls), n=1)]
+            names = [*kinds(cls), *cls.presets]
+            known = f"there is no such kind; choose one of {', '.join(names)}."
+            near = [f" Did you mean {one}?" for one in difflib.get_close_matches(name, names, n=1)]
             advice = cls.instead_of(name) or "".join(near)
             raise ConfigError(f"--{path.replace('_', '-')} {name}: {known}{advice}")
         return found

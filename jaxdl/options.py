@@ -64,7 +64,7 @@ def choices_help(config: Config) -> str:
     lines = ["Every field is an option. These options switch a whole part; its own fields are set afterwards:"]
     for path, kinds in choices(type(config)).items():
         current = field_at(config, path)
-        others = [name for name in kinds if name != current.kind]
+        others = [name for name in (*kinds, *current.part.presets) if name != current.kind]
         lines.append(f"  --{path.replace('_', '-')} {current.kind}" + (f" (or {', '.join(others)})" if others else ""))
         lines += [f"    --{path}.{name} {value}" for name, value in current.further_options.items()]
     return "\n".join(lines)

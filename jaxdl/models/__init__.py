@@ -2,15 +2,28 @@
 
 `ResNet`, `AlexNet`, `VGG`, `ViT` and `Transformer` are configs; their `build()` returns a function that makes the
 module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two functions as they are.
-`Network` is such a module, split once into pure functions and trees of arrays.
+`preset` makes transformers of published shapes. `Network` is such a module, split once into pure functions and trees of
+arrays.
 """
 
 from jaxdl.models.config import Model
 from jaxdl.models.network import Network
 from jaxdl.models.own import FromFunctions, FromModule
 from jaxdl.models.plain import VGG, AlexNet
+from jaxdl.models.presets import preset
 from jaxdl.models.resnet import ResNet
 from jaxdl.models.transformer import Transformer
 from jaxdl.models.vit import ViT
 
-__all__ = ["VGG", "AlexNet", "FromFunctions", "FromModule", "Model", "Network", "ResNet", "Transformer", "ViT"]
+__all__ = [
+    "VGG",
+    "AlexNet",
+    "FromFunctions",
+    "FromModule",
+    "Model",
+    "Network",
+    "ResNet",
+    "Transformer",
+    "ViT",
+    "preset",
+]
