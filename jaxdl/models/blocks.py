@@ -146,13 +146,14 @@ class Attention(nnx.Module):
         *,
         angles: Angles | None = None,
         segments: jax.Array | None = None,
+        key_segments: jax.Array | None = None,
         key_lengths: jax.Array | None = None,
         keys: jax.Array | None = None,
     ) -> jax.Array:
         """`x` [batch, length, embed] attends to itself, or to `source` [batch, key_length, embed]: shaped like `x`.
 
-        `angles` rotate queries and keys; `segments` and `key_lengths` are those of `attend`; `keys` are the random keys
-        of the rows, for dropout.
+        `angles` rotate queries and keys; `segments`, `key_segments` and `key_lengths` are those of `attend`; `keys` are
+        the random keys of the rows, for dropout.
         """
         query = self.queries(x, angles)
         key, value = self.keys_values(x if source is None else source, angles)
@@ -163,6 +164,7 @@ class Attention(nnx.Module):
             causal=self.causal,
             window=self.window,
             segments=segments,
+            key_segments=key_segments,
             key_lengths=key_lengths,
             dropout=self.dropout,
             dropout_key=keys,
