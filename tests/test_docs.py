@@ -256,7 +256,8 @@ ELSEWHERE = {
     "train/perplexity": "tasks/language.py", "train/bits_per_byte": "tasks/language.py",
     "eval/perplexity": "tasks/language.py", "eval/bits_per_byte": "tasks/language.py",
     "train/momentum": "step.py", "train/loss_scale": "step.py", "train/skipped_steps": "step.py",
-    "tokens_per_sec": "tasks/language.py",
+    "tokens_per_sec": "tasks/language.py", "tokens_seen": "report/seen.py",
+    "epochs/NAME": "data/mixture.py", "tokens/NAME": "data/mixture.py",
     "input/hits/TIER": "report/inputs.py", "input/per_sec/STAGE": "report/inputs.py",
 }  # fmt: skip
 """Metrics that a small run on digits does not write -> where they are made."""

@@ -1,6 +1,7 @@
 """Data: sources of examples, the order in which they are seen, and the loader that puts batches on the devices.
 
-A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `SyntheticImages`, `SyntheticText`)
+A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
+`SyntheticImages`, `SyntheticText`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -11,6 +12,7 @@ worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s,
 
 from jaxdl.data.arrays import Arrays
 from jaxdl.data.codec import Codec
+from jaxdl.data.corpus import Documents, Mixture
 from jaxdl.data.digits import Digits
 from jaxdl.data.folder import ImageFolder
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
@@ -33,11 +35,13 @@ __all__ = [
     "Data",
     "DataSpec",
     "Digits",
+    "Documents",
     "EpochShuffle",
     "ImageArrays",
     "ImageFolder",
     "ImageSpec",
     "ImageTars",
+    "Mixture",
     "PhotoSource",
     "Photos",
     "Source",

@@ -70,7 +70,14 @@ def _experiment(args: list[str]) -> tuple[Any, str]:
 
 
 def prepare(data: Any, file: str) -> None:
-    """Fills the disk cache of a data set of photographs and prints a summary. Raises ConfigError if it has no cache."""
+    """Tokenizes documents, or fills the disk cache of a data set of photographs, and prints a summary.
+
+    Raises ConfigError for other data, and photographs without a cache.
+    """
+    done = data.prepare(Console())
+    if done is not None:
+        print_out(done)
+        return
     splits = data.build()
     source = splits.train
     if not isinstance(source, PhotoSource) or source.pipeline.config.cache.disk is None:

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data.order import EpochShuffle
 from jaxdl.data.source import Source, TrainRows
 
 if TYPE_CHECKING:  # Workers of the image pipeline import this package without JAX.
@@ -125,7 +124,7 @@ class Batches(Iterator[Batch]):
 
 
 class TrainLoader(Batches):
-    """The global batches of `num_steps` steps, starting at position `start` of the `EpochShuffle` stream."""
+    """The global batches of `num_steps` steps, starting at position `start` of the stream of the source's `order`."""
 
     def __init__(
         self,
@@ -143,14 +142,13 @@ class TrainLoader(Batches):
         Raises ConfigError if the batch cannot be split evenly or the source is empty.
         """
         _check(source, batch_size, sharding)
-        order = EpochShuffle(len(source), seed)
+        order = source.order(seed)
         rows = local_rows(sharding.addressable_devices_indices_map((batch_size,)), batch_size)
 
         def requests() -> Iterator[TrainRows]:
             for place in range(start, start + num_steps * batch_size, batch_size):
-                local = [order.indices(place + first, last - first) for first, last in rows]
-                epochs = [np.arange(place + first, place + last) // len(source) for first, last in rows]
-                yield TrainRows(np.concatenate(local), np.concatenate(epochs), seed)
+                indices, epochs = zip(*(order.rows(place + first, last - first) for first, last in rows), strict=True)
+                yield TrainRows(np.concatenate(indices), np.concatenate(epochs), seed)
 
         made = source.train_batches(requests())
         super().__init__(_placed(made, batch_size, rows, sharding, reused=source.reuses_memory), prefetch)

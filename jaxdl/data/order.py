@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import abc
+
 import numpy as np
 
 
-class EpochShuffle:
+class Order(abc.ABC):
+    """The endless stream of training examples, a pure function of (seed, position)."""
+
+    @abc.abstractmethod
+    def rows(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The examples at positions start .. start+count, and the epoch that each is seen in: both int64 [count]."""
+
+
+class EpochShuffle(Order):
     """The endless stream of training examples: one shuffled epoch after the other.
 
     Position p of the stream belongs to epoch p // num_examples, whose permutation depends on (seed, epoch) alone. So
@@ -16,6 +26,10 @@ class EpochShuffle:
         assert num_examples > 0, "a data set without examples cannot be shuffled"
         self.num_examples, self.seed = num_examples, seed
         self._epochs: dict[int, np.ndarray] = {}
+
+    def rows(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `Order`."""
+        return self.indices(start, count), np.arange(start, start + count) // self.num_examples
 
     def indices(self, start: int, count: int) -> np.ndarray:
         """The examples at positions start .. start+count of the stream: int64 [count]."""

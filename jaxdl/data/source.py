@@ -6,18 +6,20 @@ import abc
 import dataclasses
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.data.order import EpochShuffle, Order
 from jaxdl.data.spec import DataSpec, ImageSpec
 from jaxdl.kinds import Choice
 
 if TYPE_CHECKING:
     import jax
+    from rich.console import Console
 
 STD_FLOOR = 1.0
 """Smallest standard deviation of a channel, in grey levels: a constant channel must not divide by zero."""
@@ -37,6 +39,14 @@ class Data(Choice):
     @abc.abstractmethod
     def build(self) -> Splits:
         """Reads the data. Raises ConfigError for what cannot be read."""
+
+    def prepare(self, console: Console) -> str | None:
+        """Does what of `build` takes long, with progress, and keeps it for later; returns what was done.
+
+        None for data that need not be prepared. Raises ConfigError for what cannot be read.
+        """
+        del console
+        return None
 
     def codec(self) -> Codec:
         """Between text and this data's tokens. Raises ConfigError for data that are not text."""
@@ -91,6 +101,24 @@ class Source(abc.ABC):
             rows[name] = np.zeros((len(indices), *values.shape[1:]), values.dtype)
             rows[name][valid] = values[: valid.sum()]
         return rows | {"mask": self._mask(indices, valid)}
+
+    def order(self, seed: int) -> Order:
+        """The order in which training sees the examples: one shuffled epoch after the other."""
+        return EpochShuffle(len(self), seed)
+
+    def seen(self, position: int, seed: int) -> dict[str, float]:
+        """What the first `position` examples of the order were, as metrics to report."""
+        del position, seed
+        return {}
+
+    def remark(self) -> str:
+        """What else to say of the examples when a run begins; empty if there is nothing."""
+        return ""
+
+    @property
+    def parts(self) -> Mapping[str, Source]:
+        """The sources that this one is a mixture of, by name; their examples follow each other in it."""
+        return {}
 
     def content(self) -> str:
         """Identifies the examples and their order where the config alone does not: files may change."""

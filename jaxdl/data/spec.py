@@ -122,28 +122,41 @@ class ImageSpec(DataSpec):
 
 @dataclasses.dataclass(frozen=True)
 class TextSpec(DataSpec):
-    """Vocabulary and window of a text data set. `bytes_per_token` is that of the held-out text."""
+    """Vocabulary and rows of a text data set. `bytes_per_token` is that of the held-out text.
+
+    Of packed documents a batch also has "segments", int32 [batch, length + 1]: the number of each token's document in
+    its row, from 1; 0 is padding. Of their training rows `mean_targets` says how many targets one has in the mean.
+    """
 
     vocab_size: int
     length: int
     bytes_per_token: float
+    packed: bool = False
+    mean_targets: float | None = None
     modality: ClassVar[str] = "text"
+
+    @property
+    def mean_row(self) -> float:
+        """Targets of a training row in the mean."""
+        return self.mean_targets or self.length
 
     def sizes(self) -> dict[str, int]:
         """The size of the vocabulary."""
         return {"vocab_size": self.vocab_size}
 
     def blank(self) -> dict[str, np.ndarray]:
-        """One window of zeros."""
-        return {"tokens": np.zeros((1, self.length + 1), np.int32)}
+        """One window of zeros; of packed rows, one of padding."""
+        names = ("tokens", "segments") if self.packed else ("tokens",)
+        return {name: np.zeros((1, self.length + 1), np.int32) for name in names}
 
     def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The tokens to read, int32 [batch, length]."""
-        return (batch["tokens"][:, :-1],)
+        """The tokens to read, int32 [batch, length], and their segments where the batch has some."""
+        return tuple(batch[name][:, :-1] for name in ("tokens", "segments") if name in batch)
 
     def described(self) -> tuple[str, str]:
         """Length and vocabulary."""
-        return "windows", f"{self.length:,} tokens, vocabulary of {self.vocab_size:,}"
+        what = "rows of packed documents" if self.packed else "windows"
+        return what, f"{self.length:,} tokens, vocabulary of {self.vocab_size:,}"
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
         """Integers [batch, length], at most `length` of them."""

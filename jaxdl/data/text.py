@@ -6,7 +6,7 @@ import hashlib
 import sysconfig
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pydantic
@@ -204,6 +204,14 @@ def _encode(documents: Iterable[bytes], codec: Codec) -> tuple[np.ndarray, int]:
     return np.concatenate(pieces or [np.empty(0, np.uint32)]), num_bytes
 
 
+class Tokens(Protocol):
+    """A long array of tokens, which may be on disk."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, positions: np.ndarray, /) -> np.ndarray: ...
+
+
 class TokenWindows(Source):
     """Windows of a token stream: window i is tokens[i*length : i*length+length+1].
 
@@ -214,13 +222,18 @@ class TokenWindows(Source):
 
     spec: TextSpec
 
-    def __init__(self, tokens: np.ndarray, spec: TextSpec, *, partial: bool):
-        self._tokens, self.spec = tokens, spec
+    def __init__(self, tokens: Tokens, spec: TextSpec, *, partial: bool, content: str = ""):
+        """`content` identifies the tokens, where they may change while the config does not."""
+        self._tokens, self.spec, self._content = tokens, spec, content
         num_targets = max(len(tokens) - 1, 0)
         self._count = -(-num_targets // spec.length) if partial else num_targets // spec.length
 
     def __len__(self) -> int:
         return self._count
+
+    def content(self) -> str:
+        """See `Source.content`."""
+        return self._content
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The windows' tokens, int32 [batch, length+1]."""

@@ -61,7 +61,9 @@ def data_fact(config: Config, splits: Any) -> str:
     noun, what = spec.described()
     name = getattr(config, "name", None)
     kind = f"{getattr(config, 'kind', 'data')}{f' {name}' if name else ''}"
-    return f"{kind}: {len(splits.train):,} training and {len(splits.test):,} held-out {noun} of {what}"
+    remark = splits.train.remark()
+    counts = f"{len(splits.train):,} training and {len(splits.test):,} held-out {noun}"
+    return f"{kind}: {counts} of {what}{f'; {remark}' if remark else ''}"
 
 
 def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:

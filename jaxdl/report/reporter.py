@@ -26,6 +26,7 @@ from jaxdl.report.inputs import InputWatch
 from jaxdl.report.notebook import LivePlot
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress, StepCounter
+from jaxdl.report.seen import Seen
 from jaxdl.report.start import Start
 from jaxdl.report.stopwatch import Stopwatch
 from jaxdl.report.summary import (
@@ -60,7 +61,7 @@ class Scored(Protocol):
         """The arrays of a batch that the network reads."""
         ...
 
-    def units_per_example(self, spec: DataSpec) -> int:
+    def units_per_example(self, spec: DataSpec) -> float:
         """How many of `unit` one training example has."""
         ...
 
@@ -71,13 +72,13 @@ class Scored(Protocol):
 
 @dataclass(frozen=True)
 class Subject:
-    """The run that is reported: its steps, its task and what describes the data to that, and its training data."""
+    """The run that is reported: its steps, its task, its training data, and the seed of their order."""
 
     timeline: Timeline
     counter: StepCounter
     task: Scored
-    spec: DataSpec
     source: Source
+    seed: int
 
 
 class Report(NamedTuple):
@@ -103,7 +104,8 @@ class Reporter:
     ) -> None:
         self._config, self._folder, self._watch, self._start, self._subject = config, folder, watch, start, subject
         self._timeline, self._counter, self._task = subject.timeline, subject.counter, subject.task
-        self._units = self._task.units_per_example(subject.spec)
+        self._units = self._task.units_per_example(subject.source.spec)
+        self._seen = Seen(self._task.unit, self._units, subject.source, subject.seed, subject.timeline)
         self._stack = ExitStack()
         self._window: list[tuple[int, Mapping[str, jax.Array]]] = []
         self._since_sec, self._since_data_sec = 0.0, 0.0
@@ -143,7 +145,7 @@ class Reporter:
         return self._config.every_steps
 
     @property
-    def _examples_per_step(self) -> int:
+    def _examples_per_step(self) -> float:
         """Of the next step, in units of the task."""
         return self._timeline.segment(self._counter.step).batch_size * self._units
 
@@ -256,6 +258,7 @@ class Reporter:
         waited = self._watch.seconds().get("data", 0.0) - self._since_data_sec
         rate = len(fetched) * self._timeline.segment(first_step - 1).batch_size / spent
         row |= {"examples_per_sec": rate, f"{self._task.unit}_per_sec": rate * self._units}
+        row |= self._seen.report(fetched, last_step, spent, self.history.rows)
         row |= self._input.report(min(1.0, waited / spent))
         self._begin_window()
         self._write(last_step, row)
@@ -281,7 +284,7 @@ class Reporter:
             for name, value in steps[-1].items()
             if not name.startswith("sums/") and name != "bad_in_row"
         }
-        return self._task.metrics(sums, self._subject.spec) | others
+        return self._task.metrics(sums, self._subject.source.spec) | others
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Reports an evaluation, and what the run took up to its end: `seconds/train`, `seconds/compile`..."""
@@ -318,6 +321,7 @@ class Reporter:
                 metrics=self.history.last("eval/"),
                 seconds=self._seconds(),
                 mesh=mesh,
+                extra=self._seen.total(self.history.rows),
                 num_restarts=self.history.num_events("restart"),
                 num_rollbacks=self.history.num_events("rollback"),
             )
@@ -331,7 +335,7 @@ class Reporter:
         self._show_curves(last=True)
         if self._progress is not None:
             self._progress.stop()
-        spec = self._subject.spec
+        spec = self._subject.source.spec
         further = what_next(self._folder, status, spec.modality, self._task.reads(spec))
         print_summary(summary, self._start.console, further)
         return summary

@@ -65,7 +65,7 @@ class Trainer:
         self.first_batch = True
 
         folder = workdir if jax.process_index() == 0 else None
-        subject = Subject(plan.timeline, self.counter, self.parts.task, self.parts.data_spec, plan.splits.train)
+        subject = Subject(plan.timeline, self.counter, self.parts.task, plan.splits.train, self.experiment.seed)
         self.reporter = Reporter(self.experiment.report, folder, watch, start, subject)
         stack.callback(self.reporter.close)
         self.evaluation = Evaluation(plan, self.reporter, watch, stop.poll)

@@ -103,7 +103,7 @@ class Task(Choice):
         jax.eval_shape(inputs, spec.blank())
         return tuple(names)
 
-    def units_per_example(self, spec: DataSpec) -> int:
+    def units_per_example(self, spec: DataSpec) -> float:
         """How many of `unit` one training example has: one."""
         del spec
         return 1
@@ -154,12 +154,19 @@ class _Seen(collections.UserDict[str, Any]):
 
 
 def mask_of(batch: Mapping[str, Any]) -> jax.Array:
-    """The batch's mask, or one that leaves nothing out."""
+    """The batch's mask, or one that leaves nothing out but padding and the starts of packed documents."""
+    if batch.keys() - {"mask"} == {"tokens", "segments"}:
+        return batch.get("mask", True) & in_document(batch["segments"])
     if "mask" in batch:
         return jnp.asarray(batch["mask"]).astype(bool)
     if batch.keys() == {"tokens"}:  # Text; with other arrays, an example counts as one.
         return jnp.ones((len(batch["tokens"]), batch["tokens"].shape[1] - 1), bool)
     return jnp.ones(len(next(iter(batch.values()))), bool)
+
+
+def in_document(segments: jax.Array) -> jax.Array:
+    """Which targets are of the document of the token before them: bool [batch, length], from [batch, length + 1]."""
+    return (segments[:, 1:] != 0) & (segments[:, 1:] == segments[:, :-1])
 
 
 def counted_weight(sums: Mapping[str, float]) -> float:

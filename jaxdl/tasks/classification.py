@@ -82,7 +82,7 @@ class Classification(Task, kind="classification"):
             )
         return self
 
-    def units_per_example(self, spec: DataSpec) -> int:
+    def units_per_example(self, spec: DataSpec) -> float:
         """One: the throughput counts images."""
         del spec
         return 1

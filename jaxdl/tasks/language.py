@@ -13,7 +13,7 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, TextSpec
 from jaxdl.models.logits import Logits
-from jaxdl.tasks.base import Task, counted_weight
+from jaxdl.tasks.base import Task, counted_weight, in_document
 from jaxdl.tasks.classification import counted, label_logit, rank
 
 _MAX_EXPONENT = 700.0
@@ -24,7 +24,8 @@ class LanguageModelling(Task, kind="language_modelling"):
     """Predicts each token from the tokens before it.
 
     Batches have "tokens", int32 [batch, length + 1] (inputs are all but the last, targets all but the first), and
-    perhaps "mask", bool [batch, length], for the targets that count.
+    perhaps "mask", bool [batch, length], for the targets that count. With "segments", int32 [batch, length + 1], the
+    rows are packed documents: a target counts if it is of the document of the token before it.
     """
 
     z_loss: float = pydantic.Field(default=0.0, ge=0)
@@ -67,10 +68,10 @@ class LanguageModelling(Task, kind="language_modelling"):
         """The logits of one window, [length, vocab]."""
         return (spec.length, spec.vocab_size) if isinstance(spec, TextSpec) else None
 
-    def units_per_example(self, spec: DataSpec) -> int:
-        """The target tokens of one training window."""
+    def units_per_example(self, spec: DataSpec) -> float:
+        """The target tokens of one training window; of packed rows, their mean."""
         assert isinstance(spec, TextSpec)
-        return spec.length
+        return spec.mean_row
 
     def augmented(self, batch: Mapping[str, jax.Array], key: jax.Array) -> Mapping[str, jax.Array]:
         """The batch itself: text is not augmented."""
@@ -78,12 +79,12 @@ class LanguageModelling(Task, kind="language_modelling"):
         return batch
 
     def inputs(self, batch: Mapping[str, jax.Array], spec: DataSpec) -> tuple[jax.Array, ...]:
-        """The tokens to read, int32 [batch, length]."""
+        """The tokens to read, int32 [batch, length], and of packed documents their segments."""
         return spec.inputs(batch)
 
     def weight(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Number of target tokens that count: float32 scalar."""
-        return jnp.sum(counted(batch, batch["tokens"][:, 1:]), dtype=jnp.float32)
+        return jnp.sum(_counted(batch), dtype=jnp.float32)
 
     def sums(self, outputs: jax.Array | Logits, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
         """Sums over the target tokens that count, from logits [batch, length, vocab]: float32 scalars.
@@ -92,7 +93,7 @@ class LanguageModelling(Task, kind="language_modelling"):
         tokens that had the highest logit (of equal ones, the lower token's counts).
         """
         target = batch["tokens"][:, 1:]
-        mask, z_loss = counted(batch, target), self.z_loss if train else 0.0
+        mask, z_loss = _counted(batch), self.z_loss if train else 0.0
         if isinstance(outputs, Logits):
             chunk_tokens = self.chunk_tokens or outputs.most_tokens()
             if chunk_tokens is not None:
@@ -128,3 +129,9 @@ class LanguageModelling(Task, kind="language_modelling"):
     def predictions(self, outputs: jax.Array) -> jax.Array:
         """Probability of each next token, float32 [batch, length, vocab]."""
         return jax.nn.softmax(outputs.astype(jnp.float32), axis=-1)
+
+
+def _counted(batch: Mapping[str, jax.Array]) -> jax.Array:
+    """Which targets count: bool [batch, length]."""
+    mask = counted(batch, batch["tokens"][:, 1:])
+    return mask & in_document(batch["segments"]) if "segments" in batch else mask

@@ -1,0 +1,210 @@
+"""Documents for language models: files of text, tokenized once into shards, and mixtures of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import numpy as np
+import pydantic
+from rich.console import Console
+
+from jaxdl.config import ConfigError
+from jaxdl.data.codec import Codec
+from jaxdl.data.documents import PlainDocument, Reading
+from jaxdl.data.draws import example_seeds
+from jaxdl.data.mixture import MixedRows
+from jaxdl.data.packing import PackedRows
+from jaxdl.data.shards import Plan, TokenStore, make_plan
+from jaxdl.data.source import Data, Splits
+from jaxdl.data.spec import TextSpec
+from jaxdl.data.text import TokenWindows
+from jaxdl.data.tokenizing import prepare, prepared
+
+_SHARDS = "~/.cache/jaxdl/tokens"
+
+
+class Documents(Data, kind="documents"):
+    """Documents of text: JSON lines, Parquet, plain files, folders of the `datasets` library; also .gz and .zst.
+
+    They are tokenized once, into shards on disk (`python -m jaxdl.data prepare`). The format is seen by the name of a
+    file: .jsonl, .parquet, and any other is plain text.
+    """
+
+    paths: tuple[str, ...] = ()
+    """Files, folders of files, or folders that `datasets.Dataset.save_to_disk` wrote."""
+    test_paths: tuple[str, ...] = ()
+    """The held-out documents, likewise; without any, a part of `paths` is held out."""
+    glob: str = "**/*"
+    """Which files of a folder are read."""
+    column: str = "text"
+    """The column with the text, of JSON lines, Parquet and data sets."""
+    document: PlainDocument = "file"
+    """What a document of a plain text file is: the file, or each line."""
+    tokenizer: str | None = None
+    """A JSON file of the `tokenizers` library, a folder with tokenizer.json, or a .model file of sentencepiece; None
+    takes bytes, a vocabulary of 256."""
+    length: int = pydantic.Field(default=1024, ge=1)
+    """Targets of a row (it has one more token)."""
+    packing: bool = True
+    """Rows hold whole documents, which do not see each other; longer ones are cut. Otherwise rows are windows of one
+    stream, in which all documents follow each other."""
+    test_fraction: float = pydantic.Field(default=0.05, gt=0, lt=1)
+    """Part of the documents that is held out, where `test_paths` names none."""
+    split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
+    """Decides which documents are held out, and which share a row."""
+    shards: str = _SHARDS
+    """The folder where the tokens are kept."""
+
+    def build(self) -> Splits:
+        """Training and held-out rows. Raises ConfigError for what cannot be read, or takes long to tokenize."""
+        return self.rows(*self.split())
+
+    def prepare(self, console: Console) -> str:
+        """Tokenizes what is missing; see `Data.prepare`."""
+        return "\n".join(prepare(plan, console) for plan in self._plans())
+
+    def codec(self) -> Codec:
+        """Between text and this data's tokens."""
+        return Codec(self.tokenizer)
+
+    def _plans(self) -> list[Plan]:
+        if not self.paths:
+            raise ConfigError("--data.paths: it is empty. Name files or folders of text.")
+        reading = Reading(self.column, self.document)
+        groups = [paths for paths in (self.paths, self.test_paths) if paths]
+        return [make_plan(paths, self.glob, reading, self.tokenizer, self.shards) for paths in groups]
+
+    def split(self) -> tuple[Part, Part]:
+        """The documents to train on, and the held-out ones. Raises ConfigError as `build` does."""
+        store, *others = [prepared(plan, f"data {', '.join(self.paths)}") for plan in self._plans()]
+        every = np.arange(len(store))
+        if others:
+            return Part(store, every), Part(others[0], np.arange(len(others[0])))
+        drawn = example_seeds(self.split_seed, np.zeros(len(store), np.int64), every)
+        ranked = np.argsort(drawn, kind="stable")
+        count = min(max(1, round(self.test_fraction * len(store))), len(store) - 1)
+        if count < 1:
+            raise ConfigError(
+                f"{', '.join(self.paths)}: there is one document, so none can be held out. Name test_paths, or take "
+                "its lines as documents: document line."
+            )
+        return Part(store, np.sort(ranked[count:])), Part(store, np.sort(ranked[:count]))
+
+    def rows(self, train: Part, test: Part) -> Splits:
+        """The rows of these documents."""
+        codec = self.codec()
+        spec = TextSpec(
+            vocab_size=codec.vocab_size, length=self.length, bytes_per_token=test.num_bytes / test.num_tokens
+        )
+        if not self.packing:
+            if train.num_tokens <= self.length:
+                raise ConfigError(
+                    f"length = {self.length}: the training text has {train.num_tokens} tokens, less than one window; "
+                    "reduce it."
+                )
+            windows = [
+                TokenWindows(_Stream(part), spec, partial=part is test, content=part.content())
+                for part in (train, test)
+            ]
+            return Splits(*windows)
+        begin = codec.separator[-1] if codec.start is None else codec.start
+        spec = dataclasses.replace(spec, packed=True)
+        made = [PackedRows(one.store, one.documents, spec, begin=begin, seed=self.split_seed) for one in (train, test)]
+        mean = made[0].num_targets / len(made[0])
+        for one in made:
+            one.spec = dataclasses.replace(spec, mean_targets=mean)
+        return Splits(*made)
+
+
+class Mixture(Data, kind="mixture"):
+    """Several sources of documents, which training sees by their weights; set in a config file."""
+
+    sources: dict[str, Documents] = {}
+    """The sources by name, all with the same tokenizer, length and packing."""
+    weights: dict[str, float] = {}
+    """The share of the rows of each source, in any unit. Empty: as many as it has, so that all are seen as often."""
+
+    @pydantic.model_validator(mode="after")
+    def _fit(self) -> Mixture:
+        if self.weights and self.weights.keys() != self.sources.keys():
+            raise ValueError(
+                f"weights has {', '.join(self.weights)}, and sources {', '.join(self.sources)}. Give each one weight."
+            )
+        if any(weight <= 0 for weight in self.weights.values()):
+            raise ValueError(f"weights = {self.weights}: they must be above 0. Leave a source out instead.")
+        for name in ("tokenizer", "length", "packing"):
+            found = {getattr(source, name) for source in self.sources.values()}
+            if len(found) > 1:
+                raise ValueError(f"{name}: the sources have {', '.join(map(str, found))}. Give all the same one.")
+        return self
+
+    def build(self) -> Splits:
+        """Training and held-out rows of all sources. Raises ConfigError for what cannot be read."""
+        if not self.sources:
+            raise ConfigError("--data mixture: it has no sources. Give some in a config file: Mixture(sources={...}).")
+        parts = {name: source.split() for name, source in self.sources.items()}
+        splits = {name: self.sources[name].rows(*part) for name, part in parts.items()}
+        weights = self.weights or {name: float(len(one.train)) for name, one in splits.items()}
+        tests = [test for _, test in parts.values()]
+        specs = {name: one.train.spec for name, one in splits.items()}
+        first = next(iter(specs.values()))
+        assert isinstance(first, TextSpec)
+        total = sum(weights.values())
+        mean = sum(spec.mean_row * weights[name] / total for name, spec in specs.items() if isinstance(spec, TextSpec))
+        spec = dataclasses.replace(
+            first,
+            bytes_per_token=sum(one.num_bytes for one in tests) / sum(one.num_tokens for one in tests),
+            mean_targets=mean if first.packed else None,
+        )
+        train = MixedRows({name: one.train for name, one in splits.items()}, weights, spec)
+        return Splits(train, MixedRows({name: one.test for name, one in splits.items()}, weights, spec))
+
+    def prepare(self, console: Console) -> str:
+        """Tokenizes what is missing of each source; see `Data.prepare`."""
+        return "\n".join(f"{name}: {source.prepare(console)}" for name, source in self.sources.items())
+
+    def codec(self) -> Codec:
+        """Between text and the tokens of all sources."""
+        if not self.sources:
+            raise ConfigError("--data mixture: it has no sources, so no tokenizer.")
+        return next(iter(self.sources.values())).codec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Some documents of a store: their numbers, int64."""
+
+    store: TokenStore
+    documents: np.ndarray
+
+    def content(self) -> str:
+        """A checksum of the documents and their tokens."""
+        return hashlib.sha256(self.store.content.encode() + self.documents.tobytes()).hexdigest()[:16]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens, those that end documents included."""
+        return int(self.store.num_tokens[self.documents].sum())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of text; the end of a document counts as one."""
+        return int(self.store.num_bytes[self.documents].sum()) + len(self.documents)
+
+
+class _Stream:
+    """The tokens of documents, one after the other, as one array that is on disk."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+        self._ends = np.cumsum(part.store.num_tokens[part.documents])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, positions: np.ndarray) -> np.ndarray:
+        number = np.searchsorted(self._ends, positions, side="right")
+        documents = self._part.documents[number]
+        starts = self._ends[number] - self._part.store.num_tokens[documents]
+        return self._part.store.read(documents, positions - starts)

@@ -1,0 +1,55 @@
+"""What a run has trained on so far: tokens, and of a mixture the epochs and tokens of each source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxdl.data import Source
+from jaxdl.phases import Timeline
+
+
+class Seen:
+    """Counts what steps have trained on, in a unit of which an example has several, such as tokens.
+
+    Args:
+      unit: the unit, in the plural.
+      per_example: how many of it a training example has in the mean; of 1 nothing is counted.
+      source: the training data.
+      seed: that of the run's order of the data.
+    """
+
+    def __init__(self, unit: str, per_example: float, source: Source, seed: int, timeline: Timeline) -> None:
+        self._unit, self._per_example, self._source = unit, per_example, source
+        self._seed, self._timeline = seed, timeline
+
+    def report(
+        self,
+        steps: Sequence[Mapping[str, np.ndarray]],
+        last_step: int,
+        seconds: float,
+        rows: Sequence[Mapping[str, Any]],
+    ) -> dict[str, float]:
+        """The metrics of some steps up to `last_step`, which took so many seconds.
+
+        `rows` are those of the history so far, from which counting goes on; what an earlier version did not count is
+        estimated.
+        """
+        found = self._source.seen(self._timeline.position(last_step), self._seed)
+        if self._per_example == 1:
+            return found
+        counted = float(np.sum([one["sums/weight"] for one in steps], dtype=np.float64))
+        estimate = self._timeline.position(last_step - len(steps)) * self._per_example
+        before = next((row[self.name] for row in reversed(rows) if self.name in row), estimate)
+        return found | {f"{self._unit}_per_sec": counted / seconds, self.name: before + counted}
+
+    @property
+    def name(self) -> str:
+        """The metric of all that has been seen, `tokens_seen`."""
+        return f"{self._unit}_seen"
+
+    def total(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        """The last count in the rows of a history, by its name; empty if there is none."""
+        return next(({self.name: row[self.name]} for row in reversed(rows) if self.name in row), {})

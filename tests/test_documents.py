@@ -1,0 +1,228 @@
+"""Documents: the formats they are read from, and the shards that they are tokenized into."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from jaxdl.config import ConfigError
+from jaxdl.data import Codec, Documents
+from jaxdl.data.__main__ import main
+from jaxdl.data.documents import Reading, find_documents, format_of, read_documents
+from jaxdl.data.shards import TokenStore, make_plan
+from jaxdl.data.tokenizing import prepared
+
+TEXTS = ["one", "", "zwei — 𝄞", "three\twith tab", "a longer document, " * 9, "é"]
+
+
+def jsonl(texts):
+    return "".join(json.dumps({"id": i, "body": text}) + "\n" for i, text in enumerate(texts)).encode()
+
+
+def write_parquet(path, texts):
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.table({"id": list(range(len(texts))), "body": texts})
+    pyarrow.parquet.write_table(table, path, row_group_size=2)
+
+
+def write_zst(path, content):
+    import pyarrow
+
+    with pyarrow.CompressedOutputStream(str(path), "zstd") as file:
+        file.write(content)
+
+
+WRITERS = {
+    "a.jsonl": lambda path: path.write_bytes(jsonl(TEXTS)),
+    "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(TEXTS))),
+    "a.json.zst": lambda path: write_zst(path, jsonl(TEXTS)),
+    "a.parquet": lambda path: write_parquet(path, TEXTS),
+}
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_format_gives_the_documents_and_its_spans_each_once(tmp_path, name):
+    WRITERS[name](path := tmp_path / name)
+    reading = Reading("body")
+    assert list(read_documents([str(path)], reading)) == TEXTS
+    form = format_of(path)
+    for span_bytes in (1, 7, 40, 1 << 30):
+        spans = form.spans(path, reading, span_bytes)
+        assert [text for span in spans for text in form.read(span, reading)] == TEXTS
+    if name in ("a.jsonl", "a.parquet"):
+        assert len(form.spans(path, reading, 7)) > 2
+
+
+def test_plain_files_are_documents_or_their_lines_are(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.md").write_text("x\n\ny")
+    (tmp_path / "sub" / "a.py").write_text("z\r\n")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "pairs.tsv").write_text("left\tright\n")
+    assert [name for name, _ in find_documents([str(tmp_path), str(tmp_path / "b.md")], "**/*")] == [
+        "b.md",
+        "pairs.tsv",
+        "sub/a.py",
+    ]
+    assert list(read_documents([str(tmp_path)], Reading())) == ["x\n\ny", "left", "right", "z\r\n"]
+    assert list(read_documents([str(tmp_path)], Reading(document="line"))) == ["x", "y", "left", "right", "z"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "changes", "message"),
+    [
+        ("a.jsonl", b'{"body": "x"}\n', {}, r"a.jsonl: line 1: it has no 'text', but body. Set column"),
+        ("a.jsonl", b'{"text": 3}\n', {}, "its 'text' is int, not a string"),
+        ("a.jsonl", b'{"text": "x"}\n{"text"\n', {}, r"line 2 is not JSON"),
+        ("a.txt", b"ab\xff", {}, r"a.txt: not UTF-8 .* at byte 2"),
+        ("a.txt", b"ab\n\xff\n", {"document": "line"}, r"line 2 is not UTF-8"),
+        ("a.parquet", b"no", {}, "cannot be read as Parquet"),
+        ("a.txt", b"", {}, "there is no text in it"),
+        ("a.txt", b"alone", {}, "one document, so none can be held out"),
+        ("a.txt", b"a\nb", {"document": "line", "packing": False}, "less than one window"),
+        ("a.txt", b"a", {"glob": "*.md"}, r"no file in it matches '\*.md'"),
+        ("a.txt", b"a", {"paths": ()}, r"data.paths: it is empty"),
+        ("a.txt", b"a", {"paths": ("none.txt",)}, "none.txt: no such file or folder"),
+        ("a.txt", b"a", {"shards": "/proc/none"}, r"/proc/none.*cannot be written .*data.shards"),
+    ],
+)
+def test_what_cannot_be_read_is_told(tmp_path, name, content, changes, message):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(content)
+    data = Documents(paths=(str(tmp_path / "in"),), shards=str(tmp_path / "shards"))
+    with pytest.raises(ConfigError, match=message):
+        data.replaced(changes).build()
+
+
+def test_much_text_is_not_tokenized_unasked(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").touch()
+    os.truncate(tmp_path / "in" / "a.txt", 300 << 20)  # Takes no room on the disk.
+    data = Documents(paths=(str(tmp_path / "in"),), document="line", shards=str(tmp_path / "shards"))
+    with pytest.raises(ConfigError, match=r"0.3 GB of files are not tokenized yet.* python -m jaxdl.data prepare"):
+        data.build()
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """20 MB in three pieces, of words that a small tokenizer knows."""
+    import tokenizers
+
+    folder = tmp_path_factory.mktemp("corpus")
+    words = ["</s>", "?", *(f"w{i}" for i in range(30))]
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, "?"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "words.json"))
+    (folder / "in").mkdir()
+    random = np.random.default_rng(0)
+    texts = [" ".join(f"w{i}" for i in random.integers(0, 30, size)) for size in random.integers(1, 400, 60)]
+    (folder / "in" / "a.txt").write_text("\n".join(texts))
+    return folder, texts
+
+
+def test_shards_have_the_tokens_of_each_document(corpus, tmp_path):
+    folder, texts = corpus
+    plan = make_plan([str(folder / "in")], "**/*", Reading(document="line"), str(folder / "words.json"), str(tmp_path))
+    store, codec = prepared(plan, "data"), Codec(str(folder / "words.json"))
+    expected = [[*codec.encode(text), 0] for text in texts]
+    assert store.num_tokens.tolist() == [len(one) for one in expected]
+    assert store.num_bytes.tolist() == [len(text.encode()) for text in texts]
+    found = [store.read(np.full(len(one), i), np.arange(len(one))).tolist() for i, one in enumerate(expected)]
+    assert found == expected
+    other = make_plan([str(folder / "in")], "**/*", Reading(document="line"), None, str(tmp_path))
+    assert other.folder != plan.folder
+    assert prepared(other, "data").num_tokens.tolist() == [len(text) + 1 for text in texts]
+    os.truncate(plan.folder / "00000.tokens", 10)
+    with pytest.raises(ConfigError, match=r"00000.tokens: damaged. Remove the folder"):
+        TokenStore(plan.folder)
+
+
+def test_windows_of_documents_are_one_stream(corpus, tmp_path):
+    folder, texts = corpus
+    data = Documents(paths=(str(folder / "in"),), document="line", packing=False, length=50, shards=str(tmp_path))
+    splits = data.build()
+    streams = []
+    for source, count in ((splits.train, 57), (splits.test, 3)):
+        rows = source.eval_batch(np.arange(len(source)))
+        stream = [int(rows["tokens"][0, 0]), *rows["tokens"][:, 1:][rows["mask"]].tolist()]
+        streams += bytes(stream).decode().split("\0")
+        assert len(source.content()) == 16
+        assert source.spec.bytes_per_token == 1.0
+        assert bytes(stream).count(0) >= count - 1
+    whole = set(streams) & set(texts)
+    assert len(whole) >= 59, "the last training document may be cut"
+    assert splits.content() == data.replaced({"shards": str(tmp_path / "elsewhere")}).build().content()
+    assert splits.content() != data.replaced({"split_seed": 1}).build().content()
+
+
+CONFIG = """
+from jaxdl import Experiment
+from jaxdl.data import Documents
+
+def config():
+    from jaxdl.models import Transformer
+    from jaxdl.tasks import LanguageModelling
+    data = Documents(paths=({path!r},), document="line", tokenizer={tokenizer!r})
+    return Experiment(data=data, model=Transformer(), task=LanguageModelling(), epochs=1)
+"""
+
+
+def test_the_command_resumes_and_leaves_finished_shards(corpus, tmp_path, capsys):
+    folder, texts = corpus
+    for number in range(3):  # Each file of 9 MB is a shard.
+        (tmp_path / f"{number}.txt").write_text("\n".join(texts * (9_000_000 // sum(map(len, texts)))))
+    (tmp_path / "config.py").write_text(CONFIG.format(path=str(tmp_path), tokenizer=str(folder / "words.json")))
+    args = ["prepare", "--config", str(tmp_path / "config.py"), "--data.glob", "*.txt"]
+    main([*args, "--data.shards", str(tmp_path / "shards")])
+    (shards,) = (tmp_path / "shards").iterdir()
+    before = {path.name: path.read_bytes() for path in shards.iterdir()}
+    assert "documents" in capsys.readouterr().out
+    for name in ("manifest.json", "00001.json"):
+        (shards / name).unlink()
+    (shards / "00001.tokens").write_bytes(b"half")
+    (shards / (".00001.npy." + "0" * 32)).write_bytes(b"half")
+    untouched = (shards / "00002.tokens").stat().st_mtime_ns
+    main([*args, "--data.shards", str(tmp_path / "shards")])
+    assert {path.name: path.read_bytes() for path in shards.iterdir()} == before
+    assert (shards / "00002.tokens").stat().st_mtime_ns == untouched
+    main([*args, "--data.shards", str(tmp_path / "shards")])
+    assert "were prepared already" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_killed_and_started_again_twice_at_once_it_writes_the_same_shards(corpus, tmp_path):
+    folder, texts = corpus
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_text("\n".join(texts * (9_000_000 // sum(map(len, texts)))))
+    (tmp_path / "config.py").write_text(CONFIG.format(path=str(tmp_path), tokenizer=str(folder / "words.json")))
+
+    def start(name):
+        args = ["--config", str(tmp_path / "config.py"), "--data.glob", "*.txt", "--data.shards", str(tmp_path / name)]
+        return subprocess.Popen([sys.executable, "-m", "jaxdl.data", "prepare", *args], stdout=subprocess.PIPE)
+
+    whole = start("whole")
+    killed = start("killed")
+    while len(list((tmp_path / "killed").glob("*/*.json"))) < 3:
+        assert killed.poll() is None
+        time.sleep(0.02)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    done = {path: path.stat().st_mtime_ns for path in (tmp_path / "killed").glob("*/*.json")}
+    assert not list((tmp_path / "killed").glob("*/manifest.json"))
+    for again in [start("killed"), start("killed")]:
+        assert again.wait() == 0
+    assert whole.wait() == 0
+    (left,), (right,) = (list((tmp_path / name).iterdir()) for name in ("whole", "killed"))
+    assert left.name == right.name
+    assert {path.name: path.read_bytes() for path in left.iterdir()} == {
+        path.name: path.read_bytes() for path in right.iterdir()
+    }
+    assert {path: path.stat().st_mtime_ns for path in done} == done

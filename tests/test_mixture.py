@@ -1,0 +1,131 @@
+"""Mixtures: the order is a pure function of (seed, position), each source has its share, and runs resume in it."""
+
+import json
+
+import numpy as np
+import pytest
+
+import jaxdl
+from jaxdl.config import ConfigError
+from jaxdl.data import Documents, EpochShuffle, Mixture
+from jaxdl.data.mixture import BLOCK, MixedOrder, shares, source_seed
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1, 1], [1, 2, 4], [1e-9, 1], [0.3, 1e-7, 1e-7, 5]])
+def test_shares_are_whole_and_near_the_weights(weights):
+    found = np.array(shares(weights))
+    assert found.sum() == BLOCK
+    assert found.min() >= 1
+    exact = np.array(weights) / sum(weights) * BLOCK
+    assert (np.abs(found - exact) <= len(weights)).all()
+
+
+def test_each_source_is_seen_in_its_own_shuffled_epochs():
+    sizes, order = [7, 50, 400], MixedOrder([7, 50, 400], [1, 3, 0.5], 5)
+    indices, epochs = order.rows(0, 3000)
+    ends = np.cumsum(sizes)
+    for number, size in enumerate(sizes):
+        here = (indices >= ends[number] - size) & (indices < ends[number])
+        own = EpochShuffle(size, source_seed(5, number))
+        np.testing.assert_array_equal(indices[here] - (ends[number] - size), own.indices(0, here.sum()))
+        np.testing.assert_array_equal(epochs[here], np.arange(here.sum()) // size)
+        assert order.taken(number, 3000) == here.sum()
+    assert abs((indices < 7).mean() - 1 / 4.5) < 0.03
+
+
+def test_a_position_does_not_depend_on_how_the_stream_is_read():
+    start, count = BLOCK - 500, 1200  # Across the end of a block.
+    whole = MixedOrder([30, 90], [2, 1], 0).rows(start, count)
+    order = MixedOrder([30, 90], [2, 1], 0)
+    for first, size in ((700, 500), (0, 1), (1, 699)):  # In any order, in any pieces.
+        for found, wanted in zip(order.rows(start + first, size), whole, strict=True):
+            np.testing.assert_array_equal(found, wanted[first : first + size])
+    assert (MixedOrder([30, 90], [2, 1], 1).rows(start, count)[0] != whole[0]).any()
+    assert order.taken(0, BLOCK) + order.taken(1, BLOCK) == BLOCK
+    empty = order.rows(5, 0)
+    assert len(empty[0]) == len(empty[1]) == 0
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixture")
+    random = np.random.default_rng(0)
+    sources = {}
+    for name, letters in (("code", "abc"), ("prose", "xyz")):
+        texts = ["".join(random.choice(list(letters), size)) for size in random.integers(5, 60, 80)]
+        (folder / f"{name}.txt").write_text("\n".join(texts))
+        sources[name] = Documents(
+            paths=(str(folder / f"{name}.txt"),), document="line", length=32, shards=str(folder / "shards")
+        )
+    return Mixture(sources=sources, weights={"code": 3, "prose": 1})
+
+
+def test_rows_are_those_of_the_sources(mixture):
+    splits = mixture.build()
+    alone = {name: source.build() for name, source in mixture.sources.items()}
+    for split in ("train", "test"):
+        mixed, (code, prose) = getattr(splits, split), (getattr(one, split) for one in alone.values())
+        assert len(mixed) == len(code) + len(prose)
+        rows = mixed.eval_batch(np.array([len(code), 0, len(mixed)]))
+        for name, values in prose.eval_batch(np.array([0])).items():
+            np.testing.assert_array_equal(rows[name][:1], values)
+        for name, values in code.eval_batch(np.array([0, len(code)])).items():
+            np.testing.assert_array_equal(rows[name][1:], values)
+    indices, _ = splits.train.order(0).rows(0, 4000)
+    assert abs((indices < len(alone["code"].train)).mean() - 0.75) < 0.03
+    seen = splits.train.seen(4000, 0)
+    assert seen["epochs/code"] == (indices < len(alone["code"].train)).sum() / len(alone["code"].train)
+    assert mixture == jaxdl.Experiment.from_json(experiment(mixture, steps=1).to_json()).data
+
+
+def test_a_mixture_that_does_not_fit_is_told(mixture):
+    code, prose = mixture.sources.values()
+    with pytest.raises(ConfigError, match=r"length: the sources have 32, 64. Give all the same"):
+        Mixture(sources={"code": code, "prose": prose.replaced({"length": 64})})
+    with pytest.raises(ConfigError, match=r"weights has code, and sources code, prose"):
+        Mixture(sources=mixture.sources, weights={"code": 1})
+    with pytest.raises(ConfigError, match="must be above 0"):
+        Mixture(sources={"code": code}, weights={"code": 0})
+    with pytest.raises(ConfigError, match="it has no sources"):
+        Mixture().build()
+
+
+def experiment(data, **changes):
+    from jaxdl.evaluation import EvaluationConfig
+    from jaxdl.models import Transformer
+    from jaxdl.report import ReportConfig
+    from jaxdl.tasks import LanguageModelling
+
+    return jaxdl.Experiment(
+        data=data,
+        model=Transformer(num_layers=1, embed_dim=16, num_heads=2, mlp_dim=16),
+        task=LanguageModelling(),
+        batch_size=8,
+        report=ReportConfig(every_steps=2, curves=False, tensorboard=False),
+        evaluation=EvaluationConfig(batch_size=8),
+        **changes,
+    )
+
+
+def test_a_run_resumes_in_the_mixture_and_counts_its_tokens(mixture, tmp_path):
+    asked = experiment(mixture, steps=6)
+    whole = jaxdl.train(asked, tmp_path / "whole", quiet=True)
+    jaxdl.train(asked, tmp_path / "halves", max_steps=4, quiet=True)
+    halves = jaxdl.train(asked, tmp_path / "halves", quiet=True)
+    for left, right in zip(*(map(np.asarray, leaves(run.state.params)) for run in (whole, halves)), strict=True):
+        np.testing.assert_array_equal(left, right)
+    rows = [json.loads(line) for line in (tmp_path / "halves" / "metrics.jsonl").read_text().splitlines()]
+    last = [row for row in rows if "tokens_seen" in row][-1]
+    splits = mixture.build()
+    order = splits.train.order(asked.seed)
+    batch = splits.train.batch(order.rows(0, 48)[0])
+    segments = batch["segments"]
+    assert last["tokens_seen"] == ((segments[:, 1:] > 0) & (segments[:, 1:] == segments[:, :-1])).sum()
+    assert last["epochs/code"] == splits.train.seen(48, asked.seed)["epochs/code"]
+    assert last["step"] == 6
+
+
+def leaves(tree):
+    import jax
+
+    return jax.tree.leaves(tree)
