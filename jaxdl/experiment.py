@@ -24,6 +24,7 @@ from jaxdl.guard import GuardConfig
 from jaxdl.kinds import Choice, import_object, kinds, source_of, without_source
 from jaxdl.mesh import MeshConfig, gpus_visible
 from jaxdl.models import Model, ResNet
+from jaxdl.models.loop import remat_named
 from jaxdl.modules import load_file
 from jaxdl.optim import SGD, Cosine, Optimizer, Schedule
 from jaxdl.options import choices_help, parse, parse_options, take_choices
@@ -148,6 +149,9 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     factors = (found.get("optimizer") or {}).get("rate_factors")
     if factors:  # The first pattern that matches counts, so their order does too.
         found["optimizer"] = {**found["optimizer"], "rate_factors": [list(item) for item in factors.items()]}
+    model = found.get("model") or {}
+    if "remat" in model:  # Once a switch.
+        found["model"] = {**model, "remat": remat_named(model["remat"])}
     if "guard" in found:
         found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
     return {name: _with_defaults(name, value) for name, value in found.items()}

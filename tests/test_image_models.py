@@ -169,7 +169,7 @@ def test_vit_takes_whole_patches_alone():
 def test_vit_remat_is_the_same_function():
     image = jnp.asarray(np.random.default_rng(1).normal(size=(2, 16, 16, 3)), jnp.float32)
     found = []
-    for remat in (False, True):
+    for remat in ("none", "dots"):
         network = network_of(ViT(size="tiny", patch=8, num_layers=2, remat=remat))
         params, _ = random_weights(network, scale=0.1)
 

@@ -18,6 +18,7 @@ from jaxdl.exchange import Dense, TopK
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.models import Transformer
 from jaxdl.models.loop import through_layers
+from jaxdl.models.products import weight_product
 from jaxdl.optim import SGD
 from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.run.overlap import loop_sum_dtype
@@ -26,7 +27,7 @@ from jaxdl.step import make_train_step
 
 LOOPED = TEXT.replaced(
     {
-        "model": Transformer(num_layers=3, embed_dim=32, num_heads=4, mlp_dim=64, remat=True),
+        "model": Transformer(num_layers=3, embed_dim=32, num_heads=4, mlp_dim=64, remat="block"),
         "optimizer": SGD(learning_rate=1000.0, momentum=0.0),
         "mesh": MeshConfig(replica=2, fsdp=2),
     }
@@ -118,8 +119,8 @@ def loss_of_layers(params, x, remat):
     head, layers = made.pop("head"), nnx.State(made)
 
     def body(x, layer, index):
-        hidden = jnp.tanh(x @ layer["up"][...]) * (1 + index)
-        return x + layer["scale"][...] * (hidden @ layer["down"][...])
+        hidden = jnp.tanh(weight_product(x, layer["up"][...])) * (1 + index)
+        return x + layer["scale"][...] * weight_product(hidden, layer["down"][...])
 
     x, head = through_layers(body, x, layers, remat=remat, beside=head)
     return jnp.square(x @ head).mean()
@@ -128,8 +129,11 @@ def loss_of_layers(params, x, remat):
 @pytest.mark.parametrize(
     ("remat", "fsdp", "tensor"),
     [
-        (True, 2, 2),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(False, 2, 2), (True, 2, 1), (True, 1, 4)]),
+        ("dots", 2, 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("none", 2, 2), ("block", 2, 1), ("block", 1, 4), ("offload", 2, 2)]
+        ),
     ],
 )
 def test_gradients_of_looped_layers_are_means_over_replicas(remat, fsdp, tensor):
@@ -155,7 +159,7 @@ def test_gradients_of_looped_layers_are_means_over_replicas(remat, fsdp, tensor)
     compiled = function.lower(params, x).compile(FAST_COMPILE)
     found = compiled(jax.device_put(params, place), x)
     assert messages_in_loops(compiled.as_text()) > 0
-    wanted = jax.jit(jax.grad(loss_of_layers), static_argnums=2)(params, x, False)
+    wanted = jax.jit(jax.grad(loss_of_layers), static_argnums=2)(params, x, "none")
     for name in params:
         tolerance = 1e-5 * np.abs(wanted[name]).max()
         np.testing.assert_allclose(found[name], wanted[name], rtol=0, atol=tolerance, err_msg=name)

@@ -244,7 +244,7 @@ def test_float32_has_the_highest_precision_everywhere(experiment):
 
 @pytest.mark.parametrize(
     "experiment",
-    [IMAGES, TEXT, TEXT.replaced({"model.remat": True, "model.scan_layers": False})],
+    [IMAGES, TEXT, TEXT.replaced({"model.remat": "block", "model.scan_layers": False})],
     ids=["resnet", "transformer", "transformer with remat, unrolled"],
 )
 def test_bfloat16_multiplies_in_bfloat16_forward_and_backward(experiment):

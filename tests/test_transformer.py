@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from test_models import initial, num_params, random_weights, run
 
+from jaxdl.experiment import identity
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.models import Network, Transformer
 from jaxdl.models.rotary import rotary_angles, rotate
@@ -112,14 +113,25 @@ def test_remat_changes_memory_not_gradients():
         params, _ = random_weights(network)
         gradient = jax.grad(lambda p: jnp.sum(jnp.sin(network.apply(p, {}, tokens_of(), train=True)[0])))
         made = jax.jit(gradient).trace(params)
-        return made, str(made.jaxpr).count("logistic"), params
+        text = str(made.jaxpr)
+        return made.lower().compile()(params), text.count("custom_vjp_call"), text.count("dot_general"), text
 
-    (plain, plain_count, params), (remat, remat_count, _) = traced(), traced(remat=True)
-    assert remat_count > plain_count  # The MLP is computed once more.
-    assert traced(remat=True, scan_layers=False)[1] > traced(scan_layers=False)[1]
-    plain, remat = (made.lower().compile()(params) for made in (plain, remat))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, remat)
+    plain, norms, products, _ = traced()
+    wanted = {"block": 7, "dots": 0, "offload": 0}  # Products of a layer, but for that of its MLP's result.
+    for remat, more in wanted.items():
+        found, again, more_products, text = traced(remat=remat)
+        assert again > norms, "norms and gates are computed once more"
+        assert more_products == products + more + 1, "attention's scores are computed once more"
+        assert ("<host>" in text) == (remat == "offload")
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), plain, found)
+    assert traced(remat="block", scan_layers=False)[2] > traced(scan_layers=False)[2]
     assert all(np.any(leaf) for leaf in jax.tree.leaves(plain))
+
+
+@pytest.mark.parametrize(("switch", "name"), [(True, "block"), (False, "none"), ("dots", "dots")])
+def test_remat_was_a_switch(switch, name):
+    assert Transformer(remat=switch).remat == name
+    assert identity({"model": {"remat": switch}}) == identity({"model": {"remat": name}})
 
 
 def test_the_past_does_not_see_the_future():

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -20,6 +21,8 @@ from jaxdl.collectives.packed_attention import Packed, packed_attention
 
 Implementation = Literal["cudnn", "xla"]
 Rows = jax.Array | tuple[jax.Array, jax.Array] | None
+ATTENTION = "attention"
+"""The name, for `jax.checkpoint_policies`, of what attention takes and returns, and of what its backward pass needs."""
 _LEAST_CAPABILITY = 8.0
 """The compute capability of an A100; on GPUs before it cuDNN has no flash kernel, which JAX does not check."""
 
@@ -140,8 +143,34 @@ class _Region:
         return region(*operands)
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Transpose:
+    """The transpose of attention on one device without what is known elsewhere, such as its operands."""
+
+    others: tuple[jax.Array, ...]
+    """What is not known, each with a dimension for the device."""
+    places: tuple[int | None, ...] = field(metadata={"static": True})
+    """Which of the known arrays each leaf is; None where it is one of `others`."""
+    treedef: Any = field(metadata={"static": True})
+
+    @classmethod
+    def without(cls, transpose: Any, known: Sequence[jax.Array]) -> _Transpose:
+        """`transpose`, a pytree, without these arrays."""
+        leaves, treedef = jax.tree.flatten(transpose)
+        places = [next((place for place, x in enumerate(known) if x is leaf), None) for leaf in leaves]
+        others = [leaf[None] for leaf, place in zip(leaves, places, strict=True) if place is None]
+        return cls(tuple(others), tuple(places), treedef)
+
+    def whole(self, known: Sequence[jax.Array]) -> Any:
+        """The transpose again."""
+        others = iter(self.others)
+        return self.treedef.unflatten(next(others)[0] if place is None else known[place] for place in self.places)
+
+
 # JAX cannot differentiate a region inside of a partly manual one (0.10): what its backward pass keeps would be sharded
 # over the axes that are manual already. So there are two regions, and what is kept has a dimension for the devices.
+# The operands and the result are kept as they are outside, so that they are not kept twice.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _in_region(query: jax.Array, key: jax.Array, value: jax.Array, rows: Rows, region: _Region) -> jax.Array:
     return region.run(region.attend, region.operands, region.split, query, key, value, rows)
@@ -153,17 +182,19 @@ def _in_region_forward(
     def one_device(*operands: Any) -> tuple[jax.Array, Any]:
         *heads, rows = operands
         result, transpose = jax.vjp(lambda *heads: region.attend(*heads, rows), *heads)
-        return result, jax.tree.map(lambda x: x[None], transpose)
+        return result, _Transpose.without(transpose, (*heads, result))
 
-    return region.run(one_device, region.operands, (region.split, region.devices), query, key, value, rows)
+    results = region.run(one_device, region.operands, (region.split, region.devices), query, key, value, rows)
+    result, transpose = checkpoint_name(results, ATTENTION)
+    return result, (transpose, (query, key, value, result))
 
 
-def _in_region_backward(region: _Region, transpose: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
-    def one_device(transpose: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
-        return jax.tree.map(lambda x: x[0], transpose)(cotangent)
+def _in_region_backward(region: _Region, residuals: Any, cotangent: jax.Array) -> tuple[jax.Array | None, ...]:
+    def one_device(transpose: _Transpose, known: Any, cotangent: jax.Array) -> tuple[jax.Array, ...]:
+        return transpose.whole(known)(cotangent)
 
-    specs = (region.devices, region.split)
-    return *region.run(one_device, specs, (region.split,) * 3, transpose, cotangent), None
+    specs = (region.devices, region.split, region.split)
+    return *region.run(one_device, specs, (region.split,) * 3, *residuals, cotangent), None
 
 
 _in_region.defvjp(_in_region_forward, _in_region_backward)

@@ -10,11 +10,12 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from jaxdl import sharding
-from jaxdl.collectives.attention import Pattern, Rows, flash_attention, no_flash_kernel
+from jaxdl.collectives.attention import ATTENTION, Pattern, Rows, flash_attention, no_flash_kernel
 from jaxdl.collectives.select import capability
 from jaxdl.mesh import platform
 from jaxdl.models.dropout import kept
@@ -90,6 +91,7 @@ def attend(
     """
     assert causal or window is None, "only causal attention has a window"
     assert segments is None or key_lengths is None, "packed documents have no lengths"
+    query, key, value = checkpoint_name((query, key, value), ATTENTION)
     layout, dtype = sharding.current_layout(), query.dtype
     if key_lengths is not None:
         key_lengths = jnp.maximum(key_lengths, 1)
@@ -103,8 +105,10 @@ def attend(
         query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
     mask = _visible(pattern, query, key, rows)
     if drops:
-        return _with_dropout(query, key, value, mask, dropout, dropout_key).astype(dtype)
-    return jax.nn.dot_product_attention(query, key, value, mask=mask).astype(dtype)
+        mixed = _with_dropout(query, key, value, mask, dropout, dropout_key)
+    else:
+        mixed = jax.nn.dot_product_attention(query, key, value, mask=mask)
+    return checkpoint_name(mixed.astype(dtype), ATTENTION)
 
 
 def _visible(pattern: Pattern, query: jax.Array, key: jax.Array, rows: Rows) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 
 from jaxdl import sharding
 from jaxdl.models.attention import attend
+from jaxdl.models.elementwise import layer_norm, rms_norm, swiglu
 from jaxdl.models.products import add_bias, weight_product
 from jaxdl.models.rotary import Angles, rotate
 
@@ -65,13 +66,6 @@ def _scale(size: int) -> nnx.Param[jax.Array]:
     return nnx.Param(jnp.ones((size,), jnp.float32), axes=("norm",))
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float, dtype: DTypeLike) -> jax.Array:
-    """x / sqrt(mean(x^2) + epsilon) * scale over the last dimension, in float32; the result is in `dtype`."""
-    wide = x.astype(jnp.float32)
-    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
-    return (wide * inverse * scale).astype(dtype)
-
-
 class RMSNorm(nnx.Module):
     """`rms_norm` (Zhang and Sennrich 2019) with a scale for each of `size` numbers."""
 
@@ -85,7 +79,7 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(variance + epsilon) * scale + bias over the last dimension, in float32; then in `dtype`."""
+    """`layer_norm` (Ba et al. 2016) with a scale and a bias for each of `size` numbers."""
 
     def __init__(self, size: int, epsilon: float, *, dtype: DTypeLike):
         self.scale = _scale(size)
@@ -94,10 +88,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[..., size] -> [..., size]."""
-        wide = x.astype(jnp.float32)
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + self.epsilon)
-        return (centred * inverse * self.scale[...] + self.bias[...]).astype(self.dtype)
+        return layer_norm(x, self.scale[...], self.bias[...], self.epsilon, self.dtype)
 
 
 def make_norm(kind: NormKind, size: int, epsilon: float, *, dtype: DTypeLike) -> RMSNorm | LayerNorm:
@@ -217,8 +208,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[batch, length, embed] -> [batch, length, embed]."""
         if self.kind == "swiglu":
-            gate = jax.nn.silu(linear(self, "gate", x))
-            hidden = gate * linear(self, "up", x)
+            hidden = swiglu(linear(self, "gate", x), linear(self, "up", x))
         else:
             hidden = linear(self, "up", x)
             hidden = jax.nn.relu(hidden) if self.kind == "relu" else jax.nn.gelu(hidden, approximate=True)

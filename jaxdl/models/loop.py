@@ -19,44 +19,71 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
+import pydantic
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from jaxdl.collectives.attention import ATTENTION
 from jaxdl.mesh import Axis
+from jaxdl.models.products import PRODUCT
 from jaxdl.sharding import Layout, current_layout
 
 Body = Callable[[jax.Array, Any, jax.Array | int], jax.Array]
 """One layer: (activations, the layer's state, its index) -> activations."""
+
+
+def remat_named(value: Any) -> Any:
+    """The name of what is kept; runs made before there were names had a switch."""
+    return {True: "block", False: "none"}[value] if isinstance(value, bool) else value
+
+
+Remat = Annotated[Literal["none", "block", "dots", "offload"], pydantic.BeforeValidator(remat_named)]
+"""What is kept of a layer for the backward pass, which computes the rest again: everything; its input; also the results
+of products with weights and of attention; or these in the memory of the host."""
+_KEPT = [PRODUCT, ATTENTION]
+_POLICIES = {
+    "block": jax.checkpoint_policies.nothing_saveable,
+    "dots": jax.checkpoint_policies.save_only_these_names(*_KEPT),
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=_KEPT,
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
 BESIDE_LOOP = "beside_loop"
 """Metadata of a parameter that is given to `through_layers` beside the layers: true."""
 _REPLICA = Axis.REPLICA.value
 
 
 def through_layers(
-    body: Body, x: jax.Array, layers: nnx.State, *, remat: bool, beside: nnx.Param[jax.Array] | None = None
+    body: Body, x: jax.Array, layers: nnx.State, *, remat: Remat, beside: nnx.Param[jax.Array] | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """`x` after all layers; each leaf of `layers` has a leading dimension for them. Also the value of `beside`.
 
-    With `remat` the backward pass computes each layer again. Where the surrounding layout has a `sum_dtype`, parameters
+    `remat` says what the backward pass computes again. Where the surrounding layout has a `sum_dtype`, parameters
     are those of all replicas, typed alike, and their gradients are means over the replicas; so is `beside`, a matrix
     that is used after the layers.
     """
     layout, after = current_layout(), None if beside is None else beside[...]
     if layout is not None and layout.sum_dtype is not None:
         return _through_summed_layers(body, x, layers, beside, layout, layout.sum_dtype, remat=remat)
-    body, indices = _rematerialized(body, remat), jnp.arange(jax.tree.leaves(layers)[0].shape[0])
+    body, indices = rematerialized(body, remat, in_scan=True), jnp.arange(jax.tree.leaves(layers)[0].shape[0])
     return lax.scan(lambda x, layer: (body(x, *layer), None), x, (layers, indices))[0], after
 
 
-def _rematerialized(body: Callable[..., Any], remat: bool) -> Callable[..., Any]:
+def rematerialized(body: Callable[..., Any], remat: Remat, *, in_scan: bool = False) -> Callable[..., Any]:
+    """`body`, of which the backward pass finds what `remat` keeps."""
+    if remat == "none":
+        return body
     # A scan already keeps XLA from merging the recomputation with the original; preventing CSE too costs time.
-    return jax.checkpoint(body, prevent_cse=False) if remat else body
+    return jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=not in_scan)
 
 
 @dataclass(frozen=True)
@@ -86,7 +113,7 @@ def _through_summed_layers(
     layout: Layout,
     dtype: DTypeLike,
     *,
-    remat: bool,
+    remat: Remat,
 ) -> tuple[jax.Array, jax.Array | None]:
     leaves, treedef = jax.tree.flatten(layers)
     last = leaves[0].shape[0] - 1
@@ -111,9 +138,9 @@ def _through_summed_layers(
         sent = _pieces_sent(row, pieces) if pieces is not None and row else []
         return (body(x, jax.tree.unflatten(treedef, used), index), carrier), sent
 
-    carry, sent = lax.scan(_rematerialized(turn, remat), (x, carrier), (jnp.arange(last), outlets, rows))
+    carry, sent = lax.scan(rematerialized(turn, remat, in_scan=True), (x, carrier), (jnp.arange(last), outlets, rows))
     # Outside of the scan XLA would merge the recomputation with the original: here it is prevented.
-    x = (jax.checkpoint(turn) if remat else turn)(carry, (last, [], []))[0][0]
+    x = rematerialized(turn, remat)(carry, (last, [], []))[0][0]
     if beside is None:
         return x, None
     after: Any = _matrix_in_use(lax.stop_gradient(beside[...]), sent, pieces)

@@ -20,12 +20,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jaxdl.collectives.shards import float32_product, sum_of_shards
 from jaxdl.precision import float32_matmul
 from jaxdl.sharding import Layout, current_layout
 
+PRODUCT = "product"
+"""The name, for `jax.checkpoint_policies`, of a product's result."""
 Pairs = tuple[tuple[int, int], ...]
 """The padding before and after each dimension of an image."""
 
@@ -41,10 +44,12 @@ def weight_product(
     """
     assert num_contracted == 1 or not float32_result, "logits are the product with a matrix"
     if kernel.dtype != x.dtype:
-        return _wide_product(x, kernel, num_contracted, jnp.dtype(jnp.float32) if float32_result else x.dtype)
-    if float32_result:
-        return float32_matmul(x, kernel)
-    return _narrow_product(x, kernel, num_contracted, jax.config.values["jax_default_matmul_precision"])
+        result = _wide_product(x, kernel, num_contracted, jnp.dtype(jnp.float32) if float32_result else x.dtype)
+    elif float32_result:
+        result = float32_matmul(x, kernel)
+    else:
+        result = _narrow_product(x, kernel, num_contracted, jax.config.values["jax_default_matmul_precision"])
+    return checkpoint_name(result, PRODUCT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))

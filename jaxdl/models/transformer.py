@@ -25,7 +25,7 @@ from jaxdl.models.cache import KeyValues, attend_cached, empty_cache, with_promp
 from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, dropout, folded
 from jaxdl.models.logits import Logits
-from jaxdl.models.loop import BESIDE_LOOP, through_layers
+from jaxdl.models.loop import BESIDE_LOOP, Remat, rematerialized, through_layers
 from jaxdl.models.products import add_bias
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
 
@@ -83,8 +83,9 @@ class Transformer(Model, kind="transformer"):
     divided by sqrt(2 num_layers) besides."""
     scan_layers: bool = True
     """Stack the layers' parameters and scan over them: compile time no longer grows with num_layers."""
-    remat: bool = False
-    """Recompute each block in the backward pass instead of storing its activations."""
+    remat: Remat = "none"
+    """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
+    (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""
 
     @pydantic.model_validator(mode="after")
     def _heads_fit(self) -> Transformer:
@@ -345,7 +346,7 @@ class TransformerModule(nnx.Module):
         for index in range(config.num_layers):
             graphdef, state = nnx.split(getattr(self, f"layer_{index}"))
             one = body(graphdef)
-            x = (jax.checkpoint(one, static_argnums=2) if config.remat else one)(x, state, index)
+            x = rematerialized(one, config.remat)(x, state, index)
         return x, None if head is None else head[...]
 
 

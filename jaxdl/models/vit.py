@@ -20,7 +20,7 @@ from jaxdl.config import ConfigError
 from jaxdl.models.blocks import LayerNorm
 from jaxdl.models.config import Model
 from jaxdl.models.layers import Head
-from jaxdl.models.loop import through_layers
+from jaxdl.models.loop import Remat, through_layers
 from jaxdl.models.products import add_bias, weight_product
 
 _SIZES = {"tiny": (12, 192, 3), "small": (12, 384, 6), "base": (12, 768, 12), "large": (24, 1024, 16)}
@@ -41,8 +41,9 @@ class ViT(Model, kind="vit"):
     """Blocks; None takes the size's."""
     norm_epsilon: float = pydantic.Field(default=1e-6, gt=0)
     """Added to the variance before the square root."""
-    remat: bool = False
-    """Recompute each block in the backward pass instead of storing its activations."""
+    remat: Remat = "none"
+    """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
+    (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""
 
     @property
     def blocks(self) -> int:
@@ -137,7 +138,8 @@ class ViTModule(nnx.Module):
         self.layers = stacked(rngs)
         self.final_norm = LayerNorm(embed, config.norm_epsilon, dtype=jnp.float32)
         self.head = Head(embed, num_classes, rngs, stddev=0.0, dtype=dtype)
-        self.patch, self.remat, self.dtype = patch, config.remat, dtype
+        self.remat: Remat = config.remat
+        self.patch, self.dtype = patch, dtype
 
     def __call__(self, image: jax.Array, *, train: bool) -> jax.Array:
         """Normalized image [batch, height, width, channel] -> logits, float32 [batch, num_classes].
