@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -179,7 +179,7 @@ class Attention(nnx.Module):
 
     def _placed(self, name: str, x: jax.Array, angles: Angles | None) -> jax.Array:
         """Queries or keys: normed, then rotated."""
-        made = linear(self, name, x)
+        made: Any = linear(self, name, x)
         if self.qk_norm_epsilon is not None:
             made = rms_norm(made, getattr(self, f"{name}_norm")[...], self.qk_norm_epsilon, made.dtype)
         return made if angles is None else rotate(made, angles)
