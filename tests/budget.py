@@ -27,6 +27,7 @@ BUDGETS = {
     "test_guard.py": 80,
     "test_update.py": 100,
     "test_parity.py": 100,
+    "test_decoder_parity.py": 120,
     "test_dawnbench.py": 110,
     "test_processes.py": 100,
     "test_exchange_state.py": 80,

@@ -27,7 +27,7 @@ from jaxdl.step import make_train_step
 
 LOOPED = TEXT.replaced(
     {
-        "model": Transformer(num_layers=3, embed_dim=32, num_heads=4, mlp_dim=64, remat="block"),
+        "model": Transformer(num_layers=3, embed_dim=32, num_heads=4, mlp_dim=64, remat="block", dropout=0.1),
         "optimizer": SGD(learning_rate=1000.0, momentum=0.0),
         "mesh": MeshConfig(replica=2, fsdp=2),
     }

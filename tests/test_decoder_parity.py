@@ -1,0 +1,180 @@
+"""Equal losses of decoders on every mesh: dense and chunked, dropout, packed documents; top-k against its oracle."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from exchange_oracle import Oracle
+from test_parity import losses_and_params
+
+from jaxdl.data import Source, Splits, SyntheticText, TrainLoader
+from jaxdl.exchange import TopK, by_name
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
+from jaxdl.models import Transformer
+from jaxdl.models.rotary import RopeScaling
+from jaxdl.optim import SGD, AdamW, Constant
+from jaxdl.run.build import exchanged_gradients, make_initial_state, make_plan
+from jaxdl.step import make_update
+from jaxdl.tasks import LanguageModelling
+
+NUM_STEPS = 10
+ALONE = MeshConfig(replica=1, fsdp=1, tensor=1)
+MESHES = {
+    "replica 8": MeshConfig(replica=8, fsdp=1, tensor=1),
+    "fsdp 8": MeshConfig(replica=1, fsdp=8, tensor=1),
+    "tensor 4 x fsdp 2": MeshConfig(replica=1, fsdp=2, tensor=4),
+    "replica 2 x fsdp 2 x tensor 2": MeshConfig(replica=2, fsdp=2, tensor=2),
+}
+
+
+class PackedRows(Source):
+    """Rows of another source, cut into three documents each, some with padding."""
+
+    def __init__(self, source):
+        self._source, self.spec = source, dataclasses.replace(source.spec, packed=True)
+
+    def __len__(self):
+        return len(self._source)
+
+    def batch(self, indices):
+        tokens = self._source.batch(indices)["tokens"]
+        at, row = np.arange(tokens.shape[1]), indices[:, None]
+        segments = 1 + (at >= 3 + row % 5) + (at >= 9 + row % 4)
+        return {"tokens": tokens, "segments": np.where(at < 17 - row % 3, segments, 0).astype(np.int32)}
+
+
+class PackedText(SyntheticText):
+    """`SyntheticText` in packed rows."""
+
+    def build(self):
+        return Splits(*map(PackedRows, (super().build().train, super().build().test)))
+
+
+GPT2 = Experiment(
+    data=SyntheticText(vocab_size=32, length=16, num_train=256, num_test=32),
+    model=Transformer(
+        num_layers=2,
+        embed_dim=32,
+        num_heads=4,
+        positions="learned",
+        max_length=16,
+        norm="layer",
+        mlp="gelu",
+        biases="all",
+        dropout=0.1,
+        attention_dropout=0.1,
+        init_stddev=0.02,
+    ),
+    task=LanguageModelling(),
+    optimizer=AdamW(learning_rate=2e-3),
+    schedule=Constant(),
+    batch_size=32,
+    steps=NUM_STEPS,
+    step={"microbatches": 2},
+)
+QWEN = Experiment(
+    data=PackedText(vocab_size=32, length=16, num_train=256, num_test=32),
+    model=Transformer(
+        num_layers=2,
+        embed_dim=32,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        mlp_dim=64,
+        qk_norm=True,
+        rope_scaling=RopeScaling(factor=2.0, original_length=64),
+        tied_embeddings=False,
+    ),
+    task=LanguageModelling(),
+    optimizer=AdamW(learning_rate=2e-3),
+    schedule=Constant(),
+    batch_size=32,
+    steps=NUM_STEPS,
+)
+FAMILIES = {"gpt2 with dropout": GPT2, "qwen3, packed": QWEN}
+
+
+@functools.cache
+def reference(family):
+    """Dense loss, one device."""
+    return losses_and_params(FAMILIES[family].replaced({"mesh": ALONE}))[0]
+
+
+IN_TURN = [("gpt2 with dropout", 8, "replica 2 x fsdp 2 x tensor 2"), ("qwen3, packed", 8, "tensor 4 x fsdp 2")]
+CASES = [(family, chunk, mesh) for family in FAMILIES for chunk in (None, 8) for mesh in MESHES]
+
+
+@pytest.mark.parametrize(
+    ("family", "chunk_tokens", "mesh"),
+    [pytest.param(*case, marks=[] if case in IN_TURN else [pytest.mark.slow]) for case in CASES],
+)
+def test_losses_are_equal_on_every_mesh(family, chunk_tokens, mesh):
+    expected = reference(family)
+    assert expected[-1] < 0.99 * expected[0], "ten steps should have learnt something, or equality proves nothing"
+    changes = {"mesh": MESHES[mesh], "task.chunk_tokens": chunk_tokens}
+    found, _ = losses_and_params(FAMILIES[family].replaced(changes))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_top_k_trains_as_its_oracle_does():
+    """On replica 2 x tensor 4, against gradients of one device that NumPy exchanges."""
+    mesh = MeshConfig(replica=2, fsdp=1, tensor=4)
+    top_k = TopK(density=0.05, method="exact", min_elements=100, wire="wide")
+    experiment = QWEN.replaced({"exchange": top_k, "mesh": mesh, "optimizer": SGD(learning_rate=0.5, momentum=0.9)})
+    found, _ = losses_and_params(experiment)
+    np.testing.assert_allclose(found, oracle_losses(experiment), rtol=1e-5)
+
+
+def oracle_losses(experiment):
+    plan = make_plan(experiment.replaced({"exchange": "dense", "mesh": ALONE}), jax.devices()[:1])
+    parts, state, replicas = plan.parts, make_initial_state(plan), experiment.mesh.replica
+    layout = exchanged_gradients(experiment, parts.data_spec, make_mesh(experiment.mesh)).layout
+    oracle = Oracle(
+        experiment.exchange,
+        shapes={name: x.shape for name, x in by_name(state.params).items()},
+        specs=layout.specs,
+        inner=layout.inner,
+        order=layout.order,
+        num_replicas=replicas,
+        stacked=layout.stacked,
+    )
+
+    @jax.jit
+    def gradient(params, batch, weight):
+        def loss(params):
+            outputs, _ = parts.network.apply(params, {}, *parts.task.inputs(batch, parts.data_spec), train=True)
+            return parts.task.sums(outputs, batch, train=True)["loss"] / weight
+
+        return jax.value_and_grad(loss)(params)
+
+    update, losses = make_update(parts), []
+    with TrainLoader(
+        plan.splits.train,
+        batch_size=experiment.batch_size,
+        seed=experiment.seed,
+        sharding=batch_sharding(parts.layout.mesh),
+        start=0,
+        num_steps=NUM_STEPS,
+    ) as loader:
+        for step, batch in enumerate(loader):
+            weight, size = parts.task.weight(batch), experiment.batch_size // replicas
+            own = [
+                gradient(state.params, {name: x[first : first + size] for name, x in batch.items()}, weight)
+                for first in range(0, experiment.batch_size, size)
+            ]
+            losses.append(sum(float(loss) for loss, _ in own))
+            of_replicas = jax.tree.map(
+                lambda *each: np.stack(each) * np.float32(replicas), *(grads for _, grads in own)
+            )
+            mean, _ = oracle.step(by_name(of_replicas), jax.random.key(step))
+            tree = jax.tree.unflatten(
+                jax.tree.structure(state.params), [jnp.asarray(mean[n]) for n in by_name(state.params)]
+            )
+            state = update(state, tree)
+            state = state.replace(step=state.step + 1)
+    return np.array(losses)
