@@ -3,10 +3,10 @@
 python -m jaxdl.data prepare --config configs/lm_gpt2_124m.py
 python -m jaxdl.train --config configs/lm_gpt2_124m.py --workdir runs/lm_gpt2_124m
 
-Source: llm.c, scripts/run_gpt2_124M.sh (A. Karpathy), whose rates and batch are those of GPT-3 Small (Brown et al., arXiv
-2005.14165, table 2.1 and appendix B): 18,865 steps of 524,288 tokens in windows of 1,024, AdamW at 0.0006 with 700 steps
-of warm-up and a cosine to 0, weight decay 0.1 on matrices, gradients clipped at norm 1, no dropout. Their cosine ends
-after the last step, and their vocabulary is padded to 50,304 rows.
+Source: llm.c, scripts/run_gpt2_124M.sh (A. Karpathy), with the rate and the batch of GPT-3 Small (Brown et al., arXiv
+2005.14165, table 2.1): 18,865 steps of 524,288 tokens in windows of 1,024, AdamW at 0.0006 with 700 steps of warm-up
+and a cosine to 0, weight decay 0.1 on matrices, gradients clipped at norm 1, no dropout. Their vocabulary is padded to
+50,304 rows.
 
 Data: the files of HuggingFaceFW/fineweb, sample/10BT, in data/fineweb; tokenizer.json and tokenizer_config.json of
 openai-community/gpt2 in data/gpt2.

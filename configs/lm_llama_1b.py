@@ -3,9 +3,9 @@
 python -m jaxdl.data prepare --config configs/lm_llama_1b.py
 python -m jaxdl.train --config configs/lm_llama_1b.py --workdir runs/lm_llama_1b
 
-Source: TinyLlama (Zhang et al., arXiv 2401.02385; github.com/jzhang38/TinyLlama): 22 layers of 2,048, 32 heads and 4 of
-keys, MLPs of 5,632; 1,430,512 steps of 2,097,152 tokens in windows of 2,048; AdamW at 0.0004 with 2,000 steps of warm-up
-and a cosine to a tenth, weight decay 0.1, gradients clipped at norm 1; seven parts of SlimPajama to three of
+Source: TinyLlama (Zhang et al., arXiv 2401.02385; github.com/jzhang38/TinyLlama): 22 layers of 2,048, 32 heads and 4
+of keys, MLPs of 5,632; 1,430,512 steps of 2,097,152 tokens in windows of 2,048; AdamW at 0.0004 with 2,000 steps of
+warm-up and a cosine to a tenth, weight decay 0.1, gradients clipped at norm 1; seven parts of SlimPajama to three of
 StarCoderData. The first 50,000 steps are 105 billion tokens: --max-steps 50000. For the shape of Llama 3.2 1B add
 --model llama3.2-1b.
 

@@ -23,7 +23,7 @@ from jaxdl.train import main
 
 ROOT = Path(__file__).parent.parent
 DIGITS = str(ROOT / "configs" / "digits.py")
-CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if path.stem != "imagenet_common")
+CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.py") if not path.stem.endswith("_common"))
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = [
     (path, name)

@@ -124,7 +124,7 @@ def test_losses_are_equal_on_every_mesh(family, chunk_tokens, mesh):
 def test_top_k_trains_as_its_oracle_does():
     """On replica 2 x tensor 4, against gradients of one device that NumPy exchanges."""
     mesh = MeshConfig(replica=2, fsdp=1, tensor=4)
-    top_k = TopK(density=0.05, method="exact", min_elements=100, wire="wide")
+    top_k = TopK(density=0.05, method="exact", min_elements=100, wire="plain")
     experiment = QWEN.replaced({"exchange": top_k, "mesh": mesh, "optimizer": SGD(learning_rate=0.5, momentum=0.9)})
     found, _ = losses_and_params(experiment)
     np.testing.assert_allclose(found, oracle_losses(experiment), rtol=1e-5)
