@@ -12,6 +12,7 @@ COMMANDS = {
     "train": ("jaxdl.train", "trains an experiment: --config FILE --workdir FOLDER"),
     "evaluate": ("jaxdl.evaluate.__main__", "evaluates a checkpoint of a run: --workdir FOLDER"),
     "export": ("jaxdl.export.__main__", "writes a trained network for other programs: --workdir FOLDER --to FOLDER"),
+    "convert": ("jaxdl.convert.__main__", "takes over checkpoints of Hugging Face, and writes them"),
     "sample": ("jaxdl.sample", "prints text from a trained language model"),
     "data": ("jaxdl.data.__main__", "prepares the data of an experiment before it trains"),
     "launch": ("jaxdl.launch.__main__", "starts several processes: on this machine, or by a job file for a cluster"),

@@ -12,11 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from jaxdl.checkpoint import Checkpoints, restore_mean
 from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
-from jaxdl.data import Codec, Data, Source, Splits, TextSpec, spec_from_json
+from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_from_json
 from jaxdl.errors import without_frames
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment, read_experiment
@@ -26,7 +27,8 @@ from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
 from jaxdl.run.inference import Inference, held_out, of_phase
 from jaxdl.runs import Which, check_run, check_which
-from jaxdl.state import TrainState
+from jaxdl.sharding import Params
+from jaxdl.state import ModelState
 from jaxdl.step import Parts
 
 
@@ -40,10 +42,21 @@ class Predictor(Inference):
       params, model_state: its parameters and batch statistics, see `jaxdl.run.inference.Inference`.
     """
 
-    def __init__(self, experiment: Experiment, parts: Parts, state: TrainState, step: int, workdir: Path) -> None:
-        super().__init__(parts, state.eval_params, state.model_state)
+    def __init__(
+        self, experiment: Experiment, parts: Parts, params: Params, model_state: ModelState, step: int, workdir: Path
+    ) -> None:
+        super().__init__(parts, params, model_state)
         self.experiment, self.step, self.workdir = experiment, step, workdir
         self._next_token = jax.jit(self._sampled_token)
+
+    def merged(self) -> Predictor:
+        """The same network without adapters, which are added to its matrices; itself if it has none."""
+        model, params = self.experiment.model.merged(self.params)
+        if model is self.experiment.model:
+            return self
+        experiment = self.experiment.replaced({"model": model})
+        parts = _parts(experiment, self.parts.data_spec, self.parts.layout.mesh)
+        return Predictor(experiment, parts, params, self.model_state, self.step, self.workdir)
 
     def evaluate(
         self, data: Data | Splits | Source | None = None, *, batch_size: int | None = None
@@ -144,8 +157,7 @@ def restore(
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)
     found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
-    # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
-    parts = make_parts(experiment, spec, found, make_timeline(1, 1, epochs=None, steps=2**31 - 1))
+    parts = _parts(experiment, spec, found)
     checkpoints = Checkpoints(
         folder,
         experiment.checkpoint,
@@ -163,4 +175,11 @@ def restore(
         raise ConfigError(f"{workdir}: the run has no checkpoint yet.")
     for damaged in restored.damaged:
         warnings.warn(f"{damaged}; {step_folder(restored.step)} is used", stacklevel=2)
-    return Predictor(experiment, parts, restored.state, restored.step, folder)
+    state = restored.state
+    return Predictor(experiment, parts, state.eval_params, state.model_state, restored.step, folder)
+
+
+def _parts(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Parts:
+    """The parts of a network that only predicts."""
+    # How long the run was plays no part in prediction; no schedule's warm-up is longer than this.
+    return make_parts(experiment, spec, mesh, make_timeline(1, 1, epochs=None, steps=2**31 - 1))

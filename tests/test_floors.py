@@ -32,14 +32,14 @@ FLOORS = [
     {"experiment"},
     {"run"},
     {"predictor", "launch", "completion"},
-    {"sample", "bench", "command", "evaluate", "export"},
+    {"sample", "bench", "command", "evaluate", "export", "convert"},
     {"train", "testing"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
-TOUCH_THE_DISK = {"lease", "run", "report", "checkpoint", "launch", "data", "export"}
+TOUCH_THE_DISK = {"lease", "run", "report", "checkpoint", "launch", "data", "export", "convert"}
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/trace.py",
 }  # fmt: skip

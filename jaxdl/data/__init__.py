@@ -12,6 +12,7 @@ worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s,
 
 from jaxdl.data.arrays import Arrays
 from jaxdl.data.codec import Codec
+from jaxdl.data.converted import Converted
 from jaxdl.data.corpus import Documents, Mixture
 from jaxdl.data.digits import Digits
 from jaxdl.data.folder import ImageFolder
@@ -32,6 +33,7 @@ __all__ = [
     "Batches",
     "Cache",
     "Codec",
+    "Converted",
     "Data",
     "DataSpec",
     "Digits",

@@ -202,6 +202,8 @@ class Codec:
         self._encoder: Any = kind(tokenizer)  # pyright: ignore[reportArgumentType]
         self.kind: str = kind.kind
         """Which kind it is: "bytes", "tokenizers" or "sentencepiece"."""
+        self.tokenizer = tokenizer
+        """What it was made of."""
         self.is_bytes = tokenizer is None
         self.pad: int | None = self._encoder.pad
         """The number of the token for padding, None where the tokenizer has none."""

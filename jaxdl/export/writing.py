@@ -38,7 +38,7 @@ def export(
     the function takes, None any. Raises ConfigError when there is no such checkpoint, when the folder cannot be
     written, or when the function cannot be exported.
     """
-    predictor, folder = restore(workdir, step=step, average=average), Path(folder)
+    predictor, folder = restore(workdir, step=step, average=average).merged(), Path(folder)
     contents: dict[str, bytes] = {}
     if "safetensors" in formats:
         contents["safetensors"] = parameter_file(predictor)

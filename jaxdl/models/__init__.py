@@ -7,11 +7,13 @@ arrays.
 """
 
 from jaxdl.models.config import Model
+from jaxdl.models.lora import LoRA
 from jaxdl.models.network import Network
 from jaxdl.models.own import FromFunctions, FromModule
 from jaxdl.models.plain import VGG, AlexNet
 from jaxdl.models.presets import preset
 from jaxdl.models.resnet import ResNet
+from jaxdl.models.rotary import RopeScaling
 from jaxdl.models.transformer import Transformer
 from jaxdl.models.vit import ViT
 
@@ -20,9 +22,11 @@ __all__ = [
     "AlexNet",
     "FromFunctions",
     "FromModule",
+    "LoRA",
     "Model",
     "Network",
     "ResNet",
+    "RopeScaling",
     "Transformer",
     "ViT",
     "preset",

@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jaxdl import sharding
 from jaxdl.models.attention import attend
 from jaxdl.models.elementwise import layer_norm, rms_norm, swiglu
+from jaxdl.models.lora import adapted
 from jaxdl.models.products import add_bias, weight_product
 from jaxdl.models.rotary import Angles, rotate
 
@@ -47,12 +48,14 @@ class Init:
 
 
 def linear(module: nnx.Module, name: str, x: jax.Array, num_contracted: int = 1) -> jax.Array:
-    """`x` by the kernel `name` of a module, plus its bias `<name>_bias` where there is one, in the dtype of `x`.
+    """`x` by the kernel `name` of a module, plus its adapter and its bias `<name>_bias` where there are, like `x`.
 
     `num_contracted` dimensions of `x`, and of the kernel, are contracted; a bias has one dimension for all features.
     """
     kernel, bias = getattr(module, name)[...], getattr(module, f"{name}_bias", None)
     product = weight_product(x, kernel, num_contracted=num_contracted)
+    adapter = adapted(module, name, x, num_contracted)
+    product = product if adapter is None else product + adapter
     return product if bias is None else add_bias(product, bias[...].reshape(kernel.shape[num_contracted:]))
 
 

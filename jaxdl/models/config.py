@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxdl.errors import ConfigError
 from jaxdl.kinds import Choice
 from jaxdl.models.network import Network
+from jaxdl.sharding import Params
 from jaxdl.user_code import taken, user_code
 
 
@@ -56,6 +57,15 @@ class Model(Choice):
         """Lines for the user about how the network is computed on this mesh in this dtype: none."""
         del mesh, dtype
         return ()
+
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """Patterns of the parameters that are trained, the others being frozen; none means all."""
+        return ()
+
+    def merged(self, params: Params) -> tuple[Self, Params]:
+        """The model, and its parameters, without what is only of use in training; it computes the same."""
+        return self, params
 
     @abc.abstractmethod
     def build(self, *args: Any, **sizes: Any) -> Callable[[nnx.Rngs], nnx.Module]:

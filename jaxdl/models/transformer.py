@@ -26,8 +26,10 @@ from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, dropout, folded
 from jaxdl.models.logits import Logits
 from jaxdl.models.loop import BESIDE_LOOP, Remat, rematerialized, through_layers
+from jaxdl.models.lora import LoRA
 from jaxdl.models.products import add_bias
 from jaxdl.models.rotary import Angles, RopeScaling, positions_of, rotary_angles
+from jaxdl.sharding import Params
 
 _TABLE_STDDEV = 0.02
 _POSITIONS_STDDEV = 0.01
@@ -74,6 +76,8 @@ class Transformer(Model, kind="transformer"):
     """Each token attends to itself and the window - 1 tokens before it; None: to all before it."""
     tied_embeddings: bool = True
     """Use the embedding table as the output layer too."""
+    vocab_size: int | None = pydantic.Field(default=None, ge=1)
+    """Rows of the embedding table, at least as many as the data has tokens; None takes that many."""
     dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
     """In training, the share of the embedding's numbers, and of those that each branch adds, that become 0."""
     attention_dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
@@ -86,6 +90,8 @@ class Transformer(Model, kind="transformer"):
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
     (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""
+    lora: LoRA = pydantic.Field(default=LoRA(), exclude_if=lambda value: not value.rank)
+    """Low-rank adapters, to fine-tune a network (`--init-from`) of which all else is frozen."""
 
     @pydantic.model_validator(mode="after")
     def _heads_fit(self) -> Transformer:
@@ -141,6 +147,15 @@ class Transformer(Model, kind="transformer"):
         limited = self.positions == "learned" or self.window is None or self.window > length
         return super().context(length) if limited else None
 
+    @property
+    def trained(self) -> tuple[str, ...]:
+        """See `Model.trained`: with adapters these alone."""
+        return self.lora.trained
+
+    def merged(self, params: Params) -> tuple[Transformer, Params]:
+        """See `Model.merged`: the matrices with their adapters added."""
+        return (self.replaced({"lora": LoRA()}), self.lora.merged(params)) if self.lora.rank else (self, params)
+
     def remarks(self, mesh: Mesh, dtype: DTypeLike) -> tuple[str, ...]:
         """The kernel of attention, but not of a class of the user's, which may have another."""
         if self.users_name:
@@ -148,8 +163,17 @@ class Transformer(Model, kind="transformer"):
         return attention_remarks(mesh, dtype, self.head_dim, window=self.window, dropout=self.attention_dropout)
 
     def build(self, *, vocab_size: int, dtype: DTypeLike) -> Callable[[nnx.Rngs], nnx.Module]:
-        """A function that makes the `TransformerModule` from random keys (stream `params`); it computes in `dtype`."""
-        return lambda rngs: TransformerModule(self, rngs, vocab_size=vocab_size, dtype=dtype)
+        """A function that makes the `TransformerModule` from random keys (stream `params`); it computes in `dtype`.
+
+        Raises ConfigError when the embedding table has fewer rows than there are tokens.
+        """
+        rows = vocab_size if self.vocab_size is None else self.vocab_size
+        if rows < vocab_size:
+            raise ConfigError(
+                f"--model.vocab-size {rows}: the data has {vocab_size} tokens. Give at least as many rows, or None; or "
+                "the tokenizer of the network."
+            )
+        return lambda rngs: TransformerModule(self, rngs, vocab_size=rows, dtype=dtype)
 
 
 Mix = Callable[[jax.Array, KeyValues], tuple[jax.Array, KeyValues]]
@@ -180,6 +204,7 @@ class Block(nnx.Module):
         biases = config.biases == "all"
         self.mlp = MLP(rngs, config.mlp, embed_dim=embed, hidden_dim=config.hidden_dim, biases=biases, init=init)
         self.dropout = config.dropout
+        config.lora.add(self, rngs)
 
     def __call__(
         self,

@@ -41,16 +41,22 @@ EVERYTHING = Trainable()
 """No parameter is frozen."""
 
 
-def make_trainable(patterns: Sequence[str], params: Params) -> Trainable:
-    """Freezes the parameters that a pattern selects; `params` may be shape structs.
+def make_trainable(patterns: Sequence[str], params: Params, only: Sequence[str] = ()) -> Trainable:
+    """Freezes the parameters that a pattern selects, and those that none of `only` selects, if it has any.
+
+    `params` may be shape structs.
 
     Raises ConfigError for a pattern that selects none, and when none would be trained.
     """
-    if not patterns:
+    if not patterns and not only:
         return EVERYTHING
     names = param_names(params)
     check_patterns(patterns, names, "--step.freeze")
-    flags = tuple(not any(matches(name, pattern) for pattern in patterns) for name in names)
+    flags = tuple(
+        not any(matches(name, pattern) for pattern in patterns)
+        and (not only or any(matches(name, pattern) for pattern in only))
+        for name in names
+    )
     if not any(flags):
         raise ConfigError(
             f"--step.freeze {' '.join(patterns)}: all {len(names)} parameters would be frozen, so nothing would be "

@@ -11,7 +11,6 @@ from jax.sharding import Mesh
 
 from jaxdl.config import Config
 from jaxdl.mesh import Axis, batch_ways
-from jaxdl.optim import param_names
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.report.lines import format_number
 
@@ -74,10 +73,14 @@ def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
         "model",
         f"{describe_config(experiment.model)}: {sum(sizes):,} parameters ({readable_bytes(4 * sum(sizes))} in float32)",
     )
-    if experiment.step.freeze:
-        names, trained = param_names(parts.network.param_shapes), parts.trainable.of(parts.network.param_shapes)
-        left = [math.prod(leaf.shape) for leaf in jax.tree.leaves(trained)]
-        yield "frozen", f"{len(names) - len(left):,} of {len(names):,} arrays, {sum(sizes) - sum(left):,} parameters"
+    left = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.trainable.of(parts.network.param_shapes))]
+    if len(left) < len(sizes):
+        state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(parts.state_spec.shapes.opt_state))
+        yield (
+            "trained",
+            f"{len(left):,} of {len(sizes):,} arrays, {sum(left):,} of {sum(sizes):,} parameters (the others are "
+            f"frozen); optimizer state {state:,} bytes",
+        )
     objective = parts.task.objective
     if objective:
         yield "loss", f'{objective} in training, reported as "objective"; without it in evaluations'

@@ -36,7 +36,7 @@ from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.kinds import without_source
 from jaxdl.mesh import Axis, Device, batch_sharding, batch_ways, make_mesh, platform
 from jaxdl.models import Network
-from jaxdl.optim import Rates, check_average, make_optimizer, make_trainable
+from jaxdl.optim import Rates, Trainable, check_average, make_optimizer, make_trainable
 from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
 from jaxdl.run.initial import Initial
@@ -192,7 +192,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
     task = fitted_task(experiment.task, spec, _outputs(experiment, network, spec))
     check_network(experiment, network, spec, mesh.shape[Axis.REPLICA])
     check_tensor_dims(experiment.sharding, network)
-    trainable = make_trainable(experiment.step.freeze, network.param_shapes)
+    trainable = _trainable(experiment, network)
     optimizer = make_optimizer(experiment.optimizer, *_trained(experiment, network))
     layout = Layout(experiment.sharding, mesh)
     exchange = _make_exchange(experiment, network, spec, layout)
@@ -307,9 +307,13 @@ def _make_exchange(experiment: Experiment, network: Network, spec: DataSpec, lay
     return config.build_single_replica(gradients) if num_replicas == 1 else config.build(gradients)
 
 
+def _trainable(experiment: Experiment, network: Network) -> Trainable:
+    return make_trainable(experiment.step.freeze, network.param_shapes, experiment.model.trained)
+
+
 def _trained(experiment: Experiment, network: Network) -> tuple[LogicalAxes, Params]:
     """The logical axes and the shapes of the parameters that have gradients."""
-    trainable = make_trainable(experiment.step.freeze, network.param_shapes)
+    trainable = _trainable(experiment, network)
     return trainable.of(network.axes), trainable.of(network.param_shapes)
 
 

@@ -1,0 +1,172 @@
+"""A checkpoint of Hugging Face in a folder, checked against its config, whose parameters can be read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdl.config import one_message
+from jaxdl.convert import HF_CONFIG, gpt2, llama  # noqa: F401  (these two register their layouts)
+from jaxdl.convert.layouts import HFLayout, Tensor, layout_of
+from jaxdl.convert.tensors import Stored, stored_tensors
+from jaxdl.errors import ConfigError
+from jaxdl.models import Transformer
+
+_SHOWN = 3
+"""How many names a message has."""
+Progress = Callable[[int, int], None]
+"""Called with the bytes that are done, and all of them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor of a checkpoint, and the parameters of the network that it holds."""
+
+    name: str
+    tensor: Tensor
+    paths: tuple[tuple[str, ...], ...]
+    """The path of each parameter in the network's."""
+    layer: int | None
+    """Its layer, where the parameters are stacked over layers."""
+    shapes: tuple[tuple[int, ...], ...]
+    """The shapes of the parameters, of one layer."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the tensor."""
+        return self.tensor.shape(self.shapes)
+
+
+def places(layout: HFLayout, model: Transformer, params: Mapping[str, Any]) -> Iterator[Place]:
+    """Every tensor of a model, in the order of its layers; `params` are its parameters, or their shapes."""
+    every = list(layout.tensors(model))
+    first = next(number for number, one in enumerate(every) if one.in_layers)
+    last = next(number for number, one in enumerate(every) if number > first and not one.in_layers)
+
+    def place(tensor: Tensor, layer: int | None) -> Place:
+        stacked = layer is not None and model.scan_layers
+        head = () if layer is None else ("layers",) if stacked else (f"layer_{layer}",)
+        paths = tuple((*head, *name.split("/")) for name in tensor.params)
+        shapes = tuple(tuple(at(params, path).shape)[stacked:] for path in paths)
+        return Place(tensor.name.format(layer), tensor, paths, layer if stacked else None, shapes)
+
+    yield from (place(one, None) for one in every[:first])
+    for layer in range(model.num_layers):
+        yield from (place(one, layer) for one in every[first:last])
+    yield from (place(one, None) for one in every[last:])
+
+
+def at(tree: Any, path: tuple[str, ...]) -> Any:
+    """The leaf of nested dictionaries at a path."""
+    for name in path:
+        tree = tree[name]
+    return tree
+
+
+class Checkpoint:
+    """A checkpoint of Hugging Face; its tensors are read when `params` is called.
+
+    Attributes:
+      config: the content of its config.json.
+      layout: its layout.
+      model: the model that computes what it does.
+      vocab_size: rows of its embedding table.
+      length: how many tokens the network can read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ConfigError for a folder without a whole checkpoint, and for a network that jaxdl cannot compute."""
+        self.folder, self.config = folder, _config(folder)
+        where = str(folder / HF_CONFIG)
+        self.layout = layout_of(self.config, where)
+        try:
+            with one_message():
+                self.model = self.layout.model(self.config)
+            self.vocab_size, self.length = int(self.config["vocab_size"]), self.layout.length(self.config)
+        except KeyError as error:
+            raise ConfigError(f"{where}: it has no {error}. Fetch the file again.") from None
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None
+        self._stored = stored_tensors(folder)
+
+    def params(self, shapes: Mapping[str, Any], progress: Progress = lambda done, every: None) -> dict[str, Any]:
+        """The parameters, float32, of the network whose parameters have these shapes; one array at a time is copied.
+
+        Raises ConfigError, with all names, for tensors that are missing, unexpected or of another shape.
+        """
+        found = list(places(self.layout, self.model, shapes))
+        stored = _matched(self.folder, found, self._stored, self.layout)
+        return _params(shapes, found, stored, progress)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    path = folder / HF_CONFIG
+    try:
+        found = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}. Give the folder of a checkpoint of Hugging Face.") from None
+    except ValueError:
+        raise ConfigError(f"{path}: not JSON. Fetch the file again.") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: not the config of a checkpoint. Fetch the file again.")
+    return found
+
+
+def _matched(folder: Path, found: list[Place], stored: Mapping[str, Stored], layout: HFLayout) -> dict[str, Stored]:
+    """Name of each tensor -> where it is. Raises ConfigError, with all names, for missing, unexpected or other ones."""
+    prefix = layout.prefix
+    full = any(name.startswith(prefix) for name in stored)  # Older files lack it.
+    there = stored if full else {name if name == "lm_head.weight" else prefix + name: x for name, x in stored.items()}
+    wanted = {one.name: one for one in found}
+    tied = {"lm_head.weight"} - wanted.keys()  # The embedding again, or the name of one that is shared.
+    unexpected = [
+        name for name in there if name not in wanted and name not in tied and not name.endswith(layout.ignored)
+    ]
+    missing = [name for name in wanted if name not in there]
+    other = [
+        f"{name} is {list(there[name].shape)}, and {list(one.shape)} by its config"
+        for name, one in wanted.items()
+        if name in there and there[name].shape != one.shape
+    ]
+    problems = [
+        f"{what}: {', '.join(names[:_SHOWN])}{f' and {len(names) - _SHOWN} more' if len(names) > _SHOWN else ''}"
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("of another shape", other))
+        if names
+    ]
+    if problems:
+        raise ConfigError(
+            f"{folder}: its tensors are not those of {layout.model_type} by its config.json. {'; '.join(problems)}."
+        )
+    return {name: there[name] for name in wanted}
+
+
+def _params(
+    shapes: Mapping[str, Any], found: list[Place], stored: Mapping[str, Stored], progress: Progress
+) -> dict[str, Any]:
+    """The parameters, float32: each array is made when its last tensor has been read."""
+    every = sum(int(np.prod(one.shape)) for one in found)
+    left = {path: sum(path in one.paths for one in found) for one in found for path in one.paths}
+    half: dict[tuple[str, ...], np.ndarray] = {}
+    params: dict[str, Any] = {}
+    device, done = jax.devices()[0], 0
+    # By parameter, not by layer, so that one stacked array at a time is incomplete.
+    for one in sorted(found, key=lambda one: one.paths):
+        for path, x in zip(one.paths, one.tensor.to_params(stored[one.name].read(), one.shapes), strict=True):
+            shape = at(shapes, path).shape
+            array = half.setdefault(path, np.empty(shape, np.float32))
+            array[... if one.layer is None else one.layer] = x
+            left[path] -= 1
+            if not left[path]:
+                inner = params
+                for name in path[:-1]:
+                    inner = inner.setdefault(name, {})
+                inner[path[-1]] = jax.device_put(half.pop(path), device)
+        done += int(np.prod(one.shape))
+        progress(done, every)
+    return jax.tree.map(lambda shape, x: x, shapes, params)

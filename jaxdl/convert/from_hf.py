@@ -1,0 +1,95 @@
+"""Makes a workdir of a checkpoint of Hugging Face."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdl.checkpoint import CheckpointConfig, Checkpoints, Earlier
+from jaxdl.cluster import start_devices
+from jaxdl.convert.checkpoint import Checkpoint, Progress
+from jaxdl.convert.special import keep_tokenizer
+from jaxdl.data import Codec, Converted, TextSpec
+from jaxdl.errors import ConfigError
+from jaxdl.experiment import Experiment, identity
+from jaxdl.mesh import MeshConfig, make_mesh
+from jaxdl.models import Transformer
+from jaxdl.optim import SGD, Constant
+from jaxdl.phases import make_timeline
+from jaxdl.run.build import make_parts
+from jaxdl.run.workdir import check_workdir, claim_workdir, keep_spec, make_lease, take_lease
+from jaxdl.runs import has_checkpoint
+from jaxdl.state import TrainState
+from jaxdl.step import Parts
+from jaxdl.tasks import LanguageModelling
+
+
+def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progress = lambda done, every: None) -> str:
+    """Makes a workdir, with a checkpoint of step 0, of the checkpoint in a folder; returns a text on what was made.
+
+    Parameters become float32. `length` is how many tokens the network reads, by default all that it can. Raises
+    ConfigError for what cannot be converted, and for a workdir with a run.
+    """
+    found = Checkpoint(folder)
+    if length is not None and not 0 < length <= found.length:
+        raise ConfigError(f"--length {length}: the network reads 1 to {found.length} tokens.")
+    if check_workdir(workdir) and has_checkpoint(workdir):
+        raise ConfigError(f"{workdir}: there is a run in this folder already. Choose another one.")
+    with contextlib.suppress(ConfigError):  # In a program that runs on other devices these will do.
+        start_devices(MeshConfig(cpu_devices=1))
+    lease = make_lease(workdir)
+    take_lease(lease)
+    try:
+        tokenizer = keep_tokenizer(folder, found.config, workdir)
+        vocab_size = found.vocab_size if tokenizer is None else Codec(tokenizer).vocab_size
+        spec = TextSpec(vocab_size=vocab_size, length=length or found.length, bytes_per_token=1.0)
+        experiment = _experiment(found.model, tokenizer)
+        mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
+        parts = make_parts(experiment, spec, mesh, make_timeline(1, 1, epochs=None, steps=1))
+        params = found.params(parts.network.param_shapes, progress)
+        claim_workdir(workdir, experiment, identity)
+        keep_spec(workdir, spec)
+        _save(workdir, parts, _state(parts, params))
+    except OSError as error:
+        raise ConfigError(f"{workdir}: {error.strerror}. Choose a folder with room that can be written.") from None
+    finally:
+        lease.release()
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.network.param_shapes))
+    text = f"{folder} is now the run {workdir}: {found.layout.model_type}, {count:,} parameters"
+    return text if tokenizer else f"{text}; the checkpoint has no tokenizer.json or tokenizer.model"
+
+
+def _experiment(model: Transformer, tokenizer: str | None) -> Experiment:
+    """The experiment of a converted run, whose optimizer keeps nothing."""
+    return Experiment(
+        model=model,
+        data=Converted(tokenizer=tokenizer),
+        task=LanguageModelling(),
+        optimizer=SGD(momentum=0),
+        schedule=Constant(),
+        steps=1,
+    )
+
+
+def _state(parts: Parts, params: dict[str, Any]) -> TrainState:
+    """The train state of step 0 with these parameters; the optimizer keeps no array of their size."""
+    fresh = jax.jit(lambda: parts.state_spec.init(jax.random.key(0)).replace(params={}))()
+    placed = jax.tree.map(jax.device_put, params, parts.state_spec.shardings.params)
+    return fresh.replace(params=placed, step=jnp.int32(0))
+
+
+def _save(workdir: Path, parts: Parts, state: TrainState) -> None:
+    task = parts.task
+    found = Checkpoints(workdir, CheckpointConfig(), best_metric=task.best_metric, best_mode=task.best_mode)
+    with contextlib.closing(found):
+        found.save(state, 0, evaluated_step=-1, metrics=None)
+        found.wait()
+        notes = found.take_notes()
+    if notes or not has_checkpoint(workdir):
+        raise ConfigError(f"{workdir}: {' '.join(notes)}. Free some space, or choose another folder.")
+    Earlier(workdir).mark(0)

@@ -1,0 +1,146 @@
+"""The layouts of the Llama family: weights [out, in], rotary positions, RMSNorm, SwiGLU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from jaxdl.convert.layouts import HFLayout, Tensor
+from jaxdl.convert.settings import Settings, rope_fields, rope_scaling
+from jaxdl.models import Transformer
+
+
+class Llama(HFLayout):
+    """Llama 2 and 3; the others of its family derive from it."""
+
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    prefix = "model."
+    ignored = (".rotary_emb.inv_freq",)
+    biases: ClassVar[str] = "none"
+    qk_norm: ClassVar[bool] = False
+    head_size: ClassVar[int | None] = None
+    """The size of a head where a config has none; None: hidden_size / num_attention_heads."""
+
+    def model(self, config: Mapping[str, Any]) -> Transformer:
+        """See `HFLayout.model`."""
+        settings = Settings(config)
+        settings.must("hidden_act", "silu", missing="silu")
+        settings.must("attention_bias", False, missing=False)
+        settings.must("mlp_bias", False, missing=False)
+        theta, scaling = rope_scaling(config)
+        heads = config["num_attention_heads"]
+        own = config["hidden_size"] // heads
+        head_size = config.get("head_dim") or self.head_size or own
+        return settings.transformer(
+            num_layers=config["num_hidden_layers"],
+            embed_dim=config["hidden_size"],
+            num_heads=heads,
+            num_kv_heads=config.get("num_key_value_heads") or heads,
+            head_size=head_size,
+            mlp_dim=config["intermediate_size"],
+            tied_embeddings=config.get("tie_word_embeddings", False),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_epsilon=config.get("rms_norm_eps", 1e-6),
+            biases=self.biases,
+            qk_norm=self.qk_norm,
+            window=self.window(config),
+            attention_dropout=config.get("attention_dropout") or 0.0,
+        )
+
+    def window(self, config: Mapping[str, Any]) -> int | None:
+        """How many tokens a token sees; None for all before it."""
+        del config
+        return None
+
+    def config(self, model: Transformer, length: int) -> dict[str, Any]:
+        """See `HFLayout.config`."""
+        return {
+            "num_hidden_layers": model.num_layers,
+            "hidden_size": model.embed_dim,
+            "num_attention_heads": model.num_heads,
+            "num_key_value_heads": model.kv_heads,
+            "head_dim": model.head_dim,
+            "intermediate_size": model.hidden_dim,
+            "hidden_act": "silu",
+            "rms_norm_eps": model.norm_epsilon,
+            "tie_word_embeddings": model.tied_embeddings,
+            "max_position_embeddings": length,
+            "attention_bias": False,
+            "attention_dropout": model.attention_dropout,
+            **rope_fields(model),
+        }
+
+    def tensors(self, model: Transformer) -> Iterator[Tensor]:
+        """See `HFLayout.tensors`."""
+        block, attention = "model.layers.{}.", "model.layers.{}.self_attn."
+        yield Tensor("model.embed_tokens.weight", ("embedding",), 1)
+        yield Tensor(f"{block}input_layernorm.weight", ("attention_norm/scale",), 0)
+        for there, here in (("q", "query"), ("k", "key"), ("v", "value")):
+            yield Tensor(f"{attention}{there}_proj.weight", (f"attention/{here}",), 1, transposed=True)
+            if self.biases == "qkv":
+                yield Tensor(f"{attention}{there}_proj.bias", (f"attention/{here}_bias",), 0)
+        if self.qk_norm:
+            yield Tensor(f"{attention}q_norm.weight", ("attention/query_norm",), 0)
+            yield Tensor(f"{attention}k_norm.weight", ("attention/key_norm",), 0)
+        yield Tensor(f"{attention}o_proj.weight", ("attention/out",), 2, transposed=True)
+        yield Tensor(f"{block}post_attention_layernorm.weight", ("mlp_norm/scale",), 0)
+        for name in ("gate", "up", "down"):
+            yield Tensor(f"{block}mlp.{name}_proj.weight", (f"mlp/{name}",), 1, transposed=True)
+        yield Tensor("model.norm.weight", ("final_norm/scale",), 0)
+        if not model.tied_embeddings:
+            yield Tensor("lm_head.weight", ("head",), 1, transposed=True)
+
+    def length(self, config: Mapping[str, Any]) -> int:
+        """See `HFLayout.length`."""
+        return config.get("max_position_embeddings", 2048)
+
+
+class Mistral(Llama):
+    """Mistral: a window of attention."""
+
+    model_type = "mistral"
+    architecture = "MistralForCausalLM"
+
+    def window(self, config: Mapping[str, Any]) -> int | None:
+        """See `Llama.window`."""
+        return config.get("sliding_window")
+
+    def config(self, model: Transformer, length: int) -> dict[str, Any]:
+        """See `HFLayout.config`."""
+        return super().config(model, length) | {"sliding_window": model.window}
+
+
+class Qwen2(Llama):
+    """Qwen 2 and 2.5: biases of queries, keys and values."""
+
+    model_type = "qwen2"
+    architecture = "Qwen2ForCausalLM"
+    biases = "qkv"
+
+    def window(self, config: Mapping[str, Any]) -> int | None:
+        """See `Llama.window`: one for all layers, or none."""
+        settings = Settings(config)
+        window = config.get("sliding_window") if config.get("use_sliding_window") else None
+        if window is None:
+            return None
+        types = config.get("layer_types") or (["full_attention"] if config.get("max_window_layers", 0) else [])
+        settings.refuse_if("full_attention" in types, "use_sliding_window", "in some layers alone is not converted")
+        return window
+
+    def config(self, model: Transformer, length: int) -> dict[str, Any]:
+        """See `HFLayout.config`."""
+        window = {"sliding_window": model.window, "use_sliding_window": model.window is not None}
+        kind = "full_attention" if model.window is None else "sliding_attention"
+        return super().config(model, length) | window | {"layer_types": [kind] * model.num_layers}
+
+
+class Qwen3(Qwen2):
+    """Qwen 3: RMSNorm of queries and keys, no biases."""
+
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    biases = "none"
+    qk_norm = True
+    head_size = 128

@@ -1,0 +1,74 @@
+"""Reads and writes the settings of a config.json of Hugging Face, in the forms of transformers 4 and 5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxdl.errors import ConfigError
+from jaxdl.models import RopeScaling, Transformer
+
+_FORMS = {"linear": "linear", "llama3": "llama3"}
+"""The kinds of rope scaling that jaxdl computes, by their names there."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A config.json that is checked while it is read."""
+
+    config: Mapping[str, Any]
+
+    def must(self, name: str, *allowed: Any, missing: Any) -> None:
+        """Raises ConfigError unless a setting has one of the allowed values; `missing` is that of one not there."""
+        value = self.config.get(name, missing)
+        self.refuse_if(value not in allowed, name, f"is not converted, only {' or '.join(map(repr, allowed))}")
+
+    def refuse_if(self, bad: bool, name: str, why: str) -> None:
+        """Raises ConfigError for a setting that is bad."""
+        if bad:
+            raise ConfigError(f"{name} = {self.config.get(name)!r} {why}: jaxdl's Transformer computes nothing else.")
+
+    def transformer(self, **fields: Any) -> Transformer:
+        """The model with these fields and the vocabulary of the config."""
+        return Transformer(**fields, vocab_size=self.config.get("vocab_size"))
+
+
+def rope_scaling(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    """(theta, how wavelengths are stretched) of a config.json. Raises ConfigError for what jaxdl does not compute."""
+    old = config.get("rope_scaling")
+    found = config.get("rope_parameters") or old or {}
+    theta = found.get("rope_theta", config.get("rope_theta", 10_000.0))
+    kind = found.get("rope_type", found.get("type", "default"))
+    if found.get("partial_rotary_factor", config.get("partial_rotary_factor", 1)) != 1:
+        raise ConfigError("partial_rotary_factor is not converted: jaxdl rotates whole heads.")
+    if kind == "default":
+        return theta, None
+    if kind not in _FORMS:
+        raise ConfigError(f"rope_type = {kind!r} is not converted, only default, {', '.join(_FORMS)}.")
+    values: dict[str, Any] = {"form": _FORMS[kind], "factor": found["factor"]}
+    if kind == "llama3":
+        values |= {name: found[name] for name in ("low_freq_factor", "high_freq_factor")}
+        values["original_length"] = found["original_max_position_embeddings"]
+    return theta, RopeScaling(**values)
+
+
+def rope_fields(model: Transformer) -> dict[str, Any]:
+    """The settings of rotary positions: `rope_parameters` of transformers 5, the others of transformers 4."""
+    scaling = model.rope_scaling
+    if scaling is None:
+        found: dict[str, Any] = {"rope_type": "default"}
+    else:
+        found = {"rope_type": scaling.form, "factor": scaling.factor}
+    if scaling is not None and scaling.form == "llama3":
+        found |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_length,
+        }
+    old = None if scaling is None else found
+    return {
+        "rope_theta": model.rope_theta,
+        "rope_scaling": old,
+        "rope_parameters": found | {"rope_theta": model.rope_theta},
+    }

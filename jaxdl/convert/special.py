@@ -1,0 +1,91 @@
+"""The files of a tokenizer, and the numbers of its special tokens, on their way from and to Hugging Face."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxdl.data import Codec
+from jaxdl.errors import ConfigError
+
+FOLDER = "tokenizer"
+"""The folder of a converted workdir that has them."""
+JSON, SENTENCEPIECE, GENERATION = "tokenizer.json", "tokenizer.model", "generation_config.json"
+FILES = (
+    JSON, SENTENCEPIECE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "chat_template.jinja", GENERATION,
+)  # fmt: skip
+"""What a checkpoint may have."""
+NUMBERS = {"bos_token_id": "start", "eos_token_id": "end", "pad_token_id": "pad"}
+"""Special tokens: name there -> name in a codec."""
+
+
+def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path) -> str | None:
+    """Copies the tokenizer of a checkpoint into a workdir; what to give a codec, None if there is none. Raises OSError.
+
+    The numbers of the special tokens in the checkpoint's config are kept in generation_config.json.
+    """
+    folder = (workdir / FOLDER).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    _copy(source, folder)
+    numbers = {name: config[name] for name in NUMBERS if config.get(name) is not None}
+    _write(folder / GENERATION, numbers | _read(folder / GENERATION))
+    if (folder / JSON).is_file():
+        return str(folder)
+    return str(folder / SENTENCEPIECE) if (folder / SENTENCEPIECE).is_file() else None
+
+
+def kept_numbers(folder: Path) -> dict[str, Any]:
+    """The numbers of special tokens in the generation_config.json of a folder."""
+    return {name: value for name, value in _read(folder / GENERATION).items() if name in NUMBERS}
+
+
+def write_tokenizer(codec: Codec, folder: Path) -> dict[str, Any]:
+    """Writes a tokenizer as Hugging Face has it; returns the numbers of its special tokens. Raises OSError.
+
+    Bytes become a tokenizer whose tokens are the bytes.
+    """
+    if codec.tokenizer is None:
+        _write(folder / JSON, bytes_tokenizer())
+    else:
+        path = Path(codec.tokenizer).expanduser()
+        _copy(path if path.is_dir() else path.parent, folder)
+        if path.is_file():
+            shutil.copyfile(path, folder / (SENTENCEPIECE if path.suffix == ".model" else JSON))
+    if (folder / JSON).is_file() and not (folder / "tokenizer_config.json").is_file():
+        _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    numbers = {name: getattr(codec, own) for name, own in NUMBERS.items() if getattr(codec, own) is not None}
+    numbers |= kept_numbers(folder)
+    _write(folder / GENERATION, numbers | _read(folder / GENERATION))
+    return numbers
+
+
+def bytes_tokenizer() -> dict[str, Any]:
+    """The content of a tokenizer.json whose token n is the byte n, as jaxdl has them without a tokenizer."""
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # As GPT-2 writes bytes: these as they are,
+    hidden = {byte: 256 + place for place, byte in enumerate(sorted({*range(256)} - {*shown}))}  # the others shifted.
+    vocab = {chr(hidden.get(byte, byte)): byte for byte in range(256)}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": vocab, "merges": [], "dropout": None, "unk_token": None}
+    return {"version": "1.0", "added_tokens": [], "pre_tokenizer": level, "decoder": level, "model": model}
+
+
+def _copy(source: Path, folder: Path) -> None:
+    for name in FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
+    except ValueError:
+        raise ConfigError(f"{path}: not JSON. Fetch the file again.") from None
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,95 @@
+"""Writes the network of a run as a checkpoint of Hugging Face."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdl import __version__
+from jaxdl.cluster import start_devices
+from jaxdl.convert import HF_CONFIG
+from jaxdl.convert.checkpoint import Place, Progress, at, places
+from jaxdl.convert.layouts import layout_for
+from jaxdl.convert.special import FOLDER, kept_numbers, write_tokenizer
+from jaxdl.convert.tensors import DTYPES, ToWrite, write_tensors
+from jaxdl.data import TextSpec
+from jaxdl.errors import ConfigError
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import Transformer
+from jaxdl.predictor import Predictor, restore
+from jaxdl.runs import Which
+
+NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""A dtype -> its name in a safetensors file."""
+
+
+def to_hf(
+    workdir: Path,
+    folder: Path,
+    *,
+    dtype: str = "float32",
+    step: Which = "newest",
+    layout: str | None = None,
+    file_bytes: int = 5 * 10**9,
+    progress: Progress = lambda done, every: None,
+) -> str:
+    """Writes the network of a run's checkpoint for `transformers`; returns a text on what was written.
+
+    Adapters are merged. One tensor at a time is copied, into files of up to `file_bytes`. The first layout that fits is
+    written unless `layout` names one. Raises ConfigError for a network that has none, or a folder that is not writable.
+    """
+    with contextlib.suppress(ConfigError):  # In a program that runs on other devices these will do.
+        start_devices(MeshConfig(cpu_devices=1))
+    predictor = restore(workdir, step=step).merged()
+    model, spec = predictor.experiment.model, predictor.parts.data_spec
+    if not isinstance(model, Transformer) or not isinstance(spec, TextSpec):
+        raise ConfigError(
+            f"{workdir}: model {model.kind} has no layout of Hugging Face's. python -m jaxdl.export writes it."
+        )
+    found = layout_for(model, layout)
+    tensors = [_to_write(predictor, one) for one in places(found, model, predictor.params)]
+    every = sum(int(np.prod(one.shape)) for one in tensors) * DTYPES[NAMES[dtype]].itemsize
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        done = 0
+        for _, size in write_tensors(folder, tensors, NAMES[dtype], file_bytes):
+            done += size
+            progress(done, every)
+        numbers = _tokenizer(predictor, folder)
+        config = {
+            "architectures": [found.architecture],
+            "model_type": found.model_type,
+            **found.config(model, model.max_length or spec.length),
+            "vocab_size": predictor.params["embedding"].shape[0],
+            **{name: numbers.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+            "torch_dtype": dtype,
+            "dtype": dtype,
+            "jaxdl_version": __version__,
+        }
+        (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{folder}: {error.strerror}. Choose a folder with room that can be written.") from None
+    return f"{workdir}, step {predictor.step}, is written to {folder}: {found.model_type}, {every:,} bytes, {dtype}"
+
+
+def _to_write(predictor: Predictor, one: Place) -> ToWrite:
+    return ToWrite(one.name, one.shape, functools.partial(_tensor, predictor, one))
+
+
+def _tensor(predictor: Predictor, one: Place) -> np.ndarray:
+    arrays = [at(predictor.params, path) for path in one.paths]
+    return one.tensor.to_tensor([np.asarray(x if one.layer is None else x[one.layer]) for x in arrays])
+
+
+def _tokenizer(predictor: Predictor, folder: Path) -> dict[str, Any]:
+    """Writes the tokenizer, if the run has one; the numbers of the special tokens."""
+    try:
+        codec = predictor.experiment.data.codec()
+    except ConfigError:
+        return kept_numbers(predictor.workdir / FOLDER)
+    return write_tokenizer(codec, folder)

@@ -1,0 +1,25 @@
+"""The data of a run that was converted from elsewhere: only the tokenizer is known."""
+
+from __future__ import annotations
+
+from jaxdl.config import ConfigError
+from jaxdl.data.codec import Codec
+from jaxdl.data.source import Data, Splits
+
+
+class Converted(Data, kind="converted"):
+    """No examples, and the tokenizer of a network that another program trained."""
+
+    tokenizer: str | None = None
+    """The tokenizer's folder or file; None if the checkpoint had none."""
+
+    def build(self) -> Splits:
+        """Raises ConfigError: the examples are not here."""
+        raise ConfigError("the network was converted, and its training data are not here. Give other --data.")
+
+    def codec(self) -> Codec:
+        """Between text and tokens. Raises ConfigError where the checkpoint had no tokenizer."""
+        if self.tokenizer is None:
+            raise ConfigError("the network was converted without a tokenizer. Put its tokenizer.json beside its config "
+                              "and convert it again.")  # fmt: skip
+        return Codec(self.tokenizer)

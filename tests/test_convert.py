@@ -1,0 +1,186 @@
+"""`python -m jaxdl.convert`: small checkpoints in the form of Hugging Face, and the logits that transformers had."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hf_cases import CONFIGS, TOKENS, recorded, weights
+from mistakes import refusal
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+import jaxdl
+from jaxdl.convert.__main__ import main
+from jaxdl.convert.checkpoint import Checkpoint
+from jaxdl.convert.layouts import layout_for
+from jaxdl.models import RopeScaling, Transformer
+
+WORDS = {"type": "WordLevel", "vocab": {"<eos>": 0, **{f"w{n}": n for n in range(1, 30)}}, "unk_token": "<eos>"}
+TOKENIZER = {"version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "WhitespaceSplit"}, "model": WORDS}
+
+
+def write_checkpoint(folder, name, *, dtype=np.float32, num_files=1, change=lambda tensors: tensors, **settings):
+    """Writes a case as save_pretrained does; returns the folder. `change` changes its tensors."""
+    folder.mkdir()
+    tensors = change({key: x.astype(dtype) for key, x in weights(recorded()[name]["shapes"]).items()})
+    (folder / "config.json").write_text(json.dumps(CONFIGS[name] | settings))
+    names = ["model.safetensors"]
+    if num_files > 1:
+        names = [f"model-{n + 1:05}-of-{num_files:05}.safetensors" for n in range(num_files)]
+        places = {key: names[n % num_files] for n, key in enumerate(tensors)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    for n, file in enumerate(names):
+        save_file(dict(list(tensors.items())[n::num_files]), folder / file, metadata={"format": "pt"})
+    return folder
+
+
+def bits(folder):
+    """Name -> dtype, shape and bits of each tensor, as the safetensors library reads them."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="numpy") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return {name: (x.dtype, x.shape, x.tobytes()) for name, x in found.items()}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """(the folder of a checkpoint, in bfloat16 and two files; the workdir that it became)."""
+    folder = tmp_path_factory.mktemp("qwen")
+    source = write_checkpoint(folder / "hf", "qwen3", dtype=ml_dtypes.bfloat16, num_files=2, eos_token_id=[0, 2])
+    (source / "tokenizer.json").write_text(json.dumps(TOKENIZER))
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    main(["from-hf", str(source), str(folder / "run")])
+    return source, folder / "run"
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_transformers(name, tmp_path):
+    found = Checkpoint(write_checkpoint(tmp_path / "hf", name))
+    network = found.model.network((), vocab_size=found.vocab_size, dtype=jnp.float32)
+    params = found.params(network.param_shapes)
+    logits = jax.jit(lambda params, tokens: network.apply(params, {}, tokens, train=False)[0])(params, TOKENS)
+    np.testing.assert_allclose(logits, recorded()[name]["logits"], atol=1e-4)
+    assert layout_for(found.model, found.layout.model_type) is found.layout
+
+
+def test_the_workdir_is_one_of_a_run(qwen):
+    _, workdir = qwen
+    predictor = jaxdl.restore(workdir)
+    np.testing.assert_allclose(predictor.logits(TOKENS), recorded()["qwen3"]["logits"], atol=1e-4)
+    codec = predictor.experiment.data.codec()
+    assert (codec.encode("w3 w7"), codec.end, predictor.parts.data_spec.vocab_size) == ([3, 7], 0, 30)
+    assert predictor.params["embedding"].shape == (32, 16), "more rows than the tokenizer has tokens"
+    with pytest.raises(jaxdl.ConfigError, match="its training data are not here"):
+        predictor.evaluate()
+
+
+def test_there_and_back_are_the_same_bits(qwen, tmp_path, capsys):
+    source, workdir = qwen
+    main(["to-hf", str(workdir), str(tmp_path / "back"), "--dtype", "bfloat16", "--file-bytes", "5000"])
+    assert "qwen3" in capsys.readouterr().out
+    assert bits(tmp_path / "back") == bits(source)
+    index = json.loads((tmp_path / "back" / "model.safetensors.index.json").read_text())
+    files = set(index["weight_map"].values())
+    assert len(files) == 3
+    assert files == {path.name for path in (tmp_path / "back").glob("*.safetensors")}
+    assert index["weight_map"].keys() == bits(source).keys()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (source, tmp_path / "back"))
+    assert {name: after[name] for name in before} == before
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (source / name).read_bytes()
+    again = Checkpoint(tmp_path / "back")
+    assert again.model == Checkpoint(source).model
+
+
+def test_older_names_and_buffers(tmp_path):
+    """GPT-2's own files lack the prefix, and have the masks of attention."""
+
+    def change(tensors):
+        found = {name.removeprefix("transformer."): x for name, x in tensors.items()}
+        return found | {"h.0.attn.bias": np.ones((1, 1, 16, 16), np.float32)}
+
+    old = Checkpoint(write_checkpoint(tmp_path / "old", "gpt2", change=change))
+    new = Checkpoint(write_checkpoint(tmp_path / "new", "gpt2"))
+    shapes = new.model.network((), vocab_size=32, dtype=jnp.float32).param_shapes
+    assert jax.tree.all(jax.tree.map(np.array_equal, old.params(shapes), new.params(shapes)))
+
+
+def test_settings_of_a_config(tmp_path):
+    """The forms of transformers 4 and 5 mean the same, and what is written says the same again."""
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8}
+    new = Checkpoint(write_checkpoint(tmp_path / "new", "llama3"))
+    older = {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": scaling | {"rope_type": "llama3"}}
+    old = Checkpoint(write_checkpoint(tmp_path / "old", "llama3", **older))
+    wanted = RopeScaling(factor=8, low_freq_factor=1, high_freq_factor=4, original_length=8)
+    assert new.model == old.model
+    assert (new.model.rope_scaling, new.model.rope_theta) == (wanted, 5e5)
+    assert (new.length, new.model.norm_epsilon, new.model.tied_embeddings) == (64, 1e-5, False)
+    written = new.layout.config(new.model, 64)
+    assert written["rope_parameters"] == CONFIGS["llama3"]["rope_parameters"]
+    assert (written["rope_theta"], written["rope_scaling"]) == (5e5, older["rope_scaling"])
+    assert new.layout.model(written | {"vocab_size": 32}) == new.model
+    assert layout_for(Transformer()).model_type == "llama"
+    assert layout_for(Transformer(window=4)).model_type == "mistral"
+    assert layout_for(Transformer(qk_norm=True, window=4)).model_type == "qwen3"
+    with pytest.raises(jaxdl.ConfigError, match="llama has no norm=layer"):
+        layout_for(Transformer(norm="layer"))
+
+
+def other(change):
+    return lambda tensors: {change.get(name, name): x for name, x in tensors.items() if change.get(name) != ""}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        ("llama3", {"model_type": "mamba"}, "model_type is mamba; jaxdl converts gpt2, llama, mistral, qwen2, qwen3"),
+        ("llama3", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type = 'yarn' is not converted"),
+        ("llama3", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not converted, only 'silu'"),
+        ("llama3", {"attention_bias": True}, "attention_bias = True is not converted"),
+        ("llama3", {"num_key_value_heads": 3}, "num_kv_heads = 3 does not divide num_heads = 4"),
+        ("llama3", {"tie_word_embeddings": True, "intermediate_size": 20}, "of another shape: model.layers.0."
+         "mlp.gate_proj.weight is [24, 16], and [20, 16] by its config"),
+        ("llama3", {"num_hidden_layers": 3}, "missing: model.layers.2.input_layernorm.weight, model.layers"
+         ".2.self_attn.q_proj.weight, model.layers.2.self_attn.k_proj.weight and 6 more."),
+        ("llama3", {"change": other({"lm_head.weight": "", "model.norm.weight": "model.norm.scale"})},
+         "missing: model.norm.weight, lm_head.weight; unexpected: model.norm.scale."),
+        ("llama3", {"dtype": np.int8}, "its tensors are I8; F32, F16, BF16 can be converted"),
+        ("llama3", {"cut": 100}, "it ends before "),
+        ("llama3", {"cut": 10**9}, "not a safetensors file, or a damaged one"),
+        ("llama3", {"gone": "model.safetensors"}, "it has neither model.safetensors nor model.safetensors.index.json"),
+        ("llama3", {"gone": "config.json"}, "there is no config.json in it"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not converted"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_converted(tmp_path, capsys, name, settings, problem):
+    gone, cut = settings.pop("gone", None), settings.pop("cut", 0)
+    folder = write_checkpoint(tmp_path / "hf", name, **settings)
+    if gone:
+        (folder / gone).unlink()
+    if cut:
+        content = (folder / "model.safetensors").read_bytes()
+        (folder / "model.safetensors").write_bytes(content[: max(20, len(content) - cut)])
+    assert problem in refusal(capsys, "from-hf", folder, tmp_path / "run", run=main)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        (["from-hf", "HF"], "two folders are needed: python -m jaxdl.convert from-hf FOLDER WORKDIR"),
+        (["from-hf", "HF", "RUN"], "there is a run in this folder already"),
+        (["from-hf", "HF", "NEW", "--length", "65"], "--length 65: the network reads 1 to 64 tokens"),
+        (["to-hf", "nowhere", "NEW"], "nowhere: there is no run in this folder"),
+        (["to-hf", "RUN", "HF"], "it has a config.json already"),
+        (["to-hf", "RUN", "NEW", "--layout", "gpt2"], "gpt2 has no "),
+        (["to-hf", "RUN", "NEW", "--layout", "bert"], "choose one of gpt2, llama, mistral, qwen2, qwen3"),
+        (["to", "RUN", "NEW"], "to: there is no such command. Commands: from-hf, to-hf."),
+    ],
+)
+def test_mistakes(qwen, tmp_path, capsys, args, problem):
+    places = {"HF": qwen[0], "RUN": qwen[1], "NEW": tmp_path / "new"}
+    assert problem in refusal(capsys, *(places.get(one, one) for one in args), run=main)

@@ -1,0 +1,188 @@
+"""Low-rank adapters: what is trained, what it computes, and what becomes of it when it is merged."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from runs import assert_bit_equal
+from safetensors import safe_open
+from test_convert import bits, write_checkpoint
+
+import jaxdl
+from jaxdl.convert.__main__ import main
+from jaxdl.data import SyntheticText
+from jaxdl.exchange import TopK, by_name
+from jaxdl.experiment import Experiment
+from jaxdl.export.__main__ import main as export
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import LoRA
+from jaxdl.optim import AdamW
+from jaxdl.report.facts import plan_facts
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.initial import InitFrom, beginning
+from jaxdl.tasks import LanguageModelling
+
+FINETUNE = Path(__file__).parent.parent / "configs" / "lm_finetune.py"
+TARGETS = ("attention", "mlp.down")
+EIGHT = MeshConfig(replica=2, fsdp=2, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """The workdir of a converted Qwen 3 of 2 layers, without a tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    main(["from-hf", str(write_checkpoint(folder / "hf", "qwen3")), str(folder / "run")])
+    return folder / "run"
+
+
+def experiment(base, **changes):
+    """A run that tunes adapters of the converted network."""
+    model = jaxdl.load(base / "config.json").model.replaced({"lora": LoRA(rank=2, alpha=4, targets=TARGETS)})
+    return Experiment(
+        model=model,
+        data=SyntheticText(vocab_size=32, length=12, num_train=64, num_test=16),
+        task=LanguageModelling(),
+        optimizer=AdamW(learning_rate=0.01),
+        batch_size=8,
+        steps=4,
+        checkpoint={"every_steps": 2},
+        sharding={"min_shard_elements": 16},
+    ).replaced(changes)
+
+
+@pytest.fixture(scope="module")
+def tuned(base, tmp_path_factory):
+    """A finished run on 8 devices, with top-k."""
+    top = TopK(density=0.5, min_elements=16)
+    return jaxdl.train(
+        experiment(base, mesh=EIGHT, exchange=top), tmp_path_factory.mktemp("tuned") / "run", quiet=True, init_from=base
+    )
+
+
+def test_only_adapters_are_trained(base, tuned):
+    """Counts by hand: embed 16, 4 heads of 8, 2 of keys and values, mlp 24; rank 2, 2 layers."""
+    plan, params = tuned.plan, tuned.state.params
+    count = 2 * 2 * ((16 + 32) + 2 * (16 + 16) + (32 + 16) + (24 + 16))
+    trained = plan.parts.trainable.of(plan.parts.network.param_shapes)
+    assert sum(np.prod(x.shape) for x in jax.tree.leaves(trained)) == count
+    moments = [x for x in jax.tree.leaves(tuned.state.opt_state) if x.ndim]
+    assert sum(x.nbytes for x in moments) == 2 * 4 * count
+    names = {name.rpartition("_lora_")[2] for name in by_name(plan.parts.state_spec.grads)}
+    assert names == {"a", "b"}, "nothing else has a gradient, or is exchanged"
+    residual = [x for x in jax.tree.leaves(tuned.state.exchange_state) if x.ndim > 1]
+    assert sum(x.size for x in residual) <= 2 * count + 8 * 16, "one residual of each replica, filled up"
+    before = jaxdl.restore(base).params
+    after = {name: x for name, x in by_name(params).items() if "_lora_" not in name}
+    assert_bit_equal(after, by_name(before))
+    assert all(np.asarray(x).any() for name, x in by_name(params).items() if name.endswith("_lora_b"))
+
+
+def test_the_run_says_what_is_trained(tuned):
+    assert dict(plan_facts(tuned.plan, 4))["trained"] == (
+        "10 of 23 arrays, 800 of 6,800 parameters (the others are frozen); optimizer state 6,408 bytes"
+    )
+
+
+def test_it_computes_the_sum_and_its_gradient(base, tuned):
+    """The oracle: the adapters' gradient is that of the network whose matrices are the sums."""
+    plan = tuned.plan
+    lora, network = plan.experiment.model.lora, plan.parts.network
+    plain = plan.experiment.model.replaced({"lora": LoRA()}).network((), vocab_size=32, dtype=jnp.float32)
+    params = jax.tree.map(np.asarray, tuned.state.params)
+    tokens = plan.splits.test.batch(np.arange(2))["tokens"][:, :-1]
+    trained = plan.parts.trainable.of(params)
+
+    def of_adapters(trained):
+        logits = network.apply(plan.parts.trainable.merged(trained, params), {}, tokens, train=True)[0]
+        return jnp.sum(jnp.sin(logits)), logits
+
+    def of_sums(trained):
+        logits = plain.apply(lora.merged(plan.parts.trainable.merged(trained, params)), {}, tokens, train=True)[0]
+        return jnp.sum(jnp.sin(logits)), logits
+
+    (grads, logits), (wanted, expected) = (jax.jit(jax.grad(f, has_aux=True))(trained) for f in (of_adapters, of_sums))
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+    for name, x in by_name(wanted).items():
+        np.testing.assert_allclose(by_name(grads)[name], x, atol=1e-4 * np.abs(x).max(), err_msg=name)
+
+
+def test_no_gradient_of_a_matrix_is_computed(base):
+    """In the program of the gradients of two layers no array is like a frozen matrix but the matrix itself."""
+    model = experiment(base).model
+    network = model.network((), vocab_size=32, dtype=jnp.float32)
+    plan = make_plan(experiment(base), jax.devices()[:1])
+    trainable = plan.parts.trainable
+    tokens = np.zeros((2, 7), np.int32)
+
+    def loss(trained, params):
+        return jnp.sum(network.apply(trainable.merged(trained, params), {}, tokens, train=True)[0])
+
+    shapes = network.param_shapes
+    text = jax.jit(jax.grad(loss)).lower(trainable.of(shapes), shapes).compile().as_text()
+    made = [line for line in text.splitlines() if " dot(" in line or "add(" in line or "dynamic-update-slice(" in line]
+    frozen = ("f32[16,4,8]", "f32[16,32]", "f32[2,16,4,8]", "f32[16,24]", "f32[2,16,24]", "f32[32,16]{")
+    assert made
+    assert not [line for line in made if line.split(" = ")[1].startswith(frozen)]
+
+
+def test_resumed_it_ends_with_the_same_bits(base, tuned, tmp_path):
+    run = tuned.plan.asked
+    jaxdl.train(run, tmp_path / "run", quiet=True, max_steps=2, init_from=base)
+    again = jaxdl.train(run, tmp_path / "run", quiet=True)
+    assert_bit_equal(again.state, tuned.state)
+
+
+def test_merged_it_computes_the_same(tuned, tmp_path, capsys):
+    predictor = jaxdl.restore(tuned.workdir)
+    merged = predictor.merged()
+    tokens = np.arange(24).reshape(2, 12)
+    np.testing.assert_allclose(merged.logits(tokens), predictor.logits(tokens), atol=2e-5)
+    assert not merged.experiment.model.lora.rank
+    assert merged.merged() is merged
+    main(["to-hf", str(tuned.workdir), str(tmp_path / "hf")])
+    assert not [name for name in bits(tmp_path / "hf") if "lora" in name]
+    main(["from-hf", str(tmp_path / "hf"), str(tmp_path / "run")])
+    np.testing.assert_array_equal(jaxdl.restore(tmp_path / "run").logits(tokens), merged.logits(tokens))
+    export(["--workdir", str(tuned.workdir), "--to", str(tmp_path / "export")])
+    function = jax.export.deserialize(bytearray((tmp_path / "export" / "predict.stablehlo").read_bytes()))
+    assert function.platforms == ("cpu", "cuda")
+    found = function.call(jnp.int32(tokens))
+    np.testing.assert_allclose(found, jax.nn.softmax(predictor.logits(tokens)), atol=1e-5)
+    with safe_open(tmp_path / "export" / "params.safetensors", framework="numpy") as file:
+        assert not [name for name in file.keys() if "lora" in name]  # noqa: SIM118
+
+
+def test_unscanned_layers_and_wrong_patterns(base):
+    run = experiment(base, **{"model.scan_layers": False, "model.lora.targets": ("mlp",), "model.lora.rank": 1})
+    names = {name for name in by_name(make_plan(run, jax.devices()[:1]).parts.state_spec.grads) if "layer_1" in name}
+    assert names == {f"layer_1/mlp/{name}_lora_{one}" for name in ("gate", "up", "down") for one in "ab"}
+    with pytest.raises(
+        jaxdl.ConfigError, match=r"model.lora.targets mpl: no parameter has such a name. Did you mean mlp"
+    ):
+        make_plan(experiment(base, **{"model.lora.targets": ("mpl",)}), jax.devices()[:1])
+
+
+def test_the_whole_network_too(base):
+    """`--init-from` without adapters takes every array, on a mesh."""
+    run = experiment(base, mesh=EIGHT, **{"model.lora.rank": 0})
+    plan = make_plan(run, jax.devices(), initial=lambda abstract: beginning(None, InitFrom(base), False, abstract))
+    assert not plan.initial.left
+    assert_bit_equal(make_initial_state(plan).params, jaxdl.restore(base).params)
+
+
+def test_the_config_for_fine_tuning(base, monkeypatch):
+    """It takes the model of the network that it is given, and its small form fits together."""
+    header = FINETUNE.read_text().split('"""')[1]
+    for part in ("Not run here", "\nSource: ", "\nExpected: ", "lm_finetune.py:smoke"):
+        assert part in header, part
+    published = jaxdl.load(FINETUNE, gpus=True)
+    assert published.model.embed_dim == 2048
+    lora = published.model.lora
+    assert (lora.rank, lora.alpha, published.optimizer.learning_rate, published.batch_size) == (8, 16, 3e-4, 128)
+    plan = make_plan(jaxdl.load(f"{FINETUNE}:smoke", {"mesh": MeshConfig()}))
+    assert len(by_name(plan.parts.state_spec.grads)) == 4
+    monkeypatch.setenv("BASE", str(base))
+    own = jaxdl.load(FINETUNE, gpus=True).model
+    assert own == jaxdl.restore(base).experiment.model.replaced({"lora": lora})
