@@ -1,7 +1,7 @@
 """A byte-level Transformer that learns Python from the source files of Python's own standard library.
 
 python -m jaxdl.train --config configs/python_lm.py --workdir runs/python_lm
-python -m jaxdl.sample --workdir runs/python_lm --prompt "def "
+python -m jaxdl.generate --workdir runs/python_lm --prompt "def "
 
 Expect: 1.91 bits per byte on held-out files after 1,000 steps (2 MB of text). Time: about 5 minutes on 2 CPU cores.
 """

@@ -13,12 +13,19 @@ COMMANDS = {
     "evaluate": ("jaxdl.evaluate.__main__", "evaluates a checkpoint of a run: --workdir FOLDER"),
     "export": ("jaxdl.export.__main__", "writes a trained network for other programs: --workdir FOLDER --to FOLDER"),
     "convert": ("jaxdl.convert.__main__", "takes over checkpoints of Hugging Face, and writes them"),
-    "sample": ("jaxdl.sample", "prints text from a trained language model"),
+    "generate": (
+        "jaxdl.generate.__main__",
+        "continues texts by a trained language model: --workdir FOLDER --prompt TEXT",
+    ),
+    "score": ("jaxdl.score.__main__", "perplexity of texts, multiple-choice questions: --workdir FOLDER --text FILE"),
     "data": ("jaxdl.data.__main__", "prepares the data of an experiment before it trains"),
     "launch": ("jaxdl.launch.__main__", "starts several processes: on this machine, or by a job file for a cluster"),
     "bench": ("jaxdl.bench.__main__", "measures exchanges, steps, the input pipeline, start-up"),
 }
 """Name -> (module with a function main(args), description)."""
+
+RENAMED = {"sample": "generate"}
+"""Former name of a command -> its name now."""
 
 
 def main(args: list[str] | None = None) -> None:
@@ -36,7 +43,7 @@ def main(args: list[str] | None = None) -> None:
     if line[0] not in COMMANDS:
         import difflib
 
-        near = difflib.get_close_matches(line[0], COMMANDS, n=1)
+        near = [RENAMED[line[0]]] if line[0] in RENAMED else difflib.get_close_matches(line[0], COMMANDS, n=1)
         begin = "train" if line[0].startswith("-") or line[0].endswith(".py") else near[0] if near else ""
         fail(
             f"{line[0]}: there is no such command; choose one of {', '.join(COMMANDS)}."

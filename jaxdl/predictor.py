@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxdl.checkpoint import Checkpoints, restore_mean
 from jaxdl.cluster import start_devices
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, Data, DataSpec, Source, Splits, TextSpec, spec_from_json
+from jaxdl.decoding.text import Completion, Continued, TextStream
 from jaxdl.errors import without_frames
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment, read_experiment
@@ -25,11 +25,15 @@ from jaxdl.files import DATA_FILE, EXAMPLES_FILE, step_folder
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
+from jaxdl.run.generation import Decoder, Sampling, Writing
 from jaxdl.run.inference import Inference, held_out, of_phase
 from jaxdl.runs import Which, check_run, check_which
 from jaxdl.sharding import Params
 from jaxdl.state import ModelState
 from jaxdl.step import Parts
+
+_STREAMED = 8
+"""Tokens that are written before their text is shown."""
 
 
 class Predictor(Inference):
@@ -47,7 +51,6 @@ class Predictor(Inference):
     ) -> None:
         super().__init__(parts, params, model_state)
         self.experiment, self.step, self.workdir = experiment, step, workdir
-        self._next_token = jax.jit(self._sampled_token)
 
     def merged(self) -> Predictor:
         """The same network without adapters, which are added to its matrices; itself if it has none."""
@@ -86,48 +89,121 @@ class Predictor(Inference):
         return of_phase(source, timeline.segment(max(0, self.step - 1)).phase)
 
     def generate(
-        self, prompt: str = "", *, num_tokens: int = 256, temperature: float = 0.8, seed: int = 0
+        self,
+        prompt: str = "",
+        *,
+        num_tokens: int = 256,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[str] = (),
+        stop_at_end: bool = True,
+        stop_tokens: Sequence[int] = (),
+        seed: int = 0,
     ) -> Iterator[str]:
-        """Text that continues the prompt, piece by piece as it is sampled; `temperature` 0 takes the likeliest token.
+        """Text that continues the prompt, piece by piece as it is written.
 
-        The network sees as many of the last tokens as it was trained on. Raises ConfigError for a network that does not
-        read text, and for a negative temperature.
+        The options are those of `complete`, which continues many prompts. Raises ConfigError for a network that does
+        not read text, and for options that are out of range.
         """
-        spec = self.parts.data_spec
-        if not isinstance(spec, TextSpec):
-            raise ConfigError("generate: this network reads images; use predict(images).")
-        if temperature < 0 or num_tokens < 0:
-            raise ConfigError(f"generate: temperature {temperature} and num_tokens {num_tokens} must not be negative.")
-        codec = self.experiment.data.codec()
-        return self._continued(codec, codec.encode(prompt) or codec.separator, num_tokens, temperature, seed)
+        how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
+        return self._pieces(prompt, self._ending(how, stop_at_end), stop)
 
-    def _continued(
-        self, codec: Codec, tokens: list[int], num_tokens: int, temperature: float, seed: int
-    ) -> Iterator[str]:
-        assert isinstance(self.parts.data_spec, TextSpec)
-        length, key, tokens = self.parts.data_spec.length, jax.random.key(seed), list(tokens)
-        shown = len(codec.decode(tokens))
-        for index in range(num_tokens):
-            window = tokens[-length:]
-            # One more column: a text batch holds inputs and, one place on, their targets.
-            batch = {"tokens": np.zeros((1, length + 1), np.int32)}
-            batch["tokens"][0, : len(window)] = window
-            state = (self.params, self.model_state)
-            token = self._next_token(*state, batch, len(window) - 1, temperature, jax.random.fold_in(key, index))
-            tokens.append(int(token))
-            # Decode all of it: some tokenizers drop the space before a first word. A character may take several
-            # tokens; until it is whole it decodes to U+FFFD, and waits.
-            text = codec.decode(tokens).rstrip("\ufffd")
-            if len(text) > shown:
-                yield text[shown:]
-                shown = len(text)
+    def complete(
+        self,
+        prompts: Sequence[str],
+        *,
+        num_tokens: int = 256,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        stop: Sequence[str] = (),
+        stop_at_end: bool = True,
+        stop_tokens: Sequence[int] = (),
+        seed: int = 0,
+        batch_size: int = 8,
+    ) -> Iterator[Completion]:
+        """The continuation of each prompt, in order, `batch_size` of them side by side.
 
-    def _sampled_token(
-        self, params: Any, model_state: Any, batch: dict[str, jax.Array], last: Any, temperature: Any, key: jax.Array
-    ) -> jax.Array:
-        logits = jnp.log(self.probabilities(params, model_state, batch)[0, last])
-        drawn = jax.random.categorical(key, logits / jnp.maximum(temperature, 1e-6))
-        return jnp.where(temperature > 0, drawn, jnp.argmax(logits))
+        Args:
+          prompts: texts; an empty one begins a new document.
+          num_tokens: at most so many are written for each.
+          temperature: 1 is the model's own distribution, lower is less random, 0 takes the likeliest token.
+          top_k: draw from the k likeliest tokens alone.
+          top_p: draw from the likeliest tokens that together have this probability.
+          stop: texts at which a continuation ends; they are left out.
+          stop_at_end: end at the tokenizer's end of text (byte 0, for bytes).
+          stop_tokens: further tokens that end it.
+          seed: of the draws. A prompt's text depends on it and on its number, not on the others in its batch.
+          batch_size: prompts side by side, over all devices.
+
+        A network with a key-value cache (jaxdl's own) writes a token in one pass of it alone. Where the text is as long
+        as the network was trained on, it goes on from its last half, unless attention has a window. Raises ConfigError
+        for a network that does not read text, and for options that are out of range.
+        """
+        if batch_size < 1:
+            raise ConfigError(f"--batch-size {batch_size}: give a whole number, 1 or more.")
+        how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
+        return self._completions(list(prompts), self._ending(how, stop_at_end), stop, batch_size)
+
+    @functools.cached_property
+    def decoder(self) -> Decoder:
+        """The programs that write text. Raises ConfigError for a network that does not read text."""
+        context = self.experiment.model.context(self.check_text("generate").length)
+        return Decoder(self, context, self.codec.vocab_size)
+
+    @functools.cached_property
+    def codec(self) -> Codec:
+        """Between text and tokens."""
+        return self.experiment.data.codec()
+
+    def _ending(self, how: Sampling, stop_at_end: bool) -> Sampling:
+        self.check_text("generate")
+        ends = (self.codec.end,) if stop_at_end and self.codec.end is not None else ()
+        return dataclasses.replace(how, stop_tokens=(*how.stop_tokens, *ends))
+
+    def check_text(self, what: str) -> TextSpec:
+        """The spec of the text that the network reads. Raises ConfigError, beginning with `what`, if it reads none."""
+        if not isinstance(self.parts.data_spec, TextSpec):
+            raise ConfigError(f"{what}: this network reads images; use predict(images).")
+        return self.parts.data_spec
+
+    def _prompt(self, text: str) -> list[int]:
+        """The tokens of a prompt. Warns of one of which the network reads the end alone."""
+        tokens, limit = self.codec.prompt(text), self.decoder.context
+        if limit is not None and len(tokens) > limit:
+            warnings.warn(
+                f"the prompt {text[:20]!r}... has {len(tokens):,} tokens; the network reads the last {limit:,}, as it "
+                "was trained on so many",
+                stacklevel=4,
+            )
+        return tokens
+
+    def _pieces(self, prompt: str, how: Sampling, stop: Sequence[str]) -> Iterator[str]:
+        tokens = self._prompt(prompt)
+        writing, stream = Writing(self.decoder, [tokens], how), TextStream(self.codec.decode, tokens, stop)
+        while not writing.done[0]:
+            for token in writing.more(_STREAMED)[0]:
+                if token not in how.stop_tokens and (piece := stream.add(token)):
+                    yield piece
+            if stream.ended:
+                return
+        if piece := stream.rest():
+            yield piece
+
+    def _completions(
+        self, prompts: Sequence[str], how: Sampling, stop: Sequence[str], batch_size: int
+    ) -> Iterator[Completion]:
+        for first in range(0, len(prompts), batch_size):
+            batch = prompts[first : first + batch_size]
+            tokens = [self._prompt(one) for one in batch]
+            writing = Writing(self.decoder, tokens, how, first=first, rows=min(batch_size, len(prompts)))
+            texts = [Continued(TextStream(self.codec.decode, one, stop)) for one in tokens]
+            while not writing.done.all():
+                for row, (text, news) in enumerate(zip(texts, writing.more(), strict=True)):
+                    if text.add(news, how.stop_tokens):
+                        writing.end(row)
+            yield from (text.completion(prompt) for prompt, text in zip(batch, texts, strict=True))
 
 
 @without_frames

@@ -105,3 +105,17 @@ def given_option(args: Sequence[str], option: str, value: str) -> str | None:
         if not found.strip() or (not equals and found.startswith("--")):
             raise ConfigError(f"{option}: needs a value, {value}.")
     return found
+
+
+def begin_command(args: Sequence[str], prog: str) -> None:
+    """Checks the workdir and the checkpoint of a command line, before JAX is imported. Raises ConfigError."""
+    workdir = given_option(args, "--workdir", "the folder of a run")
+    if workdir is None:
+        raise ConfigError(f"no --workdir. Give --workdir FOLDER, the folder of a run. See {prog} --help.")
+    which = given_option(args, "--step", "newest, best or the number of a step") or "newest"
+    check_checkpoint(check_run(workdir, "--workdir"), parsed_which(which, "--step"), "--workdir")
+
+
+def asks_for_help(args: Sequence[str]) -> bool:
+    """Whether a command line asks for help."""
+    return bool({"--help", "-h"} & set(args))

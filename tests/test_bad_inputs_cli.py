@@ -350,7 +350,7 @@ print(json.dumps([codes, sorted(heavy)]))
 
 def test_help_leads_somewhere_and_the_first_words_name_file_and_workdir(capsys):
     for line, words in {
-        ("--help",): ["train", "sample", "bench", "launch", "data", "--config digits"],
+        ("--help",): ["train", "generate", "bench", "launch", "data", "--config digits"],
         ("--version",): [f"jaxdl {jaxdl.__version__}"],
         ("train", "--help"): ["--workdir FOLDER", "--optimizer NAME", *shipped_configs(), "--config FILE --help"],
     }.items():

@@ -7,11 +7,11 @@ import pytest
 from test_config import DIGITS, ROOT, TEXT, images, text
 
 import jaxdl
-from jaxdl import sample
 from jaxdl.bench import step
 from jaxdl.config import ConfigError
 from jaxdl.data import Digits
 from jaxdl.experiment import Experiment
+from jaxdl.generate.__main__ import main as generate
 from jaxdl.mesh import MeshConfig
 from jaxdl.optim import Cosine
 from jaxdl.options import parse
@@ -217,8 +217,8 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("jaxdl.command.print_plan", interrupted)
-    monkeypatch.setattr("jaxdl.sample.restore", interrupted)
-    for end in (lambda: main(["--config", DIGITS, "--explain"]), lambda: sample.main(["--workdir", "anywhere"])):
+    monkeypatch.setattr("jaxdl.generate.__main__.begin_command", interrupted)
+    for end in (lambda: main(["--config", DIGITS, "--explain"]), lambda: generate(["--workdir", "anywhere"])):
         with pytest.raises(SystemExit) as exit:
             end()
         assert exit.value.code == 130

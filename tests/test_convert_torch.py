@@ -56,7 +56,7 @@ def test_a_model_trained_here_writes_the_same_text_there(model, tmp_path):
     jaxdl.train(experiment, tmp_path / "run", quiet=True)
     main(["to-hf", str(tmp_path / "run"), str(tmp_path / "hf")])
     prompt = "import "
-    here = "".join(jaxdl.restore(tmp_path / "run").generate(prompt, num_tokens=40, temperature=0))
+    here = "".join(jaxdl.restore(tmp_path / "run").generate(prompt, num_tokens=40, temperature=0, stop_at_end=False))
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     given = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)

@@ -21,6 +21,7 @@ import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import test_floors
@@ -175,7 +176,9 @@ def check_module(module, args):
     elif module == "jaxdl.bench" and hasattr(inspect.getmodule(BENCHES[args[0]][1]), "parse_command"):
         assert inspect.getmodule(BENCHES[args[0]][1]).parse_command(args[1:])
     else:
-        main = bench if module == "jaxdl.bench" else importlib.import_module(module).main
+        imported: Any = importlib.import_module(module)
+        own = getattr(imported, "main", None) or importlib.import_module(f"{module}.__main__").main
+        main = bench if module == "jaxdl.bench" else own
         options = [word for word in args if word.startswith("--")]
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed), pytest.raises(SystemExit) as ended:

@@ -31,7 +31,7 @@ def test_settings_are_named_as_the_user_types_them(written, in_python, capsys):
     [
         "tfds build tiny --file_format=array_record --data_dir=/data",
         "in a container, use --ulimit nofile",
-        'python -m jaxdl.sample --workdir runs/a --prompt "x"',
+        'python -m jaxdl.generate --workdir runs/a --prompt "x"',
         "start the launcher with --devices-per-host 4",
     ],
 )

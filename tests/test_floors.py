@@ -32,14 +32,16 @@ FLOORS = [
     {"experiment"},
     {"run"},
     {"predictor", "launch", "completion"},
-    {"sample", "bench", "command", "evaluate", "export", "convert"},
+    {"generate", "score", "bench", "command", "evaluate", "export", "convert"},
     {"train", "testing"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
-TOUCH_THE_DISK = {"lease", "run", "report", "checkpoint", "launch", "data", "export", "convert"}
+TOUCH_THE_DISK = {
+    "lease", "run", "report", "checkpoint", "launch", "data", "export", "convert", "generate", "score",
+}  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/trace.py",
 }  # fmt: skip
@@ -165,7 +167,7 @@ def calls_to_the_disk(name):
     if own in TOUCH_THE_DISK or name in MEASURES_FILES:
         return []
     forbidden = WRITING_CALLS if own in READ_FILES else WRITING_CALLS | READING_CALLS
-    if own in ("mesh", "sample", "bench"):
+    if own in ("mesh", "bench"):
         # The device files of GPUs; a text is loaded into a tokenizer; `jaxdl.load`.
         forbidden = forbidden - {"glob", "load"}
     return [(line, called) for line, called in called_names(TREES[name]) if called in forbidden]

@@ -5,7 +5,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from jaxdl.bench import cluster, exchange, input, optim, schedule, scheme, select, startup, step, traffic, train
+from jaxdl.bench import (
+    cluster,
+    exchange,
+    generate,
+    input,
+    optim,
+    schedule,
+    scheme,
+    select,
+    startup,
+    step,
+    traffic,
+    train,
+)
 from jaxdl.errors import command_line, fail
 
 BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
@@ -22,6 +35,7 @@ BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "exchange": ("every gradient exchange: predicted by the cost model, and measured", exchange.main),
     "input": ("the image pipeline, cold and cached, against tf.data, PyTorch's DataLoader and Grain", input.main),
     "startup": ("CPU seconds until the first output of a command, and until the error of a wrong one", startup.main),
+    "generate": ("tokens a second that a language model writes, with and without its key-value cache", generate.main),
     "select": ("methods of select_top_k against lax.top_k and one read of the data", select.main),
 }
 

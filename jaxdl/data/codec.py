@@ -37,6 +37,8 @@ class Encoder(abc.ABC):
     pad: int | None = None
     start: int | None = None
     end: int | None = None
+    opening: tuple[int, ...] = ()
+    """What it puts before every text itself when it is asked for special tokens."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -155,6 +157,9 @@ class _Tokenizers(Encoder):
         self.pad = self._number(named.get("pad_token"), PADDING)
         self.start = self._number(named.get("bos_token"), START_OF_TEXT)
         self.end = self._number(named.get("eos_token"), END_OF_TEXT)
+        bare, framed = (self._tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
+        starts = (at for at in range(len(framed)) if bare and framed[at : at + len(bare)] == bare)
+        self.opening = tuple(framed[: next(starts, 0)])
 
     def _named(self, path: str) -> dict[str, str | None]:
         """The special tokens that the folder names: "pad_token" and the like."""
@@ -211,6 +216,8 @@ class Codec:
         """The number of the token before a text, or None."""
         self.end: int | None = self._encoder.end
         """The number of the token after a text, or None."""
+        self.opening: tuple[int, ...] = self._encoder.opening
+        """The tokens that its own file puts before every text, such as Llama's start of text; mostly none."""
         self.separator = [self.end] if self.end is not None else self.encode("\n")
         """The tokens between two documents: byte 0, the tokenizer's end of text, or without one a newline."""
         if not self.separator:
@@ -227,6 +234,13 @@ class Codec:
     def encode(self, text: str) -> list[int]:
         """The tokens of a text, without special tokens around it."""
         return self._encoder.encode([text])[0]
+
+    def prompt(self, text: str) -> list[int]:
+        """The tokens of a text that a model continues: after what the tokenizer itself puts before every text.
+
+        Those of an empty text are the tokens before a new document.
+        """
+        return [*self.opening, *self.encode(text)] or self.separator
 
     def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
         """`encode` of each text; faster than one by one."""

@@ -29,17 +29,17 @@ class Rows(NamedTuple):
     done: jax.Array
     """Whether the sequence has ended, bool."""
     keys: jax.Array
-    """A random key of each row; the n-th token is drawn with the key folded with n."""
+    """The data of a random key of each row; the n-th token is drawn with the key folded with n."""
 
 
 def row_keys(key: jax.Array, numbers: jax.Array) -> jax.Array:
-    """The random key of each row, by its number among all prompts: a row's tokens do not depend on the others."""
-    return jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
+    """The data of the random key of each row, from its number among all prompts: so rows do not depend on others."""
+    return jax.random.key_data(jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers))
 
 
 def draw_next(draw: Draw, logits: jax.Array, keys: jax.Array, counts: jax.Array) -> jax.Array:
-    """The tokens after `counts` drawn ones, int32 [rows]."""
-    return draw(logits, jax.vmap(jax.random.fold_in)(keys, counts))
+    """The tokens after `counts` drawn ones, int32 [rows]; `keys` are those of `Rows`."""
+    return draw(logits, jax.vmap(jax.random.fold_in)(jax.random.wrap_key_data(keys), counts))
 
 
 def write_on(

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import sys
 
-from jaxdl.errors import ConfigError, command_line
-from jaxdl.runs import check_checkpoint, check_run, given_option, parsed_which
+from jaxdl.errors import command_line
+from jaxdl.runs import asks_for_help, begin_command, given_option
 
 PROG = "python -m jaxdl.evaluate"
 ABOUT = f"""usage: {PROG} --workdir FOLDER [--step newest|best|STEP] [OPTIONS]
@@ -25,22 +25,13 @@ def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
     """Runs the command line. Exits with 2 after a user error, 75 if the disk does not respond, 130 after Ctrl-C."""
     line = sys.argv[1:] if args is None else args
     with command_line():
-        begin(line)
+        if asks_for_help(line) and given_option(line, "--workdir", "the folder of a run") is None:
+            print(ABOUT)
+            raise SystemExit(0)
+        begin_command(line, prog)
         from jaxdl.evaluate.command import run
 
         run(line, prog)
-
-
-def begin(args: list[str]) -> None:
-    """Checks the workdir and the checkpoint of a command line; raises ConfigError. Exits after `--help` without one."""
-    workdir = given_option(args, "--workdir", "the folder of a run")
-    if workdir is None:
-        if {"--help", "-h"} & set(args):
-            print(ABOUT)
-            raise SystemExit(0)
-        raise ConfigError(f"no --workdir. Give --workdir FOLDER, the folder of a run. See {PROG} --help.")
-    which = given_option(args, "--step", "newest, best or the number of a step") or "newest"
-    check_checkpoint(check_run(workdir, "--workdir"), parsed_which(which, "--step"), "--workdir")
 
 
 if __name__ == "__main__":

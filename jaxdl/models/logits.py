@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxdl import sharding
 from jaxdl.collectives.cross_entropy import TokenLoss
@@ -95,3 +96,14 @@ def projected(outputs: Any) -> Any:
         outputs,
         is_leaf=lambda node: isinstance(node, Logits),
     )
+
+
+def of_tokens(outputs: Any, positions: jax.Array) -> jax.Array:
+    """The logits of one token of each row, [rows, 1, vocab], from outputs for all [rows, length]; positions [rows]."""
+    if isinstance(outputs, Logits):
+        return replace(outputs, x=_taken(outputs.x, positions)).whole()
+    return _taken(outputs, positions)
+
+
+def _taken(x: jax.Array, positions: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, positions[:, None, None], axis=1)

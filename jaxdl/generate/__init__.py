@@ -1,0 +1,1 @@
+"""`python -m jaxdl.generate`: text by a trained language model."""

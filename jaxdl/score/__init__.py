@@ -1,0 +1,1 @@
+"""`python -m jaxdl.score`: how likely a language model finds texts and answers."""

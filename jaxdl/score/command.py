@@ -1,0 +1,190 @@
+"""The options of `python -m jaxdl.score`; `jaxdl.score.__main__` checks the workdir before."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+from rich.console import Console
+from rich.progress import Progress
+
+from jaxdl.cluster import end_together
+from jaxdl.config import ConfigError
+from jaxdl.data.documents import Reading, read_documents
+from jaxdl.errors import print_out
+from jaxdl.experiment import read_experiment
+from jaxdl.mesh import MeshConfig
+from jaxdl.options import parse_options
+from jaxdl.predictor import Predictor, restore
+from jaxdl.report import replace_file
+from jaxdl.run.build import make_devices
+from jaxdl.run.result import exit_codes
+from jaxdl.run.scoring import Question, Scorer, score_choices, score_documents
+from jaxdl.runs import asks_for_help, given_option
+
+CONTEXTS, CHOICES, LABELS = ("context", "ctx", "query"), ("choices", "endings"), ("label", "gold", "answer")
+"""Names that fields of questions have; those of HellaSwag are ctx, endings and label."""
+
+ABOUT = """Judges a trained language model: perplexity of texts, accuracy on multiple-choice questions.
+
+  python -m jaxdl.score --workdir runs/lm --text book.txt articles.jsonl
+  python -m jaxdl.score --workdir runs/lm --choices hellaswag.jsonl --to scores.json"""
+
+
+@dataclass(frozen=True)
+class Score:
+    """The options of the command."""
+
+    workdir: Path
+    """The folder of the run."""
+    mesh: MeshConfig
+    """The device mesh. Without any of these options all is on one device."""
+    text: tuple[str, ...] = ()
+    """Files of documents: plain text, or JSON lines or Parquet with a column "text"."""
+    column: str = "text"
+    """The column with the text."""
+    document: Literal["file", "line"] = "file"
+    """What a document of plain text is."""
+    stride: int | None = None
+    """By how many tokens the window slides over a document that is longer than the network's context; None: half of
+    the context. Less takes longer, and more tokens are read before each that is scored."""
+    choices: tuple[Path, ...] = ()
+    """Files of multiple-choice questions: JSON lines with a context ("context", "ctx" or "query"), the texts that may
+    follow ("choices" or "endings") and the number of the right one, from 0 ("label", "gold" or "answer")."""
+    delimiter: str = " "
+    """What stands between a context and a choice."""
+    to: Path | None = None
+    """A JSON file for the result, with the score of each choice; None writes none."""
+    step: Literal["newest", "best"] | int = "newest"
+    """The checkpoint: the newest, the one with the best evaluation, or the one of a step."""
+    average: int = 1
+    """Take the mean of the parameters of the last so many checkpoints that are kept, up to --step."""
+    devices: int | None = None
+    """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
+
+
+def run(args: list[str], prog: str) -> None:
+    """Runs the command line. For exit codes see `exit_codes`."""
+    with end_together(), exit_codes():
+        command = parse_command(args, prog)
+        questions = {path: read_questions(path) for path in command.choices}
+        mesh = None
+        if any(word.startswith(("--mesh.", "--devices")) for word in args):
+            mesh = command.mesh
+            make_devices(read_experiment(command.workdir).replaced({"mesh": mesh}))
+        predictor = restore(command.workdir, step=command.step, average=command.average, mesh=mesh)
+        result = scores(command, predictor, questions)
+        if jax.process_index() == 0:
+            if command.to is not None:
+                _write(command.to, result)
+            print_out(report(result))
+
+
+def parse_command(args: Sequence[str], prog: str) -> Score:
+    """The parsed command line. Raises ConfigError; exits after `--help`."""
+    workdir = given_option(args, "--workdir", "the folder of a run") or "FOLDER"
+    mesh = MeshConfig() if asks_for_help(args) else read_experiment(Path(workdir)).mesh
+    default = Score(Path(workdir), mesh)
+    command = parse_options(Score, args, default=default, prog=prog, description=ABOUT)
+    if not command.text and not command.choices:
+        raise ConfigError("nothing to score: give --text FILE or --choices FILE.")
+    if command.devices is not None:
+        command = dataclasses.replace(command, mesh=command.mesh.replaced({"cpu_devices": command.devices}))
+    return command
+
+
+def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Question]]) -> dict[str, Any]:
+    """The result as it is written: "text" and "choices", each by file. Raises ConfigError for what cannot be read."""
+    predictor.check_text("score")
+    scorer, codec = Scorer(predictor), predictor.codec
+    stride = max(1, scorer.context // 2) if command.stride is None else command.stride
+    if not 1 <= stride <= scorer.context:
+        raise ConfigError(
+            f"--stride {stride}: the network reads {scorer.context:,} tokens at a time; give 1 to as many."
+        )
+    result: dict[str, Any] = {"workdir": str(command.workdir), "step": predictor.step, "text": {}, "choices": {}}
+    for path in command.text:
+        documents = list(read_documents([path], Reading(command.column, command.document)))
+        if not any(documents):
+            raise ConfigError(f"--text {path}: it is empty.")
+        with _progress(path) as advance:
+            result["text"][path] = score_documents(scorer, codec, documents, stride, advance)
+    for path, asked in questions.items():
+        with _progress(str(path)) as advance:
+            accuracies, each = score_choices(scorer, codec, asked, command.delimiter, advance)
+        rows = [{"label": one.label, "scores": found} for one, found in zip(asked, each, strict=True)]
+        result["choices"][str(path)] = accuracies | {"each": rows}
+    return result
+
+
+def read_questions(path: Path) -> list[Question]:
+    """The questions in a file. Raises ConfigError for one that cannot be read or has none."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise ConfigError(f"--choices {path}: {reason}. Give a file of JSON lines.") from None
+    found = [
+        _question(f"--choices {path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()
+    ]
+    if not found:
+        raise ConfigError(f"--choices {path}: it has no questions.")
+    return found
+
+
+def _question(where: str, line: str) -> Question:
+    try:
+        row: Any = json.loads(line)
+    except ValueError as error:
+        raise ConfigError(f"{where} is not JSON ({error}).") from None
+
+    def field(names: Sequence[str]) -> Any:
+        name = next((name for name in names if isinstance(row, dict) and name in row), None)
+        if name is None:
+            raise ConfigError(f"{where} has no field {' or '.join(names)}. Rename its fields.")
+        return row[name]
+
+    context, choices, label = field(CONTEXTS), field(CHOICES), field(LABELS)
+    if not isinstance(context, str) or not isinstance(choices, list) or not choices:
+        raise ConfigError(f"{where}: the context must be a text, and the choices a list of texts.")
+    if not all(isinstance(one, str) and one for one in choices):
+        raise ConfigError(f"{where}: each choice must be a text that is not empty.")
+    if not str(label).isdecimal() or not int(label) < len(choices):
+        raise ConfigError(f"{where}: the label is {label!r}; it must be a number from 0 to {len(choices) - 1}.")
+    return Question(context, tuple(choices), int(label))
+
+
+def report(result: dict[str, Any]) -> str:
+    """What the command prints."""
+    lines = [f"{result['workdir']}, step {result['step']}"]
+    for path, found in result["text"].items():
+        size = f"{found['documents']:,} documents, {found['tokens']:,} tokens, {found['bytes']:,} bytes"
+        lines.append(
+            f"  {path}: perplexity {found['perplexity']:.5g}, {found['bits_per_byte']:.4f} bits per byte ({size})"
+        )
+    for path, found in result["choices"].items():
+        accuracies = ", ".join(f"{name} {found[name]:.4f}" for name in ("acc", "acc_norm", "acc_bytes"))
+        lines.append(f"  {path}: {accuracies} ({found['questions']:,} questions)")
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Callable[[int], None]]:
+    """A line on stderr that counts, where that is a terminal; yields what is called with what has been done."""
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(what, total=None)
+        yield lambda count: progress.advance(task, count)
+
+
+def _write(path: Path, result: dict[str, Any]) -> None:
+    try:
+        replace_file(path, (json.dumps(result, indent=1) + "\n").encode())
+    except OSError as error:
+        raise ConfigError(f"--to {path}: {error.strerror}. Choose a writable file.") from None
