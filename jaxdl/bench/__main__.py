@@ -16,6 +16,7 @@ from jaxdl.bench import (
     select,
     startup,
     step,
+    tokenize,
     traffic,
     train,
 )
@@ -36,6 +37,7 @@ BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "input": ("the image pipeline, cold and cached, against tf.data, PyTorch's DataLoader and Grain", input.main),
     "startup": ("CPU seconds until the first output of a command, and until the error of a wrong one", startup.main),
     "generate": ("tokens a second that a language model writes, with and without its key-value cache", generate.main),
+    "tokenize": ("preparing text for training, beside the tokenizers library alone: MB/s", tokenize.main),
     "select": ("methods of select_top_k against lax.top_k and one read of the data", select.main),
 }
 

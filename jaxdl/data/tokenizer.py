@@ -65,7 +65,7 @@ def train_tokenizer(files: Sequence[str], command: Train, console: Console) -> s
     command.out.parent.mkdir(parents=True, exist_ok=True)
     partial = command.out.with_name(f".{command.out.name}.{os.getpid()}")
     try:
-        (_train_bpe if command.kind == "bpe" else _train_sentencepiece)(texts, command, partial)
+        (_train_bpe if command.kind == "bpe" else _train_sentencepiece)(texts, command, partial, console)
         os.replace(partial, command.out)
     finally:
         partial.unlink(missing_ok=True)
@@ -96,7 +96,7 @@ class _Texts:
                 yield piece
 
 
-def _train_bpe(texts: _Texts, command: Train, path: Path) -> None:
+def _train_bpe(texts: _Texts, command: Train, path: Path, console: Console) -> None:
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -107,7 +107,7 @@ def _train_bpe(texts: _Texts, command: Train, path: Path) -> None:
         vocab_size=command.vocab_size,
         special_tokens=list(SPECIAL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=True,
+        show_progress=console.is_terminal,
     )
     tokenizer.train_from_iterator(texts, trainer)
     if texts.num_bytes == 0:
@@ -115,7 +115,7 @@ def _train_bpe(texts: _Texts, command: Train, path: Path) -> None:
     tokenizer.save(str(path))
 
 
-def _train_sentencepiece(texts: _Texts, command: Train, path: Path) -> None:
+def _train_sentencepiece(texts: _Texts, command: Train, path: Path, console: Console) -> None:
     sentencepiece = import_text("sentencepiece", f"--kind {command.kind}")
     model = io.BytesIO()
     lines = (line for text in texts for line in text.split("\n") if line and "\0" not in line)
@@ -131,7 +131,7 @@ def _train_sentencepiece(texts: _Texts, command: Train, path: Path) -> None:
             max_sentence_length=4 * _CHUNK,
             pad_id=0, bos_id=1, eos_id=2, unk_id=3,
             num_threads=1,  # Sums of several threads depend on their order.
-            minloglevel=1,
+            minloglevel=0 if console.is_terminal else 1,
         )  # fmt: skip
     except (RuntimeError, OSError) as error:
         reason = str(error).rpartition("] ")[2].strip()

@@ -1,8 +1,4 @@
-"""Tokenizes documents into shards, in several processes: `python -m jaxdl.data.tokenizing` is one of them.
-
-A process reads the plan, then numbers of pieces, and answers each with what is in its shard. It ends with its parent,
-since its input ends; it never imports JAX.
-"""
+"""Tokenizes documents into shards, in several processes, with progress; what was done before stays."""
 
 from __future__ import annotations
 
@@ -11,7 +7,6 @@ import fcntl
 import json
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -174,7 +169,7 @@ class _Worker:
         path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
         one_thread = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", "jaxdl.data.shard_worker"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **one_thread, "PYTHONPATH": path},
@@ -207,25 +202,3 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):
             self._input.close()
         self._output.close()
-
-
-def main() -> None:
-    """Writes shards until the input ends."""
-    for signum in (signal.SIGINT, signal.SIGTERM):  # They reach the whole group; the parent ends this process.
-        signal.signal(signum, signal.SIG_IGN)
-    plan = pickle.load(sys.stdin.buffer)
-    assert isinstance(plan, Plan)
-    for line in sys.stdin.buffer:
-        try:
-            answer = write_shard(plan, int(line))._asdict()
-        except ConfigError as error:
-            answer = {"error": str(error)}
-        except OSError as error:
-            answer = {
-                "error": f"{error.filename or plan.folder}: {error.strerror}. The shards of tokens are written there."
-            }
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()
