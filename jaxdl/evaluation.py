@@ -134,7 +134,19 @@ def evaluate(
     *,
     poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The task's metrics over all batches. Sums are fetched once, at the end, and added in float64.
+    """The task's metrics over all batches; see `total_sums`."""
+    return parts.task.metrics(total_sums(eval_step, params, model_state, batches, poll=poll), parts.data_spec)
+
+
+def total_sums(
+    eval_step: EvalStep,
+    params: Params,
+    model_state: ModelState,
+    batches: Iterable[Batch],
+    *,
+    poll: Callable[[], None] = lambda: None,
+) -> dict[str, float]:
+    """The task's sums over all batches. They are fetched once, at the end, and added in float64.
 
     `poll` is called before each batch; what it raises ends the evaluation.
     """
@@ -147,5 +159,4 @@ def evaluate(
         poll()
         sums.append(eval_step(params, model_state, batch))
     fetched = jax.device_get(sums)
-    totals = {name: float(np.sum([one[name] for one in fetched], dtype=np.float64)) for name in fetched[0]}
-    return parts.task.metrics(totals, parts.data_spec)
+    return {name: float(np.sum([one[name] for one in fetched], dtype=np.float64)) for name in fetched[0]}

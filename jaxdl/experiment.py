@@ -62,6 +62,9 @@ class Experiment(Config):
     """Length of the run in passes over the training data. Set either this or `steps`."""
     steps: int | None = pydantic.Field(default=None, ge=1)
     """Length of the run in steps. Set either this or `epochs`."""
+    tokens: int | None = pydantic.Field(default=None, ge=1)
+    """Length of the run of a language model in target tokens, instead of `epochs` or `steps`; rounded up to whole
+    steps."""
     phases: tuple[Phase, ...] = ()
     """Progressive resizing: consecutive parts of the run, each with its own image size and length. Only a config file
     can set them. The length of the run is their sum, so `epochs` and `steps` must be None."""
@@ -108,12 +111,14 @@ class Experiment(Config):
 
     @pydantic.model_validator(mode="after")
     def _fits_together(self) -> Experiment:
-        if self.epochs is not None and self.steps is not None:
+        lengths = {name: getattr(self, name) for name in LENGTH[:3] if getattr(self, name) is not None}
+        if len(lengths) > 1:
+            given = " and ".join(f"{name} = {value:.15g}" for name, value in lengths.items())
             raise ValueError(
-                f"epochs = {self.epochs:g} and steps = {self.steps}: both set the length of the run. "
-                "Set one of them to None: --epochs None or --steps None."
+                f"{given}: {'all' if len(lengths) > 2 else 'both'} set the length of the run. Set all but one of them "
+                f"to None: {' or '.join(f'--{name} None' for name in lengths)}."
             )
-        if self.phases and (self.epochs is not None or self.steps is not None):
+        if self.phases and lengths:
             raise ValueError("phases already set the length of the run. Set epochs and steps to None.")
         self.exchange.check_optimizer(self.optimizer)
         if None not in (self.model.modality, self.task.modality) and self.model.modality != self.task.modality:
@@ -124,7 +129,7 @@ class Experiment(Config):
         return self
 
 
-LENGTH = ("epochs", "steps", "phases")
+LENGTH = ("epochs", "steps", "tokens", "phases")
 """The fields that set the length of a run. They may change when it resumes, see `jaxdl.run.length`."""
 
 
@@ -132,8 +137,8 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a dumped Experiment that must not change when a run resumes: not its length, mesh or reports.
 
     For photographs, the number of workers and the place of the cache may change, but not the form in which images are
-    cached, since crops are cut from it. `guard.max_rollbacks` may be raised to resume a run that gave up, and the files
-    of kinds outside jaxdl may move.
+    cached, since crops are cut from it. The folder with the tokens of documents may change. `guard.max_rollbacks` may
+    be raised to resume a run that gave up, and the files of kinds outside jaxdl may move.
     """
     others = (*LENGTH, "mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
     found = without_source({name: value for name, value in config.items() if name not in others})
@@ -152,9 +157,20 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     model = found.get("model") or {}
     if "remat" in model:  # Once a switch.
         found["model"] = {**model, "remat": remat_named(model["remat"])}
+    if "data" in found:
+        found["data"] = _without_shards(found["data"])
     if "guard" in found:
         found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
     return {name: _with_defaults(name, value) for name, value in found.items()}
+
+
+def _without_shards(data: Any) -> Any:
+    """A dumped data config without the folder of its tokens, which may be another one on another machine."""
+    if not isinstance(data, Mapping):
+        return data
+    nested = data.get("sources")
+    sources = {"sources": {name: _without_shards(one) for name, one in nested.items()}} if nested else {}
+    return {name: value for name, value in (data | sources).items() if name != "shards"}
 
 
 def _with_defaults(name: str, values: Any) -> Any:

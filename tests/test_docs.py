@@ -260,6 +260,7 @@ ELSEWHERE = {
     "eval/perplexity": "tasks/language.py", "eval/bits_per_byte": "tasks/language.py",
     "train/momentum": "step.py", "train/loss_scale": "step.py", "train/skipped_steps": "step.py",
     "tokens_per_sec": "tasks/language.py", "tokens_seen": "report/seen.py",
+    "eval/loss/NAME": "run/inference.py", "eval/bits_per_byte/NAME": "tasks/language.py",
     "epochs/NAME": "data/mixture.py", "tokens/NAME": "data/mixture.py",
     "input/hits/TIER": "report/inputs.py", "input/per_sec/STAGE": "report/inputs.py",
 }  # fmt: skip

@@ -1,6 +1,7 @@
 """Documents: the formats they are read from, and the shards that they are tokenized into."""
 
 import gzip
+import importlib.util
 import json
 import os
 import signal
@@ -74,6 +75,21 @@ def test_plain_files_are_documents_or_their_lines_are(tmp_path):
     ]
     assert list(read_documents([str(tmp_path)], Reading())) == ["x\n\ny", "left", "right", "z\r\n"]
     assert list(read_documents([str(tmp_path)], Reading(document="line"))) == ["x", "y", "left", "right", "z"]
+
+
+def test_a_folder_of_datasets_is_read_where_the_library_is_installed(tmp_path):
+    if importlib.util.find_spec("datasets") is None:
+        (tmp_path / "state.json").write_text("{}")
+        with pytest.raises(ConfigError, match=r"it needs the package datasets.* pip install 'jaxdl\[text\]'"):
+            list(read_documents([str(tmp_path)], Reading("body")))
+        return
+    import datasets
+
+    datasets.Dataset.from_dict({"body": TEXTS}).save_to_disk(tmp_path / "all")
+    reading, path = Reading("body"), tmp_path / "all"
+    for span_bytes in (1, 40, 1 << 30):
+        spans = format_of(path).spans(path, reading, span_bytes)
+        assert [text for span in spans for text in format_of(path).read(span, reading)] == TEXTS
 
 
 @pytest.mark.parametrize(

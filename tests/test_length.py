@@ -19,7 +19,7 @@ from jaxdl.optim import Constant, Cosine
 from jaxdl.phases import Phase, make_timeline
 from jaxdl.run.build import make_plan
 from jaxdl.run.compile import Programs, program_key
-from jaxdl.run.length import change_of_length
+from jaxdl.run.length import change_of_length, steps_of
 
 TWO = jax.devices()[:2]
 EXPERIMENT = tiny_experiment(
@@ -155,6 +155,30 @@ def test_phases_may_change_after_what_is_done(phases, done, refused):
         assert change_of_length(earlier, asked, timeline, done) is None
     else:
         assert refused in change_of_length(earlier, asked, timeline, done)
+
+
+def test_a_length_in_tokens():
+    from jaxdl.data import SyntheticText, TextSpec
+    from jaxdl.models import Transformer
+    from jaxdl.tasks import LanguageModelling
+
+    packed = TextSpec(vocab_size=9, length=16, bytes_per_token=1.0, packed=True, mean_targets=12.5)
+    assert [steps_of(tokens, 8, LanguageModelling(), packed) for tokens in (None, 1, 100, 101)] == [None, 1, 1, 2]
+    text = {"model": Transformer(num_layers=1, embed_dim=8, num_heads=1), "task": LanguageModelling(), "steps": None}
+    asked = EXPERIMENT.replaced(
+        text | {"data": SyntheticText(length=10, num_train=64), "tokens": 801, "batch_size": 16, "report": {}}
+    )
+    plan = make_plan(asked, TWO)
+    assert plan.total_steps == 6  # 160 tokens a step.
+    earlier = {"epochs": None, "steps": None, "tokens": 480, "phases": []}
+    told = change_of_length(earlier, asked, plan.timeline, 2, plan.parts.data_spec)
+    assert "from 3 steps (--tokens 480) to 6 (--tokens 801)" in told
+    same = earlier | {"tokens": 960}
+    assert change_of_length(same, asked, plan.timeline, 2, plan.parts.data_spec) is None
+    with pytest.raises(ConfigError, match=r"tokens=5: task classification with data that are images counts images"):
+        make_plan(EXPERIMENT.replaced({"steps": None, "tokens": 5}), TWO)
+    with pytest.raises(ConfigError, match="epochs = 2 and tokens = 5: both set the length"):
+        EXPERIMENT.replaced({"steps": None, "epochs": 2, "tokens": 5})
 
 
 def test_a_length_that_cannot_be_read():

@@ -123,6 +123,10 @@ def test_a_run_resumes_in_the_mixture_and_counts_its_tokens(mixture, tmp_path):
     assert last["tokens_seen"] == ((segments[:, 1:] > 0) & (segments[:, 1:] == segments[:, :-1])).sum()
     assert last["epochs/code"] == splits.train.seen(48, asked.seed)["epochs/code"]
     assert last["step"] == 6
+    targets = {name: one.num_targets for name, one in splits.test.parts.items()}
+    losses = sum(whole.metrics[f"loss/{name}"] * count for name, count in targets.items())
+    assert whole.metrics["loss"] == pytest.approx(losses / sum(targets.values()), rel=1e-6)
+    assert whole.metrics["loss/code"] != whole.metrics["loss/prose"]
 
 
 def leaves(tree):

@@ -144,6 +144,7 @@ def _check(command: ClusterBench, given: Experiment) -> None:
         ("exchange", "Give --exchanges instead."),
         ("steps", "Give --num-rounds instead."),
         ("epochs", "Give --num-rounds instead."),
+        ("tokens", "Give --num-rounds instead."),
         ("cluster", "Leave it out."),
     ):
         if getattr(command.experiment, name) != getattr(given, name):
@@ -167,7 +168,9 @@ def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
     mesh = MeshConfig(replica=command.hosts, fsdp=command.devices_per_host)
     # Hosts share cores and wait while one compiles; they must not be taken for lost.
     patient = ClusterConfig(start_timeout_sec=_PATIENCE_SEC, silence_timeout_sec=_PATIENCE_SEC)
-    experiment = command.experiment.replaced({"mesh": mesh, "cluster": patient, "epochs": None, "steps": 1_000_000})
+    experiment = command.experiment.replaced(
+        {"mesh": mesh, "cluster": patient, "epochs": None, "tokens": None, "steps": 1_000_000}
+    )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_ended_by_sigterm())
         network = stack.enter_context(Network(command.hosts))

@@ -14,7 +14,7 @@ from rich.console import Console
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, median_ratio
 from jaxdl.config import ConfigError
 from jaxdl.evaluation import max_in_flight
-from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.experiment import LENGTH, Experiment, parse_command_line
 from jaxdl.optim import Constant
 from jaxdl.report import ReportConfig
 from jaxdl.run.build import make_initial_state, make_plan
@@ -50,7 +50,7 @@ def parse_command(args: list[str]) -> StepBench:
     """The command line as a StepBench. Raises ConfigError, or exits after --help."""
     prog = "python -m jaxdl.bench step"
     command, experiment = parse_command_line(StepBench, args, about=str(__doc__), prog=prog)
-    for name in ("epochs", "steps"):
+    for name in LENGTH[:3]:
         value = getattr(command.experiment, name)
         if value != getattr(experiment, name):
             raise ConfigError(f"--{name} {value}: the measurement sets its own length. Give --num-steps instead.")
@@ -66,7 +66,8 @@ def measure(experiment: Experiment, *, num_steps: int, num_repeats: int) -> dict
     measurement may be shorter than the warm-up. The bare step is the same compiled function on one resident batch.
     """
     total = num_steps * (num_repeats + 1)
-    far = {"epochs": None, "steps": total, "evaluation.every_steps": 2 * total, "checkpoint.every_steps": 2 * total}
+    far = {"epochs": None, "tokens": None, "steps": total}
+    far |= {"evaluation.every_steps": 2 * total, "checkpoint.every_steps": 2 * total}
     far |= {"evaluation.every_epochs": None, "checkpoint.every_epochs": None, "schedule": Constant()}
     far |= {"report.profile_start_step": None, "report.profile_steps": ReportConfig().profile_steps}
     experiment = experiment.replaced(far)

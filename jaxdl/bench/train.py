@@ -150,6 +150,7 @@ def resident(experiment: Experiment, image_size: int | None) -> Experiment:
     photos = getattr(experiment.data, "photos", None)
     changes: dict[str, Any] = {
         "epochs": None,
+        "tokens": None,
         "steps": 10**6,
         "phases": (),
         "schedule": Constant(),

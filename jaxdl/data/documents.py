@@ -10,6 +10,7 @@ import abc
 import gzip
 import inspect
 import io
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -196,9 +197,8 @@ class _DatasetFolder(Format):
             )
         row_bytes = max(1, data.data.nbytes // max(1, len(data)))
         rows = max(1, span_bytes // row_bytes)
-        stops = [min(at + rows, len(data)) for at in range(0, len(data), rows)]
-        return [Span(str(path), at, at + rows if at + rows < len(data) else len(data), (stop - at) * row_bytes)
-                for at, stop in zip(range(0, len(data), rows), stops, strict=True)]  # fmt: skip
+        cuts = [*range(0, len(data), rows), len(data)]
+        return [Span(str(path), at, end, (end - at) * row_bytes) for at, end in itertools.pairwise(cuts)]
 
     def read(self, span: Span, reading: Reading) -> Iterator[str]:
         data = _dataset(span.path)

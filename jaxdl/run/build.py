@@ -32,7 +32,7 @@ from jaxdl.exchange import (
     leaf_names,
 )
 from jaxdl.exchange.cost import Gradients
-from jaxdl.experiment import Experiment, as_experiment
+from jaxdl.experiment import LENGTH, Experiment, as_experiment
 from jaxdl.kinds import without_source
 from jaxdl.mesh import Axis, Device, batch_sharding, batch_ways, make_mesh, platform
 from jaxdl.models import Network
@@ -40,6 +40,7 @@ from jaxdl.optim import Rates, Trainable, check_average, make_optimizer, make_tr
 from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
 from jaxdl.run.initial import Initial
+from jaxdl.run.length import steps_of
 from jaxdl.run.overlap import loop_sum_dtype
 from jaxdl.run.validate import (
     built_schedule,
@@ -133,7 +134,7 @@ def make_plan(
     `initial` (see `beginning`). `start` prints the progress and the findings.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
-    if experiment.epochs is None and experiment.steps is None and not experiment.phases:
+    if not any(getattr(experiment, name) for name in LENGTH):
         raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
     with start.doing("starting the devices"):
         mesh = make_devices(experiment, devices)
@@ -146,7 +147,8 @@ def make_plan(
         splits = read_splits(experiment.data, recorded())
     start.data(experiment.data, splits)
     check_phases(experiment, splits)
-    epochs, steps, phases = experiment.epochs, experiment.steps, experiment.phases
+    epochs, phases = experiment.epochs, experiment.phases
+    steps = experiment.steps or steps_of(experiment.tokens, experiment.batch_size, experiment.task, splits.train.spec)
     timeline = make_timeline(len(splits.train), experiment.batch_size, epochs=epochs, steps=steps, phases=phases)
     total_steps = timeline.total_steps
     profile_start = experiment.report.profile_start_step

@@ -32,7 +32,8 @@ class Evaluation:
     def metrics(self, state: TrainState, segment: Segment, steps: StepFunctions) -> dict[str, float]:
         """The task's metrics of the state."""
         source, size = self._plan.sources(segment)[1], self._plan.eval_batch_size
-        poll = self._reporter.counted(self._poll, math.ceil(len(source) / size))
+        num_batches = sum(math.ceil(len(one) / size) for one in source.parts.values() or (source,))
+        poll = self._reporter.counted(self._poll, num_batches)
         with self._watch("eval"):
             return evaluate_once(
                 self._plan.parts, steps.evaluate, state.eval_params, state.model_state, source, size, poll=poll

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, ImageSpec, PhotoSource, Source, Splits, TextSpec, eval_batches
 from jaxdl.data.arrays import like
 from jaxdl.data.examples import Examples
-from jaxdl.evaluation import EvalStep, evaluate, make_eval_step
+from jaxdl.evaluation import EvalStep, make_eval_step, total_sums
 from jaxdl.mesh import batch_sharding, batch_ways
 from jaxdl.phases import Phase
 from jaxdl.sharding import Params
@@ -110,10 +111,21 @@ def evaluate_once(
     *,
     poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
-    """The metrics of the task over a source; `batch_size` is one that the mesh divides, `poll` that of `evaluate`."""
-    sharding = batch_sharding(parts.layout.mesh)
-    with eval_batches(source, batch_size=batch_size, sharding=sharding) as batches:
-        return evaluate(parts, eval_step, params, model_state, batches, poll=poll)
+    """The metrics of the task over a source; `batch_size` is one that the mesh divides, `poll` that of `total_sums`.
+
+    Of a mixture also the loss and the best metric of each of its sources, such as `loss/NAME`.
+    """
+    sharding, task = batch_sharding(parts.layout.mesh), parts.task
+    found: dict[str, float] = {}
+    totals: Counter[str] = Counter()
+    for name, one in (source.parts or {"": source}).items():
+        with eval_batches(one, batch_size=batch_size, sharding=sharding) as batches:
+            sums = total_sums(eval_step, params, model_state, batches, poll=poll)
+        totals.update(sums)
+        if name:
+            own = task.metrics(sums, one.spec)
+            found |= {f"{metric}/{name}": own[metric] for metric in dict.fromkeys(("loss", task.best_metric))}
+    return task.metrics(totals, parts.data_spec) | found
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from jaxdl.config import ConfigError
+from jaxdl.data import DataSpec
 from jaxdl.experiment import LENGTH, Experiment
 from jaxdl.phases import Phase, Timeline, make_timeline
+from jaxdl.tasks import Task
 
 
 def end_step(timeline: Timeline, max_steps: int | None) -> int:
@@ -56,20 +59,38 @@ def early_end_note(step: int, timeline: Timeline, asked_by: str, *, kept: bool) 
     return f"stopped at step {step} of {timeline.total_steps}, as {asked_by} asks; {resume}"
 
 
-def change_of_length(earlier: Mapping[str, Any], asked: Experiment, timeline: Timeline, done: int) -> str | None:
+def steps_of(tokens: int | None, batch_size: int, task: Task, spec: DataSpec) -> int | None:
+    """The steps in which a task sees so many tokens; None for None. Raises ConfigError for one that has no tokens."""
+    if tokens is None:
+        return None
+    if task.unit != "tokens" or not spec.fits(task.modality):
+        raise ConfigError(
+            f"--tokens {tokens}: task {task.kind} with data that are {spec.modality} counts {task.unit}. Give --epochs "
+            "or --steps instead."
+        )
+    return math.ceil(tokens / (batch_size * task.units_per_example(spec)))
+
+
+def change_of_length(
+    earlier: Mapping[str, Any], asked: Experiment, timeline: Timeline, done: int, spec: DataSpec | None = None
+) -> str | None:
     """What to say when a run resumes with another length; None when it comes to the same steps.
 
     `earlier` holds the fields `LENGTH` of the config before, `timeline` is that of `asked`, and `done` steps have been
     trained. Those must have seen what they would see in a run of the new length: so the position in the data remains a
     function of the step, and going back to an earlier checkpoint remains possible. Exchange warm-ups and the moving
-    average are counted from the start and do not depend on the length. Raises ConfigError.
+    average are counted from the start and do not depend on the length. `spec` is that of the data, for a length in
+    tokens. Raises ConfigError.
     """
     try:
+        steps = earlier["steps"]
+        if earlier.get("tokens") is not None and spec is not None:
+            steps = steps_of(earlier["tokens"], asked.batch_size, asked.task, spec)
         before = make_timeline(
             timeline.num_examples,
             asked.batch_size,
             epochs=earlier["epochs"],
-            steps=earlier["steps"],
+            steps=steps,
             phases=[Phase(**phase) for phase in earlier["phases"] or ()],
         )
     except (KeyError, TypeError, ConfigError) as error:
@@ -101,7 +122,7 @@ def _given(length: Mapping[str, Any]) -> str:
     """How a length was given: `--steps 40`, `--epochs 2`, or the phases as JSON."""
     if length["phases"]:
         return f"phases {json.dumps(length['phases'])}"
-    name = "steps" if length["steps"] is not None else "epochs"
+    name = next((one for one in ("steps", "tokens") if length.get(one) is not None), "epochs")
     return f"--{name} {length[name]:g}" if name == "epochs" else f"--{name} {length[name]}"
 
 

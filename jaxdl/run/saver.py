@@ -47,7 +47,7 @@ class Saver:
         self._rewrite = earlier_length is not None
         if earlier_length is not None:
             done = int(from_first_process(lambda: str(max(self.checkpoints.steps, default=0)).encode()))
-            self._new_length = change_of_length(earlier_length, plan.asked, plan.timeline, done)
+            self._new_length = change_of_length(earlier_length, plan.asked, plan.timeline, done, plan.parts.data_spec)
 
     def keep_length(self) -> None:
         """Writes a length that changed to the history, as an event of the step that is resumed, and to `config.json`.
