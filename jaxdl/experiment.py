@@ -170,7 +170,7 @@ def _without_shards(data: Any) -> Any:
         return data
     nested = data.get("sources")
     sources = {"sources": {name: _without_shards(one) for name, one in nested.items()}} if nested else {}
-    return {name: value for name, value in (data | sources).items() if name != "shards"}
+    return {name: value for name, value in {**data, **sources}.items() if name != "shards"}
 
 
 def _with_defaults(name: str, values: Any) -> Any:

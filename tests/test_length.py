@@ -175,7 +175,7 @@ def test_a_length_in_tokens():
     assert "from 3 steps (--tokens 480) to 6 (--tokens 801)" in told
     same = earlier | {"tokens": 960}
     assert change_of_length(same, asked, plan.timeline, 2, plan.parts.data_spec) is None
-    with pytest.raises(ConfigError, match=r"tokens=5: task classification with data that are images counts images"):
+    with pytest.raises(ConfigError, match=r"tokens=5: task classification with data that are images counts examples"):
         make_plan(EXPERIMENT.replaced({"steps": None, "tokens": 5}), TWO)
     with pytest.raises(ConfigError, match="epochs = 2 and tokens = 5: both set the length"):
         EXPERIMENT.replaced({"steps": None, "epochs": 2, "tokens": 5})
