@@ -179,6 +179,16 @@ def test_dropout_masks_are_of_the_row_alone():
     np.testing.assert_array_equal(evaluated, without)
 
 
+def test_a_network_with_dropout_is_exported_for_any_number_of_rows():
+    network = network_of(DROPPED)
+    [rows] = jax.export.symbolic_shape("rows")
+    inputs = network.param_shapes, jax.ShapeDtypeStruct((rows, 10), jnp.int32)
+    exported = jax.export.export(jax.jit(lambda p, tokens: network.apply(p, {}, tokens, train=False)[0]))(*inputs)
+    params = random_weights(network)[0]
+    expected = run(network, params, {}, tokens_of(3), train=False)[0]
+    np.testing.assert_allclose(exported.call(params, tokens_of(3)), expected, rtol=1e-4, atol=1e-4)
+
+
 def test_remat_draws_the_same_masks():
     params = random_weights(network_of(DROPPED))[0]
 

@@ -104,7 +104,7 @@ class Network:
         dropout. Without `whole` the outputs may be `Logits`, which are not made yet.
         """
         state = (nnx.State(self._param_names.tree(params)), nnx.State(self._state_names.tree(model_state)))
-        module = nnx.merge(self._graphdef, *state, self._key_state(key, rows, inputs), copy=True)
+        module = nnx.merge(self._graphdef, *state, self._key_state(key, rows, inputs if train else None), copy=True)
         if forget:
             for _, part in nnx.iter_graph(module):
                 if isinstance(part, nnx.BatchNorm):
@@ -141,13 +141,19 @@ class Network:
             check_callable(self.what, module)
         return module
 
-    def _key_state(self, key: jax.Array | None, rows: jax.Array | None, inputs: Sequence[jax.Array]) -> nnx.State:
-        """The random keys of the module, each folded from `key`, and their counts, which are 0."""
+    def _key_state(
+        self, key: jax.Array | None, rows: jax.Array | None, inputs: Sequence[jax.Array] | None
+    ) -> nnx.State:
+        """The random keys of the module, each folded from `key`, and their counts, which are 0.
+
+        Each row of `inputs` has its own; None in evaluation, where the number of rows may not be known.
+        """
         flat = []
         for index, (path, one) in enumerate(self._keys):
             own = jax.random.fold_in(jax.random.key(0) if key is None else key, index)
             if isinstance(one, RowKeys):
-                flat.append((path, row_keys(own, jnp.arange(len(inputs[0])) if rows is None else rows)))
+                numbers = jnp.arange(len(inputs[0])) if rows is None and inputs is not None else rows
+                flat.append((path, own if numbers is None else row_keys(own, numbers)))
             elif isinstance(one, nnx.RngKey):
                 own = own if rows is None else jax.random.fold_in(own, rows[0])
                 flat.append((path, jax.random.split(own, one.shape) if one.shape else own))
