@@ -18,10 +18,12 @@ from jaxdl.step import make_update
 
 @pytest.mark.slow
 def test_top_k_trains_as_its_oracle_does():
+    """Rates five times as large end in a near tie: another entry is sent, and the losses part."""
     mesh = MeshConfig(replica=2, fsdp=1, tensor=4)
     top_k = TopK(density=0.05, method="exact", min_elements=100, wire="plain")
-    experiment = QWEN.replaced({"exchange": top_k, "mesh": mesh, "optimizer": SGD(learning_rate=0.5, momentum=0.9)})
+    experiment = QWEN.replaced({"exchange": top_k, "mesh": mesh, "optimizer": SGD(learning_rate=0.1, momentum=0.9)})
     found, _ = losses_and_params(experiment)
+    assert found[-1] < 0.9 * found[0]
     np.testing.assert_allclose(found, oracle_losses(experiment), rtol=1e-5)
 
 
