@@ -107,7 +107,7 @@ class Predictor(Inference):
         not read text, and for options that are out of range.
         """
         how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
-        return self._pieces(prompt, self._ending(how, stop_at_end), stop)
+        return self._pieces(prompt, self._ending(how, stop, stop_at_end), stop)
 
     def complete(
         self,
@@ -141,32 +141,38 @@ class Predictor(Inference):
         as the network was trained on, it goes on from its last half, unless attention has a window. Raises ConfigError
         for a network that does not read text, and for options that are out of range.
         """
+        if isinstance(prompts, str):
+            raise ConfigError("complete: give a list of prompts; generate(prompt) continues one.")
         if batch_size < 1:
             raise ConfigError(f"--batch-size {batch_size}: give a whole number, 1 or more.")
         how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
-        return self._completions(list(prompts), self._ending(how, stop_at_end), stop, batch_size)
+        return self._completions(list(prompts), self._ending(how, stop, stop_at_end), stop, batch_size)
 
     @functools.cached_property
     def decoder(self) -> Decoder:
         """The programs that write text. Raises ConfigError for a network that does not read text."""
         context = self.experiment.model.context(self.check_text("generate").length)
-        return Decoder(self, context, self.codec.vocab_size)
+        return Decoder(self.merged(), context, self.codec.vocab_size)
 
     @functools.cached_property
     def codec(self) -> Codec:
         """Between text and tokens."""
         return self.experiment.data.codec()
 
-    def _ending(self, how: Sampling, stop_at_end: bool) -> Sampling:
+    def _ending(self, how: Sampling, stop: Sequence[str], stop_at_end: bool) -> Sampling:
         self.check_text("generate")
+        if isinstance(stop, str) or not all(stop):
+            raise ConfigError(f"--stop {stop!r}: give texts that are not empty.")
         ends = (self.codec.end,) if stop_at_end and self.codec.end is not None else ()
         return dataclasses.replace(how, stop_tokens=(*how.stop_tokens, *ends))
 
     def check_text(self, what: str) -> TextSpec:
         """The spec of the text that the network reads. Raises ConfigError, beginning with `what`, if it reads none."""
-        if not isinstance(self.parts.data_spec, TextSpec):
-            raise ConfigError(f"{what}: this network reads images; use predict(images).")
-        return self.parts.data_spec
+        spec = self.parts.data_spec
+        if not isinstance(spec, TextSpec):
+            advice = "; use predict(images)" if spec.modality == "images" else ", and no single text"
+            raise ConfigError(f"{what}: this network reads {spec.modality}{advice}.")
+        return spec
 
     def _prompt(self, text: str) -> list[int]:
         """The tokens of a prompt. Warns of one of which the network reads the end alone."""

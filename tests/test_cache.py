@@ -24,9 +24,15 @@ MODELS = {
     "window, longer than some": Transformer(window=8, scan_layers=False, **SIZES),
 }  # fmt: skip
 MESH = MeshConfig(replica=2, fsdp=2, tensor=2)
-CASES = [(name, MESH) for name in MODELS if name != "window, longer than some"] + [
-    ("grouped heads", None), ("window, longer than some", None)
-]  # fmt: skip
+CASES = [
+    ("grouped heads", MESH),
+    ("as GPT-2, unrolled", None),
+    ("window, prompts longer than it", None),
+    pytest.param("window, longer than some", None, marks=pytest.mark.slow),
+    pytest.param("grouped heads", None, marks=pytest.mark.slow),
+    pytest.param("as GPT-2, unrolled", MESH, marks=pytest.mark.slow),
+    pytest.param("window, prompts longer than it", MESH, marks=pytest.mark.slow),
+]
 
 
 def made(model, mesh):

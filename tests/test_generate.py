@@ -16,6 +16,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import Codec, TextFiles
 from jaxdl.decoding.text import TextStream
 from jaxdl.generate.__main__ import main
+from jaxdl.generate.command import read_prompts
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
@@ -211,9 +212,9 @@ def test_the_command_writes_json_lines_for_many(writer, text, tmp_path, capsys):
     assert lines[0] | {"text": ""} == {"prompt": "1 f", "text": "", "tokens": 9, "ended": "length"}
     (tmp_path / "plain.txt").write_text("1 f\n\n2 \n")
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 f"}\n{"text": "2 "}\n')
-    for name in ("plain.txt", "rows.jsonl"):
-        main([*options, "--prompts", str(tmp_path / name), "--to", str(tmp_path / "to"), "--batch-size", "1"])
-        assert [json.loads(line) for line in (tmp_path / "to").read_text().splitlines()] == lines
+    assert read_prompts(tmp_path / "plain.txt") == ("1 f", "2 ")
+    main([*options, "--prompts", str(tmp_path / "rows.jsonl"), "--to", str(tmp_path / "to")])
+    assert [json.loads(line) for line in (tmp_path / "to").read_text().splitlines()] == lines
 
 
 @pytest.mark.parametrize(
@@ -224,6 +225,7 @@ def test_the_command_writes_json_lines_for_many(writer, text, tmp_path, capsys):
         (["--top-k", "0"], "--top-k 0: give a whole number, 1 or more"),
         (["--top-p", "1.5"], "--top-p 1.5: give a number above 0, at most 1"),
         (["--prompt", "a", "b", "--batch-size", "0"], "--batch-size 0: give a whole number, 1 or more"),
+        (["--stop", "a", ""], "--stop ('a', ''): give texts that are not empty"),
         (["--prompt", "a", "--prompts", "x"], "--prompt and --prompts: give one of them"),
         (["--prompts", "nowhere"], "--prompts nowhere: No such file or directory"),
         (["--prompts", "FOLDER/rows.jsonl"], 'line 2 has no "prompt" that is a text: {"promt": "a"}'),
@@ -253,6 +255,7 @@ def test_workdirs_that_write_no_text(tiny_run, text, tmp_path, capsys):
     assert sorted(path.name for path in (tmp_path / "early").iterdir()) == ["config.json", "data.json"]
 
 
+@pytest.mark.slow
 def test_the_measurement_compares_the_cache_with_the_whole_text(text, tmp_path, capsys):
     bench(["--workdir", str(text.workdir), "--num-tokens", "18", "--batch-size", "3", "--num-repeats", "1",
            "--json", str(tmp_path / "rates.json")])  # fmt: skip

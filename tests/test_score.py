@@ -55,9 +55,9 @@ def by_hand(writer, codec, delimiter=" "):  # noqa: F811
 def test_questions_score_as_each_choice_alone_on_any_mesh(text, writer):  # noqa: F811
     other = jaxdl.restore(text.workdir, mesh=MeshConfig(replica=2, fsdp=2, tensor=2))
     scores, accuracies = by_hand(writer, writer.codec)
-    for predictor in (writer, other):
-        done = []
-        found, each = score_choices(Scorer(predictor), predictor.codec, QUESTIONS, advance=done.append)
+    for predictor, most_logits in ((writer, 2**20), (other, 256 * 7)):  # All logits at once, and those of some tokens.
+        done, scorer = [], Scorer(predictor, most_logits=most_logits)
+        found, each = score_choices(scorer, predictor.codec, QUESTIONS, advance=done.append)
         assert sum(done) == 7
         assert {name: found[name] for name in accuracies} == accuracies
         for row, expected in zip(each, scores, strict=True):

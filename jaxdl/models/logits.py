@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jaxdl import sharding
 from jaxdl.collectives.cross_entropy import TokenLoss
@@ -96,6 +97,27 @@ def projected(outputs: Any) -> Any:
         outputs,
         is_leaf=lambda node: isinstance(node, Logits),
     )
+
+
+def log_likelihoods(outputs: Any, target: jax.Array, most: int) -> jax.Array:
+    """The natural log-probability of each target token, float32 [batch, length], from outputs for all of them.
+
+    `most` logits, [batch, some tokens, vocab], are made at a time, if they are not made yet.
+    """
+
+    def scores(logits: jax.Array, target: jax.Array) -> jax.Array:
+        logits = logits.astype(jnp.float32)
+        own = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
+        return own - jax.nn.logsumexp(logits, axis=-1)
+
+    if not isinstance(outputs, Logits):
+        return scores(outputs, target)
+    batch, length, vocab = outputs.shape
+    wanted = -(-batch * length * vocab // most)
+    num = next(num for num in range(min(wanted, length), length + 1) if length % num == 0)
+    pieces = (jnp.moveaxis(x.reshape(batch, num, length // num, *x.shape[2:]), 1, 0) for x in (outputs.x, target))
+    found = lax.map(lambda piece: scores(replace(outputs, x=piece[0]).whole(), piece[1]), tuple(pieces))
+    return jnp.moveaxis(found, 0, 1).reshape(batch, length)
 
 
 def of_tokens(outputs: Any, positions: jax.Array) -> jax.Array:

@@ -13,14 +13,15 @@ import numpy as np
 
 from jaxdl.data import Codec, TextSpec
 from jaxdl.mesh import batch_ways
-from jaxdl.models.logits import projected
+from jaxdl.models.logits import log_likelihoods
 from jaxdl.run.inference import Inference
 from jaxdl.state import replicated
 from jaxdl.step import apply_network
 
 _MOST_LOGITS = 2**27
 """Of one device at a time; 512 MiB in float32."""
-_MOST_ROWS = 64
+_MOST_ROWS, _MOST_TOKENS = 64, 2**14
+"""Of one batch; the tokens are those of one device."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,10 @@ class Scored:
 class Scorer:
     """The compiled program that scores tokens; `context` is how many the network reads at a time."""
 
-    def __init__(self, inference: Inference) -> None:
+    def __init__(self, inference: Inference, *, most_logits: int = _MOST_LOGITS) -> None:
+        """`most_logits` are made at a time on one device."""
         assert isinstance(inference.parts.data_spec, TextSpec)
+        self._most_logits = most_logits
         self._inference, self._parts = inference, inference.parts
         self.context = inference.parts.data_spec.length
         self._score = jax.jit(self._sums, out_shardings=replicated(inference.parts.layout))
@@ -53,9 +56,7 @@ class Scorer:
         found, ways = np.zeros(len(texts)), batch_ways(self._parts.layout.mesh)
         while order:
             length = self._padded(len(texts[order[-1]].tokens) - 1)  # The longest first: memory does not grow later.
-            rows = max(
-                1, min(_MOST_ROWS, ways * _MOST_LOGITS // (length * self._parts.data_spec.sizes()["vocab_size"]))
-            )
+            rows = max(1, min(_MOST_ROWS, ways * _MOST_TOKENS // length))
             rows = -(-rows // ways) * ways
             batch, order = order[-rows:], order[:-rows]
             tokens, scored = np.zeros((rows, length + 1), np.int32), np.zeros((rows, length), bool)
@@ -78,10 +79,9 @@ class Scorer:
 
     def _sums(self, params: Any, model_state: Any, tokens: jax.Array, scored: jax.Array) -> jax.Array:
         batch = {"tokens": tokens}
-        outputs = apply_network(self._parts, self._parts.layout, params, model_state, batch, train=False)[0]
-        logits = projected(outputs).astype(jnp.float32)
-        label = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-        return jnp.sum(jnp.where(scored, label - jax.nn.logsumexp(logits, axis=-1), 0), axis=1)
+        parts, most = self._parts, self._most_logits * batch_ways(self._parts.layout.mesh)
+        outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, train=False, whole=False)
+        return jnp.sum(jnp.where(scored, log_likelihoods(outputs, tokens[:, 1:], most), 0), axis=1)
 
 
 def windows(num_tokens: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
