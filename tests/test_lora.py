@@ -16,6 +16,7 @@ from jaxdl.data import SyntheticText
 from jaxdl.exchange import TopK, by_name
 from jaxdl.experiment import Experiment
 from jaxdl.export.__main__ import main as export
+from jaxdl.kinds import choices
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import LoRA
 from jaxdl.optim import AdamW
@@ -186,3 +187,19 @@ def test_the_config_for_fine_tuning(base, monkeypatch):
     monkeypatch.setenv("BASE", str(base))
     own = jaxdl.load(FINETUNE, gpus=True).model
     assert own == jaxdl.restore(base).experiment.model.replaced({"lora": lora})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [name for name in choices(Experiment)["exchange"] if name != "auto"])
+def test_every_exchange(base, kind):
+    """It exchanges the adapters' gradients alone; a dense one gives the losses of one device."""
+    run = experiment(base, exchange=kind, steps=3)
+    wanted = {"min_elements": 16, "rank": 1}
+    run = run.replaced({f"exchange.{name}": wanted[name] for name in wanted.keys() & type(run.exchange).model_fields})
+    found = jaxdl.train(run.replaced({"mesh": EIGHT}), quiet=True, init_from=base)
+    before, after = by_name(jaxdl.restore(base).params), by_name(found.state.params)
+    assert_bit_equal({name: after[name] for name in before}, before)
+    assert all(np.asarray(after[name]).any() for name in after.keys() - before.keys())
+    if kind == "dense":
+        alone = jaxdl.train(run, quiet=True, init_from=base, devices=jax.devices()[:1])
+        np.testing.assert_allclose(found.history["eval/loss"][-1], alone.history["eval/loss"][-1], rtol=1e-5)
