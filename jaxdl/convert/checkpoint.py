@@ -21,7 +21,7 @@ from jaxdl.models import Transformer
 _SHOWN = 3
 """How many names a message has."""
 Progress = Callable[[int, int], None]
-"""Called with the bytes that are done, and all of them."""
+"""Called with how much is done, and how much there is, both in bytes or both in numbers."""
 
 
 @dataclass(frozen=True)
