@@ -69,7 +69,8 @@ def attend_cached(
 
 def _written(cache: jax.Array, x: jax.Array, layer: jax.Array | int, slot: jax.Array) -> jax.Array:
     x = x.astype(cache.dtype)
-    if slot.ndim == 0:
+    if slot.ndim == 0 or cache.shape[1] == 1:  # No scatter, which takes longer.
+        slot = slot.reshape(())
         return lax.dynamic_update_slice(cache, x[None], (layer, 0, slot, 0, 0))
     rows = jnp.arange(cache.shape[1])
     return cache.at[layer, rows, slot].set(x[:, 0], unique_indices=True, mode="promise_in_bounds")
