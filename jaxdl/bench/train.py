@@ -127,7 +127,7 @@ def measure(command: TrainBench) -> dict[str, Any]:
         "flops_per_step": flops,
         "peak_flops_per_sec": peak,
         "peak_source": source,
-        "memory_bytes": _planned_bytes(program),
+        "memory_bytes": planned_bytes(program),
         "memory_peak_bytes": used,
         "kernels": kernels[:_WRITTEN_KERNELS],
         "kinds_of_kernels_ms": trace.by_kind(kernels),
@@ -184,7 +184,7 @@ def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], jax.stages.Compiled]
     return steps, step
 
 
-def _planned_bytes(program: jax.stages.Compiled) -> int | None:
+def planned_bytes(program: jax.stages.Compiled) -> int | None:
     """The bytes that a device needs for a program, by XLA's plan."""
     analysis = program.memory_analysis()
     if analysis is None:

@@ -149,16 +149,18 @@ def _token_sums(
         classes = classes + lax.axis_index(how.vocab_axis) * kernel.shape[1]
     is_target = classes == target[..., None]
     highest = _over_vocabulary(lax.pmax, how, logits.max(axis=-1, keepdims=True))
+    place = target[..., None] - classes[..., :1]
+    own = jnp.take_along_axis(logits, jnp.clip(place, 0, kernel.shape[1] - 1), axis=-1)
+    own = _over_vocabulary(lax.psum, how, jnp.where((place >= 0) & (place < kernel.shape[1]), own, 0))
     powers = jnp.exp(logits - highest)
-    sums = [powers.sum(axis=-1), jnp.sum(jnp.where(is_target, logits, 0), axis=-1)]
-    if how.label_smoothing:
-        sums.append(logits.sum(axis=-1))
-    total, own, *of_all = _over_vocabulary(lax.psum, how, jnp.stack(sums))
-    own, normalizer = own[..., None], jnp.log(total) + highest[..., 0]
     # NaN <= x and x <= NaN are false: a NaN is ahead of every number, and so its token is never correct.
     ahead = ~(logits <= own) | ((logits == own) & (classes < target[..., None]))
-    rank = _over_vocabulary(lax.psum, how, ahead.sum(axis=-1, dtype=jnp.int32))
-
+    # All that is summed in one pass; a count of words is exact in float32.
+    sums = [powers.sum(axis=-1), ahead.sum(axis=-1, dtype=jnp.float32)]
+    if how.label_smoothing:
+        sums.append(logits.sum(axis=-1))
+    total, rank, *of_all = _over_vocabulary(lax.psum, how, jnp.stack(sums))
+    normalizer = jnp.log(total) + highest[..., 0]
     # The cross-entropy with a target of 1 - smoothing and smoothing / words everywhere, in closed form.
     words = kernel.shape[1] * (lax.axis_size(how.vocab_axis) if how.vocab_axis else 1)
     wanted, everywhere = 1 - how.label_smoothing, how.label_smoothing / words

@@ -28,6 +28,8 @@ _FREE = {
 }  # fmt: skip
 _CONTROL = {"while": ("body",), "conditional": ("true_computation", "false_computation"), "call": ("to_apply",)}
 """Kinds that run other computations, and the attributes that name these."""
+_HOST = "S(5)"
+"""In a layout: the memory of the host."""
 _SLICES = {"slice", "dynamic-slice", "gather"}
 
 GATHERS = "reads_a_part"
@@ -93,8 +95,10 @@ class Module:
 
     @staticmethod
     def is_kernel(one: Instruction) -> bool:
-        """Whether an instruction is work on the device: no collective, no control flow, and not without work."""
-        return one.kind not in _CONTROL and one.kind not in _FREE and not is_collective(one)
+        """Whether an instruction is work on the device: no message, no control flow, and not without work."""
+        if one.kind in _CONTROL or one.kind in _FREE or is_collective(one) or one.kind.endswith("-done"):
+            return False
+        return host_bytes(one) is None
 
     def _operands(self, computation: str, one: Instruction) -> list[Instruction]:
         there = self.computations[computation]
@@ -199,6 +203,17 @@ def is_collective(one: Instruction) -> bool:
     """Whether an instruction is a collective, or the start or end of one."""
     kinds = ("all-", "reduce-scatter", "collective-", "async-", "send", "recv", "ragged-all-to-all")
     return one.kind.startswith(kinds)
+
+
+def host_bytes(one: Instruction) -> float | None:
+    """The bytes that the start of a copy between the memories of the device and of the host moves; None for others.
+
+    They are those of the largest array that is on the device.
+    """
+    if not (one.kind.endswith("-start") and _HOST in one.line) or is_collective(one):
+        return None
+    arrays = re.findall(r"\w+\[[\d,]*\](?:\{[^}]*\})?", one.result)
+    return max((shapes_bytes(shapes_of(array)) for array in arrays if _HOST not in array), default=0.0)
 
 
 def trip_count(one: Instruction) -> int:

@@ -11,8 +11,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdl.compiler.hlo import MEMORY_BYTES_PER_SEC, Instruction, Module, inner_computations, trip_count
+from jaxdl.compiler.hlo import (
+    MEMORY_BYTES_PER_SEC,
+    Instruction,
+    Module,
+    host_bytes,
+    inner_computations,
+    trip_count,
+)
 
+_RECOMPUTED = "rematted_computation"
+"""In the name of what `jax.checkpoint` computes again."""
 _FUSIONS = {"Loop": "elementwise", "Input": "reduction", "Custom": "Triton"}
 """XLA's kinds of fusions."""
 
@@ -30,6 +39,10 @@ class Kernel:
     """How often it runs: more than once inside a loop."""
     moved_bytes: float
     product_sec: float
+    again: bool = False
+    """Whether it computes again what the forward pass computed, to save memory."""
+    host_bytes: float = 0.0
+    """A copy between the memories of the device and of the host, which takes no time of the device, moves these."""
 
     @property
     def least_sec(self) -> float:
@@ -47,9 +60,11 @@ def _kernels(module: Module, computation: str, times: int) -> Iterable[Kernel]:
         inner = [name for name in inner_computations(one) if name in module.computations]
         if inner:
             yield from _kernels(module, max(inner, key=module.total_sec), times * trip_count(one))
+        elif (copied := host_bytes(one)) is not None:
+            yield Kernel(one.name, "copy, host", part_of(one), times, 0.0, 0.0, host_bytes=copied)
         elif module.is_kernel(one):
             moved, product = module.moved_bytes(computation, one), module.product_sec(computation, one)
-            yield Kernel(one.name, _kind(one), part_of(one), times, moved, product)
+            yield Kernel(one.name, _kind(one), part_of(one), times, moved, product, _RECOMPUTED in one.line)
 
 
 def part_of(one: Instruction) -> str:
