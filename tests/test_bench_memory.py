@@ -36,8 +36,7 @@ def test_logits_are_told_from_the_output_layer():
 
 ROW = {
     "mesh": "2 x 4", "length": 2048, "examples": 8, "kept": "offload", "bytes": 81e9, "temporary_bytes": 7e9,
-    "least_sec": 0.2, "mfu": 0.614, "host_sec": 0.1, "flash_forward": 1, "flash_backward": 1, "tokens": 4096,
-    "tokens_of_logits": 64,
+    "least_sec": 0.2, "mfu": 0.614, "host_sec": 0.1, "flash_forward": 1, "flash_backward": 1, "logits_bytes": 64e6,
 }  # fmt: skip
 
 
@@ -47,12 +46,12 @@ def test_a_row_and_what_is_said_below_the_table():
     assert memory.remarks([ROW]) == [
         "* more than the 80 GB of an H100",
         "attention: cuDNN's flash kernel, forward and backward, in every row",
-        "float32 logits at a time: of at most 64 of 4,096 tokens of a device",
+        "float32 logits: at most 64 MB of a device at a time",
     ]
-    other = ROW | {"bytes": 1, "flash_backward": 0, "kept": "dots", "tokens_of_logits": 128}
+    other = ROW | {"bytes": 1, "flash_backward": 0, "kept": "dots", "logits_bytes": 128e6}
     assert memory.remarks([ROW, other])[1:] == [
         "attention: cuDNN's flash kernel, forward and backward, but not in 2 x 4 dots",
-        "float32 logits at a time: of at most 128 of 4,096 tokens of a device",
+        "float32 logits: at most 128 MB of a device at a time",
     ]
 
 

@@ -111,7 +111,7 @@ def measure(command: MemoryBench, mesh: MeshConfig, length: int | None, examples
     kernels = roofline.kernels(hlo.parse(text))
     least = sum(one.times * one.least_sec for one in kernels)
     once = sum(one.times * one.product_sec for one in kernels if not one.again)
-    tokens = examples * spec.length if isinstance(spec, TextSpec) else None
+    vocab = spec.vocab_size // mesh.tensor if isinstance(spec, TextSpec) else None
     return {
         "mesh": f"{mesh.fsdp} x {mesh.tensor}",
         "length": spec.length if isinstance(spec, TextSpec) else None,
@@ -124,8 +124,7 @@ def measure(command: MemoryBench, mesh: MeshConfig, length: int | None, examples
         "host_sec": sum(one.times * one.host_bytes for one in kernels) / _HOST_BYTES_PER_SEC,
         "flash_forward": sum("fmha" in one.kind and "Backward" not in one.kind for one in kernels),
         "flash_backward": sum("fmha" in one.kind and "Backward" in one.kind for one in kernels),
-        "tokens": tokens,
-        "tokens_of_logits": most_logits(text, spec.vocab_size // mesh.tensor) if isinstance(spec, TextSpec) else None,
+        "logits_bytes": 4 * vocab * most_logits(text, vocab) if vocab else None,
     }
 
 
@@ -183,9 +182,7 @@ def remarks(rows: list[dict[str, Any]]) -> list[str]:
     elif len(without) < len(rows):
         names = ", ".join(f"{row['mesh']} {row['kept']}" for row in without)
         lines.append(f"attention: cuDNN's flash kernel, forward and backward, but not in {names}")
-    share = [row for row in rows if row["tokens"]]
-    if share:
-        most = max(share, key=lambda row: row["tokens_of_logits"] / row["tokens"])
-        number, of = most["tokens_of_logits"], most["tokens"]
-        lines.append(f"float32 logits at a time: of at most {number:,} of {of:,} tokens of a device")
+    if any(row["logits_bytes"] for row in rows):
+        most = max(row["logits_bytes"] or 0 for row in rows)
+        lines.append(f"float32 logits: at most {most / 1e6:.0f} MB of a device at a time")
     return lines
