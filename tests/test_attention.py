@@ -219,7 +219,8 @@ def test_an_export_from_a_gpu_runs_on_every_platform(monkeypatch, tmp_path):
     ("kind", "gpu", "dtype", "head_dim", "says"),
     [
         ("cpu", 0.0, jnp.bfloat16, 64, []),
-        ("gpu", 8.0, jnp.bfloat16, 64, ["attention: cuDNN's flash kernel"]),
+        ("gpu", 8.0, jnp.bfloat16, 64, ["attention: cuDNN's flash kernel; packed documents take the scores", "Hopper"]),
+        ("gpu", 9.0, jnp.bfloat16, 64, ["attention: cuDNN's flash kernel"]),
         ("gpu", 7.0, jnp.float16, 64, ["attention: not by a flash kernel", "8 (A100) or later"]),
         (
             "gpu",
@@ -235,7 +236,7 @@ def test_the_program_says_which_kernel_it_is(monkeypatch, kind, gpu, dtype, head
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     for name in ("check_compute_capability", "is_cuda_compute_capability_equal"):
-        monkeypatch.setattr(cudnn, name, lambda least: float(least) <= 9)
+        monkeypatch.setattr(cudnn, name, lambda least: float(least) <= gpu)
     monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
     monkeypatch.setattr(attention, "platform", lambda _: kind)
     monkeypatch.setattr(attention, "capability", lambda _: gpu)
