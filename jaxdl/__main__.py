@@ -18,6 +18,7 @@ COMMANDS = {
         "continues texts by a trained language model: --workdir FOLDER --prompt TEXT",
     ),
     "score": ("jaxdl.score.__main__", "perplexity of texts, multiple-choice questions: --workdir FOLDER --text FILE"),
+    "translate": ("jaxdl.translate", "translates texts with a trained network: --workdir FOLDER"),
     "data": ("jaxdl.data.__main__", "prepares the data of an experiment before it trains"),
     "launch": ("jaxdl.launch.__main__", "starts several processes: on this machine, or by a job file for a cluster"),
     "bench": ("jaxdl.bench.__main__", "measures exchanges, steps, the input pipeline, start-up"),
@@ -64,7 +65,7 @@ def _print_completion(args: list[str]) -> None:
 
 def help_text() -> str:
     """The text of `jaxdl --help`."""
-    commands = "\n".join(f"  {name:8} {about}" for name, (_, about) in COMMANDS.items())
+    commands = "\n".join(f"  {name:9} {about}" for name, (_, about) in COMMANDS.items())
     return f"""jaxdl {__version__}: a JAX trainer for clusters whose network is slower than their GPUs
 
 usage: jaxdl COMMAND [OPTIONS]      (also: python -m jaxdl COMMAND, python -m jaxdl.train ...)

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -27,6 +27,7 @@ from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
 from jaxdl.run.generation import Decoder, Sampling, Writing
 from jaxdl.run.inference import Inference, held_out, of_phase
+from jaxdl.run.translation import Translator
 from jaxdl.runs import Which, check_run, check_which
 from jaxdl.sharding import Params
 from jaxdl.state import ModelState
@@ -51,6 +52,7 @@ class Predictor(Inference):
     ) -> None:
         super().__init__(parts, params, model_state)
         self.experiment, self.step, self.workdir = experiment, step, workdir
+        self._translators: dict[tuple[int, float, int], Translator] = {}
 
     def merged(self) -> Predictor:
         """The same network without adapters, which are added to its matrices; itself if it has none."""
@@ -108,6 +110,29 @@ class Predictor(Inference):
         """
         how = Sampling(num_tokens, temperature, top_k, top_p, seed, tuple(stop_tokens))
         return self._pieces(prompt, self._ending(how, stop, stop_at_end), stop)
+
+    def translate(
+        self,
+        texts: Sequence[str],
+        *,
+        beams: int = 4,
+        length_penalty: float = 0.6,
+        batch_size: int = 64,
+        done: Callable[[int], None] = lambda _: None,
+    ) -> list[str]:
+        """The translation of each text: the best of a beam search, whose scores are divided by
+        ((5 + length) / 6)^length_penalty (Wu et al. 2016).
+
+        `batch_size` texts are translated at once; `done(n)` is called after n more. Raises ConfigError for a network
+        that was not trained to translate.
+        """
+        key = (beams, length_penalty, batch_size)
+        if key not in self._translators:  # Each keeps its compiled programs.
+            codec = self.experiment.data.codec()
+            self._translators[key] = Translator(
+                self, codec, beams=beams, length_penalty=length_penalty, batch_size=batch_size
+            )
+        return self._translators[key].translate(texts, done)
 
     def complete(
         self,

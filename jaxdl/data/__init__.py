@@ -18,6 +18,8 @@ from jaxdl.data.digits import Digits
 from jaxdl.data.folder import ImageFolder
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
 from jaxdl.data.order import EpochShuffle
+from jaxdl.data.pair_rows import PairRows, PairSpec
+from jaxdl.data.pairs import PairData, Pairs, TFDSPairs
 from jaxdl.data.photos import Cache, Photos, PhotoSource
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
 from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
@@ -44,12 +46,17 @@ __all__ = [
     "ImageSpec",
     "ImageTars",
     "Mixture",
+    "PairData",
+    "PairRows",
+    "PairSpec",
+    "Pairs",
     "PhotoSource",
     "Photos",
     "Source",
     "Splits",
     "SyntheticImages",
     "SyntheticText",
+    "TFDSPairs",
     "TextFiles",
     "TextSpec",
     "TokenWindows",

@@ -132,6 +132,26 @@ def _build_text(config: TFDS, builder: Any, key: str, test_split: str) -> Splits
     return text_splits(train, test, config.length or 256, config.tokenizer)
 
 
+def text_rows(name: str, data_dir: str | None, split: str, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """The texts of the features `keys` of each example of a split.
+
+    Raises ConfigError when the data set is not prepared, has no such split or feature, or a text is not UTF-8.
+    """
+    import tensorflow_datasets as tfds
+
+    builder = open_builder(name, data_dir or os.environ.get("TFDS_DATA_DIR"))
+    for field, key in zip(("source", "target"), keys, strict=True):
+        _feature(builder, field, key, tfds.features.Text, "text")
+    stored = open_split(builder, split, keys)
+    for start in range(0, len(stored), _READ_EXAMPLES):
+        rows = range(start, min(start + _READ_EXAMPLES, len(stored)))
+        for number, example in zip(rows, _read(stored, rows, name, split), strict=True):
+            try:
+                yield tuple(example[key].decode() for key in keys)
+            except UnicodeDecodeError as error:
+                raise _broken(name, split, number, f"its text is not UTF-8 ({error.reason})") from None
+
+
 def _build_photos(config: TFDS, photos: Photos, builder: Any, test_split: str) -> Splits:
     import tensorflow_datasets as tfds
 

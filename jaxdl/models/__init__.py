@@ -7,6 +7,7 @@ arrays.
 """
 
 from jaxdl.models.config import Model
+from jaxdl.models.encoder_decoder import EncoderDecoder
 from jaxdl.models.lora import LoRA
 from jaxdl.models.network import Network
 from jaxdl.models.own import FromFunctions, FromModule
@@ -20,6 +21,7 @@ from jaxdl.models.vit import ViT
 __all__ = [
     "VGG",
     "AlexNet",
+    "EncoderDecoder",
     "FromFunctions",
     "FromModule",
     "LoRA",

@@ -32,7 +32,9 @@ def folded(keys: jax.Array | None, number: jax.Array | int) -> jax.Array | None:
 
 def kept(keys: jax.Array, rate: float, shape: tuple[int, ...]) -> jax.Array:
     """Which of the numbers of `shape` [batch, ...] stay, bool; each does with probability 1 - rate."""
-    return jax.vmap(lambda key: jax.random.bernoulli(key, 1 - rate, shape[1:]))(keys)
+    # In steps of 2^-16, of half as many random bits as floats take: on CPUs they cost a tenth of a step.
+    drawn = jax.vmap(lambda key: jax.random.bits(key, shape[1:], jnp.uint16))(keys)
+    return drawn >= round(rate * 2**16)
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None) -> jax.Array:

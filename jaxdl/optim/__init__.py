@@ -1,8 +1,8 @@
 """Optimizers and learning-rate schedules: small optax transformations and the configs that chain them.
 
 An optimizer config (`SGD`, `AdamW`, `LARS`, `LAMB`, or `Optax` for all others) holds the peak learning rate; a schedule
-config (`Constant`, `Linear`, `Cosine`, `Polynomial`, `Steps`) its shape. Trust ratios are per layer, also in a stack of
-layers in one array, and exclude biases and normalization unless a config says otherwise.
+config (`Constant`, `Linear`, `Cosine`, `InverseSqrt`, `Polynomial`, `Steps`) its shape. Trust ratios are per layer,
+also in a stack of layers in one array, and exclude biases and normalization unless a config says otherwise.
 """
 
 from jaxdl.optim.averages import averaged, keeps_average
@@ -13,7 +13,7 @@ from jaxdl.optim.masks import decay_mask, num_stacked_dims
 from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer
 from jaxdl.optim.own import Optax
 from jaxdl.optim.rates import Rates, num_updates, scale_by_learning_rate
-from jaxdl.optim.schedules import Constant, Cosine, Linear, Polynomial, Schedule, Steps
+from jaxdl.optim.schedules import Constant, Cosine, InverseSqrt, Linear, Polynomial, Schedule, Steps, noam_peak
 
 __all__ = [
     "EVERYTHING",
@@ -23,6 +23,7 @@ __all__ = [
     "AdamW",
     "Constant",
     "Cosine",
+    "InverseSqrt",
     "Linear",
     "Optax",
     "Optimizer",
@@ -38,6 +39,7 @@ __all__ = [
     "keeps_average",
     "make_optimizer",
     "make_trainable",
+    "noam_peak",
     "num_stacked_dims",
     "num_updates",
     "param_names",

@@ -184,6 +184,29 @@ class Steps(Schedule, kind="steps"):
         return learning_rate
 
 
+class InverseSqrt(Schedule, kind="inverse_sqrt"):
+    """The peak times sqrt(W / s) at step s after W warm-up steps, both counted from 1 (Vaswani et al. 2017, 5.3).
+
+    Its length does not depend on that of the run. The paper's rate has the peak (`noam_peak`) of its model and warm-up.
+    """
+
+    def build(self, *, peak: float, total_steps: int, steps_per_epoch: float) -> LearningRate:
+        """As of every schedule; without a warm-up the first step has the peak."""
+        constant = super().build(peak=peak, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+        num_warmup = max(1, self.num_warmup_steps(total_steps, steps_per_epoch))
+
+        def learning_rate(step: jax.typing.ArrayLike) -> jax.Array:
+            number = jnp.asarray(step, jnp.float32) + 1
+            return constant(step) * jnp.sqrt(num_warmup / jnp.maximum(number, num_warmup))
+
+        return learning_rate
+
+
+def noam_peak(embed_dim: int, warmup_steps: int) -> float:
+    """The largest learning rate of Vaswani et al. 2017, equation 3: embed_dim^-0.5 warmup_steps^-0.5."""
+    return (embed_dim * warmup_steps) ** -0.5
+
+
 class Polynomial(Decay, kind="polynomial"):
     """A power of the remaining decay: with t steps since the warm-up, end + (peak - end) (1 - t / decay_steps) ^ power.
 

@@ -7,5 +7,6 @@ from jaxdl.tasks.base import Task, check_task
 from jaxdl.tasks.classification import Classification
 from jaxdl.tasks.language import LanguageModelling
 from jaxdl.tasks.own import Loss
+from jaxdl.tasks.translation import Translation
 
-__all__ = ["Classification", "LanguageModelling", "Loss", "Task", "check_task"]
+__all__ = ["Classification", "LanguageModelling", "Loss", "Task", "Translation", "check_task"]

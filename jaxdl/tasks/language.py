@@ -16,7 +16,7 @@ from jaxdl.models.logits import Logits
 from jaxdl.tasks.base import Task, counted_weight, in_document
 from jaxdl.tasks.classification import counted, label_logit, rank
 
-_MAX_EXPONENT = 700.0
+MAX_EXPONENT = 700.0
 """exp of more overflows a Python float."""
 
 
@@ -35,6 +35,10 @@ class LanguageModelling(Task, kind="language_modelling"):
     """Tokens of one device whose logits are made at a time, at least one of each of its examples. None takes all at
     once if their logits, float32, fit in 512 MiB, or else as many as do."""
 
+    label_smoothing: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    """Part of the target probability that is spread evenly over the vocabulary in the training loss (arXiv 1512.00567).
+    """
+
     modality: ClassVar[str] = "text"
     best_metric: ClassVar[str] = "bits_per_byte"
     best_mode: ClassVar[Literal["max", "min"]] = "min"
@@ -42,8 +46,10 @@ class LanguageModelling(Task, kind="language_modelling"):
 
     @property
     def objective(self) -> str:
-        """The z-loss, which is only in the training loss; empty without one."""
-        return f"with z-loss {self.z_loss:g}" if self.z_loss else ""
+        """Label smoothing and z-loss, which are only in the training loss; empty without either."""
+        parts = {"label smoothing": self.label_smoothing, "z-loss": self.z_loss}
+        text = " and ".join(f"{name} {value:g}" for name, value in parts.items() if value)
+        return f"with {text}" if text else ""
 
     @property
     def takes_arrays(self) -> bool:
@@ -82,27 +88,36 @@ class LanguageModelling(Task, kind="language_modelling"):
         """The tokens to read, int32 [batch, length], and of packed documents their segments."""
         return spec.inputs(batch)
 
+    def targets(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """`(tokens to predict, which of them count)`, int32 and bool [batch, length]."""
+        return batch["tokens"][:, 1:], _counted(batch)
+
     def weight(self, batch: Mapping[str, jax.Array]) -> jax.Array:
         """Number of target tokens that count: float32 scalar."""
-        return jnp.sum(_counted(batch), dtype=jnp.float32)
+        return jnp.sum(self.targets(batch)[1], dtype=jnp.float32)
 
     def sums(self, outputs: jax.Array | Logits, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
         """Sums over the target tokens that count, from logits [batch, length, vocab]: float32 scalars.
 
-        "loss": cross-entropy in nats, in training plus the z-loss; "weight": number of tokens; "correct": number of
-        tokens that had the highest logit (of equal ones, the lower token's counts).
+        "loss": cross-entropy in nats, in training of smoothed targets and plus the z-loss; "weight": number of tokens;
+        "correct": number of tokens that had the highest logit (of equal ones, the lower token's counts).
         """
-        target = batch["tokens"][:, 1:]
-        mask, z_loss = _counted(batch), self.z_loss if train else 0.0
+        target, mask = self.targets(batch)
+        z_loss, smoothing = (self.z_loss, self.label_smoothing) if train else (0.0, 0.0)
         if isinstance(outputs, Logits):
             chunk_tokens = self.chunk_tokens or outputs.most_tokens()
             if chunk_tokens is not None:
-                loss, correct = outputs.sums(target, mask, chunk_tokens=chunk_tokens, z_loss=z_loss)
+                loss, correct = outputs.sums(
+                    target, mask, chunk_tokens=chunk_tokens, z_loss=z_loss, label_smoothing=smoothing
+                )
                 return {"loss": loss, "weight": self.weight(batch), "correct": correct}
             outputs = outputs.whole()
         logits = outputs.astype(jnp.float32)
         normalizer = jax.nn.logsumexp(logits, axis=-1)
-        loss = normalizer - label_logit(logits, target)
+        own = label_logit(logits, target)
+        loss = normalizer - own
+        if smoothing:
+            loss += smoothing * (own - jnp.mean(logits, axis=-1))
         if z_loss:
             loss += z_loss * jnp.square(normalizer)
         return {
@@ -121,7 +136,7 @@ class LanguageModelling(Task, kind="language_modelling"):
         loss = float(sums["loss"]) / weight
         return {
             "loss": loss,
-            "perplexity": math.exp(min(loss, _MAX_EXPONENT)),
+            "perplexity": math.exp(min(loss, MAX_EXPONENT)),
             "bits_per_byte": loss / math.log(2) / spec.bytes_per_token,
             "accuracy": float(sums["correct"]) / weight,
         }

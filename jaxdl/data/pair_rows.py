@@ -1,0 +1,205 @@
+"""Pairs of texts in tokens, several of them in each row of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.data.codec import Codec
+from jaxdl.data.source import Source
+from jaxdl.data.spec import DataSpec
+
+_ENCODED_AT_ONCE = 4096
+_OPEN_ROWS = 64
+"""Rows that may still take a pair while the pairs are packed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PairSpec(DataSpec):
+    """Rows of packed pairs of texts: `source_tokens` and `target_tokens` are the means over the training rows.
+
+    A batch has "source" and "target", int32 [batch, source_length] and [batch, target_length]: the tokens of several
+    texts, each followed by `end`; and "source_segments" and "target_segments", the number of each token's pair in its
+    row from 1, and 0 for padding.
+    """
+
+    vocab_size: int
+    source_length: int
+    target_length: int
+    start: int
+    end: int
+    source_tokens: float
+    target_tokens: float
+    modality: ClassVar[str] = "pairs"
+
+    def sizes(self) -> dict[str, int]:
+        """The size of the vocabulary."""
+        return {"vocab_size": self.vocab_size}
+
+    def blank(self) -> dict[str, np.ndarray]:
+        """One row of padding."""
+        lengths = {"source": self.source_length, "target": self.target_length}
+        return {
+            name: np.zeros((1, length), np.int32)
+            for side, length in lengths.items()
+            for name in (side, f"{side}_segments")
+        }
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """`(source, source_segments, read, target_segments)`; `read` has before each target token the one before it.
+
+        Before the first token of a text that is `start`.
+        """
+        import jax.numpy as jnp
+
+        target, segments = batch["target"], batch["target_segments"]
+        before, before_segments = (jnp.pad(x[:, :-1], ((0, 0), (1, 0))) for x in (target, segments))
+        read = jnp.where(segments == before_segments, before, self.start)
+        return batch["source"], batch["source_segments"], read, segments
+
+    def described(self) -> tuple[str, str]:
+        """Lengths, vocabulary and share of padding."""
+        padding = 1 - (self.source_tokens + self.target_tokens) / (self.source_length + self.target_length)
+        lengths = f"{self.source_length:,} source and {self.target_length:,} target tokens ({padding:.1%} padding)"
+        return "rows", f"{lengths}, vocabulary of {self.vocab_size:,}"
+
+    def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+        """Raises ConfigError: translations are made token by token."""
+        del values, names
+        raise ConfigError(f"{what}: this network translates. Use translate(texts).")
+
+    def mask(self, valid: np.ndarray) -> np.ndarray:
+        """One entry for each target token: bool [batch, target_length]."""
+        return np.repeat(valid[:, None], self.target_length, axis=1)
+
+
+class EncodedPairs(NamedTuple):
+    """Pairs in tokens: their texts one after the other, each with its end, and int64 lengths [pair, 2]."""
+
+    source: np.ndarray
+    target: np.ndarray
+    lengths: np.ndarray
+
+    @classmethod
+    def of(cls, pairs: Iterable[tuple[str, str]], codec: Codec) -> EncodedPairs:
+        """The pairs of which neither text is empty."""
+        assert codec.end is not None
+        sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
+        dtype = np.uint16 if codec.vocab_size <= 2**16 else np.uint32
+        whole = (pair for pair in pairs if all(text.strip() for text in pair))
+        for some in iter(lambda: list(itertools.islice(whole, _ENCODED_AT_ONCE)), []):
+            for side, texts in zip(sides, zip(*some, strict=True), strict=True):
+                side += [np.array([*tokens, codec.end], dtype) for tokens in codec.encode_many(texts)]
+        lengths = np.array([[len(x) for x in side] for side in sides], np.int64).reshape(2, -1).T
+        joined = [np.concatenate(side) if side else np.empty(0, dtype) for side in sides]
+        return cls(joined[0], joined[1], lengths)
+
+
+class PackedPairs(NamedTuple):
+    """Pairs in the order of their rows: `pairs` are their numbers, `rows` the first pair of each row and the end."""
+
+    encoded: EncodedPairs
+    pairs: np.ndarray
+    rows: np.ndarray
+
+    @property
+    def tokens_per_row(self) -> np.ndarray:
+        """Mean number of source and of target tokens."""
+        return self.encoded.lengths[self.pairs].sum(axis=0) / (len(self.rows) - 1)
+
+
+def packed(encoded: EncodedPairs, longest: tuple[int, int]) -> PackedPairs:
+    """The pairs that are short enough, in rows."""
+    fits = np.flatnonzero((encoded.lengths <= longest).all(axis=1))
+    # Neighbours in a file are alike, and a row is seen as a whole.
+    order = fits[np.random.Generator(np.random.Philox(key=0)).permutation(len(fits))]
+    rows = first_fit(encoded.lengths[order], longest)
+    bounds = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
+    return PackedPairs(
+        encoded, order[np.concatenate([*map(np.asarray, rows), np.empty(0, np.int64)]).astype(np.int64)], bounds
+    )
+
+
+def first_fit(lengths: np.ndarray, longest: tuple[int, int], num_open: int = _OPEN_ROWS) -> list[list[int]]:
+    """Rows of pairs such that in each row both sums of `lengths` [pair, 2] are at most `longest`.
+
+    Each pair goes to the first open row with room for it. If there is none, the fullest of `num_open` rows is closed.
+    """
+    rows: list[list[int]] = []
+    room = np.full((num_open, 2), -1, np.int64)
+    which = np.zeros(num_open, np.int64)
+    for number, needed in enumerate(lengths):
+        fitting = (room >= needed).all(axis=1)
+        place = int(fitting.argmax())
+        if not fitting[place]:
+            place = int(room.min(axis=1).argmin())
+            room[place], which[place] = longest, len(rows)
+            rows.append([])
+        rows[which[place]].append(number)
+        room[place] -= needed
+    return rows
+
+
+class _Side:
+    """The tokens of all rows on one side, one after the other, with the number of each token's pair in its row."""
+
+    def __init__(self, tokens: np.ndarray, lengths: np.ndarray, packed: PackedPairs) -> None:
+        starts, taken = np.cumsum(lengths) - lengths, lengths[packed.pairs]
+        places = np.repeat(starts[packed.pairs] - (np.cumsum(taken) - taken), taken) + np.arange(taken.sum())
+        row_of = np.repeat(np.arange(len(packed.rows) - 1), np.diff(packed.rows))
+        number = np.arange(len(row_of)) - packed.rows[row_of] + 1
+        self.tokens, self.segments = tokens[places], np.repeat(number, taken).astype(np.uint16)
+        self.bounds = np.concatenate([[0], np.cumsum(taken)])[packed.rows]
+
+    def rows(self, indices: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, segments) of rows, int32 [row, length], filled up with zeros."""
+        places = self.bounds[indices][:, None] + np.arange(length)
+        inside = places < self.bounds[indices + 1][:, None]
+        places = np.where(inside, places, 0)
+        tokens, segments = (np.where(inside, x[places], 0).astype(np.int32) for x in (self.tokens, self.segments))
+        return tokens, segments
+
+
+class PairRows(Source):
+    """Rows of packed pairs; see `PairSpec` for the arrays of a batch."""
+
+    spec: PairSpec
+
+    def __init__(self, packed: PackedPairs, spec: PairSpec) -> None:
+        lengths = packed.encoded.lengths
+        self._source = _Side(packed.encoded.source, lengths[:, 0], packed)
+        self._target = _Side(packed.encoded.target, lengths[:, 1], packed)
+        self._left_out, self._num_pairs = len(lengths) - len(packed.pairs), len(lengths)
+        self.spec = spec
+
+    def __len__(self) -> int:
+        return len(self._target.bounds) - 1
+
+    def content(self) -> str:
+        """A checksum of the tokens."""
+        return "".join(f"{zlib.crc32(np.ascontiguousarray(x.tokens).data):08x}" for x in (self._source, self._target))
+
+    def on_warning(self, warn: Callable[[str], None]) -> None:
+        """Warns of pairs that are left out."""
+        if self._left_out:
+            warn(
+                f"{self._left_out:,} of {self._num_pairs:,} pairs are longer than {self.spec.source_length} and "
+                f"{self.spec.target_length} tokens, and left out (--data.source-length, --data.target-length)"
+            )
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows `indices`."""
+        source, source_segments = self._source.rows(indices, self.spec.source_length)
+        target, target_segments = self._target.rows(indices, self.spec.target_length)
+        return {
+            "source": source,
+            "source_segments": source_segments,
+            "target": target,
+            "target_segments": target_segments,
+        }

@@ -1,0 +1,126 @@
+"""Translation by a trained network: beam search over texts in batches of few shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.data import Codec, PairSpec
+from jaxdl.data.codec import import_text
+from jaxdl.decoding.beam import beam_search, per_beam
+from jaxdl.mesh import batch_sharding, batch_ways
+from jaxdl.run.inference import Inference
+from jaxdl.step import run_network
+
+_SHORTEST = 16
+"""Tokens of a batch of the shortest sources; the others are this times a power of 2."""
+_MORE_TOKENS = 50
+"""A translation has at most so many tokens more than its batch has source tokens (Vaswani et al. 2017, section 6.1)."""
+
+
+class Translator:
+    """Translates texts with the network of an `Inference`, the likeliest hypothesis of a beam search.
+
+    Texts of like lengths are translated together, with sources padded to 16, 32, 64... tokens, so that few programs are
+    compiled. A translation does not depend on the others of its batch.
+    """
+
+    def __init__(
+        self, network: Inference, codec: Codec, *, beams: int = 4, length_penalty: float = 0.6, batch_size: int = 64
+    ) -> None:
+        """`batch_size` texts, or as many more as the mesh needs, are translated at once.
+
+        Raises ConfigError for a network that does not translate, and for numbers out of range.
+        """
+        spec, parts = network.parts.data_spec, network.parts
+        if not isinstance(spec, PairSpec) or not parts.network.has("next_logits"):
+            raise ConfigError(
+                "translate: this network does not translate. Take one that was trained on pairs of texts, such as "
+                "configs/software_translation.py."
+            )
+        if beams < 1 or batch_size < 1 or length_penalty < 0:
+            raise ConfigError(
+                f"translate: beams {beams} and batch_size {batch_size} must be 1 or more, and length_penalty "
+                f"{length_penalty:g} not negative."
+            )
+        self._network, self._codec, self._spec, self._beams = network, codec, spec, beams
+        self._length_penalty = length_penalty
+        self._rows = -(-batch_size // batch_ways(parts.layout.mesh)) * batch_ways(parts.layout.mesh)
+        self._search = jax.jit(self._searched, static_argnames="length")
+
+    def translate(self, texts: Sequence[str], done: Callable[[int], None] = lambda _: None) -> list[str]:
+        """The translation of each text; an empty text has an empty one. `done(n)` is called after n texts more."""
+        found = [""] * len(texts)
+        sources = [[*tokens, self._spec.end] for tokens in self._codec.encode_many(list(texts))]
+        order = [number for number in range(len(texts)) if texts[number].strip()]
+        done(len(texts) - len(order))
+        order.sort(key=lambda number: len(sources[number]))
+        place = 0
+        while place < len(order):
+            length = _padded(len(sources[order[place]]))
+            chosen = [n for n in order[place : place + self._rows] if len(sources[n]) <= length]
+            for number, tokens in zip(chosen, self._best([sources[n] for n in chosen], length), strict=True):
+                found[number] = self._codec.decode(tokens)
+            place += len(chosen)
+            done(len(chosen))
+        return found
+
+    def _best(self, sources: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+        """The tokens of the translations of a batch, without their ends."""
+        rows, lengths = np.zeros((self._rows, length), np.int32), np.ones(self._rows, np.int32)
+        for row, source in enumerate(sources):
+            rows[row, : len(source)], lengths[row] = source, len(source)
+        placed = jax.device_put((rows, lengths), batch_sharding(self._network.parts.layout.mesh))
+        made = self._search(self._network.params, self._network.model_state, *placed, length=length + _MORE_TOKENS)
+        cut = [row.tolist() for row in np.asarray(made)[: len(sources)]]
+        return [row[: row.index(self._spec.end)] if self._spec.end in row else row for row in cut]
+
+    def _searched(self, params: Any, model_state: Any, source: jax.Array, lengths: jax.Array, length: int) -> jax.Array:
+        """The best hypotheses of sources int32 [rows, source length], int32 [rows, length]; a function to trace."""
+        parts, beams = self._network.parts, self._beams
+
+        def call(method: str, *inputs: Any) -> Any:
+            return run_network(parts, parts.layout, params, model_state, *inputs, train=False, method=method)[0]
+
+        keys, cache = call("begin", source, lengths, length)
+        keys, of_beams = per_beam(keys, beams), jnp.repeat(lengths, beams)
+
+        def step(tokens: jax.Array, cache: Any, position: jax.Array) -> tuple[jax.Array, Any]:
+            logits, cache = call("next_logits", tokens, cache, position, keys, of_beams)
+            return logits[:, 0], cache
+
+        tokens, _ = beam_search(
+            step,
+            cache,
+            num_rows=self._rows,
+            num_beams=beams,
+            start=self._spec.start,
+            end=self._spec.end,
+            max_length=length,
+            length_penalty=self._length_penalty,
+        )
+        return tokens[:, 0]
+
+
+def quality(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, tuple[float, str]]:
+    """The name of each measure -> (its value from 0 to 100, the signature of sacrebleu): BLEU and chrF.
+
+    Raises ConfigError when sacrebleu is not installed, or the texts are not as many as the references.
+    """
+    if len(hypotheses) != len(references):
+        raise ConfigError(f"{len(hypotheses):,} translations and {len(references):,} references: give one for each.")
+    sacrebleu = import_text("sacrebleu", "BLEU and chrF")
+    found = {}
+    for measure in (sacrebleu.BLEU(), sacrebleu.CHRF()):
+        score = measure.corpus_score(list(hypotheses), [list(references)])
+        found[score.name] = (score.score, str(measure.get_signature()))
+    return found
+
+
+def _padded(length: int) -> int:
+    return max(_SHORTEST, 1 << (length - 1).bit_length())

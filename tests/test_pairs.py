@@ -1,0 +1,166 @@
+"""Pairs of texts: read from three kinds of files, packed into rows, and what a batch holds."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+
+from jaxdl.config import ConfigError
+from jaxdl.data import Pairs, PairSpec, TFDSPairs
+from jaxdl.data.pair_rows import first_fit
+
+WORDS = [f"w{number}" for number in range(40)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The same random pairs as a TSV file, JSON lines and two files; and a tokenizer, a word a token."""
+    path = tmp_path_factory.mktemp("pairs")
+    vocab = {word: number for number, word in enumerate(["<pad>", "<s>", "</s>", *WORDS])}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<pad>"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(path / "words.json"))
+    for name, count in (("train", 150), ("valid", 20)):
+        pairs = random_pairs(count, seed=count)
+        (path / f"{name}.tsv").write_text("".join(f"{source}\t{target}\n" for source, target in pairs))
+        lines = [json.dumps({"translation": {"en": source, "de": target}}) for source, target in pairs]
+        (path / f"{name}.jsonl").write_text("\n".join(lines))
+        for side, suffix in enumerate(("en", "de")):
+            (path / f"{name}.{suffix}").write_text("".join(pair[side] + "\n" for pair in pairs))
+    return path
+
+
+def random_pairs(count, seed):
+    random = np.random.default_rng(seed)
+    return [tuple(" ".join(random.choice(WORDS, random.integers(1, 9))) for _ in range(2)) for _ in range(count)]
+
+
+def config_of(folder, **changes):
+    values = {
+        "folder": str(folder),
+        "train": ("train.tsv",),
+        "valid": ("valid.tsv",),
+        "tokenizer": str(folder / "words.json"),
+        "source_length": 24,
+        "target_length": 28,
+    }
+    return Pairs(**(values | changes))
+
+
+def unpacked(batch, row, side):
+    """The texts of a row, as lists of tokens."""
+    tokens, segments = batch[side][row], batch[f"{side}_segments"][row]
+    return [tokens[segments == number].tolist() for number in range(1, segments.max() + 1)]
+
+
+def test_every_pair_is_in_one_row(folder):
+    """The rows, taken apart, are the pairs of the file in some order, each text with its end."""
+    splits = config_of(folder).build()
+    number = {word: place + 3 for place, word in enumerate(WORDS)}
+    for source, count in ((splits.train, 150), (splits.test, 20)):
+        batch = source.batch(np.arange(len(source)))
+        assert batch["source"].shape == (len(source), 24)
+        assert batch["target"].shape == (len(source), 28)
+        found = [
+            pair
+            for row in range(len(source))
+            for pair in zip(unpacked(batch, row, "source"), unpacked(batch, row, "target"), strict=True)
+        ]
+        expected = [
+            tuple([*(number[word] for word in text.split()), 2] for text in pair)
+            for pair in random_pairs(count, seed=count)
+        ]
+        assert sorted(found) == sorted(expected)
+        for side in ("source", "target"):
+            assert not batch[side][batch[f"{side}_segments"] == 0].any()
+    spec = splits.train.spec
+    batch = splits.train.batch(np.arange(len(splits.train)))
+    assert spec.target_tokens == pytest.approx((batch["target_segments"] > 0).sum() / len(splits.train), abs=0.01)
+    assert "% padding" in spec.described()[1]
+
+
+def test_rows_are_nearly_full():
+    lengths = np.random.default_rng(0).integers(2, 30, (3000, 2))
+    rows = first_fit(lengths, (128, 128))
+    assert sorted(number for row in rows for number in row) == list(range(3000))
+    sums = np.array([lengths[row].sum(axis=0) for row in rows])
+    assert sums.max() <= 128
+    # Neither side can be fuller than the fuller one in the mean.
+    assert len(rows) < 1.1 * lengths.sum(axis=0).max() / 128
+
+
+def test_the_network_reads_the_token_before(folder):
+    source = config_of(folder).build().train
+    batch = source.batch(np.arange(4))
+    _, _, read, segments = jax.jit(source.spec.inputs)(batch)
+    for row in range(4):
+        for number in range(1, segments[row].max() + 1):
+            own = batch["target_segments"][row] == number
+            assert np.asarray(read)[row][own].tolist() == [1, *batch["target"][row][own][:-1]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train": ("train.jsonl",), "valid": ("valid.jsonl",), "source": "translation.en", "target": "translation.de"},
+        {"train": ("train.en", "train.de"), "valid": ("valid.en", "valid.de")},
+    ],
+    ids=["json lines", "two files"],
+)
+def test_all_forms_give_the_same_rows(folder, changes):
+    rows = [config_of(folder, **one).build().train for one in ({}, changes)]
+    assert rows[0].content() == rows[1].content()
+    assert rows[0].spec == rows[1].spec
+
+
+def test_long_pairs_are_left_out_with_a_warning(folder):
+    (folder / "long.tsv").write_text((folder / "train.tsv").read_text() + "w1 " * 30 + "\tw2\n\t\n")
+    source, said = config_of(folder, train=("long.tsv",)).build().train, []
+    source.on_warning(said.append)
+    assert said == [
+        "1 of 151 pairs are longer than 24 and 28 tokens, and left out (--data.source-length, --data.target-length)"
+    ]
+    assert len(source) == len(config_of(folder).build().train)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"train": ()}, "data.train is not set"),
+        ({"train": ("a", "b", "c")}, "3 files"),
+        ({"train": ("nowhere.tsv",)}, "nowhere.tsv"),
+        ({"train": ("train.en",)}, "line 1: 1 columns, not a source and a target"),
+        ({"train": ("train.en", "valid.de")}, "has more lines than"),
+        ({"train": ("train.jsonl",)}, "line 1: no text 'source' in"),
+        ({"train": ("bad.tsv",)}, "line 2: not UTF-8"),
+        ({"train": ("bad_long.tsv",), "source_length": 8}, "none of the 1 training pairs is that short"),
+        ({"source_length": 8}, "the longest held-out texts have"),
+        ({"tokenizer": "no_end.json"}, "it has no token for the end of a text"),
+    ],
+)
+def test_mistakes(folder, changes, message):
+    (folder / "bad_long.tsv").write_text("w1 " * 9 + "\tw2\n")
+    (folder / "bad.tsv").write_bytes(b"a\tb\nc\t\xff\n")
+    letters = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "Ċ": 1}, []))
+    letters.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
+    letters.save(str(folder / "no_end.json"))
+    if changes.get("tokenizer"):
+        changes["tokenizer"] = str(folder / changes["tokenizer"])
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config_of(folder, **changes).build()
+
+
+def test_wmt_that_is_not_prepared_is_told(tmp_path, folder):
+    data = TFDSPairs(data_dir=str(tmp_path), tokenizer=str(folder / "words.json"))
+    with pytest.raises(ConfigError, match="wmt17_translate"):
+        data.build()
+
+
+def test_a_spec_survives_json():
+    from jaxdl.data import spec_from_json, spec_to_json
+
+    spec = PairSpec(40, 24, 28, 1, 2, 20.5, 22.25)
+    assert spec_from_json(spec_to_json(spec)) == spec
