@@ -9,16 +9,16 @@ import pytest
 import jaxdl
 from jaxdl.command import parse_command
 from jaxdl.config import Config
-from jaxdl.data import SyntheticImages, SyntheticText
+from jaxdl.data import Pairs, SyntheticImages, SyntheticText
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.kinds import choices
 from jaxdl.mesh import MeshConfig
-from jaxdl.models import ResNet, Transformer
+from jaxdl.models import EncoderDecoder, ResNet, Transformer
 from jaxdl.modules import load_file
 from jaxdl.optim import LARS, SGD, Polynomial
 from jaxdl.precision import Float16
 from jaxdl.sharding import ShardingConfig
-from jaxdl.tasks import LanguageModelling
+from jaxdl.tasks import LanguageModelling, Translation
 from jaxdl.train import main
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +36,7 @@ TEXT = {
     "data": SyntheticText(vocab_size=32, length=16, num_train=64, num_test=8),
     "task": LanguageModelling(),
 }
+FITTING = {"text": TEXT, "pairs": {"model": EncoderDecoder(), "data": Pairs(), "task": Translation()}}
 IMAGES = {"model": ResNet(depth=8, width=8), "data": SyntheticImages(height=8, width=8, num_train=64, num_test=8)}
 
 
@@ -70,9 +71,7 @@ def test_every_choice_of_the_design_is_there():
 def test_every_kind_comes_back_equal_from_json(path, name):
     choice = choices(Experiment)[path][name]()
     assert type(choice).from_json(choice.to_json()) == choice
-    whole = {path: choice}
-    if getattr(choice, "modality", "images") == "text":
-        whole = {**TEXT, path: choice}
+    whole = {**FITTING.get(getattr(choice, "modality", "images"), {}), path: choice}
     experiment = Experiment(**whole, steps=3)
     again = Experiment.from_json(experiment.to_json())
     assert again == experiment

@@ -23,10 +23,10 @@ class Translation(LanguageModelling, kind="translation"):
         """The logits of one row, [target_length, vocab]."""
         return (spec.target_length, spec.vocab_size) if isinstance(spec, PairSpec) else None
 
-    def units_per_example(self, spec: DataSpec) -> int:
+    def units_per_example(self, spec: DataSpec) -> float:
         """The target tokens of one training row, in the mean."""
         assert isinstance(spec, PairSpec)
-        return round(spec.target_tokens)
+        return spec.target_tokens
 
     def targets(self, batch: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         """`(tokens to predict, which of them count)`, int32 and bool [batch, target_length]."""
