@@ -26,7 +26,7 @@ from jaxdl.models.cache import KeyValues, attend_cached, empty_cache
 from jaxdl.models.config import Model
 from jaxdl.models.dropout import RowKeys, dropout, folded
 from jaxdl.models.logits import Logits
-from jaxdl.models.loop import through_layers
+from jaxdl.models.loop import Remat, through_layers
 from jaxdl.models.rotary import Angles, positions_of, rotary_angles
 
 _LONGEST = 10_000.0
@@ -70,8 +70,9 @@ class EncoderDecoder(Model, kind="encoder_decoder"):
     """Dropout of the weights of attention."""
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
     """Added to the variance (or mean square) before the square root."""
-    remat: bool = False
-    """Recompute each block in the backward pass instead of storing its activations."""
+    remat: Remat = "none"
+    """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
+    (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""
 
     @pydantic.model_validator(mode="after")
     def _heads_fit(self) -> EncoderDecoder:

@@ -135,11 +135,15 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
     found = [("curves", str(folder / CURVES_FILE))] if (folder / CURVES_FILE).exists() else []
     if (folder / CHECKPOINTS_FOLDER).is_dir():
         found.append(("checkpoints", str(folder / CHECKPOINTS_FOLDER)))
-        generate = f"python -m jaxdl.generate --workdir {shlex.quote(str(folder))} --prompt ..."
+        workdir = f"--workdir {shlex.quote(str(folder))}"
+        commands = {
+            "text": f"python -m jaxdl.generate {workdir} --prompt ...",
+            "pairs": f"python -m jaxdl.translate {workdir} --input FILE",
+        }
         named = ", ".join(f'"{name}": ...' for name in reads)
         arrays = f"{{{named}}}" if len(reads) > 1 else "x"
         predict = f'jaxdl.restore("{folder}").predict({"images" if modality == "images" else arrays})'
-        found.append(("use it", generate if modality == "text" else predict))
+        found.append(("use it", commands.get(modality, predict)))
     if status != "finished":
         found.append(("resume", "start the same command again" + (" without --max-steps" * (status == "stopped"))))
     return found
