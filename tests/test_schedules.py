@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from jaxdl.config import Config, ConfigError
-from jaxdl.optim import Constant, Cosine, Linear, Polynomial, Schedule, Steps
+from jaxdl.optim import Constant, Cosine, InverseSqrt, Linear, Polynomial, Schedule, Steps, noam_peak
 from jaxdl.optim.schedules import LearningRate
 
 PEAK, TOTAL, WARMUP, END, START = 3.7, 97, 11, 0.05, 0.2
@@ -189,3 +189,11 @@ def test_choice_by_kind():
     run = Run().replaced({"schedule": "polynomial", "schedule.power": 3.0})
     assert run.schedule == Polynomial(power=3.0)
     assert Run.from_json(run.to_json()) == run
+
+
+def test_inverse_sqrt_is_the_rate_of_the_paper():
+    """Vaswani et al. 2017, equation 3, transcribed; step_num begins with 1."""
+    rate = InverseSqrt(warmup_steps=40).build(peak=noam_peak(512, 40), total_steps=500, steps_per_epoch=10.0)
+    for step in (1, 7, 39, 40, 41, 160, 500, 900):
+        paper = 512**-0.5 * min(step**-0.5, step * 40**-1.5)
+        assert float(rate(step - 1)) == pytest.approx(paper, rel=1e-5), step

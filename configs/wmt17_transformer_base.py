@@ -1,0 +1,28 @@
+"""The base model of "Attention is all you need" on WMT 2017, English to German. Not run here.
+
+TFDS_DATA_DIR=... python -m jaxdl.train --config configs/wmt17_transformer_base.py --workdir runs/wmt17_base
+python -m jaxdl.translate --workdir runs/wmt17_base --split test --average 5
+
+Source: Vaswani et al. 2017 (arXiv 1706.03762), section 5: 100,000 steps of about 25,000 source and 25,000
+target tokens, Adam with b2 0.98 and epsilon 1e-9, 4,000 steps of warm-up and the inverse square root, label smoothing
+0.1, dropout 0.1; the mean of the last 5 checkpoints, 4 beams with length penalty 0.6.
+
+Expected: unknown for this data. The paper has BLEU 27.3 on newstest2014 after WMT 2014, in 12 hours on 8 P100.
+
+Small, on a CPU: --config configs/wmt17_transformer_base.py:smoke
+"""
+
+from wmt17_common import small, vaswani
+
+from jaxdl.experiment import Experiment
+from jaxdl.models import EncoderDecoder
+
+
+def config() -> Experiment:
+    """The experiment."""
+    return vaswani(EncoderDecoder(), steps=100_000, keep=5)
+
+
+def smoke() -> Experiment:
+    """Small, on a CPU."""
+    return small(config())

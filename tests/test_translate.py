@@ -1,0 +1,83 @@
+"""Translation by a trained network: batches of few shapes, the command, and the measures."""
+
+import pytest
+from test_pairs import config_of, folder  # noqa: F401
+
+from jaxdl import restore, train
+from jaxdl.config import ConfigError
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import EncoderDecoder
+from jaxdl.optim import AdamW, Constant
+from jaxdl.report import ReportConfig
+from jaxdl.run.translation import quality
+from jaxdl.tasks import Translation
+from jaxdl.translate import main
+
+
+@pytest.fixture(scope="module")
+def workdir(folder, tmp_path_factory):  # noqa: F811
+    """A run of two steps."""
+    path = tmp_path_factory.mktemp("run")
+    experiment = Experiment(
+        data=config_of(folder, test=("valid.tsv",)),
+        model=EncoderDecoder(num_encoder_layers=1, num_decoder_layers=1, embed_dim=16, num_heads=2, mlp_dim=16),
+        task=Translation(label_smoothing=0.1),
+        optimizer=AdamW(learning_rate=1e-2),
+        schedule=Constant(),
+        batch_size=4,
+        steps=2,
+        mesh=MeshConfig(replica=1, fsdp=1, tensor=1),
+        report=ReportConfig(tensorboard=False, curves=False),
+    )
+    import jax
+
+    train(experiment, path, quiet=True, devices=jax.devices()[:1])
+    return path
+
+
+def test_a_translation_does_not_depend_on_its_batch_or_the_mesh(workdir):
+    texts = ["w1 w2 w3", "", "w4", "w5 w6 w7 w8 w9", "w1"]
+    predictor, counts = restore(workdir), []
+    found = predictor.translate(texts, beams=2, batch_size=2, done=counts.append)
+    assert sum(counts) == len(texts)
+    assert found[1] == ""
+    assert found[0] == predictor.translate(["w1 w2 w3"], beams=2, batch_size=2)[0]
+    split = restore(workdir, mesh=MeshConfig(replica=1, fsdp=2, tensor=2))
+    assert split.translate(texts, beams=2, batch_size=2) == found
+
+
+def test_the_command_writes_translations_and_prints_scores(workdir, tmp_path, capsys):
+    out = tmp_path / "out.txt"
+    main(["--workdir", str(workdir), "--split", "test", "--beams", "1", "--batch-size", "32", "--output", str(out)])
+    assert len(out.read_text().splitlines()) == 20
+    printed = capsys.readouterr().err
+    assert "BLEU" in printed
+    assert "chrF2" in printed
+    assert "version:" in printed
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ([], "no --workdir"),
+        (["--workdir", "RUN", "--split", "test", "--input", "a.txt"], "it has its own texts"),
+        (["--workdir", "RUN", "--input", "nowhere.txt"], "--input nowhere.txt: No such file"),
+        (["--workdir", "RUN", "--split", "train", "--output", "no/where.txt"], "there is no folder"),
+    ],
+)
+def test_mistakes_on_the_command_line(workdir, capsys, args, message):
+    from mistakes import refusal
+
+    assert message in refusal(capsys, *[str(workdir) if one == "RUN" else one for one in args], run=main)
+
+
+def test_quality_of_equal_and_of_other_texts():
+    texts = ["the file was not found on this disk", "delete all of the old pictures"]
+    assert quality(texts, texts)["BLEU"][0] == pytest.approx(100)
+    found = quality(["nothing in common", "at all"], texts)
+    assert found["BLEU"][0] < 10
+    assert found["chrF2"][0] < 30
+    assert "version:" in found["BLEU"][1]
+    with pytest.raises(ConfigError, match="2 translations and 1 references"):
+        quality(texts, texts[:1])
