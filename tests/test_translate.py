@@ -43,13 +43,14 @@ def test_a_translation_does_not_depend_on_its_batch_or_the_mesh(workdir):
     assert sum(counts) == len(texts)
     assert found[1] == ""
     assert found[0] == predictor.translate(["w1 w2 w3"], beams=2, batch_size=2)[0]
-    split = restore(workdir, mesh=MeshConfig(replica=1, fsdp=2, tensor=2))
+    split = restore(workdir, mesh=MeshConfig(replica=2, fsdp=2, tensor=2))
     assert split.translate(texts, beams=2, batch_size=2) == found
 
 
 def test_the_command_writes_translations_and_prints_scores(workdir, tmp_path, capsys):
     out = tmp_path / "out.txt"
-    main(["--workdir", str(workdir), "--split", "test", "--beams", "1", "--batch-size", "32", "--output", str(out)])
+    options = ["--beams", "1", "--batch-size", "32", "--mesh.fsdp", "8"]
+    main(["--workdir", str(workdir), "--split", "test", *options, "--output", str(out)])
     assert len(out.read_text().splitlines()) == 20
     printed = capsys.readouterr().err
     assert "BLEU" in printed
