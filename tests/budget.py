@@ -81,6 +81,7 @@ BUDGETS = {
     "test_optim.py": 20,
     "test_own_optim.py": 20,
     "test_quantized_traffic.py": 20,
+    "test_documents.py": 40,
 }
 """Budget of a file in CPU seconds, the slow tests included. The files begin in this order: the longest one first."""
 

@@ -40,9 +40,9 @@ class Seen:
         found = self._source.seen(self._timeline.position(last_step), self._seed)
         if self._per_example == 1:
             return found
-        counted = float(np.sum([one["sums/weight"] for one in steps], dtype=np.float64))
+        counted = int(np.sum([one["sums/weight"] for one in steps], dtype=np.float64))
         estimate = self._timeline.position(last_step - len(steps)) * self._per_example
-        before = next((row[self.name] for row in reversed(rows) if self.name in row), estimate)
+        before = self.total(rows).get(self.name, int(estimate))
         return found | {f"{self._unit}_per_sec": counted / seconds, self.name: before + counted}
 
     @property
