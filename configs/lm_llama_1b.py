@@ -57,6 +57,7 @@ def config() -> Experiment:
             num_kv_heads=4,
             mlp_dim=5632,
             tied_embeddings=False,
+            remat="dots",
         ),
         data=Mixture(sources=sources, weights={"slimpajama": 0.7, "starcoder": 0.3}),
         task=LanguageModelling(),

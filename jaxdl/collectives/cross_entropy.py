@@ -155,7 +155,7 @@ def _token_sums(
     powers = jnp.exp(logits - highest)
     # NaN <= x and x <= NaN are false: a NaN is ahead of every number, and so its token is never correct.
     ahead = ~(logits <= own) | ((logits == own) & (classes < target[..., None]))
-    # All that is summed in one pass; a count of words is exact in float32.
+    # One sum over the devices; a count of words is exact in float32.
     sums = [powers.sum(axis=-1), ahead.sum(axis=-1, dtype=jnp.float32)]
     if how.label_smoothing:
         sums.append(logits.sum(axis=-1))
