@@ -35,7 +35,8 @@ class TextFiles(Data, kind="text"):
     length: int = pydantic.Field(default=256, ge=1)
     """Tokens of a training window (targets; a window has one more token)."""
     tokenizer: str | None = None
-    """Path of a JSON file of the `tokenizers` library; None takes bytes, a vocabulary of 256."""
+    """A JSON file of the `tokenizers` library, a folder with tokenizer.json, or a .model file of sentencepiece; None
+    takes bytes, a vocabulary of 256."""
     test_fraction: float = pydantic.Field(default=0.05, gt=0, lt=1)
     """Part of the files (or of a single file's bytes) that is held out."""
     split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)

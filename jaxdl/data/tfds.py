@@ -57,7 +57,8 @@ class TFDS(Data, kind="tfds"):
     length: int | None = pydantic.Field(default=None, ge=1)
     """Text: tokens of a training window; None takes 256."""
     tokenizer: str | None = None
-    """Text: path of a JSON file of the `tokenizers` library; None takes bytes."""
+    """Text: a JSON file of the `tokenizers` library, a folder with tokenizer.json, or a .model file of sentencepiece;
+    None takes bytes."""
     memory_limit_bytes: int = pydantic.Field(default=2**30, ge=0)
     """Decoded images of at most this total size are kept in memory; otherwise they are decoded for every batch. Text is
     always kept in memory: more of it is an error."""
