@@ -44,8 +44,14 @@ def small(experiment: Experiment) -> Experiment:
 
     It tests that the parts fit together, not BLEU.
     """
-    files = {split: (f"{split}.en-de.tsv",) for split in ("train", "valid", "test")}
-    data = Pairs(folder="translation", **files, source_length=256, target_length=320)
+    data = Pairs(
+        folder="translation",
+        train=("train.en-de.tsv",),
+        valid=("valid.en-de.tsv",),
+        test=("test.en-de.tsv",),
+        source_length=256,
+        target_length=320,
+    )
     return experiment.replaced(
         {
             "data": data,

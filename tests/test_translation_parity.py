@@ -1,0 +1,72 @@
+"""Equal losses of the encoder-decoder on every mesh, with dropout and smoothed labels; and top-k against its oracle."""
+
+import numpy as np
+import pytest
+from test_decoder_topk import oracle_losses
+from test_pairs import config_of, folder  # noqa: F401
+from test_parity import losses_and_params
+
+from jaxdl.exchange import TopK
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import EncoderDecoder
+from jaxdl.optim import SGD, AdamW, Constant
+from jaxdl.tasks import Translation
+
+pytestmark = pytest.mark.slow
+
+ONE = MeshConfig(replica=1, fsdp=1, tensor=1)
+ALL_THREE = MeshConfig(replica=2, fsdp=2, tensor=2)
+
+
+@pytest.fixture(scope="module")
+def experiment(folder):  # noqa: F811
+    """Ten steps of a tiny model; the vocabulary is split over `tensor`."""
+    return Experiment(
+        data=config_of(folder, source_length=16, target_length=16),
+        model=EncoderDecoder(num_encoder_layers=1, num_decoder_layers=2, embed_dim=32, num_heads=4, mlp_dim=32),
+        task=Translation(label_smoothing=0.1),
+        optimizer=AdamW(learning_rate=2e-3),
+        schedule=Constant(),
+        batch_size=16,
+        steps=10,
+        mesh=ONE,
+    )
+
+
+@pytest.fixture(scope="module")
+def reference(experiment):
+    """The losses on one device, of whole logits."""
+    losses, _ = losses_and_params(experiment)
+    assert losses[-1] < 0.98 * losses[0], "ten steps should have learnt something, or equality proves nothing"
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("mesh", "chunk_tokens"),
+    [
+        pytest.param(ALL_THREE, 8, id="replica 2 x fsdp 2 x tensor 2, chunks"),
+        pytest.param(ALL_THREE, None, id="replica 2 x fsdp 2 x tensor 2"),
+        pytest.param(ONE, 8, id="1 device, chunks"),
+        pytest.param(MeshConfig(replica=8, fsdp=1, tensor=1), None, id="replica 8"),
+        pytest.param(MeshConfig(replica=8, fsdp=1, tensor=1), 8, id="replica 8, chunks"),
+        pytest.param(MeshConfig(replica=1, fsdp=8, tensor=1), None, id="fsdp 8"),
+        pytest.param(MeshConfig(replica=1, fsdp=8, tensor=1), 8, id="fsdp 8, chunks"),
+        pytest.param(MeshConfig(replica=1, fsdp=2, tensor=4), None, id="tensor 4 x fsdp 2"),
+        pytest.param(MeshConfig(replica=1, fsdp=2, tensor=4), 8, id="tensor 4 x fsdp 2, chunks"),
+    ],
+)
+def test_losses_are_equal_on_every_mesh(experiment, reference, mesh, chunk_tokens):
+    found, _ = losses_and_params(experiment.replaced({"mesh": mesh, "task.chunk_tokens": chunk_tokens}))
+    np.testing.assert_allclose(found, reference, rtol=1e-5)
+
+
+def test_top_k_trains_as_its_oracle_does(experiment):
+    changes = {
+        "exchange": TopK(density=0.05, method="exact", min_elements=100, wire="plain"),
+        "mesh": MeshConfig(replica=2, fsdp=1, tensor=4),
+        "optimizer": SGD(learning_rate=0.05, momentum=0.9),
+        "model.dropout": 0.0,  # The oracle has no random keys.
+    }
+    found, _ = losses_and_params(experiment.replaced(changes))
+    np.testing.assert_allclose(found, oracle_losses(experiment.replaced(changes)), rtol=1e-5)
