@@ -1,0 +1,67 @@
+"""Draws BLEU over the training time of a run that translates, from the checkpoints that it kept.
+
+python scripts/bleu_over_time.py --workdir runs/translation --output bleu.png
+
+The held-out pairs, every third of them, are translated with one beam.
+"""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import jaxdl
+from jaxdl.data import PairData
+from jaxdl.files import METRICS_FILE
+from jaxdl.options import parse_options
+from jaxdl.report.style import dress, new_figure, png
+from jaxdl.run.result import exit_codes
+from jaxdl.run.translation import quality
+from jaxdl.runs import check_checkpoint, check_run
+
+
+@dataclass(frozen=True)
+class Draw:
+    """Draws BLEU over the training time."""
+
+    workdir: Path
+    """The folder of the run; --checkpoint.keep N of the run says how many checkpoints there are."""
+    output: Path = Path("bleu.png")
+    """The picture."""
+
+
+def measured(workdir: Path) -> list[tuple[float, float]]:
+    """(minutes of the run, BLEU) of each checkpoint that was evaluated."""
+    rows = [json.loads(line) for line in (workdir / METRICS_FILE).read_text().splitlines()]
+    evaluated = {row["step"]: row for row in rows if "eval/loss" in row}
+    found = []
+    for step in check_checkpoint(check_run(workdir)):
+        if step not in evaluated:
+            continue
+        predictor = jaxdl.restore(workdir, step=step)
+        data = predictor.experiment.data
+        if not isinstance(data, PairData):
+            raise jaxdl.ConfigError(f"{workdir}: data {data.kind} has no pairs of texts. Give a run that translates.")
+        pairs = list(data.pairs("valid"))[::3]
+        texts = predictor.translate([source for source, _ in pairs], beams=1, batch_size=128)
+        bleu = quality(texts, [target for _, target in pairs])["BLEU"][0]
+        seconds = sum(value for name, value in evaluated[step].items() if name.startswith("seconds/"))
+        found.append((seconds / 60, bleu))
+        print(f"step {step}: {seconds / 60:.1f} minutes, BLEU {bleu:.1f}", flush=True)
+    return found
+
+
+def draw(points: list[tuple[float, float]]) -> bytes:
+    """The picture."""
+    figure = new_figure(7, 4)
+    axes = figure.subplots()
+    axes.plot(*zip(*points, strict=True), marker="o")
+    axes.set_ylim(bottom=0)
+    dress(axes, "BLEU on held-out pairs, one beam", x="minutes of training", y="BLEU")
+    return png(figure)
+
+
+if __name__ == "__main__":
+    with exit_codes():
+        command = parse_options(Draw, sys.argv[1:], prog="python scripts/bleu_over_time.py")
+        command.output.write_bytes(draw(measured(command.workdir)))
