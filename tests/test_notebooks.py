@@ -128,3 +128,18 @@ def test_own_model(tmp_path, monkeypatch):
     assert "(64, 64)" in text_of(outputs["restore-code"])
     warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
     assert not warnings
+
+
+@pytest.mark.slow
+@pytest.mark.long("a notebook trains twice in a process of its own")
+def test_language_model(tmp_path, monkeypatch):
+    outputs = execute(ROOT / "notebooks" / "language_model.ipynb", tmp_path, monkeypatch)
+    assert "2,000 tokens, trained on 2.0 MB" in text_of(outputs["tokenizer-code"])
+    assert "</s>" in text_of(outputs["data-code"])
+    assert text_of(outputs["generate-code"]).count("'def __init__(self") == 1
+    for cell in ("train-code", "look-plot"):
+        assert_picture(outputs[cell], 10_000)
+    [(before, after)] = re.findall(r"before (\S+), after (\S+)", text_of(outputs["before-code"]))
+    assert float(after) < float(before) < 2.8
+    warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
+    assert not warnings
