@@ -31,7 +31,7 @@ def completed(script, *words):
 
 def test_what_bash_completes(script):
     assert completed(script, "jaxdl", "") == list(COMMANDS)
-    assert completed(script, "jaxdl", "tr") == ["train"]
+    assert completed(script, "jaxdl", "tr") == ["train", "translate"]
     kinds = choices(Experiment)
     assert completed(script, "jaxdl", "train", "--optimizer", "") == list(kinds["optimizer"])
     assert completed(script, "jaxdl", "train", "--optimizer", "la") == [

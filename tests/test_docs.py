@@ -196,6 +196,8 @@ def option_paths(cls, prefix="", inside=()):
     """The options of all fields of a config class, of every kind of its choices too."""
     for name, field in cls.model_fields.items():
         yield f"--{prefix}{name}".replace("_", "-")
+        if field.annotation is bool:
+            yield f"--{prefix}no-{name}".replace("_", "-")
         for one in docs_site.configs_in(field.annotation):
             if one not in inside:
                 yield from option_paths(one, f"{prefix}{name}.", (*inside, one))
