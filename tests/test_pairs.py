@@ -131,11 +131,13 @@ def test_long_pairs_are_left_out_with_a_warning(folder):
     [
         ({"train": ()}, "data.train is not set"),
         ({"train": ("a", "b", "c")}, "3 files"),
-        ({"train": ("nowhere.tsv",)}, "nowhere.tsv"),
+        ({"train": ("nowhere.tsv",)}, "nowhere.tsv: no such file"),
         ({"train": ("train.en",)}, "line 1: 1 columns, not a source and a target"),
         ({"train": ("train.en", "valid.de")}, "has more lines than"),
         ({"train": ("train.jsonl",)}, "line 1: no text 'source' in"),
+        ({"train": ("bad.jsonl",)}, "line 2: not JSON"),
         ({"train": ("bad.tsv",)}, "line 2: not UTF-8"),
+        ({"valid": ("sides.tsv",)}, "the split valid has no pair of two texts that are not empty"),
         ({"train": ("bad_long.tsv",), "source_length": 8}, "none of the 1 training pairs is that short"),
         ({"source_length": 8}, "the longest held-out texts have"),
         ({"tokenizer": "no_end.json"}, "it has no token for the end of a text"),
@@ -144,6 +146,8 @@ def test_long_pairs_are_left_out_with_a_warning(folder):
 def test_mistakes(folder, changes, message):
     (folder / "bad_long.tsv").write_text("w1 " * 9 + "\tw2\n")
     (folder / "bad.tsv").write_bytes(b"a\tb\nc\t\xff\n")
+    (folder / "bad.jsonl").write_text('\n{"source": \n')
+    (folder / "sides.tsv").write_text("\tw1\nw2\t \n")
     letters = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "Ċ": 1}, []))
     letters.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()
     letters.save(str(folder / "no_end.json"))

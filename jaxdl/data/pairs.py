@@ -48,6 +48,9 @@ class PairData(Data, kind=None):
         codec = self.codec()
         assert codec.end is not None
         kept = {split: EncodedPairs.of(self.pairs(split), codec) for split in ("train", "valid")}
+        for split, encoded in kept.items():
+            if not len(encoded.lengths):
+                raise ConfigError(f"data {self.kind}: the split {split} has no pair of two texts that are not empty.")
         longest = (self.source_length, self.target_length)
         train = packed(kept["train"], longest)
         if not len(train.pairs):
@@ -145,6 +148,8 @@ class TFDSPairs(PairData, kind="tfds_pairs"):
 
 
 def _lines(path: str) -> Iterator[str]:
+    if not Path(path).expanduser().exists():
+        raise ConfigError(f"{path}: no such file. Files of pairs are named relative to --data.folder.")
     with reading(path), Path(path).expanduser().open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -173,19 +178,25 @@ def _parallel(paths: Sequence[str]) -> Iterator[Pair]:
 
 def _json_lines(path: str, fields: tuple[str, str]) -> Iterator[Pair]:
     for number, line in enumerate(_lines(path), 1):
-        found: list[str] = []
-        for field in fields:
-            value: Any = None
-            try:
-                value = json.loads(line)
-                for part in field.split("."):
-                    value = value[part]
-            except (ValueError, KeyError, TypeError):
-                value = None
-            if not isinstance(value, str):
-                raise ConfigError(
-                    f"{path}, line {number}: no text {field!r} in {line[:80]!r}. Name the fields with --data.source "
-                    "and --data.target."
-                )
-            found.append(value)
-        yield found[0], found[1]
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(
+                f"{path}, line {number}: not JSON ({error}). Each line must be one JSON object."
+            ) from None
+        source, target = (_text(record, field, f"{path}, line {number}") for field in fields)
+        yield source, target
+
+
+def _text(record: Any, field: str, where: str) -> str:
+    value = record
+    for part in field.split("."):
+        value = value.get(part) if isinstance(value, dict) else None
+    if not isinstance(value, str):
+        raise ConfigError(
+            f"{where}: no text {field!r} in {json.dumps(record)[:80]}. Name the fields with --data.source and "
+            "--data.target."
+        )
+    return value
