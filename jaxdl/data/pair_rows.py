@@ -119,31 +119,40 @@ def packed(encoded: EncodedPairs, longest: tuple[int, int]) -> PackedPairs:
     fits = np.flatnonzero((encoded.lengths <= longest).all(axis=1))
     # Neighbours in a file are alike, and a row is seen as a whole.
     order = fits[np.random.Generator(np.random.Philox(key=0)).permutation(len(fits))]
-    rows = first_fit(encoded.lengths[order], longest)
-    bounds = np.concatenate([[0], np.cumsum([len(row) for row in rows], dtype=np.int64)])
-    return PackedPairs(
-        encoded, order[np.concatenate([*map(np.asarray, rows), np.empty(0, np.int64)]).astype(np.int64)], bounds
-    )
+    row_of = first_fit(encoded.lengths[order], longest)
+    bounds = np.concatenate([[0], np.cumsum(np.bincount(row_of), dtype=np.int64)])
+    return PackedPairs(encoded, order[np.argsort(row_of, kind="stable")], bounds)
 
 
-def first_fit(lengths: np.ndarray, longest: tuple[int, int], num_open: int = _OPEN_ROWS) -> list[list[int]]:
-    """Rows of pairs such that in each row both sums of `lengths` [pair, 2] are at most `longest`.
+def first_fit(lengths: np.ndarray, longest: tuple[int, int], num_open: int = _OPEN_ROWS) -> np.ndarray:
+    """A row for each pair such that in each row both sums of `lengths` [pair, 2] are at most `longest`, int64 [pair].
 
     Each pair goes to the first open row with room for it. If there is none, the fullest of `num_open` rows is closed.
+    The room of all open rows is in one integer, which is 6 times as fast as an array of 64: each row has two fields of
+    some bits, the highest of which stays 1 in a subtraction if the pair has room there.
     """
-    rows: list[list[int]] = []
-    room = np.full((num_open, 2), -1, np.int64)
-    which = np.zeros(num_open, np.int64)
-    for number, needed in enumerate(lengths):
-        fitting = (room >= needed).all(axis=1)
-        place = int(fitting.argmax())
-        if not fitting[place]:
-            place = int(room.min(axis=1).argmin())
-            room[place], which[place] = longest, len(rows)
-            rows.append([])
-        rows[which[place]].append(number)
+    bits = int(max(longest)).bit_length() + 1
+    ones = sum(1 << 2 * bits * place for place in range(num_open))
+    high = ones << bits - 1
+    empty, low = longest[0] | longest[1] << bits, (1 << bits) - 1
+    room, least, which = [0] * num_open, [-1] * num_open, [0] * num_open
+    every, num_rows = high | high << bits, 0
+    row_of: list[int] = []
+    for needed in (lengths[:, 0] | lengths[:, 1] << bits).tolist():
+        left = every - needed * ones
+        fitting = left & left >> bits & high
+        if fitting:
+            place = ((fitting & -fitting).bit_length() - 1) // (2 * bits)
+        else:
+            place = least.index(min(least))
+            every += empty - room[place] << 2 * bits * place
+            room[place], which[place] = empty, num_rows
+            num_rows += 1
+        every -= needed << 2 * bits * place
         room[place] -= needed
-    return rows
+        least[place] = min(room[place] & low, room[place] >> bits)
+        row_of.append(which[place])
+    return np.array(row_of, np.int64)
 
 
 class _Side:
