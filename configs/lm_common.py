@@ -20,6 +20,7 @@ def small(experiment: Experiment) -> Experiment:
         "model.embed_dim": 64,
         "model.num_heads": 4,
         "model.mlp_dim": 128,
+        "model.vocab_size": None,
         "data": TextFiles(length=64, max_bytes=200_000),
         "precision": Float32(),
         "schedule.warmup_steps": 5,

@@ -32,6 +32,7 @@ def test_copies_to_the_host_are_no_kernels_and_what_is_computed_again_is_known()
 def test_logits_are_told_from_the_output_layer():
     text = "f32[16,50] f32[2,6,50]{2,1,0} bf16[99,50] f32[50,16] f32[50]"
     assert memory.most_logits(text, 50) == 12
+    assert [memory.own_words(words, 8) for words in (400, 50)] == [50, 50]
 
 
 ROW = {

@@ -113,8 +113,8 @@ AXES = {"up": ("embed", "mlp"), "down": ("mlp", "embed"), "scale": ("embed",), "
 """Of a matrix, or of one layer's."""
 
 
-def loss_of_layers(params, x, remat):
-    """Of three looped layers of two matrices, a scale and their index, and a matrix that is used after them."""
+def loss_of_layers(params, x, remat, layers_per_turn=1):
+    """Of five looped layers of two matrices, a scale and their index, and a matrix that is used after them."""
     made = {name: nnx.Param(params[name], axes=AXES[name]) for name in params}
     head, layers = made.pop("head"), nnx.State(made)
 
@@ -122,23 +122,26 @@ def loss_of_layers(params, x, remat):
         hidden = jnp.tanh(weight_product(x, layer["up"][...])) * (1 + index)
         return x + layer["scale"][...] * weight_product(hidden, layer["down"][...])
 
-    x, head = through_layers(body, x, layers, remat=remat, beside=head)
+    x, head = through_layers(body, x, layers, remat=remat, layers_per_turn=layers_per_turn, beside=head)
     return jnp.square(x @ head).mean()
 
 
 @pytest.mark.parametrize(
-    ("remat", "fsdp", "tensor"),
+    ("remat", "per_turn", "fsdp", "tensor"),
     [
-        ("dots", 2, 2),
+        ("dots", 2, 2, 2),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("none", 2, 2), ("block", 2, 1), ("block", 1, 4), ("offload", 2, 2)]
+            for case in [("none", 1, 2, 2), ("block", 1, 2, 1), ("block", 3, 1, 4), ("offload", 1, 2, 2)]
         ),
     ],
 )
-def test_gradients_of_looped_layers_are_means_over_replicas(remat, fsdp, tensor):
-    """Those of one device that has the whole batch, whatever splits the layers, or computes them again."""
-    shapes = {"up": (3, 8, 16), "down": (3, 16, 8), "scale": (3, 8), "head": (8, 12)}
+def test_gradients_of_looped_layers_are_means_over_replicas(remat, per_turn, fsdp, tensor):
+    """Those of one device that has the whole batch, whatever splits the layers, computes them again or unrolls them.
+
+    The last of the layers stands outside of the loop: two of the five in a turn leave none over, three leave one.
+    """
+    shapes = {"up": (5, 8, 16), "down": (5, 16, 8), "scale": (5, 8), "head": (8, 12)}
     keys = jax.random.split(jax.random.key(0), 5)
     params = {name: jax.random.normal(key, shapes[name]) / 2 for key, name in zip(keys, shapes, strict=False)}
     x = jax.random.normal(keys[4], (8, 8))
@@ -148,7 +151,7 @@ def test_gradients_of_looped_layers_are_means_over_replicas(remat, fsdp, tensor)
 
     def local(params, x):
         with use_layout(layout):
-            return jax.grad(loss_of_layers)(params, x, remat)
+            return jax.grad(loss_of_layers)(params, x, remat, per_turn)
 
     stacked = {name: (STACKED, *axes) if name != "head" else axes for name, axes in AXES.items()}
     place = {name: NamedSharding(mesh, layout.param_spec(stacked[name], shapes[name])) for name in params}

@@ -111,7 +111,8 @@ def measure(command: MemoryBench, mesh: MeshConfig, length: int | None, examples
     kernels = roofline.kernels(hlo.parse(text))
     least = sum(one.times * one.least_sec for one in kernels)
     once = sum(one.times * one.product_sec for one in kernels if not one.again)
-    vocab = spec.vocab_size // mesh.tensor if isinstance(spec, TextSpec) else None
+    words = getattr(experiment.model, "vocab_size", None) or getattr(spec, "vocab_size", None)
+    vocab = None if words is None else own_words(words, mesh.tensor)
     return {
         "mesh": f"{mesh.fsdp} x {mesh.tensor}",
         "length": spec.length if isinstance(spec, TextSpec) else None,
@@ -145,6 +146,11 @@ def add_mfu(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         same = [one for one in rows if all(one[name] == row[name] for name in ("mesh", "length", "examples"))]
         row["mfu"] = min(one["product_sec"] for one in same) / row["least_sec"]
+
+
+def own_words(words: int, tensor: int) -> int:
+    """The words of one device: all of them where `tensor` does not divide them."""
+    return words // tensor if words % tensor == 0 else words
 
 
 def most_logits(text: str, vocab: int) -> int:

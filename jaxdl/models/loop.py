@@ -63,19 +63,37 @@ _REPLICA = Axis.REPLICA.value
 
 
 def through_layers(
-    body: Body, x: jax.Array, layers: nnx.State, *, remat: Remat, beside: nnx.Param[jax.Array] | None = None
+    body: Body,
+    x: jax.Array,
+    layers: nnx.State,
+    *,
+    remat: Remat,
+    layers_per_turn: int = 1,
+    beside: nnx.Param[jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """`x` after all layers; each leaf of `layers` has a leading dimension for them. Also the value of `beside`.
 
-    `remat` says what the backward pass computes again. Where the surrounding layout has a `sum_dtype`, parameters
-    are those of all replicas, typed alike, and their gradients are means over the replicas; so is `beside`, a matrix
-    that is used after the layers.
+    `remat` says what the backward pass computes again; a turn of the loop computes `layers_per_turn`. Where the
+    surrounding layout has a `sum_dtype`, parameters are those of all replicas, typed alike, and their gradients are
+    means over the replicas; so is `beside`, a matrix that is used after the layers.
     """
     layout, after = current_layout(), None if beside is None else beside[...]
     if layout is not None and layout.sum_dtype is not None:
-        return _through_summed_layers(body, x, layers, beside, layout, layout.sum_dtype, remat=remat)
-    body, indices = rematerialized(body, remat, in_scan=True), jnp.arange(jax.tree.leaves(layers)[0].shape[0])
-    return lax.scan(lambda x, layer: (body(x, *layer), None), x, (layers, indices))[0], after
+        return _through_summed_layers(
+            body, x, layers, beside, layout, layout.sum_dtype, remat=remat, layers_per_turn=layers_per_turn
+        )
+    num_layers = jax.tree.leaves(layers)[0].shape[0]
+    body = rematerialized(body, remat, in_scan=_all_in_loop(num_layers, layers_per_turn))
+
+    def turn(x: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        return body(x, *layer), None
+
+    return lax.scan(turn, x, (layers, jnp.arange(num_layers)), unroll=layers_per_turn)[0], after
+
+
+def _all_in_loop(num_layers: int, layers_per_turn: int) -> bool:
+    """Whether `lax.scan` computes all layers in its loop: one turn needs none, and what is left over follows it."""
+    return layers_per_turn < num_layers and num_layers % layers_per_turn == 0
 
 
 def rematerialized(body: Callable[..., Any], remat: Remat, *, in_scan: bool = False) -> Callable[..., Any]:
@@ -114,6 +132,7 @@ def _through_summed_layers(
     dtype: DTypeLike,
     *,
     remat: Remat,
+    layers_per_turn: int,
 ) -> tuple[jax.Array, jax.Array | None]:
     leaves, treedef = jax.tree.flatten(layers)
     last = leaves[0].shape[0] - 1
@@ -138,7 +157,9 @@ def _through_summed_layers(
         sent = _pieces_sent(row, pieces) if pieces is not None and row else []
         return (body(x, jax.tree.unflatten(treedef, used), index), carrier), sent
 
-    carry, sent = lax.scan(rematerialized(turn, remat, in_scan=True), (x, carrier), (jnp.arange(last), outlets, rows))
+    looped = rematerialized(turn, remat, in_scan=_all_in_loop(last, layers_per_turn))
+    inputs = (jnp.arange(last), outlets, rows)
+    carry, sent = lax.scan(looped, (x, carrier), inputs, unroll=layers_per_turn)
     # Outside of the scan XLA would merge the recomputation with the original: here it is prevented.
     x = rematerialized(turn, remat)(carry, (last, [], []))[0][0]
     if beside is None:

@@ -87,6 +87,9 @@ class Transformer(Model, kind="transformer"):
     divided by sqrt(2 num_layers) besides."""
     scan_layers: bool = True
     """Stack the layers' parameters and scan over them: compile time no longer grows with num_layers."""
+    layers_per_turn: int = pydantic.Field(default=1, ge=1)
+    """Layers that one turn of the loop of `scan_layers` computes: more compile longer, and copy less. Best a divisor of
+    num_layers, or of one less where the loop sums gradients (several replicas of GPUs)."""
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
     (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""
@@ -122,6 +125,15 @@ class Transformer(Model, kind="transformer"):
             raise ValueError(
                 f"max_length = {self.max_length} has no effect with positions = rotary, which have no table. Remove "
                 "it, or set positions = learned."
+            )
+        return self
+
+    @pydantic.model_validator(mode="after")
+    def _turns_have_a_loop(self) -> Transformer:
+        if self.layers_per_turn > 1 and not self.scan_layers:
+            raise ValueError(
+                f"layers_per_turn = {self.layers_per_turn} has no effect without scan_layers, whose loop it is about. "
+                "Remove one of them."
             )
         return self
 
@@ -367,7 +379,8 @@ class TransformerModule(nnx.Module):
 
         if config.scan_layers:
             graphdef, state = nnx.split(self.layers)
-            return through_layers(body(graphdef), x, state, remat=config.remat, beside=head)
+            looped, per_turn = body(graphdef), config.layers_per_turn
+            return through_layers(looped, x, state, remat=config.remat, layers_per_turn=per_turn, beside=head)
         for index in range(config.num_layers):
             graphdef, state = nnx.split(getattr(self, f"layer_{index}"))
             one = body(graphdef)
