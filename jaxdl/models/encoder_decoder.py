@@ -70,6 +70,8 @@ class EncoderDecoder(Model, kind="encoder_decoder"):
     """Dropout of the weights of attention."""
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
     """Added to the variance (or mean square) before the square root."""
+    layers_per_turn: int = pydantic.Field(default=1, ge=1)
+    """Layers that one turn of a loop over layers computes: more compile longer, and copy less."""
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
     (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""
@@ -300,7 +302,8 @@ class EncoderDecoderModule(nnx.Module):
         def body(x: jax.Array, layer: Any, index: jax.Array | int) -> jax.Array:
             return block(x, nnx.merge(graphdef, sharding.gather_layer(layer)), index)
 
-        return through_layers(body, x, state, remat=self.config.remat)[0]
+        per_turn = self.config.layers_per_turn
+        return through_layers(body, x, state, remat=self.config.remat, layers_per_turn=per_turn)[0]
 
     def _logits(self, x: jax.Array) -> Logits:
         return Logits(self.decoder_norm(x) if self.config.norm_position == "pre" else x, self.embedding[...].T)
