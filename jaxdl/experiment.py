@@ -181,8 +181,14 @@ def _with_defaults(name: str, values: Any) -> Any:
         return values
     if issubclass(cls, Choice) and cls.has_kinds():
         cls = kinds(cls).get(values.get("kind", ""), cls)
-    defaults = {name: one.default for name, one in cls.model_fields.items() if not one.is_required()}
-    return {**to_jsonable_python(defaults), **values}
+    fields = {name: one for name, one in cls.model_fields.items() if not one.is_required()}
+    defaults = {
+        name: one.get_default(call_default_factory=True)
+        for name, one in fields.items()
+        if not one.default_factory_takes_validated_data
+    }
+    # What JSON has no form for is a user's own, with a serializer of its own.
+    return {**to_jsonable_python(defaults, serialize_unknown=True), **values}
 
 
 def load(

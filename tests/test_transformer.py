@@ -5,6 +5,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pydantic
 import pytest
 from jax.sharding import PartitionSpec
 from test_models import initial, num_params, random_weights, run
@@ -132,6 +133,15 @@ def test_remat_changes_memory_not_gradients():
 def test_remat_was_a_switch(switch, name):
     assert Transformer(remat=switch).remat == name
     assert identity({"model": {"remat": switch}}) == identity({"model": {"remat": name}})
+
+
+def test_a_workdir_made_before_a_field_of_ones_own_has_its_default():
+    class Own(Transformer, kind="own_of_test_transformer"):
+        sizes: list[int] = pydantic.Field(default_factory=lambda: [3])
+
+    before = {"model": {"kind": Own.kind}}
+    assert identity(before) == identity({"model": {"kind": Own.kind, "sizes": [3], "remat": "none"}})
+    assert identity(before) != identity({"model": {"kind": Own.kind, "sizes": [4]}})
 
 
 def test_the_past_does_not_see_the_future():
