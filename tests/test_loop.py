@@ -139,7 +139,8 @@ def loss_of_layers(params, x, remat, layers_per_turn=1):
 def test_gradients_of_looped_layers_are_means_over_replicas(remat, per_turn, fsdp, tensor):
     """Those of one device that has the whole batch, whatever splits the layers, computes them again or unrolls them.
 
-    The last of the layers stands outside of the loop: two of the five in a turn leave none over, three leave one.
+    The last of the five layers stands outside of the loop: two in a turn leave none over, three leave one, and one
+    turn, of which XLA makes no loop.
     """
     shapes = {"up": (5, 8, 16), "down": (5, 16, 8), "scale": (5, 8), "head": (8, 12)}
     keys = jax.random.split(jax.random.key(0), 5)
@@ -161,7 +162,7 @@ def test_gradients_of_looped_layers_are_means_over_replicas(remat, per_turn, fsd
     function = jax.jit(mapped, in_shardings=(place, None), out_shardings=place)
     compiled = function.lower(params, x).compile(FAST_COMPILE)
     found = compiled(jax.device_put(params, place), x)
-    assert messages_in_loops(compiled.as_text()) > 0
+    assert (messages_in_loops(compiled.as_text()) > 0) == (per_turn < 3)
     wanted = jax.jit(jax.grad(loss_of_layers), static_argnums=2)(params, x, "none")
     for name in params:
         tolerance = 1e-5 * np.abs(wanted[name]).max()
