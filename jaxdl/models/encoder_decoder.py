@@ -71,7 +71,7 @@ class EncoderDecoder(Model, kind="encoder_decoder"):
     norm_epsilon: float = pydantic.Field(default=1e-5, gt=0)
     """Added to the variance (or mean square) before the square root."""
     layers_per_turn: int = pydantic.Field(default=1, ge=1)
-    """Layers that one turn of a loop over layers computes: more compile longer, and copy less."""
+    """Layers that one turn of a loop over layers computes: more compile longer, and are not always faster."""
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
     (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""

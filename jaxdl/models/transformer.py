@@ -88,8 +88,9 @@ class Transformer(Model, kind="transformer"):
     scan_layers: bool = True
     """Stack the layers' parameters and scan over them: compile time no longer grows with num_layers."""
     layers_per_turn: int = pydantic.Field(default=1, ge=1)
-    """Layers that one turn of the loop of `scan_layers` computes: more compile longer, and copy less. Best a divisor of
-    num_layers, or of one less where the loop sums gradients (several replicas of GPUs)."""
+    """Layers that one turn of the loop of `scan_layers` computes (`unroll` of `jax.lax.scan`): more compile longer, and
+    are not always faster. Best a divisor of num_layers, or of one less where the loop sums gradients (several replicas
+    of GPUs)."""
     remat: Remat = "none"
     """What is kept of a block for the backward pass, which computes the rest again: everything (`none`), its input
     (`block`), also the results of its products and of attention (`dots`), or these in the host's memory (`offload`)."""
