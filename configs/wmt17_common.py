@@ -1,7 +1,7 @@
 """The common part of the WMT configs; it is not an experiment.
 
 They read WMT 2017 of TensorFlow Datasets, prepared as ArrayRecord files in TFDS_DATA_DIR, and wmt17.json, a tokenizer
-of 37,000 tokens that `python -m jaxdl.data tokenizer` trained on both languages.
+of 37,000 tokens trained on both languages, as many as the paper has.
 """
 
 from jaxdl.checkpoint import CheckpointConfig

@@ -1,6 +1,9 @@
 """The base model of "Attention is all you need" on WMT 2017, English to German. Not run here.
 
-TFDS_DATA_DIR=... python -m jaxdl.train --config configs/wmt17_transformer_base.py --workdir runs/wmt17_base
+export TFDS_DATA_DIR=FOLDER
+python -c "from jaxdl.data import TFDSPairs; [print(*p, sep=chr(9)) for p in TFDSPairs().pairs('train')]" > wmt17.tsv
+python -m jaxdl.data tokenizer wmt17.tsv --vocab-size 37000 --out wmt17.json
+python -m jaxdl.train --config configs/wmt17_transformer_base.py --workdir runs/wmt17_base
 python -m jaxdl.translate --workdir runs/wmt17_base --split test --average 5
 
 Source: Vaswani et al. 2017 (arXiv 1706.03762), section 5: 100,000 steps of about 25,000 source and 25,000

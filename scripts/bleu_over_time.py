@@ -17,7 +17,7 @@ from jaxdl.options import parse_options
 from jaxdl.report.style import dress, new_figure, png
 from jaxdl.run.result import exit_codes
 from jaxdl.run.translation import quality
-from jaxdl.runs import check_checkpoint, check_run
+from jaxdl.runs import check_checkpoint, check_run, check_writable
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,11 @@ class Draw:
 
 def measured(workdir: Path) -> list[tuple[float, float]]:
     """(minutes of the run, BLEU) of each checkpoint that was evaluated."""
+    steps = check_checkpoint(check_run(workdir, "--workdir"), option="--workdir")
     rows = [json.loads(line) for line in (workdir / METRICS_FILE).read_text().splitlines()]
     evaluated = {row["step"]: row for row in rows if "eval/loss" in row}
     found = []
-    for step in check_checkpoint(check_run(workdir)):
-        if step not in evaluated:
-            continue
+    for step in [step for step in steps if step in evaluated]:
         predictor = jaxdl.restore(workdir, step=step)
         data = predictor.experiment.data
         if not isinstance(data, PairData):
@@ -64,4 +63,7 @@ def draw(points: list[tuple[float, float]]) -> bytes:
 if __name__ == "__main__":
     with exit_codes():
         command = parse_options(Draw, sys.argv[1:], prog="python scripts/bleu_over_time.py")
-        command.output.write_bytes(draw(measured(command.workdir)))
+        check_writable(command.output, "--output")
+        if not (points := measured(command.workdir)):
+            raise jaxdl.ConfigError(f"--workdir {command.workdir}: no checkpoint of a step that was evaluated is kept.")
+        command.output.write_bytes(draw(points))
