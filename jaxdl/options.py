@@ -87,8 +87,7 @@ def parse_options(
         tyro.cli(kind, args=["--help"], default=default, **about)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if default is None and dataclasses.is_dataclass(kind) and not _required(kind):
         default = kind()
-    options = _options(kind, default)
-    values, typed = _read(args, options, default)
+    values, typed = _read(args, _options(kind, default), default)
     with _named_as_options(typed):
         if isinstance(default, Config):
             return default.replaced(values)
@@ -175,7 +174,7 @@ def _classes(annotation: Any) -> list[type]:
 def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tuple[dict[str, Any], dict[str, str]]:
     """(dotted field -> value, dotted field -> text as typed) of a command line. Raises ConfigError."""
     values: dict[str, Any] = {}
-    typed: dict[str, str] = {}
+    typed, every = dict[str, str](), dict[str, list[str]]()
     names = {_flag(path, annotation): path for path, annotation in options.items()}
     switches = {_off(flag): path for flag, path in names.items() if _plain(options[path]) is bool}
     rest = list(args)
@@ -199,6 +198,8 @@ def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tupl
         many = _takes_many(annotation)
         while rest and not rest[0].startswith("--") and (many or not words):
             words.append(rest.pop(0))
+        if _takes_many(annotation, fixed=False):  # `--stop a --stop b` is `--stop a b`.
+            words = every[path] = [*every.get(path, []), *words]
         if not words and not many:
             raise OptionError(f"{flag}: needs a value, {_wanted(annotation)}.")
         try:
@@ -247,8 +248,7 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
     kinds, dashed = parts.get(group, {}), f"--{group.replace('_', '-')}"
     if kinds and last == "kind":
         return f"{flag}: a kind is chosen by the option without .kind: {dashed} {next(iter(kinds))}."
-    inside = [one for one in names if one.startswith(f"--{name}.")]
-    if inside:
+    if inside := [one for one in names if one.startswith(f"--{name}.")]:
         return f"{flag}: not an option itself; its options are {', '.join(inside)}."
     if experiment is not None and name.replace("-", "_") in type(experiment).model_fields:
         return f"{flag}: not an option; {name} are set in a config file."
@@ -281,8 +281,9 @@ def _members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def _takes_many(annotation: Any) -> bool:
-    return any(typing.get_origin(one) in (tuple, list, dict) for one in _members(annotation))
+def _takes_many(annotation: Any, *, fixed: bool = True) -> bool:
+    every = [(typing.get_origin(one), typing.get_args(one)) for one in _members(annotation)]
+    return any(origin in (list, dict) or (origin is tuple and (fixed or ... in inner)) for origin, inner in every)
 
 
 def _convert(annotation: Any, words: Sequence[str]) -> Any:

@@ -1,7 +1,8 @@
-"""The folder of a run, as it is given to a command that reads one. Only the standard library is imported here."""
+"""What a command that reads a run is given: its folder, files. Only the standard library is imported here."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -107,13 +108,39 @@ def given_option(args: Sequence[str], option: str, value: str) -> str | None:
     return found
 
 
-def begin_command(args: Sequence[str], prog: str) -> None:
-    """Checks the workdir and the checkpoint of a command line, before JAX is imported. Raises ConfigError."""
+def begin_command(args: Sequence[str], prog: str) -> Path:
+    """The workdir of a command line, which has a run with the checkpoint that is asked for. Raises ConfigError."""
     workdir = given_option(args, "--workdir", "the folder of a run")
     if workdir is None:
         raise ConfigError(f"no --workdir. Give --workdir FOLDER, the folder of a run. See {prog} --help.")
     which = given_option(args, "--step", "newest, best or the number of a step") or "newest"
-    check_checkpoint(check_run(workdir, "--workdir"), parsed_which(which, "--step"), "--workdir")
+    folder = check_run(workdir, "--workdir")
+    check_checkpoint(folder, parsed_which(which, "--step"), "--workdir")
+    return folder
+
+
+def check_writable(path: Path, option: str) -> None:
+    """Raises ConfigError when the file that `option` names cannot be written: before hours of work for it."""
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        reason = "it is a folder" if path.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"{option} {path}: {reason}. Choose another file.")
+    if not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"{option} {path}: it may not be written. Choose another file.")
+
+
+def read_lines(path: Path, option: str) -> list[str]:
+    """The lines of a file that `option` names, in UTF-8. Raises ConfigError for one that cannot be read."""
+    try:
+        return split_lines(path.read_bytes().decode())
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 ({error.reason})"
+        raise ConfigError(f"{option} {path}: {reason}. Give a text file in UTF-8.") from None
+
+
+def split_lines(text: str) -> list[str]:
+    """The lines of a text without their ends. U+2028 and the like end none, unlike in `str.splitlines`."""
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines if lines[-1] else lines[:-1]
 
 
 def asks_for_help(args: Sequence[str]) -> bool:

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import jax
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from jaxdl.cluster import end_together
 from jaxdl.config import Config, ConfigError
 from jaxdl.data import Data, PairData
+from jaxdl.errors import print_out
 from jaxdl.experiment import read_experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.options import choices_help, parse_options, take_choices
@@ -21,7 +24,7 @@ from jaxdl.predictor import Predictor, restore
 from jaxdl.run.build import make_devices
 from jaxdl.run.result import exit_codes
 from jaxdl.run.translation import quality
-from jaxdl.runs import check_checkpoint, check_run, given_option, parsed_which
+from jaxdl.runs import asks_for_help, begin_command, check_writable, given_option, read_lines, split_lines
 
 PROG = "python -m jaxdl.translate"
 ABOUT = f"""usage: {PROG} --workdir FOLDER [--split test | --input FILE] [OPTIONS]
@@ -73,52 +76,49 @@ class Translate:
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line. Exits with 2 after a user error, 75 if the disk does not respond, 130 after Ctrl-C."""
-    with exit_codes():
+    with end_together(), exit_codes():
         command = parse_command(sys.argv[1:] if args is None else args)
         texts, references = read_texts(command)
         make_devices(read_experiment(command.workdir).replaced({"mesh": command.experiment.mesh}))
         predictor = restore(command.workdir, step=command.step, average=command.average, mesh=command.experiment.mesh)
         predictor.experiment = predictor.experiment.replaced({"data": command.experiment.data})
         found = translated(command, predictor, texts)
-        lines = "".join(" ".join(text.splitlines()) + "\n" for text in found)
-        if command.output is None:
-            print(lines, end="", flush=True)
-        else:
-            command.output.write_text(lines, encoding="utf-8")
-        for name, (value, signature) in (quality(found, references) if references else {}).items():
-            print(f"{name} {value:.2f}  ({signature})", file=sys.stderr)
+        if jax.process_index() == 0:
+            lines = [" ".join(text.splitlines()) for text in found]
+            if command.output is not None:
+                command.output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            elif lines:
+                print_out("\n".join(lines))
+            for name, (value, signature) in (quality(found, references) if references else {}).items():
+                print(f"{name} {value:.2f}  ({signature})", file=sys.stderr)
 
 
 def parse_command(args: Sequence[str]) -> Translate:
     """The parsed command line, whose workdir is that of a run. Raises ConfigError; exits after `--help`."""
-    workdir = given_option(args, "--workdir", "the folder of a run")
-    if workdir is None:
-        if {"--help", "-h"} & set(args):
-            print(ABOUT)
-            raise SystemExit(0)
-        raise ConfigError(f"no --workdir. Give --workdir FOLDER, the folder of a run. See {PROG} --help.")
-    which = given_option(args, "--step", "newest, best or the number of a step") or "newest"
-    check_checkpoint(check_run(workdir, "--workdir"), parsed_which(which, "--step"), "--workdir")
-    experiment = read_experiment(Path(workdir))
+    if asks_for_help(args) and given_option(args, "--workdir", "the folder of a run") is None:
+        print(ABOUT)
+        raise SystemExit(0)
+    workdir = begin_command(args, PROG)
+    experiment = read_experiment(workdir)
     where, left = take_choices(Where(data=experiment.data, mesh=experiment.mesh), args)
-    default = Translate(Path(workdir), where)
+    default = Translate(workdir, where)
     command = parse_options(Translate, left, default=default, prog=PROG, description=choices_help(where))
     if command.split is not None and (command.input or command.references):
         raise ConfigError(
             f"--split {command.split}: it has its own texts and references. Remove --input, --references."
         )
-    if command.output is not None and not command.output.absolute().parent.is_dir():
-        raise ConfigError(
-            f"--output {command.output}: there is no folder {command.output.parent}. Make it, or choose another."
-        )
+    if command.output is not None:
+        check_writable(command.output, "--output")
     return command
 
 
 def read_texts(command: Translate) -> tuple[list[str], list[str]]:
     """`(texts, references)`; no references where there are none. Raises ConfigError for what cannot be read."""
     if command.split is None:
-        texts = sys.stdin.read().splitlines() if command.input is None else _lines(command.input, "--input")
-        references = [] if command.references is None else _lines(command.references, "--references")
+        if command.input is None and sys.stdin.isatty():
+            print("translating what you type, a text on each line; Ctrl-D after the last", file=sys.stderr)
+        texts = split_lines(sys.stdin.read()) if command.input is None else read_lines(command.input, "--input")
+        references = [] if command.references is None else read_lines(command.references, "--references")
         if references and len(references) != len(texts):
             raise ConfigError(
                 f"--references {command.references}: {len(references):,} lines for {len(texts):,} texts. Give one for "
@@ -130,14 +130,6 @@ def read_texts(command: Translate) -> tuple[list[str], list[str]]:
         raise ConfigError(f"--split {command.split}: data {data.kind} has no pairs of texts. Give --input FILE.")
     pairs = list(data.pairs(command.split))
     return [source for source, _ in pairs], [target for _, target in pairs]
-
-
-def _lines(path: Path, option: str) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{option} {path}: {reason}. Give a text file, UTF-8.") from None
 
 
 def translated(command: Translate, predictor: Predictor, texts: Sequence[str]) -> list[str]:

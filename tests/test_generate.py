@@ -210,9 +210,9 @@ def test_the_command_writes_json_lines_for_many(writer, text, tmp_path, capsys):
     expected = list(writer.complete(["1 f", "2 "], num_tokens=9, temperature=0))
     assert [(line["prompt"], line["text"]) for line in lines] == [(one.prompt, one.text) for one in expected]
     assert lines[0] | {"text": ""} == {"prompt": "1 f", "text": "", "tokens": 9, "ended": "length"}
-    (tmp_path / "plain.txt").write_text("1 f\n\n2 \n")
+    (tmp_path / "plain.txt").write_bytes("1\u2028f\r\n\n2 \n".encode())
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 f"}\n{"text": "2 "}\n')
-    assert read_prompts(tmp_path / "plain.txt") == ("1 f", "2 ")
+    assert read_prompts(tmp_path / "plain.txt") == ("1\u2028f", "2 ")
     main([*options, "--prompts", str(tmp_path / "rows.jsonl"), "--to", str(tmp_path / "to")])
     assert [json.loads(line) for line in (tmp_path / "to").read_text().splitlines()] == lines
 
@@ -220,22 +220,23 @@ def test_the_command_writes_json_lines_for_many(writer, text, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--temperature", "-1"], "--temperature -1.0: it must not be negative"),
+        (["--temperature", "-1"], "--temperature -1.0: give a number, 0 or more"),
+        (["--temperature", "nan"], "--temperature nan: give a number, 0 or more"),
         (["--num-tokens", "-1"], "--num-tokens -1: it must not be negative"),
         (["--top-k", "0"], "--top-k 0: give a whole number, 1 or more"),
         (["--top-p", "1.5"], "--top-p 1.5: give a number above 0, at most 1"),
         (["--prompt", "a", "b", "--batch-size", "0"], "--batch-size 0: give a whole number, 1 or more"),
-        (["--stop", "a", ""], "--stop ('a', ''): give texts that are not empty"),
+        (["--stop", "a", "--stop", ""], "--stop ('a', ''): give texts that are not empty"),
         (["--prompt", "a", "--prompts", "x"], "--prompt and --prompts: give one of them"),
         (["--prompts", "nowhere"], "--prompts nowhere: No such file or directory"),
-        (["--prompts", "FOLDER/rows.jsonl"], 'line 2 has no "prompt" that is a text: {"promt": "a"}'),
+        (["--prompts", "FOLDER/rows.jsonl"], 'line 3 has no "prompt" that is a text: {"promt": "a"}'),
         (["--to", "x"], "--to x: it is for several prompts"),
         (["--promt", "x"], "--promt: there is no such option. Did you mean --prompt"),
         (["--average", "5"], "--average 5: the workdir has 1 checkpoint"),
     ],
 )
 def test_mistakes_of_the_command(text, tmp_path, capsys, options, message):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 f"}\n{"promt": "a"}\n')
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 f"}\n\n{"promt": "a"}\n')
     options = [one.replace("FOLDER", str(tmp_path)) for one in options]
     assert message in refusal(capsys, "--workdir", str(text.workdir), *options, run=main)
 

@@ -12,7 +12,7 @@ from jaxdl.optim import AdamW, Constant
 from jaxdl.report import ReportConfig
 from jaxdl.run.translation import quality
 from jaxdl.tasks import Translation
-from jaxdl.translate import main
+from jaxdl.translate import main, parse_command, read_texts
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +47,12 @@ def test_a_translation_does_not_depend_on_its_batch_or_the_mesh(workdir):
     assert split.translate(texts, beams=2, batch_size=2) == found
 
 
+def test_lines_end_only_at_newlines(workdir, tmp_path):
+    (tmp_path / "in.txt").write_bytes("w1\u2028w2\r\n\nw3\x85w4".encode())
+    command = parse_command(["--workdir", str(workdir), "--input", str(tmp_path / "in.txt")])
+    assert read_texts(command) == (["w1\u2028w2", "", "w3\x85w4"], [])
+
+
 def test_the_command_writes_translations_and_prints_scores(workdir, tmp_path, capsys):
     out = tmp_path / "out.txt"
     options = ["--beams", "1", "--batch-size", "32", "--mesh.fsdp", "8"]
@@ -65,6 +71,7 @@ def test_the_command_writes_translations_and_prints_scores(workdir, tmp_path, ca
         (["--workdir", "RUN", "--split", "test", "--input", "a.txt"], "it has its own texts"),
         (["--workdir", "RUN", "--input", "nowhere.txt"], "--input nowhere.txt: No such file"),
         (["--workdir", "RUN", "--split", "train", "--output", "no/where.txt"], "there is no folder"),
+        (["--workdir", "RUN", "--split", "test", "--output", "."], "--output .: it is a folder"),
     ],
 )
 def test_mistakes_on_the_command_line(workdir, capsys, args, message):

@@ -26,7 +26,7 @@ from jaxdl.options import parse_options
 from jaxdl.predictor import Predictor, restore
 from jaxdl.run.build import make_devices
 from jaxdl.run.result import exit_codes
-from jaxdl.runs import asks_for_help, given_option
+from jaxdl.runs import asks_for_help, given_option, read_lines
 
 ABOUT = """Continues texts by a trained language model. One prompt is continued on the screen, many become JSON lines.
 
@@ -101,7 +101,7 @@ def parse_command(args: Sequence[str], prog: str) -> tuple[Generate, bool]:
     workdir = given_option(args, "--workdir", "the folder of a run") or "FOLDER"
     mesh = MeshConfig() if asks_for_help(args) else read_experiment(Path(workdir)).mesh
     default = Generate(Path(workdir), mesh)
-    command = parse_options(Generate, together(args, "--prompt"), default=default, prog=prog, description=ABOUT)
+    command = parse_options(Generate, args, default=default, prog=prog, description=ABOUT)
     if command.prompt and command.prompts is not None:
         raise ConfigError("--prompt and --prompts: give one of them.")
     if command.devices is not None and command.devices < 1:
@@ -112,30 +112,11 @@ def parse_command(args: Sequence[str], prog: str) -> tuple[Generate, bool]:
     return command, on_mesh
 
 
-def together(args: Sequence[str], option: str) -> list[str]:
-    """The command line with one option that has the values of all its occurrences."""
-    values, others, taking = [], [], False
-    for word in args:
-        name, equals, value = word.partition("=")
-        if name.startswith("--"):
-            taking = name == option
-            if taking:
-                values += [value] if equals else []
-                taking = not equals
-                continue
-        (values if taking else others).append(word)
-    return others + ([option, *values] if values else [])
-
-
 def read_prompts(path: Path) -> tuple[str, ...]:
     """The prompts in a file. Raises ConfigError for one that cannot be read or has none."""
-    try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ConfigError(f"--prompts {path}: {reason}. Give a file of prompts.") from None
-    if path.suffix in (".jsonl", ".json"):
-        lines = [_in_json(path, number, line) for number, line in enumerate(lines, 1)]
+    rows = [(number, line) for number, line in enumerate(read_lines(path, "--prompts"), 1) if line.strip()]
+    as_json = path.suffix in (".jsonl", ".json")
+    lines = [_in_json(path, number, line) if as_json else line for number, line in rows]
     if not lines:
         raise ConfigError(f"--prompts {path}: it has no prompts.")
     return tuple(lines)

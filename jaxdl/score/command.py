@@ -22,11 +22,10 @@ from jaxdl.experiment import read_experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.options import parse_options
 from jaxdl.predictor import Predictor, restore
-from jaxdl.report import replace_file
 from jaxdl.run.build import make_devices
 from jaxdl.run.result import exit_codes
 from jaxdl.run.scoring import Question, Scorer, score_choices, score_documents
-from jaxdl.runs import asks_for_help, given_option
+from jaxdl.runs import asks_for_help, check_writable, given_option, read_lines
 
 CONTEXTS, CHOICES, LABELS = ("context", "ctx", "query"), ("choices", "endings"), ("label", "gold", "answer")
 """Names that fields of questions have; those of HellaSwag are ctx, endings and label."""
@@ -94,6 +93,8 @@ def parse_command(args: Sequence[str], prog: str) -> Score:
     command = parse_options(Score, args, default=default, prog=prog, description=ABOUT)
     if not command.text and not command.choices:
         raise ConfigError("nothing to score: give --text FILE or --choices FILE.")
+    if command.to is not None:
+        check_writable(command.to, "--to")
     if command.devices is not None:
         command = dataclasses.replace(command, mesh=command.mesh.replaced({"cpu_devices": command.devices}))
     return command
@@ -125,11 +126,7 @@ def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Ques
 
 def read_questions(path: Path) -> list[Question]:
     """The questions in a file. Raises ConfigError for one that cannot be read or has none."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise ConfigError(f"--choices {path}: {reason}. Give a file of JSON lines.") from None
+    lines = read_lines(path, "--choices")
     found = [
         _question(f"--choices {path}: line {number}", line) for number, line in enumerate(lines, 1) if line.strip()
     ]
@@ -185,6 +182,6 @@ def _progress(what: str) -> Iterator[Callable[[int], None]]:
 
 def _write(path: Path, result: dict[str, Any]) -> None:
     try:
-        replace_file(path, (json.dumps(result, indent=1) + "\n").encode())
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--to {path}: {error.strerror}. Choose a writable file.") from None
