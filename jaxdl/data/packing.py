@@ -78,23 +78,32 @@ def _combinations(counts: np.ndarray, length: int) -> list[tuple[tuple[int, ...]
     """(targets of the parts of a row, number of such rows); `counts`: parts of each number of targets."""
     room = length + 1
     rows: dict[int, list[tuple[tuple[int, ...], int]]] = defaultdict(list)  # By the room that is left.
+    open_rooms = 0  # Bit n: there are rows with room n. Finding its lowest bit is fast, also of long rows.
+
+    def add(free: int, sizes: tuple[int, ...], count: int) -> None:
+        nonlocal open_rooms
+        rows[free].append((sizes, count))
+        open_rooms |= 1 << free
+
     for size in range(length, 0, -1):
         left, taken = int(counts[size]), size + 1
         while left:
-            fits = next((free for free in range(taken, room) if rows[free]), None)
-            if fits is None:
+            fitting = open_rooms >> taken
+            if not fitting:
                 each = room // taken
-                several = [(each, left // each), (left % each, 1)] if left % each else [(each, left // each)]
-                for number, count in several:
-                    if count:
-                        rows[room - number * taken].append(((size,) * number, count))
+                for number, count in ((each, left // each), (left % each, 1)):
+                    if number and count:
+                        add(room - number * taken, (size,) * number, count)
                 break
+            fits = taken + (fitting & -fitting).bit_length() - 1
             sizes, count = rows[fits].pop()
             used = min(count, left)
             left -= used
-            rows[fits - taken].append(((*sizes, size), used))
+            add(fits - taken, (*sizes, size), used)
             if used < count:
                 rows[fits].append((sizes, count - used))
+            elif not rows[fits]:
+                open_rooms ^= 1 << fits
     return [one for free in sorted(rows) for one in rows[free]]
 
 
