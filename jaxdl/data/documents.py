@@ -12,6 +12,7 @@ import inspect
 import io
 import itertools
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar, Literal, NamedTuple
@@ -112,7 +113,11 @@ class _JsonLines(_Lines):
             raise ConfigError(
                 f"{span.path}: {_line(span, number)} is not JSON ({error}). Each line must be one JSON object."
             ) from None
-        yield _text_of(record, reading.column, f"{span.path}: {_line(span, number)}")
+        where = f"{span.path}: {_line(span, number)}"
+        text = _text_of(record, reading.column, where)
+        if not text.isascii() and not _is_unicode(text):
+            raise ConfigError(f"{where}: its {reading.column!r} has half a surrogate pair, which is no character.")
+        yield text
 
 
 class _Table(_Lines):
@@ -244,7 +249,17 @@ def read_documents(paths: Sequence[str], reading: Reading, glob: str = "**/*") -
     for _, path in find_documents(paths, glob):
         form = format_of(path)
         for span in form.spans(path, reading, 1 << 40):
-            yield from form.read(span, reading)
+            yield from read_span(span, reading)
+
+
+def read_span(span: Span, reading: Reading) -> Iterator[str]:
+    """The documents of a span, in order. Raises ConfigError for what cannot be read, such as a file that is cut off."""
+    try:
+        yield from format_of(Path(span.path)).read(span, reading)
+    except ConfigError:
+        raise
+    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:  # Of gzip, pyarrow, JSON.
+        raise ConfigError(f"{span.path}: it cannot be read ({error}). Copy or download the file again.") from None
 
 
 def _suffix(path: Path) -> str:
@@ -287,6 +302,14 @@ def _dataset(path: str) -> Any:
             f"{path}: it has the splits {', '.join(found)}. Name the folder of one, {path}/{next(iter(found))}."
         )
     return found
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _text_of(record: Any, column: str, where: str) -> str:

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.documents import Reading, Span, find_documents, format_of
+from jaxdl.data.documents import Reading, Span, find_documents, format_of, read_span
 
 MANIFEST = "manifest.json"
 _VERSION = 1
@@ -154,7 +154,7 @@ def write_manifest(plan: Plan) -> None:
 
 def _documents(plan: Plan, number: int) -> Iterator[str]:
     for span in plan.pieces[number]:
-        yield from (text for text in format_of(Path(span.path)).read(span, plan.reading) if text)
+        yield from (text for text in read_span(span, plan.reading) if text)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -246,7 +246,6 @@ class TokenStore:
         """Of each document: its tokens, with the end, and the bytes of its text; int64 [document]."""
         self._shard = np.repeat(np.arange(len(shards), dtype=np.int32), [len(one) for one in tables])
         self._start = np.concatenate([np.cumsum(one[:, 0]) - one[:, 0] for one in tables])
-        self._open: dict[int, np.ndarray] = {}
 
     def __len__(self) -> int:
         return len(self.num_tokens)
@@ -261,8 +260,10 @@ class TokenStore:
         return found
 
     def _tokens(self, number: int) -> np.ndarray:
-        if number not in self._open:
-            path = self._folder / f"{number:05}.tokens"
-            empty = path.stat().st_size == 0
-            self._open[number] = np.empty(0, self._dtype) if empty else np.memmap(path, self._dtype, "r")
-        return self._open[number]
+        return _mapped(self._folder / f"{number:05}.tokens", self._dtype.str)
+
+
+@functools.lru_cache(maxsize=256)
+def _mapped(path: Path, dtype: str) -> np.ndarray:
+    """The tokens of a shard. Of the process only so many are open: each takes a file descriptor, often 1,024 in all."""
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
