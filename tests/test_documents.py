@@ -160,7 +160,10 @@ def test_shards_have_the_tokens_of_each_document(corpus, tmp_path):
     assert other.folder != plan.folder
     assert prepared(other, "data").num_tokens.tolist() == [len(text) + 1 for text in texts]
     os.truncate(plan.folder / "00000.tokens", 10)
-    with pytest.raises(ConfigError, match=r"00000.tokens: damaged. Remove the folder"):
+    with pytest.raises(ConfigError, match=r"damaged \(shard 00000 has another size\). Remove this folder"):
+        TokenStore(plan.folder)
+    (plan.folder / "00000.npy").unlink()
+    with pytest.raises(ConfigError, match=r"damaged \(.*00000.npy"):
         TokenStore(plan.folder)
 
 

@@ -68,6 +68,7 @@ def test_a_folder_names_its_special_tokens_and_documents_stay_whole(tmp_path):
         (["a.txt", "--out", "x.json", "--vocab-size", "30"], "--vocab-size 30: the bytes and special tokens"),
         (["a.txt", "--out", "there.json", "--vocab-size", "300"], "there.json: it is there already"),
         (["a.txt", "--out", "x.json"], "--vocab-size"),
+        (["a.txt", "--out", "a.txt/x.json", "--vocab-size", "300"], "--out a.txt/x.json: it cannot be written"),
         (["empty.txt", "--out", "x.json", "--vocab-size", "300"], "no text to train on"),
     ],
 )

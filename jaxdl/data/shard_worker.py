@@ -19,6 +19,7 @@ def main() -> None:
     """Writes shards until the input ends."""
     for signum in (signal.SIGINT, signal.SIGTERM):  # They reach the whole group; the parent ends this process.
         signal.signal(signum, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # A parent that was killed takes no answer: end without a traceback.
     plan = pickle.load(sys.stdin.buffer)
     assert isinstance(plan, Plan)
     for line in sys.stdin.buffer:

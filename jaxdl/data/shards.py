@@ -106,10 +106,10 @@ def make_plan(paths: Sequence[str], glob: str, reading: Reading, tokenizer: str 
 
 
 def finished(plan: Plan, number: int) -> Shard | None:
-    """What is in a shard; None if it has not been written."""
+    """What is in a shard; None if it has not been written whole."""
     try:
         return Shard(**json.loads((plan.folder / f"{number:05}.json").read_text()))
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError, TypeError):  # Of a disk that lost what was written, it is written again.
         return None
 
 
@@ -226,21 +226,28 @@ def _file_state(name: str, path: Path) -> tuple[str, int, int]:
     return name, sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
 
 
+def _damaged(folder: Path, why: str) -> ConfigError:
+    return ConfigError(f"{folder}: damaged ({why}). Remove this folder, and prepare the data again.")
+
+
 class TokenStore:
     """The documents of a folder of shards, by number. Raises ConfigError for a folder that is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        manifest = json.loads((folder / MANIFEST).read_text())
-        self._dtype = np.dtype(manifest["dtype"])
-        shards = [Shard(**one) for one in manifest["shards"]]
+        try:
+            manifest = json.loads((folder / MANIFEST).read_text())
+            self._dtype = np.dtype(manifest["dtype"])
+            shards = [Shard(**one) for one in manifest["shards"]]
+            tables = [np.load(folder / f"{number:05}.npy") for number in range(len(shards))]
+            sizes = [(folder / f"{number:05}.tokens").stat().st_size for number in range(len(shards))]
+        except (OSError, ValueError, EOFError) as error:
+            raise _damaged(folder, str(error)) from None
         self.content = hashlib.sha256(json.dumps(manifest["shards"]).encode()).hexdigest()[:16]
         """Identifies the tokens of all documents."""
-        for number, shard in enumerate(shards):
-            path = folder / f"{number:05}.tokens"
-            if not path.is_file() or path.stat().st_size != shard.tokens * self._dtype.itemsize:
-                raise ConfigError(f"{path}: damaged. Remove the folder {folder}, and prepare the data again.")
-        tables = [np.load(folder / f"{number:05}.npy") for number in range(len(shards))]
+        for number, (shard, table, size) in enumerate(zip(shards, tables, sizes, strict=True)):
+            if size != shard.tokens * self._dtype.itemsize or table.shape != (shard.documents, 2):
+                raise _damaged(folder, f"shard {number:05} has another size")
         table = np.concatenate(tables)
         self.num_tokens, self.num_bytes = table[:, 0].copy(), table[:, 1].copy()
         """Of each document: its tokens, with the end, and the bytes of its text; int64 [document]."""

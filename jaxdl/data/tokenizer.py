@@ -62,8 +62,12 @@ def train_tokenizer(files: Sequence[str], command: Train, console: Console) -> s
     num_bytes = sum(path.stat().st_size for _, path in find_documents(files, command.glob) if path.is_file())
     console.print(f"training {command.kind} of {command.vocab_size:,} tokens on {num_bytes / 1e6:,.1f} MB of files ...")
     texts = _Texts(files, command)
-    command.out.parent.mkdir(parents=True, exist_ok=True)
     partial = command.out.with_name(f".{command.out.name}.{os.getpid()}")
+    try:
+        command.out.parent.mkdir(parents=True, exist_ok=True)
+        partial.touch()  # Before the training, which may take long.
+    except OSError as error:
+        raise ConfigError(f"--out {command.out}: it cannot be written ({error.strerror}). Choose another.") from None
     try:
         (_train_bpe if command.kind == "bpe" else _train_sentencepiece)(texts, command, partial, console)
         os.replace(partial, command.out)

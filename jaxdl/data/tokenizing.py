@@ -126,7 +126,11 @@ def _locked(folder: Path) -> Iterator[bool]:
     """Context: no other process is in it; yields False where the disk has no locks, and then others may be."""
     with (folder / "lock").open("wb") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another process that tokenizes into {folder}", file=sys.stderr, flush=True)
+                fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
             yield False
             return
