@@ -47,6 +47,14 @@ def test_a_translation_does_not_depend_on_its_batch_or_the_mesh(workdir):
     assert split.translate(texts, beams=2, batch_size=2) == found
 
 
+def test_long_texts_are_translated_a_few_at_a_time(workdir):
+    counts = []
+    long = " ".join(["w1"] * 200)  # More tokens than a whole batch may have.
+    found = restore(workdir).translate([long, long, long, "w2 w3"], beams=1, batch_size=2, done=counts.append)
+    assert counts == [0, 1, 1, 1, 1]
+    assert found[0] == found[1] == found[2]
+
+
 def test_lines_end_only_at_newlines(workdir, tmp_path):
     (tmp_path / "in.txt").write_bytes("w1\u2028w2\r\n\nw3\x85w4".encode())
     command = parse_command(["--workdir", str(workdir), "--input", str(tmp_path / "in.txt")])

@@ -8,6 +8,7 @@ reads the whole text so far for each token.
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,6 @@ from jaxdl.decoding.loop import Rows, draw_next, row_keys, write_on
 from jaxdl.decoding.sampling import sample
 from jaxdl.mesh import batch_ways
 from jaxdl.models.logits import of_tokens
-from jaxdl.precision import cast_weights
 from jaxdl.run.inference import Inference
 from jaxdl.state import replicated
 from jaxdl.step import apply_network, run_network
@@ -51,8 +51,10 @@ class Sampling:
     stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"--temperature {self.temperature}: it must not be negative; 0 takes the likeliest.")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(
+                f"--temperature {self.temperature}: give a number, 0 or more; 0 takes the likeliest token."
+            )
         if self.num_tokens < 0:
             raise ConfigError(f"--num-tokens {self.num_tokens}: it must not be negative.")
         if self.top_k is not None and self.top_k < 1:
@@ -77,10 +79,7 @@ class Decoder:
         self.parts, self.vocab_size = parts, vocab_size
         self.cached = cached and parts.network.has("decode")
         self.context = context if self.cached else context or parts.data_spec.length
-        params, dtype = inference.params, parts.precision.weight_dtype
-        if jnp.dtype(dtype) != jnp.float32:  # Once, and not for every token.
-            params = jax.jit(lambda params: cast_weights(params, parts.network.axes, dtype))(params)
-        self._state = (params, inference.model_state)
+        self._state = (inference.rounded_params, inference.model_state)
         shown = replicated(parts.layout)
         options = ("top_k", "top_p")
         self._read = jax.jit(self._reading, static_argnames=("slots", *options), out_shardings=(None, shown))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.config import ConfigError
@@ -18,6 +20,7 @@ from jaxdl.data.examples import Examples
 from jaxdl.evaluation import EvalStep, make_eval_step, total_sums
 from jaxdl.mesh import batch_sharding, batch_ways
 from jaxdl.phases import Phase
+from jaxdl.precision import cast_weights
 from jaxdl.sharding import Params
 from jaxdl.state import ModelState
 from jaxdl.step import Batch, Parts, apply_network
@@ -37,6 +40,14 @@ class Inference:
         self._logits = jax.jit(self.outputs)
         self._probabilities = jax.jit(self.probabilities)
         self._eval_steps: dict[DataSpec, EvalStep] = {}
+
+    @functools.cached_property
+    def rounded_params(self) -> Params:
+        """The parameters in the type that training computes with: once, for what reads them for every token."""
+        dtype = self.parts.precision.weight_dtype
+        if jnp.dtype(dtype) == jnp.float32:
+            return self.params
+        return jax.jit(lambda params: cast_weights(params, self.parts.network.axes, dtype))(self.params)
 
     def outputs(self, params: Params, model_state: ModelState, batch: Batch) -> jax.Array:
         """The outputs of the network on a batch of its data; a function to trace."""

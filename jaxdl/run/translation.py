@@ -15,12 +15,15 @@ from jaxdl.data.codec import import_text
 from jaxdl.decoding.beam import beam_search, per_beam
 from jaxdl.mesh import batch_sharding, batch_ways
 from jaxdl.run.inference import Inference
+from jaxdl.state import replicated
 from jaxdl.step import run_network
 
 _SHORTEST = 16
 """Tokens of a batch of the shortest sources; the others are this times a power of 2."""
+_LONG = 128
+"""Tokens of the longest sources of which a whole batch is translated at once."""
 _MORE_TOKENS = 50
-"""A translation has at most so many tokens more than its batch has source tokens (Vaswani et al. 2017, section 6.1)."""
+"""A translation has at most so many tokens more than its source is padded to (Vaswani et al. 2017, section 6.1)."""
 
 
 class Translator:
@@ -33,7 +36,8 @@ class Translator:
     def __init__(
         self, network: Inference, codec: Codec, *, beams: int = 4, length_penalty: float = 0.6, batch_size: int = 64
     ) -> None:
-        """`batch_size` texts, or as many more as the mesh needs, are translated at once.
+        """`batch_size` texts of up to 128 tokens are translated at once, of longer ones fewer, on a mesh some for each
+        device.
 
         Raises ConfigError for a network that does not translate, and for numbers out of range.
         """
@@ -49,9 +53,9 @@ class Translator:
                 f"{length_penalty:g} not negative."
             )
         self._network, self._codec, self._spec, self._beams = network, codec, spec, beams
-        self._length_penalty = length_penalty
-        self._rows = -(-batch_size // batch_ways(parts.layout.mesh)) * batch_ways(parts.layout.mesh)
-        self._search = jax.jit(self._searched, static_argnames="length")
+        self._length_penalty, self._batch_size = length_penalty, batch_size
+        shown = replicated(parts.layout)  # Every process has the whole result.
+        self._search = jax.jit(self._searched, static_argnames="length", out_shardings=shown)
 
     def translate(self, texts: Sequence[str], done: Callable[[int], None] = lambda _: None) -> list[str]:
         """The translation of each text; an empty text has an empty one. `done(n)` is called after n texts more."""
@@ -62,21 +66,29 @@ class Translator:
         order.sort(key=lambda number: len(sources[number]))
         place = 0
         while place < len(order):
-            length = _padded(len(sources[order[place]]))
-            chosen = [n for n in order[place : place + self._rows] if len(sources[n]) <= length]
-            for number, tokens in zip(chosen, self._best([sources[n] for n in chosen], length), strict=True):
+            length = _power_of_two(len(sources[order[place]]), _SHORTEST)
+            rows = self._rows(length, len(order))
+            chosen = [n for n in order[place : place + rows] if len(sources[n]) <= length]
+            for number, tokens in zip(chosen, self._best([sources[n] for n in chosen], rows, length), strict=True):
                 found[number] = self._codec.decode(tokens)
             place += len(chosen)
             done(len(chosen))
         return found
 
-    def _best(self, sources: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+    def _rows(self, length: int, num_texts: int) -> int:
+        """Rows of a batch of sources of `length` tokens: so many that memory does not grow with the length."""
+        rows = min(self._batch_size, max(1, self._batch_size * _LONG // length), _power_of_two(num_texts))
+        ways = batch_ways(self._network.parts.layout.mesh)
+        return -(-rows // ways) * ways
+
+    def _best(self, sources: Sequence[Sequence[int]], num_rows: int, length: int) -> list[list[int]]:
         """The tokens of the translations of a batch, without their ends."""
-        rows, lengths = np.zeros((self._rows, length), np.int32), np.ones(self._rows, np.int32)
+        network = self._network
+        rows, lengths = np.zeros((num_rows, length), np.int32), np.ones(num_rows, np.int32)
         for row, source in enumerate(sources):
             rows[row, : len(source)], lengths[row] = source, len(source)
-        placed = jax.device_put((rows, lengths), batch_sharding(self._network.parts.layout.mesh))
-        made = self._search(self._network.params, self._network.model_state, *placed, length=length + _MORE_TOKENS)
+        placed = jax.device_put((rows, lengths), batch_sharding(network.parts.layout.mesh))
+        made = self._search(network.rounded_params, network.model_state, *placed, length=length + _MORE_TOKENS)
         cut = [row.tolist() for row in np.asarray(made)[: len(sources)]]
         return [row[: row.index(self._spec.end)] if self._spec.end in row else row for row in cut]
 
@@ -97,7 +109,7 @@ class Translator:
         tokens, _ = beam_search(
             step,
             cache,
-            num_rows=self._rows,
+            num_rows=len(source),
             num_beams=beams,
             start=self._spec.start,
             end=self._spec.end,
@@ -122,5 +134,6 @@ def quality(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, t
     return found
 
 
-def _padded(length: int) -> int:
-    return max(_SHORTEST, 1 << (length - 1).bit_length())
+def _power_of_two(number: int, least: int = 1) -> int:
+    """The smallest power of two that is not below the number: few programs serve all."""
+    return max(least, 1 << (number - 1).bit_length())
