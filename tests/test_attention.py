@@ -210,7 +210,8 @@ def test_an_export_from_a_gpu_runs_on_every_platform(monkeypatch, tmp_path):
         precision=BFloat16(),
     )
     plan = make_plan(experiment, jax.devices()[:1])
-    predictor = Predictor(experiment, plan.parts, make_initial_state(plan), 0, tmp_path)
+    state = make_initial_state(plan)
+    predictor = Predictor(experiment, plan.parts, state.eval_params, state.model_state, 0, tmp_path)
     read = jax.export.deserialize(bytearray(function_file(predictor, ("cpu", "cuda"), 2)))
     assert read.platforms == ("cpu", "cuda")
 
