@@ -2,8 +2,8 @@
 
 The text is the source files of Python's standard library and this machine's /usr/share/doc, copied until it is enough;
 in each copy another two letters are swapped, so that words differ. Each part of it is encoded by the library's own
-parallel `encode_batch`, from memory to memory, and by jaxdl, which reads it from a file and writes shards, the start of
-its processes included.
+parallel `encode_batch_fast`, the fastest that it has (no offsets), in as many threads as there are cores, from memory
+to memory; and by jaxdl, which reads it from a file and writes shards, in as many processes, their start included.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdl.bench.shared import check_options, make_table, median_ratio, write_json
-from jaxdl.data.documents import Reading
-from jaxdl.data.shards import TokenStore, make_plan
+from jaxdl.data.documents import EVERY_FILE, Reading, document_texts
+from jaxdl.data.shards import Plan, TokenStore
 from jaxdl.data.text import standard_library_files
 from jaxdl.data.tokenizer import Train, train_tokenizer
 from jaxdl.data.tokenizing import prepare
@@ -115,14 +115,15 @@ def _library(tokenizer: Path, texts: list[str]) -> tuple[float, int]:
             batch.append(text)
             size += len(text)
         if text is None or size >= _BATCH_BYTES:
-            tokens += sum(len(one) for one in encoder.encode_batch(batch, add_special_tokens=False))
+            tokens += sum(len(one) for one in encoder.encode_batch_fast(batch, add_special_tokens=False))
             batch, size = [], 0
     return time.perf_counter() - start, tokens
 
 
 def _jaxdl(folder: Path, tokenizer: Path, number: int, console: Console) -> tuple[float, int]:
     """(seconds, tokens) of preparing shards; without the tokens that end documents."""
-    plan = make_plan([str(folder / f"{number}.jsonl")], "*", Reading(), str(tokenizer), str(folder / "shards"))
+    (texts,) = document_texts([[str(folder / f"{number}.jsonl")]], EVERY_FILE, Reading())
+    plan = Plan(texts, str(tokenizer), str(folder / "shards"))
     start = time.perf_counter()
     prepare(plan, console)
     seconds = time.perf_counter() - start

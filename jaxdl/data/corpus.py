@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 
 import numpy as np
 import pydantic
@@ -11,17 +12,15 @@ from rich.console import Console
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.documents import PlainDocument, Reading
+from jaxdl.data.documents import EVERY_FILE, PlainDocument, Reading, document_texts
 from jaxdl.data.draws import example_seeds
 from jaxdl.data.mixture import MixedRows
 from jaxdl.data.packing import PackedRows
-from jaxdl.data.shards import Plan, TokenStore, make_plan
+from jaxdl.data.shards import SHARDS, Plan, TokenStore
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.spec import TextSpec
 from jaxdl.data.text import TokenWindows
 from jaxdl.data.tokenizing import prepare, prepared
-
-_SHARDS = "~/.cache/jaxdl/tokens"
 
 
 class Documents(Data, kind="documents"):
@@ -35,7 +34,7 @@ class Documents(Data, kind="documents"):
     """Files, folders of files, or folders that `datasets.Dataset.save_to_disk` wrote."""
     test_paths: tuple[str, ...] = ()
     """The held-out documents, likewise; without any, a part of `paths` is held out."""
-    glob: str = "**/*"
+    glob: str = EVERY_FILE
     """Which files of a folder are read."""
     column: str = "text"
     """The column with the text, of JSON lines, Parquet and data sets."""
@@ -53,8 +52,16 @@ class Documents(Data, kind="documents"):
     """Part of the documents that is held out, where `test_paths` names none."""
     split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
     """Decides which documents are held out, and which share a row."""
-    shards: str = _SHARDS
+    shards: str = SHARDS
     """The folder where the tokens are kept."""
+
+    @pydantic.model_validator(mode="after")
+    def _effect(self) -> Documents:
+        unused = ("test_fraction",) if self.packing else ("test_fraction", "split_seed")
+        for name in unused if self.test_paths else ():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {value} has no effect: test_paths are held out. Leave one of them out.")
+        return self
 
     def build(self) -> Splits:
         """Training and held-out rows. Raises ConfigError for what cannot be read, or takes long to tokenize."""
@@ -73,7 +80,7 @@ class Documents(Data, kind="documents"):
             raise ConfigError("--data.paths: it is empty. Name files or folders of text.")
         reading = Reading(self.column, self.document)
         groups = [paths for paths in (self.paths, self.test_paths) if paths]
-        return [make_plan(paths, self.glob, reading, self.tokenizer, self.shards) for paths in groups]
+        return [Plan(texts, self.tokenizer, self.shards) for texts in document_texts(groups, self.glob, reading)]
 
     def split(self) -> tuple[Part, Part]:
         """The documents to train on, and the held-out ones. Raises ConfigError as `build` does."""
@@ -131,8 +138,8 @@ class Mixture(Data, kind="mixture"):
             raise ValueError(
                 f"weights has {', '.join(self.weights)}, and sources {', '.join(self.sources)}. Give each one weight."
             )
-        if any(weight <= 0 for weight in self.weights.values()):
-            raise ValueError(f"weights = {self.weights}: they must be above 0. Leave a source out instead.")
+        if wrong := {name: x for name, x in self.weights.items() if not (math.isfinite(x) and x > 0)}:
+            raise ValueError(f"weights = {wrong}: they must be finite and above 0. Leave a source out instead.")
         for name in ("tokenizer", "length", "packing"):
             found = {getattr(source, name) for source in self.sources.values()}
             if len(found) > 1:

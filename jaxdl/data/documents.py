@@ -7,21 +7,34 @@ them. Which format a file has is seen by its name.
 from __future__ import annotations
 
 import abc
-import gzip
+import dataclasses
+import functools
 import inspect
-import io
 import itertools
-import json
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import import_text
+from jaxdl.data.lines import (
+    Span,
+    json_object,
+    line_spans,
+    lines,
+    opened,
+    place,
+    reading_file,
+    suffix_of,
+    text_in,
+)
+from jaxdl.data.shards import Texts, file_state
 
 PlainDocument = Literal["file", "line"]
-COMPRESSED = (".gz", ".zst")
+EVERY_FILE = "**/*"
+"""The pattern that all files of a folder match."""
+_LARGEST_DOCUMENT = 1 << 30
+"""Bytes of a plain file that is read as one document: it is in memory as a whole, with its tokens."""
 _formats: list[type[Format]] = []
 
 
@@ -32,20 +45,13 @@ class Reading(NamedTuple):
     document: PlainDocument = "file"
 
 
-class Span(NamedTuple):
-    """A part of a file that is read alone: bytes, rows or groups of rows `start` to `stop`, `num_bytes` of text."""
-
-    path: str
-    start: int
-    stop: int
-    num_bytes: int
-
-
 class Format(abc.ABC):
     """How files of one form are read. A subclass registers itself when its class statement runs."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()
     """The ends of the names of such files, without that of a compression."""
+    settings: ClassVar[tuple[str, ...]] = ("column",)
+    """The fields of `Reading` that have an effect on such files."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -55,75 +61,46 @@ class Format(abc.ABC):
     @classmethod
     def reads(cls, path: Path) -> bool:
         """Whether a file or folder has this form."""
-        return path.is_file() and _suffix(path) in cls.suffixes
+        return path.is_file() and suffix_of(path) in cls.suffixes
 
     @abc.abstractmethod
     def spans(self, path: Path, reading: Reading, span_bytes: int) -> list[Span]:
         """The spans of a file, in order, of about `span_bytes` where it can be cut."""
 
     @abc.abstractmethod
-    def read(self, span: Span, reading: Reading) -> Iterator[str]:
-        """The documents of a span, in order. Raises ConfigError for what cannot be read."""
+    def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
+        """The documents of a span, in order, None for a null. Raises ConfigError for what cannot be read."""
 
 
 class _Lines(Format):
     """Files whose lines are read alone: a span has the lines that begin in it. Compressed ones are one span."""
 
     def spans(self, path: Path, reading: Reading, span_bytes: int) -> list[Span]:
-        size = path.stat().st_size
-        if path.suffix in COMPRESSED:
-            return [Span(str(path), 0, size, size)]
-        starts = range(0, size, span_bytes)
-        return [Span(str(path), at, min(at + span_bytes, size), min(span_bytes, size - at)) for at in starts]
+        return line_spans(path, span_bytes)
 
-    def read(self, span: Span, reading: Reading) -> Iterator[str]:
-        for number, line in enumerate(self._lines(span)):
-            try:
-                text = line.decode()
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"{span.path}: {_line(span, number)} is not UTF-8 ({error.reason}).") from None
-            yield from self.documents(text, span, number, reading)
-
-    def _lines(self, span: Span) -> Iterator[bytes]:
-        path = Path(span.path)
-        with _opened(path) as file:
-            if path.suffix in COMPRESSED:
-                yield from file
-                return
-            if span.start:
-                file.seek(span.start - 1)
-                file.readline()  # The end of the line that begins in the span before, or its newline.
-            while file.tell() < span.stop and (line := file.readline()):
-                yield line
+    def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
+        for number, line in enumerate(lines(span)):
+            yield from self.documents(line, span, number, reading)
 
     @abc.abstractmethod
-    def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str]:
+    def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str | None]:
         """The documents of a line; `number` is its number in the span."""
 
 
 class _JsonLines(_Lines):
     suffixes = (".jsonl", ".ndjson", ".json")
 
-    def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str]:
-        if not line.strip():
-            return
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(
-                f"{span.path}: {_line(span, number)} is not JSON ({error}). Each line must be one JSON object."
-            ) from None
-        where = f"{span.path}: {_line(span, number)}"
-        text = _text_of(record, reading.column, where)
-        if not text.isascii() and not _is_unicode(text):
-            raise ConfigError(f"{where}: its {reading.column!r} has half a surrogate pair, which is no character.")
-        yield text
+    def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str | None]:
+        if line.strip():
+            where = place(span, number)
+            yield text_in(json_object(line, where), reading.column, where, "Set column.")
 
 
 class _Table(_Lines):
     """Tab-separated columns, each a document: pairs of sentences, for training a tokenizer."""
 
     suffixes = (".tsv",)
+    settings = ()
 
     def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str]:
         yield from (cell for cell in line.rstrip("\r\n").split("\t") if cell)
@@ -131,6 +108,8 @@ class _Table(_Lines):
 
 class _Plain(_Lines):
     """A file that has no other format: it is a document, or each of its lines is."""
+
+    settings = ("document",)
 
     @classmethod
     def reads(cls, path: Path) -> bool:
@@ -140,14 +119,18 @@ class _Plain(_Lines):
         if reading.document == "line":
             return super().spans(path, reading, span_bytes)
         size = path.stat().st_size
+        if size > _LARGEST_DOCUMENT:
+            raise _too_large(str(path), f"{size / 1e9:,.1f} GB")
         return [Span(str(path), 0, size, size)]
 
-    def read(self, span: Span, reading: Reading) -> Iterator[str]:
+    def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
         if reading.document == "line":
             yield from super().read(span, reading)
             return
-        with _opened(Path(span.path)) as file:
-            content = file.read()
+        with opened(Path(span.path)) as file:
+            content = file.read(_LARGEST_DOCUMENT + 1)
+        if len(content) > _LARGEST_DOCUMENT:
+            raise _too_large(span.path, f"more than {_LARGEST_DOCUMENT / 1e9:,.1f} GB, decompressed,")
         try:
             text = content.decode()
         except UnicodeDecodeError as error:
@@ -160,6 +143,13 @@ class _Plain(_Lines):
     def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str]:
         if text := line.rstrip("\r\n"):
             yield text
+
+
+def _too_large(path: str, size: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: {size} of plain text would be one document. If each of its lines is a document, set document to "
+        "line; otherwise cut it into a file for each document, or write JSON lines."
+    )
 
 
 class _Parquet(Format):
@@ -180,7 +170,7 @@ class _Parquet(Format):
             sizes.append(sum(one.total_uncompressed_size for one in named))
         return [Span(str(path), number, number + 1, size) for number, size in enumerate(sizes)]
 
-    def read(self, span: Span, reading: Reading) -> Iterator[str]:
+    def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
         with _parquet(Path(span.path)) as file:
             row_groups = list(range(span.start, span.stop))
             for batch in file.iter_batches(256, row_groups=row_groups, columns=[reading.column]):
@@ -205,7 +195,7 @@ class _DatasetFolder(Format):
         cuts = [*range(0, len(data), rows), len(data)]
         return [Span(str(path), at, end, (end - at) * row_bytes) for at, end in itertools.pairwise(cuts)]
 
-    def read(self, span: Span, reading: Reading) -> Iterator[str]:
+    def read(self, span: Span, reading: Reading) -> Iterator[str | None]:
         data = _dataset(span.path)
         for start in range(span.start, span.stop, 256):
             rows = data[start : min(start + 256, span.stop)]
@@ -226,17 +216,10 @@ def find_documents(paths: Sequence[str], glob: str) -> list[tuple[str, Path]]:
     found: dict[Path, str] = {}
     for text in paths:
         path = Path(text).expanduser()
-        if path.is_file() or _DatasetFolder.reads(path):
+        if _is_searched(path):
+            named = _matching(path, text, glob)
+        elif path.is_file() or path.is_dir():
             named = [(path.name, path)]
-        elif path.is_dir():
-            try:
-                files = [file for file in path.glob(glob) if file.is_file()]
-            except (NotImplementedError, ValueError) as error:
-                raise ConfigError(f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths.") from None
-            hidden = [file for file in files if any(part[0] == "." for part in file.relative_to(path).parts)]
-            named = [(file.relative_to(path).as_posix(), file) for file in files if file not in set(hidden)]
-            if not named:
-                raise ConfigError(f"{text}: no file in it matches {glob!r}. Change glob, or name another folder.")
         else:
             raise ConfigError(f"{text}: no such file or folder.")
         for name, file in named:
@@ -244,42 +227,83 @@ def find_documents(paths: Sequence[str], glob: str) -> list[tuple[str, Path]]:
     return sorted((name, path) for path, name in found.items())
 
 
-def read_documents(paths: Sequence[str], reading: Reading, glob: str = "**/*") -> Iterator[str]:
-    """All documents of files, in order. Raises ConfigError for what cannot be read."""
-    for _, path in find_documents(paths, glob):
-        form = format_of(path)
-        for span in form.spans(path, reading, 1 << 40):
-            yield from read_span(span, reading)
+def _is_searched(path: Path) -> bool:
+    return path.is_dir() and not _DatasetFolder.reads(path)
 
 
-def read_span(span: Span, reading: Reading) -> Iterator[str]:
-    """The documents of a span, in order. Raises ConfigError for what cannot be read, such as a file that is cut off."""
+def _matching(folder: Path, given: str, glob: str) -> list[tuple[str, Path]]:
+    """(name, path) of the files of a folder, without hidden ones."""
     try:
-        yield from format_of(Path(span.path)).read(span, reading)
-    except ConfigError:
-        raise
-    except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:  # Of gzip, pyarrow, JSON.
-        raise ConfigError(f"{span.path}: it cannot be read ({error}). Copy or download the file again.") from None
+        files = [file for file in folder.glob(glob) if file.is_file()]
+    except (NotImplementedError, ValueError) as error:
+        raise ConfigError(f"glob = {glob!r}: {error}. Give a pattern inside the folders of paths.") from None
+    named = [(file.relative_to(folder), file) for file in files]
+    named = [(name.as_posix(), file) for name, file in named if not any(part[0] == "." for part in name.parts)]
+    if not named:
+        raise ConfigError(f"{given}: no file in it matches {glob!r}. Change glob, or name another folder.")
+    return named
 
 
-def _suffix(path: Path) -> str:
-    return Path(path.stem).suffix.lower() if path.suffix in COMPRESSED else path.suffix.lower()
+def document_texts(groups: Sequence[Sequence[str]], glob: str, reading: Reading) -> list[DocumentTexts]:
+    """The documents of each group of files and folders.
+
+    Raises ConfigError for what cannot be found, and for a glob or a setting of `reading` that has no effect on them.
+    """
+    found = [DocumentTexts(tuple((name, str(path)) for name, path in find_documents(one, glob)), reading)
+             for one in groups]  # fmt: skip
+    if glob != EVERY_FILE and not any(_is_searched(Path(path).expanduser()) for one in groups for path in one):
+        raise ConfigError(f"glob = {glob!r}: no path is a folder of files, so it has no effect. Leave it out.")
+    files = [Path(path) for one in found for _, path in one.files]
+    used = {name for path in files for name in format_of(path).settings}
+    for name, value in reading._asdict().items():
+        if name not in used and value != Reading._field_defaults[name]:
+            raise ConfigError(f"{name} = {value!r}: it has no effect on files such as {files[0].name}. Leave it out.")
+    return found
 
 
-def _line(span: Span, number: int) -> str:
-    return f"line {number + 1}" + (f" after byte {span.start:,}" if span.start else "")
+def read_documents(paths: Sequence[str], reading: Reading, glob: str = EVERY_FILE) -> Iterator[str]:
+    """All documents of files, in order, without nulls. Raises ConfigError for what cannot be read."""
+    (texts,) = document_texts([paths], glob, reading)
+    for span in texts.parts(1 << 40):
+        yield from (text for text in texts.read(span) if text is not None)
 
 
-def _opened(path: Path) -> IO[bytes]:
-    try:
-        if path.suffix == ".gz":
-            return io.BufferedReader(gzip.open(path, "rb"))  # pyright: ignore[reportArgumentType]
-        if path.suffix == ".zst":
-            pyarrow = import_text("pyarrow", str(path))
-            return io.BufferedReader(pyarrow.CompressedInputStream(str(path), "zstd"))
-        return path.open("rb")
-    except OSError as error:
-        raise ConfigError(f"{path}: it cannot be read ({error.strerror or error}).") from None
+@dataclasses.dataclass(frozen=True)
+class DocumentTexts(Texts):
+    """The documents of files, each with its name: what `python -m jaxdl.data prepare` tokenizes."""
+
+    files: tuple[tuple[str, str], ...]
+    reading: Reading
+    noun = "documents"
+
+    @functools.cached_property
+    def _state(self) -> tuple[tuple[str, int, int], ...]:
+        return tuple(file_state(name, Path(path)) for name, path in self.files)
+
+    @property
+    def identity(self) -> list[Any]:
+        """See `Texts.identity`."""
+        return [self.reading, self._state]
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Texts.num_bytes`."""
+        return sum(size for _, size, _ in self._state)
+
+    def parts(self, part_bytes: int) -> list[Span]:
+        """See `Texts.parts`."""
+        paths = [Path(path) for _, path in self.files]
+        return [span for path in paths for span in format_of(path).spans(path, self.reading, part_bytes)]
+
+    def read(self, part: Span) -> Iterator[str | None]:
+        """See `Texts.read`."""
+        with reading_file(part.path):
+            yield from format_of(Path(part.path)).read(part, self.reading)
+
+    def why_none(self) -> str:
+        """See `Texts.why_none`."""
+        names = ", ".join(name for name, _ in self.files[:3])
+        return f"{names}: there is no text in {'them' if len(self.files) > 1 else 'it'}."
 
 
 def _parquet(path: Path) -> Any:
@@ -304,25 +328,8 @@ def _dataset(path: str) -> Any:
     return found
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _text_of(record: Any, column: str, where: str) -> str:
-    if not isinstance(record, dict) or column not in record:
-        names = ", ".join(map(str, record)) if isinstance(record, dict) else type(record).__name__
-        raise ConfigError(f"{where}: it has no {column!r}, but {names}. Set column.")
-    if not isinstance(record[column], str):
-        raise ConfigError(f"{where}: its {column!r} is {type(record[column]).__name__}, not a string. Set column.")
-    return record[column]
-
-
-def _column_texts(values: Sequence[Any], path: str, column: str) -> Iterator[str]:
+def _column_texts(values: Sequence[Any], path: str, column: str) -> Iterator[str | None]:
     for value in values:
-        if not isinstance(value, str):
+        if value is not None and not isinstance(value, str):
             raise ConfigError(f"{path}: column {column!r} has a {type(value).__name__}, not a string. Set column.")
         yield value

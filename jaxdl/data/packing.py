@@ -144,19 +144,35 @@ class PackedRows(Source):
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The rows' tokens, and the number of each token's document in its row, from 1; 0 is padding."""
-        first, width = self._packing.first, self.spec.length + 1
-        counts = first[indices + 1] - first[indices]
-        number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)  # Of the part in its row.
-        part = np.repeat(first[indices], counts) + number
+        width = self.spec.length + 1
+        part, number, counts = members(self._packing.first, indices)
         sizes = self._packing.num_targets[part] + 1
-        row_starts = np.repeat(np.arange(len(indices)) * width, counts)
-        ends = np.cumsum(sizes)
-        before = np.repeat((ends - sizes)[np.cumsum(counts) - counts], counts)  # In the parts of the rows above.
-        within = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)  # Of a token in its part, the start is 0.
-        at = np.repeat(row_starts + ends - sizes - before, sizes) + within
-        places = np.repeat(self._packing.start[part], sizes) + within - 1
-        found = self._store.read(np.repeat(self._documents[self._packing.document[part]], sizes), np.maximum(places, 0))
+        at, within = places(counts, sizes, width)
+        before = np.repeat(self._packing.start[part], sizes) + within - 1  # The first place of a part is its start.
+        found = self._store.read(np.repeat(self._documents[self._packing.document[part]], sizes), np.maximum(before, 0))
         tokens, segments = np.zeros((2, len(indices) * width), np.int32)
-        tokens[at] = np.where(places < 0, self._begin, found)
-        segments[at] = np.repeat(number + 1, sizes)
+        tokens[at] = np.where(before < 0, self._begin, found)
+        segments[at] = np.repeat(number, sizes)
         return {"tokens": tokens.reshape(-1, width), "segments": segments.reshape(-1, width)}
+
+
+def members(first: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The parts of rows, which are `first[row]` to `first[row + 1]`: (parts, number of each in its row, counts [row]).
+
+    The numbers begin at 1.
+    """
+    counts = first[rows + 1] - first[rows]
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return np.repeat(first[rows], counts) + number, number + 1, counts
+
+
+def places(counts: np.ndarray, sizes: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Where tokens are in rows of `width`, each of `counts` [row] parts, one after the other, of `sizes` [part] tokens.
+
+    Returns, of each token, its place in all rows one after the other, and its place in its part.
+    """
+    ends = np.cumsum(sizes)
+    in_rows_above = np.repeat((ends - sizes)[np.cumsum(counts) - counts], counts)
+    row_starts = np.repeat(np.arange(len(counts)) * width, counts)
+    within = np.arange(sizes.sum()) - np.repeat(ends - sizes, sizes)
+    return np.repeat(row_starts + ends - sizes - in_rows_above, sizes) + within, within

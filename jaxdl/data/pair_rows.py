@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import zlib
-from collections.abc import Callable, Iterable, Mapping
+import hashlib
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data.codec import Codec
+from jaxdl.data.packing import members, places
+from jaxdl.data.shards import TokenStore
 from jaxdl.data.source import Source
 from jaxdl.data.spec import DataSpec
 
-_ENCODED_AT_ONCE = 4096
 _OPEN_ROWS = 64
 """Rows that may still take a pair while the pairs are packed."""
 
@@ -79,49 +78,32 @@ class PairSpec(DataSpec):
         return np.repeat(valid[:, None], self.target_length, axis=1)
 
 
-class EncodedPairs(NamedTuple):
-    """Pairs in tokens: their texts one after the other, each with its end, and int64 lengths [pair, 2]."""
-
-    source: np.ndarray
-    target: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[str, str]], codec: Codec) -> EncodedPairs:
-        """The pairs of which neither text is empty."""
-        assert codec.end is not None
-        sides: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
-        dtype = np.uint16 if codec.vocab_size <= 2**16 else np.uint32
-        whole = (pair for pair in pairs if all(text.strip() for text in pair))
-        for some in iter(lambda: list(itertools.islice(whole, _ENCODED_AT_ONCE)), []):
-            for side, texts in zip(sides, zip(*some, strict=True), strict=True):
-                side += [np.array([*tokens, codec.end], dtype) for tokens in codec.encode_many(texts)]
-        lengths = np.array([[len(x) for x in side] for side in sides], np.int64).reshape(2, -1).T
-        joined = [np.concatenate(side) if side else np.empty(0, dtype) for side in sides]
-        return cls(joined[0], joined[1], lengths)
-
-
 class PackedPairs(NamedTuple):
-    """Pairs in the order of their rows: `pairs` are their numbers, `rows` the first pair of each row and the end."""
+    """Pairs in the order of their rows: `pairs` are their numbers, `rows` the first pair of each row and the end.
 
-    encoded: EncodedPairs
+    Documents 2n and 2n + 1 of the store are the source and the target of pair n; `lengths` [pair, 2] are their tokens.
+    """
+
+    store: TokenStore
+    lengths: np.ndarray
     pairs: np.ndarray
     rows: np.ndarray
 
     @property
     def tokens_per_row(self) -> np.ndarray:
         """Mean number of source and of target tokens."""
-        return self.encoded.lengths[self.pairs].sum(axis=0) / (len(self.rows) - 1)
+        return self.lengths[self.pairs].sum(axis=0) / (len(self.rows) - 1)
 
 
-def packed(encoded: EncodedPairs, longest: tuple[int, int]) -> PackedPairs:
+def packed(store: TokenStore, longest: tuple[int, int]) -> PackedPairs:
     """The pairs that are short enough, in rows."""
-    fits = np.flatnonzero((encoded.lengths <= longest).all(axis=1))
+    lengths = store.num_tokens.reshape(-1, 2)
+    fits = np.flatnonzero((lengths <= longest).all(axis=1))
     # Neighbours in a file are alike, and a row is seen as a whole.
     order = fits[np.random.Generator(np.random.Philox(key=0)).permutation(len(fits))]
-    row_of = first_fit(encoded.lengths[order], longest)
+    row_of = first_fit(lengths[order], longest)
     bounds = np.concatenate([[0], np.cumsum(np.bincount(row_of), dtype=np.int64)])
-    return PackedPairs(encoded, order[np.argsort(row_of, kind="stable")], bounds)
+    return PackedPairs(store, lengths, order[np.argsort(row_of, kind="stable")], bounds)
 
 
 def first_fit(lengths: np.ndarray, longest: tuple[int, int], num_open: int = _OPEN_ROWS) -> np.ndarray:
@@ -155,60 +137,44 @@ def first_fit(lengths: np.ndarray, longest: tuple[int, int], num_open: int = _OP
     return np.array(row_of, np.int64)
 
 
-class _Side:
-    """The tokens of all rows on one side, one after the other, with the number of each token's pair in its row."""
-
-    def __init__(self, tokens: np.ndarray, lengths: np.ndarray, packed: PackedPairs) -> None:
-        starts, taken = np.cumsum(lengths) - lengths, lengths[packed.pairs]
-        places = np.repeat(starts[packed.pairs] - (np.cumsum(taken) - taken), taken) + np.arange(taken.sum())
-        row_of = np.repeat(np.arange(len(packed.rows) - 1), np.diff(packed.rows))
-        number = np.arange(len(row_of)) - packed.rows[row_of] + 1
-        self.tokens, self.segments = tokens[places], np.repeat(number, taken).astype(np.uint16)
-        self.bounds = np.concatenate([[0], np.cumsum(taken)])[packed.rows]
-
-    def rows(self, indices: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, segments) of rows, int32 [row, length], filled up with zeros."""
-        places = self.bounds[indices][:, None] + np.arange(length)
-        inside = places < self.bounds[indices + 1][:, None]
-        places = np.where(inside, places, 0)
-        tokens, segments = (np.where(inside, x[places], 0).astype(np.int32) for x in (self.tokens, self.segments))
-        return tokens, segments
-
-
 class PairRows(Source):
     """Rows of packed pairs; see `PairSpec` for the arrays of a batch."""
 
     spec: PairSpec
 
     def __init__(self, packed: PackedPairs, spec: PairSpec) -> None:
-        lengths = packed.encoded.lengths
-        self._source = _Side(packed.encoded.source, lengths[:, 0], packed)
-        self._target = _Side(packed.encoded.target, lengths[:, 1], packed)
-        self._left_out, self._num_pairs = len(lengths) - len(packed.pairs), len(lengths)
-        self.spec = spec
+        self._packed, self.spec = packed, spec
 
     def __len__(self) -> int:
-        return len(self._target.bounds) - 1
+        return len(self._packed.rows) - 1
 
     def content(self) -> str:
-        """A checksum of the tokens."""
-        return "".join(f"{zlib.crc32(np.ascontiguousarray(x.tokens).data):08x}" for x in (self._source, self._target))
+        """A checksum of the tokens, and of the pairs of each row."""
+        digest = hashlib.sha256(self._packed.store.content.encode())
+        for values in (self._packed.pairs, self._packed.rows):
+            digest.update(np.ascontiguousarray(values).data)
+        return digest.hexdigest()[:16]
 
     def on_warning(self, warn: Callable[[str], None]) -> None:
         """Warns of pairs that are left out."""
-        if self._left_out:
+        num_pairs = len(self._packed.lengths)
+        if left_out := num_pairs - len(self._packed.pairs):
             warn(
-                f"{self._left_out:,} of {self._num_pairs:,} pairs are longer than {self.spec.source_length} and "
+                f"{left_out:,} of {num_pairs:,} pairs are longer than {self.spec.source_length} and "
                 f"{self.spec.target_length} tokens, and left out (--data.source-length, --data.target-length)"
             )
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """The rows `indices`."""
-        source, source_segments = self._source.rows(indices, self.spec.source_length)
-        target, target_segments = self._target.rows(indices, self.spec.target_length)
-        return {
-            "source": source,
-            "source_segments": source_segments,
-            "target": target,
-            "target_segments": target_segments,
-        }
+        place, number, counts = members(self._packed.rows, indices)
+        pairs, found = self._packed.pairs[place], {}
+        for side, (name, width) in enumerate(
+            (("source", self.spec.source_length), ("target", self.spec.target_length))
+        ):
+            sizes = self._packed.lengths[pairs, side]
+            at, within = places(counts, sizes, width)
+            tokens, segments = np.zeros((2, len(indices) * width), np.int32)
+            tokens[at] = self._packed.store.read(np.repeat(2 * pairs + side, sizes), within)
+            segments[at] = np.repeat(number, sizes)
+            found |= {name: tokens.reshape(-1, width), f"{name}_segments": segments.reshape(-1, width)}
+        return found

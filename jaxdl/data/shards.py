@@ -1,14 +1,16 @@
-"""Tokenized documents on disk: memory-mapped shards, and how they are written, in pieces that can be resumed.
+"""Tokenized texts on disk: memory-mapped shards, and how they are written, in pieces that can be resumed.
 
 A folder has a shard for each piece of the source files. `00012.tokens` are the tokens of its documents, uint16 or
-uint32, each document with the tokens that end it; `00012.npy` has a row for each document, (tokens, bytes of text),
-int64; `00012.json` says that both are whole. `manifest.json` is written last. What is in a shard follows from the files
+uint32, each document with the tokens that end it; of pairs of texts, each text is a document, the source before its
+translation. `00012.npy` has a row for each document, (tokens, bytes of text), int64; `00012.json` says that both are
+whole. `manifest.json` is written last. What is in a shard follows from the files
 and the tokenizer alone, and files appear whole, so a process that is killed and started again, or several at once,
 write the same bytes.
 """
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import hashlib
@@ -17,17 +19,18 @@ import json
 import os
 import uuid
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, Protocol
 
 import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.documents import Reading, Span, find_documents, format_of, read_span
 
 MANIFEST = "manifest.json"
+SHARDS = "~/.cache/jaxdl/tokens"
+"""Where shards are kept by default."""
 _VERSION = 1
 _PIECE_BYTES = 8 << 20
 _MOST_PIECES = 2048
@@ -35,12 +38,51 @@ _BATCH_CHARACTERS = 1 << 20
 _BATCH_DOCUMENTS = 1024
 
 
+class Part(Protocol):
+    """A part of the files that is read alone."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About how many bytes of text it has, before decompression."""
+        ...
+
+
+class Texts(abc.ABC):
+    """What is tokenized: the texts of files, which other processes read too, so it can be pickled."""
+
+    noun: str
+    """What the texts are, for messages: documents."""
+    texts_each: int = 1
+    """How many of the texts are one of these."""
+
+    @property
+    @abc.abstractmethod
+    def identity(self) -> list[Any]:
+        """Changes with the files and how they are read: values of JSON, the last of them the state of each file."""
+
+    @property
+    @abc.abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of the files."""
+
+    @abc.abstractmethod
+    def parts(self, part_bytes: int) -> list[Any]:
+        """The parts of the files, in order, of about so many bytes where they can be cut: `Part`s."""
+
+    @abc.abstractmethod
+    def read(self, part: Any) -> Iterator[str | None]:
+        """The texts of a part, in order, None where one is null. Raises ConfigError for what cannot be read."""
+
+    @abc.abstractmethod
+    def why_none(self) -> str:
+        """The message for files that have no text."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is tokenized: the files, each with its name, how they are read, the tokenizer, and where shards are kept."""
+    """What is tokenized, the tokenizer, and where shards are kept."""
 
-    files: tuple[tuple[str, str], ...]
-    reading: Reading
+    texts: Texts
     tokenizer: str | None
     root: str
 
@@ -50,24 +92,15 @@ class Plan:
         return Codec(self.tokenizer)
 
     @functools.cached_property
-    def pieces(self) -> tuple[tuple[Span, ...], ...]:
-        """The spans that make each shard, at most about 2,048 shards."""
-        total = sum(size for _, size, _ in self._state)
-        span_bytes = max(_PIECE_BYTES, total // _MOST_PIECES)
-        spans = [
-            span for _, path in self.files for span in format_of(Path(path)).spans(Path(path), self.reading, span_bytes)
-        ]
-        return tuple(_grouped(spans, span_bytes))
-
-    @functools.cached_property
-    def _state(self) -> tuple[tuple[str, int, int], ...]:
-        """(name, bytes, time of the last change) of each file."""
-        return tuple(_file_state(name, Path(path)) for name, path in self.files)
+    def pieces(self) -> tuple[tuple[Part, ...], ...]:
+        """The parts that make each shard, at most about 2,048 shards."""
+        part_bytes = max(_PIECE_BYTES, self.texts.num_bytes // _MOST_PIECES)
+        return tuple(_grouped(self.texts.parts(part_bytes), part_bytes))
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Changes with the tokenizer, the files, and how they are read."""
-        parts = [_VERSION, self.codec.fingerprint(), self.codec.separator, self.reading, self._state]
+        parts = [_VERSION, self.codec.fingerprint(), self.codec.separator, *self.texts.identity]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:20]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -81,8 +114,8 @@ class Plan:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the spans, before decompression."""
-        return sum(span.num_bytes for piece in self.pieces for span in piece)
+        """Bytes of the parts, before decompression."""
+        return sum(part.num_bytes for piece in self.pieces for part in piece)
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -91,18 +124,13 @@ class Plan:
 
 
 class Shard(NamedTuple):
-    """What is in a shard: numbers of documents, tokens and bytes of text, and a checksum of the tokens."""
+    """What is in a shard: numbers of documents, tokens, bytes of text, a checksum of the tokens, texts left out."""
 
     documents: int
     tokens: int
     bytes: int
     crc32: int
-
-
-def make_plan(paths: Sequence[str], glob: str, reading: Reading, tokenizer: str | None, root: str) -> Plan:
-    """The plan for files and folders. Raises ConfigError for what cannot be found."""
-    files = tuple((name, str(path)) for name, path in find_documents(paths, glob))
-    return Plan(files, reading, tokenizer, root)
+    nulls: int = 0
 
 
 def finished(plan: Plan, number: int) -> Shard | None:
@@ -117,18 +145,27 @@ def write_shard(plan: Plan, number: int) -> Shard:
     """Tokenizes one piece and writes its shard. Raises ConfigError for what cannot be read."""
     folder, name = plan.folder, f"{number:05}"
     index: list[tuple[int, int]] = []
-    crc = 0
+    crc = nulls = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal nulls
+        for part in plan.pieces[number]:
+            for text in plan.texts.read(part):
+                nulls += text is None
+                if text:
+                    yield text
+
     with _whole(folder / f"{name}.tokens") as file:
-        for texts in _batches(_documents(plan, number)):
-            tokens, counts = _encoded(plan, texts)
+        for some in _batches(texts()):
+            tokens, counts = _encoded(plan, some)
             crc = zlib.crc32(tokens.data, crc)
             file.write(tokens.data)
-            index += zip(counts, (len(text.encode()) for text in texts), strict=True)
+            index += zip(counts, (len(text.encode()) for text in some), strict=True)
     table = np.array(index, np.int64).reshape(-1, 2)
     with _whole(folder / f"{name}.npy") as file:
         np.save(file, table)
     num_tokens, num_bytes = (int(total) for total in table.sum(axis=0))
-    shard = Shard(len(table), num_tokens, num_bytes, crc)
+    shard = Shard(len(table), num_tokens, num_bytes, crc, nulls)
     with _whole(folder / f"{name}.json") as file:
         file.write(json.dumps(shard._asdict()).encode())
     return shard
@@ -139,22 +176,16 @@ def write_manifest(plan: Plan) -> None:
     shards = [finished(plan, number) for number in range(len(plan.pieces))]
     assert None not in shards
     if not sum(shard.documents for shard in shards if shard):
-        names = ", ".join(name for name, _ in plan.files[:3])
-        raise ConfigError(f"{names}: there is no text in {'them' if len(plan.files) > 1 else 'it'}.")
+        raise ConfigError(plan.texts.why_none())
     content = {
         "version": _VERSION,
         "tokenizer": plan.codec.fingerprint(),
         "dtype": plan.dtype.str,
-        "sources": [list(one) for one in plan._state],
+        "sources": plan.texts.identity[-1],
         "shards": [shard._asdict() for shard in shards if shard],
     }
     with _whole(plan.folder / MANIFEST) as file:
         file.write(json.dumps(content, indent=1).encode())
-
-
-def _documents(plan: Plan, number: int) -> Iterator[str]:
-    for span in plan.pieces[number]:
-        yield from (text for text in read_span(span, plan.reading) if text)
 
 
 def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
@@ -206,13 +237,13 @@ class _whole:
             self._partial.unlink(missing_ok=True)
 
 
-def _grouped(spans: Iterable[Span], size: int) -> Iterator[tuple[Span, ...]]:
-    """Neighbouring spans together until they have so many bytes."""
-    group: list[Span] = []
+def _grouped(parts: Iterable[Part], size: int) -> Iterator[tuple[Part, ...]]:
+    """Neighbouring parts together until they have so many bytes."""
+    group: list[Part] = []
     taken = 0
-    for span in spans:
-        group.append(span)
-        taken += span.num_bytes
+    for part in parts:
+        group.append(part)
+        taken += part.num_bytes
         if taken >= size:
             yield tuple(group)
             group, taken = [], 0
@@ -220,7 +251,8 @@ def _grouped(spans: Iterable[Span], size: int) -> Iterator[tuple[Span, ...]]:
         yield tuple(group)
 
 
-def _file_state(name: str, path: Path) -> tuple[str, int, int]:
+def file_state(name: str, path: Path) -> tuple[str, int, int]:
+    """(name, bytes, time of the last change) of a file, or of a folder's files."""
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     found = [one.stat() for one in files if one.is_file()]
     return name, sum(one.st_size for one in found), max((one.st_mtime_ns for one in found), default=0)
@@ -243,15 +275,19 @@ class TokenStore:
             sizes = [(folder / f"{number:05}.tokens").stat().st_size for number in range(len(shards))]
         except (OSError, ValueError, EOFError) as error:
             raise _damaged(folder, str(error)) from None
-        self.content = hashlib.sha256(json.dumps(manifest["shards"]).encode()).hexdigest()[:16]
+        told = [{name: value for name, value in one._asdict().items() if name != "nulls"} for one in shards]
+        self.content = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]
         """Identifies the tokens of all documents."""
+        self.nulls = sum(shard.nulls for shard in shards)
+        """How many texts were null, and are left out."""
         for number, (shard, table, size) in enumerate(zip(shards, tables, sizes, strict=True)):
             if size != shard.tokens * self._dtype.itemsize or table.shape != (shard.documents, 2):
                 raise _damaged(folder, f"shard {number:05} has another size")
         table = np.concatenate(tables)
         self.num_tokens, self.num_bytes = table[:, 0].copy(), table[:, 1].copy()
         """Of each document: its tokens, with the end, and the bytes of its text; int64 [document]."""
-        self._shard = np.repeat(np.arange(len(shards), dtype=np.int32), [len(one) for one in tables])
+        few = np.min_scalar_type(len(shards))  # NumPy sorts 8 and 16 bits many times as fast as more.
+        self._shard = np.repeat(np.arange(len(shards), dtype=few), [len(one) for one in tables])
         self._start = np.concatenate([np.cumsum(one[:, 0]) - one[:, 0] for one in tables])
 
     def __len__(self) -> int:
@@ -259,12 +295,13 @@ class TokenStore:
 
     def read(self, documents: np.ndarray, places: np.ndarray) -> np.ndarray:
         """The tokens at these places of documents: int32 of the shape of both arrays."""
-        shards, addresses = self._shard[documents], self._start[documents] + places
+        shards, addresses = self._shard[documents].ravel(), (self._start[documents] + places).ravel()
         found = np.empty(shards.shape, np.int32)
-        for number in np.unique(shards):
-            here = shards == number
-            found[here] = self._tokens(int(number))[addresses[here]]
-        return found
+        order = np.argsort(shards, kind="stable")
+        bounds = np.flatnonzero(np.diff(shards[order])) + 1
+        for here in np.split(order, bounds) if len(order) else []:
+            found[here] = self._tokens(int(shards[here[0]]))[addresses[here]]
+        return found.reshape(np.shape(documents))
 
     def _tokens(self, number: int) -> np.ndarray:
         return _mapped(self._folder / f"{number:05}.tokens", self._dtype.str)

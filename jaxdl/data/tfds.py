@@ -6,6 +6,7 @@ TensorFlow is needed once, to prepare a data set as ArrayRecord files; it is nev
 from __future__ import annotations
 
 import io
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +19,8 @@ import pydantic
 from jaxdl.cluster import ClusterError
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.data.lines import Span
+from jaxdl.data.pair_files import PairTexts
 from jaxdl.data.photos import Photos, num_cpus
 from jaxdl.data.prepared import Stored, Unreadable, find_test_split, open_builder, open_split
 from jaxdl.data.records import BadRecord, Records
@@ -133,24 +136,65 @@ def _build_text(config: TFDS, builder: Any, key: str, test_split: str) -> Splits
     return text_splits(train, test, config.length or 256, config.tokenizer)
 
 
-def text_rows(name: str, data_dir: str | None, split: str, keys: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """The texts of the features `keys` of each example of a split.
+class TFDSPairTexts(PairTexts):
+    """The pairs of a split. Unpickled in another process, it reopens the files without checking them."""
 
-    Raises ConfigError when the data set is not prepared, has no such split or feature, or a text is not UTF-8.
-    """
-    import tensorflow_datasets as tfds
+    def __init__(self, name: str, data_dir: str | None, split: str, keys: tuple[str, str]) -> None:
+        """Raises ConfigError when the data set is not prepared, or has no such split or feature."""
+        self._name, self._split, self._keys = name, split, keys
+        self._data_dir = data_dir or os.environ.get("TFDS_DATA_DIR")
+        self._open(check=True)
 
-    builder = open_builder(name, data_dir or os.environ.get("TFDS_DATA_DIR"))
-    for field, key in zip(("source", "target"), keys, strict=True):
-        _feature(builder, field, key, tfds.features.Text, "text")
-    stored = open_split(builder, split, keys)
-    for start in range(0, len(stored), _READ_EXAMPLES):
-        rows = range(start, min(start + _READ_EXAMPLES, len(stored)))
-        for number, example in zip(rows, _read(stored, rows, name, split), strict=True):
-            try:
-                yield tuple(example[key].decode() for key in keys)
-            except UnicodeDecodeError as error:
-                raise _broken(name, split, number, f"its text is not UTF-8 ({error.reason})") from None
+    def _open(self, *, check: bool) -> None:
+        import tensorflow_datasets as tfds
+
+        builder = open_builder(self._name, self._data_dir)
+        for field, key in zip(("source", "target"), self._keys, strict=True):
+            _feature(builder, field, key, tfds.features.Text, "text")
+        self._stored = open_split(builder, self._split, self._keys, check=check)
+        files = sorted(map(str, builder.info.splits[self._split].filepaths))
+        self._state = [(Path(file).name, *_size_and_time(file)) for file in files]
+        self._about = f"{builder.info.full_name} {self._split}"
+
+    def __getstate__(self) -> tuple[str, str | None, str, tuple[str, str]]:
+        return self._name, self._data_dir, self._split, self._keys
+
+    def __setstate__(self, state: tuple[str, str | None, str, tuple[str, str]]) -> None:
+        self._name, self._data_dir, self._split, self._keys = state
+        self._open(check=False)
+
+    @property
+    def identity(self) -> list[Any]:
+        """See `Texts.identity`."""
+        return [self._about, self._keys, self._state]
+
+    @property
+    def num_bytes(self) -> int:
+        """See `Texts.num_bytes`; of a slice of a split, all its files."""
+        return sum(size for _, size, _ in self._state)
+
+    def parts(self, part_bytes: int) -> list[Span]:
+        """See `Texts.parts`."""
+        each = max(1, self.num_bytes // len(self._stored))
+        step = max(1, part_bytes // each)
+        cuts = [*range(0, len(self._stored), step), len(self._stored)]
+        return [Span(self._name, start, stop, (stop - start) * each) for start, stop in itertools.pairwise(cuts)]
+
+    def pairs(self, part: Span) -> Iterator[tuple[str, str]]:
+        """See `PairTexts.pairs`."""
+        for start in range(part.start, part.stop, _READ_EXAMPLES):
+            rows = range(start, min(start + _READ_EXAMPLES, part.stop))
+            for number, example in zip(rows, _read(self._stored, rows, self._name, self._split), strict=True):
+                try:
+                    source, target = (example[key].decode() for key in self._keys)
+                except UnicodeDecodeError as error:
+                    problem = f"its text is not UTF-8 ({error.reason})"
+                    raise _broken(self._name, self._split, number, problem) from None
+                yield source, target
+
+    def why_none(self) -> str:
+        """See `Texts.why_none`."""
+        return f"tfds {self._name}: the split {self._split} has no pair of two texts that are not empty."
 
 
 def _build_photos(config: TFDS, photos: Photos, builder: Any, test_split: str) -> Splits:

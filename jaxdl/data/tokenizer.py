@@ -14,7 +14,7 @@ from rich.console import Console
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec, import_text
-from jaxdl.data.documents import PlainDocument, Reading, find_documents, read_documents
+from jaxdl.data.documents import EVERY_FILE, PlainDocument, Reading, find_documents, read_documents
 
 SPECIAL = ("<pad>", "<s>", "</s>")
 """The first three tokens of a trained tokenizer: padding, start and end of a text."""
@@ -39,10 +39,10 @@ class Train:
     the vocabulary."""
     document: PlainDocument = "file"
     """What a document of a plain text file is."""
-    glob: str = "**/*"
+    glob: str = EVERY_FILE
     """Which files of a folder are read."""
     max_bytes: int | None = None
-    """Read only so much text, from the first file on."""
+    """Read only so much text, from the first file on; what is printed at the end says whether there was more."""
 
 
 def train_tokenizer(files: Sequence[str], command: Train, console: Console) -> str:
@@ -57,6 +57,8 @@ def train_tokenizer(files: Sequence[str], command: Train, console: Console) -> s
         raise ConfigError(
             f"--vocab-size {command.vocab_size}: the bytes and special tokens are {least} alone. Raise it."
         )
+    if command.max_bytes is not None and command.max_bytes < 1:
+        raise ConfigError(f"--max-bytes {command.max_bytes}: it is below 1. Leave it out to read all of the text.")
     if not files:
         raise ConfigError("tokenizer: no files. Name text files to train on: tokenizer FILES... --out FILE.")
     num_bytes = sum(path.stat().st_size for _, path in find_documents(files, command.glob) if path.is_file())
@@ -75,9 +77,10 @@ def train_tokenizer(files: Sequence[str], command: Train, console: Console) -> s
         partial.unlink(missing_ok=True)
     codec = Codec(str(command.out))
     sample = "".join(itertools.islice(_Texts(files, command), 20))
+    cut = f" (--max-bytes {command.max_bytes:,}: the files have more)" if texts.was_cut else ""
     per_token = len(sample.encode()) / max(1, len(codec.encode(sample)))
     return (
-        f"{command.out}: {codec.vocab_size:,} tokens, trained on {texts.num_bytes / 1e6:,.1f} MB of text; "
+        f"{command.out}: {codec.vocab_size:,} tokens, trained on {texts.num_bytes / 1e6:,.1f} MB of text{cut}; "
         f"{per_token:.2f} bytes a token on its beginning; padding {codec.pad}, start {codec.start}, end {codec.end}"
     )
 
@@ -87,13 +90,14 @@ class _Texts:
 
     def __init__(self, files: Sequence[str], command: Train) -> None:
         self._files, self._command = files, command
-        self.num_bytes = 0
+        self.num_bytes, self.was_cut = 0, False
 
     def __iter__(self) -> Iterator[str]:
-        command, self.num_bytes = self._command, 0
+        command, self.num_bytes, self.was_cut = self._command, 0, False
         for text in read_documents(self._files, Reading(command.column, command.document), command.glob):
             for start in range(0, len(text), _CHUNK):
                 if command.max_bytes is not None and self.num_bytes >= command.max_bytes:
+                    self.was_cut = True
                     return
                 piece = text[start : start + _CHUNK]
                 self.num_bytes += len(piece.encode())

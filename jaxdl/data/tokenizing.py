@@ -1,4 +1,4 @@
-"""Tokenizes documents into shards, in several processes, with progress; what was done before stays."""
+"""Tokenizes texts into shards, in several processes, with progress; what was done before stays."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def prepare(plan: Plan, console: Console) -> str:
     """Tokenizes what is missing, with progress; returns a summary. Raises ConfigError for what cannot be read."""
     if ready(plan):
         store = TokenStore(plan.folder)
-        return f"{len(store):,} documents of {store.num_tokens.sum():,} tokens were prepared already, in {plan.folder}"
+        return f"{_contents(plan, store)} of {store.num_tokens.sum():,} tokens were prepared already, in {plan.folder}"
     began, total = time.perf_counter(), plan.num_bytes
     columns = (TextColumn("tokenizing"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -53,9 +53,15 @@ def prepare(plan: Plan, console: Console) -> str:
     store = TokenStore(plan.folder)
     spent = time.perf_counter() - began
     return (
-        f"{len(store):,} documents, {store.num_tokens.sum():,} tokens of {store.num_bytes.sum() / 1e6:,.1f} MB of text "
+        f"{_contents(plan, store)}, {store.num_tokens.sum():,} tokens of {store.num_bytes.sum() / 1e6:,.1f} MB of text "
         f"in {spent:,.1f} s, in {plan.folder}"
     )
+
+
+def _contents(plan: Plan, store: TokenStore) -> str:
+    """How many documents there are, and how many nulls there were."""
+    left_out = f" ({store.nulls:,} that are null were left out)" if store.nulls else ""
+    return f"{len(store) // plan.texts.texts_each:,} {plan.texts.noun}{left_out}"
 
 
 def prepared(plan: Plan, what: str) -> TokenStore:
@@ -71,6 +77,10 @@ def prepared(plan: Plan, what: str) -> TokenStore:
                 f"goes on). The shards are kept in {plan.root}."
             )
         _tokenize(plan, _Lines(plan.num_bytes, time.perf_counter(), Console(stderr=True)))
+        store = TokenStore(plan.folder)
+        if store.nulls:
+            print(f"{what}: {_contents(plan, store)}", file=sys.stderr, flush=True)
+        return store
     return TokenStore(plan.folder)
 
 
@@ -106,7 +116,7 @@ def _tokenize(plan: Plan, told: Told) -> None:
             if alone:  # What a killed process left half-written.
                 for partial in plan.folder.glob(".*.????????????????????????????????"):
                     partial.unlink(missing_ok=True)
-            sizes = [sum(span.num_bytes for span in piece) for piece in plan.pieces]
+            sizes = [sum(part.num_bytes for part in piece) for piece in plan.pieces]
             missing = [number for number in range(len(sizes)) if finished(plan, number) is None]
             before = sum(sizes) - sum(sizes[number] for number in missing)
             done, tokens = before, 0
@@ -158,7 +168,7 @@ def _written(plan: Plan, missing: list[int], num_bytes: int) -> Iterator[tuple[i
 
     try:
         # Large pieces first: one of them at the end would leave the other processes idle.
-        order = sorted(missing, key=lambda number: -sum(span.num_bytes for span in plan.pieces[number]))
+        order = sorted(missing, key=lambda number: -sum(part.num_bytes for part in plan.pieces[number]))
         yield from (future.result() for future in as_completed([threads.submit(one, number) for number in order]))
     finally:
         threads.shutdown(wait=False, cancel_futures=True)
