@@ -15,8 +15,8 @@ import pytest
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, Documents
 from jaxdl.data.__main__ import main
-from jaxdl.data.documents import Reading, find_documents, format_of, read_documents
-from jaxdl.data.shards import TokenStore, make_plan
+from jaxdl.data.documents import EVERY_FILE, Reading, document_texts, find_documents, format_of, read_documents
+from jaxdl.data.shards import Plan, TokenStore
 from jaxdl.data.tokenizing import prepared
 
 TEXTS = ["one", "", "zwei — 𝄞", "three\twith tab", "a longer document, " * 9, "é"]
@@ -111,6 +111,10 @@ def test_a_folder_of_datasets_is_read_where_the_library_is_installed(tmp_path):
         ("a.txt", b"a", {"paths": ()}, r"data.paths: it is empty"),
         ("a.txt", b"a", {"paths": ("none.txt",)}, "none.txt: no such file or folder"),
         ("a.txt", b"a", {"shards": "/proc/none"}, r"/proc/none.*cannot be written .*data.shards"),
+        ("a.jsonl", b"", {"document": "line"}, r"document = 'line': it has no effect on files such as a.jsonl"),
+        ("a.txt", b"a", {"column": "body"}, r"column = 'body': it has no effect on files such as a.txt"),
+        ("a.txt", b"a", {"paths": (__file__,), "glob": "*.py"}, r"glob = '\*.py': no path is a folder"),
+        ("a.jsonl", b'{"text": null}\n', {}, "there is no text in it"),
     ],
 )
 def test_what_cannot_be_read_is_told(tmp_path, name, content, changes, message):
@@ -119,6 +123,55 @@ def test_what_cannot_be_read_is_told(tmp_path, name, content, changes, message):
     data = Documents(paths=(str(tmp_path / "in"),), shards=str(tmp_path / "shards"))
     with pytest.raises(ConfigError, match=message):
         data.replaced(changes).build()
+
+
+def test_a_setting_without_effect_beside_test_paths_is_told(tmp_path):
+    Documents(test_paths=("b",), split_seed=1)  # Which documents share a row.
+    for changes in ({"test_fraction": 0.1}, {"packing": False, "split_seed": 1}):
+        with pytest.raises(ValueError, match=r"has no effect: test_paths are held out"):
+            Documents(paths=("a",), test_paths=("b",), **changes)
+
+
+def test_nulls_are_left_out_and_counted(tmp_path, capsys):
+    texts = ["one", None, "", "two", None]
+    (tmp_path / "a.jsonl").write_bytes(jsonl(texts))
+    write_parquet(tmp_path / "a.parquet", texts)
+    for name in ("a.jsonl", "a.parquet"):
+        assert list(read_documents([str(tmp_path / name)], Reading("body"))) == ["one", "", "two"]
+        plan = Plan(document_texts([[str(tmp_path / name)]], EVERY_FILE, Reading("body"))[0], None, str(tmp_path / "s"))
+        store = prepared(plan, "data")
+        assert (store.num_bytes.tolist(), store.nulls) == ([3, 3], 2)
+        assert "data: 2 documents (2 that are null were left out)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_large_plain_file_is_not_one_document(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("jaxdl.data.documents._LARGEST_DOCUMENT", 1000)
+    content = b"x\n" * 501
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    with pytest.raises(ConfigError, match=rf"{name}: .*of plain text would be one document.* set document to line"):
+        list(read_documents([str(tmp_path / name)], Reading()))
+    assert len(list(read_documents([str(tmp_path / name)], Reading(document="line")))) == 501
+
+
+def test_a_store_of_many_shards_reads_as_one(tmp_path, monkeypatch):
+    """Against the tokens of each document in a list; the shards are more than may be open."""
+    monkeypatch.setattr("jaxdl.data.shards._PIECE_BYTES", 1)
+    for number in range(300):
+        (tmp_path / f"{number:03}.txt").write_text(f"{number} " * (number % 7 + 1))
+    plan = Plan(document_texts([[str(tmp_path)]], EVERY_FILE, Reading())[0], None, str(tmp_path / "shards"))
+    store = prepared(plan, "data")
+    assert len(plan.pieces) == 300
+    random = np.random.default_rng(0)
+    documents = random.integers(0, 300, (40, 50))
+    places = random.integers(0, 1 << 30, documents.shape) % store.num_tokens[documents]
+    expected = [*((f"{number} " * (number % 7 + 1)).encode() + b"\0" for number in range(300))]
+    found = store.read(documents, places)
+    assert found.dtype == np.int32
+    assert found.tolist() == [
+        [expected[one][place] for one, place in zip(*row, strict=True)] for row in zip(documents, places, strict=True)
+    ]
+    assert store.read(documents[:0, 0], places[:0, 0]).shape == (0,)
 
 
 def test_much_text_is_not_tokenized_unasked(tmp_path):
@@ -149,14 +202,15 @@ def corpus(tmp_path_factory):
 
 def test_shards_have_the_tokens_of_each_document(corpus, tmp_path):
     folder, texts = corpus
-    plan = make_plan([str(folder / "in")], "**/*", Reading(document="line"), str(folder / "words.json"), str(tmp_path))
+    (lines,) = document_texts([[str(folder / "in")]], EVERY_FILE, Reading(document="line"))
+    plan = Plan(lines, str(folder / "words.json"), str(tmp_path))
     store, codec = prepared(plan, "data"), Codec(str(folder / "words.json"))
     expected = [[*codec.encode(text), 0] for text in texts]
     assert store.num_tokens.tolist() == [len(one) for one in expected]
     assert store.num_bytes.tolist() == [len(text.encode()) for text in texts]
     found = [store.read(np.full(len(one), i), np.arange(len(one))).tolist() for i, one in enumerate(expected)]
     assert found == expected
-    other = make_plan([str(folder / "in")], "**/*", Reading(document="line"), None, str(tmp_path))
+    other = Plan(lines, None, str(tmp_path))
     assert other.folder != plan.folder
     assert prepared(other, "data").num_tokens.tolist() == [len(text) + 1 for text in texts]
     os.truncate(plan.folder / "00000.tokens", 10)
@@ -228,7 +282,7 @@ def test_killed_and_started_again_twice_at_once_it_writes_the_same_shards(corpus
 
     def start(name):
         args = ["--config", str(tmp_path / "config.py"), "--data.glob", "*.txt", "--data.shards", str(tmp_path / name)]
-        return subprocess.Popen([sys.executable, "-m", "jaxdl.data", "prepare", *args], stdout=subprocess.PIPE)
+        return subprocess.Popen([sys.executable, "-m", "jaxdl.data", "prepare", *args], stdout=subprocess.DEVNULL)
 
     whole = start("whole")
     killed = start("killed")

@@ -1,6 +1,7 @@
 """Mixtures: the order is a pure function of (seed, position), each source has its share, and runs resume in it."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -84,8 +85,9 @@ def test_a_mixture_that_does_not_fit_is_told(mixture):
         Mixture(sources={"code": code, "prose": prose.replaced({"length": 64})})
     with pytest.raises(ConfigError, match=r"weights has code, and sources code, prose"):
         Mixture(sources=mixture.sources, weights={"code": 1})
-    with pytest.raises(ConfigError, match="must be above 0"):
-        Mixture(sources={"code": code}, weights={"code": 0})
+    for weight in (0, -1, math.nan, math.inf):
+        with pytest.raises(ConfigError, match=r"weights = \{'code': .*\}: they must be finite and above 0"):
+            Mixture(sources=mixture.sources, weights={"code": weight, "prose": 1})
     with pytest.raises(ConfigError, match="it has no sources"):
         Mixture().build()
 

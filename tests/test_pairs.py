@@ -1,6 +1,9 @@
-"""Pairs of texts: read from three kinds of files, packed into rows, and what a batch holds."""
+"""Pairs of texts: read from three kinds of files, tokenized once, packed into rows, and what a batch holds."""
 
+import gzip
+import hashlib
 import json
+import pickle
 import re
 
 import jax
@@ -9,7 +12,9 @@ import pytest
 import tokenizers
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Pairs, PairSpec, TFDSPairs
+from jaxdl.data import Codec, Pairs, PairSpec, TFDSPairs
+from jaxdl.data.__main__ import main
+from jaxdl.data.pair_files import pair_files
 from jaxdl.data.pair_rows import first_fit
 
 WORDS = [f"w{number}" for number in range(40)]
@@ -46,6 +51,7 @@ def config_of(folder, **changes):
         "tokenizer": str(folder / "words.json"),
         "source_length": 24,
         "target_length": 28,
+        "shards": str(folder / "shards"),
     }
     return Pairs(**(values | changes))
 
@@ -80,6 +86,16 @@ def test_every_pair_is_in_one_row(folder):
     batch = splits.train.batch(np.arange(len(splits.train)))
     assert spec.target_tokens == pytest.approx((batch["target_segments"] > 0).sum() / len(splits.train), abs=0.01)
     assert "% padding" in spec.described()[1]
+
+
+def test_rows_stay_what_they_were(folder):
+    """The checksum of all arrays is that of the program that kept the tokens in memory (commit d0ba251)."""
+    splits, found = config_of(folder).build(), hashlib.sha256()
+    for source in (splits.train, splits.test):
+        for name, values in sorted(source.batch(np.arange(len(source))[::-1]).items()):
+            found.update(f"{name} {values.dtype} {values.shape}".encode())
+            found.update(np.ascontiguousarray(values).data)
+    assert found.hexdigest()[:16] == "6f1e59a12700999e"
 
 
 def test_pairs_go_to_the_first_row_with_room():
@@ -123,6 +139,91 @@ def test_all_forms_give_the_same_rows(folder, changes):
     assert rows[0].spec == rows[1].spec
 
 
+@pytest.mark.parametrize("span_bytes", [1, 50, 400, 1 << 30])
+@pytest.mark.parametrize("names", [("train.tsv",), ("train.jsonl",), ("train.en", "train.de"), ("a.en", "b.de.gz")])
+def test_the_parts_of_a_file_have_each_pair_once(folder, names, span_bytes):
+    (folder / "a.en").write_text("".join(f"{source}\n" for source, _ in random_pairs(150, seed=150)))
+    lines = "\n".join(target for _, target in random_pairs(150, seed=150))  # Its last line has no end.
+    (folder / "b.de.gz").write_bytes(gzip.compress(lines.encode()))
+    texts = pair_files([str(folder / name) for name in names], ("translation.en", "translation.de"), "train")
+    parts = texts.parts(span_bytes)
+    assert len(parts) == 1 or (span_bytes < 1 << 30 and not names[-1].endswith(".gz"))
+    assert [pair for part in parts for pair in texts.pairs(part)] == random_pairs(150, seed=150)
+    again = pickle.loads(pickle.dumps(texts))
+    assert again.identity == texts.identity
+    assert list(again.every()) == random_pairs(150, seed=150)
+
+
+def test_a_second_start_tokenizes_nothing_and_changes_make_new_shards(folder, tmp_path, monkeypatch):
+    shards, source = tmp_path / "shards", tmp_path / "train.tsv"
+    source.write_text((folder / "train.tsv").read_text())
+    config = config_of(folder, train=(str(source),), shards=str(shards))
+    first = config.build()
+    before = {path: path.read_bytes() for path in shards.glob("*/*")}
+    assert len(list(shards.iterdir())) == 2
+
+    def fails(*_):
+        raise AssertionError("it tokenizes again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Codec, "encode_many", fails)
+        again = config.build()
+    assert again.content() == first.content()
+    every = np.arange(len(first.train))
+    for name, values in first.train.batch(every).items():
+        np.testing.assert_array_equal(again.train.batch(every)[name], values)
+    assert {path: path.read_bytes() for path in shards.glob("*/*")} == before
+    source.write_text(source.read_text() + "w1\tw2\n")
+    assert config.build().content()["train"] != first.content()["train"]
+    config.replaced({"tokenizer": None, "source_length": 200, "target_length": 200}).build()
+    assert len(list(shards.iterdir())) == 5  # The training pairs again, and both splits in bytes.
+
+
+CONFIG = """
+from jaxdl import Experiment
+from jaxdl.data import Pairs
+from jaxdl.models import EncoderDecoder
+from jaxdl.tasks import Translation
+
+def config():
+    data = Pairs(folder={folder!r}, train=("big.en", "big.de"), valid=("valid.tsv",), tokenizer={tokenizer!r})
+    return Experiment(data=data, model=EncoderDecoder(), task=Translation(), steps=1)
+"""
+
+
+def test_prepare_resumes_and_gives_the_same_shards(folder, tmp_path, capsys):
+    """Two files of 12 MB are two pieces, which two processes write where there are two cores."""
+    for side, suffix in enumerate(("en", "de")):
+        text = "".join(pair[side] + "\n" for pair in random_pairs(150, seed=150))
+        (folder / f"big.{suffix}").write_text(text * (6_000_000 // len(text)) + "w1\n" * side)
+    with (folder / "big.en").open("a") as file:
+        short = len((folder / "big.de").read_text().splitlines()) - len((folder / "big.en").read_text().splitlines())
+        file.write("w2\n" * short)
+    (tmp_path / "config.py").write_text(CONFIG.format(folder=str(folder), tokenizer=str(folder / "words.json")))
+    args = ["prepare", "--config", str(tmp_path / "config.py"), "--data.shards", str(tmp_path / "shards")]
+    main(args)
+    assert re.search(r"train: [\d,]+ pairs, [\d,]+ tokens of .*\nvalid: 20 pairs", capsys.readouterr().out)
+    (shards,) = (path.parent for path in (tmp_path / "shards").glob("*/00001.json"))
+    before = {path.name: path.read_bytes() for path in shards.iterdir()}
+    for name in ("manifest.json", "00001.json"):
+        (shards / name).unlink()
+    (shards / "00001.tokens").write_bytes(b"half")
+    untouched = (shards / "00000.tokens").stat().st_mtime_ns
+    main(args)
+    assert {path.name: path.read_bytes() for path in shards.iterdir()} == before
+    assert (shards / "00000.tokens").stat().st_mtime_ns == untouched
+    main(args)
+    assert capsys.readouterr().out.count("were prepared already") == 3
+
+
+def test_a_null_leaves_its_pair_out_and_is_counted(folder, tmp_path, capsys):
+    (folder / "nulls.jsonl").write_text('{"source": "w1", "target": null}\n{"source": "w1", "target": "w2"}\n')
+    splits = config_of(folder, train=("nulls.jsonl",), valid=("nulls.jsonl",), shards=str(tmp_path)).build()
+    assert len(splits.train) == 1
+    assert unpacked(splits.train.batch(np.arange(1)), 0, "target") == [[5, 2]]
+    assert "data pairs, split train: 1 pairs (1 that are null were left out)" in capsys.readouterr().err
+
+
 def test_long_pairs_are_left_out_with_a_warning(folder):
     (folder / "long.tsv").write_text((folder / "train.tsv").read_text() + "w1 " * 30 + "\tw2\n\t\n")
     source, said = config_of(folder, train=("long.tsv",)).build().train, []
@@ -141,9 +242,9 @@ def test_long_pairs_are_left_out_with_a_warning(folder):
         ({"train": ("nowhere.tsv",)}, "nowhere.tsv: no such file"),
         ({"train": ("train.en",)}, "line 1: 1 columns, not a source and a target"),
         ({"train": ("train.en", "valid.de")}, "has more lines than"),
-        ({"train": ("train.jsonl",)}, "line 1: no text 'source' in"),
-        ({"train": ("bad.jsonl",)}, "line 2: not JSON"),
-        ({"train": ("bad.tsv",)}, "line 2: not UTF-8"),
+        ({"train": ("train.jsonl",)}, "line 1: it has no 'source', but translation. Name the fields"),
+        ({"train": ("bad.jsonl",)}, "line 2 is not JSON"),
+        ({"train": ("bad.tsv",)}, "line 2 is not UTF-8"),
         ({"valid": ("sides.tsv",)}, "the split valid has no pair of two texts that are not empty"),
         ({"train": ("bad_long.tsv",), "source_length": 8}, "none of the 1 training pairs is that short"),
         ({"source_length": 8}, "the longest held-out texts have"),

@@ -1,6 +1,7 @@
 """Tokenizers: the kinds that are read, their special tokens, and those that the command trains."""
 
 import json
+import sys
 
 import pytest
 
@@ -32,6 +33,12 @@ def test_a_trained_tokenizer_is_read_again_and_the_same_twice(tmp_path, options,
     out.unlink()
     assert trained(tmp_path, *options).read_bytes() == first
     assert "padding 0, start 1, end 2" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("max_bytes", "cuts"), [(5_000, True), (5_000_000, False)])
+def test_a_limit_that_cuts_is_told(tmp_path, capsys, max_bytes, cuts):
+    trained(tmp_path, "--max-bytes", str(max_bytes))
+    assert (f"(--max-bytes {max_bytes:,}: the files have more)" in capsys.readouterr().out) == cuts
 
 
 def test_bytes_end_with_byte_0():
@@ -69,6 +76,8 @@ def test_a_folder_names_its_special_tokens_and_documents_stay_whole(tmp_path):
         (["a.txt", "--out", "there.json", "--vocab-size", "300"], "there.json: it is there already"),
         (["a.txt", "--out", "x.json"], "--vocab-size"),
         (["a.txt", "--out", "a.txt/x.json", "--vocab-size", "300"], "--out a.txt/x.json: it cannot be written"),
+        (["a.txt", "--out", "x.json", "--vocab-size", "300", "--max-bytes", "0"], "--max-bytes 0: it is below 1"),
+        (["a.txt", "--out", "x.json", "--vocab-size", "300", "--glob", "*.md"], "glob = '*.md': no path is a folder"),
         (["empty.txt", "--out", "x.json", "--vocab-size", "300"], "no text to train on"),
     ],
 )
@@ -83,8 +92,26 @@ def test_mistakes_of_the_command(tmp_path, monkeypatch, capsys, args, message):
     assert not (tmp_path / "x.json").exists()
 
 
-@pytest.mark.parametrize(("name", "message"), [("x.model", "not a model of sentencepiece"), ("none.model", "no such")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("x.model", "not a model of sentencepiece"),
+        ("empty.model", "not a model of sentencepiece"),
+        ("json.model", "not a model of sentencepiece"),
+        ("folder.model", "no such file"),
+        ("none.model", "no such file"),
+    ],
+)
 def test_a_broken_model_is_told(tmp_path, name, message):
-    (tmp_path / "x.model").write_bytes(b"\x00garbage")
+    for made, content in (("x", b"\x00garbage"), ("empty", b""), ("json", b'{"model": {}}')):
+        (tmp_path / f"{made}.model").write_bytes(content)
+    (tmp_path / "folder.model").mkdir()
     with pytest.raises(ConfigError, match=message):
         Codec(str(tmp_path / name))
+
+
+def test_sentencepiece_that_is_not_installed_is_told(tmp_path, monkeypatch):
+    (tmp_path / "x.model").touch()
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    with pytest.raises(ConfigError, match=r"x.model: it needs the package sentencepiece.* pip install 'jaxdl\[text\]'"):
+        Codec(str(tmp_path / "x.model"))

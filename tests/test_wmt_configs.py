@@ -26,9 +26,10 @@ def test_the_papers_recipe(kind, steps, peak, heads):
 
 @pytest.mark.skipif(DATA is None, reason="JAXDL_TEST_DATA_DIR is not set")
 @pytest.mark.parametrize("kind", ["base", "big"])
-def test_smoke_fits_together(kind):
+def test_smoke_fits_together(kind, tmp_path):
     experiment = jaxdl.load(f"{FOLDER}/wmt17_transformer_{kind}.py:smoke")
     changes = {"mesh.cpu_devices": None, "data.folder": f"{DATA}/translation", "data.train": ("valid.en-de.tsv",)}
+    changes["data.shards"] = str(tmp_path)
     plan = make_plan(experiment.replaced(changes), jax.devices()[:2])
     assert plan.total_steps == 20
     assert plan.splits.train.spec.vocab_size == 256

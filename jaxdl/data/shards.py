@@ -16,6 +16,7 @@ import functools
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import uuid
 import zlib
@@ -304,10 +305,12 @@ class TokenStore:
         return found.reshape(np.shape(documents))
 
     def _tokens(self, number: int) -> np.ndarray:
-        return _mapped(self._folder / f"{number:05}.tokens", self._dtype.str)
+        return _mapped(str(self._folder), number, self._dtype.str)
 
 
 @functools.lru_cache(maxsize=256)
-def _mapped(path: Path, dtype: str) -> np.ndarray:
+def _mapped(folder: str, number: int, dtype: str) -> np.ndarray:
     """The tokens of a shard. Of the process only so many are open: each takes a file descriptor, often 1,024 in all."""
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)
+    with open(f"{folder}/{number:05}.tokens", "rb") as file:
+        size = os.fstat(file.fileno()).st_size  # np.memmap takes several times as long, and of many shards it counts.
+        return np.frombuffer(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) if size else b"", dtype)
