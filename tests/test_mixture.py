@@ -85,8 +85,13 @@ def test_a_mixture_that_does_not_fit_is_told(mixture):
         Mixture(sources={"code": code, "prose": prose.replaced({"length": 64})})
     with pytest.raises(ConfigError, match=r"weights has code, and sources code, prose"):
         Mixture(sources=mixture.sources, weights={"code": 1})
-    for weight in (0, -1, math.nan, math.inf):
-        with pytest.raises(ConfigError, match=r"weights = \{'code': .*\}: they must be finite and above 0"):
+    for weight, message in (
+        (0, r"weights = \{'code': 0.0\}: they must be above 0"),
+        (-1, "must be above 0"),
+        (math.nan, "weights.code: .*finite number"),
+        (math.inf, "weights.code: .*finite number"),
+    ):
+        with pytest.raises(ConfigError, match=message):
             Mixture(sources=mixture.sources, weights={"code": weight, "prose": 1})
     with pytest.raises(ConfigError, match="it has no sources"):
         Mixture().build()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 
 import numpy as np
 import pydantic
@@ -138,8 +137,8 @@ class Mixture(Data, kind="mixture"):
             raise ValueError(
                 f"weights has {', '.join(self.weights)}, and sources {', '.join(self.sources)}. Give each one weight."
             )
-        if wrong := {name: x for name, x in self.weights.items() if not (math.isfinite(x) and x > 0)}:
-            raise ValueError(f"weights = {wrong}: they must be finite and above 0. Leave a source out instead.")
+        if wrong := {name: weight for name, weight in self.weights.items() if weight <= 0}:
+            raise ValueError(f"weights = {wrong}: they must be above 0. Leave a source out instead.")
         for name in ("tokenizer", "length", "packing"):
             found = {getattr(source, name) for source in self.sources.values()}
             if len(found) > 1:
