@@ -3,6 +3,7 @@
 export TFDS_DATA_DIR=FOLDER
 python -c "from jaxdl.data import TFDSPairs; [print(*p, sep=chr(9)) for p in TFDSPairs().pairs('train')]" > wmt17.tsv
 python -m jaxdl.data tokenizer wmt17.tsv --vocab-size 37000 --out wmt17.json
+python -m jaxdl.data prepare --config configs/wmt17_transformer_big.py
 python -m jaxdl.train --config configs/wmt17_transformer_big.py --workdir runs/wmt17_big
 python -m jaxdl.translate --workdir runs/wmt17_big --split test --average 20
 

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers
+from test_tfds import TEXT, write_dataset
 
 from jaxdl.config import ConfigError
 from jaxdl.data import Codec, Pairs, PairSpec, TFDSPairs
@@ -263,6 +264,26 @@ def test_mistakes(folder, changes, message):
         changes["tokenizer"] = str(folder / changes["tokenizer"])
     with pytest.raises(ConfigError, match=re.escape(message)):
         config_of(folder, **changes).build()
+
+
+def test_pairs_of_tensorflow_datasets_are_those_of_files(folder, tmp_path):
+    examples = {
+        split: [{"en": source.encode(), "de": target.encode()} for source, target in random_pairs(count, seed=count)]
+        for split, count in (("train", 150), ("validation", 20))
+    }
+    values = {"tokenizer": str(folder / "words.json"), "source_length": 24, "target_length": 28}
+    root = write_dataset(tmp_path, {"en": TEXT, "de": TEXT}, examples)
+    data = TFDSPairs(name="tiny", data_dir=root, shards=str(tmp_path / "shards"), **values)
+    found, expected = data.build(), config_of(folder).build()
+    for split in ("train", "test"):
+        source, other = getattr(found, split), getattr(expected, split)
+        for name, array in other.batch(np.arange(len(other))).items():
+            np.testing.assert_array_equal(source.batch(np.arange(len(source)))[name], array)
+    texts = pickle.loads(pickle.dumps(data.texts("train")))
+    parts = texts.parts(texts.num_bytes // 4)
+    assert len(parts) > 3
+    assert [pair for part in parts for pair in texts.pairs(part)] == list(data.pairs("train"))
+    assert texts.identity != data.replaced({"splits": ("train[:9]", "validation", "test")}).texts("train").identity
 
 
 def test_wmt_that_is_not_prepared_is_told(tmp_path, folder):

@@ -3,10 +3,10 @@
 `tokenizer FILES... --out FILE --vocab-size N` trains a tokenizer on text files (.txt, .jsonl, .parquet, .tsv, also .gz
 and .zst, and folders of them); `tokenizer --help` has its options.
 
-`prepare` tokenizes documents (data of the kinds documents and mixture) into shards on disk (`--data.shards`). Of
-photographs it reads every image once into the disk cache (`--data.photos.cache.disk`), so that the first epoch is as
-fast as the others. What is done already is only checked, so a stopped `prepare` resumes where it was. Options after the
-config change it, as in training.
+`prepare` tokenizes documents and pairs of texts (data of the kinds documents, mixture, pairs and tfds_pairs) into
+shards on disk (`--data.shards`). Of photographs it reads every image once into the disk cache
+(`--data.photos.cache.disk`), so that the first epoch is as fast as the others. What is done already is only checked, so
+a stopped `prepare` resumes where it was. Options after the config change it, as in training.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _experiment(args: list[str]) -> tuple[Any, str]:
 
 
 def prepare(data: Any, file: str) -> None:
-    """Tokenizes documents, or fills the disk cache of a data set of photographs, and prints a summary.
+    """Tokenizes texts, or fills the disk cache of a data set of photographs, and prints a summary.
 
     Raises ConfigError for other data, and photographs without a cache.
     """
