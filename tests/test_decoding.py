@@ -27,6 +27,21 @@ def test_top_k_and_top_p_leave_the_likeliest():
     assert kept(top_p=0.7)[0] == {1, 2, 3}
 
 
+def kept_by_hand(odds, top_k, top_p):
+    """The tokens of one row that top-k leaves, with those as likely as its last, and of these top-p."""
+    left = {token for token in range(len(odds)) if sum(odds > odds[token]) < top_k}
+    mass = sum(odds[list(left)])
+    return {one for one in left if sum(odds[other] for other in left if odds[other] > odds[one]) < top_p * mass}
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 0.613), (5, 0.907), (12, 0.503), (39, 0.807), (40, 0.807)])
+def test_top_p_of_top_k_with_tokens_that_are_equally_likely(top_k, top_p):
+    counts = np.random.default_rng(4).integers(1, 9, (16, 40)).astype(np.float64)
+    found = kept_logits(jnp.log(counts), top_k=top_k, top_p=top_p)
+    kept_tokens = [set(np.flatnonzero(np.isfinite(row)).tolist()) for row in np.asarray(found)]
+    assert kept_tokens == [kept_by_hand(row, top_k, top_p) for row in counts]
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_samples_have_the_distribution_of_the_kept_logits(temperature):
     count = 20_000

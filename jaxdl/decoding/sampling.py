@@ -30,13 +30,19 @@ def sample(
 
 def kept_logits(logits: jax.Array, *, top_k: int | None, top_p: float | None) -> jax.Array:
     """The logits with -inf for each token that `top_k` and `top_p` leave out; see `sample`."""
-    if top_k is not None and top_k < logits.shape[-1]:
-        logits = jnp.where(logits < lax.top_k(logits, top_k)[0][..., -1:], -jnp.inf, logits)
-    if top_p is not None and top_p < 1:
-        falling = jnp.sort(logits, axis=-1, descending=True)
-        odds = jax.nn.softmax(falling, axis=-1)
+    vocab = logits.shape[-1]
+    num = vocab if top_k is None else min(top_k, vocab)
+    of_mass = top_p is not None and top_p < 1
+    if num == vocab and not of_mass:
+        return logits
+    falling = jnp.sort(logits, axis=-1, descending=True) if num == vocab else lax.top_k(logits, num)[0]
+    least = falling[..., -1:]
+    if of_mass:
+        # Of all that top-k keeps: what is as likely as the last of the k counts too, but need not be sorted.
+        kept = jnp.where(logits < least, -jnp.inf, logits)
+        odds = jnp.exp(falling - jax.nn.logsumexp(kept, axis=-1, keepdims=True))
         before = jnp.cumsum(odds, axis=-1) - odds
         # A token is kept while those before it do not reach p together; the first always is.
-        least = jnp.min(jnp.where((before < top_p) | (odds == odds[..., :1]), falling, jnp.inf), axis=-1, keepdims=True)
-        logits = jnp.where(logits < least, -jnp.inf, logits)
-    return logits
+        left = (before < top_p) | (odds == odds[..., :1])
+        least = jnp.min(jnp.where(left, falling, jnp.inf), axis=-1, keepdims=True)
+    return jnp.where(logits < least, -jnp.inf, logits)

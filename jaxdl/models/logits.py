@@ -1,4 +1,4 @@
-"""The logits of a language model that are not made yet."""
+"""The logits of a network: those of a language model that are not made yet, and what is read of them."""
 
 from __future__ import annotations
 
@@ -99,6 +99,15 @@ def projected(outputs: Any) -> Any:
     )
 
 
+def label_logit(logits: jax.Array, label: jax.Array) -> jax.Array:
+    """The logit of each label: logits [..., classes], label [...] -> [...].
+
+    A masked sum, not an indexed read: it stays local where the classes are sharded.
+    """
+    classes = jax.lax.broadcasted_iota(label.dtype, logits.shape, logits.ndim - 1)
+    return jnp.sum(jnp.where(classes == label[..., None], logits, 0), axis=-1)
+
+
 def log_likelihoods(outputs: Any, target: jax.Array, most: int) -> jax.Array:
     """The natural log-probability of each target token, float32 [batch, length], from outputs for all of them.
 
@@ -107,8 +116,7 @@ def log_likelihoods(outputs: Any, target: jax.Array, most: int) -> jax.Array:
 
     def scores(logits: jax.Array, target: jax.Array) -> jax.Array:
         logits = logits.astype(jnp.float32)
-        own = jnp.take_along_axis(logits, target[..., None], axis=-1)[..., 0]
-        return own - jax.nn.logsumexp(logits, axis=-1)
+        return label_logit(logits, target) - jax.nn.logsumexp(logits, axis=-1)
 
     if not isinstance(outputs, Logits):
         return scores(outputs, target)

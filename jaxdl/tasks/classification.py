@@ -13,6 +13,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
 from jaxdl.data.source import check_classes
 from jaxdl.data.spec import LABELS
+from jaxdl.models.logits import label_logit
 from jaxdl.tasks.base import Task, counted_weight
 
 _DEFAULT_CROP_PADDING = 4
@@ -205,15 +206,6 @@ def _labels(batch: Mapping[str, jax.Array]) -> jax.Array:
 def counted(batch: Mapping[str, jax.Array], labels: jax.Array) -> jax.Array:
     """Which labels count: the batch's "mask", or all where it has none. Bool, the shape of `labels`."""
     return batch["mask"].astype(bool) if "mask" in batch else jnp.ones(labels.shape, bool)
-
-
-def label_logit(logits: jax.Array, label: jax.Array) -> jax.Array:
-    """The logit of each label: logits [..., classes], label [...] -> [...].
-
-    A masked sum, not an indexed read: it stays local where the classes are sharded.
-    """
-    classes = jax.lax.broadcasted_iota(label.dtype, logits.shape, logits.ndim - 1)
-    return jnp.sum(jnp.where(classes == label[..., None], logits, 0), axis=-1)
 
 
 def rank(logits: jax.Array, label: jax.Array) -> jax.Array:

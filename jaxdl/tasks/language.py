@@ -12,9 +12,9 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, TextSpec
-from jaxdl.models.logits import Logits
+from jaxdl.models.logits import Logits, label_logit
 from jaxdl.tasks.base import Task, counted_weight, in_document
-from jaxdl.tasks.classification import counted, label_logit, rank
+from jaxdl.tasks.classification import counted, rank
 
 MAX_EXPONENT = 700.0
 """exp of more overflows a Python float."""
