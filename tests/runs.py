@@ -21,15 +21,22 @@ from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import forgotten
 from jaxdl.mesh import MeshConfig
-from jaxdl.models import ResNet
-from jaxdl.optim import LARS, Cosine
+from jaxdl.models import EncoderDecoder, ResNet
+from jaxdl.optim import LARS, AdamW, Constant, Cosine
 from jaxdl.report import ReportConfig
 from jaxdl.run.build import make_plan
 from jaxdl.step import StepConfig
-from jaxdl.tasks import Classification
+from jaxdl.tasks import Classification, Translation
 
 ROOT = Path(__file__).resolve().parents[1]
 ONE_DEVICE = MeshConfig(replica=1, fsdp=1, tensor=1)
+MESHES = {
+    "replica 8": MeshConfig(replica=8, fsdp=1, tensor=1),
+    "fsdp 8": MeshConfig(replica=1, fsdp=8, tensor=1),
+    "tensor 4 x fsdp 2": MeshConfig(replica=1, fsdp=2, tensor=4),
+    "replica 2 x fsdp 2 x tensor 2": MeshConfig(replica=2, fsdp=2, tensor=2),
+}
+"""Meshes of eight devices on which losses are those of one device."""
 _started: weakref.WeakSet["Started"] = weakref.WeakSet()
 
 
@@ -65,6 +72,20 @@ def tiny_experiment(**changes) -> Experiment:
         "report": ReportConfig(every_steps=1, tensorboard=False, curves=False),
     }
     return Experiment(**(values | {"checkpoint": {"every_steps": 4}} | changes))
+
+
+def tiny_translation(data, **changes) -> Experiment:
+    """A tiny encoder-decoder on one device, for pairs of texts."""
+    model = {"num_encoder_layers": 1, "num_decoder_layers": 1, "embed_dim": 16, "num_heads": 2, "mlp_dim": 16}
+    return Experiment(
+        data=data,
+        model=EncoderDecoder(**(model | changes.pop("model", {}))),
+        task=Translation(label_smoothing=0.1),
+        schedule=Constant(),
+        mesh=ONE_DEVICE,
+        report=ReportConfig(tensorboard=False, curves=False),
+        **({"optimizer": AdamW(learning_rate=1e-2), "batch_size": 4, "steps": 2} | changes),
+    )
 
 
 def write_config(folder: Path, experiment: Experiment) -> Path:

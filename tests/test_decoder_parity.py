@@ -5,24 +5,17 @@ import functools
 
 import numpy as np
 import pytest
+from runs import MESHES, ONE_DEVICE
 from test_parity import losses_and_params
 
 from jaxdl.data import Source, Splits, SyntheticText
 from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.models.rotary import RopeScaling
 from jaxdl.optim import AdamW, Constant
 from jaxdl.tasks import LanguageModelling
 
 NUM_STEPS = 10
-ALONE = MeshConfig(replica=1, fsdp=1, tensor=1)
-MESHES = {
-    "replica 8": MeshConfig(replica=8, fsdp=1, tensor=1),
-    "fsdp 8": MeshConfig(replica=1, fsdp=8, tensor=1),
-    "tensor 4 x fsdp 2": MeshConfig(replica=1, fsdp=2, tensor=4),
-    "replica 2 x fsdp 2 x tensor 2": MeshConfig(replica=2, fsdp=2, tensor=2),
-}
 
 
 class PackedRows(Source):
@@ -95,7 +88,7 @@ FAMILIES = {"gpt2 with dropout": GPT2, "qwen3, packed": QWEN}
 @functools.cache
 def reference(family):
     """Dense loss, one device."""
-    return losses_and_params(FAMILIES[family].replaced({"mesh": ALONE}))[0]
+    return losses_and_params(FAMILIES[family].replaced({"mesh": ONE_DEVICE}))[0]
 
 
 IN_TURN = [("gpt2 with dropout", 8, "replica 2 x fsdp 2 x tensor 2"), ("qwen3, packed", 8, "tensor 4 x fsdp 2")]

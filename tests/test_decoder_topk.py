@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from exchange_oracle import Oracle
-from test_decoder_parity import ALONE, NUM_STEPS, QWEN
+from runs import ONE_DEVICE
+from test_decoder_parity import NUM_STEPS, QWEN
 from test_parity import losses_and_params
 
 from jaxdl.data import TrainLoader
@@ -28,7 +29,7 @@ def test_top_k_trains_as_its_oracle_does():
 
 
 def oracle_losses(experiment):
-    plan = make_plan(experiment.replaced({"exchange": "dense", "mesh": ALONE}), jax.devices()[:1])
+    plan = make_plan(experiment.replaced({"exchange": "dense", "mesh": ONE_DEVICE}), jax.devices()[:1])
     parts, state, replicas = plan.parts, make_initial_state(plan), experiment.mesh.replica
     layout = exchanged_gradients(experiment, parts.data_spec, make_mesh(experiment.mesh)).layout
     oracle = Oracle(

@@ -1,17 +1,15 @@
 """Translation by a trained network: batches of few shapes, the command, and the measures."""
 
+import jax
 import pytest
+from mistakes import refusal
+from runs import tiny_translation
 from test_pairs import config_of, folder  # noqa: F401
 
 from jaxdl import restore, train
 from jaxdl.config import ConfigError
-from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
-from jaxdl.models import EncoderDecoder
-from jaxdl.optim import AdamW, Constant
-from jaxdl.report import ReportConfig
 from jaxdl.run.translation import quality
-from jaxdl.tasks import Translation
 from jaxdl.translate import main, parse_command, read_texts
 
 
@@ -19,19 +17,7 @@ from jaxdl.translate import main, parse_command, read_texts
 def workdir(folder, tmp_path_factory):  # noqa: F811
     """A run of two steps."""
     path = tmp_path_factory.mktemp("run")
-    experiment = Experiment(
-        data=config_of(folder, test=("valid.tsv",)),
-        model=EncoderDecoder(num_encoder_layers=1, num_decoder_layers=1, embed_dim=16, num_heads=2, mlp_dim=16),
-        task=Translation(label_smoothing=0.1),
-        optimizer=AdamW(learning_rate=1e-2),
-        schedule=Constant(),
-        batch_size=4,
-        steps=2,
-        mesh=MeshConfig(replica=1, fsdp=1, tensor=1),
-        report=ReportConfig(tensorboard=False, curves=False),
-    )
-    import jax
-
+    experiment = tiny_translation(config_of(folder, test=("valid.tsv",)))
     train(experiment, path, quiet=True, devices=jax.devices()[:1])
     return path
 
@@ -83,8 +69,6 @@ def test_the_command_writes_translations_and_prints_scores(workdir, tmp_path, ca
     ],
 )
 def test_mistakes_on_the_command_line(workdir, capsys, args, message):
-    from mistakes import refusal
-
     assert message in refusal(capsys, *[str(workdir) if one == "RUN" else one for one in args], run=main)
 
 

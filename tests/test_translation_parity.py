@@ -2,35 +2,27 @@
 
 import numpy as np
 import pytest
+from runs import MESHES, ONE_DEVICE, tiny_translation
 from test_decoder_topk import oracle_losses
 from test_pairs import config_of, folder  # noqa: F401
 from test_parity import losses_and_params
 
 from jaxdl.exchange import TopK
-from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
-from jaxdl.models import EncoderDecoder
-from jaxdl.optim import SGD, AdamW, Constant
-from jaxdl.tasks import Translation
+from jaxdl.optim import SGD, AdamW
 
 pytestmark = pytest.mark.slow
-
-ONE = MeshConfig(replica=1, fsdp=1, tensor=1)
-ALL_THREE = MeshConfig(replica=2, fsdp=2, tensor=2)
 
 
 @pytest.fixture(scope="module")
 def experiment(folder):  # noqa: F811
     """Ten steps of a tiny model; the vocabulary is split over `tensor`."""
-    return Experiment(
-        data=config_of(folder, source_length=16, target_length=16),
-        model=EncoderDecoder(num_encoder_layers=1, num_decoder_layers=2, embed_dim=32, num_heads=4, mlp_dim=32),
-        task=Translation(label_smoothing=0.1),
+    return tiny_translation(
+        config_of(folder, source_length=16, target_length=16),
+        model={"num_decoder_layers": 2, "embed_dim": 32, "num_heads": 4, "mlp_dim": 32},
         optimizer=AdamW(learning_rate=2e-3),
-        schedule=Constant(),
         batch_size=16,
         steps=10,
-        mesh=ONE,
     )
 
 
@@ -43,21 +35,11 @@ def reference(experiment):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "chunk_tokens"),
-    [
-        pytest.param(ALL_THREE, 8, id="replica 2 x fsdp 2 x tensor 2, chunks"),
-        pytest.param(ALL_THREE, None, id="replica 2 x fsdp 2 x tensor 2"),
-        pytest.param(ONE, 8, id="1 device, chunks"),
-        pytest.param(MeshConfig(replica=8, fsdp=1, tensor=1), None, id="replica 8"),
-        pytest.param(MeshConfig(replica=8, fsdp=1, tensor=1), 8, id="replica 8, chunks"),
-        pytest.param(MeshConfig(replica=1, fsdp=8, tensor=1), None, id="fsdp 8"),
-        pytest.param(MeshConfig(replica=1, fsdp=8, tensor=1), 8, id="fsdp 8, chunks"),
-        pytest.param(MeshConfig(replica=1, fsdp=2, tensor=4), None, id="tensor 4 x fsdp 2"),
-        pytest.param(MeshConfig(replica=1, fsdp=2, tensor=4), 8, id="tensor 4 x fsdp 2, chunks"),
-    ],
+    ("mesh", "chunk_tokens"), [("1 device", 8), *((mesh, chunk) for mesh in MESHES for chunk in (None, 8))]
 )
 def test_losses_are_equal_on_every_mesh(experiment, reference, mesh, chunk_tokens):
-    found, _ = losses_and_params(experiment.replaced({"mesh": mesh, "task.chunk_tokens": chunk_tokens}))
+    changes = {"mesh": MESHES.get(mesh, ONE_DEVICE), "task.chunk_tokens": chunk_tokens}
+    found, _ = losses_and_params(experiment.replaced(changes))
     np.testing.assert_allclose(found, reference, rtol=1e-5)
 
 
