@@ -18,7 +18,7 @@ COMMANDS = {
         "continues texts by a trained language model: --workdir FOLDER --prompt TEXT",
     ),
     "score": ("jaxdl.score.__main__", "perplexity of texts, multiple-choice questions: --workdir FOLDER --text FILE"),
-    "translate": ("jaxdl.translate", "translates texts with a trained network: --workdir FOLDER"),
+    "translate": ("jaxdl.translate.__main__", "translates texts with a trained network: --workdir FOLDER"),
     "data": ("jaxdl.data.__main__", "prepares the data of an experiment before it trains"),
     "launch": ("jaxdl.launch.__main__", "starts several processes: on this machine, or by a job file for a cluster"),
     "bench": ("jaxdl.bench.__main__", "measures exchanges, steps, the input pipeline, start-up"),

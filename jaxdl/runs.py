@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jaxdl.errors import ConfigError
+from jaxdl.errors import ConfigError, command_line
 from jaxdl.files import CHECKPOINTS_FOLDER, CONFIG_FILE, DATA_FILE, step_folder
 
 Which = Literal["newest", "best"] | int
@@ -106,6 +109,33 @@ def given_option(args: Sequence[str], option: str, value: str) -> str | None:
         if not found.strip() or (not equals and found.startswith("--")):
             raise ConfigError(f"{option}: needs a value, {value}.")
     return found
+
+
+@contextlib.contextmanager
+def command_of_run(args: Sequence[str] | None, prog: str, about: str = "") -> Iterator[list[str]]:
+    """Context of a program that reads a run: its command line, whose workdir and checkpoint have been checked.
+
+    `--help` without a workdir prints `about`, if there is one, and exits. Mistakes end the program as `command_line`
+    says; warnings are lines on stderr.
+    """
+    line = list(sys.argv[1:] if args is None else args)
+    with command_line(), _shown_warnings():
+        if not asks_for_help(line) or given_option(line, "--workdir", "the folder of a run") is not None:
+            begin_command(line, prog)
+        elif about:
+            print(about)
+            raise SystemExit(0)
+        yield line
+
+
+@contextlib.contextmanager
+def _shown_warnings() -> Iterator[None]:
+    before = warnings.showwarning
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
 
 
 def begin_command(args: Sequence[str], prog: str) -> Path:

@@ -217,7 +217,7 @@ def test_ctrl_c_is_one_line_and_exit_code_130(capsys, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("jaxdl.command.print_plan", interrupted)
-    monkeypatch.setattr("jaxdl.generate.__main__.begin_command", interrupted)
+    monkeypatch.setattr("jaxdl.runs.begin_command", interrupted)
     for end in (lambda: main(["--config", DIGITS, "--explain"]), lambda: generate(["--workdir", "anywhere"])):
         with pytest.raises(SystemExit) as exit:
             end()

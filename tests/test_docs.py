@@ -233,7 +233,7 @@ def test_names_of_the_api_exist():
 
 def test_the_config_reference_has_every_config_class_and_field():
     # The options of a program of its own; its --help has them.
-    programs = ("jaxdl.bench", "jaxdl.evaluate.", "jaxdl.export.", "jaxdl.launch", "jaxdl.translate")
+    programs = ("jaxdl.bench", "jaxdl.evaluate.", "jaxdl.export.", "jaxdl.launch", "jaxdl.trained", "jaxdl.translate.")
     for one in pkgutil.walk_packages(jaxdl.__path__, "jaxdl."):
         if not one.name.endswith("__main__") and not one.name.startswith(programs):
             importlib.import_module(one.name)

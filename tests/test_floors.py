@@ -32,6 +32,7 @@ FLOORS = [
     {"experiment"},
     {"run"},
     {"predictor", "launch", "completion"},
+    {"trained"},
     {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert"},
     {"train", "testing"},
     {"__main__"},
@@ -40,8 +41,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
 TOUCH_THE_DISK = {
-    "lease", "run", "report", "checkpoint", "launch", "data", "export", "convert", "generate", "score",
-    "translate",
+    "lease", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained",
 }  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import jax
 import numpy as np
@@ -16,12 +17,14 @@ from jaxdl.config import ConfigError
 from jaxdl.data import Codec, TextFiles
 from jaxdl.decoding.text import TextStream
 from jaxdl.generate.__main__ import main
-from jaxdl.generate.command import read_prompts
+from jaxdl.generate.command import Generate, read_prompts
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.optim import AdamW
 from jaxdl.run.generation import Decoder, Sampling, Writing
+from jaxdl.runs import command_of_run
 from jaxdl.tasks import LanguageModelling
+from jaxdl.trained import parse_command, restored
 
 LENGTH = 16
 PROMPTS = ["1 f", "", "2 fish, ", "blue", "0 fish, red"]
@@ -224,6 +227,10 @@ def test_the_command_writes_json_lines_for_many(writer, text, tmp_path, capsys):
         (["--temperature", "nan"], "--temperature nan: give a number, 0 or more"),
         (["--num-tokens", "-1"], "--num-tokens -1: it must not be negative"),
         (["--top-k", "0"], "--top-k 0: give a whole number, 1 or more"),
+        (["--devices", "0"], "--devices 0: give a whole number, 1 or more"),
+        (["--devices", "8", "--mesh.cpu-devices", "4"], "--devices 8 and --mesh.cpu-devices 4 mean the same"),
+        (["--mesh.replica", "3"], "mesh replica 3 x fsdp 2 x tensor 1 = 6 devices, of 8: the others would be idle"),
+        (["--prompts", "FOLDER/rows.jsonl", "--to", "no/where"], "--to no/where: there is no folder no"),
         (["--top-p", "1.5"], "--top-p 1.5: give a number above 0, at most 1"),
         (["--prompt", "a", "b", "--batch-size", "0"], "--batch-size 0: give a whole number, 1 or more"),
         (["--stop", "a", "--stop", ""], "--stop ('a', ''): give texts that are not empty"),
@@ -239,6 +246,29 @@ def test_mistakes_of_the_command(text, tmp_path, capsys, options, message):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 f"}\n\n{"promt": "a"}\n')
     options = [one.replace("FOLDER", str(tmp_path)) for one in options]
     assert message in refusal(capsys, "--workdir", str(text.workdir), *options, run=main)
+
+
+@pytest.mark.parametrize(
+    ("options", "as_trained", "sizes"),
+    [
+        ([], False, (1, 1, 1)),
+        ([], True, (1, 8, 1)),  # The run had 4 devices.
+        (["--devices", "8"], False, (1, 8, 1)),
+        (["--mesh.tensor", "2"], False, (2, 2, 2)),
+    ],
+)
+def test_a_command_runs_on_the_devices_that_are_here(text, capsys, options, as_trained, sizes):
+    args = ["--workdir", str(text.workdir), *options]
+    predictor = restored(parse_command(Generate, args, "generate"), args, as_trained=as_trained)
+    assert tuple(predictor.parts.layout.mesh.shape.values()) == sizes
+    told = "note: the run's mesh replica 2 x fsdp 2 x tensor 1 = 4 devices, of 8: the others would be idle. fsdp 8 is"
+    assert capsys.readouterr().err.startswith(told) == (sizes == (1, 8, 1))
+
+
+def test_warnings_are_lines(text, capsys):
+    with command_of_run(["--workdir", str(text.workdir)], "prog"):
+        warnings.warn("a shard is damaged", stacklevel=1)
+    assert capsys.readouterr().err == "warning: a shard is damaged\n"
 
 
 def test_workdirs_that_write_no_text(tiny_run, text, tmp_path, capsys):

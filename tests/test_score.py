@@ -138,6 +138,7 @@ def test_the_command(text, writer, files, capsys):  # noqa: F811
         (["--text", "F/empty.txt"], "--text F/empty.txt: it is empty"),
         (["--text", "F/plain.txt", "--stride", "17"], "--stride 17: the network reads 16 tokens at a time"),
         (["--choices", "F/nowhere"], "--choices F/nowhere: No such file"),
+        (["--choices", "F/asked.jsonl", "--devices", "0"], "--devices 0: give a whole number, 1 or more"),
         (["--choices", "F/empty.txt"], "--choices F/empty.txt: it has no questions"),
         (["--choices", "F/plain.txt"], "--choices F/plain.txt: line 1 is not JSON"),
         (["--choices", "F/bad.jsonl"], "line 1: the label is 1; it must be a number from 0 to 0"),

@@ -10,7 +10,9 @@ from jaxdl import restore, train
 from jaxdl.config import ConfigError
 from jaxdl.mesh import MeshConfig
 from jaxdl.run.translation import quality
-from jaxdl.translate import main, parse_command, read_texts
+from jaxdl.trained import parse_command
+from jaxdl.translate.__main__ import PROG, main
+from jaxdl.translate.command import Translate, read_texts
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def test_long_texts_are_translated_a_few_at_a_time(workdir):
 
 def test_lines_end_only_at_newlines(workdir, tmp_path):
     (tmp_path / "in.txt").write_bytes("w1\u2028w2\r\n\nw3\x85w4".encode())
-    command = parse_command(["--workdir", str(workdir), "--input", str(tmp_path / "in.txt")])
+    command = parse_command(Translate, ["--workdir", str(workdir), "--input", str(tmp_path / "in.txt")], PROG)
     assert read_texts(command) == (["w1\u2028w2", "", "w3\x85w4"], [])
 
 
@@ -64,6 +66,9 @@ def test_the_command_writes_translations_and_prints_scores(workdir, tmp_path, ca
         ([], "no --workdir"),
         (["--workdir", "RUN", "--split", "test", "--input", "a.txt"], "it has its own texts"),
         (["--workdir", "RUN", "--input", "nowhere.txt"], "--input nowhere.txt: No such file"),
+        (["--workdir", "RUN", "--split", "test", "--devices", "0"], "--devices 0: give a whole number, 1 or more"),
+        (["--workdir", "RUN", "--split", "test", "--beams", "0"], "--beams 0: give a whole number, 1 or more"),
+        (["--workdir", "RUN", "--split", "test", "--length-penalty", "nan"], "--length-penalty nan: give a number"),
         (["--workdir", "RUN", "--split", "train", "--output", "no/where.txt"], "there is no folder"),
         (["--workdir", "RUN", "--split", "test", "--output", "."], "--output .: it is a folder"),
     ],

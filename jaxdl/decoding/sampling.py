@@ -32,17 +32,17 @@ def kept_logits(logits: jax.Array, *, top_k: int | None, top_p: float | None) ->
     """The logits with -inf for each token that `top_k` and `top_p` leave out; see `sample`."""
     vocab = logits.shape[-1]
     num = vocab if top_k is None else min(top_k, vocab)
-    of_mass = top_p is not None and top_p < 1
-    if num == vocab and not of_mass:
+    mass = 1.0 if top_p is None else top_p
+    if num == vocab and mass >= 1:
         return logits
     falling = jnp.sort(logits, axis=-1, descending=True) if num == vocab else lax.top_k(logits, num)[0]
     least = falling[..., -1:]
-    if of_mass:
+    if mass < 1:
         # Of all that top-k keeps: what is as likely as the last of the k counts too, but need not be sorted.
         kept = jnp.where(logits < least, -jnp.inf, logits)
         odds = jnp.exp(falling - jax.nn.logsumexp(kept, axis=-1, keepdims=True))
         before = jnp.cumsum(odds, axis=-1) - odds
         # A token is kept while those before it do not reach p together; the first always is.
-        left = (before < top_p) | (odds == odds[..., :1])
+        left = (before < mass) | (odds == odds[..., :1])
         least = jnp.min(jnp.where(left, falling, jnp.inf), axis=-1, keepdims=True)
     return jnp.where(logits < least, -jnp.inf, logits)

@@ -5,10 +5,7 @@ The workdir and the checkpoint are checked before JAX is imported.
 
 from __future__ import annotations
 
-import sys
-
-from jaxdl.errors import command_line
-from jaxdl.runs import asks_for_help, begin_command, given_option
+from jaxdl.runs import command_of_run
 
 PROG = "python -m jaxdl.evaluate"
 ABOUT = f"""usage: {PROG} --workdir FOLDER [--step newest|best|STEP] [OPTIONS]
@@ -23,12 +20,7 @@ With --workdir FOLDER --help: every option, with its default in that run."""
 
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
     """Runs the command line. Exits with 2 after a user error, 75 if the disk does not respond, 130 after Ctrl-C."""
-    line = sys.argv[1:] if args is None else args
-    with command_line():
-        if asks_for_help(line) and given_option(line, "--workdir", "the folder of a run") is None:
-            print(ABOUT)
-            raise SystemExit(0)
-        begin_command(line, prog)
+    with command_of_run(args, prog, ABOUT) as line:
         from jaxdl.evaluate.command import run
 
         run(line, prog)

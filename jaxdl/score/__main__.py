@@ -5,20 +5,14 @@ The workdir and the checkpoint are checked before JAX is imported.
 
 from __future__ import annotations
 
-import sys
-
-from jaxdl.errors import command_line
-from jaxdl.runs import asks_for_help, begin_command
+from jaxdl.runs import command_of_run
 
 PROG = "python -m jaxdl.score"
 
 
 def main(args: list[str] | None = None, *, prog: str = PROG) -> None:
     """Runs the command line. Exits with 2 after a user error, 75 if the disk does not respond, 130 after Ctrl-C."""
-    line = sys.argv[1:] if args is None else args
-    with command_line():
-        if not asks_for_help(line):
-            begin_command(line, prog)
+    with command_of_run(args, prog) as line:
         from jaxdl.score.command import run
 
         run(line, prog)

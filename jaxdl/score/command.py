@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
-from rich.console import Console
-from rich.progress import Progress
 
 from jaxdl.cluster import end_together
 from jaxdl.config import ConfigError
 from jaxdl.data.documents import Reading, read_documents
 from jaxdl.errors import print_out
-from jaxdl.experiment import read_experiment
-from jaxdl.mesh import MeshConfig
-from jaxdl.options import parse_options
-from jaxdl.predictor import Predictor, restore
-from jaxdl.run.build import make_devices
+from jaxdl.predictor import Predictor
 from jaxdl.run.result import exit_codes
 from jaxdl.run.scoring import Question, Scorer, score_choices, score_documents
-from jaxdl.runs import asks_for_help, check_writable, given_option, read_lines
+from jaxdl.runs import check_writable, read_lines
+from jaxdl.trained import OfRun, opened, parse_command, progress, restored
 
 CONTEXTS, CHOICES, LABELS = ("context", "ctx", "query"), ("choices", "endings"), ("label", "gold", "answer")
 """Names that fields of questions have; those of HellaSwag are ctx, endings and label."""
@@ -36,14 +29,10 @@ ABOUT = """Judges a trained language model: perplexity of texts, accuracy on mul
   python -m jaxdl.score --workdir runs/lm --choices hellaswag.jsonl --to scores.json"""
 
 
-@dataclass(frozen=True)
-class Score:
+@dataclass(frozen=True, kw_only=True)
+class Score(OfRun):
     """The options of the command."""
 
-    workdir: Path
-    """The folder of the run."""
-    mesh: MeshConfig
-    """The device mesh. Without any of these options all is on one device."""
     text: tuple[str, ...] = ()
     """Files of documents: plain text, or JSON lines or Parquet with a column "text"."""
     column: str = "text"
@@ -60,44 +49,23 @@ class Score:
     """What stands between a context and a choice."""
     to: Path | None = None
     """A JSON file for the result, with the score of each choice; None writes none."""
-    step: Literal["newest", "best"] | int = "newest"
-    """The checkpoint: the newest, the one with the best evaluation, or the one of a step."""
-    average: int = 1
-    """Take the mean of the parameters of the last so many checkpoints that are kept, up to --step."""
-    devices: int | None = None
-    """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
 
 
 def run(args: list[str], prog: str) -> None:
     """Runs the command line. For exit codes see `exit_codes`."""
     with end_together(), exit_codes():
-        command = parse_command(args, prog)
+        command = parse_command(Score, args, prog, ABOUT)
+        if not command.text and not command.choices:
+            raise ConfigError("nothing to score: give --text FILE or --choices FILE.")
+        if command.to is not None:
+            check_writable(command.to, "--to")
         questions = {path: read_questions(path) for path in command.choices}
-        mesh = None
-        if any(word.startswith(("--mesh.", "--devices")) for word in args):
-            mesh = command.mesh
-            make_devices(read_experiment(command.workdir).replaced({"mesh": mesh}))
-        predictor = restore(command.workdir, step=command.step, average=command.average, mesh=mesh)
-        result = scores(command, predictor, questions)
+        result = scores(command, restored(command, args), questions)
         if jax.process_index() == 0:
             if command.to is not None:
-                _write(command.to, result)
+                with opened(command.to, "--to") as file:
+                    print(json.dumps(result, indent=1), file=file)
             print_out(report(result))
-
-
-def parse_command(args: Sequence[str], prog: str) -> Score:
-    """The parsed command line. Raises ConfigError; exits after `--help`."""
-    workdir = given_option(args, "--workdir", "the folder of a run") or "FOLDER"
-    mesh = MeshConfig() if asks_for_help(args) else read_experiment(Path(workdir)).mesh
-    default = Score(Path(workdir), mesh)
-    command = parse_options(Score, args, default=default, prog=prog, description=ABOUT)
-    if not command.text and not command.choices:
-        raise ConfigError("nothing to score: give --text FILE or --choices FILE.")
-    if command.to is not None:
-        check_writable(command.to, "--to")
-    if command.devices is not None:
-        command = dataclasses.replace(command, mesh=command.mesh.replaced({"cpu_devices": command.devices}))
-    return command
 
 
 def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Question]]) -> dict[str, Any]:
@@ -114,10 +82,10 @@ def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Ques
         documents = list(read_documents([path], Reading(command.column, command.document)))
         if not any(documents):
             raise ConfigError(f"--text {path}: it is empty.")
-        with _progress(path) as advance:
+        with progress(path) as advance:
             result["text"][path] = score_documents(scorer, codec, documents, stride, advance)
     for path, asked in questions.items():
-        with _progress(str(path)) as advance:
+        with progress(str(path)) as advance:
             accuracies, each = score_choices(scorer, codec, asked, command.delimiter, advance)
         rows = [{"label": one.label, "scores": found} for one, found in zip(asked, each, strict=True)]
         result["choices"][str(path)] = accuracies | {"each": rows}
@@ -169,19 +137,3 @@ def report(result: dict[str, Any]) -> str:
         accuracies = ", ".join(f"{name} {found[name]:.4f}" for name in ("acc", "acc_norm", "acc_bytes"))
         lines.append(f"  {path}: {accuracies} ({found['questions']:,} questions)")
     return "\n".join(lines)
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Callable[[int], None]]:
-    """A line on stderr that counts, where that is a terminal; yields what is called with what has been done."""
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as progress:
-        task = progress.add_task(what, total=None)
-        yield lambda count: progress.advance(task, count)
-
-
-def _write(path: Path, result: dict[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"--to {path}: {error.strerror}. Choose a writable file.") from None

@@ -1,0 +1,1 @@
+"""`python -m jaxdl.translate`: texts translated by a trained network."""
