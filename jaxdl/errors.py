@@ -110,10 +110,10 @@ def fail(message: str) -> typing.NoReturn:
     raise SystemExit(2)
 
 
-def print_out(text: str) -> None:
+def print_out(text: str, end: str = "\n") -> None:
     """Prints on stdout what another program may read; ends without a word when that, such as `head`, has ended."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except BrokenPipeError:
         os.dup2(os.pipe()[1], sys.stdout.fileno())  # Python flushes it again at its end.
         raise SystemExit(128 + signal.SIGPIPE) from None

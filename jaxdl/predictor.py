@@ -188,6 +188,9 @@ class Predictor(Inference):
         self.check_text("generate")
         if isinstance(stop, str) or not all(stop):
             raise ConfigError(f"--stop {stop!r}: give texts that are not empty.")
+        if wrong := [token for token in how.stop_tokens if not 0 <= token < self.codec.vocab_size]:
+            last = self.codec.vocab_size - 1
+            raise ConfigError(f"--stop-tokens {wrong[0]}: there is no such token; they are numbered from 0 to {last}.")
         ends = (self.codec.end,) if stop_at_end and self.codec.end is not None else ()
         return dataclasses.replace(how, stop_tokens=(*how.stop_tokens, *ends))
 

@@ -115,16 +115,17 @@ def given_option(args: Sequence[str], option: str, value: str) -> str | None:
 def command_of_run(args: Sequence[str] | None, prog: str, about: str = "") -> Iterator[list[str]]:
     """Context of a program that reads a run: its command line, whose workdir and checkpoint have been checked.
 
-    `--help` without a workdir prints `about`, if there is one, and exits. Mistakes end the program as `command_line`
-    says; warnings are lines on stderr.
+    `about` is for a program whose options depend on the run: `--help` without a workdir prints it and exits. Any other
+    shows its options without a run. Mistakes end the program as `command_line` says; warnings are lines on stderr.
     """
     line = list(sys.argv[1:] if args is None else args)
     with command_line(), _shown_warnings():
-        if not asks_for_help(line) or given_option(line, "--workdir", "the folder of a run") is not None:
-            begin_command(line, prog)
-        elif about:
+        helped = asks_for_help(line)
+        if helped and about and given_option(line, "--workdir", "the folder of a run") is None:
             print(about)
             raise SystemExit(0)
+        if about or not helped:
+            begin_command(line, prog)
         yield line
 
 

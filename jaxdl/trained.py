@@ -23,7 +23,7 @@ from jaxdl.kinds import without_source
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.options import choices_help, parse_options, take_choices
 from jaxdl.predictor import Predictor, restore
-from jaxdl.runs import given_option
+from jaxdl.runs import asks_for_help, given_option
 
 CommandT = TypeVar("CommandT", bound="OfRun")
 
@@ -51,12 +51,12 @@ class OfRun:
 
 
 def parse_command(kind: type[CommandT], args: Sequence[str], prog: str, about: str = "") -> CommandT:
-    """The parsed command line; `about` is the head of its help. Raises ConfigError; exits after `--help`.
+    """The parsed command line, see `jaxdl.runs.command_of_run`. Raises ConfigError; exits after `--help`.
 
-    The workdir has been checked; without one, which is for `--help` alone, the mesh is the default.
+    `about` is the head of a help that does not depend on the run.
     """
     workdir = given_option(args, "--workdir", "the folder of a run")
-    run = None if workdir is None else read_experiment(Path(workdir))
+    run = None if workdir is None or (about and asks_for_help(args)) else read_experiment(Path(workdir))
     where: type[Where] = typing.get_type_hints(kind)["experiment"]
     values = {name: MeshConfig() if run is None else getattr(run, name) for name in where.model_fields}
     chosen, left = take_choices(where(**values), args)

@@ -227,6 +227,8 @@ def test_the_command_writes_json_lines_for_many(writer, text, tmp_path, capsys):
         (["--temperature", "nan"], "--temperature nan: give a number, 0 or more"),
         (["--num-tokens", "-1"], "--num-tokens -1: it must not be negative"),
         (["--top-k", "0"], "--top-k 0: give a whole number, 1 or more"),
+        (["--seed", str(2**63)], "--seed 9223372036854775808: it has more than 64 bits"),
+        (["--stop-tokens", "9", "256"], "--stop-tokens 256: there is no such token; they are numbered from 0 to 255"),
         (["--devices", "0"], "--devices 0: give a whole number, 1 or more"),
         (["--devices", "8", "--mesh.cpu-devices", "4"], "--devices 8 and --mesh.cpu-devices 4 mean the same"),
         (["--mesh.replica", "3"], "mesh replica 3 x fsdp 2 x tensor 1 = 6 devices, of 8: the others would be idle"),

@@ -1,5 +1,7 @@
 """Translation by a trained network: batches of few shapes, the command, and the measures."""
 
+import io
+
 import jax
 import pytest
 from mistakes import refusal
@@ -75,6 +77,15 @@ def test_the_command_writes_translations_and_prints_scores(workdir, tmp_path, ca
 )
 def test_mistakes_on_the_command_line(workdir, capsys, args, message):
     assert message in refusal(capsys, *[str(workdir) if one == "RUN" else one for one in args], run=main)
+
+
+def test_standard_input_is_utf_8(workdir, monkeypatch, capsys):
+    args = ("--workdir", str(workdir))
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"w1\xff\n"), errors="surrogateescape"))
+    assert "standard input: not UTF-8 (invalid start byte)" in refusal(capsys, *args, run=main)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\n \n")))
+    main(list(args))
+    assert capsys.readouterr().out == "\n\n", "an empty text has an empty translation"
 
 
 def test_quality_of_equal_and_of_other_texts():

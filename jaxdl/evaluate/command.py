@@ -12,6 +12,7 @@ import tyro
 
 from jaxdl.cluster import end_together
 from jaxdl.data import Data
+from jaxdl.errors import print_out
 from jaxdl.mesh import MeshConfig
 from jaxdl.predictor import Predictor
 from jaxdl.run.inference import held_out
@@ -48,7 +49,7 @@ def run(args: list[str], prog: str) -> None:
         with held_out(command.experiment.data, predictor.parts.data_spec) as source:
             metrics, count = predictor.evaluate(source, batch_size=command.batch_size), len(source)
         if jax.process_index() == 0:
-            print(report(command, predictor, metrics, count))
+            print_out(report(command, predictor, metrics, count))
 
 
 def report(command: Evaluate, predictor: Predictor, metrics: dict[str, float], num_examples: int) -> str:

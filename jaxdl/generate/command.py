@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import sys
 import time
@@ -16,6 +15,7 @@ import jax
 
 from jaxdl.cluster import end_together
 from jaxdl.config import ConfigError
+from jaxdl.errors import print_out
 from jaxdl.predictor import Predictor
 from jaxdl.run.generation import Sampling
 from jaxdl.run.result import exit_codes
@@ -84,7 +84,9 @@ def check(command: Generate, *, many: bool) -> None:
     if command.to is not None:
         check_writable(command.to, "--to")
     check_positive(command, "batch_size")
-    Sampling(command.num_tokens, command.temperature, command.top_k, command.top_p)  # It checks its values.
+    Sampling(
+        command.num_tokens, command.temperature, command.top_k, command.top_p, command.seed
+    )  # It checks its values.
 
 
 def read_prompts(path: Path) -> tuple[str, ...]:
@@ -111,13 +113,13 @@ def _in_json(path: Path, number: int, line: str) -> str:
 def _stream(command: Generate, predictor: Predictor, prompt: str) -> None:
     """Prints the prompt and its continuation as it is written."""
     pieces = predictor.generate(prompt, **_options(command))
-    shown = sys.stdout if jax.process_index() == 0 else io.StringIO()
-    print(prompt, end="", flush=True, file=shown)
+    shown = print_out if jax.process_index() == 0 else lambda *_, **__: None
+    shown(prompt, end="")
     try:
         for piece in pieces:
-            print(piece, end="", flush=True, file=shown)
+            shown(piece, end="")
     finally:
-        print(flush=True, file=shown)
+        shown("")
 
 
 def _write_many(command: Generate, predictor: Predictor, prompts: Sequence[str]) -> None:
@@ -125,13 +127,16 @@ def _write_many(command: Generate, predictor: Predictor, prompts: Sequence[str])
     found = predictor.complete(prompts, batch_size=command.batch_size, **_options(command))
     first = jax.process_index() == 0
     shown = command.to is not None or not sys.stdout.isatty()  # No lines are printed into it.
-    file_of = opened(command.to, "--to") if command.to is not None and first else contextlib.nullcontext(sys.stdout)
+    file_of = opened(command.to, "--to") if command.to is not None and first else contextlib.nullcontext()
     with file_of as file, progress("prompts", len(prompts), shown=shown) as advance:
         for one in found:
             advance(1)
-            if first:
-                line = {"prompt": one.prompt, "text": one.text, "tokens": one.num_tokens, "ended": one.ended}
-                print(json.dumps(line, ensure_ascii=False), file=file, flush=True)
+            line = {"prompt": one.prompt, "text": one.text, "tokens": one.num_tokens, "ended": one.ended}
+            text = json.dumps(line, ensure_ascii=False)
+            if file is not None:
+                print(text, file=file, flush=True)
+            elif first:
+                print_out(text)
 
 
 def _options(command: Generate) -> dict[str, Any]:

@@ -62,10 +62,10 @@ def run(args: list[str], prog: str) -> None:
         questions = {path: read_questions(path) for path in command.choices}
         result = scores(command, restored(command, args), questions)
         if jax.process_index() == 0:
+            print_out(report(result))
             if command.to is not None:
                 with opened(command.to, "--to") as file:
                     print(json.dumps(result, indent=1), file=file)
-            print_out(report(result))
 
 
 def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Question]]) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def read_texts(command: Translate) -> tuple[list[str], list[str]]:
 
 def _typed() -> list[str]:
     try:
-        return split_lines(sys.stdin.read())
+        return split_lines(sys.stdin.buffer.read().decode())
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input: not UTF-8 ({error.reason}). Give a text in UTF-8.") from None
 
