@@ -10,6 +10,7 @@ import jaxdl
 from jaxdl.config import ConfigError
 from jaxdl.data import Documents, EpochShuffle, Mixture
 from jaxdl.data.mixture import BLOCK, MixedOrder, shares, source_seed
+from jaxdl.options import parse
 
 
 @pytest.mark.parametrize("weights", [[1.0], [1, 1], [1, 2, 4], [1e-9, 1], [0.3, 1e-7, 1e-7, 5]])
@@ -95,6 +96,20 @@ def test_a_mixture_that_does_not_fit_is_told(mixture):
             Mixture(sources=mixture.sources, weights={"code": weight, "prose": 1})
     with pytest.raises(ConfigError, match="it has no sources"):
         Mixture().build()
+
+
+def test_options_make_the_mixture_of_a_config_file(mixture):
+    (shards,) = {source.shards for source in mixture.sources.values()}
+    paths = [f"{name}={source.paths[0]}" for name, source in mixture.sources.items()]
+    words = ["--data", "mixture", "--data.paths", *paths, "--data.weights", "code=3", "prose=1", "--data.each.document"]
+    words += ["line", "--data.each.length", "32", "--data.each.shards", shards]
+    assert parse(experiment(mixture.sources["code"]), words).data.build().content() == mixture.build().content()
+    for changes, message in (
+        ({"paths": {"a": "b"}}, "the files are named twice"),
+        ({"each.length": 9}, "each: it has no"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            mixture.replaced(changes)
 
 
 def experiment(data, **changes):

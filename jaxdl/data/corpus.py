@@ -124,33 +124,55 @@ class Documents(Data, kind="documents"):
 
 
 class Mixture(Data, kind="mixture"):
-    """Several sources of documents, which training sees by their weights; set in a config file."""
+    """Several sources of documents, which training sees by their weights."""
 
     sources: dict[str, Documents] = {}
-    """The sources by name, all with the same tokenizer, length and packing."""
+    """The sources by name, all with the same tokenizer, length and packing; set in a config file."""
+    paths: dict[str, str] = {}
+    """In place of `sources`: a file or folder of each source, by name, `code=src/ prose=books.jsonl`."""
+    each: Documents = Documents()
+    """How the documents of `paths` are read."""
     weights: dict[str, float] = {}
     """The share of the rows of each source, in any unit. Empty: as many as it has, so that all are seen as often."""
 
     @pydantic.model_validator(mode="after")
     def _fit(self) -> Mixture:
-        if self.weights and self.weights.keys() != self.sources.keys():
+        if self.paths and (self.sources or self.each.paths or self.each.test_paths):
+            raise ValueError("paths: the files are named twice. Leave out sources, and the files of each.")
+        if not self.paths and self.each != Documents():
+            raise ValueError("each: it has no effect without paths. Give paths, or leave it out.")
+        sources = self._named()
+        if self.weights and self.weights.keys() != sources.keys():
             raise ValueError(
-                f"weights has {', '.join(self.weights)}, and sources {', '.join(self.sources)}. Give each one weight."
+                f"weights has {', '.join(self.weights)}, and sources {', '.join(sources)}. Give each one weight."
             )
         if wrong := {name: weight for name, weight in self.weights.items() if weight <= 0}:
             raise ValueError(f"weights = {wrong}: they must be above 0. Leave a source out instead.")
         for name in ("tokenizer", "length", "packing"):
-            found = {getattr(source, name) for source in self.sources.values()}
+            found = {getattr(source, name) for source in sources.values()}
             if len(found) > 1:
                 raise ValueError(f"{name}: the sources have {', '.join(map(str, found))}. Give all the same one.")
         return self
 
+    def _named(self) -> dict[str, Documents]:
+        """The sources by name, of whichever field names them."""
+        made = {name: self.each.replaced({"paths": (path,)}) for name, path in self.paths.items()}
+        return made or self.sources
+
+    def _sources(self) -> dict[str, Documents]:
+        """The sources by name. Raises ConfigError when there are none."""
+        if not (found := self._named()):
+            raise ConfigError(
+                "--data mixture: it has no sources. Give a file or folder of each, --data.paths code=src/ "
+                "prose=books.jsonl, or Mixture(sources={...}) in a config file."
+            )
+        return found
+
     def build(self) -> Splits:
         """Training and held-out rows of all sources. Raises ConfigError for what cannot be read."""
-        if not self.sources:
-            raise ConfigError("--data mixture: it has no sources. Give some in a config file: Mixture(sources={...}).")
-        parts = {name: source.split() for name, source in self.sources.items()}
-        splits = {name: self.sources[name].rows(*part) for name, part in parts.items()}
+        sources = self._sources()
+        parts = {name: source.split() for name, source in sources.items()}
+        splits = {name: sources[name].rows(*part) for name, part in parts.items()}
         weights = self.weights or {name: float(len(one.train)) for name, one in splits.items()}
         tests = [test for _, test in parts.values()]
         specs = {name: one.train.spec for name, one in splits.items()}
@@ -168,13 +190,11 @@ class Mixture(Data, kind="mixture"):
 
     def prepare(self, console: Console) -> str:
         """Tokenizes what is missing of each source; see `Data.prepare`."""
-        return "\n".join(f"{name}: {source.prepare(console)}" for name, source in self.sources.items())
+        return "\n".join(f"{name}: {source.prepare(console)}" for name, source in self._sources().items())
 
     def codec(self) -> Codec:
         """Between text and the tokens of all sources."""
-        if not self.sources:
-            raise ConfigError("--data mixture: it has no sources, so no tokenizer.")
-        return next(iter(self.sources.values())).codec()
+        return next(iter(self._sources().values())).codec()
 
 
 @dataclasses.dataclass(frozen=True)
