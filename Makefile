@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 train: $(VENV)/installed
 	$(BIN)/python -m jaxdl.train --config configs/digits.py --workdir runs/digits
 
+# The tests start hundreds of processes: each of them would compile the 300 modules of jaxdl anew.
+test test-all: export PYTHONDONTWRITEBYTECODE =
+
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m "not slow"
 
