@@ -92,10 +92,8 @@ def reference(family):
 
 
 IN_TURN = [("gpt2 with dropout", 8, "replica 2 x fsdp 2 x tensor 2"), ("qwen3, packed", 8, "tensor 4 x fsdp 2")]
-CASES = [
-    (family, (None, 8)[(i + j) % 2], mesh) for i, family in enumerate(FAMILIES) for j, mesh in enumerate(MESHES)
-]
-"""Each pair of a family, a chunk and a mesh occurs once."""
+CASES = [(family, (None, 8)[(i + j) % 2], mesh) for i, family in enumerate(FAMILIES) for j, mesh in enumerate(MESHES)]
+"""Each pair of a family and a mesh, and of a chunk and a mesh, occurs once."""
 
 
 @pytest.mark.parametrize(

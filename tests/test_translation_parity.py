@@ -34,9 +34,7 @@ def reference(experiment):
     return losses
 
 
-@pytest.mark.parametrize(
-    ("mesh", "chunk_tokens"), [("1 device", 8), *((mesh, chunk) for mesh in MESHES for chunk in (None, 8))]
-)
+@pytest.mark.parametrize(("mesh", "chunk_tokens"), [("1 device", 8), *zip(MESHES, (None, 8, None, 8), strict=True)])
 def test_losses_are_equal_on_every_mesh(experiment, reference, mesh, chunk_tokens):
     changes = {"mesh": MESHES.get(mesh, ONE_DEVICE), "task.chunk_tokens": chunk_tokens}
     found, _ = losses_and_params(experiment.replaced(changes))
