@@ -13,13 +13,13 @@ BIN := $(VENV)/bin
 train: $(VENV)/installed
 	$(BIN)/python -m jaxdl.train --config configs/digits.py --workdir runs/digits
 
-# The tests start hundreds of processes: each of them would compile the 300 modules of jaxdl anew.
-test test-all: export PYTHONDONTWRITEBYTECODE =
-
+# The tests start hundreds of processes. Where PYTHONDONTWRITEBYTECODE is set, each would compile the 300 modules anew.
 test: $(VENV)/installed-test
+	$(BIN)/python -m compileall -q jaxdl
 	$(BIN)/python -m pytest -m "not slow"
 
 test-all: $(VENV)/installed-test
+	$(BIN)/python -m compileall -q jaxdl
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/installed-test
