@@ -252,7 +252,9 @@ def _from_run(path: Path, option: str = "--config ") -> Experiment:
     text = ""
     try:
         text = path.read_text(encoding="utf-8")
-        return Experiment.from_json(text)
+        experiment = Experiment.from_json(text)
+        data = experiment.data.within(path.parent)
+        return experiment if data is experiment.data else experiment.replaced({"data": data})
     except (ConfigError, ValueError) as error:
         moved = "\n".join(_moved(text, str(error), path.parent))
         raise ConfigError(f"{option}{path} cannot be used: {moved or error}") from None

@@ -26,6 +26,8 @@ CONFIGS = {
                               "rope_theta": 100.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
     "mistral": _LLAMA | {"model_type": "mistral", "sliding_window": 5, "tie_word_embeddings": False, "head_dim": 4},
     "qwen2": _LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen2_window": _LLAMA | {"model_type": "qwen2", "tie_word_embeddings": True, "use_sliding_window": True,
+                              "sliding_window": 3, "max_window_layers": 0},
     "qwen3": _LLAMA | {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 import jaxdl
 from jaxdl.convert.__main__ import main
 from jaxdl.convert.checkpoint import Checkpoint
-from jaxdl.convert.layouts import layout_for
+from jaxdl.convert.layouts import layout_for, layout_of
 from jaxdl.models import RopeScaling, Transformer
 
 WORDS = {"type": "WordLevel", "vocab": {"<eos>": 0, **{f"w{n}": n for n in range(1, 30)}}, "unk_token": "<eos>"}
@@ -130,8 +130,72 @@ def test_settings_of_a_config(tmp_path):
         layout_for(Transformer(norm="layer"))
 
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "window"),
+    [
+        ("mistral", {}, 4096),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": 7, "layer_types": None}, 7),
+        ("mistral", {"sliding_window": 7, "layer_types": [FULL] * 3}, None),
+        ("mistral", {"sliding_window": 7, "layer_types": [SLIDING] * 3}, 7),
+        ("qwen2", {"sliding_window": 7, "max_window_layers": 0}, None),
+        ("qwen2", {"use_sliding_window": True}, None),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, 4096),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 3}, None),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": None, "max_window_layers": 0}, None),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 0,
+                   "layer_types": [FULL] * 3}, None),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 7, "layer_types": [SLIDING] * 3}, 7),
+        ("llama", {"sliding_window": 7, "layer_types": [SLIDING] * 3}, None),
+    ],
+)  # fmt: skip
+def test_windows_are_those_of_transformers(kind, settings, window):
+    """The windows of all layers: `self_attn.sliding_window` in transformers 5.23 with the same config."""
+    config = CONFIGS["mistral"] | {"model_type": kind, "num_hidden_layers": 3} | settings
+    config = {name: value for name, value in config.items() if name != "sliding_window" or name in settings}
+    layout = layout_of(config, "config.json")
+    model = layout.model(config)
+    assert model.window == window
+    written = layout.config(model, 64)
+    assert layout.model(written) == model.replaced({"vocab_size": None})
+    if kind.startswith("qwen"):  # As versions of transformers without layer_types read it.
+        assert layout.model({**written, "layer_types": None}).window == window
+
+
 def other(change):
     return lambda tensors: {change.get(name, name): x for name, x in tensors.items() if change.get(name) != ""}
+
+
+def with_head(change, rows=32):
+    """Adds an output layer that is the embedding table but for one number."""
+
+    def changed(tensors):
+        (table,) = (x for name, x in tensors.items() if name.endswith(("wte.weight", "embed_tokens.weight")))
+        head = table[:rows].copy()
+        head[7, 3] += change
+        return tensors | {"lm_head.weight": head}
+
+    return changed
+
+
+def test_an_output_layer_that_is_the_embedding_table_is_accepted(tmp_path):
+    """Stored twice, in two dtypes, or under the other name alone."""
+    table = "model.embed_tokens.weight"
+
+    def alone(tensors):
+        return {"lm_head.weight" if name == table else name: x for name, x in tensors.items()}
+
+    def narrow(tensors):
+        return with_head(0)(tensors) | {table: tensors[table].astype(ml_dtypes.bfloat16)}
+
+    cases = enumerate((with_head(0), alone, narrow, lambda tensors: tensors))
+    found = [Checkpoint(write_checkpoint(tmp_path / str(n), "qwen2", change=change)) for n, change in cases]
+    shapes = found[0].model.network((), vocab_size=32, dtype=jnp.float32).param_shapes
+    *twice, plain = (one.params(shapes) for one in found)
+    assert [jax.tree.all(jax.tree.map(np.array_equal, one, plain)) for one in twice] == [True] * 3
 
 
 @pytest.mark.parametrize(
@@ -153,6 +217,16 @@ def other(change):
         ("llama3", {"cut": 10**9}, "not a safetensors file, or a damaged one"),
         ("llama3", {"gone": "model.safetensors"}, "it has neither model.safetensors nor model.safetensors.index.json"),
         ("llama3", {"gone": "config.json"}, "there is no config.json in it"),
+        ("mistral", {"layer_types": [FULL, SLIDING]}, "1 of its 2 layers have a sliding window of 5 tokens, the others "
+         "none; jaxdl's Transformer has one for all layers."),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+         'write "sliding_window": null and "layer_types": null there, and give --length 7.'),
+        ("qwen3", {"layer_types": [SLIDING] * 2}, "layer_types has sliding_attention, and no sliding_window is in use"),
+        ("qwen3", {"layer_types": [FULL, "chunked_attention"]}, "layer_types has chunked_attention: full_attention or"),
+        ("qwen3", {"layer_types": [FULL]}, "layer_types has 1 entries for 2 layers"),
+        ("qwen2", {"change": with_head(1)}, "the output layer is the embedding table (tie_word_embeddings is true), but "
+         "lm_head.weight differs from model.embed_tokens.weight in 1 of 32 rows. Write"),
+        ("gpt2", {"change": with_head(0, rows=31)}, "lm_head.weight is [31, 16], and transformer.wte.weight is [32, 16]"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not converted"),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Low-rank adapters: what is trained, what it computes, and what becomes of it when it is merged."""
 
+import shutil
 from pathlib import Path
 
 import jax
@@ -16,6 +17,7 @@ from jaxdl.data import SyntheticText
 from jaxdl.exchange import TopK, by_name
 from jaxdl.experiment import Experiment
 from jaxdl.export.__main__ import main as export
+from jaxdl.files import INIT_FILE
 from jaxdl.kinds import choices
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import LoRA
@@ -155,6 +157,28 @@ def test_merged_it_computes_the_same(tuned, tmp_path, capsys):
         assert not [name for name in file.keys() if "lora" in name]  # noqa: SIM118
 
 
+def test_adapters_beside_random_values_are_a_mistake(base, tuned, tmp_path, monkeypatch):
+    """Unless they are allowed; a run that has a checkpoint of its own goes on."""
+    monkeypatch.setattr("jaxdl.run.trainer.Trainer.run", lambda self: self.plan)
+    run = experiment(base)
+    with pytest.raises(
+        jaxdl.ConfigError, match=r"without --init-from: all 13 arrays of the network .* --init-from FOL"
+    ):
+        jaxdl.train(run, tmp_path / "run", quiet=True)
+    assert not (tmp_path / "run" / "config.json").exists()
+    wider = run.replaced({"model.vocab_size": 40})
+    why = r"1 of the 13 arrays .*: embedding \(float32 \[32, 16\] there, float32 \[40, 16\] here\)"
+    with pytest.raises(jaxdl.ConfigError, match=why):
+        jaxdl.train(wider, quiet=True, init_from=base)
+    with pytest.raises(jaxdl.ConfigError, match=r"final_norm/scale \(not in --init-names\)"):
+        jaxdl.train(run, quiet=True, init_from=InitFrom(base, names=["embedding", "layers/*"]))
+    assert jaxdl.train(run, quiet=True, init_from=base).initial is not None
+    jaxdl.train(run.replaced({"model.lora.random_base": True}), quiet=True)
+    copy = Path(shutil.copytree(tuned.workdir, tmp_path / "copy"))
+    (copy / INIT_FILE).unlink()
+    jaxdl.train(tuned.plan.asked, copy, quiet=True)
+
+
 def test_unscanned_layers_and_wrong_patterns(base):
     run = experiment(base, **{"model.scan_layers": False, "model.lora.targets": ("mlp",), "model.lora.rank": 1})
     names = {name for name in by_name(make_plan(run, jax.devices()[:1]).parts.state_spec.grads) if "layer_1" in name}
@@ -182,7 +206,9 @@ def test_the_config_for_fine_tuning(base, monkeypatch):
     assert published.model.embed_dim == 2048
     lora = published.model.lora
     assert (lora.rank, lora.alpha, published.optimizer.learning_rate, published.batch_size) == (8, 16, 3e-4, 128)
-    plan = make_plan(jaxdl.load(f"{FINETUNE}:smoke", {"mesh": MeshConfig()}))
+    smoke = jaxdl.load(f"{FINETUNE}:smoke", {"mesh": MeshConfig()})
+    assert (published.model.needs_base, smoke.model.needs_base) == (True, False)
+    plan = make_plan(smoke)
     assert len(by_name(plan.parts.state_spec.grads)) == 4
     monkeypatch.setenv("BASE", str(base))
     own = jaxdl.load(FINETUNE, gpus=True).model

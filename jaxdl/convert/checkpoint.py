@@ -20,6 +20,10 @@ from jaxdl.models import Transformer
 
 _SHOWN = 3
 """How many names a message has."""
+_HEAD = "lm_head.weight"
+"""The matrix of the output layer, in every layout."""
+_ROWS = 4096
+"""Rows of a table that are compared at a time."""
 Progress = Callable[[int, int], None]
 """Called with how much is done, and how much there is, both in bytes or both in numbers."""
 
@@ -98,7 +102,8 @@ class Checkpoint:
     def params(self, shapes: Mapping[str, Any], progress: Progress = lambda done, every: None) -> dict[str, Any]:
         """The parameters, float32, of the network whose parameters have these shapes; one array at a time is copied.
 
-        Raises ConfigError, with all names, for tensors that are missing, unexpected or of another shape.
+        Raises ConfigError, with all names, for tensors that are missing, unexpected or of another shape; and for a
+        matrix of the output layer that is not the embedding table although the config says so.
         """
         found = list(places(self.layout, self.model, shapes))
         stored = _matched(self.folder, found, self._stored, self.layout)
@@ -122,12 +127,13 @@ def _matched(folder: Path, found: list[Place], stored: Mapping[str, Stored], lay
     """Name of each tensor -> where it is. Raises ConfigError, with all names, for missing, unexpected or other ones."""
     prefix = layout.prefix
     full = any(name.startswith(prefix) for name in stored)  # Older files lack it.
-    there = stored if full else {name if name == "lm_head.weight" else prefix + name: x for name, x in stored.items()}
+    there = dict(stored) if full else {name if name == _HEAD else prefix + name: x for name, x in stored.items()}
     wanted = {one.name: one for one in found}
-    tied = {"lm_head.weight"} - wanted.keys()  # The embedding again, or the name of one that is shared.
-    unexpected = [
-        name for name in there if name not in wanted and name not in tied and not name.endswith(layout.ignored)
-    ]
+    table = next(one.name for one in found if one.tensor.params == ("embedding",))
+    again = None if _HEAD in wanted else there.pop(_HEAD, None)
+    if again is not None:
+        there.setdefault(table, again)  # A shared tensor is stored once, under either name.
+    unexpected = [name for name in there if name not in wanted and not name.endswith(layout.ignored)]
     missing = [name for name in wanted if name not in there]
     other = [
         f"{name} is {list(there[name].shape)}, and {list(one.shape)} by its config"
@@ -143,7 +149,29 @@ def _matched(folder: Path, found: list[Place], stored: Mapping[str, Stored], lay
         raise ConfigError(
             f"{folder}: its tensors are not those of {layout.model_type} by its config.json. {'; '.join(problems)}."
         )
+    if again is not None:
+        _check_tied(folder, again, table, there[table])
     return {name: there[name] for name in wanted}
+
+
+def _check_tied(folder: Path, head: Stored, name: str, table: Stored) -> None:
+    """Raises ConfigError unless the matrix of the output layer is the embedding table."""
+    why = f"is {list(head.shape)}, and {name} is {list(table.shape)}" if head.shape != table.shape else ""
+    if not why:
+        pairs = zip(_rows(head.read()), _rows(table.read()), strict=True)
+        differ = sum(int(np.any(one != other, axis=1).sum()) for one, other in pairs)
+        why = f"differs from {name} in {differ:,} of {head.shape[0]:,} rows" if differ else ""
+    if why:
+        raise ConfigError(
+            f"{folder}: by its config.json the output layer is the embedding table (tie_word_embeddings is true), but "
+            f'{_HEAD} {why}. Write "tie_word_embeddings": false there if the network was trained with its own output '
+            f"layer, as transformers reads it; or save the checkpoint again without {_HEAD}."
+        )
+
+
+def _rows(table: np.ndarray) -> Iterator[np.ndarray]:
+    """Parts of a table, in float32, that compares alike in all dtypes."""
+    return (table[first : first + _ROWS].astype(np.float32) for first in range(0, len(table), _ROWS))
 
 
 def _params(

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 
 from jaxdl.checkpoint import CheckpointConfig, Checkpoints, Earlier
 from jaxdl.cluster import start_devices
+from jaxdl.convert.byte_bpe import MERGES, VOCAB
 from jaxdl.convert.checkpoint import Checkpoint, Progress
-from jaxdl.convert.special import keep_tokenizer
+from jaxdl.convert.special import JSON, SENTENCEPIECE, keep_tokenizer
 from jaxdl.data import Codec, Converted, TextSpec
 from jaxdl.errors import ConfigError
 from jaxdl.experiment import Experiment, identity
@@ -45,8 +46,8 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
     lease = make_lease(workdir)
     take_lease(lease)
     try:
-        tokenizer = keep_tokenizer(folder, found.config, workdir)
-        vocab_size = found.vocab_size if tokenizer is None else Codec(tokenizer).vocab_size
+        tokenizer = keep_tokenizer(folder, found.config, workdir, byte_bpe=found.layout.byte_bpe)
+        vocab_size = found.vocab_size if tokenizer is None else Codec(str(workdir / tokenizer)).vocab_size
         spec = TextSpec(vocab_size=vocab_size, length=length or found.length, bytes_per_token=1.0)
         experiment = _experiment(found.model, tokenizer)
         mesh = make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
@@ -61,7 +62,22 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
         lease.release()
     count = sum(math.prod(x.shape) for x in jax.tree.leaves(parts.network.param_shapes))
     text = f"{folder} is now the run {workdir}: {found.layout.model_type}, {count:,} parameters"
-    return text if tokenizer else f"{text}; the checkpoint has no tokenizer.json or tokenizer.model"
+    return "\n".join((text, *found.layout.remarks(found.config), *(() if tokenizer else (_without_tokenizer(folder),))))
+
+
+def _without_tokenizer(folder: Path) -> str:
+    """What it means that a checkpoint has no tokenizer that can be read."""
+    older = all((folder / name).is_file() for name in (VOCAB, MERGES))
+    advice = (
+        f"its {VOCAB} and {MERGES} alone do not say how text is split: save it with transformers, "
+        "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), and convert again"
+        if older
+        else "put one of them there and convert again"
+    )
+    return (
+        f"the checkpoint has no {JSON} or {SENTENCEPIECE}, so the run reads and writes numbers of tokens alone, no "
+        f"text; {advice}"
+    )
 
 
 def _experiment(model: Transformer, tokenizer: str | None) -> Experiment:

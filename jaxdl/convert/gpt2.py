@@ -11,6 +11,8 @@ from jaxdl.models import Transformer
 
 _GELU = ("gelu_new", "gelu_pytorch_tanh")
 """Two names of the tanh approximation."""
+_DROPOUT = 0.1
+"""The dropouts of a config.json that has none."""
 
 
 class GPT2(HFLayout):
@@ -20,6 +22,7 @@ class GPT2(HFLayout):
     architecture = "GPT2LMHeadModel"
     prefix = "transformer."
     ignored = (".attn.bias", ".attn.masked_bias")
+    byte_bpe = True
 
     def model(self, config: Mapping[str, Any]) -> Transformer:
         """See `HFLayout.model`."""
@@ -40,8 +43,18 @@ class GPT2(HFLayout):
             mlp="gelu",
             biases="all",
             tied_embeddings=config.get("tie_word_embeddings", True),
-            dropout=config.get("resid_pdrop", 0.1),
-            attention_dropout=config.get("attn_pdrop", 0.1),
+            dropout=config.get("resid_pdrop", _DROPOUT),
+            attention_dropout=config.get("attn_pdrop", _DROPOUT),
+        )
+
+    def remarks(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """See `HFLayout.remarks`: jaxdl has one dropout for the embeddings and the branches."""
+        embeddings, branches = (config.get(name, _DROPOUT) for name in ("embd_pdrop", "resid_pdrop"))
+        if embeddings == branches:
+            return ()
+        return (
+            f"its config has embd_pdrop = {embeddings} and resid_pdrop = {branches}; here one dropout is for both: "
+            f"dropout = {branches} (in training alone; --model.dropout changes it)",
         )
 
     def config(self, model: Transformer, length: int) -> dict[str, Any]:

@@ -77,6 +77,8 @@ class HFLayout(abc.ABC):
     """Ends of the names of tensors that hold no parameters."""
     prefix: ClassVar[str] = ""
     """What all names but that of the output layer begin with; older files lack it."""
+    byte_bpe: ClassVar[bool] = False
+    """Whether a vocab.json and a merges.txt without a tokenizer.json are a tokenizer of GPT-2's kind."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -98,6 +100,11 @@ class HFLayout(abc.ABC):
     @abc.abstractmethod
     def length(self, config: Mapping[str, Any]) -> int:
         """How many tokens a model of this config reads."""
+
+    def remarks(self, config: Mapping[str, Any]) -> tuple[str, ...]:
+        """What a user should know of a config.json whose settings have no exact equivalent."""
+        del config
+        return ()
 
     def other(self, model: Transformer) -> list[str]:
         """What a model computes otherwise than any model of this layout, `norm=layer`."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from jaxdl.convert.layouts import HFLayout, Tensor
-from jaxdl.convert.settings import Settings, rope_fields, rope_scaling
+from jaxdl.convert.settings import FULL, SLIDING, Settings, one_window, rope_fields, rope_scaling
 from jaxdl.models import Transformer
 
 
@@ -19,19 +19,19 @@ class Llama(HFLayout):
     ignored = (".rotary_emb.inv_freq",)
     biases: ClassVar[str] = "none"
     qk_norm: ClassVar[bool] = False
-    head_size: ClassVar[int | None] = None
-    """The size of a head where a config has none; None: hidden_size / num_attention_heads."""
+    defaults: ClassVar[Mapping[str, Any]] = {"max_position_embeddings": 2048}
+    """The values of settings that a config.json lacks, as the config class of transformers has them."""
 
     def model(self, config: Mapping[str, Any]) -> Transformer:
         """See `HFLayout.model`."""
+        config = {**self.defaults, **config}
         settings = Settings(config)
         settings.must("hidden_act", "silu", missing="silu")
         settings.must("attention_bias", False, missing=False)
         settings.must("mlp_bias", False, missing=False)
         theta, scaling = rope_scaling(config)
         heads = config["num_attention_heads"]
-        own = config["hidden_size"] // heads
-        head_size = config.get("head_dim") or self.head_size or own
+        head_size = config.get("head_dim") or config["hidden_size"] // heads
         return settings.transformer(
             num_layers=config["num_hidden_layers"],
             embed_dim=config["hidden_size"],
@@ -50,7 +50,7 @@ class Llama(HFLayout):
         )
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        """How many tokens a token sees; None for all before it."""
+        """How many tokens a token sees, itself included; None for all before it. Raises ConfigError for several."""
         del config
         return None
 
@@ -94,18 +94,22 @@ class Llama(HFLayout):
 
     def length(self, config: Mapping[str, Any]) -> int:
         """See `HFLayout.length`."""
-        return config.get("max_position_embeddings", 2048)
+        return config.get("max_position_embeddings", self.defaults["max_position_embeddings"])
 
 
 class Mistral(Llama):
-    """Mistral: a window of attention."""
+    """Mistral: a window of attention. With `layer_types` it is what transformers calls Ministral."""
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096,
+    }  # fmt: skip
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        """See `Llama.window`."""
-        return config.get("sliding_window")
+        """See `Llama.window`: one where `sliding_window` is no null, unless `layer_types` says otherwise."""
+        window = config["sliding_window"]
+        return one_window(config, window, [FULL if window is None else SLIDING] * config["num_hidden_layers"])
 
     def config(self, model: Transformer, length: int) -> dict[str, Any]:
         """See `HFLayout.config`."""
@@ -118,22 +122,29 @@ class Qwen2(Llama):
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
     biases = "qkv"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "max_position_embeddings": 32_768, "num_key_value_heads": 32, "use_sliding_window": False,
+        "sliding_window": 4096, "max_window_layers": 28,
+    }  # fmt: skip
 
     def window(self, config: Mapping[str, Any]) -> int | None:
-        """See `Llama.window`: one for all layers, or none."""
-        settings = Settings(config)
-        window = config.get("sliding_window") if config.get("use_sliding_window") else None
-        if window is None:
-            return None
-        types = config.get("layer_types") or (["full_attention"] if config.get("max_window_layers", 0) else [])
-        settings.refuse_if("full_attention" in types, "use_sliding_window", "in some layers alone is not converted")
-        return window
+        """See `Llama.window`: without `layer_types`, `max_window_layers` is the first layer that has one."""
+        window = config["sliding_window"] if config["use_sliding_window"] else None
+        kinds = [
+            SLIDING if window is not None and layer >= config["max_window_layers"] else FULL
+            for layer in range(config["num_hidden_layers"])
+        ]
+        return one_window(config, window, kinds)
 
     def config(self, model: Transformer, length: int) -> dict[str, Any]:
-        """See `HFLayout.config`."""
-        window = {"sliding_window": model.window, "use_sliding_window": model.window is not None}
-        kind = "full_attention" if model.window is None else "sliding_attention"
-        return super().config(model, length) | window | {"layer_types": [kind] * model.num_layers}
+        """See `HFLayout.config`. `max_window_layers` is for versions of transformers without `layer_types`."""
+        slides = model.window is not None
+        return super().config(model, length) | {
+            "sliding_window": model.window,
+            "use_sliding_window": slides,
+            "max_window_layers": 0 if slides else model.num_layers,
+            "layer_types": [SLIDING if slides else FULL] * model.num_layers,
+        }
 
 
 class Qwen3(Qwen2):
@@ -143,4 +154,4 @@ class Qwen3(Qwen2):
     architecture = "Qwen3ForCausalLM"
     biases = "none"
     qk_norm = True
-    head_size = 128
+    defaults: ClassVar[Mapping[str, Any]] = {**Qwen2.defaults, "head_dim": 128}

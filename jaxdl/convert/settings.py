@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,8 @@ from jaxdl.models import RopeScaling, Transformer
 
 _FORMS = {"linear": "linear", "llama3": "llama3"}
 """The kinds of rope scaling that jaxdl computes, by their names there."""
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""What the attention of a layer is, in `layer_types`: to all tokens before, or to those of a window."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,31 @@ class Settings:
     def transformer(self, **fields: Any) -> Transformer:
         """The model with these fields and the vocabulary of the config."""
         return Transformer(**fields, vocab_size=self.config.get("vocab_size"))
+
+
+def one_window(config: Mapping[str, Any], window: int | None, usual: Sequence[str]) -> int | None:
+    """How many tokens a token sees in all layers, itself included; None: all before it.
+
+    `window` is how many in the layers of sliding attention. Which these are, `layer_types` of the config says; without
+    it, `usual`, one kind for each layer. Raises ConfigError where not all layers are alike.
+    """
+    kinds = usual if config.get("layer_types") is None else config["layer_types"]
+    other = sorted({str(kind) for kind in kinds} - {FULL, SLIDING})
+    if other or len(kinds) != len(usual):
+        what = f"has {other[0]}" if other else f"has {len(kinds)} entries for {len(usual)} layers"
+        raise ConfigError(f"layer_types {what}: {FULL} or {SLIDING} of each layer is converted.")
+    sliding = list(kinds).count(SLIDING)
+    if not sliding:
+        return None
+    if window is None:
+        raise ConfigError(f"layer_types has {SLIDING}, and no sliding_window is in use. Fetch the file again.")
+    if sliding < len(kinds):
+        raise ConfigError(
+            f"{sliding} of its {len(kinds)} layers have a sliding window of {window:,} tokens, the others none; jaxdl's "
+            "Transformer has one for all layers. Texts of up to so many tokens are read alike without it: for these, "
+            f'write "sliding_window": null and "layer_types": null there, and give --length {window}.'
+        )
+    return window
 
 
 def rope_scaling(config: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxdl.convert.byte_bpe import ADDED, CONFIG, MERGES, SPECIAL, VOCAB, gpt2_tokenizer
 from jaxdl.data import Codec
 from jaxdl.errors import ConfigError
 
@@ -15,27 +16,30 @@ FOLDER = "tokenizer"
 """The folder of a converted workdir that has them."""
 JSON, SENTENCEPIECE, GENERATION = "tokenizer.json", "tokenizer.model", "generation_config.json"
 FILES = (
-    JSON, SENTENCEPIECE, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "chat_template.jinja", GENERATION,
+    JSON, SENTENCEPIECE, CONFIG, SPECIAL, ADDED, VOCAB, MERGES, "chat_template.jinja", GENERATION,
 )  # fmt: skip
 """What a checkpoint may have."""
 NUMBERS = {"bos_token_id": "start", "eos_token_id": "end", "pad_token_id": "pad"}
 """Special tokens: name there -> name in a codec."""
 
 
-def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path) -> str | None:
+def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path, *, byte_bpe: bool) -> str | None:
     """Copies the tokenizer of a checkpoint into a workdir; what to give a codec, None if there is none. Raises OSError.
 
-    The numbers of the special tokens in the checkpoint's config are kept in generation_config.json.
+    It is relative to the workdir. With `byte_bpe` a vocab.json and a merges.txt alone are a tokenizer of GPT-2's kind,
+    whose tokenizer.json is made. The numbers of the special tokens in the checkpoint's config are kept in
+    generation_config.json. Raises ConfigError for files that cannot be read.
     """
-    folder = (workdir / FOLDER).absolute()
+    folder = workdir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     _copy(source, folder)
     numbers = {name: config[name] for name in NUMBERS if config.get(name) is not None}
     _write(folder / GENERATION, numbers | _read(folder / GENERATION))
+    if byte_bpe and not (folder / JSON).is_file() and all((folder / name).is_file() for name in (VOCAB, MERGES)):
+        (folder / JSON).write_text(gpt2_tokenizer(folder), encoding="utf-8")
     if (folder / JSON).is_file():
-        return str(folder)
-    return str(folder / SENTENCEPIECE) if (folder / SENTENCEPIECE).is_file() else None
+        return FOLDER
+    return f"{FOLDER}/{SENTENCEPIECE}" if (folder / SENTENCEPIECE).is_file() else None
 
 
 def kept_numbers(folder: Path) -> dict[str, Any]:
@@ -55,8 +59,8 @@ def write_tokenizer(codec: Codec, folder: Path) -> dict[str, Any]:
         _copy(path if path.is_dir() else path.parent, folder)
         if path.is_file():
             shutil.copyfile(path, folder / (SENTENCEPIECE if path.suffix == ".model" else JSON))
-    if (folder / JSON).is_file() and not (folder / "tokenizer_config.json").is_file():
-        _write(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"})
+    if (folder / JSON).is_file() and not (folder / CONFIG).is_file():
+        _write(folder / CONFIG, {"tokenizer_class": "PreTrainedTokenizerFast"})
     numbers = {name: getattr(codec, own) for name, own in NUMBERS.items() if getattr(codec, own) is not None}
     numbers |= kept_numbers(folder)
     _write(folder / GENERATION, numbers | _read(folder / GENERATION))

@@ -60,7 +60,7 @@ def to_hf(
         for _, size in write_tensors(folder, tensors, NAMES[dtype], file_bytes):
             done += size
             progress(done, every)
-        numbers = _tokenizer(predictor, folder)
+        numbers, about_tokenizer = _tokenizer(predictor, folder)
         config = {
             "architectures": [found.architecture],
             "model_type": found.model_type,
@@ -74,7 +74,8 @@ def to_hf(
         (folder / HF_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{folder}: {error.strerror}. Choose a folder with room that can be written.") from None
-    return f"{workdir}, step {predictor.step}, is written to {folder}: {found.model_type}, {every:,} bytes, {dtype}"
+    text = f"{workdir}, step {predictor.step}, is written to {folder}: {found.model_type}, {every:,} bytes, {dtype}"
+    return "\n".join((text, *_lost(model, found.model(config), found.model_type), about_tokenizer)).rstrip()
 
 
 def _to_write(predictor: Predictor, one: Place) -> ToWrite:
@@ -86,10 +87,30 @@ def _tensor(predictor: Predictor, one: Place) -> np.ndarray:
     return one.tensor.to_tensor([np.asarray(x if one.layer is None else x[one.layer]) for x in arrays])
 
 
-def _tokenizer(predictor: Predictor, folder: Path) -> dict[str, Any]:
-    """Writes the tokenizer, if the run has one; the numbers of the special tokens."""
+def _lost(model: Transformer, there: Transformer, model_type: str) -> list[str]:
+    """A line for each dropout that the layout has no setting for."""
+    return [
+        f"{name} = {value} is not written, since {model_type} has no such setting: it would train without it there"
+        for name in ("dropout", "attention_dropout")
+        if (value := getattr(model, name)) != getattr(there, name)
+    ]
+
+
+def _tokenizer(predictor: Predictor, folder: Path) -> tuple[dict[str, Any], str]:
+    """Writes the tokenizer, if the run has one; (the numbers of the special tokens, what a user should know of it)."""
     try:
         codec = predictor.experiment.data.codec()
-    except ConfigError:
-        return kept_numbers(predictor.workdir / FOLDER)
-    return write_tokenizer(codec, folder)
+    except ConfigError as error:
+        why = str(error).removesuffix(".")
+        return kept_numbers(predictor.workdir / FOLDER), (
+            f"no tokenizer is written ({why}): AutoTokenizer.from_pretrained fails there, and the network takes "
+            f"numbers of tokens alone, below {predictor.parts.data_spec.sizes()['vocab_size']:,}. If it has a "
+            "tokenizer, put its tokenizer.json there"
+        )
+    numbers = write_tokenizer(codec, folder)
+    if not codec.is_bytes:
+        return numbers, ""
+    return numbers, (
+        "the run has no tokenizer, since it reads bytes: the tokenizer.json that is written has the 256 bytes of UTF-8 "
+        "as its tokens, and byte 0 ends a text"
+    )

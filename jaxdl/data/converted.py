@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.source import Data, Splits
@@ -11,11 +13,17 @@ class Converted(Data, kind="converted"):
     """No examples, and the tokenizer of a network that another program trained."""
 
     tokenizer: str | None = None
-    """The tokenizer's folder or file; None if the checkpoint had none."""
+    """The tokenizer's folder or file, relative to the workdir; None if the checkpoint had none."""
 
     def build(self) -> Splits:
         """Raises ConfigError: the examples are not here."""
         raise ConfigError("the network was converted, and its training data are not here. Give other --data.")
+
+    def within(self, folder: Path) -> Converted:
+        """See `Data.within`: with the whole path of the tokenizer."""
+        if self.tokenizer is None:
+            return self
+        return self.replaced({"tokenizer": str(folder.absolute() / self.tokenizer)})
 
     def codec(self) -> Codec:
         """Between text and tokens. Raises ConfigError where the checkpoint had no tokenizer."""

@@ -7,6 +7,7 @@ import dataclasses
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -47,6 +48,14 @@ class Data(Choice):
         """
         del console
         return None
+
+    def within(self, folder: Path) -> Data:
+        """The config of the data of a run as it is used while the run's workdir is in `folder`.
+
+        A kind of data whose files are in the workdir names them relative to it, so that the folder can be moved.
+        """
+        del folder
+        return self
 
     def codec(self) -> Codec:
         """Between text and this data's tokens. Raises ConfigError for data that are not text."""

@@ -63,6 +63,11 @@ class Model(Choice):
         """Patterns of the parameters that are trained, the others being frozen; none means all."""
         return ()
 
+    @property
+    def needs_base(self) -> bool:
+        """Whether the parameters that are not trained must come from another run: random ones would be a mistake."""
+        return False
+
     def merged(self, params: Params) -> tuple[Self, Params]:
         """The model, and its parameters, without what is only of use in training; it computes the same."""
         return self, params

@@ -33,6 +33,9 @@ class LoRA(Config):
     """The product of the two is multiplied by alpha / rank."""
     targets: tuple[str, ...] = pydantic.Field(default=("attention.query", "attention.value"), min_length=1)
     """Patterns of the names of a block's matrices that get adapters: `attention`, `mlp`, `*` for all."""
+    random_base: bool = pydantic.Field(default=False, exclude_if=lambda value: not value)
+    """Allow a run without `--init-from`, beside a network that keeps its random values: to try a config, since little
+    is learnt so."""
 
     @property
     def trained(self) -> tuple[str, ...]:

@@ -165,6 +165,11 @@ class Transformer(Model, kind="transformer"):
         """See `Model.trained`: with adapters these alone."""
         return self.lora.trained
 
+    @property
+    def needs_base(self) -> bool:
+        """See `Model.needs_base`: with adapters, unless a random network is allowed."""
+        return bool(self.lora.rank) and not self.lora.random_base
+
     def merged(self, params: Params) -> tuple[Transformer, Params]:
         """See `Model.merged`: the matrices with their adapters added."""
         return (self.replaced({"lora": LoRA()}), self.lora.merged(params)) if self.lora.rank else (self, params)

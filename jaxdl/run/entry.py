@@ -16,10 +16,11 @@ from jaxdl.errors import without_frames
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.files import hang_file
 from jaxdl.mesh import Device
+from jaxdl.optim import param_names
 from jaxdl.report import Start, Stopwatch
 from jaxdl.run.build import make_plan
 from jaxdl.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
-from jaxdl.run.initial import InitFrom, as_init, beginning
+from jaxdl.run.initial import InitFrom, as_init, beginning, check_base
 from jaxdl.run.length import check_max_steps, end_step
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.signals import Stop, StopSignals
@@ -81,6 +82,7 @@ def train(
             plan = stop.run(lambda: make(initial=begin, start=start))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
+        check_base(experiment.model, param_names(plan.parts.network.param_shapes), plan.initial, workdir)
         if jax.process_count() > 1:
             stop.share(every_polls=experiment.report.every_steps)
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None

@@ -25,6 +25,7 @@ from jaxdl.cluster.agree import of_first_process, processes_without
 from jaxdl.config import ConfigError
 from jaxdl.experiment import read_experiment
 from jaxdl.files import CHECKPOINTS_FOLDER, INIT_FILE, step_dir
+from jaxdl.models import Model
 from jaxdl.patterns import check_patterns, matches
 from jaxdl.report import replace_file
 from jaxdl.run.workdir import read_file
@@ -150,6 +151,32 @@ def beginning(
         return None, no_effect(asked.workdir)
     found = find_initial(asked, abstract)
     return found, "" if workdir is not None else found.text
+
+
+def check_base(model: Model, names: Sequence[str], found: Initial | None, workdir: Path | None) -> None:
+    """Raises ConfigError when a run would begin with adapters beside random values; all processes call it.
+
+    `names` are those of the parameters, and `found` what the run takes from another one. A run in `workdir` that has a
+    checkpoint goes on from it.
+    """
+    taken = found.taken if found is not None else ()
+    base = [name for name in names if not any(matches(name, pattern) for pattern in model.trained)]
+    random = [name for name in base if name not in taken] if model.needs_base else []
+    if not random or (workdir is not None and of_first_process(lambda: b"1" if has_checkpoint(workdir) else b"")):
+        return
+    allow = "or allow that with --model.lora.random-base, to try the config out"
+    if found is None:
+        raise ConfigError(
+            f"adapters (--model.lora.rank) without {OPTION}: all {len(base)} arrays of the network beside them are "
+            f"frozen, and would keep random values. Give {OPTION} FOLDER, the workdir of a trained network (python -m "
+            f"jaxdl.convert from-hf makes one of a downloaded checkpoint), {allow}."
+        )
+    why = (f"{name} ({found.left.get(name, 'not in --init-names')})" for name in random)
+    raise ConfigError(
+        f"{OPTION} {found.workdir}: {len(random)} of the {len(base)} arrays beside the adapters (--model.lora.rank) are "
+        f"not taken from it; they are frozen, and would keep random values: {_some(why)}. Make the model as that run's, "
+        f"{allow}."
+    )
 
 
 def no_effect(workdir: str | Path) -> str:
