@@ -11,7 +11,8 @@ MERGES = (
 ADDED = {"<x1>": 300, "two words": 301}
 TEXTS = (
     "", " ", "hello world", " hello  world", "    the\n\n\tthe \n", "don't I'll 's'S DON'T re",
-    "café \u00fcber 𝄞 日本 \U0001f389", "12345 3.14...", "hello<|endoftext|> the", "<pad> hello<pad>x <x1> two words<tool>",
+    "café \u00fcber 𝄞 日本 \U0001f389", "12345 3.14...", "hello<|endoftext|> the",
+    "<pad> hello<pad>x <x1> two words<tool>",
     "\u00a0the\u3000the\u200b\r\n", "e\u0301\x00\x7fĠt",
 )  # fmt: skip
 """Runs of spaces, contractions, characters of several bytes, and special tokens inside of text."""

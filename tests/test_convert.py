@@ -220,13 +220,14 @@ def test_an_output_layer_that_is_the_embedding_table_is_accepted(tmp_path):
         ("mistral", {"layer_types": [FULL, SLIDING]}, "1 of its 2 layers have a sliding window of 5 tokens, the others "
          "none; jaxdl's Transformer has one for all layers."),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-         'write "sliding_window": null and "layer_types": null there, and give --length 7.'),
+         'for these, write "sliding_window": null and "layer_types": null there, and give --length 7.'),
         ("qwen3", {"layer_types": [SLIDING] * 2}, "layer_types has sliding_attention, and no sliding_window is in use"),
         ("qwen3", {"layer_types": [FULL, "chunked_attention"]}, "layer_types has chunked_attention: full_attention or"),
         ("qwen3", {"layer_types": [FULL]}, "layer_types has 1 entries for 2 layers"),
-        ("qwen2", {"change": with_head(1)}, "the output layer is the embedding table (tie_word_embeddings is true), but "
+        ("qwen2", {"change": with_head(1)}, "output layer is the embedding table (tie_word_embeddings is true), but "
          "lm_head.weight differs from model.embed_tokens.weight in 1 of 32 rows. Write"),
-        ("gpt2", {"change": with_head(0, rows=31)}, "lm_head.weight is [31, 16], and transformer.wte.weight is [32, 16]"),
+        ("gpt2", {"change": with_head(0, rows=31)},
+         "lm_head.weight is [31, 16], and transformer.wte.weight is [32, 16]"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True is not converted"),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """Low-rank adapters: what is trained, what it computes, and what becomes of it when it is merged."""
 
+import functools
 import shutil
 from pathlib import Path
 
@@ -157,26 +158,28 @@ def test_merged_it_computes_the_same(tuned, tmp_path, capsys):
         assert not [name for name in file.keys() if "lora" in name]  # noqa: SIM118
 
 
-def test_adapters_beside_random_values_are_a_mistake(base, tuned, tmp_path, monkeypatch):
+def test_adapters_beside_random_values_are_a_mistake(base, tuned, tmp_path):
     """Unless they are allowed; a run that has a checkpoint of its own goes on."""
-    monkeypatch.setattr("jaxdl.run.trainer.Trainer.run", lambda self: self.plan)
     run = experiment(base)
-    with pytest.raises(
-        jaxdl.ConfigError, match=r"without --init-from: all 13 arrays of the network .* --init-from FOL"
-    ):
+
+    def begun(run, init=None, workdir=None):
+        take = functools.partial(beginning, workdir, init, False, model=run.model)
+        return make_plan(run, jax.devices()[:1], initial=take).initial
+
+    why = r"without init_from: all 13 arrays .* Give init_from=FOLDER, .* allow that with model.lora.random_base"
+    with pytest.raises(jaxdl.ConfigError, match=why):
         jaxdl.train(run, tmp_path / "run", quiet=True)
     assert not (tmp_path / "run" / "config.json").exists()
-    wider = run.replaced({"model.vocab_size": 40})
     why = r"1 of the 13 arrays .*: embedding \(float32 \[32, 16\] there, float32 \[40, 16\] here\)"
     with pytest.raises(jaxdl.ConfigError, match=why):
-        jaxdl.train(wider, quiet=True, init_from=base)
-    with pytest.raises(jaxdl.ConfigError, match=r"final_norm/scale \(not in --init-names\)"):
-        jaxdl.train(run, quiet=True, init_from=InitFrom(base, names=["embedding", "layers/*"]))
-    assert jaxdl.train(run, quiet=True, init_from=base).initial is not None
-    jaxdl.train(run.replaced({"model.lora.random_base": True}), quiet=True)
+        begun(run.replaced({"model.vocab_size": 40}), InitFrom(base))
+    with pytest.raises(jaxdl.ConfigError, match=r"final_norm/scale \(not in InitFrom.names\)"):
+        begun(run, InitFrom(base, names=["embedding", "layers/*"]))
+    assert begun(run, InitFrom(base)) is not None
+    assert begun(run.replaced({"model.lora.random_base": True})) is None
     copy = Path(shutil.copytree(tuned.workdir, tmp_path / "copy"))
     (copy / INIT_FILE).unlink()
-    jaxdl.train(tuned.plan.asked, copy, quiet=True)
+    assert begun(run, workdir=copy) is None
 
 
 def test_unscanned_layers_and_wrong_patterns(base):

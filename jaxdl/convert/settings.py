@@ -54,9 +54,9 @@ def one_window(config: Mapping[str, Any], window: int | None, usual: Sequence[st
         raise ConfigError(f"layer_types has {SLIDING}, and no sliding_window is in use. Fetch the file again.")
     if sliding < len(kinds):
         raise ConfigError(
-            f"{sliding} of its {len(kinds)} layers have a sliding window of {window:,} tokens, the others none; jaxdl's "
-            "Transformer has one for all layers. Texts of up to so many tokens are read alike without it: for these, "
-            f'write "sliding_window": null and "layer_types": null there, and give --length {window}.'
+            f"{sliding} of its {len(kinds)} layers have a sliding window of {window:,} tokens, the others none; "
+            "jaxdl's Transformer has one for all layers. Texts of up to so many tokens are read alike without it: for "
+            f'these, write "sliding_window": null and "layer_types": null there, and give --length {window}.'
         )
     return window
 

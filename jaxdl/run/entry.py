@@ -16,11 +16,10 @@ from jaxdl.errors import without_frames
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.files import hang_file
 from jaxdl.mesh import Device
-from jaxdl.optim import param_names
 from jaxdl.report import Start, Stopwatch
 from jaxdl.run.build import make_plan
 from jaxdl.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
-from jaxdl.run.initial import InitFrom, as_init, beginning, check_base
+from jaxdl.run.initial import InitFrom, as_init, beginning
 from jaxdl.run.length import check_max_steps, end_step
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.signals import Stop, StopSignals
@@ -69,7 +68,7 @@ def train(
     watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
     callbacks.check(workdir)
-    init, start = as_init(init_from, workdir), Start(quiet=quiet)
+    init, start, over = as_init(init_from, workdir), Start(quiet=quiet), experiment.checkpoint.start_over
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         lease = make_lease(workdir) if workdir else None
         take = functools.partial(take_lease, lease) if lease else lambda: None
@@ -77,12 +76,11 @@ def train(
         stack.callback(start.close)
         try:
             chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
-            begin = functools.partial(beginning, workdir, init, experiment.checkpoint.start_over)
+            begin = functools.partial(beginning, workdir, init, over, model=experiment.model)
             make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=take)
             plan = stop.run(lambda: make(initial=begin, start=start))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
-        check_base(experiment.model, param_names(plan.parts.network.param_shapes), plan.initial, workdir)
         if jax.process_count() > 1:
             stop.share(every_polls=experiment.report.every_steps)
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None

@@ -132,13 +132,29 @@ def as_init(given: InitFrom | str | Path | None, workdir: Path | None) -> InitFr
 
 
 def beginning(
-    workdir: Path | None, asked: InitFrom | None, start_over: bool, abstract: TrainState
+    workdir: Path | None,
+    asked: InitFrom | None,
+    start_over: bool,
+    abstract: TrainState,
+    *,
+    model: Model | None = None,
 ) -> tuple[Initial | None, str]:
     """(what the run in `workdir` takes from another run when it begins, a note for the user); all processes call it.
 
     A run that has begun before begins again as it did then, unless it may `start_over`. Raises ConfigError when that is
-    not what is asked for now, and what `find_initial` raises.
+    not what is asked for now, what `find_initial` raises, and when the `model` would train adapters beside random
+    values.
     """
+    found, note = _begun(workdir, asked, start_over, abstract)
+    if model is not None and model.needs_base:
+        names = [name for name, (path, _) in _arrays(abstract).items() if path.startswith("params.")]
+        _check_base(model, names, found, workdir)
+    return found, note
+
+
+def _begun(
+    workdir: Path | None, asked: InitFrom | None, start_over: bool, abstract: TrainState
+) -> tuple[Initial | None, str]:
     recorded = read_initial(workdir) if workdir is not None else None
     if asked is None or (recorded is not None and recorded.same_as(asked)):
         return recorded, ""
@@ -153,7 +169,7 @@ def beginning(
     return found, "" if workdir is not None else found.text
 
 
-def check_base(model: Model, names: Sequence[str], found: Initial | None, workdir: Path | None) -> None:
+def _check_base(model: Model, names: Sequence[str], found: Initial | None, workdir: Path | None) -> None:
     """Raises ConfigError when a run would begin with adapters beside random values; all processes call it.
 
     `names` are those of the parameters, and `found` what the run takes from another one. A run in `workdir` that has a
@@ -161,21 +177,21 @@ def check_base(model: Model, names: Sequence[str], found: Initial | None, workdi
     """
     taken = found.taken if found is not None else ()
     base = [name for name in names if not any(matches(name, pattern) for pattern in model.trained)]
-    random = [name for name in base if name not in taken] if model.needs_base else []
+    random = [name for name in base if name not in taken]
     if not random or (workdir is not None and of_first_process(lambda: b"1" if has_checkpoint(workdir) else b"")):
         return
     allow = "or allow that with --model.lora.random-base, to try the config out"
     if found is None:
         raise ConfigError(
             f"adapters (--model.lora.rank) without {OPTION}: all {len(base)} arrays of the network beside them are "
-            f"frozen, and would keep random values. Give {OPTION} FOLDER, the workdir of a trained network (python -m "
-            f"jaxdl.convert from-hf makes one of a downloaded checkpoint), {allow}."
+            f"frozen, and would keep random values. Give {OPTION} FOLDER, the workdir of a trained network, {allow}. A "
+            "downloaded checkpoint becomes such a workdir by python -m jaxdl.convert from-hf."
         )
     why = (f"{name} ({found.left.get(name, 'not in --init-names')})" for name in random)
     raise ConfigError(
-        f"{OPTION} {found.workdir}: {len(random)} of the {len(base)} arrays beside the adapters (--model.lora.rank) are "
-        f"not taken from it; they are frozen, and would keep random values: {_some(why)}. Make the model as that run's, "
-        f"{allow}."
+        f"{OPTION} {found.workdir}: {len(random)} of the {len(base)} arrays beside the adapters (--model.lora.rank) "
+        f"are not taken from it; they are frozen, and would keep random values: {_some(why)}. Make the model as that "
+        f"run's, {allow}."
     )
 
 
