@@ -1,7 +1,7 @@
 """Data: sources of examples, the order in which they are seen, and the loader that puts batches on the devices.
 
 A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
-`SyntheticImages`, `SyntheticText`)
+`SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -23,7 +23,7 @@ from jaxdl.data.pairs import PairData, Pairs, TFDSPairs
 from jaxdl.data.photos import Cache, Photos, PhotoSource
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
 from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
-from jaxdl.data.synthetic import SyntheticImages, SyntheticText
+from jaxdl.data.synthetic import SyntheticImages, SyntheticPairs, SyntheticText
 from jaxdl.data.tars import ImageTars
 from jaxdl.data.text import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
@@ -55,6 +55,7 @@ __all__ = [
     "Source",
     "Splits",
     "SyntheticImages",
+    "SyntheticPairs",
     "SyntheticText",
     "TFDSPairs",
     "TextFiles",
