@@ -81,6 +81,15 @@ def check_positive(command: OfRun, *names: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: give a whole number, 1 or more, or leave it out.")
 
 
+def check_text(option: str, texts: Sequence[str]) -> None:
+    """Raises ConfigError for a text of the command line that is not UTF-8; Python keeps its bytes as surrogates."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(f"{option} {text!r}: not UTF-8. Give a text in UTF-8.") from None
+
+
 def restored(command: OfRun, args: Sequence[str], *, as_trained: bool = False) -> Predictor:
     """The network of the checkpoint, on the mesh that the options ask for; without them on one device.
 

@@ -27,6 +27,12 @@ def config(tmp_path):
     return str(file)
 
 
+def test_help_needs_no_config(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["prepare", "--help"])
+    assert "tokenizes documents and pairs" in capsys.readouterr().out
+
+
 def test_it_fills_the_cache_and_says_what_was_there(config, tmp_path, capsys):
     main(["prepare", "--config", config])
     assert "30 images read, 0 already cached" in " ".join(capsys.readouterr().out.split())

@@ -59,6 +59,9 @@ def _tokenizer(args: list[str]) -> None:
 def _experiment(args: list[str]) -> tuple[Any, str]:
     """(data config with the options applied, file of the experiment)."""
     own, others = own_options(args, ("config",))
+    if "config" not in own and {"-h", "--help"} & set(args):
+        print(__doc__)
+        raise SystemExit(0)
     if "config" not in own:
         raise ConfigError(no_config("python -m jaxdl.data"))
     experiment: Any = load_file(own["config"])

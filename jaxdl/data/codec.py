@@ -23,6 +23,11 @@ PADDING = ("<pad>", "<|pad|>", "[PAD]")
 TOKENIZER_FILE, TOKENIZER_CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 """The files of a tokenizer's folder in the form of Hugging Face."""
 
+_ADVICE = (
+    "Give a tokenizer.json, a folder that has one, or a .model file of sentencepiece; python -m jaxdl.data tokenizer "
+    "trains one."
+)
+
 _kinds: list[type[Encoder]] = []
 
 
@@ -106,12 +111,12 @@ class _SentencePiece(Encoder):
     def __init__(self, path: str) -> None:
         self._path = Path(path).expanduser()
         if not self._path.is_file():
-            raise ConfigError(f"tokenizer {path}: no such file. Give the .model file that sentencepiece writes.")
+            raise ConfigError(f"tokenizer {path}: no such file. {_ADVICE}")
         sentencepiece = import_text("sentencepiece", f"tokenizer {path}")
         try:
             self._processor = sentencepiece.SentencePieceProcessor(model_file=str(self._path))
         except (OSError, RuntimeError) as error:
-            raise ConfigError(f"tokenizer {path}: not a model of sentencepiece ({error}).") from None
+            raise ConfigError(f"tokenizer {path}: not a model of sentencepiece ({error}). {_ADVICE}") from None
         numbers = (self._processor.pad_id(), self._processor.bos_id(), self._processor.eos_id())
         self.pad, self.start, self.end = (None if number < 0 else number for number in numbers)
 
@@ -144,13 +149,15 @@ class _Tokenizers(Encoder):
         self._config = given / TOKENIZER_CONFIG_FILE
         if not self._file.is_file():
             what = f"it has no {TOKENIZER_FILE}" if given.is_dir() else "no such file"
-            raise ConfigError(f"tokenizer {path}: {what}. Give the JSON file that `Tokenizer.save` writes.")
+            raise ConfigError(f"tokenizer {path}: {what}. {_ADVICE}")
         import tokenizers
 
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(self._file))
         except Exception as error:  # The library raises no narrower class.
-            raise ConfigError(f"tokenizer {path}: not a JSON file of the tokenizers library ({error}).") from None
+            raise ConfigError(
+                f"tokenizer {path}: not a JSON file of the tokenizers library ({error}). {_ADVICE}"
+            ) from None
         self._tokenizer.no_truncation()  # A file may ask for them; here documents are whole.
         self._tokenizer.no_padding()
         named = self._named(path)

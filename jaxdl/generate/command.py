@@ -20,7 +20,7 @@ from jaxdl.predictor import Predictor
 from jaxdl.run.generation import Sampling
 from jaxdl.run.result import exit_codes
 from jaxdl.runs import check_writable, read_lines
-from jaxdl.trained import OfRun, check_positive, opened, parse_command, progress, restored
+from jaxdl.trained import OfRun, check_positive, check_text, opened, parse_command, progress, restored
 
 ABOUT = """Continues texts by a trained language model. One prompt is continued on the screen, many become JSON lines.
 
@@ -77,6 +77,8 @@ def run(args: list[str], prog: str) -> None:
 
 def check(command: Generate, *, many: bool) -> None:
     """Raises ConfigError for what can be seen before anything is read."""
+    check_text("--prompt", command.prompt)
+    check_text("--stop", command.stop)
     if command.prompt and command.prompts is not None:
         raise ConfigError("--prompt and --prompts: give one of them.")
     if command.to is not None and not many:

@@ -61,6 +61,12 @@ class Sampling:
             raise ConfigError(f"--top-k {self.top_k}: give a whole number, 1 or more, or leave it out.")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p {self.top_p}: give a number above 0, at most 1, or leave it out.")
+        for option, value in (("--top-k", self.top_k), ("--top-p", self.top_p)):
+            if value is not None and self.temperature == 0:
+                raise ConfigError(
+                    f"{option} {value}: it has no effect with --temperature 0, which takes the likeliest token. Leave "
+                    "one out."
+                )
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(f"--seed {self.seed}: it has more than 64 bits. Give a smaller number.")
 

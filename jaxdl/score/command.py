@@ -18,7 +18,7 @@ from jaxdl.predictor import Predictor
 from jaxdl.run.result import exit_codes
 from jaxdl.run.scoring import Question, Scorer, score_choices, score_documents
 from jaxdl.runs import check_writable, read_lines
-from jaxdl.trained import OfRun, opened, parse_command, progress, restored
+from jaxdl.trained import OfRun, check_text, opened, parse_command, progress, restored
 
 CONTEXTS, CHOICES, LABELS = ("context", "ctx", "query"), ("choices", "endings"), ("label", "gold", "answer")
 """Names that fields of questions have; those of HellaSwag are ctx, endings and label."""
@@ -57,6 +57,7 @@ def run(args: list[str], prog: str) -> None:
         command = parse_command(Score, args, prog, ABOUT)
         if not command.text and not command.choices:
             raise ConfigError("nothing to score: give --text FILE or --choices FILE.")
+        check_text("--delimiter", (command.delimiter,))
         if command.to is not None:
             check_writable(command.to, "--to")
         questions = {path: read_questions(path) for path in command.choices}
