@@ -251,11 +251,14 @@ def test_what_cannot_be_converted(tmp_path, capsys, name, settings, problem):
         (["from-hf", "HF", "NEW", "--length", "65"], "--length 65: the network reads 1 to 64 tokens"),
         (["to-hf", "nowhere", "NEW"], "nowhere: there is no run in this folder"),
         (["to-hf", "RUN", "HF"], "it has a config.json already"),
+        (["to-hf", "RUN", "OTHER"], "it has a model.safetensors already"),
         (["to-hf", "RUN", "NEW", "--layout", "gpt2"], "gpt2 has no "),
         (["to-hf", "RUN", "NEW", "--layout", "bert"], "choose one of gpt2, llama, mistral, qwen2, qwen3"),
         (["to", "RUN", "NEW"], "to: there is no such command. Commands: from-hf, to-hf."),
     ],
 )
 def test_mistakes(qwen, tmp_path, capsys, args, problem):
-    places = {"HF": qwen[0], "RUN": qwen[1], "NEW": tmp_path / "new"}
+    places = {"HF": qwen[0], "RUN": qwen[1], "NEW": tmp_path / "new", "OTHER": tmp_path / "other"}
+    places["OTHER"].mkdir()
+    (places["OTHER"] / "model.safetensors").touch()
     assert problem in refusal(capsys, *(places.get(one, one) for one in args), run=main)

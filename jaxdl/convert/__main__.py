@@ -30,6 +30,8 @@ used with jaxdl.restore, python -m jaxdl.generate and --init-from. to-hf writes 
   {PROG} to-hf runs/tuned tuned --dtype bfloat16
 
 With from-hf --help or to-hf --help: the options."""
+_WRITTEN = (HF_CONFIG, "*.safetensors*", "generation_config.json", "tokenizer*", "special_tokens_map.json")
+"""Patterns of the files that `to-hf` writes; it replaces none."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,8 @@ def _to_hf(line: Sequence[str]) -> None:
     check_checkpoint(check_run(workdir), command.step)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder}: a file, not a folder. Choose another folder.")
-    if (folder / HF_CONFIG).exists():
-        raise ConfigError(f"{folder}: it has a {HF_CONFIG} already. Choose another folder.")
+    if there := [path.name for pattern in _WRITTEN for path in sorted(folder.glob(pattern))]:
+        raise ConfigError(f"{folder}: it has a {there[0]} already. Choose another folder.")
     if command.file_bytes < 1:
         raise ConfigError(f"--file-bytes {command.file_bytes}: give 1 or more.")
     from jaxdl.convert.layouts import layouts
