@@ -119,16 +119,16 @@ class _Run:
         self.lowered = jax.jit(update).lower(self.on_mesh(self.gradients(0)), self.init(), jax.random.key(0))
         self.update = self.lowered.compile()
         self.there: Arrays = {name: np.zeros(shape.shape) for name, shape in self.shapes.items()}
-        """The sum of the true means so far."""
+        """The sum of the true means so far; where the exchange forgets, earlier ones count less."""
         self.sent: Arrays = {name: np.zeros(shape.shape) for name, shape in self.shapes.items()}
-        """The sum of the means so far."""
+        """The same of the means so far."""
         self.state = self.init()
         self.metrics: dict[str, float] = {}
 
     @property
     def residual(self) -> Arrays:
         """What has not been sent yet, of all replicas; empty if the exchange keeps nothing."""
-        found = self.state.get(PER_REPLICA, {}).get("residual", {})
+        found = self.state.get(PER_REPLICA, {}).get(self.exchange.unsent_name, {})
         return {name: np.asarray(x, np.float64).sum(axis=0) for name, x in found.items()}
 
     def gradients(self, seed: int) -> Arrays:
@@ -151,6 +151,7 @@ class _Run:
     def step(self, seed: int) -> None:
         """One step with other gradients, counted in `there` and `sent`."""
         gradients = self.gradients(seed)
+        true = {name: x.astype(np.float64).mean(axis=0) for name, x in gradients.items()}
         mean, self.state, metrics = self.one(gradients, self.state, seed)
         for name, x in mean.items():
             shape = self.shapes[name]
@@ -160,8 +161,8 @@ class _Run:
             )
             _require(np.isfinite(np.asarray(x, np.float32)).all(), f"the mean of gradient {name} is not finite")
             _require(_same_everywhere(x), f"gradient {name}: devices that hold the same part of the mean differ")
-            self.sent[name] += np.asarray(x, np.float64)
-            self.there[name] += gradients[name].astype(np.float64).mean(axis=0)
+            for sums, new in ((self.sent, np.asarray(x, np.float64)), (self.there, true[name])):
+                sums[name] = self.exchange.unsent_decay * sums[name] + new
         missing = [name for name in _METRICS if name not in metrics]
         _require(not missing, f"update returned no metric {', '.join(missing)}")
         self.metrics = {name: float(value) for name, value in metrics.items()}
@@ -209,7 +210,7 @@ def _check_zeros(run: _Run) -> None:
     mean, state, _ = run.one(zeros, run.state, 0)
     for name, x in mean.items():
         _require(not np.any(np.asarray(x, np.float32)), f"gradient {name}: zeros in, but not zeros out")
-    for name, x in state.get(PER_REPLICA, {}).get("residual", {}).items():
+    for name, x in state.get(PER_REPLICA, {}).get(run.exchange.unsent_name, {}).items():
         _require(not np.any(np.asarray(x)), f"gradient {name}: gradients of zero leave a residual")
 
 

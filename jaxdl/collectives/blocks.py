@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxdl.collectives.compact import LARGEST, largest, magnitudes, reduce_minor
+from jaxdl.collectives.compact import KEY_BITS, LARGEST, largest, magnitudes, reduce_minor
 
 BLOCK_WIDTHS = (16, 32, 64)
 
@@ -88,26 +88,16 @@ def largest_of_blocks(x: jax.Array, k: int, num_per_block: int, *, compare: bool
 
 
 def largest_of_rows(keys: jax.Array, count: int, *, compare: bool) -> jax.Array:
-    """int32 `[rows, count]`: where the `count` largest of each row of `keys` [rows, width] are, ascending."""
-    column = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+    """int32 `[rows, count]`: where the `count` largest of each row of `keys` [rows, width] are, ascending.
 
-    def following(value: jax.Array | None, place: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-        """The next one in the order of value, then place; the first one after None."""
-        left = keys
-        if value is not None and place is not None:
-            later = (keys < value[:, None]) | ((keys == value[:, None]) & (column > place[:, None]))
-            left = jnp.where(later, keys, -1)
-        value = reduce_minor(jnp.max, left, compare=compare)
-        at = jnp.where(left == value[:, None], column, LARGEST)
-        return value, reduce_minor(jnp.min, at, compare=compare)
-
-    value, place = following(None, None)
-    places = jnp.zeros((count, len(keys)), jnp.int32).at[0].set(place)
+    Ties: lowest index first. No row is sorted, neither on a GPU, which counts, nor on a CPU, which keeps a heap: XLA
+    has one for float32, whose order is that of the keys.
+    """
     if count == 1:
-        return places.T
-
-    def body(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        value, place = following(carry[0], carry[1])
-        return value, place, carry[2].at[i].set(place)
-
-    return jnp.sort(lax.fori_loop(1, count, body, (value, place, places))[2].T, axis=1)
+        column = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
+        value = reduce_minor(jnp.max, keys, compare=compare)
+        at = jnp.where(keys == value[:, None], column, LARGEST)
+        return reduce_minor(jnp.min, at, compare=compare)[:, None]
+    if compare:
+        return jax.vmap(lambda row: largest(row, count, KEY_BITS, compare=True))(keys)
+    return jnp.sort(lax.top_k(lax.bitcast_convert_type(keys, jnp.float32), count)[1], axis=1)

@@ -18,6 +18,7 @@ from jaxdl.exchange.buckets import backward_order
 from jaxdl.exchange.compressed import Compressed
 from jaxdl.exchange.config import ExchangeChoice, ExchangeConfig, kinds
 from jaxdl.exchange.cost import Gradients, Link, Machine, predict
+from jaxdl.exchange.demo import DeMo
 from jaxdl.exchange.dense import Dense
 from jaxdl.exchange.linear import Linear
 from jaxdl.exchange.powersgd import PowerSGD
@@ -27,6 +28,7 @@ from jaxdl.exchange.topk import TopK
 __all__ = [
     "Auto",
     "Compressed",
+    "DeMo",
     "Dense",
     "Exchange",
     "ExchangeChoice",

@@ -143,7 +143,7 @@ class CompressedExchange(SummedLater):
         # survives until it is whole again.
         sizes = {name: self.layout.num_elements(name, shape) for name, shape in shapes.items()}
         fed_back = [name for name in shapes if not self.options.stays_dense(name, sizes[name])]
-        kept = {"residual": fed_back} if fed_back and self.options.error_feedback else {}
+        kept = {self.options.unsent_name: fed_back} if fed_back and self.options.error_feedback else {}
         kept |= {"momentum": list(shapes)} if self.options.momentum_factor is not None else {}
         state: ExchangeState = {}
         if kept:
@@ -168,7 +168,8 @@ class CompressedExchange(SummedLater):
             # Deep Gradient Compression (Lin et al. 2018), section 3.2: the momentum is sent, and its residual kept;
             # that of gradients that stay dense too, since the optimizer has none.
             due = with_momentum(kept["momentum"], shares, factor)
-        summand = due | {name: due[name] + x for name, x in kept.get("residual", {}).items()}
+        unsent, decay = kept.get(self.options.unsent_name, {}), self.options.unsent_decay
+        summand = due | {name: due[name] + (x if decay == 1 else decay * x) for name, x in unsent.items()}
         dense_messages = [send_dense(Message(bucket, summand), context) for bucket in dense]
         carried = Carried(
             {name: summand[name] for name in compressed},
@@ -179,12 +180,13 @@ class CompressedExchange(SummedLater):
         total = {name: x for message in (sums, *dense_messages) for name, x in message.total.items()}
         residual = {
             name: sums.residual.get(name, 0.0) + rounding_of(total[name], leaves[name].dtype) / context.num_replicas
-            for name in kept.get("residual", {})
+            for name in unsent
         }
         residual = {name: alike((axis,), x, summand[name])[0] for name, x in residual.items()}
         momentum = {name: due[name] for bucket in dense for name in bucket.names} | (sums.momentum or {})
+        of_replica = {"momentum": momentum, self.options.unsent_name: residual}
         new_state = {
-            PER_REPLICA: {entry: {"residual": residual, "momentum": momentum}[entry] for entry in kept},
+            PER_REPLICA: {entry: of_replica[entry] for entry in kept},
             "shard": sums.shard,
             "common": {name: count + 1 for name, count in state.get("common", {}).items()},
         }

@@ -51,6 +51,8 @@ class ExchangeConfig(ExchangeChoice, kind=None):
     """Whether it changes more of the mean than its rounding; only a large speed-up is worth that."""
     single_replica_options: ClassVar[tuple[str, ...]] = ("delay_steps",)
     """The fields that also take effect with a single replica."""
+    unsent_name: ClassVar[str] = "residual"
+    """The entry of each replica's state with what it has not sent yet, where it keeps that."""
 
     def build(self, layout: GradientLayout | None = None) -> Exchange:
         """The exchange, for gradients that are sharded as `layout` says; without one, not at all."""
@@ -88,6 +90,11 @@ class ExchangeConfig(ExchangeChoice, kind=None):
     def momentum_factor(self) -> float | None:
         """That of the momentum which the exchange keeps in place of the optimizer; None where it keeps none."""
         return None
+
+    @property
+    def unsent_decay(self) -> float:
+        """What remains of `unsent_name` in the next step: 1 if nothing is lost."""
+        return 1.0
 
     @property
     def sum_dtype(self) -> DTypeLike | None:

@@ -143,11 +143,12 @@ def measured(costs: jax.Array, shares: Leaves, residual: Leaves, context: Contex
     axis, layout = context.axis, context.layout
     slow, entries, elements, *inner = costs
     dense = elements * all_reduce_sent_bytes(1, context.num_replicas, jnp.float32)
+    alone = context.num_replicas == 1
     sent = {f"bytes_sent/{name}": value for name, value in zip(layout.inner, inner, strict=True)}
     return {
         f"bytes_sent/{axis}": slow,
         **sent,
-        "compression": dense / jnp.maximum(slow, 1),
+        "compression": jnp.float32(1) if alone else dense / jnp.maximum(slow, 1),
         "density": entries / jnp.maximum(elements, 1),
         **residual_squares(shares, residual, layout=layout, axis=axis),
     }
