@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdl.exchange import (
+    DeMo,
     Dense,
     GradientLayout,
     PowerSGD,
@@ -137,6 +138,8 @@ EXCHANGES = {
     "quantized 2": Quantized(bits=2, block_size=32, **COMMON),
     "sign": Sign(block_size=64, **COMMON),
     "powersgd": PowerSGD(rank=2, **COMMON),
+    "demo": DeMo(side=8, entries=6, momentum=0.9, **COMMON),
+    "demo plain": DeMo(side=16, entries=20, momentum=0.9, wire="plain", **SMALL),
 }
 
 

@@ -96,7 +96,8 @@ class Oracle:
             self.momentum = {name: F32(self.correction) * self.momentum[name] + shares[name] for name in shares}
             summand = self.momentum
         if self.residual is not None:
-            summand = summand | {name: summand[name] + x for name, x in self.residual.items()}
+            decay = F32(self.config.unsent_decay)
+            summand = summand | {name: summand[name] + decay * x for name, x in self.residual.items()}
         self.sent = dict.fromkeys(("replica", *self.inner), 0.0)
         self.entries = self.elements = 0
         mean = {}
@@ -121,7 +122,7 @@ class Oracle:
         residual = norm(self.residual or {})
         return {f"bytes_sent/{axis}": value for axis, value in self.sent.items()} | {
             "density": self.entries / self.elements,
-            "compression": 2 * (self.m - 1) / self.m * 4 * self.elements / slow,
+            "compression": 2 * (self.m - 1) / self.m * 4 * self.elements / slow if self.m > 1 else 1,
             "residual_norm": residual,
             "residual_ratio": residual / max(norm(shares), 1e-30),
         }

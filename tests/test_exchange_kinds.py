@@ -94,7 +94,7 @@ def test_the_lists_of_kinds_have_an_own_kind():
 def test_a_schedule_is_compared_with_one_of_each_other_kind():
     experiment = tiny_experiment(exchange=TopK(density=0.5, delay_steps=1))
     found = exchanges(ScheduleBench(Path("x.py"), experiment, all_exchanges=True))
-    assert {one.kind for one in found} == set(kinds()) == {"dense", "topk", "quantized", "powersgd", "sign"}
-    assert len(found) == 5
+    assert {one.kind for one in found} == set(kinds()) == {"dense", "topk", "quantized", "powersgd", "sign", "demo"}
+    assert len(found) == 6
     assert found[0] == experiment.exchange
     assert all(one.delay_steps == 1 for one in found)

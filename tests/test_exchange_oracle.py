@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from demo_oracle import DemoOracle
 from exchange_cases import EXCHANGES, NAMED_SHAPES, ORDER, PLACES, STACKED, Place, Run, assert_same_everywhere, run_of
 from exchange_oracle import Oracle
 
@@ -19,6 +20,7 @@ EVERYWHERE = (
     "quantized 8",
     "sign",
     "powersgd",
+    "demo",
 )
 MSTOPK_PLACES = ("replica 8", "replica 2 x fsdp 2 x tensor 2")
 """It takes long to compile, and differs from the other selections in which entries it takes alone."""
@@ -30,6 +32,7 @@ ONCE = {
     "topk block, all to all": ("replica 4 x fsdp 2", "bfloat16"),
     "quantized 4": ("replica 4 x fsdp 2", "float32"),
     "quantized 2": ("replica 4 x fsdp 2, whole", "bfloat16"),
+    "demo plain": ("replica 4 x fsdp 2, whole", "float32"),
 }
 """A sensible part of all combinations: each way of selecting, sending and rounding at least once."""
 CASES = [(exchange, place, "mixed") for exchange in EVERYWHERE for place in PLACES]
@@ -53,7 +56,7 @@ def oracle_of(run, state):
         name: {coords: leaf[coords] for coords in np.ndindex(*leaf.shape[:-3])}
         for name, leaf in jax.tree.map(np.asarray, state.get("shard", {})).get("factor", {}).items()
     }
-    return Oracle(
+    return {"demo": DemoOracle}.get(run.config.kind, Oracle)(
         run.config,
         shapes=NAMED_SHAPES,
         specs=by_name(run.specs),
@@ -83,7 +86,7 @@ def test_two_steps_against_numpy(exchange, place, dtype):
         assert set(metrics) == set(expected_metrics)
         for name, value in expected_metrics.items():
             np.testing.assert_allclose(float(metrics[name]), value, rtol=1e-4, atol=1e-6, err_msg=name)
-        residual = state.get("replica", {}).get("residual", {})
+        residual = state.get("replica", {}).get(run.config.unsent_name, {})
         assert set(residual) == set(oracle.residual or {})
         for name, ours in residual.items():
             np.testing.assert_allclose(np.asarray(ours), oracle.residual[name], **tolerance(exchange, np.float32))
@@ -101,8 +104,9 @@ def tolerance(exchange, dtype):
 
 @pytest.mark.parametrize(("exchange", "place", "dtype"), [*thinned(FEEDBACK)])
 def test_error_feedback_telescopes(exchange, place, dtype):
-    """Over five steps, what was sent and what is left over all replicas is what there was."""
+    """Over five steps, what was sent and what is left over all replicas is what there was, but for what decays."""
     run = run_of(exchange, place, dtype)
+    decay = run.config.unsent_decay
     state, num_replicas = run.init(), PLACES[place].replica
     there = {name: np.zeros(shape) for name, shape in NAMED_SHAPES.items()}
     sent = {name: np.zeros(shape) for name, shape in NAMED_SHAPES.items()}
@@ -110,9 +114,9 @@ def test_error_feedback_telescopes(exchange, place, dtype):
         gradients = run.gradients(10 + step)
         mean, state, _ = run(gradients, state, step)
         for name, x in by_name(mean).items():
-            there[name] += gradients[name].astype(np.float64).mean(axis=0)
-            sent[name] += np.asarray(x).astype(np.float64)
-    residual = state["replica"]["residual"]
+            there[name] = decay * there[name] + gradients[name].astype(np.float64).mean(axis=0)
+            sent[name] = decay * sent[name] + np.asarray(x).astype(np.float64)
+    residual = state["replica"][run.config.unsent_name]
     assert len(residual) == 5
     for name, left in residual.items():
         assert left.shape == (num_replicas, *NAMED_SHAPES[name])

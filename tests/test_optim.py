@@ -18,6 +18,7 @@ from jaxdl.optim import (
     Constant,
     Polynomial,
     Rates,
+    SignSGD,
     decay_mask,
     num_stacked_dims,
     num_updates,
@@ -227,8 +228,21 @@ def test_adamw_is_optax_adamw(exclude_vectors):
     assert_close(run(ours, params), run(theirs, params), rtol=1e-6)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sign_sgd_moves_every_weight_alike(momentum):
+    def rule(w, g, s, lr, t, is_weight):
+        s.m = momentum * s.m + g
+        return w - lr * (np.sign(s.m) + (0.1 * w if is_weight else 0))
+
+    params, rates = random_tree(0), learning_rate(0.05)
+    got = run(SignSGD(learning_rate=0.05, momentum=momentum, weight_decay=0.1), params)
+    assert_close(got, run_numpy(rule, params, rates))
+
+
 ALL = [
     SGD(weight_decay=0.1),
+    SignSGD(weight_decay=0.1),
+    SignSGD(momentum=0.9),
     AdamW(weight_decay=0.1),
     LARS(weight_decay=0.1),
     LARS(exclude_vectors=False, trust_ratio_clip=(2e-4, 2e-3)),
@@ -318,6 +332,8 @@ def test_clip(clip, ratio):
         (LARS, {"momentum_at_peak": 0.9}, "the same as momentum"),
         (AdamW, {"exclude_vectors": False, "weight_decay": 0.0}, "no effect at weight_decay = 0"),
         (AdamW, {"b2": 1.0}, "b2"),
+        (SignSGD, {"exclude_vectors": False}, "no effect at weight_decay = 0"),
+        (SignSGD, {"momentum": 1.0}, "momentum"),
         (LARS, {"momentum": 0.0, "nesterov": True}, "no effect at momentum = 0"),
         (LARS, {"trust_ratio_clip": (2.0, 1.0)}, "least and the greatest"),
         (LARS, {"trust_ratio_clip": (0.0, 0.0)}, "least and the greatest"),
@@ -349,6 +365,8 @@ def test_the_count_is_that_of_the_updates_and_the_rate_scales_each():
         (SGD(), "1.trace.b 2.count"),
         (SGD(momentum=0.0), "2.count"),
         (AdamW(), "0.count 0.mu.b 0.nu.b 2.count"),
+        (SignSGD(), "3.count"),
+        (SignSGD(momentum=0.9), "0.trace.b 3.count"),
         (LARS(), "1.count 2.trace.b"),
         (LARS(momentum=0.98, momentum_at_peak=0.9), "1.count 2.count 2.trace.b"),
         (LAMB(), "0.count 0.mu.b 0.nu.b 3.count"),

@@ -235,8 +235,8 @@ def two_arguments(learning_rate, decay):
         (lambda: tiny_experiment(optimizer="adam"), r"adam is an optimizer of optax: Optax\(\"adam\"\)"),
         (lambda: tiny_experiment(optimizer="adma"), "'adma' is a string; give an object: one of "),
         (
-            lambda: tiny_experiment().replaced({"optimizer": "muon"}),
-            "optimizer muon: there is no such kind; choose one of sgd, .* --optimizer.transformation contrib.muon",
+            lambda: tiny_experiment().replaced({"optimizer": "prodigy"}),
+            "optimizer prodigy: there is no such kind; choose one of .* --optimizer.transformation contrib.prodigy",
         ),
     ],
 )

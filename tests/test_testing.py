@@ -15,6 +15,7 @@ from jaxdl.bench.exchange import exchanges, parse_command
 from jaxdl.config import ConfigError
 from jaxdl.exchange import (
     Auto,
+    DeMo,
     Dense,
     Gradients,
     Linear,
@@ -38,6 +39,7 @@ PASS = [
     pytest.param(Quantized(bits=4, error_feedback=True), marks=pytest.mark.slow),
     pytest.param(Sign(), marks=pytest.mark.slow),
     pytest.param(PowerSGD(), marks=pytest.mark.slow),
+    pytest.param(DeMo(), marks=pytest.mark.slow),
     pytest.param(TopK(), marks=pytest.mark.slow),
     pytest.param(TopK(algorithm="all_to_all", wire="plain", error_feedback=False), marks=pytest.mark.slow),
 ]

@@ -6,7 +6,7 @@ import pytest
 
 from jaxdl.bench import __main__ as command_line
 from jaxdl.bench import traffic
-from jaxdl.exchange import PowerSGD, Quantized, TopK
+from jaxdl.exchange import DeMo, PowerSGD, Quantized, TopK
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +30,7 @@ def test_dense_is_a_ring_of_shards(rows):
         ("quantized 8 bits", "of_float32", 0.27),
         ("sign", "of_float32", 1 / 30),
         ("powersgd rank 4", "of_float32", 1 / 60),
+        ("demo 32 of 4096", "of_float32", 1 / 31),
     ],
 )
 def test_compression(rows, exchange, dense, most):
@@ -37,13 +38,17 @@ def test_compression(rows, exchange, dense, most):
     assert rows[exchange]["bytes_sent"]["fsdp"] == 0
 
 
-@pytest.mark.parametrize("config", [TopK(algorithm="all_to_all"), Quantized(), PowerSGD()], ids=lambda one: one.label)
+@pytest.mark.parametrize(
+    "config", [TopK(algorithm="all_to_all"), Quantized(), PowerSGD(), DeMo()], ids=lambda one: one.label
+)
 def test_the_metric_says_what_the_program_sends(config):
     """The closed forms that the metrics and the cost model use are those of the program."""
     command = traffic.TrafficBench(num_elements=4 * 1_024_000, replica=4, fsdp=2)
     sent = traffic.exchange_bytes(config, command)["replica"]
     if isinstance(config, PowerSGD):
         expected = 2 * 3 / 4 * 4 * 4 * (1024 + 500) * config.rank
+    elif isinstance(config, DeMo):
+        expected = config.sent_bytes(4 * 512_000 // 4096, 4)
     else:
         expected = config.sent_bytes(4 * 512_000, 4)
     assert sent == expected

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -155,7 +154,9 @@ class DeMo(Compressed, kind="demo"):
         sent = self.sent_bytes(n // self.chunk_size, m)
         latency, wire = machine.slow.of("all_gather").seconds(m - 1, sent)
         entries = (m + _OWN_ENTRIES) * n / self.chunk_size * self.entries
-        accesses = ADD_RESIDUAL + _CUT + JOIN + _TRANSFORMS * _TRANSFORM + _EMPTY + _SUBTRACT + 2 * (SPLIT + _CUT + NORM)
+        accesses = (
+            ADD_RESIDUAL + _CUT + JOIN + _TRANSFORMS * _TRANSFORM + _EMPTY + _SUBTRACT + 2 * (SPLIT + _CUT + NORM)
+        )
         return Cost(
             latency_sec=latency,
             wire_sec=wire,

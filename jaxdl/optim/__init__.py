@@ -1,8 +1,9 @@
 """Optimizers and learning-rate schedules: small optax transformations and the configs that chain them.
 
-An optimizer config (`SGD`, `AdamW`, `LARS`, `LAMB`, or `Optax` for all others) holds the peak learning rate; a schedule
-config (`Constant`, `Linear`, `Cosine`, `InverseSqrt`, `Polynomial`, `Steps`) its shape. Trust ratios are per layer,
-also in a stack of layers in one array, and exclude biases and normalization unless a config says otherwise.
+An optimizer config (`SGD`, `AdamW`, `SignSGD`, `Muon`, `LARS`, `LAMB`, or `Optax` for all others) holds the peak
+learning rate; a schedule config (`Constant`, `Linear`, `Cosine`, `InverseSqrt`, `Polynomial`, `Steps`) its shape. Trust
+ratios are per layer, also in a stack of layers in one array, and exclude biases and normalization unless a config says
+otherwise.
 """
 
 from jaxdl.optim.averages import averaged, keeps_average
@@ -10,7 +11,8 @@ from jaxdl.optim.freezing import EVERYTHING, Trainable, make_trainable, param_na
 from jaxdl.optim.layerwise import add_weight_decay, scale_by_lars_trust_ratio
 from jaxdl.optim.making import check_average, make_optimizer
 from jaxdl.optim.masks import decay_mask, num_stacked_dims
-from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer
+from jaxdl.optim.muon import Muon
+from jaxdl.optim.optimizers import LAMB, LARS, SGD, AdamW, Optimizer, SignSGD
 from jaxdl.optim.own import Optax
 from jaxdl.optim.rates import Rates, num_updates, scale_by_learning_rate
 from jaxdl.optim.schedules import Constant, Cosine, InverseSqrt, Linear, Polynomial, Schedule, Steps, noam_peak
@@ -25,11 +27,13 @@ __all__ = [
     "Cosine",
     "InverseSqrt",
     "Linear",
+    "Muon",
     "Optax",
     "Optimizer",
     "Polynomial",
     "Rates",
     "Schedule",
+    "SignSGD",
     "Steps",
     "Trainable",
     "add_weight_decay",

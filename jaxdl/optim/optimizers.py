@@ -180,6 +180,36 @@ class AdamW(AdamOptimizer, kind="adamw"):
         )
 
 
+class SignSGD(Optimizer, kind="sign_sgd"):
+    """The sign of the gradient, or of its momentum (Signum), with decoupled weight decay (Bernstein et al., arXiv
+    1802.04434).
+
+        m = momentum m + g;  w -= learning_rate (sign(m) + weight_decay w)
+
+    After the exchange demo, which has a momentum of its own, and without momentum here it is DeMo.
+    """
+
+    learning_rate: float = pydantic.Field(default=3e-4, gt=0, allow_inf_nan=False)
+    """The peak learning rate, by which every weight moves; the schedule decides its course."""
+    momentum: float = pydantic.Field(default=0.0, ge=0, lt=1)
+    """How much of the last gradients stays; 0 is the sign of the gradient."""
+    weight_decay: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight decay, times the learning rate."""
+    exclude_vectors: bool = True
+    """Exclude biases and normalization from weight decay."""
+
+    _effects = pydantic.model_validator(mode="after")(_exclusion_takes_effect)
+
+    def build(self, axes: LogicalAxes) -> optax.GradientTransformationExtraArgs:
+        """See `Optimizer.build`."""
+        return optax.chain(
+            optax.trace(self.momentum) if self.momentum else optax.identity(),
+            optax.scale_by_sign(),
+            add_weight_decay(self.weight_decay, _mask(axes, self.exclude_vectors)),
+            scale_by_learning_rate(),
+        )
+
+
 class LARS(MomentumOptimizer, kind="lars"):
     """Momentum with a trust ratio for each layer (You et al., arXiv 1708.03888), as in MLPerf's ResNet-50 reference.
 

@@ -207,7 +207,7 @@ def idle_exchange(config: ExchangeConfig) -> tuple[str, ...]:
     fields = {name: getattr(config, name) for name in config.single_replica_options}
     still = [f"--exchange.{name.replace('_', '-')} {value:g}" for name, value in fields.items() if value]
     return (
-        f"exchange {config.kind}: this mesh has one replica, so nothing is exchanged or compressed; --exchange "
+        f"exchange {config.kind}: this mesh has one replica, so nothing is exchanged; --exchange "
         + (f"has no effect but for {' and '.join(still)}. " if still else "has no effect. ")
         + "It takes effect with --mesh.replica 2 or more.",
     )
