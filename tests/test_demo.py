@@ -29,7 +29,7 @@ from jaxdl.exchange import (
     state_specs,
 )
 from jaxdl.exchange.auto import recommend
-from jaxdl.exchange.cost import Gradients, Link, Machine
+from jaxdl.exchange.cost import NOMINAL_SPEEDS, Gradients, Link, Machine
 from jaxdl.exchange.demo import cosines, cut, joined, num_chunks
 from jaxdl.mesh import MeshConfig
 from jaxdl.optim import Rates, SignSGD
@@ -90,7 +90,7 @@ def test_one_replica_takes_the_same_steps_and_sends_nothing():
     for step in range(2):
         gradients = run.gradients(step)
         mean, state, metrics = run(gradients, state, step)
-        expected, expected_metrics = oracle.step(gradients, None)
+        expected, expected_metrics = oracle.step(gradients, jax.random.key(step))
         for name, x in by_name(mean).items():
             np.testing.assert_allclose(x, expected[name], rtol=1e-5, atol=5e-5)
         for name, x in state["replica"]["momentum"].items():
@@ -146,7 +146,7 @@ def test_auto_takes_it_where_asked_on_a_slow_network_alone():
     gradients = Gradients({"kernel": (1024, 1024)}, 8)
     candidates = Auto(candidates=("demo",))._configs(8)
     assert DeMo() in candidates
-    slow, fast = (Machine({"replica": Link(1e-5, speed)}) for speed in (1e6, 1e13))
+    slow, fast = (Machine({"replica": Link(1e-5, speed)}, NOMINAL_SPEEDS["cpu"]) for speed in (1e6, 1e13))
     assert recommend(candidates, gradients, slow).best == DeMo()
     assert recommend(candidates, gradients, fast).best == Dense()
     # Gentler ones are taken where they are as fast.

@@ -249,8 +249,8 @@ def test_named_parameters_have_adamw():
         (lambda: Muon(num_iterations=0), "num_iterations"),
         (lambda: Muon(scaling="height"), "scaling"),
         (lambda: Muon().build({"table": ("vocab", "embed")}), "no parameter is a matrix inside the network"),
-        (lambda: Muon(adam_names=("hed",)).build(AXES), "--optimizer.adam-names hed: no parameter has such a name"),
-        (lambda: Muon(adam_names=("stack",)).build(AXES), "or fewer --optimizer.adam-names"),
+        (lambda: Muon(adam_names=("hed",)).build(AXES), "optimizer.adam_names hed: no parameter has such a name"),
+        (lambda: Muon(adam_names=("stack",)).build(AXES), "or fewer optimizer.adam_names"),
     ],
 )
 def test_mistakes(make, message):

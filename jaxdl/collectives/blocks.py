@@ -71,8 +71,8 @@ def two_stages(x: jax.Array, k: int, bits: int, *, compare: bool) -> jax.Array:
 def largest_of_blocks(x: jax.Array, k: int, num_per_block: int, *, compare: bool) -> jax.Array:
     """The `num_per_block` largest magnitudes of each of k / num_per_block blocks of `x` [n]: int32 `[k]`, ascending.
 
-    The first n % num_blocks blocks have one entry more than the others. Ties: lowest index first. Two reads of x for
-    each of a block's entries.
+    The first n % num_blocks blocks have one entry more than the others. Ties: lowest index first. Two reads of x
+    for the largest of each block.
     """
     num_blocks = k // num_per_block
     size, num_longer = divmod(x.size, num_blocks)

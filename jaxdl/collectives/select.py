@@ -60,7 +60,7 @@ def select_top_k(
     - `mstopk`: Shi et al., MLSys 2021, Algorithm MSTopK: `num_passes` steps of bisection over the data, then a random
       window (`key`; seed 0 for None) of those between the last two thresholds. O(num_passes n).
     - `block`: the `num_per_block` largest of each of k / num_per_block blocks of (nearly) equal size, which is another
-      set, but spread evenly. O(num_per_block n).
+      set, but spread evenly. O(n).
 
     Differentiation holds the selection fixed: values are linear in x, indices have no derivative. Raises ValueError
     for arguments that do not fit.

@@ -41,7 +41,8 @@ class Auto(ExchangeChoice, kind="auto"):
     the gradients least; dense where little is gained. The run keeps the choice."""
 
     candidates: tuple[str, ...] = ("bfloat16", "quantized", "topk")
-    """What may be chosen besides dense float32: dense bfloat16 or float16, quantized (8 bits), topk, powersgd, sign."""
+    """What may be chosen besides dense float32: dense bfloat16 or float16, quantized (8 bits), topk, powersgd,
+    sign, demo."""
     densities: tuple[float, ...] = pydantic.Field(default=(0.01,), min_length=1)
     """Densities of topk that may be chosen."""
     min_speedup: float = pydantic.Field(default=MIN_SPEEDUP, ge=1)

@@ -6,6 +6,7 @@ import math
 from typing import Any, Literal
 
 import jax
+import numpy as np
 import optax
 import optax.contrib
 import pydantic
@@ -127,7 +128,7 @@ def _scaled(dims: Any, *, rms: bool) -> optax.GradientTransformation:
     """Scales orthogonal matrices by their rows and columns, see `Muon.scaling`. Stateless."""
 
     def one(dim: MuonDimensionNumbers, x: jax.Array) -> jax.Array:
-        num_inputs, num_outputs = (math.prod(x.shape[axis] for axis in axes) for axes in dim)
+        num_inputs, num_outputs = (int(np.prod(np.take(x.shape, axes))) for axes in dim)
         return x * (
             _RMS * math.sqrt(max(num_inputs, num_outputs)) if rms else math.sqrt(max(1, num_outputs / num_inputs))
         )

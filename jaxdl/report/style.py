@@ -34,13 +34,22 @@ EXCHANGE_COLORS: Mapping[str, str] = {
     "quantized": "#0072b2",
     "powersgd": "#009e73",
     "sign": "#cc79a7",
+    "demo": "#56b4e9",
 }
 """Colour by the kind of exchange, the first word of its name; "no exchange" is the lower bound."""
 OPTIMIZER_COLORS: Mapping[str, str] = {"SGD": "#56b4e9", "LARS": "#e69f00"}
 OTHER_COLOR = "#7b4fc9"
 FORWARD, BACKWARD, OTHER_KERNELS, INNER_MESSAGES = "#c3cede", "#7587a6", "#e6d9a8", "#56b4e9"
 """Colours of a device's time: kernels of the forward pass, the backward pass, others; messages inside a replica."""
-KIND_MARKS: Mapping[str, str] = {"no": ".", "dense": "o", "topk": "s", "quantized": "D", "powersgd": "^", "sign": "v"}
+KIND_MARKS: Mapping[str, str] = {
+    "no": ".",
+    "dense": "o",
+    "topk": "s",
+    "quantized": "D",
+    "powersgd": "^",
+    "sign": "v",
+    "demo": "X",
+}
 VARIANT_MARKS = "<>phd8*P"
 MOST_SHADE = 0.4
 """Share of white in the lightest variant of a kind."""
