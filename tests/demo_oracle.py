@@ -49,6 +49,7 @@ class DemoOracle(Oracle):
         used, whole = self.split_axes(names)
         ways = math.prod(self.inner[axis] for axis in whole)
         mean = {name: np.zeros(self.shapes[name], F32) for name in names}
+        left = self.zeros(names)
         for coords in self.places(used):
             for name in names:
                 where = self.cut(name, coords)
@@ -59,11 +60,12 @@ class DemoOracle(Oracle):
                     sent.append(np.stack(found).astype(self.dtype).astype(np.float64))
                     for chunk, one in zip(chunks, sent[-1], strict=True):
                         chunk -= wave.T @ one @ wave
-                    self.residual[name][r][where] = shard
+                    left[name][r][where] = shard
                 chunks, shard = self.chunks(name, np.zeros(self.local_shape(name)))
                 for chunk, total in zip(chunks, in_order(sent), strict=True):
                     chunk += wave.T @ total @ wave
                 mean[name][where] = shard
+        self.residual = (self.residual or {}) | left
         own = -(-sum(map(self.num_chunks, names)) // ways)
         self.entries += own * config.entries
         self.elements += -(-sum(math.prod(self.local_shape(name)) for name in names) // ways)
