@@ -243,6 +243,13 @@ def test_long_pairs_are_left_out_with_a_warning(folder):
         ({"train": ("nowhere.tsv",)}, "nowhere.tsv: no such file"),
         ({"train": ("train.en",)}, "line 1: 1 columns, not a source and a target"),
         ({"train": ("train.en", "valid.de")}, "has more lines than"),
+        (
+            {"train": ("train.tsv", "more.tsv")},
+            "train.tsv has pairs by its name. Two files are one of sources and one of",
+        ),
+        ({"train": ("train.en", "train.jsonl.gz")}, "train.jsonl.gz has pairs by its name"),
+        ({"source": "en"}, "source = 'en' has no effect: no file is JSON lines by its name"),
+        ({"train": ("bad.ndjson",)}, "line 1 is not JSON"),
         ({"train": ("train.jsonl",)}, "line 1: it has no 'source', but translation. Name the fields"),
         ({"train": ("bad.jsonl",)}, "line 2 is not JSON"),
         ({"train": ("bad.tsv",)}, "line 2 is not UTF-8"),
@@ -256,6 +263,9 @@ def test_mistakes(folder, changes, message):
     (folder / "bad_long.tsv").write_text("w1 " * 9 + "\tw2\n")
     (folder / "bad.tsv").write_bytes(b"a\tb\nc\t\xff\n")
     (folder / "bad.jsonl").write_text('\n{"source": \n')
+    (folder / "bad.ndjson").write_text("a\tb\n")
+    for name in ("more.tsv", "train.jsonl.gz"):
+        (folder / name).touch()
     (folder / "sides.tsv").write_text("\tw1\nw2\t \n")
     letters = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "Ċ": 1}, []))
     letters.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel()

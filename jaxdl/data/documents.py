@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import import_text
 from jaxdl.data.lines import (
+    JSON_LINES,
+    TABLE,
     Span,
     json_object,
     line_spans,
@@ -88,7 +90,7 @@ class _Lines(Format):
 
 
 class _JsonLines(_Lines):
-    suffixes = (".jsonl", ".ndjson", ".json")
+    suffixes = JSON_LINES
 
     def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str | None]:
         if line.strip():
@@ -99,7 +101,7 @@ class _JsonLines(_Lines):
 class _Table(_Lines):
     """Tab-separated columns, each a document: pairs of sentences, for training a tokenizer."""
 
-    suffixes = (".tsv",)
+    suffixes = (TABLE,)
     settings = ()
 
     def documents(self, line: str, span: Span, number: int, reading: Reading) -> Iterator[str]:

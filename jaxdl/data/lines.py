@@ -15,6 +15,9 @@ from jaxdl.config import ConfigError
 from jaxdl.data.codec import import_text
 
 COMPRESSED = (".gz", ".zst")
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+TABLE = ".tsv"
+"""The ends of the names of files whose lines are JSON objects, and of those with tab-separated columns."""
 
 
 class Span(NamedTuple):

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from jaxdl.config import ConfigError
 from jaxdl.data.lines import (
     COMPRESSED,
+    JSON_LINES,
+    TABLE,
     Span,
     json_object,
     line_spans,
@@ -197,10 +199,24 @@ class TwoFiles(PairFiles):
 
 
 def pair_files(files: Sequence[str], fields: tuple[str, str], split: str) -> PairFiles:
-    """The pairs of one file or two, whose form is seen by the name. Raises ConfigError for a file that is not there."""
+    """The pairs of one file or two, whose form is seen by the name.
+
+    Raises ConfigError for a file that is not there, and for two of which one has pairs by its name.
+    """
     paths = tuple(str(Path(file).expanduser()) for file in files)
     if len(paths) == 2:
+        for path in paths:
+            if suffix_of(Path(path)) in (TABLE, *JSON_LINES):
+                raise ConfigError(
+                    f"--data.{split}: {path} has pairs by its name. Two files are one of sources and one of targets, a "
+                    "text on each line; join several files of pairs into one."
+                )
         return TwoFiles(paths, split)
-    if suffix_of(Path(paths[0])) in (".jsonl", ".json"):
+    if has_fields(paths):
         return JsonPairs(paths, split, fields)
     return TabSeparated(paths, split)
+
+
+def has_fields(files: Sequence[str]) -> bool:
+    """Whether the pairs of these files are fields of JSON objects, by the names of the files."""
+    return len(files) == 1 and suffix_of(Path(files[0])) in JSON_LINES

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.pair_files import Pair, PairTexts, pair_files
+from jaxdl.data.pair_files import Pair, PairTexts, has_fields, pair_files
 from jaxdl.data.pair_rows import PairRows, PairSpec, packed
 from jaxdl.data.shards import SHARDS, Plan
 from jaxdl.data.source import Data, Splits
@@ -111,7 +111,7 @@ class PairData(Data, kind=None):
 class Pairs(PairData, kind="pairs"):
     """Pairs in files: a TSV file (source, tab, target), JSON lines with two fields, or two files of as many lines.
 
-    Files whose names end with .jsonl or .json are JSON lines. All may be compressed: .gz, .zst.
+    Files whose names end with .jsonl, .ndjson or .json are JSON lines. All may be compressed: .gz, .zst.
     """
 
     folder: str = ""
@@ -126,6 +126,14 @@ class Pairs(PairData, kind="pairs"):
     """Field of the source text in JSON lines; `translation.en` is the field `en` of the object `translation`."""
     target: str = "target"
     """Field of the translation in JSON lines."""
+
+    @pydantic.model_validator(mode="after")
+    def _effect(self) -> Pairs:
+        named = [files for files in (self.train, self.valid, self.test) if files]
+        for name in ("source", "target") if named and not any(map(has_fields, named)) else ():
+            if (value := getattr(self, name)) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} = {value!r} has no effect: no file is JSON lines by its name. Leave it out.")
+        return self
 
     def texts(self, split: Split) -> PairTexts:
         """See `PairData.texts`."""
