@@ -82,7 +82,10 @@ def check_positive(command: OfRun, *names: str) -> None:
 
 
 def check_text(option: str, texts: Sequence[str]) -> None:
-    """Raises ConfigError for a text of the command line that is not UTF-8; Python keeps its bytes as surrogates."""
+    """Raises ConfigError for a text with surrogates: Python keeps bytes of the command line so that are not UTF-8.
+
+    JSON can have them too, as halves of a pair. `option` is where the text is.
+    """
     for text in texts:
         try:
             text.encode()

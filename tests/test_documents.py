@@ -223,6 +223,9 @@ def test_shards_have_the_tokens_of_each_document(corpus, tmp_path):
     (plan.folder / "00000.npy").unlink()
     with pytest.raises(ConfigError, match=r"damaged \(.*00000.npy"):
         TokenStore(plan.folder)
+    (plan.folder / "manifest.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"damaged \('dtype'\)"):
+        TokenStore(plan.folder)
 
 
 def test_windows_of_documents_are_one_stream(corpus, tmp_path):

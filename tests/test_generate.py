@@ -239,6 +239,7 @@ def test_the_command_writes_json_lines_for_many(writer, text, tmp_path, capsys):
         (["--top-p", "0.5", "--temperature", "0"], "--top-p 0.5: it has no effect with --temperature 0"),
         (["--prompt", "\udcff"], "--prompt '\\udcff': not UTF-8"),
         (["--stop", "\udcff"], "--stop '\\udcff': not UTF-8"),
+        (["--prompts", "FOLDER/half.jsonl"], "half.jsonl: line 1 '\\ud83d': not UTF-8"),
         (["--stop", "a", "--stop", ""], "--stop ('a', ''): give texts that are not empty"),
         (["--prompt", "a", "--prompts", "x"], "--prompt and --prompts: give one of them"),
         (["--prompts", "nowhere"], "--prompts nowhere: No such file or directory"),
@@ -250,6 +251,7 @@ def test_the_command_writes_json_lines_for_many(writer, text, tmp_path, capsys):
 )
 def test_mistakes_of_the_command(text, tmp_path, capsys, options, message):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1 f"}\n\n{"promt": "a"}\n')
+    (tmp_path / "half.jsonl").write_text('{"prompt": "\\ud83d"}\n')
     options = [one.replace("FOLDER", str(tmp_path)) for one in options]
     assert message in refusal(capsys, "--workdir", str(text.workdir), *options, run=main)
 

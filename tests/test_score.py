@@ -108,6 +108,7 @@ def files(tmp_path):
     (tmp_path / "hellaswag.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "bad.jsonl").write_text('{"context": "a", "choices": ["b"], "label": 1}\n')
     (tmp_path / "fields.jsonl").write_text('{"context": "a", "choice": ["b"], "label": 1}\n')
+    (tmp_path / "half.jsonl").write_text('{"context": "a", "choices": ["\\ud83d"], "label": 0}\n')
     (tmp_path / "empty.txt").write_text("")
     return tmp_path
 
@@ -142,6 +143,7 @@ def test_the_command(text, writer, files, capsys):  # noqa: F811
         (["--choices", "F/empty.txt"], "--choices F/empty.txt: it has no questions"),
         (["--choices", "F/plain.txt"], "--choices F/plain.txt: line 1 is not JSON"),
         (["--choices", "F/bad.jsonl"], "line 1: the label is 1; it must be a number from 0 to 0"),
+        (["--choices", "F/half.jsonl"], "half.jsonl: line 1 '\\ud83d': not UTF-8"),
         (["--choices", "F/fields.jsonl"], "line 1 has no field choices or endings"),
     ],
 )

@@ -1,6 +1,7 @@
 """Translation by a trained network: batches of few shapes, the command, and the measures."""
 
 import io
+import os
 
 import jax
 import pytest
@@ -71,6 +72,7 @@ def test_the_command_writes_translations_and_prints_scores(workdir, tmp_path, ca
         (["--workdir", "RUN", "--split", "test", "--devices", "0"], "--devices 0: give a whole number, 1 or more"),
         (["--workdir", "RUN", "--split", "test", "--beams", "0"], "--beams 0: give a whole number, 1 or more"),
         (["--workdir", "RUN", "--split", "test", "--length-penalty", "nan"], "--length-penalty nan: give a number"),
+        (["--workdir", "RUN", "--input", __file__, "--references", os.devnull], "--references /dev/null: 0 lines for"),
         (["--workdir", "RUN", "--split", "train", "--output", "no/where.txt"], "there is no folder"),
         (["--workdir", "RUN", "--split", "test", "--output", "."], "--output .: it is a folder"),
     ],

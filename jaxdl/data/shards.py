@@ -274,7 +274,7 @@ class TokenStore:
             shards = [Shard(**one) for one in manifest["shards"]]
             tables = [np.load(folder / f"{number:05}.npy") for number in range(len(shards))]
             sizes = [(folder / f"{number:05}.tokens").stat().st_size for number in range(len(shards))]
-        except (OSError, ValueError, EOFError) as error:
+        except (OSError, ValueError, EOFError, KeyError, TypeError) as error:  # The last two of other JSON.
             raise _damaged(folder, str(error)) from None
         told = [{name: value for name, value in one._asdict().items() if name != "nulls"} for one in shards]
         self.content = hashlib.sha256(json.dumps(told).encode()).hexdigest()[:16]

@@ -109,6 +109,7 @@ def _in_json(path: Path, number: int, line: str) -> str:
     prompt = found.get("prompt", found.get("text")) if isinstance(found, dict) else found
     if not isinstance(prompt, str):
         raise ConfigError(f'--prompts {path}: line {number} has no "prompt" that is a text: {line[:60]}')
+    check_text(f"--prompts {path}: line {number}", (prompt,))
     return prompt
 
 

@@ -121,6 +121,7 @@ def _question(where: str, line: str) -> Question:
         raise ConfigError(f"{where}: the context must be a text, and the choices a list of texts.")
     if not all(isinstance(one, str) and one for one in choices):
         raise ConfigError(f"{where}: each choice must be a text that is not empty.")
+    check_text(where, (context, *choices))
     if not str(label).isdecimal() or not int(label) < len(choices):
         raise ConfigError(f"{where}: the label is {label!r}; it must be a number from 0 to {len(choices) - 1}.")
     return Question(context, tuple(choices), int(label))

@@ -91,7 +91,7 @@ def read_texts(command: Translate) -> tuple[list[str], list[str]]:
             print("translating what you type, a text on each line; Ctrl-D after the last", file=sys.stderr)
         texts = _typed() if command.input is None else read_lines(command.input, "--input")
         references = [] if command.references is None else read_lines(command.references, "--references")
-        if references and len(references) != len(texts):
+        if command.references is not None and len(references) != len(texts):
             raise ConfigError(
                 f"--references {command.references}: {len(references):,} lines for {len(texts):,} texts. Give one for "
                 "each."
