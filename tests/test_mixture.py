@@ -98,6 +98,21 @@ def test_a_mixture_that_does_not_fit_is_told(mixture):
         Mixture().build()
 
 
+def test_a_setting_for_one_of_the_paths_does_not_disturb_the_others(tmp_path):
+    (tmp_path / "code").mkdir()
+    for name in ("a.py", "b.py", "c.md"):
+        (tmp_path / "code" / name).write_text("x = 1\n" * 9)
+    (tmp_path / "prose.jsonl").write_text('{"body": "a text"}\n' * 9)
+    paths = {"code": str(tmp_path / "code"), "prose": str(tmp_path / "prose.jsonl")}
+    each = Documents(column="body", glob="*.py", length=16, shards=str(tmp_path / "shards"))
+    mixture = Mixture(paths=paths, each=each)
+    alone = (each.replaced({"paths": (paths[name],), other: Documents().model_dump()[other]})
+             for name, other in (("code", "column"), ("prose", "glob")))  # fmt: skip
+    assert len(mixture.build().train) == sum(len(one.build().train) for one in alone)
+    with pytest.raises(ConfigError, match="document = 'line': it has no effect on files such as"):
+        Mixture(paths={"prose": paths["prose"]}, each=each.replaced({"document": "line", "glob": "**/*"})).build()
+
+
 def test_options_make_the_mixture_of_a_config_file(mixture):
     (shards,) = {source.shards for source in mixture.sources.values()}
     paths = [f"{name}={source.paths[0]}" for name, source in mixture.sources.items()]

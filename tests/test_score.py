@@ -11,10 +11,12 @@ from mistakes import refusal
 from test_generate import LENGTH, text, writer  # noqa: F401
 
 import jaxdl
+from jaxdl.config import ConfigError
 from jaxdl.data import Codec
 from jaxdl.mesh import MeshConfig
 from jaxdl.run.scoring import Question, Scorer, choice_tokens, score_choices, score_documents, windows
 from jaxdl.score.__main__ import main
+from jaxdl.score.command import Score, scores
 
 QUESTIONS = [
     Question("1 f", ("ish", "fish, red", "x"), 0),
@@ -111,6 +113,17 @@ def files(tmp_path):
     (tmp_path / "half.jsonl").write_text('{"context": "a", "choices": ["\\ud83d"], "label": 0}\n')
     (tmp_path / "empty.txt").write_text("")
     return tmp_path
+
+
+def test_a_setting_for_one_of_the_files_does_not_disturb_the_others(text, writer, files):  # noqa: F811
+    names = (str(files / "plain.txt"), str(files / "rows.jsonl"))
+    with pytest.raises(ConfigError, match=r"column = 'body': it has no effect on files such as plain\.txt"):
+        scores(Score(workdir=text.workdir, experiment=None, text=names[:1], column="body"), writer, {})
+    rows = (files / "rows.jsonl").read_text().replace("text", "body")
+    (files / "rows.jsonl").write_text(rows)
+    command = Score(workdir=text.workdir, experiment=None, text=names, column="body")
+    found = scores(command, writer, {})["text"]
+    assert found[names[0]] == found[names[1]]
 
 
 def test_the_command(text, writer, files, capsys):  # noqa: F811

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
-from jaxdl.data.documents import EVERY_FILE, PlainDocument, Reading, document_texts
+from jaxdl.data.documents import EVERY_FILE, PlainDocument, Reading, document_texts, find_documents, without_effect
 from jaxdl.data.draws import example_seeds
 from jaxdl.data.mixture import MixedRows
 from jaxdl.data.packing import PackedRows
@@ -81,6 +81,11 @@ class Documents(Data, kind="documents"):
         groups = [paths for paths in (self.paths, self.test_paths) if paths]
         return [Plan(texts, self.tokenizer, self.shards) for texts in document_texts(groups, self.glob, reading)]
 
+    def without_effect(self) -> set[str]:
+        """The settings of reading that have no effect on the files of `paths`."""
+        files = [path for _, path in find_documents(self.paths, self.glob)]
+        return set(without_effect(files, self.paths, self.glob, Reading(self.column, self.document)))
+
     def split(self) -> tuple[Part, Part]:
         """The documents to train on, and the held-out ones. Raises ConfigError as `build` does."""
         store, *others = [prepared(plan, f"data {', '.join(self.paths)}") for plan in self._plans()]
@@ -131,7 +136,7 @@ class Mixture(Data, kind="mixture"):
     paths: dict[str, str] = {}
     """In place of `sources`: a file or folder of each source, by name, `code=src/ prose=books.jsonl`."""
     each: Documents = Documents()
-    """How the documents of `paths` are read."""
+    """How the documents of `paths` are read; a setting must have an effect on one of them."""
     weights: dict[str, float] = {}
     """The share of the rows of each source, in any unit. Empty: as many as it has, so that all are seen as often."""
 
@@ -168,9 +173,22 @@ class Mixture(Data, kind="mixture"):
             )
         return found
 
+    def _read_alike(self) -> dict[str, Documents]:
+        """The sources by name; those of `paths` without what has an effect on others alone."""
+        found = self._sources()
+        if not self.paths:
+            return found
+        idle = {name: source.without_effect() for name, source in found.items()}
+        nowhere = set.intersection(*idle.values())
+        default = {name: field.default for name, field in Documents.model_fields.items()}
+        return {
+            name: source.replaced({setting: default[setting] for setting in idle[name] - nowhere})
+            for name, source in found.items()
+        }
+
     def build(self) -> Splits:
         """Training and held-out rows of all sources. Raises ConfigError for what cannot be read."""
-        sources = self._sources()
+        sources = self._read_alike()
         parts = {name: source.split() for name, source in sources.items()}
         splits = {name: sources[name].rows(*part) for name, part in parts.items()}
         weights = self.weights or {name: float(len(one.train)) for name, one in splits.items()}
@@ -190,7 +208,7 @@ class Mixture(Data, kind="mixture"):
 
     def prepare(self, console: Console) -> str:
         """Tokenizes what is missing of each source; see `Data.prepare`."""
-        return "\n".join(f"{name}: {source.prepare(console)}" for name, source in self._sources().items())
+        return "\n".join(f"{name}: {source.prepare(console)}" for name, source in self._read_alike().items())
 
     def codec(self) -> Codec:
         """Between text and the tokens of all sources."""

@@ -253,21 +253,28 @@ def document_texts(groups: Sequence[Sequence[str]], glob: str, reading: Reading)
     """
     found = [DocumentTexts(tuple((name, str(path)) for name, path in find_documents(one, glob)), reading)
              for one in groups]  # fmt: skip
-    if glob != EVERY_FILE and not any(_is_searched(Path(path).expanduser()) for one in groups for path in one):
-        raise ConfigError(f"glob = {glob!r}: no path is a folder of files, so it has no effect. Leave it out.")
     files = [Path(path) for one in found for _, path in one.files]
+    for why in without_effect(files, [path for one in groups for path in one], glob, reading).values():
+        raise ConfigError(f"{why}. Leave it out.")
+    return found
+
+
+def without_effect(files: Sequence[Path], paths: Sequence[str], glob: str, reading: Reading) -> dict[str, str]:
+    """The settings that are not the default and have no effect on the `files` that were found in `paths`, and why."""
+    found = {}
+    if glob != EVERY_FILE and not any(_is_searched(Path(path).expanduser()) for path in paths):
+        found["glob"] = f"glob = {glob!r}: no path is a folder of files, so it has no effect"
     used = {name for path in files for name in format_of(path).settings}
     for name, value in reading._asdict().items():
         if name not in used and value != Reading._field_defaults[name]:
-            raise ConfigError(f"{name} = {value!r}: it has no effect on files such as {files[0].name}. Leave it out.")
+            found[name] = f"{name} = {value!r}: it has no effect on files such as {files[0].name}"
     return found
 
 
 def read_documents(paths: Sequence[str], reading: Reading, glob: str = EVERY_FILE) -> Iterator[str]:
     """All documents of files, in order, without nulls. Raises ConfigError for what cannot be read."""
     (texts,) = document_texts([paths], glob, reading)
-    for span in texts.parts(1 << 40):
-        yield from (text for text in texts.read(span) if text is not None)
+    yield from texts.every()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,6 +308,11 @@ class DocumentTexts(Texts):
         """See `Texts.read`."""
         with reading_file(part.path):
             yield from format_of(Path(part.path)).read(part, self.reading)
+
+    def every(self) -> Iterator[str]:
+        """All documents, in order, without nulls."""
+        for span in self.parts(1 << 40):
+            yield from (text for text in self.read(span) if text is not None)
 
     def why_none(self) -> str:
         """See `Texts.why_none`."""

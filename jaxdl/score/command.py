@@ -12,7 +12,7 @@ import jax
 
 from jaxdl.cluster import end_together
 from jaxdl.config import ConfigError
-from jaxdl.data.documents import Reading, read_documents
+from jaxdl.data.documents import EVERY_FILE, Reading, document_texts
 from jaxdl.errors import print_out
 from jaxdl.predictor import Predictor
 from jaxdl.run.result import exit_codes
@@ -79,8 +79,9 @@ def scores(command: Score, predictor: Predictor, questions: dict[Path, list[Ques
             f"--stride {stride}: the network reads {scorer.context:,} tokens at a time; give 1 to as many."
         )
     result: dict[str, Any] = {"workdir": str(command.workdir), "step": predictor.step, "text": {}, "choices": {}}
-    for path in command.text:
-        documents = list(read_documents([path], Reading(command.column, command.document)))
+    reading, files = Reading(command.column, command.document), [[path] for path in command.text]
+    for path, texts in zip(command.text, document_texts(files, EVERY_FILE, reading) if files else (), strict=True):
+        documents = list(texts.every())
         if not any(documents):
             raise ConfigError(f"--text {path}: it is empty.")
         with progress(path) as advance:
