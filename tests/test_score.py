@@ -156,6 +156,8 @@ def test_the_command(text, writer, files, capsys):  # noqa: F811
         (["--choices", "F/empty.txt"], "--choices F/empty.txt: it has no questions"),
         (["--choices", "F/plain.txt"], "--choices F/plain.txt: line 1 is not JSON"),
         (["--choices", "F/bad.jsonl"], "line 1: the label is 1; it must be a number from 0 to 0"),
+        (["--choices", "F/asked.jsonl", "--stride", "4"], "--stride: it has no effect without --text"),
+        (["--text", "F/plain.txt", "--delimiter", ""], "--delimiter: it has no effect without --choices"),
         (["--choices", "F/half.jsonl"], "half.jsonl: line 1 '\\ud83d': not UTF-8"),
         (["--choices", "F/fields.jsonl"], "line 1 has no field choices or endings"),
     ],

@@ -57,6 +57,9 @@ def run(args: list[str], prog: str) -> None:
         command = parse_command(Score, args, prog, ABOUT)
         if not command.text and not command.choices:
             raise ConfigError("nothing to score: give --text FILE or --choices FILE.")
+        for option, of in (("column", "text"), ("document", "text"), ("stride", "text"), ("delimiter", "choices")):
+            if not getattr(command, of) and getattr(command, option) != getattr(Score, option):
+                raise ConfigError(f"--{option}: it has no effect without --{of}. Leave it out.")
         check_text("--delimiter", (command.delimiter,))
         if command.to is not None:
             check_writable(command.to, "--to")
