@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import importlib.machinery
 import importlib.util
 import os
 import re
@@ -20,7 +21,7 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from jaxdl.errors import ConfigError
@@ -113,10 +114,20 @@ def _import_beside(path: Path) -> Callable[..., ModuleType]:
     return load
 
 
+class _FromSource(importlib.machinery.SourceFileLoader):
+    """Compiles a file each time: Python's cache takes one that was rewritten within a second, at the same size, for
+    what it was before.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
 def _run(path: Path) -> ModuleType:
     """Runs a file, and returns its module."""
     name = _module_name(path)
-    spec = importlib.util.spec_from_file_location(name, path)
+    spec = importlib.util.spec_from_file_location(name, path, loader=_FromSource(name, str(path)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,6 +1,7 @@
 """Files of users import the files beside them, whenever the statement runs and whatever else was imported."""
 
 import importlib
+import os
 import sys
 import types
 
@@ -60,6 +61,17 @@ def test_what_the_program_has_imported_is_not_run_again(folders, monkeypatch):
     assert import_file(folders[0] / "mine.py", "it").deep is deep
     sys.modules.pop("deep")
     sys.modules.pop("helper", None)
+
+
+def test_a_file_that_was_rewritten_at_once_is_read_again(folders, monkeypatch):
+    """At the same size within the same second, when Python's cache of compiled files would take it for the old one."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = folders[0] / "mine.py"
+    for value in (1, 2):
+        path.write_text(f"value = {value}")
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        assert import_file(path, "it").value == value
+    assert not (folders[0] / "__pycache__").exists()
 
 
 def test_an_error_names_the_lines_of_both_files(folders):
