@@ -194,10 +194,17 @@ def test_unscanned_layers_and_wrong_patterns(base):
 
 def test_the_whole_network_too(base):
     """`--init-from` without adapters takes every array, on a mesh."""
-    run = experiment(base, mesh=EIGHT, **{"model.lora.rank": 0})
+    run = experiment(base, mesh=EIGHT, **{"model.lora": LoRA()})
     plan = make_plan(run, jax.devices(), initial=lambda abstract: beginning(None, InitFrom(base), False, abstract))
     assert not plan.initial.left
     assert_bit_equal(make_initial_state(plan).params, jaxdl.restore(base).params)
+
+
+@pytest.mark.parametrize("change", [{"alpha": 4}, {"targets": ("mlp",)}, {"random_base": True}])
+def test_what_is_about_adapters_has_no_effect_without_them(change):
+    (name,) = change
+    with pytest.raises(jaxdl.ConfigError, match=rf"{name} = .* has no effect at rank = 0, which adds no adapters"):
+        LoRA(**change)
 
 
 def test_the_config_for_fine_tuning(base, monkeypatch):

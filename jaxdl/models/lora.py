@@ -37,6 +37,17 @@ class LoRA(Config):
     """Allow a run without `--init-from`, beside a network that keeps its random values: to try a config, since little
     is learnt so."""
 
+    @pydantic.model_validator(mode="after")
+    def _has_an_effect(self) -> LoRA:
+        """The other settings are about adapters, which rank 0 has none of."""
+        for name, field in type(self).model_fields.items():
+            if not self.rank and (value := getattr(self, name)) != field.default:
+                raise ValueError(
+                    f"{name} = {value} has no effect at rank = 0, which adds no adapters. Set a rank such as 8, or "
+                    f"leave {name} {field.default}."
+                )
+        return self
+
     @property
     def trained(self) -> tuple[str, ...]:
         """Patterns of the parameters that are trained; none means all."""
