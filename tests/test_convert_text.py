@@ -7,6 +7,7 @@ import gpt2_tokens
 import numpy as np
 import pytest
 import tokenizers
+from mistakes import refusal
 from test_convert import write_checkpoint
 
 import jaxdl
@@ -72,6 +73,24 @@ def test_a_workdir_with_the_older_form_can_be_moved(tmp_path, capsys):
     assert written.encode("hello world").ids == [260, 286]
     config = json.loads((tmp_path / "back" / "config.json").read_text())
     assert (config["resid_pdrop"], config["embd_pdrop"], config["attn_pdrop"]) == (0.1, 0.1, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("tokenizer.json", "{", "not a JSON file of the tokenizers library"),
+        ("generation_config.json", "{", "generation_config.json: not JSON"),
+        ("vocab.json", "{", "not a byte-level BPE"),
+    ],
+)
+def test_from_hf_with_a_damaged_tokenizer_leaves_nothing(tmp_path, capsys, name, content, problem):
+    source = write_checkpoint(tmp_path / "hf", "gpt2")
+    gpt2_tokens.write_tokenizer(source, added=False)
+    (source / name).write_text(content)
+    message = refusal(capsys, "from-hf", source, tmp_path / "run", run=main)
+    assert problem in message
+    assert str(source) in message
+    assert sorted(tmp_path.iterdir()) == [source]
 
 
 def test_only_paths_in_a_converted_workdir_are_relative_to_it(tmp_path):

@@ -14,7 +14,7 @@ from jaxdl.checkpoint import CheckpointConfig, Checkpoints, Earlier
 from jaxdl.cluster import start_devices
 from jaxdl.convert.byte_bpe import MERGES, VOCAB
 from jaxdl.convert.checkpoint import Checkpoint, Progress
-from jaxdl.convert.special import JSON, SENTENCEPIECE, keep_tokenizer
+from jaxdl.convert.special import JSON, SENTENCEPIECE, check_tokenizer, keep_tokenizer
 from jaxdl.data import Codec, Converted, TextSpec
 from jaxdl.errors import ConfigError
 from jaxdl.experiment import Experiment, identity
@@ -39,6 +39,7 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
     found = Checkpoint(folder)
     if length is not None and not 0 < length <= found.length:
         raise ConfigError(f"--length {length}: the network reads 1 to {found.length} tokens.")
+    check_tokenizer(folder, byte_bpe=found.layout.byte_bpe)  # Before anything is written.
     if check_workdir(workdir) and has_checkpoint(workdir):
         raise ConfigError(f"{workdir}: there is a run in this folder already. Choose another one.")
     with contextlib.suppress(ConfigError):  # In a program that runs on other devices these will do.

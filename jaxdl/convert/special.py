@@ -23,6 +23,17 @@ NUMBERS = {"bos_token_id": "start", "eos_token_id": "end", "pad_token_id": "pad"
 """Special tokens: name there -> name in a codec."""
 
 
+def check_tokenizer(source: Path, *, byte_bpe: bool) -> None:
+    """Raises ConfigError for files of the tokenizer of a checkpoint that cannot be read; see `keep_tokenizer`."""
+    _read(source / GENERATION)
+    if (source / JSON).is_file():
+        Codec(str(source))
+    elif _older_form(source, byte_bpe):
+        gpt2_tokenizer(source)
+    elif (source / SENTENCEPIECE).is_file():
+        Codec(str(source / SENTENCEPIECE))
+
+
 def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path, *, byte_bpe: bool) -> str | None:
     """Copies the tokenizer of a checkpoint into a workdir; what to give a codec, None if there is none. Raises OSError.
 
@@ -35,11 +46,16 @@ def keep_tokenizer(source: Path, config: Mapping[str, Any], workdir: Path, *, by
     _copy(source, folder)
     numbers = {name: config[name] for name in NUMBERS if config.get(name) is not None}
     _write(folder / GENERATION, numbers | _read(folder / GENERATION))
-    if byte_bpe and not (folder / JSON).is_file() and all((folder / name).is_file() for name in (VOCAB, MERGES)):
+    if _older_form(folder, byte_bpe):
         (folder / JSON).write_text(gpt2_tokenizer(folder), encoding="utf-8")
     if (folder / JSON).is_file():
         return FOLDER
     return f"{FOLDER}/{SENTENCEPIECE}" if (folder / SENTENCEPIECE).is_file() else None
+
+
+def _older_form(folder: Path, byte_bpe: bool) -> bool:
+    """Whether the tokenizer in a folder is a vocab.json and a merges.txt alone."""
+    return byte_bpe and not (folder / JSON).is_file() and all((folder / name).is_file() for name in (VOCAB, MERGES))
 
 
 def kept_numbers(folder: Path) -> dict[str, Any]:
