@@ -263,7 +263,7 @@ def restore(
     folder = check_run(workdir)
     # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
     experiment = read_experiment(folder).replaced({"exchange": Dense()})
-    spec = spec_from_json((folder / DATA_FILE).read_text())
+    spec = trained_on(folder)
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)
     found = make_mesh(mesh) if mesh is not None else make_mesh(MeshConfig(fsdp=1), jax.devices()[:1])
@@ -287,6 +287,11 @@ def restore(
         warnings.warn(f"{damaged}; {step_folder(restored.step)} is used", stacklevel=2)
     state = restored.state
     return Predictor(experiment, parts, state.eval_params, state.model_state, restored.step, folder)
+
+
+def trained_on(workdir: Path) -> DataSpec:
+    """What the examples of the run in a workdir are like; no device is started to read it. Raises OSError."""
+    return spec_from_json((workdir / DATA_FILE).read_text())
 
 
 def _parts(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Parts:

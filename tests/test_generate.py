@@ -25,6 +25,7 @@ from jaxdl.run.generation import Decoder, Sampling, Writing
 from jaxdl.runs import command_of_run
 from jaxdl.tasks import LanguageModelling
 from jaxdl.trained import parse_command, restored
+from jaxdl.translate.__main__ import main as translate
 
 LENGTH = 16
 PROMPTS = ["1 f", "", "2 fish, ", "blue", "0 fish, red"]
@@ -292,6 +293,12 @@ def test_workdirs_that_write_no_text(tiny_run, text, tmp_path, capsys):
     ):
         assert problem in refusal(capsys, "--workdir", str(workdir), run=main)
     assert sorted(path.name for path in (tmp_path / "early").iterdir()) == ["config.json", "data.json"]
+
+
+def test_a_language_model_does_not_translate(text, capsys):
+    for args in (["--split", "test"], ["--input", "nowhere.txt"]):
+        message = refusal(capsys, "--workdir", str(text.workdir), *args, run=translate)
+        assert message.startswith("error: translate: this network does not translate. Take one that was trained on")
 
 
 @pytest.mark.slow

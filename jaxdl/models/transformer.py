@@ -350,8 +350,8 @@ class TransformerModule(nnx.Module):
             return x
         if tokens.shape[1] > self.config.max_length:
             raise ConfigError(
-                f"{tokens.shape[1]} tokens: there are learned positions for {self.config.max_length}. Set "
-                "--model.max-length, or shorten the text (--data.length)."
+                f"{tokens.shape[1]} tokens: there are learned positions for {self.config.max_length}. Shorten "
+                "the text (--data.length), or train with more positions (--model.max-length)."
             )
         table = self.position_embedding[...]
         if positions is None:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data import Codec, PairSpec
+from jaxdl.data import Codec, DataSpec, PairSpec
 from jaxdl.data.codec import import_text
 from jaxdl.decoding.beam import beam_search, per_beam
 from jaxdl.mesh import batch_sharding, batch_ways
@@ -41,12 +41,8 @@ class Translator:
 
         Raises ConfigError for a network that does not translate, and for numbers out of range.
         """
-        spec, parts = network.parts.data_spec, network.parts
-        if not isinstance(spec, PairSpec) or not parts.network.has("next_logits"):
-            raise ConfigError(
-                "translate: this network does not translate. Take one that was trained on pairs of texts, such as "
-                "configs/software_translation.py."
-            )
+        parts = network.parts
+        spec = check_pairs(parts.data_spec, parts.network.has("next_logits"))
         if beams < 1 or batch_size < 1 or length_penalty < 0:
             raise ConfigError(
                 f"translate: beams {beams} and batch_size {batch_size} must be 1 or more, and length_penalty "
@@ -117,6 +113,16 @@ class Translator:
             length_penalty=self._length_penalty,
         )
         return tokens[:, 0]
+
+
+def check_pairs(spec: DataSpec, can_write: bool = True) -> PairSpec:
+    """The spec of a network's data. Raises ConfigError unless they are pairs, and the network `can_write`."""
+    if not isinstance(spec, PairSpec) or not can_write:
+        raise ConfigError(
+            "translate: this network does not translate. Take one that was trained on pairs of texts, such as "
+            "configs/software_translation.py."
+        )
+    return spec
 
 
 def quality(hypotheses: Sequence[str], references: Sequence[str]) -> dict[str, tuple[float, str]]:

@@ -16,9 +16,9 @@ from jaxdl.cluster import end_together
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, PairData
 from jaxdl.errors import print_out
-from jaxdl.predictor import Predictor
+from jaxdl.predictor import Predictor, trained_on
 from jaxdl.run.result import exit_codes
-from jaxdl.run.translation import quality
+from jaxdl.run.translation import check_pairs, quality
 from jaxdl.runs import check_writable, read_lines, split_lines
 from jaxdl.trained import OfRun, Where, check_positive, opened, parse_command, progress, restored
 
@@ -56,6 +56,7 @@ def run(args: list[str], prog: str) -> None:
     with end_together(), exit_codes():
         command = parse_command(Translate, args, prog)
         check(command)
+        check_pairs(trained_on(command.workdir))  # Before texts are read, and the network.
         texts, references = read_texts(command)
         predictor = restored(command, args)
         predictor.experiment = predictor.experiment.replaced({"data": command.experiment.data})
