@@ -8,6 +8,8 @@ DATA_FILE = "data.json"
 """The shape of the data, which `jaxdl.restore` needs."""
 EXAMPLES_FILE = "examples.json"
 """Which examples the run sees: number and fingerprint of each split."""
+CODEC_FILE = "codec.json"
+"""Which tokenizer the run has, by its content; none for bytes and for what is not text."""
 CHOICE_FILE = "exchange.json"
 """The exchange that `--exchange auto` chose, and why."""
 

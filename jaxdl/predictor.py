@@ -9,6 +9,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -25,6 +26,7 @@ from jaxdl.files import DATA_FILE, EXAMPLES_FILE, step_folder
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
+from jaxdl.run.codec import check_codec, check_data
 from jaxdl.run.generation import Decoder, Sampling, Writing
 from jaxdl.run.inference import Inference, held_out, of_phase
 from jaxdl.run.translation import Translator
@@ -73,8 +75,19 @@ class Predictor(Inference):
         that cannot be read or that the network does not read.
         """
         size = batch_size or self.experiment.evaluation.batch_size or self.experiment.batch_size
-        with held_out(self.experiment.data if data is None else data, self.parts.data_spec) as source:
+        with self.held_out(self.experiment.data if data is None else data) as source:
             return self.evaluate_source(self._as_in_the_run(source), size)
+
+    @contextlib.contextmanager
+    def held_out(self, data: Any) -> Iterator[Source]:
+        """Context: the held-out examples of data, or the source itself; see `jaxdl.run.inference.held_out`.
+
+        Raises ConfigError for data that cannot be read, or whose tokenizer is not that of the network.
+        """
+        if isinstance(data, Data):
+            check_data(self.workdir, data)
+        with held_out(data, self.parts.data_spec) as source:
+            yield source
 
     def _as_in_the_run(self, source: Source) -> Source:
         """The source with images of the size that the run's phase evaluated at this step."""
@@ -128,9 +141,8 @@ class Predictor(Inference):
         """
         key = (beams, length_penalty, batch_size)
         if key not in self._translators:  # Each keeps its compiled programs.
-            codec = self.experiment.data.codec()
             self._translators[key] = Translator(
-                self, codec, beams=beams, length_penalty=length_penalty, batch_size=batch_size
+                self, self.codec, beams=beams, length_penalty=length_penalty, batch_size=batch_size
             )
         return self._translators[key].translate(texts, done)
 
@@ -181,8 +193,10 @@ class Predictor(Inference):
 
     @functools.cached_property
     def codec(self) -> Codec:
-        """Between text and tokens."""
-        return self.experiment.data.codec()
+        """Between text and tokens. Raises ConfigError when the tokenizer was replaced after the training."""
+        codec = self.experiment.data.codec()
+        check_codec(self.workdir, codec)
+        return codec
 
     def _ending(self, how: Sampling, stop: Sequence[str], stop_at_end: bool) -> Sampling:
         self.check_text("generate")

@@ -62,6 +62,8 @@ def test_a_workdir_with_the_older_form_can_be_moved(tmp_path, capsys):
     assert json.loads((moved / "config.json").read_text())["data"]["tokenizer"] == "tokenizer"
     assert load_experiment(moved / "config.json").data.tokenizer == str(moved / "tokenizer")
     predictor = jaxdl.restore(moved)
+    recorded = json.loads((moved / "codec.json").read_text())["fingerprint"]
+    assert predictor.codec.fingerprint() == recorded, "the folder of the tokenizer plays no part"
     assert (predictor.codec.encode("hello world"), predictor.codec.end) == ([260, 286], 299)
     generate(["--workdir", str(moved), "--prompt", "hello the", "--num-tokens", "2", "--no-stop-at-end"])
     (tmp_path / "text.txt").write_text("hello world, the end")

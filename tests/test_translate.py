@@ -1,7 +1,10 @@
 """Translation by a trained network: batches of few shapes, the command, and the measures."""
 
 import io
+import json
 import os
+import re
+import shutil
 
 import jax
 import pytest
@@ -11,6 +14,8 @@ from test_pairs import config_of, folder  # noqa: F401
 
 from jaxdl import restore, train
 from jaxdl.config import ConfigError
+from jaxdl.evaluate.__main__ import main as evaluate
+from jaxdl.experiment import load_experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.run.translation import quality
 from jaxdl.trained import parse_command
@@ -79,6 +84,33 @@ def test_the_command_writes_translations_and_prints_scores(workdir, tmp_path, ca
 )
 def test_mistakes_on_the_command_line(workdir, capsys, args, message):
     assert message in refusal(capsys, *[str(workdir) if one == "RUN" else one for one in args], run=main)
+
+
+def test_a_tokenizer_that_was_replaced_is_told(workdir, folder, tmp_path, capsys):  # noqa: F811
+    """Another one of the same size, under the same name; a run of an older jaxdl, which recorded none, goes on."""
+    path = folder / "words.json"
+    before = path.read_text()
+    content = json.loads(before)
+    vocab = content["model"]["vocab"]
+    content["model"]["vocab"] = dict(zip(vocab, reversed(vocab.values()), strict=True))
+    message = f"tokenizer {path}: it is not the one that the network in {workdir} was trained with"
+    (tmp_path / "in.txt").write_text("w1 w2\n")
+    older = tmp_path / "older"
+    shutil.copytree(workdir, older)
+    (older / "codec.json").unlink()
+    codecs = [restore(workdir).codec, restore(older).codec]
+    assert codecs[0].fingerprint() == codecs[1].fingerprint()
+    path.write_text(json.dumps(content))
+    try:
+        args = ["--workdir", str(workdir)]
+        assert message in refusal(capsys, *args, "--input", str(tmp_path / "in.txt"), run=main)
+        assert message in refusal(capsys, *args, "--mesh.fsdp", "8", run=evaluate)
+        with pytest.raises(ConfigError, match=re.escape(message)):
+            train(load_experiment(workdir / "config.json"), workdir, quiet=True, devices=jax.devices()[:1])
+        assert restore(older).codec.vocab_size == codecs[0].vocab_size
+        assert restore(older).codec.encode("w1") != codecs[0].encode("w1")
+    finally:
+        path.write_text(before)
 
 
 def test_standard_input_is_utf_8(workdir, monkeypatch, capsys):

@@ -23,6 +23,7 @@ from jaxdl.models import Transformer
 from jaxdl.optim import SGD, Constant
 from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
+from jaxdl.run.codec import keep_codec
 from jaxdl.run.workdir import check_workdir, claim_workdir, keep_spec, make_lease, take_lease
 from jaxdl.runs import has_checkpoint
 from jaxdl.state import TrainState
@@ -56,6 +57,7 @@ def from_hf(folder: Path, workdir: Path, *, length: int | None, progress: Progre
         params = found.params(parts.network.param_shapes, progress)
         claim_workdir(workdir, experiment, identity)
         keep_spec(workdir, spec)
+        keep_codec(workdir, experiment.data.within(workdir))
         _save(workdir, parts, _state(parts, params))
     except OSError as error:
         raise ConfigError(f"{workdir}: {error.strerror}. Choose a folder with room that can be written.") from None

@@ -22,6 +22,7 @@ from jaxdl.errors import ConfigError
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import Transformer
 from jaxdl.predictor import Predictor, restore
+from jaxdl.run.codec import check_data
 from jaxdl.runs import Which
 
 NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -51,6 +52,7 @@ def to_hf(
         raise ConfigError(
             f"{workdir}: model {model.kind} has no layout of Hugging Face's. python -m jaxdl.export writes it."
         )
+    check_data(predictor.workdir, predictor.experiment.data)
     found = layout_for(model, layout)
     tensors = [_to_write(predictor, one) for one in places(found, model, predictor.params)]
     every = sum(int(np.prod(one.shape)) for one in tensors) * DTYPES[NAMES[dtype]].itemsize

@@ -15,7 +15,6 @@ from jaxdl.data import Data
 from jaxdl.errors import print_out
 from jaxdl.mesh import MeshConfig
 from jaxdl.predictor import Predictor
-from jaxdl.run.inference import held_out
 from jaxdl.run.result import exit_codes
 from jaxdl.trained import OfRun, Where, check_positive, parse_command, restored
 
@@ -46,7 +45,7 @@ def run(args: list[str], prog: str) -> None:
         command = parse_command(Evaluate, args, prog)
         check_positive(command, "batch_size")
         predictor = restored(command, args, as_trained=True)
-        with held_out(command.experiment.data, predictor.parts.data_spec) as source:
+        with predictor.held_out(command.experiment.data) as source:
             metrics, count = predictor.evaluate(source, batch_size=command.batch_size), len(source)
         if jax.process_index() == 0:
             print_out(report(command, predictor, metrics, count))

@@ -13,6 +13,7 @@ from jaxdl.experiment import LENGTH, identity
 from jaxdl.mesh import Axis
 from jaxdl.report import EventKind, Reporter, in_ipython
 from jaxdl.run.build import Plan, make_exchange_state
+from jaxdl.run.codec import check_kept_codec, keep_codec
 from jaxdl.run.initial import keep_initial, no_effect, read_initial
 from jaxdl.run.length import change_of_length
 from jaxdl.run.rollback import Rollbacks
@@ -34,8 +35,10 @@ class Saver:
         # start_over belongs to one command, not to the run.
         self._config = plan.asked.replaced({"checkpoint.start_over": False})
         earlier_length = claim_workdir(workdir, self._config, identity, files, LENGTH)
+        check_kept_codec(workdir, plan.asked.data)  # Before what it decides: this says why the examples differ.
         keep_examples(workdir, plan.splits.content())
         keep_spec(workdir, plan.parts.data_spec)
+        keep_codec(workdir, plan.asked.data)
         self.started_over: str | None = None
         """Why the run starts over, in words, if that was asked for and necessary."""
         self.initial: str | None = None
