@@ -11,6 +11,7 @@ from typing import Any, Self, TypeVar
 import pydantic
 from pydantic_core import to_jsonable_python
 
+from jaxdl.agreement import Agreement, EveryStep
 from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.cluster import ClusterConfig
 from jaxdl.compiler import CompilerConfig
@@ -54,6 +55,8 @@ class Experiment(Config):
     """The learning rate as a function of the step, relative to the optimizer's peak."""
     exchange: ExchangeChoice = Dense()
     """How gradients are averaged over the slow network, the mesh axis `replica`."""
+    agreement: Agreement = EveryStep()
+    """When, and with whom, replicas agree: in every step, or after some steps that each takes alone."""
     precision: Precision = Float32()
     """The dtypes of the computation. Parameters and optimizer state are always float32."""
     batch_size: int = pydantic.Field(default=128, ge=1)
@@ -149,6 +152,8 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         pixels = {name: cache[name] for name in ("form", "short_side")} if cached else None
         kept = {name: value for name, value in photos.items() if name not in ("workers", "max_bad")}
         found["data"] = {**found["data"], "photos": kept | {"cache": pixels}}
+    if "optimizer" in found:  # Runs made before there was a choice agreed in every step.
+        found.setdefault("agreement", {"kind": EveryStep.kind})
     if "precision" in found:  # Runs made before this setting existed summed in the compute dtype.
         found["precision"] = {"reduce_dtype": "compute", **found["precision"]}
     factors = (found.get("optimizer") or {}).get("rate_factors")

@@ -71,17 +71,16 @@ class Timeline:
         """How many epochs have been seen after `step` steps."""
         return self.position(step) / self.num_examples
 
-    def due(self, step: int, period: Periodic) -> bool:
-        """Whether the step just completed crosses a multiple of the period, or is the last."""
-        if step == 0:
-            return False
-        if step == self.total_steps or (period.every_steps and step % period.every_steps == 0):
-            return True
+    def due(self, step: int, period: Periodic, num_steps: int = 1) -> bool:
+        """Whether the last `num_steps` steps up to `step` cross a multiple of the period, or end the run."""
+        if step == 0 or step == self.total_steps:
+            return step > 0
+        before = max(0, step - num_steps)
         if period.every_steps:
-            return False
+            return step // period.every_steps > before // period.every_steps
         # In examples: an epoch need not be a whole number of steps.
         examples = (period.every_epochs or 1.0) * self.num_examples
-        return self.position(step) // examples > self.position(step - 1) // examples
+        return self.position(step) // examples > self.position(before) // examples
 
     @property
     def steps_per_epoch(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdl.exchange import Exchange, init_on_mesh, state_specs
+from jaxdl.agreement import Agreement, EveryStep, Fragments
+from jaxdl.exchange import PER_REPLICA, Exchange, by_name, init_on_mesh, state_specs
 from jaxdl.guard import Guard, GuardConfig
+from jaxdl.mesh import Axis
 from jaxdl.models.network import ModelState, Network
 from jaxdl.optim import EVERYTHING, Trainable, keeps_average
 from jaxdl.precision import LossScale, Precision
 from jaxdl.sharding import Layout, Params, Specs, grad_specs, is_spec, named, param_specs, update_specs
+
+EVERY_STEP = EveryStep()
+OUTER = "outer"
+"""The part of an agreement's state that merges keep beside the anchor."""
 
 
 @jax.tree_util.register_dataclass
@@ -28,13 +35,13 @@ class TrainState:
     step: Any
     """Steps completed, int32: the number of batches consumed, which is also the position in the data."""
     params: Params
-    """Parameters, float32."""
+    """Parameters, float32. Of replicas with parameters of their own, the anchor: what they have agreed on."""
     model_state: ModelState
     """What the network keeps besides parameters, such as the running statistics of batch normalization."""
     ema_params: Params
     """Average of the parameters: an exponential moving one, or the optimizer's own; empty when there is none."""
     opt_state: optax.OptState
-    """The optimizer's state."""
+    """The optimizer's state; empty if each replica has one of its own."""
     exchange_state: Any
     """The gradient exchange's state; the same tree with one replica as with several."""
     loss_scale: LossScale
@@ -43,11 +50,22 @@ class TrainState:
     """Counters and statistics of the guard against bad numbers; empty when it is off."""
     key: Any
     """Data of the run's random key; a step's key is this folded with the step."""
+    agreement_state: Any = dataclasses.field(default_factory=dict)
+    """What replicas have of their own, and what their merges keep; empty if they are equal. See `init_agreement`."""
 
     @property
     def eval_params(self) -> Params:
         """The parameters to evaluate: the moving average where there is one."""
         return self.ema_params or self.params
+
+    @property
+    def own(self) -> Own:
+        """What each replica has of its own."""
+        return self.agreement_state[PER_REPLICA]
+
+    def with_own(self, own: Own) -> TrainState:
+        """A copy with other replicas."""
+        return self.replace(agreement_state=self.agreement_state | {PER_REPLICA: own})
 
     def replace(self, **changes: Any) -> TrainState:
         """A copy with some fields replaced."""
@@ -60,12 +78,16 @@ class StateSpec:
 
     init: Callable[[jax.Array], TrainState]
     """The fresh state from a random key, a pure function: run it under `jit` with `shardings`."""
+    init_exchange: Callable[[], Any]
+    """The fresh state of the exchange alone."""
     params: Specs
     """PartitionSpecs of the parameters."""
     grads: Specs
     """PartitionSpecs of the gradients while they are exchanged; None for frozen parameters."""
     update: Specs
     """PartitionSpecs of gradients, parameters and per-parameter optimizer state in the update; None for frozen ones."""
+    opt_shapes: optax.OptState
+    """The shapes of the optimizer's state, of one replica if each has its own."""
     shapes: TrainState
     """The state's shapes."""
     specs: TrainState
@@ -90,45 +112,106 @@ def make_state_spec(
     *,
     use_ema: bool,
     trainable: Trainable = EVERYTHING,
+    agreement: Agreement = EVERY_STEP,
+    fragments: Fragments | None = None,
 ) -> StateSpec:
     """Infers shapes, then specs, then shardings of the whole state; nothing is allocated.
 
-    The optimizer's state is sharded like the parameters in the update. Raises ConfigError when the mesh does not suit
-    the model.
+    The optimizer's state is sharded like the parameters in the update. If the `agreement` lets replicas differ, their
+    parameters, optimizer state and the like are in `agreement_state`, and the exchange is of the `fragments`. Raises
+    ConfigError when the mesh does not suit the model.
     """
     specs = param_specs(layout, network.axes, network.param_shapes)
     axes, trained = trainable.of(network.axes), trainable.of(network.param_shapes)
     gradient_specs, split_specs = grad_specs(layout, axes, trained), update_specs(layout, axes, trained)
+    exchanged = trained, gradient_specs
+    if fragments:
+        exchanged = fragments.shapes(by_name(trained)), fragments.each(by_name(gradient_specs))
+    init_exchange = functools.partial(init_on_mesh, exchange, *exchanged, layout.mesh)
 
     def init(key: jax.Array) -> TrainState:
         init_key, run_key = jax.random.split(key)
         params, model_state = network.init(init_key)
-        opt_state = optimizer.init(trainable.of(params))
+        mine = trainable.of(params)
+        start = Own(mine, model_state, optimizer.init(mine), precision.init_loss_scale(), guard.init_guard())
+        own = init_agreement(agreement, start, layout.mesh.shape[Axis.REPLICA])
         return TrainState(
             step=jnp.int32(0),
             params=params,
             model_state=model_state,
-            ema_params=jax.tree.map(jnp.copy, params) if use_ema or keeps_average(opt_state) else {},
-            opt_state=opt_state,
-            exchange_state=init_on_mesh(exchange, trained, gradient_specs, layout.mesh),
-            loss_scale=precision.init_loss_scale(),
-            guard=guard.init_guard(),
+            ema_params=jax.tree.map(jnp.copy, params) if use_ema or keeps_average(start.opt_state) else {},
+            opt_state=() if own else start.opt_state,
+            exchange_state=init_exchange(),
+            loss_scale={} if own else start.loss_scale,
+            guard={} if own else start.guard,
             key=jax.random.key_data(run_key),
+            agreement_state=own,
         )
 
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
-    whole_specs = TrainState(
-        step=PartitionSpec(),
+    opt_shapes = jax.eval_shape(optimizer.init, trained)
+    opt_specs = _opt_specs(opt_shapes, trained, split_specs)
+    whole_specs = _whole(shapes).replace(
         params=specs,
-        model_state=_whole(shapes.model_state),
         ema_params=specs if shapes.ema_params else {},
-        opt_state=_opt_specs(shapes.opt_state, trained, split_specs),
-        exchange_state=state_specs(exchange, trained, gradient_specs, layout.mesh),
-        loss_scale=_whole(shapes.loss_scale),
-        guard=_whole(shapes.guard),
-        key=PartitionSpec(),
+        opt_state=() if agreement.keeps_replicas else opt_specs,
+        exchange_state=state_specs(exchange, *exchanged, layout.mesh),
+        agreement_state=_agreement_specs(shapes.agreement_state, trainable.of(specs), opt_specs),
     )
-    return StateSpec(init, specs, gradient_specs, split_specs, shapes, whole_specs, named(layout.mesh, whole_specs))
+    names = (specs, gradient_specs, split_specs)
+    return StateSpec(init, init_exchange, *names, opt_shapes, shapes, whole_specs, named(layout.mesh, whole_specs))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Own:
+    """What each replica has of its own in `TrainState.agreement_state`; its leaves are `[replica, ...]`.
+
+    The fields are those of `TrainState`.
+    """
+
+    params: Params
+    """The trained ones; None in place of frozen ones, which all replicas have in common."""
+    model_state: ModelState
+    opt_state: optax.OptState
+    loss_scale: LossScale
+    guard: Guard
+    since: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Sums since the last merge, over good steps: `loss` and `weight`, and of each fragment, `[replica, fragment]`,
+    the weight since its own last merge, `merge_weight`."""
+    share: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The weights of push-sum; empty where merges move an anchor."""
+
+
+def init_agreement(agreement: Agreement, start: Own, num_replicas: int) -> dict[str, Any]:
+    """`TrainState.agreement_state` of replicas that all begin with `start`, which lacks the replicas' dimension.
+
+    Empty if the agreement keeps them equal.
+    Each replica's is an `Own`; `outer` is what the agreement keeps beside the anchor (`Agreement.init_outer`).
+    """
+
+    if not agreement.keeps_replicas:
+        return {}
+
+    def spread(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x[None], (num_replicas, *x.shape))
+
+    # Each a buffer of its own: a state is donated, and a buffer can be donated once.
+    zeros = {name: jnp.float32(0) for name in ("loss", "weight")}
+    since = zeros | {"merge_weight": jnp.zeros(agreement.num_fragments, jnp.float32)}
+    share = {} if agreement.has_anchor else {"weight": jnp.float32(1)}
+    own = jax.tree.map(spread, dataclasses.replace(start, since=since, share=share))
+    return {PER_REPLICA: own, OUTER: agreement.init_outer(start.params)}
+
+
+def _agreement_specs(shapes: Any, params: Specs, opt_specs: Any) -> Any:
+    """The PartitionSpecs of an agreement's state of these shapes."""
+    if not shapes:
+        return {}
+    one = jax.tree.map(lambda _: PartitionSpec(), shapes[PER_REPLICA])
+    one = dataclasses.replace(one, params=params, opt_state=opt_specs)
+    own = jax.tree.map(lambda spec: PartitionSpec(Axis.REPLICA.value, *spec), one, is_leaf=is_spec)
+    return {PER_REPLICA: own, OUTER: dict.fromkeys(shapes[OUTER], params)}
 
 
 def _opt_specs(opt_state: optax.OptState, params: Params, specs: Specs) -> optax.OptState:

@@ -19,7 +19,8 @@ from jaxdl.exchange.cost import predict
 from jaxdl.exchange.probe import probe
 from jaxdl.mesh import Axis
 from jaxdl.report.summary import versions
-from jaxdl.run.build import Plan, exchanged_gradients
+from jaxdl.run.build import Plan
+from jaxdl.run.exchanged import exchanged_gradients
 
 TRAIN_IMAGES, VALIDATION_IMAGES = 1_281_167, 50_000
 _CHECKPOINT_COPIES = 4

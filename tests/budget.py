@@ -22,6 +22,7 @@ DEFAULT_SEC = 15.0
 """Budget of a file that is not in `BUDGETS`, in CPU seconds."""
 BUDGETS = {
     "test_attention.py": 20,
+    "test_agreement.py": 100,
     "test_lora.py": 50,
     "test_chaos.py": 300,
     "test_notebooks.py": 220,

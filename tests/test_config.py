@@ -64,7 +64,7 @@ def test_every_choice_of_the_design_is_there():
     named = {path: list(kinds) for path, kinds in choices(Experiment).items()}
     assert named["optimizer"] == ["sgd", "adamw", "sign_sgd", "lars", "lamb", "optax", "muon"]
     assert named["exchange"][0] == "dense"
-    assert set(named) == {"model", "data", "task", "optimizer", "schedule", "exchange", "precision"}
+    assert set(named) == {"model", "data", "task", "optimizer", "schedule", "exchange", "agreement", "precision"}
 
 
 @pytest.mark.parametrize(("path", "name"), KINDS)

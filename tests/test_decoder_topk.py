@@ -13,7 +13,8 @@ from jaxdl.data import TrainLoader
 from jaxdl.exchange import TopK, by_name
 from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.optim import SGD
-from jaxdl.run.build import exchanged_gradients, make_initial_state, make_plan
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.exchanged import exchanged_gradients
 from jaxdl.step import make_update
 
 

@@ -260,7 +260,9 @@ def test_the_config_reference_has_every_config_class_and_field():
 ELSEWHERE = {
     "train/perplexity": "tasks/language.py", "train/bits_per_byte": "tasks/language.py",
     "eval/perplexity": "tasks/language.py", "eval/bits_per_byte": "tasks/language.py",
-    "train/momentum": "step.py", "train/loss_scale": "step.py", "train/skipped_steps": "step.py",
+    "train/momentum": "step/update.py", "train/loss_scale": "step/update.py", "train/skipped_steps": "step/update.py",
+    "train/agreement/loss": "rounds/merge.py", "train/agreement/distance": "rounds/merge.py",
+    "train/agreement/bad_replicas": "rounds/merge.py", "eval/replicas/loss": "run/evaluation.py",
     "tokens_per_sec": "tasks/language.py", "tokens_seen": "report/seen.py",
     "eval/loss/NAME": "run/inference.py", "eval/bits_per_byte/NAME": "tasks/language.py",
     "epochs/NAME": "data/mixture.py", "tokens/NAME": "data/mixture.py",

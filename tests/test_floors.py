@@ -24,10 +24,10 @@ FLOORS = [
     {"cluster"},
     {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases"},
     {"models", "optim", "exchange", "data", "decoding"},
-    {"report"},
+    {"report", "agreement"},
     {"state", "tasks"},
     {"step"},
-    {"checkpoint"},
+    {"checkpoint", "rounds"},
     {"evaluation"},
     {"experiment"},
     {"run"},
@@ -39,7 +39,7 @@ FLOORS = [
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
-MENTION_SHARD_MAP = {"step", "exchange", "collectives"}
+MENTION_SHARD_MAP = {"step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
     "lease", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained",
 }  # fmt: skip

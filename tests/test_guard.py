@@ -170,7 +170,7 @@ def by_hand(programs, skipped):
         start=0, num_steps=16,
     ) as loader:  # fmt: skip
         for number, batch in enumerate(loader, start=1):
-            state = skip(state) if number in skipped else step(state, batch)[0]
+            state = skip(state) if number in skipped else step(state, [batch], number - 1)[0]
     return state
 
 

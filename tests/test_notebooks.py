@@ -57,6 +57,12 @@ def text_of(outputs):
     return "".join(output.get("text", "") for output in outputs)
 
 
+def warnings_of(outputs):
+    """What the cells write on stderr, but for the progress of what is slow on a busy machine."""
+    written = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
+    return [output for output in written if not output["text"].startswith("tokenizing: ")]
+
+
 def assert_picture(outputs, min_bytes):
     [picture] = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
     content = base64.b64decode(picture)
@@ -82,7 +88,7 @@ def test_quickstart(tmp_path, monkeypatch):
     assert "kind='adamw'" in text_of(outputs["optimizer-code"])
     [reached] = re.findall(r"SGD, 8 epochs: (\S+)   AdamW, 3 epochs: (\S+)", text_of(outputs["optimizer-code"]))
     assert all(float(number) > 0.9 for number in reached)
-    warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
+    warnings = warnings_of(outputs)
     assert not warnings
 
 
@@ -115,7 +121,7 @@ def test_exchange(tmp_path, monkeypatch):
     assert "25 Gb/s, 8 replicas: topk 0.01" in advice
     assert "1600 Gb/s, 8 replicas: dense" in advice
     assert "do not compress" in advice
-    warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
+    warnings = warnings_of(outputs)
     assert not warnings
 
 
@@ -132,7 +138,7 @@ def test_own_model(tmp_path, monkeypatch):
     [noisy] = re.findall(r"with noise (\S+)", text_of(outputs["predict-code"]))
     assert 0.5 < float(noisy) < float(own) > 0.85
     assert "(64, 64)" in text_of(outputs["restore-code"])
-    warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
+    warnings = warnings_of(outputs)
     assert not warnings
 
 
@@ -147,5 +153,5 @@ def test_language_model(tmp_path, monkeypatch):
         assert_picture(outputs[cell], 10_000)
     [(before, after)] = re.findall(r"before (\S+), after (\S+)", text_of(outputs["before-code"]))
     assert float(after) < float(before) < 2.8
-    warnings = [output for cell in outputs.values() for output in cell if output.get("name") == "stderr"]
+    warnings = warnings_of(outputs)
     assert not warnings

@@ -28,8 +28,9 @@ from jaxdl.exchange.cost import Figures, Gradients, Link, Machine, Speeds, predi
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
-from jaxdl.run.build import Plan, exchanged_gradients, make_exchange_state, make_initial_state, make_parts, make_plan
+from jaxdl.run.build import Plan, make_exchange_state, make_initial_state, make_parts, make_plan
 from jaxdl.run.compile import compile_train_step
+from jaxdl.run.exchanged import exchanged_gradients
 from jaxdl.state import TrainState
 
 _REPLICA = Axis.REPLICA.value

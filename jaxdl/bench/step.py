@@ -81,7 +81,7 @@ def measure(experiment: Experiment, *, num_steps: int, num_repeats: int) -> dict
     def bare() -> None:
         nonlocal state
         for _ in range(num_steps):
-            state, metrics = step(state, batch)
+            state, metrics = step(state, [batch], 0)
             if not run_ahead:
                 jax.block_until_ready(metrics)
         jax.block_until_ready(state)

@@ -14,7 +14,7 @@ from jaxdl.state import TrainState
 ITEMS = {
     "model": ("step", "params", "model_state", "ema_params"),
     "optimizer": ("opt_state", "loss_scale", "guard", "key"),
-    "exchange": ("exchange_state",),
+    "exchange": ("exchange_state", "agreement_state"),
 }
 """Item of a checkpoint -> the fields of the train state in it. Prediction reads only `model`."""
 

@@ -6,6 +6,7 @@ exchanges each shard with the same shard of the other replicas, and nothing else
 
 from jaxdl.exchange.auto import Auto, recommend
 from jaxdl.exchange.base import (
+    PER_REPLICA,
     Exchange,
     GradientLayout,
     by_name,
@@ -26,6 +27,7 @@ from jaxdl.exchange.quantized import Quantized, Sign
 from jaxdl.exchange.topk import TopK
 
 __all__ = [
+    "PER_REPLICA",
     "Auto",
     "Compressed",
     "DeMo",

@@ -48,6 +48,10 @@ PER_REPLICA = Axis.REPLICA.value
 """The part of an exchange's state that each replica has its own of."""
 
 
+PIECE = "@"
+"""In the name of a part of a gradient this comes after the gradient's name."""
+
+
 class Exchange(Protocol):
     """A gradient exchange over one mesh axis; built by `Dense().build()`, `TopK().build()` and the like."""
 

@@ -25,6 +25,7 @@ from jaxdl.collectives.primitive import alike
 from jaxdl.config import ConfigError
 from jaxdl.exchange.base import (
     PER_REPLICA,
+    PIECE,
     ExchangeState,
     GradientLayout,
     Leaves,
@@ -59,7 +60,7 @@ class Compressed(ExchangeConfig, kind=None):
         """See `ExchangeConfig.check`."""
         num_elements = {name: math.prod(shape) for name, shape in shapes.items()}
         for pattern in self.dense_names:
-            if not any(fnmatch.fnmatchcase(name, pattern) for name in num_elements):
+            if not any(_matches(name, pattern) for name in num_elements):
                 raise ConfigError(
                     f"--exchange.dense-names {pattern}: no gradient has such a name. Some are "
                     f"{', '.join(list(num_elements)[:3])}; --explain prints all."
@@ -108,7 +109,7 @@ class Compressed(ExchangeConfig, kind=None):
 
     def stays_dense(self, name: str, num_elements: int) -> bool:
         """Whether a gradient is exchanged whole; `num_elements` counts those of all its shards."""
-        return num_elements < self.min_elements or any(fnmatch.fnmatchcase(name, p) for p in self.dense_names)
+        return num_elements < self.min_elements or any(_matches(name, p) for p in self.dense_names)
 
     def buckets(
         self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout
@@ -221,3 +222,8 @@ class CompressedExchange(SummedLater):
             return run(self.options, carried)
         number = sum((step >= until_step).astype(jnp.int32) for until_step, _ in stages[:-1])
         return lax.switch(number, [functools.partial(run, settings) for _, settings in stages], carried)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Whether a pattern is of this gradient, or of the parameter of which it is a piece."""
+    return fnmatch.fnmatchcase(name.partition(PIECE)[0], pattern)

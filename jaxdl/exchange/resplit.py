@@ -1,8 +1,13 @@
-"""An exchange's stored state on a mesh with another number of replicas, or other shards.
+"""An exchange's, and an agreement's, stored state on a mesh with another number of replicas, or other shards.
 
 The sum of the residuals over replicas is the part of the mean gradients that has not been applied: it is preserved. So
 are the sums of momentum and of pending gradients, and the counters of the warm-ups. A single replica has the same state
 as several; it adds part of the residual to each of its gradients (`jaxdl.exchange.wrapped`).
+
+Replicas that have parameters of their own (`jaxdl.agreement`) all go on from the mean of the stored ones, and so do
+their optimizers. The anchor stays, so the mean change of the replicas since the last merge, which the next merge hands
+to the outer optimizer, is preserved too: each replica's share of it is its change over the number of replicas, and the
+sum of the shares stays.
 """
 
 from __future__ import annotations
@@ -19,6 +24,9 @@ from jaxdl.exchange.wrapped import RESIDUAL_PART
 
 Flat = dict[str, Any]
 """Arrays, or shape structs with shardings, by their path in the train state: `exchange_state.replica.residual...`."""
+
+_OWN = "agreement_state."
+_SUMS = "agreement_state.replica.since."
 
 
 def readable(wanted: Flat, stored: Mapping[str, tuple[int, ...]]) -> Flat:
@@ -56,7 +64,7 @@ def resplit(found: Flat, wanted: Flat, fresh: Callable[[], Flat]) -> Flat:
         if name not in kept
         else found[name]
         if found[name].shape == x.shape
-        else _equal_parts(found[name], x)
+        else _of_as_many(name, found[name], x)
         for name, x in wanted.items()
     }
 
@@ -66,15 +74,28 @@ def _carries(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> boo
     return stored == wanted or (_of_replicas(name) and len(stored) == len(wanted) and stored[1:] == wanted[1:])
 
 
-def _equal_parts(stored: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+def _of_as_many(name: str, stored: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """A stored array, `[replica, ...]`, for as many replicas as are wanted: equal parts of its sum, or the mean."""
+    own = name.startswith(_OWN) and not name.startswith(_SUMS)
+
     def split(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(jnp.sum(x, axis=0, keepdims=True) / wanted.shape[0], wanted.shape)
+        if own and not jnp.issubdtype(x.dtype, jnp.floating):  # Counters, in which replicas hardly differ.
+            one = jnp.max(x, axis=0, keepdims=True)
+        else:
+            one = jnp.sum(x, axis=0, keepdims=True) / (x.shape[0] if own else wanted.shape[0])
+        return jnp.broadcast_to(one, wanted.shape)
 
     return jax.jit(split, out_shardings=wanted.sharding)(stored)
 
 
 def changed(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> str | None:
     """Tells the user how a stored state changes on the new mesh; None when it does not."""
+    own = {name for name in (*wanted, *stored) if name.startswith(_OWN)}
+    note = _changed_replicas(
+        {name: x for name, x in wanted.items() if name in own}, {name: x for name, x in stored.items() if name in own}
+    )
+    wanted = {name: x for name, x in wanted.items() if name not in own}
+    stored = {name: x for name, x in stored.items() if name not in own}
     kept = {name for name, x in wanted.items() if name in stored and _carries(name, stored[name], x.shape)}
     split = {name for name in kept if stored[name] != wanted[name].shape}
     parts = []
@@ -91,7 +112,19 @@ def changed(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) ->
         parts.append(f"the checkpoint's {_words(stored.keys() - kept)} is dropped: this mesh does not use it")
     if wanted.keys() - kept:
         parts.append(f"the {_words(wanted.keys() - kept)} starts as in a new run")
-    return f"exchange: {'; '.join(parts)}" if parts else None
+    texts = [note] if note else []
+    return "; ".join([*texts, f"exchange: {'; '.join(parts)}"] if parts else texts) or None
+
+
+def _changed_replicas(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> str | None:
+    """What becomes of replicas that have parameters of their own; None if there are as many as before."""
+    before, now = _num_replicas(stored), _num_replicas(_shapes(wanted))
+    if before == now or not before or not now:
+        return None
+    return (
+        f"agreement: {now} replica{'s go' if now > 1 else ' goes'} on from the mean parameters and optimizer states of "
+        f"{before}; the anchor stays"
+    )
 
 
 def same_kind(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> bool:

@@ -29,6 +29,12 @@ class Trainable:
         leaves = self.treedef.flatten_up_to(tree)
         return self.treedef.unflatten(leaf if flag else None for leaf, flag in zip(leaves, self.flags, strict=True))
 
+    def flags_of(self, tree: Any) -> Any:
+        """For each leaf of `tree`, which is like the parameters, whether it is trained."""
+        if self.treedef is None:
+            return jax.tree.map(lambda _: True, tree)
+        return self.treedef.unflatten(self.flags)
+
     def merged(self, trained: Any, tree: Any) -> Any:
         """`tree` with the trained leaves replaced by those of `trained`, a result of `of`."""
         if self.treedef is None:

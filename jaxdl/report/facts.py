@@ -75,7 +75,7 @@ def plan_facts(plan: Any, end: int) -> Iterator[tuple[str, str]]:
     )
     left = [math.prod(leaf.shape) for leaf in jax.tree.leaves(parts.trainable.of(parts.network.param_shapes))]
     if len(left) < len(sizes):
-        state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(parts.state_spec.shapes.opt_state))
+        state = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(parts.state_spec.opt_shapes))
         yield (
             "trained",
             f"{len(left):,} of {len(sizes):,} arrays, {sum(left):,} of {sum(sizes):,} parameters (the others are "

@@ -21,6 +21,7 @@ from jaxdl.errors import as_typed
 from jaxdl.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
 from jaxdl.phases import Timeline
 from jaxdl.report.events import WARNINGS, Event, EventKind
+from jaxdl.report.fetching import fetch, without_bad
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.inputs import InputWatch
 from jaxdl.report.notebook import LivePlot
@@ -252,7 +253,7 @@ class Reporter:
         if not self._window:
             return None
         first_step, last_step = self._window[0][0], self._window[-1][0]
-        fetched, self._window = jax.device_get([metrics for _, metrics in self._window]), []
+        fetched, self._window = fetch([metrics for _, metrics in self._window]), []
         row = {f"train/{name}": value for name, value in self.readable(fetched).items()}
         spent = max(self._training_sec() - self._since_sec, 1e-9)
         waited = self._watch.seconds().get("data", 0.0) - self._since_data_sec
@@ -266,22 +267,23 @@ class Reporter:
 
     def fetched(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """The metrics of one step as reports name them. Waits for the step."""
-        return self.readable([jax.device_get(metrics)])
+        return self.readable([fetch(metrics)])
 
     def readable(self, steps: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
         """The metrics of some steps as reports name them: those of the task over all of them, others of the last one.
 
-        A bad step has no part in the means, unless there is nothing else.
+        A bad step has no part in the means, unless there is nothing else. Of replicas, this process's count.
         """
-        good = [one for one in steps if not one.get("bad_in_row")] or steps
+        good = [one for one in map(without_bad, steps) if not np.any(one.get("bad_in_row", 0))] or steps
         sums = {
-            name.removeprefix("sums/"): float(np.sum([one[name] for one in good], dtype=np.float64))
+            name.removeprefix("sums/"): float(sum(np.sum(one[name], dtype=np.float64) for one in good))
             for name in steps[0]
             if name.startswith("sums/")
         }
         others = {
-            name: float(value)
-            for name, value in steps[-1].items()
+            name: float(np.mean(value))
+            for step in steps
+            for name, value in step.items()
             if not name.startswith("sums/") and name != "bad_in_row"
         }
         return self._task.metrics(sums, self._subject.source.spec) | others

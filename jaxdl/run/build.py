@@ -5,6 +5,7 @@ Nothing is compiled before everything that can be checked has been.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 from collections.abc import Callable, Sequence
@@ -12,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -23,27 +23,30 @@ from jaxdl.data import DataSpec, PhotoSource, Source, Splits, TrainLoader
 from jaxdl.exchange import (
     Auto,
     Dense,
-    Exchange,
     ExchangeConfig,
-    GradientLayout,
-    backward_order,
-    by_name,
-    init_on_mesh,
-    leaf_names,
 )
-from jaxdl.exchange.cost import Gradients
 from jaxdl.experiment import LENGTH, Experiment, as_experiment
 from jaxdl.kinds import without_source
 from jaxdl.mesh import Axis, Device, batch_sharding, batch_ways, make_mesh, platform
-from jaxdl.models import Network
-from jaxdl.optim import Rates, Trainable, check_average, make_optimizer, make_trainable
+from jaxdl.optim import Rates, check_average, keeps_average, make_optimizer
 from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
+from jaxdl.run.exchanged import (
+    exchanged_gradients,
+    fragments_of,
+    gradient_layout,
+    make_exchange,
+    make_network,
+    output_shapes,
+    trainable_of,
+    trained_of,
+)
 from jaxdl.run.initial import Initial
 from jaxdl.run.length import steps_of
 from jaxdl.run.overlap import loop_sum_dtype
 from jaxdl.run.validate import (
     built_schedule,
+    check_agreement,
     check_batches,
     check_memory,
     check_network,
@@ -56,10 +59,9 @@ from jaxdl.run.validate import (
     idle_exchange,
     idle_tensor,
     read_splits,
-    task_inputs,
 )
-from jaxdl.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names, named
-from jaxdl.state import TrainState, make_state_spec
+from jaxdl.sharding import Layout
+from jaxdl.state import TrainState, init_agreement, make_state_spec
 from jaxdl.step import Parts
 
 
@@ -165,8 +167,12 @@ def make_plan(
     check_rates(experiment.schedule, parts.rates, timeline.scheduled_steps)
     check_memory(experiment, parts.state_spec, splits.train.spec)
     check_norms(experiment, mesh.shape[Axis.REPLICA], has_norms=bool(parts.network.norms))
+    check_agreement(
+        experiment, mesh.shape[Axis.REPLICA], total_steps, averages=keeps_average(parts.state_spec.opt_shapes)
+    )
     begin_with, note = initial(parts.state_spec.abstract())
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
+    reasons += experiment.agreement.remarks(total_steps, mesh.shape[Axis.REPLICA])
     reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
     plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with)
     _check_sizes(plan)
@@ -190,14 +196,16 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
             f"data {experiment.data.kind} is {spec.modality} ({spec.described()[1]}), but model "
             f"{experiment.model.kind} reads {experiment.model.modality}. {spec.advice(experiment.model.modality)}"
         )
-    network = _network(experiment, spec)
-    task = fitted_task(experiment.task, spec, _outputs(experiment, network, spec))
+    network = make_network(experiment, spec)
+    task = fitted_task(experiment.task, spec, output_shapes(experiment, network, spec))
     check_network(experiment, network, spec, mesh.shape[Axis.REPLICA])
     check_tensor_dims(experiment.sharding, network)
-    trainable = _trainable(experiment, network)
-    optimizer = make_optimizer(experiment.optimizer, *_trained(experiment, network))
+    trainable = trainable_of(experiment, network)
+    optimizer = make_optimizer(experiment.optimizer, *trained_of(experiment, network))
     layout = Layout(experiment.sharding, mesh)
-    exchange = _make_exchange(experiment, network, spec, layout)
+    gradients = gradient_layout(experiment, network, spec, layout)
+    fragments = fragments_of(experiment, network, gradients)
+    exchange = make_exchange(experiment, network, gradients, fragments, mesh.shape[Axis.REPLICA])
     state_spec = make_state_spec(
         layout,
         network,
@@ -207,8 +215,10 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
         experiment.guard,
         use_ema=experiment.step.ema_decay is not None,
         trainable=trainable,
+        agreement=experiment.agreement,
+        fragments=fragments,
     )
-    check_average(state_spec.shapes.opt_state, experiment.optimizer, experiment.step.ema_decay)
+    check_average(state_spec.opt_shapes, experiment.optimizer, experiment.step.ema_decay)
     return Parts(
         network=network,
         task=task,
@@ -222,6 +232,9 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
         state_spec=state_spec,
         guard=experiment.guard,
         config=experiment.step,
+        agreement=experiment.agreement,
+        fragments=fragments,
+        joint_exchange=None if fragments is None else Dense().build(gradients),
         sum_dtype=loop_sum_dtype(experiment, network, mesh),
     )
 
@@ -256,6 +269,11 @@ def settled(
     selects = not isinstance(wanted, ExchangeConfig) or bool(wanted.figures.methods)
     if selects and not one_replica and platform(mesh) == "gpu":
         agree_on_kernels()
+    if isinstance(auto, Auto) and experiment.agreement.keeps_replicas and not one_replica:
+        raise ConfigError(
+            f"--exchange auto: it chooses by the time of an exchange in every step. With --agreement "
+            f"{experiment.agreement.kind} there is none: name an exchange."
+        )
     if not isinstance(auto, Auto):
         assert isinstance(auto, ExchangeConfig)
         return experiment, idle_exchange(auto) if one_replica else ()
@@ -269,74 +287,6 @@ def settled(
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     found = auto.choose(gradients.shapes, gradients.layout, mesh)
     return experiment.replaced({"exchange": found.best}), found.reasons
-
-
-def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Gradients:
-    """What the exchange of an experiment on a mesh is about, as the cost model takes it."""
-    network = _network(experiment, spec)
-    layout = Layout(experiment.sharding, mesh)
-    axes, trained = _trained(experiment, network)
-    shardings = by_name(named(mesh, grad_specs(layout, axes, trained)))
-    shapes = {name: shardings[name].shard_shape(x.shape) for name, x in by_name(trained).items()}
-    return Gradients(shapes, mesh.shape[Axis.REPLICA], _gradient_layout(experiment, network, spec, layout))
-
-
-def _network(experiment: Experiment, spec: DataSpec) -> Network:
-    inputs = task_inputs(experiment.task, spec, spec.blank())
-    return experiment.model.network(inputs, **spec.sizes(), dtype=experiment.precision.dtype)
-
-
-def _outputs(experiment: Experiment, network: Network, spec: DataSpec) -> Callable[[Any], Any]:
-    """A function from a batch to the shapes of the network's outputs."""
-
-    def forward(params: Any, model_state: Any, batch: Any) -> Any:
-        inputs = experiment.task.inputs(batch, spec)
-        return network.apply(params, model_state, *inputs, train=False, whole=experiment.task.takes_arrays)[0]
-
-    def outputs(batch: Any) -> Any:
-        return jax.eval_shape(forward, *jax.eval_shape(network.init, jax.random.key(0)), batch)
-
-    return outputs
-
-
-def _make_exchange(experiment: Experiment, network: Network, spec: DataSpec, layout: Layout) -> Exchange:
-    """The exchange over the mesh's replicas; a single one has nobody to talk to."""
-    config, num_replicas = experiment.exchange, layout.mesh.shape[Axis.REPLICA]
-    assert isinstance(config, ExchangeConfig), "it has been chosen"
-    gradients = _gradient_layout(experiment, network, spec, layout)
-    _, trained = _trained(experiment, network)
-    config.check({name: x.shape for name, x in by_name(trained).items()}, gradients, num_replicas)
-    return config.build_single_replica(gradients) if num_replicas == 1 else config.build(gradients)
-
-
-def _trainable(experiment: Experiment, network: Network) -> Trainable:
-    return make_trainable(experiment.step.freeze, network.param_shapes, experiment.model.trained)
-
-
-def _trained(experiment: Experiment, network: Network) -> tuple[LogicalAxes, Params]:
-    """The logical axes and the shapes of the parameters that have gradients."""
-    trainable = _trainable(experiment, network)
-    return trainable.of(network.axes), trainable.of(network.param_shapes)
-
-
-def _gradient_layout(experiment: Experiment, network: Network, spec: DataSpec, layout: Layout) -> GradientLayout:
-    def loss(params: Any, batch: Any) -> jax.Array:
-        inputs = experiment.task.inputs(batch, spec)
-        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), network.state_shapes)
-        outputs = network.apply(params, blank, *inputs, train=True)[0]
-        return functools.reduce(jnp.add, [jnp.sum(x) for x in jax.tree.leaves(outputs)])
-
-    several = layout.mesh.shape[Axis.REPLICA] > 1  # One replica sends nothing, in whatever order.
-    trained_axes, trained = _trained(experiment, network)
-    names = leaf_names(trained)
-    axes = jax.tree.leaves(trained_axes, is_leaf=is_names)
-    order = backward_order(loss, network.param_shapes, spec.blank()) if several else ()
-    return GradientLayout(
-        specs=by_name(grad_specs(layout, trained_axes, trained)),
-        inner={axis: size for axis, size in layout.mesh.shape.items() if axis != Axis.REPLICA and size > 1},
-        order=tuple(name for name in order if name in names),
-        stacked=frozenset(name for name, one in zip(names, axes, strict=True) if STACKED in one),
-    )
 
 
 def _check_sizes(plan: Plan) -> None:
@@ -375,6 +325,11 @@ def make_initial_state(plan: Plan) -> TrainState:
     if plan.initial is None:
         return make()
     state = plan.initial.apply(make(), spec.abstract())
+    if plan.parts.agreement.keeps_replicas:
+        restart = jax.jit(
+            functools.partial(_with_equal_replicas, plan.parts), donate_argnums=0, out_shardings=spec.shardings
+        )
+        return restart(state)
     if not plan.experiment.optimizer.checked:
         return state
     # An optimizer that jaxdl does not know may keep a copy of the initial parameters.
@@ -382,15 +337,18 @@ def make_initial_state(plan: Plan) -> TrainState:
     return state.replace(opt_state=jax.jit(optimizer.init, out_shardings=spec.shardings.opt_state)(trained))
 
 
+def _with_equal_replicas(parts: Parts, state: TrainState) -> TrainState:
+    """A fresh state whose replicas all begin with its parameters and model state."""
+    own = jax.tree.map(lambda x: x[0], state.own)
+    trained = parts.trainable.of(state.params)
+    start = dataclasses.replace(
+        own, params=trained, model_state=state.model_state, opt_state=parts.optimizer.init(trained)
+    )
+    num_replicas = parts.layout.mesh.shape[Axis.REPLICA]
+    return state.replace(agreement_state=init_agreement(parts.agreement, start, num_replicas))
+
+
 def make_exchange_state(plan: Plan) -> Any:
     """The fresh state of a plan's gradient exchange alone."""
     parts = plan.parts
-    return jax.jit(
-        lambda: init_on_mesh(
-            parts.exchange,
-            parts.trainable.of(parts.network.param_shapes),
-            parts.state_spec.grads,
-            parts.layout.mesh,
-        ),
-        out_shardings=parts.state_spec.shardings.exchange_state,
-    )()
+    return jax.jit(parts.state_spec.init_exchange, out_shardings=parts.state_spec.shardings.exchange_state)()

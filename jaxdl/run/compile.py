@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 
@@ -16,19 +16,70 @@ from jaxdl.evaluation import EvalStep, NormStep, make_eval_step, make_norm_step
 from jaxdl.mesh import platform
 from jaxdl.optim import Constant
 from jaxdl.phases import Segment
+from jaxdl.rounds import RoundSteps, make_local_step, make_own_eval_step
 from jaxdl.run.build import Plan
-from jaxdl.state import replicated
-from jaxdl.step import TrainStep, make_train_step
+from jaxdl.state import TrainState, replicated
+from jaxdl.step import Batch, Metrics, TrainStep, make_train_step
 from jaxdl.user_code import user_code
+
+
+class Steps(Protocol):
+    """The steps of a run: of replicas that are equal, `EachStep`; else `jaxdl.rounds.RoundSteps`."""
+
+    def num_batches(self, step: int) -> int:
+        """How many steps the next call takes, after `step` steps."""
+        ...
+
+    def __call__(self, state: TrainState, batches: Sequence[Batch], step: int) -> tuple[TrainState, Sequence[Metrics]]:
+        """The state after a step on each batch, and the metrics of each; `step` steps have been taken before."""
+        ...
+
+    def settle(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        """The state with the parameters to evaluate, and to save; and what that shows of the replicas."""
+        ...
+
+    def apart(self, step: int) -> bool:
+        """Whether replicas have other parameters than those to evaluate, after `step` steps."""
+        ...
+
+
+class EachStep:
+    """The steps of replicas that agree in every step: one program, `jaxdl.step.make_train_step`."""
+
+    def __init__(self, program: TrainStep) -> None:
+        self._program = program
+
+    def num_batches(self, step: int) -> int:
+        """One."""
+        del step
+        return 1
+
+    def __call__(self, state: TrainState, batches: Sequence[Batch], step: int) -> tuple[TrainState, Sequence[Metrics]]:
+        """See `Steps`."""
+        del step
+        (batch,) = batches
+        state, metrics = self._program(state, batch)
+        return state, [metrics]
+
+    def settle(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        """The state: it always has them."""
+        return state, {}
+
+    def apart(self, step: int) -> bool:
+        """Never."""
+        del step
+        return False
 
 
 class StepFunctions(NamedTuple):
     """The compiled functions of a segment; calls with other shapes are errors."""
 
-    train: TrainStep
-    """`jaxdl.step.make_train_step`."""
+    train: Steps
+    """The steps of the run."""
     evaluate: EvalStep
     """`jaxdl.evaluation.make_eval_step`."""
+    evaluate_own: EvalStep | None
+    """`jaxdl.rounds.make_own_eval_step`, if replicas have parameters of their own; else None."""
     norm: NormStep | None
     """`jaxdl.evaluation.make_norm_step`, where batch norm's statistics are estimated for each evaluation; else None."""
 
@@ -44,7 +95,16 @@ def compile_steps(plan: Plan, segment: Segment | None = None) -> StepFunctions:
     if plan.experiment.evaluation.norm_batches is not None:
         batch = train.batch_shapes(segment.batch_size, evaluating=False)
         norm = make_norm_step(plan.parts).lower(state.eval_params, state.model_state, _key(plan), batch).compile()
-    return StepFunctions(compile_train_step(plan, segment), evaluating.compile(), norm)
+    if not plan.parts.agreement.keeps_replicas:
+        return StepFunctions(EachStep(compile_train_step(plan, segment)), evaluating.compile(), None, norm)
+    own, trainable = state.own, plan.parts.trainable
+    batch = test.batch_shapes(plan.eval_batch_size, evaluating=True)
+    evaluating_own = (
+        make_own_eval_step(plan.parts)
+        .lower(trainable.merged(own.params, state.params), own.model_state, batch)
+        .compile()
+    )
+    return StepFunctions(compile_rounds(plan, segment), evaluating.compile(), evaluating_own, norm)
 
 
 def _key(plan: Plan) -> jax.ShapeDtypeStruct:
@@ -54,16 +114,33 @@ def _key(plan: Plan) -> jax.ShapeDtypeStruct:
 
 
 def compile_train_step(plan: Plan, segment: Segment | None = None) -> jax.stages.Compiled:
-    """The compiled train step of a segment of a plan (the first).
+    """The compiled train step of a segment of a plan (the first); of replicas that may differ, the local step.
 
     Raises ConfigError for a compiler option that XLA does not know.
     """
     segment = segment or plan.timeline.segments[0]
     batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
+    make = make_local_step if plan.parts.agreement.keeps_replicas else make_train_step
     with user_code(plan.exchange.users_name):  # All else has been traced before.
-        lowered = make_train_step(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
+        lowered = make(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
     axes, values = plan.parts.layout.mesh.shape, plan.experiment.compiler.values()
     return compiled(lowered, values, axes, ordered_for(plan), own=own_options(plan))
+
+
+def compile_rounds(plan: Plan, segment: Segment | None = None) -> RoundSteps:
+    """The compiled steps, and merges, of replicas with parameters of their own, in a segment of a plan (the first).
+
+    Raises ConfigError for a compiler option that XLA does not know.
+    """
+    segment = segment or plan.timeline.segments[0]
+    batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
+    axes, values = plan.parts.layout.mesh.shape, plan.experiment.compiler.values()
+    links, own = ordered_for(plan), own_options(plan)
+    steps = (segment.first, segment.first + segment.num_steps)
+    with user_code(plan.exchange.users_name):
+        return RoundSteps(
+            plan.parts, batch, steps, plan.total_steps, lambda one: compiled(one, values, axes, links, own=own)
+        )
 
 
 def own_options(plan: Plan) -> Options:
@@ -140,6 +217,7 @@ def program_key(plan: Plan, segment: Segment) -> str:
     shapes = (segment.batch_size, plan.eval_batch_size, phase and phase.size, phase and (phase.eval_size or phase.size))
     constant = isinstance(experiment.schedule, Constant) and len(plan.timeline.segments) == 1
     constant = constant and getattr(experiment.optimizer, "momentum_at_peak", None) is None
+    constant = constant and not experiment.agreement.keeps_replicas  # They merge at the end.
     length = plan.timeline.num_examples if constant else (plan.timeline.segments, plan.timeline.num_examples)
     # In a notebook a class or a function may get another body.
     classes = [id(type(part)) for _, part in experiment]

@@ -85,7 +85,7 @@ def train(
             stop.share(every_polls=experiment.report.every_steps)
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
-        end = end_step(plan.timeline, max_steps)
+        end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
         return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=callbacks).run()
 
 

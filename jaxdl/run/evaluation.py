@@ -12,6 +12,7 @@ from jaxdl.run.build import Plan
 from jaxdl.run.compile import StepFunctions
 from jaxdl.run.inference import evaluate_once
 from jaxdl.state import TrainState
+from jaxdl.step import Metrics
 
 
 class Evaluation:
@@ -19,9 +20,14 @@ class Evaluation:
 
     def __init__(self, plan: Plan, reporter: Reporter, watch: Stopwatch, poll: Callable[[], None]) -> None:
         self._plan, self._reporter, self._watch, self._poll = plan, reporter, watch, poll
+        self._settled: Metrics = {}
 
-    def with_norms(self, state: TrainState, step: int, segment: Segment, steps: StepFunctions) -> TrainState:
-        """The state with batch norm's statistics over the last training batches, where the plan asks for that."""
+    def settled(self, state: TrainState, step: int, segment: Segment, steps: StepFunctions) -> TrainState:
+        """The state with the parameters to evaluate, and batch norm's statistics over the last training batches.
+
+        The latter only where the plan asks for them.
+        """
+        state, self._settled = steps.train.settle(state)
         num = self._plan.experiment.evaluation.norm_batches
         if steps.norm is None or num is None:
             return state
@@ -29,12 +35,20 @@ class Evaluation:
         with self._watch("norms"), self._plan.batches(segment, start, num) as batches:
             return estimate_norms(steps.norm, state, batches, poll=self._poll)
 
-    def metrics(self, state: TrainState, segment: Segment, steps: StepFunctions) -> dict[str, float]:
-        """The task's metrics of the state."""
+    def metrics(self, state: TrainState, step: int, segment: Segment, steps: StepFunctions) -> dict[str, float]:
+        """The task's metrics of the state; of replicas that differ also `replicas/loss`, of each its own."""
         source, size = self._plan.sources(segment)[1], self._plan.eval_batch_size
         num_batches = sum(math.ceil(len(one) / size) for one in source.parts.values() or (source,))
         poll = self._reporter.counted(self._poll, num_batches)
         with self._watch("eval"):
-            return evaluate_once(
+            found = evaluate_once(
                 self._plan.parts, steps.evaluate, state.eval_params, state.model_state, source, size, poll=poll
             )
+            found |= {name: float(value) for name, value in self._settled.items()}
+            if steps.evaluate_own is not None and steps.train.apart(step):
+                parts, own = self._plan.parts, state.own
+                params = parts.trainable.merged(own.params, state.params)
+                evaluate = (steps.evaluate_own, params, own.model_state)
+                metrics = evaluate_once(parts, *evaluate, source, size, poll=self._poll)
+                found |= {"replicas/loss": metrics["loss"]}
+            return found

@@ -25,7 +25,12 @@ def loop_sum_dtype(experiment: Experiment, network: Network, mesh: Mesh) -> DTyp
     pairs = zip(jax.tree.leaves(network.axes, is_leaf=is_names), jax.tree.leaves(network.param_shapes), strict=True)
     looped = max((x.shape[0] for names, x in pairs if STACKED in names), default=0) > 1
     plain = experiment.step.microbatches == 1 and network.what is None
-    plain = plain and not experiment.step.freeze and not experiment.model.trained
+    plain = (
+        plain
+        and not experiment.agreement.keeps_replicas
+        and not experiment.step.freeze
+        and not experiment.model.trained
+    )
     plain = plain and not precision.init_loss_scale() and precision.weight_dtype == jnp.float32
     several = mesh.shape[Axis.REPLICA] > 1 and platform(mesh) == "gpu"
     return exchange.sum_dtype if looped and plain and several and not experiment.task.has_user_code else None

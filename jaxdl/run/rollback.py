@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
 import jax
+import numpy as np
 
 from jaxdl.checkpoint import Checkpoints
 from jaxdl.cluster.agree import all_processes, from_first_process
@@ -84,8 +85,12 @@ class Rollback:
 class Rollbacks:
     """The rollbacks of one run, and the streak of bad steps at its present step; `note` shows a message."""
 
-    def __init__(self, experiment: Experiment, workdir: Path | None, note: Callable[[str], None]) -> None:
+    def __init__(
+        self, experiment: Experiment, workdir: Path | None, note: Callable[[str], None], num_replicas: int = 1
+    ) -> None:
         self._config, self._workdir, self._note = experiment.guard, workdir, note
+        self._num_replicas = num_replicas
+        self._keeps_replicas = experiment.agreement.keeps_replicas
         self._lowest_scale = experiment.precision.lowest_scale
         self._streak: list[BadStep] = []
         self.past: list[Rollback] = []
@@ -113,8 +118,8 @@ class Rollbacks:
 
         Raises Diverged where bad steps are not skipped.
         """
-        if report is None:
-            return None
+        if report is None or self._keeps_replicas:
+            return None if report is None else self._judge_merges(report)
         if not self._config.skip_nonfinite:
             self._judge_unguarded(report)
             return None
@@ -133,6 +138,22 @@ class Rollbacks:
             self._note(f"bad numbers, skipped: {what}{more}")
         return None
 
+    def _judge_merges(self, report: Report) -> None:
+        """Replicas that have parameters of their own are not rolled back: a merge hands the anchor to the bad ones."""
+        for step, metrics in enumerate(report.metrics, report.first_step):
+            bad = metrics.get("agreement/bad_replicas", 0)
+            if bad and bad == self._num_replicas:
+                reason = "it is so in all replicas since the last merge, so there is no good one to go on with"
+                self._give_up([_bad_step(step, metrics)], reason)
+            if bad:
+                what = f"{bad:g} replica{'s' if bad > 1 else ''} had bad numbers up to step {step}"
+                self._note(f"{what}: left out of the merge, given the anchor")
+            skipped = np.asarray(metrics.get("bad_in_row", 0))
+            self._streak = [*self._streak, _bad_step(step, metrics)] if skipped.all() else []
+            # Another process sees its own replicas alone, and all have to decide alike.
+            if len(self._streak) >= self._config.rollback_after and skipped.size == self._num_replicas:
+                self._give_up(self._streak, "all replicas skipped them, and with this agreement none is rolled back")
+
     def _judge_unguarded(self, report: Report) -> None:
         bad = [
             _bad_step(step, one)
@@ -150,6 +171,8 @@ class Rollbacks:
         """
         first, last = self.past[-1].streak if self.past else (0, -1)
         earlier = [BadStep(step, math.nan, math.nan) for step in range(first, last + 1)]
+        if self._keeps_replicas and not earlier:  # Merges do not tell which steps were bad.
+            earlier = [BadStep(0, loss, 0.0)]
         if not math.isfinite(loss) and (steps := self._streak or earlier):
             self._give_up(steps, "after the last step the evaluation is not finite, so skipping them has not helped")
 
@@ -287,8 +310,8 @@ def _next_counters(sharding: jax.sharding.Sharding) -> Callable[..., Any]:
 
 
 def _bad_step(step: int, metrics: Mapping[str, Any]) -> BadStep:
-    loss, weight = float(metrics["sums/loss"]), float(metrics["sums/weight"])
-    return BadStep(step, loss / weight if weight else math.nan, float(metrics["learning_rate"]))
+    loss, weight = float(np.sum(metrics["sums/loss"])), float(np.sum(metrics["sums/weight"]))
+    return BadStep(step, loss / weight if weight else math.nan, float(np.mean(metrics["learning_rate"])))
 
 
 def _advice(steps: Sequence[BadStep]) -> str:

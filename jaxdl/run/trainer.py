@@ -16,6 +16,7 @@ from jaxdl.data import TrainLoader
 from jaxdl.errors import as_typed
 from jaxdl.evaluation import max_in_flight
 from jaxdl.lease import Lease
+from jaxdl.mesh import Axis
 from jaxdl.phases import Segment
 from jaxdl.report import Report, Reporter, Start, Status, StepCounter, Stopwatch, Subject
 from jaxdl.run.build import Plan, make_exchange_state, make_initial_state
@@ -28,7 +29,7 @@ from jaxdl.run.rollback import BadStep, Rollbacks, skip
 from jaxdl.run.saver import Saver, report_start_events
 from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.state import TrainState
-from jaxdl.step import Batch, Metrics
+from jaxdl.step import Batch
 
 
 class Trainer:
@@ -50,19 +51,15 @@ class Trainer:
         self.plan, self.parts, self.experiment, self.workdir = plan, plan.parts, plan.experiment, workdir
         self.stop, self.watch, self.stack, self.start = stop, watch, stack, start
         self.check_lease = lease.check if lease else lambda: None
-        self.run_ahead = max_in_flight() > 1
-        self.programs = programs()
+        self.run_ahead, self.programs = max_in_flight() > 1, programs()
         # What changes while the run trains.
         self.counter = StepCounter()
-        self.end = end
-        self.end_asked_by = "--max-steps"
+        self.end, self.end_asked_by = end, "--max-steps"
         self.state: TrainState | None = None
-        self.evaluated_step = -1
-        self.metrics: dict[str, float] | None = None
-        self.segment: Segment = plan.timeline.segment(0)
+        self.metrics, self.segment = None, plan.timeline.segment(0)
         self.steps: StepFunctions | None = None
         self.loader: TrainLoader | None = None
-        self.first_batch = True
+        self.evaluated_step, self.num_taken, self.first_batch = -1, 1, True
 
         folder = workdir if jax.process_index() == 0 else None
         subject = Subject(plan.timeline, self.counter, self.parts.task, plan.splits.train, self.experiment.seed)
@@ -73,7 +70,7 @@ class Trainer:
             source.on_warning(self.reporter.warn)
             stack.callback(source.close)
         start.plan(plan, end)
-        self.rollbacks = Rollbacks(self.experiment, workdir, self.reporter.warn)
+        self.rollbacks = Rollbacks(self.experiment, workdir, self.reporter.warn, plan.mesh_sizes[Axis.REPLICA])
         self.saver = Saver(plan, workdir, self.reporter) if workdir is not None else None
         if self.saver is not None:
             stack.callback(self.saver.close)
@@ -188,14 +185,14 @@ class Trainer:
                 return
             self.loader.close()
             self._read_data()
-        batch = self._next_batch()
+        batches = self._next_batches()
         if not self.run_ahead:
             with self.watch("train"):
                 self.reporter.wait()
         self.stop.poll(self.step)
         self.reporter.profile(self.state)
         with self.watch("train"):
-            if not self._take_step(batch):
+            if not self._take_steps(batches):
                 return
         if self._due(self.experiment.evaluation) or self._due(self.experiment.checkpoint):
             with self.watch("train"):
@@ -208,37 +205,39 @@ class Trainer:
                 self._save()
             self.reporter.status("training")
 
-    def _next_batch(self) -> Batch:
+    def _next_batches(self) -> Sequence[Batch]:
         assert self.loader is not None
+        assert self.steps is not None
         with self.watch("data"):
-            if not self.first_batch:
-                return next(self.loader)
-            self.reporter.doing("reading data")
-            batch = next(self.loader)
-            wait_for_all()  # One host's first batch may take minutes, and Gloo gives up after 30 s.
-            self.reporter.doing("training")
-            self.first_batch = False
-            return batch
+            if self.first_batch:
+                self.reporter.doing("reading data")
+            batches = [next(self.loader) for _ in range(self.steps.train.num_batches(self.step))]
+            if self.first_batch:
+                wait_for_all()  # One host's first batch may take minutes, and Gloo gives up after 30 s.
+                self.reporter.doing("training")
+                self.first_batch = False
+            return batches
 
-    def _take_step(self, batch: Batch) -> bool:
-        """Trains on the batch, or skips it, and calls the hooks; False if the run was rolled back instead."""
+    def _take_steps(self, batches: Sequence[Batch]) -> bool:
+        """Trains on the batches, or skips them, and calls the hooks; False if the run was rolled back instead."""
         assert self.state is not None
         assert self.steps is not None
-        metrics: Metrics = {}
+        self.num_taken, metrics = len(batches), [{} for _ in batches]
         skipped = self.rollbacks.skips(self.step + 1)
         if skipped:
             if self._rolled_back(self.reporter.flush()):
                 return False
             self.state = skip(self.state)
-            self.counter.step += 1
-            self.reporter.skipped()
         else:
-            self.state, metrics = self.steps.train(self.state, batch)
+            self.state, metrics = self.steps.train(self.state, batches, self.step)
+        for one in metrics:
             self.counter.step += 1
-            if self._rolled_back(self.reporter.add(metrics)):
+            if skipped:
+                self.reporter.skipped()
+            elif self._rolled_back(self.reporter.add(one)):
                 return False
-        assert self.state is not None
-        self.hooks.stepped(self.step, self.state, metrics, skipped=skipped)
+        for step, one in enumerate(metrics, self.step - len(metrics) + 1):
+            self.hooks.stepped(step, self.state, one, skipped=skipped)
         return True
 
     def _stop_here(self) -> None:
@@ -255,7 +254,7 @@ class Trainer:
         """Returns to a checkpoint from before a streak of bad steps, or to the start; their batches are skipped now."""
         assert self.loader is not None
         self.reporter.status("rolling back")
-        checkpoints = self.saver.checkpoints if self.saver else None
+        checkpoints = self.saver and self.saver.checkpoints
         with self.watch("checkpoint"):
             jax.block_until_ready(self.state)  # A step may still be under way: see `max_in_flight`.
             rollback = self.rollbacks.roll_back(streak, checkpoints)
@@ -281,16 +280,16 @@ class Trainer:
         self._read_data()
 
     def _due(self, period: Periodic) -> bool:
-        """Whether the step just completed crosses a multiple of the period, or is the last."""
-        return self.step == self.end or self.plan.timeline.due(self.step, period)
+        """Whether the steps just completed cross a multiple of the period, or are the last."""
+        return self.step >= self.end or self.plan.timeline.due(self.step, period, self.num_taken)
 
     def _evaluate(self) -> None:
         """Evaluates the state, with the statistics of batch norm that are estimated for that."""
         assert self.state is not None
         assert self.steps is not None
         self.reporter.status("evaluating")
-        self.state = self.evaluation.with_norms(self.state, self.step, self.segment, self.steps)
-        self.metrics = self.evaluation.metrics(self.state, self.segment, self.steps)
+        self.state = self.evaluation.settled(self.state, self.step, self.segment, self.steps)
+        self.metrics = self.evaluation.metrics(self.state, self.step, self.segment, self.steps)
         self.evaluated_step = self.step
         self.reporter.evaluated(self.metrics)
         if self.step == self.plan.total_steps:
@@ -311,6 +310,8 @@ class Trainer:
             return
         assert self.state is not None
         self.check_lease()
+        if self.steps is not None and self.evaluated_step < self.step:
+            self.state, _ = self.steps.train.settle(self.state)
         with self.watch("checkpoint"):
             self.saver.save(self.state, self.step, self.evaluated_step, self.metrics)
 

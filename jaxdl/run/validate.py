@@ -157,6 +157,48 @@ def check_norms(experiment: Experiment, num_replicas: int, *, has_norms: bool) -
             )
 
 
+def check_agreement(experiment: Experiment, num_replicas: int, total_steps: int, *, averages: bool) -> None:
+    """Raises ConfigError for settings that replicas with parameters of their own cannot have.
+
+    `averages`: whether the optimizer evaluates an average of its own.
+    """
+    agreement = experiment.agreement
+    assert isinstance(experiment.exchange, ExchangeConfig), "it has been chosen"
+    agreement.check(experiment.exchange, num_replicas, total_steps)
+    if not agreement.keeps_replicas:
+        return
+    what = f"--agreement {agreement.kind}"
+    span = getattr(experiment.model, "norm_span", None)
+    rows = experiment.batch_size // num_replicas // experiment.step.microbatches
+    if num_replicas > 1 and (span == "mesh" or (isinstance(span, int) and span > rows)):
+        raise ConfigError(
+            f"--model.norm-span {span}: with {what} a replica takes its steps alone, so batch norm has statistics of "
+            f"its own {rows} examples at most. Set it to replica, or to fewer examples."
+        )
+    if averages:
+        raise ConfigError(
+            f"--optimizer {experiment.optimizer.kind}: with {what} each replica has an "
+            "average of its own to evaluate, which no merge averages. Choose another one, and --step.ema-decay."
+        )
+    if experiment.step.ema_decay is not None and not agreement.has_anchor:
+        raise ConfigError(
+            f"--step.ema-decay {experiment.step.ema_decay:g}: with {what} no parameters are common to all replicas "
+            "before the end, so there is nothing to average. Remove it."
+        )
+    if agreement.longest_beside and experiment.phases:
+        raise ConfigError(
+            "phases: a merge beside local steps (--agreement.overlap-steps) takes batches of one size. Set "
+            "overlap_steps to 0, or remove the phases."
+        )
+    guard = experiment.guard
+    for name in ("rollback_after", "max_rollbacks"):
+        if getattr(guard, name) != type(guard).model_fields[name].default:
+            raise ConfigError(
+                f"--guard.{name.replace('_', '-')} {getattr(guard, name)}: with {what} there are no rollbacks: a merge "
+                "leaves out replicas with bad numbers and hands them the anchor. Remove it."
+            )
+
+
 def check_network(experiment: Experiment, network: Network, spec: DataSpec, num_replicas: int) -> None:
     """Raises ConfigError for a network of a user that fails, or whose outputs are not what the task takes."""
     if network.what is None:

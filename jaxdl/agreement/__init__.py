@@ -1,0 +1,19 @@
+"""When, and with whom, replicas agree: in every step, or after local steps, with all or with neighbours."""
+
+from jaxdl.agreement.config import Agreement, EveryStep, Merges
+from jaxdl.agreement.elastic import Elastic
+from jaxdl.agreement.fragments import Fragments, make_fragments
+from jaxdl.agreement.gossip import Gossip
+from jaxdl.agreement.periodic import Outer, Periodic
+
+__all__ = [
+    "Agreement",
+    "Elastic",
+    "EveryStep",
+    "Fragments",
+    "Gossip",
+    "Merges",
+    "Outer",
+    "Periodic",
+    "make_fragments",
+]

@@ -1,0 +1,157 @@
+"""When, and with whom, replicas agree: the base of the kinds of agreement.
+
+With `EveryStep`, the default, the replicas average their gradients in each step and are always equal. With the other
+kinds each replica has parameters and an optimizer of its own, and trains for some steps without the others (local
+steps); then the replicas merge. These are centralized and decentralized training in the taxonomy of Langer et al.,
+"Distributed Training of Deep Learning Models: A Taxonomic Perspective" (arXiv 2007.03970).
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol
+
+import jax
+
+from jaxdl.config import Config, ConfigError
+from jaxdl.kinds import Choice
+
+Tree = Any
+"""A tree of arrays, like the trained parameters or a part of them."""
+Metrics = dict[str, jax.Array]
+"""Scalars, float32, the same on all devices."""
+
+
+class Merges(Protocol):
+    """How the replicas of a state are merged: what `Agreement.merged` chooses from. See `jaxdl.rounds.merge`."""
+
+    def by_exchange(self, state: Any, fragment: int) -> tuple[Any, Metrics]:
+        """Moves the anchor by the mean of what the replicas have changed, by the run's exchange."""
+        ...
+
+    def by_messages(self, state: Any, hops: Sequence[int], fractions: Sequence[float]) -> tuple[Any, Metrics]:
+        """Each replica becomes an average of its own parameters and those of the replicas so many `hops` before it.
+
+        `fractions` of the average are those replicas', the rest is its own.
+        """
+        ...
+
+
+class Agreement(Choice):
+    """When, and with whom, replicas agree."""
+
+    keeps_replicas: ClassVar[bool] = True
+    """Whether each replica has parameters of its own between merges."""
+    has_anchor: ClassVar[bool] = True
+    """Whether merges move the anchor; without one, the mean of the replicas is evaluated and exported."""
+
+    @property
+    @abc.abstractmethod
+    def label(self) -> str:
+        """The agreement in a few words, the kind first, for tables and figures."""
+
+    @abc.abstractmethod
+    def due(self, step: int, total_steps: int, num_replicas: int) -> tuple[int, ...]:
+        """The merges that follow the step just completed, by their numbers; most often none."""
+
+    @property
+    def merge_steps(self) -> int:
+        """How many steps lie between two merges of a parameter."""
+        return getattr(self, "every_steps", 1)
+
+    @property
+    def num_fragments(self) -> int:
+        """Into how many fragments the parameters are divided, each merged at other steps."""
+        return 1
+
+    @abc.abstractmethod
+    def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
+        """The train state after a merge; traced once for each number."""
+
+    def joint(self, step: int) -> bool:
+        """Whether the next step, after `step` steps, is one in which the replicas still average their gradients."""
+        del step
+        return False
+
+    def steps_beside(self, step: int, total_steps: int) -> tuple[int, int] | None:
+        """(number of a merge, how many of the next steps its messages travel beside), if one begins after `step`."""
+        del step, total_steps
+        return None
+
+    def apart(self, step: int, total_steps: int, num_replicas: int) -> bool:
+        """Whether the replicas differ from the anchor after this step and its merges."""
+        del step, total_steps, num_replicas
+        return self.keeps_replicas
+
+    def boundary(self, step: int, total_steps: int) -> int:
+        """The first step from `step` on that is not inside of a merge that travels beside local steps."""
+        if total_steps <= step:
+            return step
+        for before in range(max(0, step - self.longest_beside + 1), step):
+            beside = self.steps_beside(before, total_steps)
+            if beside is not None and before + beside[1] > step:
+                return before + beside[1]
+        return step
+
+    @property
+    def longest_beside(self) -> int:
+        """The most steps that a merge travels beside."""
+        return 0
+
+    def init_outer(self, params: Tree) -> dict[str, Tree]:
+        """What the agreement keeps beside the anchor, such as an outer momentum: name -> a tree like the parameters."""
+        del params
+        return {}
+
+    def moved(self, anchor: Tree, outer: dict[str, Tree], mean: Tree) -> tuple[Tree, dict[str, Tree]]:
+        """The anchor and `outer` after a merge; `mean` is that of the anchor less each replica's parameters."""
+        raise NotImplementedError
+
+    def adopted(self, own: jax.Array, before: jax.Array, after: jax.Array, num_replicas: int) -> jax.Array:
+        """A parameter of each replica, `[replica, ...]`, after the anchor's has moved from `before` to `after`."""
+        raise NotImplementedError
+
+    def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
+        """Raises ConfigError for an exchange, a number of replicas or a length of run that it does not work with."""
+        del exchange, num_replicas, total_steps
+
+    def remarks(self, total_steps: int, num_replicas: int) -> tuple[str, ...]:
+        """Notes for the user about a run of this length."""
+        del total_steps, num_replicas
+        return ()
+
+
+def check_exchange(agreement: Agreement, exchange: Any) -> None:
+    """Raises ConfigError for an exchange that does not suit merges of what replicas have changed."""
+    what = f"with --agreement {agreement.kind}"
+    if exchange.delay_steps:
+        raise ConfigError(
+            f"--exchange.delay-steps {exchange.delay_steps}: {what} a merge would be applied one merge late. Set it to "
+            "0; --agreement.overlap-steps of periodic hides merges behind local steps."
+        )
+    if exchange.momentum_factor is not None:
+        raise ConfigError(
+            f"--exchange {exchange.kind}: it keeps a momentum of what it sends, {what} a second outer momentum. Turn "
+            "it off (--exchange.momentum-correction None), and set --agreement.outer.momentum."
+        )
+
+
+class EveryStep(Agreement, kind="every_step"):
+    """Replicas average their gradients, by the exchange, in every step, and are always equal."""
+
+    keeps_replicas: ClassVar[bool] = False
+
+    @property
+    def label(self) -> str:
+        """`every step`."""
+        return "every step"
+
+    def due(self, step: int, total_steps: int, num_replicas: int) -> tuple[int, ...]:
+        """Nothing: equal replicas need no merge."""
+        del step, total_steps, num_replicas
+        return ()
+
+    def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
+        """Never asked for."""
+        raise AssertionError("replicas that agree in every step never merge")

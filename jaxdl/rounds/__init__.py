@@ -1,0 +1,16 @@
+"""Steps of replicas that have parameters of their own, and the merges between them."""
+
+from jaxdl.rounds.evaluation import make_own_eval_step
+from jaxdl.rounds.local import make_joint_step, make_local_step
+from jaxdl.rounds.merge import make_merge, make_settle
+from jaxdl.rounds.programs import RoundSteps, make_streamed
+
+__all__ = [
+    "RoundSteps",
+    "make_joint_step",
+    "make_local_step",
+    "make_merge",
+    "make_own_eval_step",
+    "make_settle",
+    "make_streamed",
+]

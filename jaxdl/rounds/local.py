@@ -1,0 +1,173 @@
+"""A local step: each replica takes a step of its own. Nothing is communicated over `replica`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdl.exchange import exchanged_on_mesh
+from jaxdl.mesh import Axis, batch_sharding
+from jaxdl.sharding import Grads, Layout
+from jaxdl.state import Own, TrainState
+from jaxdl.step import Batch, Metrics, Parts, Sums, ema_decay, guarded, local_gradients, updated
+
+REPLICA = Axis.REPLICA.value
+OWN = PartitionSpec(REPLICA)
+_HIDDEN = ("bad_steps", "skipped_steps")
+"""Counters of each replica, of which a merge gives the sum."""
+
+
+def make_local_step(parts: Parts) -> jax.stages.Wrapped:
+    """The jitted local step `(state, batch) -> (state, metrics)`; the state is donated.
+
+    Batches are sharded as for `jaxdl.step.make_train_step`, and a replica trains on its own rows of them. Metrics are
+    those of that function, but each is `[replica]`, of each replica, and there is none of an exchange.
+    """
+    return _jitted(parts, functools.partial(local_step, parts))
+
+
+def make_joint_step(parts: Parts) -> jax.stages.Wrapped:
+    """The jitted step in which all replicas, equal so far, take the mean of their gradients, and stay equal.
+
+    The mean is that of the dense exchange. Otherwise as `make_local_step`, but the anchor moves along.
+    """
+    return _jitted(parts, functools.partial(_joint_step, parts))
+
+
+def _jitted(parts: Parts, step: Callable[[TrainState, Batch], Any]) -> jax.stages.Wrapped:
+    shardings, mesh = parts.state_spec.shardings, parts.layout.mesh
+    return jax.jit(
+        step,
+        donate_argnums=0,
+        in_shardings=(shardings, batch_sharding(mesh)),
+        out_shardings=(shardings, NamedSharding(mesh, OWN)),
+    )
+
+
+def local_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """The state after a step of each replica, and its metrics: see `make_local_step`; traced.
+
+    The loss of a replica is the mean over its own rows.
+    """
+    own = state.own
+    augment_key, _, model_key = _keys(parts, state)
+    batch = parts.task.augmented(batch, augment_key)
+    params = parts.trainable.merged(own.params, state.params)
+    scale = _loss_scale(parts, own)
+    grads, sums, model_state = local_gradients(parts, params, own.model_state, batch, scale, model_key, own=True)
+    grads = jax.tree.map(lambda g: g / scale.reshape(-1, *[1] * (g.ndim - 1)), grads) if own.loss_scale else grads
+    new, _, metrics = _own_update(parts, own, grads, sums, model_state, sums["loss"] / sums["weight"])
+    return state.with_own(new).replace(step=state.step + 1), _named(sums, metrics)
+
+
+def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+    """See `make_joint_step`: the gradients of `jaxdl.step.make_train_step`, and an update in each replica."""
+    own, spec, mesh = state.own, parts.state_spec, parts.layout.mesh
+    augment_key, exchange_key, model_key = _keys(parts, state)
+    batch = parts.task.augmented(batch, augment_key)
+    scale = _loss_scale(parts, own)[0]
+    factor = scale / parts.task.weight(batch)
+    grads, sums, model_state = local_gradients(parts, state.params, state.model_state, batch, factor, model_key)
+    grads = jax.tree.map(lambda g: g / scale, grads) if own.loss_scale else grads
+    assert parts.joint_exchange is not None, "replicas that agree in every step have no such steps"
+    exchange = exchanged_on_mesh(parts.joint_exchange, spec.grads, {}, mesh, wanted=spec.update)
+    mean, _, found = exchange(grads, {}, exchange_key, sums)
+
+    def spread(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x[None], (mesh.shape[REPLICA], *x.shape))
+
+    loss = found["sums/loss"] / found["sums/weight"]
+    mean, model_state, loss = jax.tree.map(spread, (mean, model_state, loss))
+    new, anchor, metrics = _own_update(parts, own, mean, sums, model_state, loss)
+    params = parts.trainable.merged(anchor.params, state.params)
+    changed = state.with_own(new).replace(params=params, model_state=anchor.model_state, step=state.step + 1)
+    if parts.config.ema_decay is not None:
+        decay = ema_decay(parts.config.ema_decay, state.step)
+        average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.ema_params, params)
+        changed = changed.replace(ema_params=average)
+    return changed, _named(sums, metrics)
+
+
+def _keys(parts: Parts, state: TrainState) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Those of the augmentation, the exchange and the network, as in `jaxdl.step.make_train_step`."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    return *jax.random.split(key), jax.random.fold_in(key, 2) if parts.network.is_random else None
+
+
+def _loss_scale(parts: Parts, own: Own) -> jax.Array:
+    """That of each replica, `[replica]`."""
+    ones = jnp.ones(parts.layout.mesh.shape[REPLICA], jnp.float32)
+    return own.loss_scale["scale"] if own.loss_scale else ones
+
+
+def _named(sums: Sums, metrics: Metrics) -> Metrics:
+    shown = {name: value for name, value in metrics.items() if name not in _HIDDEN}
+    return {f"sums/{name}": value for name, value in sums.items()} | shown
+
+
+def _own_update(
+    parts: Parts, own: Own, grads: Grads, sums: Sums, model_state: Any, loss: jax.Array
+) -> tuple[Own, Own, Metrics]:
+    """Each replica's update: `(own, one, metrics)`; `one` is any replica's, without the dimension of the replicas.
+
+    `loss`, `[replica]`, is the one by which the guard judges.
+    """
+    mesh = parts.layout.mesh
+    layout = Layout(parts.layout.config, mesh, manual=frozenset({REPLICA}))
+    # The moving average is that of the anchor.
+    parts = dataclasses.replace(parts, config=parts.config.replaced({"ema_decay": None}))
+
+    def one_replica(*given: Any) -> tuple[Own, Own, Metrics]:
+        new, metrics = _updated_replica(parts, layout, *jax.tree.map(lambda x: x[0], given))
+        stacked = jax.tree.map(lambda x: x[None], (new, metrics))
+        return stacked[0], new, stacked[1]
+
+    return jax.shard_map(
+        one_replica,
+        mesh=mesh,
+        in_specs=(OWN, OWN, OWN, OWN, OWN),
+        out_specs=(OWN, PartitionSpec(), OWN),
+        axis_names={REPLICA},
+        # An optimizer may have loops of its own, whose initial carry would need a `lax.pcast`.
+        check_vma=False,
+    )(own, grads, sums, model_state, loss)
+
+
+def _updated_replica(
+    parts: Parts, layout: Layout, own: Own, grads: Grads, sums: Sums, model_state: Any, loss: jax.Array
+) -> tuple[Own, Metrics]:
+    """One replica after its update, or as it was if the step was bad."""
+    state = TrainState(
+        step=jnp.int32(0),
+        params=own.params,
+        model_state=own.model_state,
+        ema_params={},
+        opt_state=own.opt_state,
+        exchange_state=(),
+        loss_scale=own.loss_scale,
+        guard=own.guard,
+        key=(),
+        agreement_state=own.since,
+    )
+    changed, metrics = updated(parts, state, grads, layout)
+    since = {name: x + sums["weight" if name == "merge_weight" else name] for name, x in own.since.items()}
+    changed = changed.replace(model_state=model_state, agreement_state=since)
+    if own.loss_scale or own.guard:
+        finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
+        changed, metrics = guarded(parts, state, changed, metrics, loss, finite)
+    new = dataclasses.replace(
+        own,
+        params=changed.params,
+        model_state=changed.model_state,
+        opt_state=changed.opt_state,
+        loss_scale=changed.loss_scale,
+        guard=changed.guard,
+        since=changed.agreement_state,
+    )
+    return new, metrics

@@ -1,0 +1,126 @@
+"""What the exchange of an experiment is about: its gradients, or what replicas merge."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxdl.agreement import Fragments, make_fragments
+from jaxdl.config import ConfigError
+from jaxdl.data import DataSpec
+from jaxdl.exchange import (
+    Exchange,
+    ExchangeConfig,
+    GradientLayout,
+    backward_order,
+    by_name,
+    leaf_names,
+)
+from jaxdl.exchange.cost import Gradients
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import Axis
+from jaxdl.models import Network
+from jaxdl.optim import Trainable, make_trainable
+from jaxdl.run.validate import task_inputs
+from jaxdl.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names, named
+
+
+def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Gradients:
+    """What the exchange of an experiment on a mesh is about, as the cost model takes it."""
+    network = make_network(experiment, spec)
+    layout = Layout(experiment.sharding, mesh)
+    axes, trained = trained_of(experiment, network)
+    shardings = by_name(named(mesh, grad_specs(layout, axes, trained)))
+    shapes = {name: shardings[name].shard_shape(x.shape) for name, x in by_name(trained).items()}
+    return Gradients(shapes, mesh.shape[Axis.REPLICA], gradient_layout(experiment, network, spec, layout))
+
+
+def make_network(experiment: Experiment, spec: DataSpec) -> Network:
+    """The network of an experiment for data that `spec` describes."""
+    inputs = task_inputs(experiment.task, spec, spec.blank())
+    return experiment.model.network(inputs, **spec.sizes(), dtype=experiment.precision.dtype)
+
+
+def output_shapes(experiment: Experiment, network: Network, spec: DataSpec) -> Callable[[Any], Any]:
+    """A function from a batch to the shapes of the network's outputs."""
+
+    def forward(params: Any, model_state: Any, batch: Any) -> Any:
+        inputs = experiment.task.inputs(batch, spec)
+        return network.apply(params, model_state, *inputs, train=False, whole=experiment.task.takes_arrays)[0]
+
+    def outputs(batch: Any) -> Any:
+        return jax.eval_shape(forward, *jax.eval_shape(network.init, jax.random.key(0)), batch)
+
+    return outputs
+
+
+def make_exchange(
+    experiment: Experiment,
+    network: Network,
+    layout: GradientLayout,
+    fragments: Fragments | None,
+    num_replicas: int,
+) -> Exchange:
+    """The exchange over the mesh's replicas, of gradients or of fragments; a single one has nobody to talk to."""
+    config = experiment.exchange
+    assert isinstance(config, ExchangeConfig), "it has been chosen"
+    shapes = by_name(trained_of(experiment, network)[1])
+    if fragments is not None:
+        shapes = fragments.shapes(shapes)
+        stacked = fragments.each(dict.fromkeys(layout.stacked))
+        layout = GradientLayout(fragments.each(layout.specs), layout.inner, stacked=frozenset(stacked))
+    config.check({name: x.shape for name, x in shapes.items()}, layout, num_replicas)
+    return config.build_single_replica(layout) if num_replicas == 1 else config.build(layout)
+
+
+def fragments_of(experiment: Experiment, network: Network, layout: GradientLayout) -> Fragments | None:
+    """What merges are about; None for replicas that agree in every step."""
+    agreement = experiment.agreement
+    if not agreement.keeps_replicas:
+        return None
+    found = make_fragments(by_name(trained_of(experiment, network)[1]), layout.stacked, agreement.num_fragments)
+    if not all(found.pieces):
+        raise ConfigError(
+            f"--agreement.fragments {agreement.num_fragments}: the model's parameters and layers can be divided into "
+            f"{sum(map(bool, found.pieces))} at most. Choose fewer."
+        )
+    return found
+
+
+def trainable_of(experiment: Experiment, network: Network) -> Trainable:
+    """Which parameters of an experiment's network are trained."""
+    return make_trainable(experiment.step.freeze, network.param_shapes, experiment.model.trained)
+
+
+def trained_of(experiment: Experiment, network: Network) -> tuple[LogicalAxes, Params]:
+    """The logical axes and the shapes of the parameters that have gradients."""
+    trainable = trainable_of(experiment, network)
+    return trainable.of(network.axes), trainable.of(network.param_shapes)
+
+
+def gradient_layout(experiment: Experiment, network: Network, spec: DataSpec, layout: Layout) -> GradientLayout:
+    """What the exchange may know of the gradients of an experiment's network."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        inputs = experiment.task.inputs(batch, spec)
+        blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), network.state_shapes)
+        outputs = network.apply(params, blank, *inputs, train=True)[0]
+        return functools.reduce(jnp.add, [jnp.sum(x) for x in jax.tree.leaves(outputs)])
+
+    # One replica sends nothing, in whatever order; merges come when no backward pass runs.
+    several = layout.mesh.shape[Axis.REPLICA] > 1 and not experiment.agreement.keeps_replicas
+    trained_axes, trained = trained_of(experiment, network)
+    names = leaf_names(trained)
+    axes = jax.tree.leaves(trained_axes, is_leaf=is_names)
+    order = backward_order(loss, network.param_shapes, spec.blank()) if several else ()
+    return GradientLayout(
+        specs=by_name(grad_specs(layout, trained_axes, trained)),
+        inner={axis: size for axis, size in layout.mesh.shape.items() if axis != Axis.REPLICA and size > 1},
+        order=tuple(name for name in order if name in names),
+        stacked=frozenset(name for name, one in zip(names, axes, strict=True) if STACKED in one),
+    )

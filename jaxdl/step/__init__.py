@@ -1,0 +1,27 @@
+"""One training step: a single jitted function of `(state, batch)`."""
+
+from jaxdl.step.gradients import local_gradients, one_replica_params, own_param_specs, split
+from jaxdl.step.network import apply_network, run_network
+from jaxdl.step.parts import Batch, Metrics, Parts, StepConfig, Sums, TrainStep
+from jaxdl.step.program import make_train_step, make_update
+from jaxdl.step.update import ema_decay, guarded, updated
+
+__all__ = [
+    "Batch",
+    "Metrics",
+    "Parts",
+    "StepConfig",
+    "Sums",
+    "TrainStep",
+    "apply_network",
+    "ema_decay",
+    "guarded",
+    "local_gradients",
+    "make_train_step",
+    "make_update",
+    "one_replica_params",
+    "own_param_specs",
+    "run_network",
+    "split",
+    "updated",
+]

@@ -1,0 +1,59 @@
+"""The network applied to a batch, in the precision and the sharding of a step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jaxdl.precision import cast_weights
+from jaxdl.sharding import Layout, Params, gather_params, use_layout
+from jaxdl.state import ModelState
+from jaxdl.step.parts import Batch, Parts
+
+
+def apply_network(
+    parts: Parts,
+    layout: Layout,
+    params: Params,
+    model_state: ModelState,
+    batch: Batch,
+    *,
+    train: bool,
+    forget: bool = False,
+    key: jax.Array | None = None,
+    rows: jax.Array | None = None,
+    whole: bool = True,
+) -> tuple[Any, ModelState]:
+    """`(outputs, model_state)` of the network on a batch, in the precision's dtype, sharded by `layout`.
+
+    `train`, `forget`, `key`, `rows` and `whole` are those of `Network.apply`.
+    """
+    with _precise(parts, layout):
+        inputs = parts.task.inputs(batch, parts.data_spec)
+    how = {"train": train, "forget": forget, "key": key, "rows": rows, "whole": whole}
+    return run_network(parts, layout, params, model_state, *inputs, **how)
+
+
+def run_network(
+    parts: Parts, layout: Layout, params: Params, model_state: ModelState, *inputs: Any, **how: Any
+) -> tuple[Any, ModelState]:
+    """`apply_network` on the network's own inputs; `how` are the further arguments of `Network.apply`."""
+    with _precise(parts, layout):
+        used = cast_weights(params, parts.network.axes, parts.precision.weight_dtype)
+        used = gather_params(used, parts.network.axes)
+        return parts.network.apply(used, model_state, *inputs, **how)
+
+
+@contextlib.contextmanager
+def _precise(parts: Parts, layout: Layout) -> Iterator[None]:
+    """Context of what a network computes: the layout, and the precision of products."""
+    layout = dataclasses.replace(layout, wire_dtype=parts.precision.dtype)
+    matmul = (
+        jax.default_matmul_precision(parts.precision.matmul) if parts.precision.matmul else jax.named_scope("model")
+    )
+    with use_layout(layout), matmul:
+        yield

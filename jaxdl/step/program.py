@@ -1,0 +1,113 @@
+"""One training step: a single jitted function of `(state, batch)`.
+
+Its parts, in order:
+
+1. local gradients: `shard_map`, manual over `replica` alone; XLA shards the rest over `fsdp` and `tensor`;
+2. the exchange: a second `shard_map`, manual over every axis, where each device exchanges its own shard; the finite
+   check of all replicas' gradients and the sums of metrics go with it, in one small message;
+3. the update: plain `jit` on sharded gradients, so that norms are global and its work is split over the devices;
+4. the choice between the new and the old state when the step's numbers are bad. It comes last: a condition before the
+   exchange would wait for all gradients, and the exchange could not overlap the backward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdl.collectives.halves import all_reduce_sent_bytes
+from jaxdl.exchange import by_name, exchanged_on_mesh
+from jaxdl.mesh import Axis, batch_sharding
+from jaxdl.sharding import Grads, named, spec_axes
+from jaxdl.state import TrainState, replicated
+from jaxdl.step.gradients import local_gradients
+from jaxdl.step.parts import Batch, Metrics, Parts, Sums
+from jaxdl.step.update import guarded, updated
+
+
+def make_train_step(parts: Parts) -> jax.stages.Wrapped:
+    """The jitted train step `(state, batch) -> (state, metrics)`.
+
+    The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded over
+    `(replica, fsdp)`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
+    `momentum` where it changes, `exchange/...`, with float16 `loss_scale` and `skipped_steps`, and with the guard
+    `bad_steps` (so far) and `bad_in_row`; `grad_norm` and `exchange/...` are NaN in a skipped step.
+    """
+    shardings = parts.state_spec.shardings
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+        augment_key, exchange_key = jax.random.split(key)
+        batch = parts.task.augmented(batch, augment_key)
+        scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
+        # Folded with 2: a split into two folds with 0 and 1.
+        model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
+        factor = scale / parts.task.weight(batch)
+        grads, sums, model_state = local_gradients(parts, state.params, state.model_state, batch, factor, model_key)
+        # Unscaled: the residual must not depend on the loss scale of the step.
+        unscaled = jax.tree.map(lambda g: g / scale, grads) if state.loss_scale else grads
+        mean, exchange_state, of_exchange = _exchange(parts, unscaled, sums, state, exchange_key)
+        finite = of_exchange.pop("nonfinite", jnp.float32(0)) == 0
+        metrics = {f"sums/{name}": of_exchange.pop(f"sums/{name}") for name in sums}
+        changed, more = updated(parts, state, mean, parts.layout)
+        changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
+        more |= {f"exchange/{name}": value for name, value in of_exchange.items()}
+        if state.loss_scale or state.guard:
+            loss = metrics["sums/loss"] / metrics["sums/weight"]
+            changed, more = guarded(parts, state, changed, more, loss, finite)
+        return changed.replace(step=state.step + 1), metrics | more
+
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(shardings, batch_sharding(parts.layout.mesh)),
+        out_shardings=(shardings, replicated(parts.layout)),
+    )
+
+
+def make_update(parts: Parts) -> jax.stages.Wrapped:
+    """The jitted update of a step alone, `(state, grads) -> state`, from exchanged gradients.
+
+    The state is donated.
+    """
+    spec = parts.state_spec
+
+    def update(state: TrainState, grads: Grads) -> TrainState:
+        return updated(parts, state, grads, parts.layout)[0]
+
+    shardings = (spec.shardings, named(parts.layout.mesh, spec.update))
+    return jax.jit(update, donate_argnums=0, in_shardings=shardings, out_shardings=spec.shardings)
+
+
+def _exchange(parts: Parts, grads: Grads, sums: Sums, state: TrainState, key: jax.Array) -> tuple[Grads, Any, Metrics]:
+    """Part 2: the mean over `replica` of `[replica, ...]` gradients, by the exchange, shard by shard.
+
+    Gradients in `parts.summed` are means already; one that is not finite shows in the norm of all.
+    """
+    spec, mesh, checked = parts.state_spec, parts.layout.mesh, bool(state.loss_scale or state.guard)
+    make = functools.partial(
+        exchanged_on_mesh, parts.exchange, places=spec.specs.exchange_state, mesh=mesh, checked=checked
+    )
+    if parts.sum_dtype is None:
+        return make(specs=spec.grads, wanted=spec.update)(grads, state.exchange_state, key, sums)
+    grads_of, specs, wanted, summed = (by_name(tree) for tree in (grads, spec.grads, spec.update, parts.summed))
+    left = [name for name, done in summed.items() if not done]
+    mine = [{name: tree[name] for name in left} for tree in (specs, wanted, grads_of)]
+    mean, exchange_state, metrics = make(specs=mine[0], wanted=mine[1])(mine[2], state.exchange_state, key, sums)
+    sent = f"bytes_sent/{Axis.REPLICA.value}"
+    for name in summed.keys() - mean.keys():
+        shard = math.prod(NamedSharding(mesh, specs[name]).shard_shape(grads_of[name].shape))
+        metrics[sent] += all_reduce_sent_bytes(shard, mesh.shape[Axis.REPLICA], parts.sum_dtype)
+        size = shard * grads_of[name].dtype.itemsize
+        for axis in (axis for entry in specs[name] for axis in reversed(spec_axes(PartitionSpec(entry)))):
+            if axis not in spec_axes(wanted[name]):
+                num_bytes = metrics.get(f"bytes_sent/{axis}", 0) + jnp.float32((mesh.shape[axis] - 1) * size)
+                metrics[f"bytes_sent/{axis}"], size = num_bytes, size * mesh.shape[axis]
+        mean[name] = lax.with_sharding_constraint(grads_of[name], NamedSharding(mesh, wanted[name]))
+    return jax.tree.unflatten(jax.tree.structure(grads), [mean[name] for name in summed]), exchange_state, metrics

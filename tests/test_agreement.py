@@ -1,0 +1,276 @@
+"""Replicas that agree less often than in every step: local steps, merges, what is evaluated, and what is saved."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from runs import assert_bit_equal, tiny_experiment
+
+import jaxdl
+from jaxdl.agreement import Elastic, Gossip, Outer, Periodic
+from jaxdl.compiler.groups import KINDS, axes_of
+from jaxdl.data import SyntheticText, TrainLoader
+from jaxdl.exchange import Dense, Quantized, TopK, by_name
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.models import Transformer
+from jaxdl.optim import SGD, AdamW, Constant
+from jaxdl.rounds import make_local_step, make_merge
+from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.compile import EachStep, compile_rounds, compile_train_step
+from jaxdl.state import OUTER
+from jaxdl.tasks import LanguageModelling
+
+TEXT = Experiment(
+    data=SyntheticText(vocab_size=32, length=16, num_train=256, num_test=32),
+    model=Transformer(num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, mlp_dim=64),
+    task=LanguageModelling(),
+    optimizer=SGD(learning_rate=0.1, momentum=0.0),
+    schedule=Constant(),
+    batch_size=32,
+    steps=20,
+    mesh=MeshConfig(replica=4, fsdp=2, tensor=1),
+)
+
+
+def trained(experiment, num_steps=None):
+    """(the plan, the state after the steps, the metrics of each step)."""
+    plan = make_plan(experiment, jax.devices())
+    rounds = plan.parts.agreement.keeps_replicas
+    steps = compile_rounds(plan) if rounds else EachStep(compile_train_step(plan))
+    state = make_initial_state(plan)
+    found, step, num_steps = [], 0, num_steps or experiment.steps
+    with TrainLoader(
+        plan.splits.train,
+        batch_size=experiment.batch_size,
+        seed=experiment.seed,
+        sharding=batch_sharding(plan.parts.layout.mesh),
+        start=0,
+        num_steps=num_steps,
+    ) as loader:
+        while step < num_steps:
+            batches = [next(loader) for _ in range(steps.num_batches(step))]
+            state, metrics = steps(state, batches, step)
+            step += len(batches)
+            found += jax.device_get(metrics)
+    return plan, steps.settle(state)[0], found
+
+
+def losses(metrics):
+    return np.array([one["sums/loss"].sum() / one["sums/weight"].sum() for one in metrics])
+
+
+@pytest.mark.parametrize("mesh", [{"replica": 8}, {"replica": 4, "fsdp": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}])
+def test_a_merge_after_every_step_is_the_dense_exchange(mesh):
+    """With plain SGD the average of the replicas' parameters is the step of the average gradient."""
+    mesh = MeshConfig(**({"fsdp": 1, "tensor": 1} | mesh))
+    plain = TEXT.replaced({"mesh": mesh})
+    _, state, metrics = trained(plain)
+    _, other, other_metrics = trained(plain.replaced({"agreement": Periodic(every_steps=1)}))
+    assert losses(metrics)[-1] < 0.97 * losses(metrics)[0]
+    np.testing.assert_allclose(losses(other_metrics), losses(metrics), rtol=1e-6)
+    for one, two in zip(jax.tree.leaves(state.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+
+
+def test_until_the_start_step_gradients_are_averaged():
+    """Then the run is that of every step, with the optimizer's state and the moving average."""
+    plain = TEXT.replaced({"optimizer": AdamW(learning_rate=2e-3), "steps": 8, "step.ema_decay": 0.9})
+    _, state, metrics = trained(plain, 6)
+    agreement = Periodic(every_steps=4, start_step=6)
+    _, other, other_metrics = trained(plain.replaced({"agreement": agreement}), 6)
+    np.testing.assert_allclose(losses(other_metrics), losses(metrics), rtol=1e-6)
+    for one, two in zip(jax.tree.leaves(state.eval_params), jax.tree.leaves(other.eval_params), strict=True):
+        np.testing.assert_allclose(one, two, atol=1e-6)
+    for one, own in zip(jax.tree.leaves(state.opt_state), jax.tree.leaves(other.own.opt_state), strict=True):
+        np.testing.assert_allclose(own, np.broadcast_to(one, own.shape), atol=1e-6)
+
+
+def lines_over_replica(compiled, mesh):
+    """The lines of a compiled program with a collective between replicas."""
+    lines = compiled.as_text().splitlines()
+    collectives = [line for line in lines if any(f" {kind}(" in line or f" {kind}-start(" in line for kind in KINDS)]
+    return [line for line in collectives if "replica" in axes_of(line, dict(mesh.shape))]
+
+
+def test_a_local_step_sends_nothing_to_other_replicas_and_a_merge_sends_the_exchange():
+    image = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2, tensor=2), step={}, agreement=Periodic(every_steps=4))
+    for experiment in (image, TEXT.replaced({"agreement": "periodic", "mesh.replica": 2, "mesh.tensor": 2})):
+        plan = make_plan(experiment, jax.devices())
+        mesh, state = plan.parts.layout.mesh, plan.parts.state_spec.abstract()
+        batch = plan.splits.train.batch_shapes(experiment.batch_size, evaluating=False)
+        local = make_local_step(plan.parts).lower(state, batch).compile()
+        assert not lines_over_replica(local, mesh)
+        assert any("fsdp" in axes_of(line, dict(mesh.shape)) for line in local.as_text().splitlines() if "all-" in line)
+        merge = make_merge(plan.parts, 0).lower(state).compile()
+        assert lines_over_replica(merge, mesh)
+
+
+def own_params(state):
+    return [np.asarray(x) for x in jax.tree.leaves(state.own.params)]
+
+
+def merged(experiment, number=0, change=lambda state: state):
+    """(the state before a merge, after it, the metrics); the replicas have trained 3 steps."""
+    plan, state, _ = trained(experiment, 3)
+    state = change(state)
+    before = jax.tree.map(np.asarray, state)
+    after, metrics = make_merge(plan.parts, number)(state)
+    return before, jax.tree.map(np.asarray, after), jax.device_get(metrics)
+
+
+def test_nesterov_moves_the_anchor():
+    outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
+    before, after, metrics = merged(TEXT.replaced({"agreement": Periodic(every_steps=8, outer=outer)}))
+    squares = 0
+    for name, (anchor, new, own, momentum) in enumerate(
+        zip(
+            jax.tree.leaves(before.params),
+            jax.tree.leaves(after.params),
+            own_params(before),
+            jax.tree.leaves(after.agreement_state[OUTER]),
+            strict=True,
+        )
+    ):
+        mean = (anchor[None] - own).mean(axis=0)
+        np.testing.assert_allclose(momentum, mean, atol=1e-7, err_msg=str(name))
+        np.testing.assert_allclose(new, anchor - 0.7 * (mean + 0.9 * mean), atol=1e-6)
+        squares += ((own - own.mean(axis=0)) ** 2).sum() / len(own)
+    np.testing.assert_allclose(metrics["agreement/distance"], np.sqrt(squares), rtol=1e-4)
+    for new, own in zip(jax.tree.leaves(after.params), own_params(after), strict=True):
+        assert (own == new[None]).all()
+
+
+def test_elastic_averaging():
+    before, after, _ = merged(TEXT.replaced({"agreement": Elastic(every_steps=8, beta=0.8)}))
+    everything = (jax.tree.leaves(before.params), own_params(before), jax.tree.leaves(after.params), own_params(after))
+    for center, own, new_center, new_own in zip(*everything, strict=True):
+        np.testing.assert_allclose(new_own, own - 0.2 * (own - center), atol=1e-6)
+        np.testing.assert_allclose(new_center, center + 0.2 * (own - center).sum(axis=0), atol=1e-6)
+
+
+@pytest.mark.parametrize("graph", ["ring", "exponential"])
+def test_gossip_is_the_product_with_a_doubly_stochastic_matrix(graph):
+    before, after, _ = merged(TEXT.replaced({"agreement": Gossip(graph=graph, every_steps=8)}))
+    hops = {"ring": (0, 1, 3), "exponential": (0, 1, 2)}[graph]
+    matrix = sum(np.roll(np.eye(4), hop, axis=0) for hop in hops) / 3
+    for own, new in zip(own_params(before), own_params(after), strict=True):
+        np.testing.assert_allclose(new, np.tensordot(matrix, own, axes=1), atol=1e-6)
+
+
+def test_one_peer_gossip_reaches_the_mean_in_log2_n_merges():
+    experiment = TEXT.replaced({"agreement": Gossip(every_steps=8)})
+    plan, state, _ = trained(experiment, 3)
+    before = own_params(state)
+    for number in (0, 1):
+        state, _ = make_merge(plan.parts, number)(state)
+    for own, new in zip(before, own_params(state), strict=True):
+        assert np.abs(own - own[:1]).max() > 1e-4
+        np.testing.assert_allclose(new, np.broadcast_to(own.mean(axis=0), own.shape), atol=1e-6)
+
+
+def with_bad_replica(state):
+    """The state with a parameter of replica 2 that is not a number."""
+    replicas = state.own
+
+    def spoiled(x):
+        return jax.device_put(np.where(np.arange(4).reshape(-1, *[1] * (x.ndim - 1)) == 2, np.nan, x), x.sharding)
+
+    params = replicas.params | {"embedding": jax.tree.map(spoiled, replicas.params["embedding"])}
+    own = dataclasses.replace(replicas, params=params)
+    return state.with_own(own)
+
+
+@pytest.mark.parametrize("agreement", [Periodic(every_steps=8), Gossip(graph="ring", every_steps=8)])
+def test_a_bad_replica_is_left_out_of_a_merge_and_is_mended_by_it(agreement):
+    before, after, metrics = merged(TEXT.replaced({"agreement": agreement}), change=with_bad_replica)
+    for own, new in zip(own_params(before), own_params(after), strict=True):
+        if agreement.has_anchor:
+            np.testing.assert_allclose(new, np.broadcast_to(own[[0, 1, 3]].mean(axis=0), own.shape), atol=1e-6)
+        else:
+            np.testing.assert_allclose(new[2], own[[1, 3]].mean(axis=0), atol=1e-6)
+            np.testing.assert_allclose(new[1], own[[0, 1]].mean(axis=0), atol=1e-6)
+    if agreement.has_anchor:
+        assert metrics["agreement/bad_replicas"] == 1
+
+
+RESUMED = {
+    "top-k, momentum": (Periodic(every_steps=6, outer=Outer(momentum=0.5)), TopK(density=0.1)),
+    "streaming, 4 bits": (Periodic(every_steps=6, fragments=2, overlap_steps=2, mixing=0.5), Quantized(bits=4)),
+    "gossip": (Gossip(every_steps=2), Dense()),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_stopped_within_a_round_ends_bit_equal(name, tmp_path):
+    agreement, exchange = RESUMED[name]
+    mesh = MeshConfig(replica=4, fsdp=2, tensor=1)
+    experiment = tiny_experiment(mesh=mesh, steps=12, agreement=agreement, exchange=exchange)
+    if not agreement.has_anchor:
+        experiment = experiment.replaced({"step.ema_decay": None})
+    whole = jaxdl.train(experiment, tmp_path / "whole", quiet=True)
+    jaxdl.train(experiment, tmp_path / "parts", max_steps=4, quiet=True)
+    parts = jaxdl.train(experiment, tmp_path / "parts", quiet=True)
+    assert parts.state.agreement_state
+    assert_bit_equal(jax.tree.map(np.asarray, whole.state), jax.tree.map(np.asarray, parts.state))
+
+
+def test_on_other_meshes_the_anchor_and_the_mean_change_are_kept(tmp_path):
+    """4 replicas, then 2, then 3: the anchor stays, and so does what the next merge hands to the outer optimizer."""
+    experiment = TEXT.replaced(
+        {"agreement": Periodic(every_steps=8, outer=Outer(momentum=0.5)), "batch_size": 24, "report.curves": False}
+    )
+    kept = []
+    for number, step in ((4, 3), (2, 3), (3, 3)):
+        mesh = MeshConfig(replica=number, fsdp=2, tensor=1)
+        run = jaxdl.train(
+            experiment.replaced({"mesh": mesh}),
+            tmp_path,
+            max_steps=step,
+            devices=jax.devices()[: 2 * number],
+            quiet=True,
+        )
+        state = jax.tree.map(np.asarray, run.state)
+        shares = [
+            (x[None] - own) / number for x, own in zip(jax.tree.leaves(state.params), own_params(state), strict=True)
+        ]
+        kept.append((jax.tree.leaves(state.params), [x.sum(axis=0) for x in shares]))
+        assert len(own_params(state)[0]) == number
+    for anchor, sums in kept[1:]:
+        for one, first in zip(anchor, kept[0][0], strict=True):
+            assert (one == first).all()
+        for one, first in zip(sums, kept[0][1], strict=True):
+            np.testing.assert_allclose(one, first, atol=1e-7)
+
+
+def test_streamed_merges_equal_a_plain_run_of_their_parts():
+    """Fragments merge in turn; beside local steps they arrive late, mixed with what the replica has done since."""
+    agreement = Periodic(every_steps=4, fragments=2, overlap_steps=2, mixing=0.25)
+    assert [agreement.steps_beside(step, 20) for step in range(9)] == [
+        None, None, (0, 2), None, (1, 2), None, (0, 2), None, (1, 2)
+    ]  # fmt: skip
+    plan, late, _ = trained(TEXT.replaced({"agreement": agreement}), 4)
+    _, alone, _ = trained(TEXT.replaced({"agreement": Periodic(every_steps=16)}), 2)
+    _, longer, _ = trained(TEXT.replaced({"agreement": Periodic(every_steps=16)}), 4)
+    keys = plan.parts.fragments.keys(0)
+    names = {piece.name for piece in plan.parts.fragments.pieces[0]}
+    assert keys
+    assert names
+
+    def flat(tree):
+        return {name: np.asarray(x) for name, x in by_name(tree).items()}
+
+    two, four = (flat(state.own.params) for state in (alone, longer))
+    own, anchor = flat(late.own.params), flat(late.params)
+    start = flat(alone.params)
+    for piece in plan.parts.fragments.pieces[0]:
+        layers = slice(piece.start, None, piece.stride) if piece.stride else slice(None)
+        new = two[piece.name][:, layers].mean(axis=0) if piece.stride else two[piece.name].mean(axis=0)
+        np.testing.assert_allclose(anchor[piece.name][layers], new, atol=1e-6, err_msg=piece.key)
+        mixed = (
+            0.25 * four[piece.name][:, layers] + 0.75 * new if piece.stride else 0.25 * four[piece.name] + 0.75 * new
+        )
+        np.testing.assert_allclose(own[piece.name][:, layers] if piece.stride else own[piece.name], mixed, atol=1e-6)
+    others = [piece for piece in plan.parts.fragments.pieces[1] if not piece.stride]
+    assert all((anchor[piece.name] == start[piece.name]).all() for piece in others)
