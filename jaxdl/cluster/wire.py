@@ -136,6 +136,12 @@ class Line:
             return whole[:too_long], NoMessage(f"a line of more than {self.limit_bytes} bytes")
         return whole, problem
 
+    def detach(self) -> socket.socket:
+        """The socket, for what comes after the lines. Only where the peer sends nothing before it is answered."""
+        assert not self._received
+        assert not self._unsent
+        return self._socket
+
     def close(self) -> None:
         """Closes the connection."""
         self._socket.close()

@@ -1,0 +1,259 @@
+"""When the syncer merges, what it merges, and who may go on: pure functions of the events so far.
+
+A learner takes the anchor (the common parameters), makes some steps of its own, and sends back the delta: the anchor
+that it started from minus its parameters. The version of the anchor is the number of merges so far; the staleness of a
+delta is the number of merges since its learner took the anchor. The syncer, the simulator and the replay of a tape all
+call `decide`. No clock is read here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated
+
+import pydantic
+from pydantic import Field
+
+from jaxdl.asynchrony.events import (
+    SECOND_US,
+    Arrive,
+    Decision,
+    Event,
+    Join,
+    Leave,
+    Member,
+    Merge,
+    Outcome,
+    Part,
+    Pending,
+    Release,
+    Standing,
+    Tick,
+    Verdict,
+)
+from jaxdl.config import Config
+
+
+class Policy(Config):
+    """When deltas are merged, which are too old, and how far learners may run ahead of each other."""
+
+    learners: Annotated[int, Field(ge=1)]
+    """Number of learners."""
+    every_steps: Annotated[int, Field(ge=1)] = 32
+    """Steps of a learner between two exchanges with the syncer."""
+    total_steps: Annotated[int, Field(ge=1)] | None = None
+    """End of the run, in steps of all learners together that were merged; None: when all learners have finished."""
+    quorum: Annotated[int, Field(ge=1)] = 1
+    """Deltas that a merge needs; learners that have finished, or are gone for `return_sec`, are not waited for."""
+    grace_sec: Annotated[float, Field(ge=0)] = 0.0
+    """Seconds that a merge waits for further deltas once it has its quorum."""
+    grace_share: Annotated[float, Field(gt=0)] | None = None
+    """The wait is this share of a round's duration instead, less the time until the quorum, at most `grace_sec`."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Deltas of a larger staleness are dropped."""
+    max_ahead: Annotated[int, Field(ge=0)] | None = None
+    """Rounds that a learner may be ahead of the slowest one before it waits (stale synchronous parallel)."""
+    staleness_rate: bool = False
+    """Whether a delta of staleness s counts 1 / (1 + s)."""
+    equal_time: bool = False
+    """Whether a slower learner makes fewer steps in a round, in proportion to its speed (dynamic local updates)."""
+    return_sec: Annotated[float, Field(ge=0)] = 60.0
+    """Seconds for which a quorum still counts on a learner that was lost, or has not come yet."""
+
+    @pydantic.model_validator(mode="after")
+    def _has_effect(self) -> Policy:
+        if self.quorum > self.learners:
+            raise ValueError(f"quorum {self.quorum}: there are only {self.learners} learners. Choose at most that.")
+        if self.grace_share is not None and not self.grace_sec:
+            raise ValueError("grace_share has no effect while grace_sec, the longest wait, is 0. Set grace_sec too.")
+        return self
+
+
+def first_standing(policy: Policy) -> Standing:
+    """The standing before the first event."""
+    return Standing({learner: Member() for learner in range(policy.learners)})
+
+
+def decide(policy: Policy, standing: Standing, event: Event, *, known: bool = True) -> Outcome:
+    """What follows from an event at the syncer.
+
+    `known` says whether an arriving delta started from an anchor that the syncer made. Events must be given in the
+    order of their times, and a `Tick` at each time that `wake_us` names.
+    """
+    verdict = None
+    standing = replace(standing, at_us=event.at_us)
+    match event:
+        case Join():
+            standing = _joined(standing, event)
+        case Leave():
+            standing = _left(standing, event)
+        case Arrive():
+            standing, verdict = _arrived(policy, standing, event, known)
+        case Tick():
+            pass
+    if standing.over and isinstance(event, Join):
+        standing, release = _released(policy, standing, event.learner, event.at_us)
+        return Outcome(standing, (release,), verdict)
+    standing, merge = _merged(policy, standing, event.at_us)
+    decisions: list[Decision] = [merge] if merge else []
+    for learner in _who_may_go_on(policy, standing, just_over=merge is not None and standing.over):
+        standing, release = _released(policy, standing, learner, event.at_us)
+        decisions.append(release)
+    return Outcome(standing, tuple(decisions), verdict)
+
+
+def wake_us(policy: Policy, standing: Standing) -> int | None:
+    """When a `Tick` is due if nothing else happens before; None if nothing waits for time to pass."""
+    if not standing.pending:
+        return None
+    if standing.quorum_us is not None:
+        return standing.quorum_us + _grace_us(policy, standing)
+    return_us = _us(policy.return_sec)
+    absent = [member.since_us + return_us for member in standing.members.values() if not member.present]
+    return min((at_us for at_us in absent if at_us > standing.at_us), default=None)
+
+
+def is_finished(policy: Policy, standing: Standing, at_us: int) -> bool:
+    """Whether every learner has finished, or is gone for so long that it is not waited for."""
+    return_us = _us(policy.return_sec)
+    return standing.begun and all(
+        member.done or (not member.present and at_us >= member.since_us + return_us)
+        for member in standing.members.values()
+    )
+
+
+def _joined(standing: Standing, event: Join) -> Standing:
+    members = dict(standing.members)
+    if not standing.begun:  # Those that come later are waited for from now on.
+        members = {learner: replace(member, since_us=event.at_us) for learner, member in members.items()}
+    member = members[event.learner]
+    clocks = [other.clock for other in members.values() if other.present and not other.done]
+    members[event.learner] = replace(
+        member,
+        life=event.life,
+        round=max(member.round, event.round) if event.life == member.life else event.round,
+        # It neither holds the others back nor may run ahead because it was away.
+        clock=max(member.clock, min(clocks, default=0)),
+        present=True,
+        done=False,
+        working=event.working and event.life == member.life,
+        since_us=event.at_us,
+    )
+    return replace(standing, members=members, begun=True)
+
+
+def _left(standing: Standing, event: Leave) -> Standing:
+    member = replace(
+        standing.members[event.learner], present=False, working=False, done=event.finished, since_us=event.at_us
+    )
+    return replace(standing, members={**standing.members, event.learner: member})
+
+
+def _arrived(policy: Policy, standing: Standing, event: Arrive, known: bool) -> tuple[Standing, Verdict]:
+    member = standing.members[event.learner]
+    staleness = standing.version - event.version
+    if event.round <= member.round or not member.working:
+        waiting = replace(member, working=False)
+        return replace(standing, members={**standing.members, event.learner: waiting}), "repeated"
+    verdict: Verdict = "kept"
+    if standing.over:
+        verdict = "over"
+    elif not known or staleness < 0:
+        verdict = "unknown"
+    elif not event.finite:
+        verdict = "not finite"
+    elif policy.max_staleness is not None and staleness > policy.max_staleness:
+        verdict = "stale"
+    round_us = max(1, event.at_us - member.released_us)
+    member = replace(
+        member,
+        round=event.round,
+        clock=member.clock + 1,
+        working=False,
+        speed=event.steps * SECOND_US / round_us,
+    )
+    standing = replace(standing, members={**standing.members, event.learner: member})
+    if verdict != "kept":
+        return standing, verdict
+    pending = Pending(event.learner, event.round, event.weight, event.steps, max(0, staleness), event.at_us, round_us)
+    return replace(standing, pending=(*standing.pending, pending)), verdict
+
+
+def _merged(policy: Policy, standing: Standing, at_us: int) -> tuple[Standing, Merge | None]:
+    """The standing after a merge, if one is due; else with the time of the quorum, if it was reached now."""
+    if not standing.pending:
+        return standing, None
+    return_us = _us(policy.return_sec)
+    expected = sum(
+        not member.done and (member.present or at_us < member.since_us + return_us)
+        for member in standing.members.values()
+    )
+    waiting = {pending.learner for pending in standing.pending}
+    if standing.quorum_us is None:
+        if len(waiting) < min(policy.quorum, max(1, expected)):
+            return standing, None
+        standing = replace(standing, quorum_us=at_us)
+    assert standing.quorum_us is not None
+    others = any(member.working for member in standing.members.values())
+    if others and at_us < standing.quorum_us + _grace_us(policy, standing):
+        return standing, None
+    steps = standing.steps + sum(pending.steps for pending in standing.pending)
+    merge = Merge(at_us, standing.version + 1, tuple(_parts(policy, standing.pending)))
+    over = policy.total_steps is not None and steps >= policy.total_steps
+    return replace(
+        standing, version=merge.version, steps=steps, pending=(), quorum_us=None, over=standing.over or over
+    ), merge
+
+
+def _parts(policy: Policy, pending: tuple[Pending, ...]) -> Iterator[Part]:
+    """The factors of a weighted mean, each slowed down by its staleness if so asked. Python floats, see `outer`."""
+    total = sum(one.weight for one in pending)
+    for one in pending:
+        slower = 1.0 / (1 + one.staleness) if policy.staleness_rate else 1.0
+        yield Part(one.learner, one.round, one.weight / total * slower)
+
+
+def _grace_us(policy: Policy, standing: Standing) -> int:
+    """How long a merge that has its quorum waits for further deltas.
+
+    With `grace_share` it is share * (duration of a round - time until the quorum) within [0, grace_sec]: the adaptive
+    grace of Decoupled DiLoCo (arXiv 2604.21428, eq. 3) with the mean round of the deltas at hand as what time there is.
+    """
+    if policy.grace_share is None:
+        return _us(policy.grace_sec)
+    assert standing.quorum_us is not None
+    first = [pending for pending in standing.pending if pending.at_us <= standing.quorum_us]
+    round_us = sum(pending.round_us for pending in first) / len(first)
+    waited_us = standing.quorum_us - first[0].at_us
+    return min(_us(policy.grace_sec), max(0, int(policy.grace_share * (round_us - waited_us))))
+
+
+def _who_may_go_on(policy: Policy, standing: Standing, *, just_over: bool) -> list[int]:
+    present = {learner: member for learner, member in standing.members.items() if member.present}
+    if just_over:
+        return list(present)
+    held = {pending.learner for pending in standing.pending}
+    slowest = min((member.clock for member in present.values()), default=0)
+    return [
+        learner
+        for learner, member in present.items()
+        if not member.working
+        and learner not in held
+        and (standing.over or policy.max_ahead is None or member.clock - slowest <= policy.max_ahead)
+    ]
+
+
+def _released(policy: Policy, standing: Standing, learner: int, at_us: int) -> tuple[Standing, Release]:
+    member = standing.members[learner]
+    steps = policy.every_steps
+    if policy.equal_time and member.speed is not None:
+        fastest = max(other.speed or 0.0 for other in standing.members.values() if other.present)
+        steps = max(1, int(member.speed / fastest * policy.every_steps)) if fastest else steps
+    release = Release(at_us, learner, member.round, standing.version, steps, standing.over)
+    member = replace(member, working=True, released_us=at_us)
+    return replace(standing, members={**standing.members, learner: member}), release
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * SECOND_US)
