@@ -13,6 +13,7 @@ import numpy as np
 from jaxdl.asynchrony.learner import Learner, learn
 from jaxdl.asynchrony.outer import Outer, digest
 from jaxdl.asynchrony.policy import Policy
+from jaxdl.asynchrony.service import find_syncer
 from jaxdl.asynchrony.syncer import Syncer
 
 TOKEN = "a token of sixteen or more"
@@ -93,7 +94,7 @@ class Running:
         self.syncer = Syncer(
             policy, outer, self.listener, TOKEN, self.folder, say=self.said.append, **{"silence_sec": 5.0} | options
         )
-        self.num_learners, self.bits = policy.learners, options.get("bits", 32)
+        self.num_learners = policy.learners
         self.result, self.ended, self.learners = None, {}, {}
         self.threads = [threading.Thread(target=self._serve, daemon=True)]
         self.threads[0].start()
@@ -103,7 +104,7 @@ class Running:
 
     def learner(self, number, worker, **options):
         """Starts a learner; one of the same number must have vanished."""
-        learner = make_learner(self.port, number, self.num_learners, bits=self.bits, **options)
+        learner = make_learner(self.port, number, self.num_learners, **options)
         self.learners[number] = learner
 
         def work():
@@ -140,6 +141,13 @@ if __name__ == "__main__":
         listener = socket.create_server(("127.0.0.1", int(port)))
         policy = Policy(learners=3, every_steps=8, total_steps=int(number), quorum=2, grace_sec=0.05, return_sec=5.0)
         print(Syncer(policy, Outer(), listener, TOKEN, Path(folder), silence_sec=5.0, save_sec=0.1).run().version)
+    elif found := find_syncer():  # Started by `python -m jaxdl.launch async`.
+        restart = os.environ["JAXDL_RESTART"]
+        if number == "0" and restart == "0" and what == "killed":
+            threading.Timer(0.5, lambda: os.kill(os.getpid(), 9)).start()
+        resumes = "x" * int(restart)
+        learner = make_learner(found.port, found.learner, found.num_learners, token=found.token, resumes=resumes)
+        print("accuracy", accuracy(learn(learner, Softmax(found.learner, resumes, float(delay))).anchor))
     else:
         resumes = os.environ.get("RESUMES", "")
         learn(make_learner(int(port), int(number), 3, resumes=resumes), Softmax(int(number), resumes, float(delay)))

@@ -240,7 +240,6 @@ def test_strangers_and_wrong_learners_are_refused(tmp_path):
         for options, message in (
             ({"number": 7, "num_learners": 8}, "learner 7: there are 2 learners"),
             ({"number": 1, "size": 5}, "another model"),
-            ({"number": 1, "bits": 8}, "8 bits"),
         ):
             while not any("learner 0 joined" in line for line in running.said):
                 time.sleep(0.01)

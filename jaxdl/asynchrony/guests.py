@@ -133,8 +133,10 @@ class Guest:
 
     def welcome(self, refused: str | None, *, initial_bytes: int, codec: Codec) -> None:
         """Answers the hello, and begins to receive and to send unless the guest is `refused`."""
-        wanted = Welcome(refused=refused, wants_initial=initial_bytes > 0, silence_sec=self._silence_sec)
-        fields = wanted.to_json()
+        answer = Welcome(
+            refused=refused, bits=codec.bits, wants_initial=initial_bytes > 0, silence_sec=self._silence_sec
+        )
+        fields = answer.to_json()
         try:
             self._line.send(fields | {"proof": self._handshake.proof("host", fields)})
         except Lost:

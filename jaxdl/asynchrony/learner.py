@@ -78,16 +78,15 @@ class Learner:
         *,
         size: int,
         layout: str,
-        bits: Bits = 32,
         resumes: str = "",
         give_up_sec: float = GIVE_UP_SEC,
     ) -> None:
         """`layout` is a SHA-256 of the names and shapes of the parameters, which have `size` values."""
         self._address, self._learner, self._num_learners, self._token = address, learner, num_learners, token
         self._size, self._layout, self._resumes = size, layout, resumes
-        self._bits: Bits = bits
         self._give_up_sec = give_up_sec
-        self._encoder = Encoder(Codec(size, bits))
+        self._encoder: Encoder | None = None
+        """Made when the syncer has said with how many bits."""
         self._life = secrets.token_hex(8)
         self._initial: Callable[[], Vector] | None = None
         self._changed = threading.Condition()
@@ -127,6 +126,7 @@ class Learner:
                 return self._over
             assert self._given is not None
             given = self._given
+        assert self._encoder is not None
         data, finite = self._encoder.encode(delta)
         header = Delta(
             round=self._round + 1,
@@ -276,6 +276,7 @@ class Learner:
                 raise Lost("what answers there does not know the run token")
             if welcome.refused is not None:
                 raise _Refused(welcome.refused)
+            self._encode_in(welcome.bits)
             key = frame_key(handshake)
             channel = Channel(line.detach(), key, own="guest", silence_sec=welcome.silence_sec)
         except BaseException:
@@ -287,6 +288,16 @@ class Learner:
             channel.close()
             raise
         return channel, welcome.silence_sec
+
+    def _encode_in(self, bits: Bits) -> None:
+        """Sends deltas in so many bits. Raises _Refused if it has sent others."""
+        if self._encoder is None:
+            self._encoder = Encoder(Codec(self._size, bits))
+        elif self._encoder.codec.bits != bits:
+            raise _Refused(
+                f"the syncer was started again with {bits} bits a value instead of {self._encoder.codec.bits}. Start "
+                "the learner again too."
+            )
 
     def _hello(self, nonce: str) -> Hello:
         with self._changed:
@@ -303,7 +314,6 @@ class Learner:
             life=self._life,
             size=self._size,
             layout=self._layout,
-            bits=self._bits,
             round=answered,
             working=working,
             resumes=self._resumes,
@@ -329,7 +339,7 @@ class Learner:
         end = time.monotonic() + CONNECT_SEC
         while (left := end - time.monotonic()) > 0:
             ready([line], left)
-            if (message := line.receive_one()) is not None:
+            for message in line.messages():
                 return message
         raise Lost("no answer")
 

@@ -35,7 +35,6 @@ class Hello(Claim):
     """Number of values of all its parameters."""
     layout: Digest
     """Hash of the names and shapes of its parameters."""
-    bits: Literal[4, 8, 32]
     round: Count
     """Its last round that was answered."""
     working: bool
@@ -47,6 +46,8 @@ class Welcome(Message):
 
     refused: Reason | None
     """Why the learner may not take part."""
+    bits: Literal[4, 8, 32]
+    """Bits of a value of a delta."""
     wants_initial: bool
     """Whether the learner's first frame is to bring its parameters, because the syncer has no anchor yet."""
     silence_sec: Annotated[float, Field(gt=0, allow_inf_nan=False)]

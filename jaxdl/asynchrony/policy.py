@@ -38,7 +38,7 @@ from jaxdl.config import Config
 class Policy(Config):
     """When deltas are merged, which are too old, and how far learners may run ahead of each other."""
 
-    learners: Annotated[int, Field(ge=1)]
+    learners: Annotated[int, Field(ge=1)] = 2
     """Number of learners."""
     every_steps: Annotated[int, Field(ge=1)] = 32
     """Steps of a learner between two exchanges with the syncer."""

@@ -178,8 +178,6 @@ class Syncer:
         """Why a learner may not take part, or None."""
         if hello.process >= self._policy.learners:
             return f"learner {hello.process}: there are {self._policy.learners} learners, numbered from 0."
-        if hello.bits != self._bits:
-            return f"the learner sends {hello.bits} bits a value, the syncer expects {self._bits}."
         if 4 * hello.size > self._max_bytes:
             return f"parameters of {4 * hello.size} bytes: the syncer takes at most {self._max_bytes}."
         if self._layout is not None and self._layout != (hello.size, hello.layout):

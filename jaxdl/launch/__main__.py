@@ -56,6 +56,11 @@ class Netns(Local):
 
 JOB_FILES = ("slurm", "kubernetes", "ray", "skypilot")
 """Commands of `jaxdl.launch.jobs`, listed here so that the package is imported only when one is used."""
+ASYNCHRONOUS = {
+    "async": "learners on this machine that do not wait for each other, and their syncer",
+    "syncer": "a syncer, for learners that are started elsewhere",
+}
+"""Commands of `jaxdl.launch.asynchronous`, likewise."""
 
 OptionsT = TypeVar("OptionsT", bound=Local)
 
@@ -115,20 +120,30 @@ def main(args: list[str]) -> None:
         print(f"usage: {_PROG} NAME [OPTIONS] -- COMMAND...\n")
         for name, (what, _) in HERE.items():
             print(f"  {name:10} {what}")
+        for name, what in ASYNCHRONOUS.items():
+            print(f"  {name:10} {what}")
         for name in JOB_FILES:
             print(f"  {name:10} prints a job file that runs COMMAND on a cluster")
         raise SystemExit(0)
     name, rest = args[0], args[1:]
     with command_line():
-        if name in HERE:
-            code = HERE[name][1](rest)
+        if name in HERE or name in ASYNCHRONOUS:
+            code = _command(name)(rest)
             _discard_unwritable_output()
             raise SystemExit(code)
         if name not in JOB_FILES:
-            fail(f"{name}: there is no such command; choose one of {', '.join((*HERE, *JOB_FILES))}.")
+            fail(f"{name}: there is no such command; choose one of {', '.join((*HERE, *ASYNCHRONOUS, *JOB_FILES))}.")
         from jaxdl.launch.jobs import COMMANDS
 
         COMMANDS[name](rest)
+
+
+def _command(name: str) -> Callable[[list[str]], int]:
+    if name in HERE:
+        return HERE[name][1]
+    from jaxdl.launch.asynchronous import COMMANDS
+
+    return COMMANDS[name]
 
 
 def _discard_unwritable_output() -> None:

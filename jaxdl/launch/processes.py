@@ -219,12 +219,9 @@ class Launch:
 
     def _write_pids(self) -> None:
         if self.pids_file is not None:
-            text = json.dumps({"launcher": os.getpid(), "restart": self.num_restarts, "hosts": self.pids})
-            # Replaced atomically, so that nobody reads half of it.
-            unfinished = self.pids_file.with_name(self.pids_file.name + ".tmp")
+            fields = {"launcher": os.getpid(), "restart": self.num_restarts, "hosts": self.pids}
             try:
-                unfinished.write_text(text + "\n")
-                unfinished.replace(self.pids_file)
+                write_pids(self.pids_file, fields)
             except OSError as error:
                 if self.num_restarts == 0:
                     raise
@@ -232,6 +229,13 @@ class Launch:
 
     def _say(self, text: str) -> None:
         self._printer.print(LAUNCHER, text, error=True)
+
+
+def write_pids(path: Path, fields: Mapping[str, Any]) -> None:
+    """Writes process ids as JSON. Replaced atomically, so that nobody reads half of it. Raises OSError."""
+    unfinished = path.with_name(path.name + ".tmp")
+    unfinished.write_text(json.dumps(fields) + "\n")
+    unfinished.replace(path)
 
 
 def start_hosts(command: Sequence[str], hosts: Sequence[Host], *, devices_per_host: int, **options: Any) -> Launch:
