@@ -23,7 +23,7 @@ class Table:
     """Feeds a policy by hand, with a tick at each time that it names; times in seconds."""
 
     def __init__(self, **settings):
-        self.policy = Policy(**{"learners": 4, "every_steps": 10} | settings)
+        self.policy = Policy(**{"learners": 4, "every_steps": 10, "quorum": 1} | settings)
         self.standing = first_standing(self.policy)
         self.rounds = dict.fromkeys(range(self.policy.learners), 0)
         self.has = {}
@@ -296,7 +296,7 @@ def test_deltas_on_the_wire(bits):
 def test_the_simulator_trains():
     """The toy learns in virtual time, with a learner of a third of the speed and one that dies; no time passes."""
     digits()
-    policy = Policy(learners=4, every_steps=8, total_steps=1600, max_staleness=8)
+    policy = Policy(learners=4, every_steps=8, total_steps=1600, quorum=1, max_staleness=8)
     tape = []
     centre = Centre(policy, Outer(learning_rate=0.7, momentum=0.5), tape.append)
     Simulation(centre, steady([90, 90, 90, 30], kills=[(1, 3.0, 1.0)]), Softmax).run()

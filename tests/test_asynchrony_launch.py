@@ -56,7 +56,7 @@ def run(service, words, environment, folder, **options):
 
 def test_a_run_with_a_learner_that_is_killed(tmp_path, environment):
     folder = tmp_path / "syncer"
-    service = Service(learners=2, every_steps=8, total_steps=1200, folder=folder, bits=8, outer={"momentum": 0.5})
+    service = Service(learners=2, every_steps=8, total_steps=1200, folder=folder, bits=8)
     pids = tmp_path / "pids.json"
     running = run(service, ["killed", folder, 0, "{learner}", 0.002], environment, folder, restarts=2, pids_file=pids)
     _, out, err = next(running)

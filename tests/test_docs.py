@@ -41,6 +41,8 @@ from jaxdl.config import Config
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import choices, forgotten
 from jaxdl.launch import __main__ as launch
+from jaxdl.launch import asynchronous
+from jaxdl.launch.learners import numbered
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_site
@@ -171,6 +173,10 @@ def check_module(module, args):
     elif module == "jaxdl.launch" and args[0] in launch.HERE:
         kind = {"local": launch.Local, "netns": launch.Netns}[args[0]]
         check(launch.parse(args[0], kind, args[1:])[1])
+    elif module == "jaxdl.launch" and args[0] in launch.ASYNCHRONOUS:
+        _, command = asynchronous.parse(args[0], args[1:])
+        if command:
+            check(numbered(command, 0))
     elif module == "jaxdl.launch":
         run(["python", "-m", module, *args])
     elif module == "jaxdl.bench" and hasattr(inspect.getmodule(BENCHES[args[0]][1]), "parse_command"):
@@ -204,7 +210,7 @@ def option_paths(cls, prefix="", inside=()):
 
 
 def test_options_in_the_text_exist():
-    known = set(option_paths(Experiment))
+    known = set(option_paths(Experiment)) | set(option_paths(asynchronous.Asynchronous))
     named = {
         (name, one)
         for name, text in PAGES.items()
@@ -233,7 +239,10 @@ def test_names_of_the_api_exist():
 
 def test_the_config_reference_has_every_config_class_and_field():
     # The options of a program of its own; its --help has them.
-    programs = ("jaxdl.bench", "jaxdl.evaluate.", "jaxdl.export.", "jaxdl.launch", "jaxdl.trained", "jaxdl.translate.")
+    programs = (
+        "jaxdl.asynchrony.", "jaxdl.bench", "jaxdl.evaluate.", "jaxdl.export.", "jaxdl.launch", "jaxdl.trained",
+        "jaxdl.translate.",
+    )  # fmt: skip
     for one in pkgutil.walk_packages(jaxdl.__path__, "jaxdl."):
         if not one.name.endswith("__main__") and not one.name.startswith(programs):
             importlib.import_module(one.name)
@@ -266,6 +275,7 @@ ELSEWHERE = {
     "tokens_per_sec": "tasks/language.py", "tokens_seen": "report/seen.py",
     "eval/loss/NAME": "run/inference.py", "eval/bits_per_byte/NAME": "tasks/language.py",
     "epochs/NAME": "data/mixture.py", "tokens/NAME": "data/mixture.py",
+    "train/agreement/merges": "run/learning.py", "train/agreement/wait_sec": "run/learning.py",
     "input/hits/TIER": "report/inputs.py", "input/per_sec/STAGE": "report/inputs.py",
 }  # fmt: skip
 """Metrics that a small run on digits does not write -> where they are made."""

@@ -1,5 +1,6 @@
 """When, and with whom, replicas agree: in every step, or after local steps, with all or with neighbours."""
 
+from jaxdl.agreement.asynchronous import Asynchronous
 from jaxdl.agreement.config import Agreement, EveryStep, Merges
 from jaxdl.agreement.elastic import Elastic
 from jaxdl.agreement.fragments import Fragments, make_fragments
@@ -8,6 +9,7 @@ from jaxdl.agreement.periodic import Outer, Periodic
 
 __all__ = [
     "Agreement",
+    "Asynchronous",
     "Elastic",
     "EveryStep",
     "Fragments",

@@ -43,6 +43,8 @@ class Agreement(Choice):
 
     keeps_replicas: ClassVar[bool] = True
     """Whether each replica has parameters of its own between merges."""
+    needs_syncer: ClassVar[bool] = False
+    """Whether a run is a learner, whose merges are made by a syncer outside of it."""
     has_anchor: ClassVar[bool] = True
     """Whether merges move the anchor; without one, the mean of the replicas is evaluated and exported."""
 

@@ -228,6 +228,10 @@ class Guests:
         """The connection of a learner, if it has one."""
         return self._of.get(learner)
 
+    def all(self) -> list[Guest]:
+        """All connections."""
+        return list(self._of.values())
+
     def has(self, guest: Guest) -> bool:
         """Whether this connection is that of its learner."""
         return self._of.get(guest.learner) is guest

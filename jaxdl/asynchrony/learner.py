@@ -79,12 +79,18 @@ class Learner:
         size: int,
         layout: str,
         resumes: str = "",
+        stream: str = "",
+        waiting: Callable[[], object] = lambda: None,
         give_up_sec: float = GIVE_UP_SEC,
     ) -> None:
-        """`layout` is a SHA-256 of the names and shapes of the parameters, which have `size` values."""
+        """`layout` is a SHA-256 of the names and shapes of the parameters, which have `size` values.
+
+        `resumes` and `stream` say from where it goes on and on which examples it trains; two learners on the same
+        stream are refused. `waiting` is called about every second while it waits for the syncer.
+        """
         self._address, self._learner, self._num_learners, self._token = address, learner, num_learners, token
         self._size, self._layout, self._resumes = size, layout, resumes
-        self._give_up_sec = give_up_sec
+        self._give_up_sec, self._stream, self._waiting = give_up_sec, stream, waiting
         self._encoder: Encoder | None = None
         """Made when the syncer has said with how many bits."""
         self._life = secrets.token_hex(8)
@@ -165,7 +171,8 @@ class Learner:
                 given = self._over or self._answer
                 if given is not None:
                     break
-                self._changed.wait()
+                self._changed.wait(1.0)
+                self._waiting()
             self._given, self._unanswered = given, None
         return given
 
@@ -317,6 +324,7 @@ class Learner:
             round=answered,
             working=working,
             resumes=self._resumes,
+            stream=self._stream,
         )
 
     def _first_anchor(self) -> Vector:

@@ -39,6 +39,8 @@ class Hello(Claim):
     """Its last round that was answered."""
     working: bool
     resumes: Word
+    stream: Word
+    """Names the examples that it trains on, such as a seed; empty if it does not say."""
 
 
 class Welcome(Message):

@@ -28,10 +28,10 @@ class Outer(Config):
     Delayed Nesterov): every merge moves the anchor by rate d / N, and every N-th adds the momentum of the mean of N.
     """
 
-    learning_rate: Annotated[float, Field(gt=0)] = 0.7
-    """Learning rate of the outer step; 1 and momentum 0 is plain averaging."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """Nesterov momentum of the outer step."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1.0
+    """Learning rate of the outer step; 1 without momentum is plain averaging."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Nesterov momentum of the outer step. The fewer deltas a merge has, and the staler they are, the more it harms."""
     every: Annotated[int, Field(ge=1)] = 1
     """Merges between two updates of the momentum."""
 

@@ -44,8 +44,9 @@ class Policy(Config):
     """Steps of a learner between two exchanges with the syncer."""
     total_steps: Annotated[int, Field(ge=1)] | None = None
     """End of the run, in steps of all learners together that were merged; None: when all learners have finished."""
-    quorum: Annotated[int, Field(ge=1)] = 1
-    """Deltas that a merge needs; learners that have finished, or are gone for `return_sec`, are not waited for."""
+    quorum: Annotated[int, Field(ge=1)] | None = None
+    """Deltas that a merge needs, None for half of the learners; who has finished, or is gone for `return_sec`, is not
+    waited for."""
     grace_sec: Annotated[float, Field(ge=0)] = 0.0
     """Seconds that a merge waits for further deltas once it has its quorum."""
     grace_share: Annotated[float, Field(gt=0)] | None = None
@@ -61,9 +62,14 @@ class Policy(Config):
     return_sec: Annotated[float, Field(ge=0)] = 60.0
     """Seconds for which a quorum still counts on a learner that was lost, or has not come yet."""
 
+    @property
+    def needed(self) -> int:
+        """The quorum."""
+        return -(-self.learners // 2) if self.quorum is None else self.quorum
+
     @pydantic.model_validator(mode="after")
     def _has_effect(self) -> Policy:
-        if self.quorum > self.learners:
+        if self.quorum is not None and self.quorum > self.learners:
             raise ValueError(f"quorum {self.quorum}: there are only {self.learners} learners. Choose at most that.")
         if self.grace_share is not None and not self.grace_sec:
             raise ValueError("grace_share has no effect while grace_sec, the longest wait, is 0. Set grace_sec too.")
@@ -191,7 +197,7 @@ def _merged(policy: Policy, standing: Standing, at_us: int) -> tuple[Standing, M
     )
     waiting = {pending.learner for pending in standing.pending}
     if standing.quorum_us is None:
-        if len(waiting) < min(policy.quorum, max(1, expected)):
+        if len(waiting) < min(policy.needed, max(1, expected)):
             return standing, None
         standing = replace(standing, quorum_us=at_us)
     assert standing.quorum_us is not None

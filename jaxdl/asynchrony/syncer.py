@@ -178,6 +178,12 @@ class Syncer:
         """Why a learner may not take part, or None."""
         if hello.process >= self._policy.learners:
             return f"learner {hello.process}: there are {self._policy.learners} learners, numbered from 0."
+        for other in self._guests.all():
+            if hello.stream and hello.stream == other.hello.stream and other.learner != hello.process:
+                return (
+                    f"learner {hello.process} has the same examples in the same order as learner {other.learner} "
+                    f"({hello.stream}). Give each its own, as in --seed {{learner}}."
+                )
         if 4 * hello.size > self._max_bytes:
             return f"parameters of {4 * hello.size} bytes: the syncer takes at most {self._max_bytes}."
         if self._layout is not None and self._layout != (hello.size, hello.layout):

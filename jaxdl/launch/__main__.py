@@ -59,6 +59,7 @@ JOB_FILES = ("slurm", "kubernetes", "ray", "skypilot")
 ASYNCHRONOUS = {
     "async": "learners on this machine that do not wait for each other, and their syncer",
     "syncer": "a syncer, for learners that are started elsewhere",
+    "replay": "the run of a syncer and its learners again, from the syncer's tape",
 }
 """Commands of `jaxdl.launch.asynchronous`, likewise."""
 

@@ -102,7 +102,7 @@ class Learners:
 
     def _start(self, name: str, reaper: Reaper) -> None:
         number = self._names.index(name) if name in self._names else None
-        command = self._service.command() if number is None else _numbered(self._command, number)
+        command = self._service.command() if number is None else numbered(self._command, number)
         restart = self._starts.get(name, 0)
         self._starts[name] = restart + 1
         environment = {key: value for key, value in self._environment.items() if key not in _ALONE}
@@ -209,6 +209,6 @@ class Learners:
         self._printer.print(LAUNCHER, text, error=True)
 
 
-def _numbered(command: Sequence[str], number: int) -> list[str]:
+def numbered(command: Sequence[str], number: int) -> list[str]:
     """The command of a learner."""
     return [word.replace(PLACEHOLDER, str(number)) for word in command]

@@ -236,9 +236,12 @@ _shared: list[Programs] = []
 
 
 @contextlib.contextmanager
-def shared_programs() -> Iterator[Programs]:
-    """Context: the runs inside compile each program once, instead of each for itself, such as those of a sweep."""
-    _shared.append(Programs())
+def shared_programs(these: Programs | None = None) -> Iterator[Programs]:
+    """Context: the runs inside compile each program once, instead of each for itself, such as those of a sweep.
+
+    They take `these`, by default new ones.
+    """
+    _shared.append(these or Programs())
     try:
         yield _shared[-1]
     finally:

@@ -20,6 +20,7 @@ from jaxdl.report import Start, Stopwatch
 from jaxdl.run.build import make_plan
 from jaxdl.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from jaxdl.run.initial import InitFrom, as_init, beginning
+from jaxdl.run.learning import as_learner
 from jaxdl.run.length import check_max_steps, end_step
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.signals import Stop, StopSignals
@@ -86,7 +87,8 @@ def train(
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
-        return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=callbacks).run()
+        own = {"lease": lease, "callbacks": stack.enter_context(as_learner(plan, stop, callbacks))}
+        return Trainer(plan, workdir, stop, watch, stack, start, end=end, **own).run()
 
 
 def _check_devices(devices: Any) -> None:

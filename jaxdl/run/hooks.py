@@ -34,7 +34,7 @@ class StepInfo:
     """Whether the batch was skipped after a rollback, so that there was no update."""
     _measured: Mapping[str, jax.Array]
     _readable: Callable[[Mapping[str, jax.Array]], dict[str, float]]
-    _stop: Callable[[], None]
+    _stop: Callable[..., None]
 
     def metrics(self) -> dict[str, float]:
         """The metrics of this step, named as in `metrics.jsonl` without "train/"; empty if it was skipped.
@@ -43,12 +43,12 @@ class StepInfo:
         """
         return self._readable(self._measured) if self._measured else {}
 
-    def stop(self) -> None:
+    def stop(self, by: str = "a hook") -> None:
         """Ends the run after this step, as `max_steps` would: it is evaluated and saved, and can be resumed.
 
-        With several processes, all of them must ask for it at the same step.
+        With several processes, all of them must ask for it at the same step. `by` is who asks, for the message.
         """
-        self._stop()
+        self._stop(by)
 
 
 @dataclass(frozen=True)

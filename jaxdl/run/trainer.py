@@ -240,8 +240,8 @@ class Trainer:
             self.hooks.stepped(step, self.state, one, skipped=skipped)
         return True
 
-    def _stop_here(self) -> None:
-        self.end, self.end_asked_by = self.step, "a hook"
+    def _stop_here(self, by: str = "a hook") -> None:
+        self.end, self.end_asked_by = self.step, by
 
     def _rolled_back(self, report: Report | None) -> bool:
         """Rolls the run back if the steps of a report end a streak of bad ones that is too long; whether it did."""
