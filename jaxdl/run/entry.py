@@ -63,8 +63,7 @@ def train(
       Diverged: when too many consecutive steps are bad and no rollback is possible any more, see `GuardConfig`.
     """
     experiment = as_experiment(experiment)
-    check_max_steps(max_steps)
-    _check_devices(devices)
+    _check(devices, max_steps)
     callbacks = Callbacks.of(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
     watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
@@ -87,11 +86,12 @@ def train(
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
-        own = {"lease": lease, "callbacks": stack.enter_context(as_learner(plan, stop, callbacks))}
-        return Trainer(plan, workdir, stop, watch, stack, start, end=end, **own).run()
+        hooks = stack.enter_context(as_learner(plan, stop, callbacks))
+        return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=hooks).run()
 
 
-def _check_devices(devices: Any) -> None:
+def _check(devices: Any, max_steps: Any) -> None:
+    check_max_steps(max_steps)
     if devices is None or (isinstance(devices, Iterable) and all(hasattr(one, "platform") for one in devices)):
         return
     raise ConfigError(f"devices: {devices!r} is no list of devices. Give one, such as jax.devices()[:4].")
