@@ -16,6 +16,7 @@ from asynchronous import Softmax, digits
 from jaxdl.asynchrony.replay import replay
 from jaxdl.asynchrony.service import Service, find_syncer
 from jaxdl.asynchrony.storage import TAPE_FILE, newest_state, read_tape
+from jaxdl.cluster.address import several_processes
 from jaxdl.config import ConfigError
 from jaxdl.launch.learners import Learners
 from jaxdl.launch.processes import free_port
@@ -103,6 +104,12 @@ def test_mistakes(tmp_path, environment, monkeypatch):
         find_syncer()
     monkeypatch.setenv("JAXDL_RUN_TOKEN", "sixteen characters")
     assert find_syncer()[:4] == ("here", 5, 1, 2)
+    # Tasks of one step of Slurm are learners, not the processes of one run.
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[0-3]")
+    assert not several_processes()
+    monkeypatch.delenv("JAXDL_SYNCER")
+    assert several_processes()
     with pytest.raises(ConfigError, match="quorum 3: there are only 2 learners"):
         parse_options(Service, ["--quorum", "3"], default=Service())
 

@@ -16,11 +16,10 @@ from jaxdl.asynchrony.outer import Outer
 from jaxdl.asynchrony.policy import Policy
 from jaxdl.asynchrony.syncer import Result, Syncer
 from jaxdl.cluster import BROKEN
+from jaxdl.cluster.address import SYNCER_VARIABLE
 from jaxdl.cluster.token import VARIABLE, run_token
 from jaxdl.config import ConfigError
 
-SYNCER_VARIABLE = "JAXDL_SYNCER"
-"""`host:port` of the syncer. Where it is set, a run is a learner."""
 LEARNER_VARIABLE = "JAXDL_LEARNER"
 """The number of the learner, from 0."""
 LEARNERS_VARIABLE = "JAXDL_NUM_LEARNERS"

@@ -13,6 +13,8 @@ from jaxdl.config import ConfigError
 
 BIND_VARIABLE = "JAX_COORDINATOR_BIND_ADDRESS"
 """The environment variable with the address that process 0 listens on, if not on all of its addresses."""
+SYNCER_VARIABLE = "JAXDL_SYNCER"
+"""`host:port` of a syncer. Where it is set, a run is a learner (`jaxdl.asynchrony`): a run of one process."""
 _NUMBERS = ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 
 
@@ -48,6 +50,8 @@ def several_processes() -> bool:
     count, process = (_process_number(name) for name in _NUMBERS)
     if (count, process) != (None, None) and (count, process or 0) != (1, 0):
         return True
+    if SYNCER_VARIABLE in os.environ:  # The tasks of a step of Slurm are learners then, not one run.
+        return False
     name = "SLURM_NTASKS" if os.environ.get("SLURM_NTASKS") else "OMPI_COMM_WORLD_SIZE"
     tasks = _process_number(name) or 1
     return tasks > 1 and ("SLURM_STEP_NODELIST" in os.environ or "OMPI_COMM_WORLD_SIZE" in os.environ)

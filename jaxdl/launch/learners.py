@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from jaxdl.asynchrony.service import LEARNER_VARIABLE, LEARNERS_VARIABLE, SYNCER_VARIABLE, Service
+from jaxdl.asynchrony.service import LEARNER_VARIABLE, LEARNERS_VARIABLE, Service
+from jaxdl.cluster.address import SYNCER_VARIABLE
 from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.launch.attempt import Events, format_sec
 from jaxdl.launch.host import Host, HostProcess, describe_code, exit_code

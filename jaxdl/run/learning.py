@@ -20,8 +20,9 @@ import numpy as np
 
 from jaxdl.asynchrony.learner import Given, Learner
 from jaxdl.asynchrony.outer import Vector
-from jaxdl.asynchrony.service import SYNCER_VARIABLE, Address, find_syncer
+from jaxdl.asynchrony.service import Address, find_syncer
 from jaxdl.cluster import heartbeat
+from jaxdl.cluster.address import SYNCER_VARIABLE
 from jaxdl.config import ConfigError
 from jaxdl.exchange import by_name
 from jaxdl.phases import Segment
@@ -256,8 +257,9 @@ class _LearnerSteps:
         state, metrics = self._inner(state, batches, step)
         return state, self._learning.made(step, len(batches), metrics)
 
-    def settle(self, state: TrainState) -> TrainState:
-        return self._learning.settled(self._inner.settle(state))
+    def settle(self, state: TrainState) -> tuple[TrainState, Metrics]:
+        state, metrics = self._inner.settle(state)
+        return self._learning.settled(state), metrics
 
     def apart(self, step: int) -> bool:
         return self._inner.apart(step)
