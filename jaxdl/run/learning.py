@@ -114,7 +114,8 @@ def make_adopt(parts: Parts) -> jax.stages.Wrapped:
     shardings = by_name(parts.trainable.of(spec.params))
 
     def adopt(state: TrainState, anchor: dict[str, Any], num_steps: Any) -> TrainState:
-        trained = jax.tree.unflatten(jax.tree.structure(parts.trainable.of(state.params)), list(anchor.values()))
+        old = parts.trainable.of(state.params)
+        trained = jax.tree.unflatten(jax.tree.structure(old), [anchor[name] for name in by_name(old)])
         average = state.ema_params
         if parts.config.ema_decay is not None:
             decay = ema_decay(parts.config.ema_decay, state.step) ** num_steps
