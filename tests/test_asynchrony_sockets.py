@@ -22,6 +22,7 @@ from jaxdl.asynchrony.policy import Policy
 from jaxdl.asynchrony.replay import Difference, replay
 from jaxdl.asynchrony.simulator import Simulation, from_tape
 from jaxdl.asynchrony.storage import TAPE_FILE, Tape, newest_state, read_tape
+from jaxdl.asynchrony.syncer import Syncer
 from jaxdl.cluster import ClusterError
 from jaxdl.cluster.wire import Lost
 from jaxdl.config import ConfigError
@@ -203,6 +204,13 @@ def test_a_damaged_state_is_passed_over(tmp_path):
     newest.write_bytes(data[:-200])
     assert newest_state(tmp_path)[1] == position
     assert saved.anchor.size == SIZE
+    newest.unlink()
+    older.unlink()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(ConfigError, match="the tape of a run, and no state to go on from"),
+    ):
+        Syncer(policy, OUTER, listener, TOKEN, tmp_path)
 
 
 def test_a_tape_has_a_largest_size_and_loses_half_a_line(tmp_path):

@@ -34,6 +34,9 @@ from jaxdl.asynchrony.events import (
 )
 from jaxdl.config import Config
 
+DESERTED_SEC = 600.0
+"""A syncer whose learners have all been gone for so long ends, although the run is not over."""
+
 
 class Policy(Config):
     """When deltas are merged, which are too old, and how far learners may run ahead of each other."""
@@ -121,10 +124,13 @@ def wake_us(policy: Policy, standing: Standing) -> int | None:
 
 
 def is_finished(policy: Policy, standing: Standing, at_us: int) -> bool:
-    """Whether every learner has finished, or is gone for so long that it is not waited for."""
-    return_us = _us(policy.return_sec)
+    """Whether every learner has finished, or is gone for so long that it is not waited for.
+
+    That is `return_sec` once the run is over, and before at least `DESERTED_SEC`: all of them may have to start again.
+    """
+    gone_us = _us(policy.return_sec if standing.over else max(policy.return_sec, DESERTED_SEC))
     return standing.begun and all(
-        member.done or (not member.present and at_us >= member.since_us + return_us)
+        member.done or (not member.present and at_us >= member.since_us + gone_us)
         for member in standing.members.values()
     )
 

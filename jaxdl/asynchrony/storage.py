@@ -26,6 +26,7 @@ MAX_TAPE_BYTES = 2**28
 KEPT = 2
 """Saved states that are kept: the newest, and one in case it is damaged."""
 _MAX_LINE_BYTES = 2**20
+_LINES_BEFORE_STATE = 2
 
 
 class Tape:
@@ -53,6 +54,23 @@ class Tape:
         self._file: BinaryIO = open(path, "ab")  # noqa: SIM115 (closed by `close`)
         self._file.truncate(whole)
         self._left -= whole
+
+    def begin(self, record: Record) -> None:
+        """Begins the tape of a new run, and returns when its first line is on disk.
+
+        A run that ended before its first state was saved left at most the two lines before that. Raises ConfigError for
+        a longer tape: then the states of a run are lost.
+        """
+        if self.count > _LINES_BEFORE_STATE:
+            self.close()
+            raise ConfigError(
+                f"{self.path.parent}: there is the tape of a run, and no state to go on from. Restore it, or give "
+                "another folder."
+            )
+        self._file.truncate(0)
+        self.count = 0
+        self.write(record)
+        self.flush()
 
     def write(self, record: Record) -> None:
         """Adds a line."""

@@ -112,8 +112,7 @@ class Syncer:
         for problem in problems:
             self._say(problem)
         if saved is None:
-            self._tape.write({"kind": "begin", "format": FORMAT, **settings})
-            self._tape.flush()
+            self._tape.begin({"kind": "begin", "format": FORMAT, **settings})
             return
         self._centre.go_on_from(saved)
         self._layout = saved.anchor.size, str(saved.fields["layout"])
@@ -122,8 +121,10 @@ class Syncer:
         self._tape.write({"kind": "restart", "at_us": now_us, "position": position, **settings})
         self._say(f"goes on from merge {standing.version} ({standing.steps} steps)")
         for learner, member in standing.members.items():
-            if member.present:
+            if not member.done:  # They have from now on to come back.
                 self._tell(Leave(self._now_us(), learner, finished=False, why="the syncer was restarted"))
+        if is_finished(self._policy, standing, now_us):
+            self._say(f"the run in {self._folder} has finished. Give another folder for a new one.")
 
     def _now_us(self) -> int:
         """The time of the next event; each is later than the one before, also after a restart."""
