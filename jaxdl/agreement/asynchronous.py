@@ -32,9 +32,9 @@ class Asynchronous(Agreement, kind="async"):
         """Never asked for."""
         raise AssertionError("the syncer merges")
 
-    def check(self, exchange: Config, num_replicas: int) -> None:
+    def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
         """See `Agreement.check`."""
-        del exchange
+        del exchange, total_steps
         if num_replicas > 1:
             raise ConfigError(
                 f"--mesh.replica {num_replicas}: with --agreement async each learner is one replica. Set it to 1; the "
