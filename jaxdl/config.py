@@ -301,7 +301,8 @@ def differences(before: Config, after: Config, prefix: str = "") -> list[str]:
     for name, now in after:
         path, then = f"{prefix}{name}", getattr(before, name, None)
         if isinstance(now, Config) and isinstance(then, Config):
-            if any(old[name].get(one) != new[name].get(one) for one in ("kind", SOURCE)):
+            kinds = [values.get(name, {}) for values in (old, new)]  # A field may be left out at its default.
+            if any(kinds[0].get(one) != kinds[1].get(one) for one in ("kind", SOURCE)):
                 found.append(f"{path}: {_spelt(then)} -> {_spelt(now)}")
                 fields = type(now).model_fields.values()
                 then = now if any(field.is_required() for field in fields) else type(now)()

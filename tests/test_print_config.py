@@ -55,6 +55,10 @@ def test_differences_name_exactly_the_fields_that_were_replaced():
     found = differences(before, before.replaced(overrides))
     assert {line.partition(":")[0] for line in found} == set(overrides)
     assert differences(before, before) == []
+    plain = jaxdl.load("python_lm", gpus=False)
+    adapted = plain.replaced({"model.lora.rank": 4})  # A field that JSON leaves out at its default.
+    assert differences(plain, adapted) == ["model.lora.rank: 0 -> 4"]
+    assert differences(adapted, plain) == ["model.lora.rank: 4 -> 0"]
 
 
 OWN = """
