@@ -68,7 +68,7 @@ def step() -> bytes:
     """The picture of one training step, PNG."""
     figure, axes = _page(16, 7.2)
     axes.text(0.5, 6.75, "One training step", fontsize=22, fontweight="bold", color=INK, va="center")
-    under = "jaxdl/step.py: one jitted function of (state, batch)"
+    under = "jaxdl/step: one jitted function of (state, batch)"
     axes.text(0.5, 6.28, under, fontsize=12.5, color=GREY, va="center")
     regions: Sequence[tuple[str, str, Sequence[str], bool]] = (
         (

@@ -138,7 +138,7 @@ def config():
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--optimizer", "adamm", "choose one of sgd, adamw, lars, lamb, optax. Did you mean adamw?"),
+        ("--optimizer", "adamm", "choose one of sgd, adamw, sign_sgd, lars, lamb, optax. Did you mean adamw?"),
         ("--optimiser", "adamw", "Did you mean --optimizer?"),
         ("--optimizer.b3", "1", "Further arguments are given as --optimizer.arguments b3=VALUE."),
         ("--optimizer.momentum", "1", "Further arguments are given as --optimizer.arguments momentum=VALUE."),
