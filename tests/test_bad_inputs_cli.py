@@ -36,7 +36,7 @@ WITH_THE_FILE = {
     "--batch-size": ["--batch-size: needs a value, a whole number."],
     "--task.augment flop": ["--task.augment flop: not one of none, flip, crop_flip."],
     "--optimizer adamw --optimizer.momentum 0.9": [
-        "optimizer adamw has no momentum; sgd, lars have it",
+        "optimizer adamw has no momentum; sgd, sign_sgd, lars, muon have it",
         "--optimizer.b1",
     ],
     "--optimizer.learning_rat 3": ["Did you mean --optimizer.learning-rate?"],
@@ -138,7 +138,7 @@ def config():
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("--optimizer", "adamm", "choose one of sgd, adamw, sign_sgd, lars, lamb, optax. Did you mean adamw?"),
+        ("--optimizer", "adamm", "choose one of sgd, adamw, sign_sgd, lars, lamb, optax, muon. Did you mean adamw?"),
         ("--optimiser", "adamw", "Did you mean --optimizer?"),
         ("--optimizer.b3", "1", "Further arguments are given as --optimizer.arguments b3=VALUE."),
         ("--optimizer.momentum", "1", "Further arguments are given as --optimizer.arguments momentum=VALUE."),
@@ -175,7 +175,8 @@ def test_a_file_that_prints_is_run_and_what_it_printed_is_shown(capsys, tmp_path
         (ResNet, "optimizer: ResNet is a class, not an object. Write ResNet(...), of one of SGD(), AdamW()"),
         (
             optax.adam,
-            "optimizer: adam is not a config. Give an object of one of SGD(), AdamW(), LARS(), LAMB(), Optax()",
+            "optimizer: adam is not a config. Give an object of one of SGD(), AdamW(), SignSGD(), LARS(), LAMB(), "
+            "Optax(), Muon()",
         ),
         ("sgd", "optimizer: 'sgd' is a string; give an object: SGD(...)"),
         (optax.sgd(0.1), "optimizer: an optax transformation cannot be written to config.json. Write Optax("),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 import pydantic
@@ -28,11 +28,11 @@ class Outer(Config):
     Delayed Nesterov): every merge moves the anchor by rate d / N, and every N-th adds the momentum of the mean of N.
     """
 
-    learning_rate: Annotated[float, Field(gt=0)] = 1.0
+    learning_rate: float = Field(default=1.0, gt=0)
     """Learning rate of the outer step; 1 without momentum is plain averaging."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    momentum: float = Field(default=0.0, ge=0, lt=1)
     """Nesterov momentum of the outer step. The fewer deltas a merge has, and the staler they are, the more it harms."""
-    every: Annotated[int, Field(ge=1)] = 1
+    every: int = Field(default=1, ge=1)
     """Merges between two updates of the momentum."""
 
     @pydantic.model_validator(mode="after")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated
 
 import pydantic
 from pydantic import Field
@@ -41,28 +40,28 @@ DESERTED_SEC = 600.0
 class Policy(Config):
     """When deltas are merged, which are too old, and how far learners may run ahead of each other."""
 
-    learners: Annotated[int, Field(ge=1)] = 2
+    learners: int = Field(default=2, ge=1)
     """Number of learners."""
-    every_steps: Annotated[int, Field(ge=1)] = 32
+    every_steps: int = Field(default=32, ge=1)
     """Steps of a learner between two exchanges with the syncer."""
-    total_steps: Annotated[int, Field(ge=1)] | None = None
+    total_steps: int | None = Field(default=None, ge=1)
     """End of the run, in steps of all learners together that were merged; None: when all learners have finished."""
-    quorum: Annotated[int, Field(ge=1)] | None = None
+    quorum: int | None = Field(default=None, ge=1)
     """Deltas that a merge needs, None for half of the learners; who has finished, or is gone for `return_sec`, is not
     waited for."""
-    grace_sec: Annotated[float, Field(ge=0)] = 0.0
+    grace_sec: float = Field(default=0.0, ge=0)
     """Seconds that a merge waits for further deltas once it has its quorum."""
-    grace_share: Annotated[float, Field(gt=0)] | None = None
+    grace_share: float | None = Field(default=None, gt=0)
     """The wait is this share of a round's duration instead, less the time until the quorum, at most `grace_sec`."""
-    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    max_staleness: int | None = Field(default=None, ge=0)
     """Deltas of a larger staleness are dropped."""
-    max_ahead: Annotated[int, Field(ge=0)] | None = None
+    max_ahead: int | None = Field(default=None, ge=0)
     """Rounds that a learner may be ahead of the slowest one before it waits (stale synchronous parallel)."""
     staleness_rate: bool = False
     """Whether a delta of staleness s counts 1 / (1 + s)."""
     equal_time: bool = False
     """Whether a slower learner makes fewer steps in a round, in proportion to its speed (dynamic local updates)."""
-    return_sec: Annotated[float, Field(ge=0)] = 60.0
+    return_sec: float = Field(default=60.0, ge=0)
     """Seconds for which a quorum still counts on a learner that was lost, or has not come yet."""
 
     @property

@@ -7,7 +7,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import NamedTuple
 
 from pydantic import Field
 
@@ -34,11 +34,11 @@ class Service(Policy):
     """Bits of a value of a delta on its way to the syncer; below 32 with error feedback. Anchors take 32."""
     folder: Path = Path("syncer")
     """Where the syncer keeps its tape and its state, and goes on from."""
-    port: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    port: int = Field(default=0, ge=0, lt=2**16)
     """The port that it listens on; 0: any free one."""
-    silence_sec: Annotated[float, Field(gt=0)] = 20.0
+    silence_sec: float = Field(default=20.0, gt=0)
     """A learner that sends nothing for so long, not even a sign of life, is lost."""
-    save_sec: Annotated[float, Field(ge=0)] = 60.0
+    save_sec: float = Field(default=60.0, ge=0)
     """Seconds between two saved states of the syncer."""
 
     def policy(self) -> Policy:
