@@ -25,6 +25,8 @@ from jaxdl.sharding import Layout, Params, Specs, grad_specs, is_spec, named, pa
 EVERY_STEP = EveryStep()
 OUTER = "outer"
 """The part of an agreement's state that merges keep beside the anchor."""
+PAST = "past"
+"""The part of an agreement's state with earlier versions of the parameters."""
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +53,8 @@ class TrainState:
     key: Any
     """Data of the run's random key; a step's key is this folded with the step."""
     agreement_state: Any = dataclasses.field(default_factory=dict)
-    """What replicas have of their own, and what their merges keep; empty if they are equal. See `init_agreement`."""
+    """What replicas have of their own, and what their merges keep, or earlier versions of the parameters; most often
+    empty. See `init_agreement`."""
 
     @property
     def eval_params(self) -> Params:
@@ -62,6 +65,11 @@ class TrainState:
     def own(self) -> Own:
         """What each replica has of its own."""
         return self.agreement_state[PER_REPLICA]
+
+    @property
+    def past(self) -> Past:
+        """The earlier versions of the parameters."""
+        return self.agreement_state[PAST]
 
     def with_own(self, own: Own) -> TrainState:
         """A copy with other replicas."""
@@ -134,18 +142,18 @@ def make_state_spec(
         params, model_state = network.init(init_key)
         mine = trainable.of(params)
         start = Own(mine, model_state, optimizer.init(mine), precision.init_loss_scale(), guard.init_guard())
-        own = init_agreement(agreement, start, layout.mesh.shape[Axis.REPLICA])
+        of_agreement = init_agreement(agreement, start, layout.mesh.shape[Axis.REPLICA])
         return TrainState(
             step=jnp.int32(0),
             params=params,
             model_state=model_state,
             ema_params=jax.tree.map(jnp.copy, params) if use_ema or keeps_average(start.opt_state) else {},
-            opt_state=() if own else start.opt_state,
+            opt_state=() if agreement.keeps_replicas else start.opt_state,
             exchange_state=init_exchange(),
-            loss_scale={} if own else start.loss_scale,
-            guard={} if own else start.guard,
+            loss_scale={} if agreement.keeps_replicas else start.loss_scale,
+            guard={} if agreement.keeps_replicas else start.guard,
             key=jax.random.key_data(run_key),
-            agreement_state=own,
+            agreement_state=of_agreement,
         )
 
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
@@ -183,13 +191,28 @@ class Own:
     """The weights of push-sum; empty where merges move an anchor."""
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Past:
+    """Earlier versions of the trained parameters in `TrainState.agreement_state`, all replicas' in common."""
+
+    versions: Params
+    """`[num_past, ...]`: number n of all versions is at place n modulo num_past; None in place of frozen parameters."""
+    num_kept: Any
+    """How many versions there have been, the present one not counted, int32. They are as many as steps have been taken:
+    batches that are passed over after a rollback do not count."""
+
+
 def init_agreement(agreement: Agreement, start: Own, num_replicas: int) -> dict[str, Any]:
     """`TrainState.agreement_state` of replicas that all begin with `start`, which lacks the replicas' dimension.
 
-    Empty if the agreement keeps them equal.
-    Each replica's is an `Own`; `outer` is what the agreement keeps beside the anchor (`Agreement.init_outer`).
+    Each replica's is an `Own`; `outer` is what the agreement keeps beside the anchor (`Agreement.init_outer`). If the
+    agreement keeps them equal it is empty, or a `Past`, without any version yet.
     """
 
+    if agreement.num_past:
+        blank = jax.tree.map(lambda x: jnp.zeros((agreement.num_past, *x.shape), x.dtype), start.params)
+        return {PAST: Past(blank, jnp.int32(0))}
     if not agreement.keeps_replicas:
         return {}
 
@@ -208,6 +231,9 @@ def _agreement_specs(shapes: Any, params: Specs, opt_specs: Any) -> Any:
     """The PartitionSpecs of an agreement's state of these shapes."""
     if not shapes:
         return {}
+    if PAST in shapes:
+        versions = jax.tree.map(lambda spec: PartitionSpec(None, *spec), params, is_leaf=is_spec)
+        return {PAST: Past(versions, PartitionSpec())}
     one = jax.tree.map(lambda _: PartitionSpec(), shapes[PER_REPLICA])
     one = dataclasses.replace(one, params=params, opt_state=opt_specs)
     own = jax.tree.map(lambda spec: PartitionSpec(Axis.REPLICA.value, *spec), one, is_leaf=is_spec)

@@ -3,6 +3,7 @@
 from jaxdl.agreement.asynchronous import Asynchronous
 from jaxdl.agreement.config import Agreement, EveryStep, Merges
 from jaxdl.agreement.elastic import Elastic
+from jaxdl.agreement.emulated import EmulatedStaleness
 from jaxdl.agreement.fragments import Fragments, make_fragments
 from jaxdl.agreement.gossip import Gossip
 from jaxdl.agreement.periodic import Outer, Periodic
@@ -11,6 +12,7 @@ __all__ = [
     "Agreement",
     "Asynchronous",
     "Elastic",
+    "EmulatedStaleness",
     "EveryStep",
     "Fragments",
     "Gossip",

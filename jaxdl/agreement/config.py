@@ -114,6 +114,28 @@ class Agreement(Choice):
         """A parameter of each replica, `[replica, ...]`, after the anchor's has moved from `before` to `after`."""
         raise NotImplementedError
 
+    @property
+    def num_past(self) -> int:
+        """How many earlier versions of the parameters the train state keeps, so that gradients can be taken at them."""
+        return 0
+
+    def staleness(self, key: jax.Array, num_kept: jax.Array, num_replicas: int) -> jax.Array:
+        """How many steps old the parameters are at which each replica takes its gradient: `[replica]`, int32.
+
+        `key` is of the step, and `num_kept` how many versions there have been before the present one.
+        """
+        raise NotImplementedError
+
+    def rate_factors(self, staleness: jax.Array) -> jax.Array | None:
+        """By how much the learning rate is multiplied for the gradient of each replica, `[replica]`; None for 1."""
+        del staleness
+        return None
+
+    def compensated(self, grad: jax.Array, now: jax.Array, past: jax.Array) -> jax.Array:
+        """The gradient of each replica, `[replica, ...]`, that was taken at `past`, for the parameters as they are."""
+        del now, past
+        return grad
+
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
         """Raises ConfigError for an exchange, a number of replicas or a length of run that it does not work with."""
         del exchange, num_replicas, total_steps

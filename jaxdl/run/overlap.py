@@ -28,6 +28,7 @@ def loop_sum_dtype(experiment: Experiment, network: Network, mesh: Mesh) -> DTyp
     plain = (
         plain
         and not experiment.agreement.keeps_replicas
+        and not experiment.agreement.num_past
         and not experiment.step.freeze
         and not experiment.model.trained
     )

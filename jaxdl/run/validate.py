@@ -158,23 +158,25 @@ def check_norms(experiment: Experiment, num_replicas: int, *, has_norms: bool) -
 
 
 def check_agreement(experiment: Experiment, num_replicas: int, total_steps: int, *, averages: bool) -> None:
-    """Raises ConfigError for settings that replicas with parameters of their own cannot have.
+    """Raises ConfigError for settings that replicas with other parameters than each other's cannot have.
 
     `averages`: whether the optimizer evaluates an average of its own.
     """
     agreement = experiment.agreement
     assert isinstance(experiment.exchange, ExchangeConfig), "it has been chosen"
     agreement.check(experiment.exchange, num_replicas, total_steps)
-    if not agreement.keeps_replicas:
+    if not agreement.keeps_replicas and not agreement.num_past:
         return
     what = f"--agreement {agreement.kind}"
     span = getattr(experiment.model, "norm_span", None)
     rows = experiment.batch_size // num_replicas // experiment.step.microbatches
     if num_replicas > 1 and (span == "mesh" or (isinstance(span, int) and span > rows)):
         raise ConfigError(
-            f"--model.norm-span {span}: with {what} a replica takes its steps alone, so batch norm has statistics of "
+            f"--model.norm-span {span}: with {what} each replica has other parameters, so batch norm has statistics of "
             f"its own {rows} examples at most. Set it to replica, or to fewer examples."
         )
+    if not agreement.keeps_replicas:
+        return
     if averages:
         raise ConfigError(
             f"--optimizer {experiment.optimizer.kind}: with {what} each replica has an "

@@ -27,6 +27,7 @@ def local_gradients(
     key: jax.Array | None,
     *,
     own: bool = False,
+    stale: bool = False,
 ) -> tuple[Grads, Sums, ModelState]:
     """Part 1: `(grads, sums, model_state)`; grads and sums are each replica's own, leaves `[replica, ...]`.
 
@@ -38,7 +39,7 @@ def local_gradients(
 
     With `own`, each replica has trained parameters and model state of its own, `[replica, ...]`, as the ones returned;
     its gradient is that of the mean loss over its own rows, times its `factor`, `[replica]`. Then nothing is
-    communicated over `replica`.
+    communicated over `replica`. With `stale` it has trained parameters of its own, and nothing else.
     """
     replica, mesh = Axis.REPLICA.value, parts.layout.mesh
     if not own:
@@ -46,10 +47,11 @@ def local_gradients(
     random = None if key is None else (jax.random.key_data(key), jnp.arange(len(next(iter(batch.values())))))
     whole, each = PartitionSpec(), PartitionSpec(replica)
     given = each if own else whole
-    of_params = own_param_specs(parts) if own else whole
+    of_params = own_param_specs(parts) if own or stale else whole
+    common = functools.partial(_common_gradients, parts, stale=stale)
     summed = jax.tree.map(lambda done: whole if done else each, parts.trainable.of(parts.summed))
     return jax.shard_map(
-        functools.partial(_own_gradients if own else _common_gradients, parts),
+        functools.partial(_own_gradients, parts) if own else common,
         mesh=mesh,
         in_specs=(of_params, given, each, given, None if random is None else (whole, each)),
         out_specs=(summed, each, given),
@@ -60,13 +62,23 @@ def local_gradients(
 
 
 def _common_gradients(
-    parts: Parts, params: Params, model_state: ModelState, batch: Batch, factor: jax.Array, random: Any
+    parts: Parts,
+    params: Params,
+    model_state: ModelState,
+    batch: Batch,
+    factor: jax.Array,
+    random: Any,
+    *,
+    stale: bool,
 ) -> tuple[Grads, Sums, ModelState]:
-    """One replica's, at the parameters that all replicas have in common."""
+    """One replica's, at the parameters that all replicas have in common, or else at `stale` ones of its own."""
     replica = Axis.REPLICA.value
     # Without this, differentiating would already sum over `replica` and the exchange would see no local gradient.
     model_state, factor = lax.pcast((model_state, factor), replica, to="varying")
-    params = jax.tree.map(lambda x, sums: x if sums else lax.pcast(x, replica, to="varying"), params, parts.summed)
+    if stale:
+        params = one_replica_params(parts, params)
+    else:
+        params = jax.tree.map(lambda x, sums: x if sums else lax.pcast(x, replica, to="varying"), params, parts.summed)
     grads, sums, model_state = _replica_gradients(parts, params, model_state, batch, factor, random)
     # Running statistics are averaged over `replica`: each replica normalizes with those of its own batch.
     # Replicated first: XLA cannot reduce over a manual axis of size 1 what it has split over an automatic one.

@@ -28,6 +28,7 @@ from jaxdl.sharding import Grads, named, spec_axes
 from jaxdl.state import TrainState, replicated
 from jaxdl.step.gradients import local_gradients
 from jaxdl.step.parts import Batch, Metrics, Parts, Sums
+from jaxdl.step.stale import drawn_staleness, remedied, remembered, stale_params
 from jaxdl.step.update import guarded, updated
 
 
@@ -37,7 +38,8 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
     The state is donated and comes back in the same shardings; `batch` leaves are `[global batch, ...]`, sharded over
     `(replica, fsdp)`. Metrics are float32 scalars: the task's sums as `sums/...`, `grad_norm`, `learning_rate`,
     `momentum` where it changes, `exchange/...`, with float16 `loss_scale` and `skipped_steps`, and with the guard
-    `bad_steps` (so far) and `bad_in_row`; `grad_norm` and `exchange/...` are NaN in a skipped step.
+    `bad_steps` (so far) and `bad_in_row`; `grad_norm` and `exchange/...` are NaN in a skipped step. With emulated
+    staleness `agreement/staleness` is its mean over the replicas.
     """
     shardings = parts.state_spec.shardings
 
@@ -49,19 +51,30 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
         # Folded with 2: a split into two folds with 0 and 1.
         model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
         factor = scale / parts.task.weight(batch)
-        grads, sums, model_state = local_gradients(parts, state.params, state.model_state, batch, factor, model_key)
+        staleness, params, rate_factor = drawn_staleness(parts, state, key), state.params, None
+        if staleness is not None:
+            params = stale_params(parts, state, staleness)
+        grads, sums, model_state = local_gradients(
+            parts, params, state.model_state, batch, factor, model_key, stale=staleness is not None
+        )
         # Unscaled: the residual must not depend on the loss scale of the step.
         unscaled = jax.tree.map(lambda g: g / scale, grads) if state.loss_scale else grads
+        if staleness is not None:
+            unscaled, rate_factor = remedied(parts, state, unscaled, params, staleness)
         mean, exchange_state, of_exchange = _exchange(parts, unscaled, sums, state, exchange_key)
         finite = of_exchange.pop("nonfinite", jnp.float32(0)) == 0
         metrics = {f"sums/{name}": of_exchange.pop(f"sums/{name}") for name in sums}
-        changed, more = updated(parts, state, mean, parts.layout)
+        if staleness is not None:
+            metrics["agreement/staleness"] = staleness.astype(jnp.float32).mean()
+        changed, more = updated(parts, state, mean, parts.layout, rate_factor)
         changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
         more |= {f"exchange/{name}": value for name, value in of_exchange.items()}
         if state.loss_scale or state.guard:
             loss = metrics["sums/loss"] / metrics["sums/weight"]
             changed, more = guarded(parts, state, changed, more, loss, finite)
-        return changed.replace(step=state.step + 1), metrics | more
+        # Also after a skipped step: a version's age is the number of steps since.
+        changed = changed.replace(step=state.step + 1, agreement_state=remembered(parts, state))
+        return changed, metrics | more
 
     return jax.jit(
         train_step,

@@ -16,8 +16,13 @@ from jaxdl.state import TrainState
 from jaxdl.step.parts import Metrics, Parts
 
 
-def updated(parts: Parts, state: TrainState, grads: Grads, layout: Layout) -> tuple[TrainState, Metrics]:
-    """Part 3: clipping, the optimizer, and the moving average of the parameters; also of one replica alone."""
+def updated(
+    parts: Parts, state: TrainState, grads: Grads, layout: Layout, rate_factor: jax.Array | None = None
+) -> tuple[TrainState, Metrics]:
+    """Part 3: clipping, the optimizer, and the moving average of the parameters; also of one replica alone.
+
+    `rate_factor` multiplies the learning rate.
+    """
     config = parts.config
     grad_norm = global_norm(grads)
     if config.clip_norm is not None:
@@ -28,6 +33,8 @@ def updated(parts: Parts, state: TrainState, grads: Grads, layout: Layout) -> tu
     # The optimizer's own count: a skipped step restores it with the rest of the state, and the schedule waits.
     num_made = num_updates(state.opt_state)
     rates = parts.rates(num_made)
+    if rate_factor is not None:
+        rates = rates._replace(learning_rate=rates.learning_rate * rate_factor)
     updates, opt_state = parts.optimizer.update(grads, state.opt_state, old, rates=rates)
     # Without the first resharding XLA may gather the updates, not the parameters, and every device adds all of them.
     new = _resharded(parts, layout, optax.apply_updates(old, updates), spec.update)
