@@ -1,6 +1,5 @@
 """Learners and a syncer over TCP: different speeds, kills, restarts, strangers; replays and simulations of the tape."""
 
-import json
 import os
 import random
 import signal
@@ -14,13 +13,12 @@ import numpy as np
 import pytest
 from asynchronous import SIZE, TOKEN, Running, Softmax, accuracy, digits, make_learner, vanish
 
-from jaxdl.asynchrony.centre import Centre
 from jaxdl.asynchrony.frames import Channel
 from jaxdl.asynchrony.messages import Beat, Begin, read_to_syncer
 from jaxdl.asynchrony.outer import Outer
 from jaxdl.asynchrony.policy import Policy
 from jaxdl.asynchrony.replay import Difference, replay
-from jaxdl.asynchrony.simulator import Simulation, from_tape
+from jaxdl.asynchrony.simulator import decided, simulated
 from jaxdl.asynchrony.storage import TAPE_FILE, Tape, newest_state, read_tape
 from jaxdl.asynchrony.syncer import Syncer
 from jaxdl.cluster import ClusterError
@@ -29,22 +27,6 @@ from jaxdl.config import ConfigError
 
 OUTER = Outer(learning_rate=0.7, momentum=0.5)
 LIMIT_SEC = 30.0
-
-
-def decided(records):
-    """What the syncer decided, without the anchors."""
-    return [
-        {name: value for name, value in record.items() if name != "anchor"}
-        for record in json.loads(json.dumps(records))
-        if record["kind"] in ("merge", "release", "tick")
-    ]
-
-
-def simulated(records):
-    """The decisions of a simulation with the arrival times of a tape."""
-    policy, found = Policy(**records[0]["policy"]), []
-    Simulation(Centre(policy, Outer(**records[0]["outer"]), found.append), from_tape(records)).run()
-    return decided(found)
 
 
 def killed(running, number):

@@ -6,6 +6,7 @@ The syncer drives the same object from sockets, the simulator from a virtual clo
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -128,3 +129,8 @@ def _without_pending(standing: Standing) -> Standing:
         if member.round >= pending.round:
             members[pending.learner] = dataclasses.replace(member, round=pending.round - 1)
     return dataclasses.replace(standing, members=members, pending=(), quorum_us=None)
+
+
+def as_json(record: Record) -> Record:
+    """A record as it comes back from a tape."""
+    return json.loads(json.dumps(record))

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import pydantic
 from pydantic import Field, StringConstraints
 
-from jaxdl.cluster.messages import Claim, Count, Hex, Malformed, Message, Reason, printable
+from jaxdl.cluster.messages import Claim, Count, Hex, Message, Reason, printable, read_any
 
 VERSION = 1
 """Version of these messages."""
@@ -118,17 +118,9 @@ _FROM_SYNCER = pydantic.TypeAdapter[FromSyncer](Annotated[FromSyncer, Field(disc
 
 def read_to_syncer(fields: Mapping[str, Any]) -> ToSyncer:
     """Parses the header of a frame to the syncer. Raises Malformed."""
-    return _read(_TO_SYNCER, fields)
+    return read_any(_TO_SYNCER, fields)
 
 
 def read_from_syncer(fields: Mapping[str, Any]) -> FromSyncer:
     """Parses the header of a frame from the syncer. Raises Malformed."""
-    return _read(_FROM_SYNCER, fields)
-
-
-def _read(adapter: Any, fields: Mapping[str, Any]) -> Any:
-    try:
-        return adapter.validate_python(fields)
-    except pydantic.ValidationError as error:
-        first = error.errors(include_input=False, include_url=False)[0]
-        raise Malformed(printable(first["msg"])[:200]) from None
+    return read_any(_FROM_SYNCER, fields)

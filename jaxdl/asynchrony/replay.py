@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxdl.asynchrony.centre import Centre, Record, Saved
+from jaxdl.asynchrony.centre import Centre, Record, Saved, as_json
 from jaxdl.asynchrony.codec import Codec, Encoder
 from jaxdl.asynchrony.events import Arrive, Join, Leave, Release, Tick
 from jaxdl.asynchrony.outer import Outer, Vector, digest
@@ -142,7 +142,7 @@ class _Replay:
         wanted = self._following()
         if wanted is None:
             return  # The tape ended, with its process, before what followed was written.
-        found = _as_json(found)
+        found = as_json(found)
         if found != wanted:
             names = [name for name in wanted if found.get(name) != wanted[name]] or [*found]
             where = ", ".join(f"{name} {found.get(name)!r} instead of {wanted.get(name)!r}" for name in names)
@@ -178,13 +178,6 @@ class _Learner:
         sent = _Sent(self._encoder.codec.decode(data), weight, digest(data), finite)
         self._last = round, sent
         return sent
-
-
-def _as_json(record: Record) -> Record:
-    """A record as it comes back from a file."""
-    import json
-
-    return json.loads(json.dumps(record))
 
 
 def _shown(record: Record) -> str:

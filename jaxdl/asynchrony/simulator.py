@@ -13,8 +13,10 @@ import numpy as np
 
 from jaxdl.asynchrony.centre import Centre, Record
 from jaxdl.asynchrony.events import SECOND_US, Arrive, Event, Join, Leave, Release, Tick
-from jaxdl.asynchrony.outer import Vector, digest
-from jaxdl.asynchrony.policy import is_finished
+from jaxdl.asynchrony.outer import Outer, Vector, digest
+from jaxdl.asynchrony.policy import Policy, is_finished
+
+_DECIDED, _HASHES = ("arrive", "merge", "release", "tick"), ("anchor", "delta")
 
 
 class Worker(Protocol):
@@ -211,6 +213,27 @@ def steady(
             stays[learner].append(Stay(join_us, leave_us, f"{learner}.{number}", rounds))
             join_us = 0 if leave_us is None else leave_us + int(back * SECOND_US)
     return stays
+
+
+def decided(records: Sequence[Record]) -> list[Record]:
+    """What was decided: each delta's fate, merge, release and tick, in their order, without the values of vectors."""
+    return [
+        {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in record.items()
+            if name not in _HASHES
+        }
+        for record in records
+        if record["kind"] in _DECIDED
+    ]
+
+
+def simulated(records: Sequence[Record]) -> list[Record]:
+    """`decided` by a simulation whose learners come, take their time and go as those of a tape. Raises ValueError."""
+    found: list[Record] = []
+    centre = Centre(Policy(**records[0]["policy"]), Outer(**records[0]["outer"]), found.append)
+    Simulation(centre, from_tape(records)).run()
+    return decided(found)
 
 
 def from_tape(records: Sequence[Record]) -> dict[int, list[Stay]]:

@@ -231,6 +231,14 @@ def read(kind: type[MessageT], fields: Mapping[str, Any]) -> MessageT:
         raise Malformed(_why(error)) from None
 
 
+def read_any(kinds: pydantic.TypeAdapter[MessageT], fields: Mapping[str, Any]) -> MessageT:
+    """Parses a JSON object as a message of one of several kinds. Raises Malformed."""
+    try:
+        return kinds.validate_python(fields)
+    except pydantic.ValidationError as error:
+        raise Malformed(_why(error)) from None
+
+
 def read_answer(fields: Mapping[str, Any]) -> Greeting | Here | Verdict:
     """Parses a message of process 0 during the rendezvous. Raises Malformed."""
     kind = next((kind for key, kind in _ANSWERS.items() if key in fields), None)
@@ -241,18 +249,12 @@ def read_answer(fields: Mapping[str, Any]) -> Greeting | Here | Verdict:
 
 def read_to_first(fields: Mapping[str, Any]) -> ToFirst:
     """Parses a message to process 0 after the rendezvous. Raises Malformed."""
-    try:
-        return _TO_FIRST.validate_python(fields)
-    except pydantic.ValidationError as error:
-        raise Malformed(_why(error)) from None
+    return read_any(_TO_FIRST, fields)
 
 
 def read_from_first(fields: Mapping[str, Any]) -> FromFirst:
     """Parses a message from process 0 after the rendezvous. Raises Malformed."""
-    try:
-        return _FROM_FIRST.validate_python(fields)
-    except pydantic.ValidationError as error:
-        raise Malformed(_why(error)) from None
+    return read_any(_FROM_FIRST, fields)
 
 
 def _why(error: pydantic.ValidationError) -> str:

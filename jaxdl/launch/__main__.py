@@ -15,7 +15,7 @@ import tyro
 
 from jaxdl.errors import command_line, fail
 from jaxdl.launch.netns import Network
-from jaxdl.launch.processes import Host, Launch, local_hosts, resolved, signals_to
+from jaxdl.launch.processes import Host, Launch, local_hosts, own_and_command, resolved, signals_forwarded
 from jaxdl.options import parse_options
 
 _PROG = "python -m jaxdl.launch"
@@ -86,7 +86,7 @@ HERE: dict[str, tuple[str, Callable[[list[str]], int]]] = {
 
 def parse(name: str, kind: type[OptionsT], args: list[str]) -> tuple[OptionsT, list[str]]:
     """(the options before `--`, the command after it). Raises ConfigError."""
-    own, command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    own, command = own_and_command(args)
     options = parse_options(kind, own, prog=f"{_PROG} {name}", description=inspect.getdoc(kind))
     return options, command
 
@@ -94,13 +94,7 @@ def parse(name: str, kind: type[OptionsT], args: list[str]) -> tuple[OptionsT, l
 def _run(options: Local, command: list[str], network: Network | contextlib.nullcontext[list[Host]]) -> int:
     """Runs the command on all hosts of a network; returns the exit code."""
     command = resolved(command)
-    launch: Launch | None = None
-    early: list[int] = []
-
-    def stop(signum: int) -> None:
-        early.append(signum) if launch is None else launch.stop(signum)
-
-    with signals_to(stop), network as inside:
+    with signals_forwarded() as forward_to, network as inside:
         hosts = inside.hosts if isinstance(inside, Network) else inside
         launch = Launch(
             command,
@@ -110,8 +104,7 @@ def _run(options: Local, command: list[str], network: Network | contextlib.nullc
             grace_sec=options.grace_sec,
             pids_file=options.pids,
         )
-        for signum in early:
-            launch.stop(signum)
+        forward_to(launch)
         return launch.run()
 
 

@@ -13,7 +13,7 @@ from jaxdl.asynchrony.service import Service, serve
 from jaxdl.config import Config, ConfigError
 from jaxdl.errors import fail
 from jaxdl.launch.learners import Learners, numbered
-from jaxdl.launch.processes import signals_to
+from jaxdl.launch.processes import own_and_command, signals_forwarded
 from jaxdl.options import parse_options
 
 _PROG = "python -m jaxdl.launch"
@@ -52,7 +52,7 @@ KINDS: dict[str, type[Config]] = {"async": Asynchronous, "syncer": Service, "rep
 
 def parse(name: str, args: list[str]) -> tuple[Any, list[str]]:
     """(the options before `--`, the command after it). Raises ConfigError."""
-    own, command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    own, command = own_and_command(args)
     kind = KINDS[name]
     return parse_options(kind, own, default=kind(), prog=f"{_PROG} {name}", description=inspect.getdoc(kind)), command
 
@@ -60,13 +60,7 @@ def parse(name: str, args: list[str]) -> tuple[Any, list[str]]:
 def learners(args: list[str]) -> int:
     """Runs `async` and returns the exit code."""
     options, command = parse("async", args)
-    started: Learners | None = None
-    early: list[int] = []
-
-    def stop(signum: int) -> None:
-        early.append(signum) if started is None else started.stop(signum)
-
-    with signals_to(stop):
+    with signals_forwarded() as forward_to:
         service = Service(**{name: getattr(options, name) for name in Service.model_fields})
         started = Learners(
             command,
@@ -75,8 +69,7 @@ def learners(args: list[str]) -> int:
             restarts=options.restarts,
             pids_file=options.pids,
         )
-        for signum in early:
-            started.stop(signum)
+        forward_to(started)
         return started.run()
 
 

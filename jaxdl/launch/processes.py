@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 from jaxdl.cluster import DIVERGED, MISTAKE
 from jaxdl.cluster.token import VARIABLE, make_token
@@ -253,6 +253,32 @@ def run_hosts(command: Sequence[str], hosts: Sequence[Host], *, devices_per_host
         return launch.run()
 
 
+class Stoppable(Protocol):
+    """What runs processes, and hands a signal on to them."""
+
+    def stop(self, signum: int) -> None:
+        """Forwards a signal."""
+        ...
+
+
+@contextlib.contextmanager
+def signals_forwarded() -> Iterator[Callable[[Stoppable], None]]:
+    """Context in which signals, as in `signals_to`, go to what its function is given; what came before, then."""
+    early: list[int] = []
+    found: list[Stoppable] = []
+
+    def stop(signum: int) -> None:
+        found[0].stop(signum) if found else early.append(signum)
+
+    def forward_to(one: Stoppable) -> None:
+        found.append(one)
+        for signum in early:
+            one.stop(signum)
+
+    with signals_to(stop):
+        yield forward_to
+
+
 @contextlib.contextmanager
 def signals_to(stop: Callable[[int], None]) -> Iterator[None]:
     """Context in which SIGTERM, SIGINT and SIGHUP (as SIGTERM) call `stop`; ignored signals stay ignored (nohup)."""
@@ -281,6 +307,12 @@ def free_port() -> int:
                 probe.bind(("", port))
                 return port
     raise ConfigError(f"found no free TCP port between {_PORTS.start} and {_PORTS.stop}.")
+
+
+def own_and_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(the words before `--`, the command after it)."""
+    where = args.index("--") if "--" in args else len(args)
+    return [*args[:where]], [*args[where + 1 :]]
 
 
 def resolved(command: Sequence[str]) -> list[str]:

@@ -16,6 +16,7 @@ import pydantic
 from jaxdl.cluster.exits import DELIBERATE
 from jaxdl.config import Config, ConfigError
 from jaxdl.experiment import Experiment, load
+from jaxdl.launch.processes import own_and_command
 from jaxdl.mesh import Axis
 from jaxdl.options import parse_options
 from jaxdl.startup import PROG, first_look, own_options
@@ -129,14 +130,13 @@ def print_job(cluster: str, kind: type[JobT], text: Callable[[JobT, Command], st
     Raises ConfigError for invalid values and commands that cannot run, or exits after --help.
     """
     prog = f"python -m jaxdl.launch {cluster}"
-    where = args.index("--") if "--" in args else len(args)
-    job = parse_options(kind, args[:where], prog=prog, description=inspect.getdoc(kind))
-    words = tuple(args[where + 1 :])
+    own, words = own_and_command(args)
+    job = parse_options(kind, own, prog=prog, description=inspect.getdoc(kind))
     if not words:
         raise ConfigError(
             f"nothing to run: end with the command, {prog} ... -- python -m jaxdl.train --config configs/digits.py."
         )
-    command, warnings = _checked(job, words)
+    command, warnings = _checked(job, tuple(words))
     for warning in warnings:
         print(f"warning: {warning}", file=sys.stderr)
     print(text(job, command), end="")
