@@ -126,6 +126,15 @@ def began(out: Path, learner: int) -> Path:
     return out / f"began-{learner}"
 
 
+def wait_for_first_steps(out: Path) -> None:
+    """Returns when all learners have taken a step. Exits when that takes too long."""
+    end = time.monotonic() + LIMIT_SEC
+    while not all(began(out, learner).exists() for learner in range(NUM_LEARNERS)):
+        if time.monotonic() > end:
+            sys.exit(f"{out}: HANGS, a learner did not begin within {LIMIT_SEC:g} s; see output.txt")
+        time.sleep(0.01)
+
+
 def run(options: Sequence[str], out: Path, faster: float, disturb: Callable[[Callable[[str], bool]], None]) -> float:
     """Runs the learners to their end; returns the seconds that this took. Exits when they fail or hang.
 
@@ -166,11 +175,7 @@ def measure(name: str, out: Path, total_steps: int, target: float) -> Run:
 
     def disturb(kill: Callable[[str], bool]) -> None:
         nonlocal zero, killed
-        end = time.monotonic() + LIMIT_SEC
-        while not all(began(out, learner).exists() for learner in range(NUM_LEARNERS)):
-            if time.monotonic() > end:
-                sys.exit(f"{out}: the learners did not begin; see output.txt")
-            time.sleep(0.01)
+        wait_for_first_steps(out)
         zero = max(float(began(out, learner).read_text() or time.time()) for learner in range(NUM_LEARNERS))
         time.sleep(max(0.0, zero + KILLED_AFTER_SEC - time.time()))
         killed = time.time()
@@ -246,17 +251,21 @@ def kill_at_random(number: int, out: Path) -> Run:
     draw = random.Random(number)
     quorum, ahead, stale = draw.randint(1, 4), draw.choice([None, 1, 3]), draw.choice([None, 2, 8])
     options = ["--quorum", str(quorum), "--bits", draw.choice(["32", "8", "4"]), "--return-sec", "15"]
-    options += ["--grace-sec", draw.choice(["0", "0.1"]), "--total-steps", "3000", "--restarts", "9"]
+    options += ["--grace-sec", draw.choice(["0", "0.1"]), "--total-steps", "5000", "--restarts", "9"]
     options += ["--save-sec", "1"]
     options += [] if ahead is None else ["--max-ahead", str(ahead)]
     options += [] if stale is None else ["--max-staleness", str(stale)]
     victims = [f"learner{draw.randrange(NUM_LEARNERS)}" for _ in range(draw.randint(2, 4))]
     if number % 3 == 0:
         victims.insert(draw.randrange(1, len(victims) + 1), "syncer")
-    pauses = [draw.uniform(6, 12), *(draw.uniform(0.5, 6) for _ in victims[1:])]
+    pauses = [draw.uniform(0.5, 6) for _ in victims]
     killed: list[str] = []
 
     def disturb(kill: Callable[[str], bool]) -> None:
+        if number % 2:  # In the others some are killed while they start.
+            wait_for_first_steps(out)
+        else:
+            time.sleep(4.0)
         for victim, pause in zip(victims, pauses, strict=True):
             time.sleep(pause)
             if kill(victim):
@@ -345,7 +354,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="a new folder")
     parser.add_argument("--target", type=float, default=0.2, help="held-out loss")
-    parser.add_argument("--total-steps", type=int, default=1500, help="of all learners")
+    parser.add_argument("--total-steps", type=int, default=1200, help="of all learners")
     parser.add_argument("--repeats", type=int, default=3, help="runs of each setting")
     parser.add_argument("--kills", type=int, help="number of runs with random kills, instead of the comparison")
     parser.add_argument("--learner", type=int, help=argparse.SUPPRESS)

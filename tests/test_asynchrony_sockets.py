@@ -224,12 +224,21 @@ def test_strangers_and_wrong_learners_are_refused(tmp_path):
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x80\x02c", b"{" * 5000):
             with socket.create_connection(("127.0.0.1", running.port)) as stranger:
                 stranger.sendall(garbage)
-        with pytest.raises(ClusterError, match=r"could not be reached for 0.3 s"):
+        with pytest.raises(ClusterError, match=r"could not be reached for 0.3 s: .*is JAXDL_RUN_TOKEN the syncer's"):
             make_learner(running.port, 0, token="another token of sixteen", give_up_sec=0.3).begin(lambda: None)
+        assert [line for line in running.said if "JAXDL_RUN_TOKEN differs" in line] == [
+            "a connection from 127.0.0.1, as learner 0, did not know the run's token: JAXDL_RUN_TOKEN differs"
+        ]
+        with (
+            socket.create_server(("127.0.0.1", 0)) as listener,
+            pytest.raises(ConfigError, match="another syncer works in it"),
+        ):
+            Syncer(policy, OUTER, listener, TOKEN, tmp_path)
         running.learner(0, Softmax(0))
         for options, message in (
             ({"number": 7, "num_learners": 8}, "learner 7: there are 2 learners"),
-            ({"number": 1, "size": 5}, "another model"),
+            ({"number": 1, "num_learners": 3}, "learner 1 was started as one of 3, the syncer for 2"),
+            ({"number": 1, "num_learners": 2, "size": 5}, "another model"),
         ):
             while not any("learner 0 joined" in line for line in running.said):
                 time.sleep(0.01)

@@ -168,7 +168,6 @@ def test_the_end_says_where_the_run_is_and_how_to_go_on(tmp_path):
         "curves": f"{tmp_path}/curves.png",
         "checkpoints": f"{tmp_path}/checkpoints",
         "use it": f"python -m jaxdl.generate --workdir {tmp_path} --prompt ...",
-        "resume": "start the same command again without --max-steps",
     }
     assert dict(what_next(tmp_path, "interrupted", "images"))["resume"] == "start the same command again"
 

@@ -61,7 +61,7 @@ def test_learners_that_are_killed_and_the_replay(tmp_path):
         line.kill()
     assert line.returncode == 0, out
     assert "restart 1 of 1: learner1 ended with SIGKILL" in out
-    assert len(re.findall(r"learner\d +\| .*as the syncer asks", out)) == 3, out
+    assert len(re.findall(r"learner\d +\| .*the syncer says that the run is over", out)) == 3, out
     records = read_tape(folder / TAPE_FILE)
     assert [one["learner"] for one in records if one["kind"] == "join"].count(1) == 2
     again = launch("replay", "--tape", folder / TAPE_FILE, *training)

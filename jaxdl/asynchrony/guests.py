@@ -7,6 +7,7 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,10 +19,11 @@ from jaxdl.asynchrony.messages import Beat, Begin, Bye, Delta, Hello, Replaced, 
 from jaxdl.asynchrony.outer import Vector
 from jaxdl.cluster.acceptor import LEAST_SEC, NO_HELLO, NO_TOKEN, Acceptor, Stranger
 from jaxdl.cluster.messages import Malformed, Message, read
-from jaxdl.cluster.token import Handshake, proves
+from jaxdl.cluster.token import VARIABLE, Handshake, proves
 from jaxdl.cluster.wire import Lost, NoMessage, ready
 
 _POLL_SEC = 0.2
+_MOST_TOLD = 100
 _BEATS = 4
 """Beats within the time after which silence means that the connection is lost."""
 
@@ -47,10 +49,19 @@ class Doorkeeper:
     """Accepts connections in a thread of its own; puts those that have proved themselves into the news."""
 
     def __init__(
-        self, listener: socket.socket, num_learners: int, token: str, news: queue.Queue[News], *, silence_sec: float
+        self,
+        listener: socket.socket,
+        num_learners: int,
+        token: str,
+        news: queue.Queue[News],
+        *,
+        silence_sec: float,
+        say: Callable[[str], object],
     ) -> None:
         self._acceptor = Acceptor(listener, num_learners)
-        self._token, self._news, self._silence_sec = token, news, silence_sec
+        self._token, self._news, self._silence_sec, self._say = token, news, silence_sec, say
+        self._told: set[str] = set()
+        """Addresses without the token that have been named."""
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="jaxdl-door", daemon=True)
         self._thread.start()
@@ -78,6 +89,7 @@ class Doorkeeper:
             handshake = Handshake(self._token, stranger.nonce, hello.nonce or "", hello.process)
             if not hello.nonce or not proves(hello.proof, handshake.proof("guest", message)):
                 self._acceptor.refused(stranger, NO_TOKEN, hello.host)
+                self._tell(f"{stranger.address}, as learner {hello.process}")
                 return
         except (Malformed, NoMessage, RecursionError):
             self._acceptor.refused(stranger, NO_HELLO)
@@ -87,6 +99,12 @@ class Doorkeeper:
             self._acceptor.admitted(stranger)
             guest = Guest(stranger, hello, handshake, self._news, silence_sec=self._silence_sec)
             put(self._news, News("hello", guest, hello=hello), self._closed)
+
+    def _tell(self, who: str) -> None:
+        """Names a learner without the token, once; not everybody, if there are many."""
+        if who not in self._told and len(self._told) < _MOST_TOLD:
+            self._told.add(who)
+            self._say(f"a connection from {who}, {NO_TOKEN}: {VARIABLE} differs")
 
     def close(self) -> None:
         """Stops listening, and ends the connections that were not answered."""

@@ -33,7 +33,7 @@ from jaxdl.asynchrony.simulator import Worker
 from jaxdl.cluster import ClusterError
 from jaxdl.cluster.address import host_name
 from jaxdl.cluster.messages import PROTOCOL, Greeting, Malformed, read
-from jaxdl.cluster.token import Handshake, make_nonce, proves
+from jaxdl.cluster.token import VARIABLE, Handshake, make_nonce, proves
 from jaxdl.cluster.wire import Line, Lost, ready
 from jaxdl.config import ConfigError
 
@@ -80,13 +80,14 @@ class Learner:
         layout: str,
         resumes: str = "",
         stream: str = "",
-        waiting: Callable[[], object] = lambda: None,
+        waiting: Callable[[str], object] = lambda why: None,
         give_up_sec: float = GIVE_UP_SEC,
     ) -> None:
         """`layout` is a SHA-256 of the names and shapes of the parameters, which have `size` values.
 
         `resumes` and `stream` say from where it goes on and on which examples it trains; two learners on the same
-        stream are refused. `waiting` is called about every second while it waits for the syncer.
+        stream are refused. `waiting` is called about every second while it waits for the syncer, with the reason if
+        there is no connection, else an empty text.
         """
         self._address, self._learner, self._num_learners, self._token = address, learner, num_learners, token
         self._size, self._layout, self._resumes = size, layout, resumes
@@ -107,6 +108,8 @@ class Learner:
         self._sent_on: Channel | None = None
         self._over: Given | None = None
         self._error: Exception | None = None
+        self._problem = ""
+        """Why the last attempt to connect failed."""
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -172,7 +175,7 @@ class Learner:
                 if given is not None:
                     break
                 self._changed.wait(1.0)
-                self._waiting()
+                self._waiting("" if self._channel is not None else self._problem)
             self._given, self._unanswered = given, None
         return given
 
@@ -200,6 +203,7 @@ class Learner:
                 return self._fail(ConfigError(str(refused)))
             except (OSError, Lost) as error:
                 why = getattr(error, "strerror", None) or str(error)
+                self._problem = why
             except Exception as error:  # Never leave `exchange` waiting.
                 return self._fail(error)
             if time.monotonic() - since > self._give_up_sec:
@@ -274,7 +278,10 @@ class Learner:
             handshake = Handshake(self._token, self._one(line, Greeting).nonce, make_nonce(), self._learner)
             fields = self._hello(handshake.guest_nonce).to_json()
             line.send(fields | {"proof": handshake.proof("guest", fields)})
-            message = self._fields(line)
+            try:
+                message = self._fields(line)
+            except Lost as lost:
+                raise Lost(f"{lost} instead of an answer; is {VARIABLE} the syncer's?") from None
             try:
                 welcome = read(Welcome, message)
             except Malformed as error:

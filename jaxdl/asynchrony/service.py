@@ -84,13 +84,17 @@ def find_syncer() -> Address | None:
             f"{LEARNER_VARIABLE}={numbers[0]} {LEARNERS_VARIABLE}={numbers[1]}: a learner of the syncer at {given} "
             "needs its number, from 0, and the number of all learners."
         )
+    return Address(host.strip("[]"), int(port), int(numbers[0]), int(numbers[1]), _token())
+
+
+def _token() -> str:
     token = run_token()
     if token is None:
         raise ConfigError(
-            f"{SYNCER_VARIABLE}={given}: {VARIABLE} is not set. Set it to the same random text for the syncer and all "
-            "learners; `openssl rand -hex 16` prints a good one."
+            f"{VARIABLE} is not set. Set it to the same random text for the syncer and all learners; `openssl rand "
+            "-hex 16` prints a good one."
         )
-    return Address(host.strip("[]"), int(port), int(numbers[0]), int(numbers[1]), token)
+    return token
 
 
 def serve(service: Service) -> int:
@@ -98,18 +102,14 @@ def serve(service: Service) -> int:
 
     Raises ConfigError.
     """
-    token = run_token()
-    if token is None:
-        raise ConfigError(
-            f"{VARIABLE} is not set. Set it to the same random text for the syncer and all learners; `openssl rand "
-            "-hex 16` prints a good one."
-        )
+    token = _token()
     try:
         both = socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if both else socket.AF_INET
         listener = socket.create_server(("", service.port), family=family, dualstack_ipv6=both)
     except OSError as error:
-        raise ConfigError(f"--port {service.port}: {error.strerror or error}. Choose another one.") from None
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise ConfigError(f"--port {service.port}: {why}. Choose another one.") from None
     syncer = Syncer(
         service.policy(),
         service.outer,
@@ -121,6 +121,9 @@ def serve(service: Service) -> int:
         save_sec=service.save_sec,
         say=lambda text: print(text, flush=True),
     )
+    if syncer.is_finished and not int(os.environ.get("JAXDL_RESTART", "0")):
+        syncer.run()
+        raise ConfigError(f"--folder {service.folder}: the run in it has finished. Give another folder for a new one.")
     print(f"listening on port {listener.getsockname()[1]}", flush=True)
     stopped: list[int] = []
     for signum in (signal.SIGTERM, signal.SIGINT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -33,7 +34,7 @@ class Tape:
     """An append-only file of events, one JSON object per line. A line that was cut off at its end is removed.
 
     What is written is on disk after `flush`. A full disk, or a tape of `limit_bytes`, ends the tape and not the run:
-    then `problem` says so.
+    then `problem` says so. Raises ConfigError for a file that cannot be written, or that another syncer writes.
     """
 
     def __init__(self, path: Path, *, limit_bytes: int = MAX_TAPE_BYTES) -> None:
@@ -45,13 +46,12 @@ class Tape:
         """The time of its last event."""
         self._left = limit_bytes
         self._lines: list[bytes] = []
+        self._file = _locked(path)
         whole = 0
-        if path.exists():
-            for record, size in _lines(path):
-                whole += size
-                self.count += 1
-                self.last_us = max(self.last_us, record.get("at_us", 0))
-        self._file: BinaryIO = open(path, "ab")  # noqa: SIM115 (closed by `close`)
+        for record, size in _lines(path):
+            whole += size
+            self.count += 1
+            self.last_us = max(self.last_us, record.get("at_us", 0))
         self._file.truncate(whole)
         self._left -= whole
 
@@ -99,6 +99,22 @@ class Tape:
         self.flush()
         with contextlib.suppress(OSError):
             self._file.close()
+
+
+def _locked(path: Path) -> BinaryIO:
+    """The file, to append to; locked until it is closed or its process ends, where the disk has locks."""
+    try:
+        file = open(path, "ab")  # noqa: SIM115 (closed by `Tape.close`)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror or error}. Name a folder that can be written.") from None
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ConfigError(f"{path.parent}: another syncer works in it. End that one, or give another folder.") from None
+    except OSError:
+        pass
+    return file
 
 
 def make_folder(folder: Path) -> None:

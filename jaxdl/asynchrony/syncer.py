@@ -82,7 +82,12 @@ class Syncer:
         self._begin_sec = time.monotonic()
         self._last_us = 0
         self._begin(outer)
-        self._door = Doorkeeper(listener, policy.learners, token, self._news, silence_sec=silence_sec)
+        self._door = Doorkeeper(listener, policy.learners, token, self._news, silence_sec=silence_sec, say=say)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every learner has finished, or has been gone for too long."""
+        return is_finished(self._policy, self._centre.standing, self._now_us())
 
     def stop(self) -> None:
         """Ends `run` soon; from any thread. What has been merged is saved."""
@@ -93,8 +98,7 @@ class Syncer:
         try:
             while not self._stopped:
                 self._tick()
-                standing = self._centre.standing
-                if is_finished(self._policy, standing, self._now_us()):
+                if self.is_finished:
                     break
                 with contextlib.suppress(queue.Empty):
                     self._hear(self._news.get(timeout=self._patience_sec()))
@@ -123,8 +127,6 @@ class Syncer:
         for learner, member in standing.members.items():
             if not member.done:  # They have from now on to come back.
                 self._tell(Leave(self._now_us(), learner, finished=False, why="the syncer was restarted"))
-        if is_finished(self._policy, standing, now_us):
-            self._say(f"the run in {self._folder} has finished. Give another folder for a new one.")
 
     def _now_us(self) -> int:
         """The time of the next event; each is later than the one before, also after a restart."""
@@ -172,6 +174,8 @@ class Syncer:
     def _welcome(self, guest: Guest, hello: Hello) -> None:
         """Answers a hello; the guest becomes a learner with its first frame."""
         refused = self._refusal(hello)
+        if refused is not None:
+            self._say(f"a learner from {hello.host} was refused: {refused}")
         expected = 4 * hello.size if self._centre.anchor is None else 0
         guest.welcome(refused, initial_bytes=expected, codec=Codec(hello.size, self._bits))
 
@@ -179,6 +183,11 @@ class Syncer:
         """Why a learner may not take part, or None."""
         if hello.process >= self._policy.learners:
             return f"learner {hello.process}: there are {self._policy.learners} learners, numbered from 0."
+        if hello.num_processes != self._policy.learners:
+            return (
+                f"learner {hello.process} was started as one of {hello.num_processes}, the syncer for "
+                f"{self._policy.learners}. Give both the same number."
+            )
         for other in self._guests.all():
             if hello.stream and hello.stream == other.hello.stream and other.learner != hello.process:
                 return (

@@ -144,8 +144,8 @@ def what_next(folder: Path | None, status: Status, modality: str, reads: Sequenc
         arrays = f"{{{named}}}" if len(reads) > 1 else "x"
         predict = f'jaxdl.restore("{folder}").predict({"images" if modality == "images" else arrays})'
         found.append(("use it", commands.get(modality, predict)))
-    if status != "finished":
-        found.append(("resume", "start the same command again" + (" without --max-steps" * (status == "stopped"))))
+    if status == "interrupted":  # Who stopped early as asked has been told how to resume.
+        found.append(("resume", "start the same command again"))
     return found
 
 

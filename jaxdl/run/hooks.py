@@ -43,12 +43,13 @@ class StepInfo:
         """
         return self._readable(self._measured) if self._measured else {}
 
-    def stop(self, by: str = "a hook") -> None:
+    def stop(self, by: str = "a hook", *, over: bool = False) -> None:
         """Ends the run after this step, as `max_steps` would: it is evaluated and saved, and can be resumed.
 
-        With several processes, all of them must ask for it at the same step. `by` is who asks, for the message.
+        With several processes, all of them must ask for it at the same step. `by` is who asks, for the message,
+        and `over` says that there is nothing to resume.
         """
-        self._stop(by)
+        self._stop(by, over)
 
 
 @dataclass(frozen=True)

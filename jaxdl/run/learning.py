@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -152,7 +153,7 @@ class Learning:
     def stepped(self, info: StepInfo) -> None:
         """A hook: ends the run when the syncer says that it is over."""
         if self._given is not None and self._given.over:
-            info.stop("the syncer")
+            info.stop("the syncer", over=True)
 
     def close(self) -> None:
         """Says goodbye to the syncer: as one that has finished, unless the run was interrupted."""
@@ -210,7 +211,7 @@ class Learning:
             layout=self._flat.layout,
             resumes=f"step {step}" if step else "",
             stream=f"seed {self._plan.experiment.seed}",
-            waiting=heartbeat.beat,
+            waiting=_Waiting(host, port),
         )
         initial = self._flat.row(jax.device_get(by_name(self._parts.trainable.of(state.params))))
         return self._adopted(state, self._waiting(lambda: learner.begin(lambda: initial)))
@@ -227,6 +228,26 @@ class Learning:
         state = self._adopt(state, self._flat.leaves(given.anchor), max(self._made, 1))
         self._given, self._made = given, 0
         return state
+
+
+class _Waiting:
+    """Says now and then that there is no syncer, and why; the learner is alive meanwhile."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._where, self._since, self._next = f"{host}:{port}", 0.0, 0.0
+
+    def __call__(self, why: str) -> None:
+        heartbeat.beat()
+        now = time.monotonic()
+        if not why:
+            self._since = self._next = 0.0
+            return
+        self._since = self._since or now
+        if now - self._since >= self._next:
+            print(
+                f"note: no connection to the syncer at {self._where}: {why}; trying again", file=sys.stderr, flush=True
+            )
+            self._next = max(2 * self._next, 15.0)
 
 
 class _LearnerPrograms(Programs):

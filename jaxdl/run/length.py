@@ -49,8 +49,13 @@ def check_not_past(step: int, end: int, timeline: Timeline) -> None:
         )
 
 
-def early_end_note(step: int, timeline: Timeline, asked_by: str, *, kept: bool) -> str:
-    """The message of a run that stopped early as asked; `kept` says whether a checkpoint of the step was written."""
+def early_end_note(step: int, timeline: Timeline, asked_by: str, *, kept: bool, over: bool) -> str:
+    """The message of a run that stopped early as asked; `kept` says whether a checkpoint of the step was written.
+
+    `over` says that who asked has ended the run for good.
+    """
+    if over:
+        return f"ended at step {step} of {timeline.total_steps}: {asked_by} says that the run is over"
     resume = (
         "the same command without it resumes from there"
         if kept

@@ -41,6 +41,8 @@ def replay_runs(
     with shared_programs():
         try:
             return replay(records, worker)
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ConfigError(f"{tape}: {error}.") from None
 

@@ -54,7 +54,7 @@ class Trainer:
         self.run_ahead, self.programs = max_in_flight() > 1, programs()
         # What changes while the run trains.
         self.counter = StepCounter()
-        self.end, self.end_asked_by = end, "--max-steps"
+        self.end, self.end_asked_by, self.over = end, "--max-steps", False
         self.state: TrainState | None = None
         self.metrics, self.segment = None, plan.timeline.segment(0)
         self.steps: StepFunctions | None = None
@@ -240,8 +240,8 @@ class Trainer:
             self.hooks.stepped(step, self.state, one, skipped=skipped)
         return True
 
-    def _stop_here(self, by: str = "a hook") -> None:
-        self.end, self.end_asked_by = self.step, by
+    def _stop_here(self, by: str = "a hook", over: bool = False) -> None:
+        self.end, self.end_asked_by, self.over = self.step, by, over
 
     def _rolled_back(self, report: Report | None) -> bool:
         """Rolls the run back if the steps of a report end a streak of bad ones that is too long; whether it did."""
@@ -331,7 +331,8 @@ class Trainer:
         """`_finish` at the full length of the run, or at the earlier end that was asked for."""
         if early := self.step < self.plan.total_steps:
             kept = self.saver is not None and self._saves_this_step
-            self.reporter.note(early_end_note(self.step, self.plan.timeline, self.end_asked_by, kept=kept))
+            note = early_end_note(self.step, self.plan.timeline, self.end_asked_by, kept=kept, over=self.over)
+            self.reporter.note(note)
         return self._finish("stopped" if early else "finished", changed=changed)
 
     def _finish(self, status: Status, *, changed: bool = True) -> Run:
