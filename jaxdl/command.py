@@ -21,6 +21,7 @@ from jaxdl.report import Start, explain, print_explanation
 from jaxdl.run.build import make_plan
 from jaxdl.run.compile import compile_train_step, ordered_for, own_options
 from jaxdl.run.entry import train
+from jaxdl.run.exchanged import describe_traffic
 from jaxdl.run.initial import InitFrom
 from jaxdl.run.result import exit_codes
 from jaxdl.run.workdir import check_workdir, read_choice, read_spec
@@ -125,6 +126,8 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     mesh = dict(plan.parts.layout.mesh.shape)
     split = mesh[Axis.FSDP] * mesh[Axis.TENSOR] > 1
     print_explanation(rows, mesh, memory, min_elements=experiment.sharding.min_shard_elements if split else 0)
+    if sent := describe_traffic(plan.experiment, plan.splits.train.spec, plan.parts.layout.mesh):
+        print(sent)
     for name, value in own_options(plan).items():
         print(f"XLA option set by jaxdl: {name}={value}")
     if (links := ordered_for(plan)) is not None:

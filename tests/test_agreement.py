@@ -12,6 +12,7 @@ from jaxdl.agreement import Elastic, Gossip, Outer, Periodic
 from jaxdl.compiler.groups import KINDS, axes_of
 from jaxdl.data import SyntheticText, TrainLoader
 from jaxdl.exchange import Dense, Quantized, TopK, by_name
+from jaxdl.exchange.cost import Link, Machine
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.models import Transformer
@@ -19,6 +20,7 @@ from jaxdl.optim import SGD, AdamW, Constant
 from jaxdl.rounds import make_local_step, make_merge
 from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.run.compile import EachStep, compile_rounds, compile_train_step
+from jaxdl.run.exchanged import exchanged_gradients
 from jaxdl.state import OUTER
 from jaxdl.tasks import LanguageModelling
 
@@ -150,9 +152,20 @@ def test_elastic_averaging():
         np.testing.assert_allclose(new_center, center + 0.2 * (own - center).sum(axis=0), atol=1e-6)
 
 
+def predicted_bytes(experiment):
+    """What a device sends in each merge of a round, by the cost model."""
+    plan = make_plan(experiment, jax.devices())
+    mesh = plan.parts.layout.mesh
+    free = Machine(dict.fromkeys(mesh.shape, Link(0, np.inf)))
+    gradients = exchanged_gradients(experiment, plan.splits.train.spec, mesh)
+    return [one.sent_bytes for one in experiment.agreement.merges(experiment.exchange, gradients, free)]
+
+
 @pytest.mark.parametrize("graph", ["ring", "exponential"])
 def test_gossip_is_the_product_with_a_doubly_stochastic_matrix(graph):
-    before, after, _ = merged(TEXT.replaced({"agreement": Gossip(graph=graph, every_steps=8)}))
+    experiment = TEXT.replaced({"agreement": Gossip(graph=graph, every_steps=8)})
+    before, after, metrics = merged(experiment)
+    assert metrics["exchange/bytes_sent/replica"] == predicted_bytes(experiment)[0]
     hops = {"ring": (0, 1, 3), "exponential": (0, 1, 2)}[graph]
     matrix = sum(np.roll(np.eye(4), hop, axis=0) for hop in hops) / 3
     for own, new in zip(own_params(before), own_params(after), strict=True):
@@ -250,7 +263,10 @@ def test_streamed_merges_equal_a_plain_run_of_their_parts():
     assert [agreement.steps_beside(step, 20) for step in range(9)] == [
         None, None, (0, 2), None, (1, 2), None, (0, 2), None, (1, 2)
     ]  # fmt: skip
-    plan, late, _ = trained(TEXT.replaced({"agreement": agreement}), 4)
+    plan, late, metrics = trained(TEXT.replaced({"agreement": agreement}), 4)
+    first, second = predicted_bytes(TEXT.replaced({"agreement": agreement}))
+    assert metrics[3]["exchange/bytes_sent/replica"] == first
+    assert first == pytest.approx(second, rel=0.15)
     _, alone, _ = trained(TEXT.replaced({"agreement": Periodic(every_steps=16)}), 2)
     _, longer, _ = trained(TEXT.replaced({"agreement": Periodic(every_steps=16)}), 4)
     keys = plan.parts.fragments.keys(0)

@@ -82,7 +82,7 @@ class Half(TopK):
 
 assert kinds()["half"] is Half
 assert len(exchanges(parse_command([]))) == before + 2
-assert Half(density=0.5) in Auto(candidates=("half",))._configs(2)
+assert Half(density=0.5) in Auto(candidates=("half",)).configs(2)
 """
 
 

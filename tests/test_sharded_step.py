@@ -157,6 +157,12 @@ def test_explain_prints_the_table_and_runs_nothing(tmp_path, capsys, monkeypatch
     assert names <= set(lines)
     assert f"{sum(math.prod(x.shape) for x in jax.tree.leaves(network.param_shapes)):,}" in printed
     assert re.search(r"the compiled step needs [\d.]+ [KM]iB per device: .* of state and batch", printed)
+    elements = sum(math.prod(x.shape) for x in jax.tree.leaves(network.param_shapes))
+    sent = re.search(
+        r"over replica a device sends ([\d.]+) KiB in an average step \(every step, dense float32\)", printed
+    )
+    # An all-reduce between two replicas sends what a device has of the gradients; all kernels are split over 4 devices.
+    assert 1024 * float(sent[1]) == pytest.approx(elements, rel=0.02)
     assert not (tmp_path / "run").exists()
 
 

@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from jaxdl.agreement.config import Agreement, Merges, Metrics
 from jaxdl.config import Config, ConfigError
+from jaxdl.exchange.config import ExchangeConfig
+from jaxdl.exchange.cost import Cost, Gradients, Machine
 
 
 class Asynchronous(Agreement, kind="async"):
@@ -31,6 +33,11 @@ class Asynchronous(Agreement, kind="async"):
     def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
         """Never asked for."""
         raise AssertionError("the syncer merges")
+
+    def merges(self, exchange: ExchangeConfig, gradients: Gradients, machine: Machine) -> list[Cost]:
+        """None: a learner waits for nobody. What it sends to the syncer is set where that is started."""
+        del exchange, gradients, machine
+        return []
 
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
         """See `Agreement.check`."""

@@ -9,13 +9,18 @@ steps); then the replicas merge. These are centralized and decentralized trainin
 from __future__ import annotations
 
 import abc
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
 
+from jaxdl.agreement.fragments import divided
 from jaxdl.config import Config, ConfigError
+from jaxdl.exchange.config import ExchangeConfig
+from jaxdl.exchange.cost import Cost, Gradients, Link, Machine, predict
 from jaxdl.kinds import Choice
+from jaxdl.mesh import Axis
 
 Tree = Any
 """A tree of arrays, like the trained parameters or a part of them."""
@@ -45,6 +50,8 @@ class Agreement(Choice):
     """Whether each replica has parameters of its own between merges."""
     needs_syncer: ClassVar[bool] = False
     """Whether a run is a learner, whose merges are made by a syncer outside of it."""
+    uses_exchange: ClassVar[bool] = True
+    """Whether the run's exchange has anything to send."""
     has_anchor: ClassVar[bool] = True
     """Whether merges move the anchor; without one, the mean of the replicas is evaluated and exported."""
 
@@ -135,6 +142,40 @@ class Agreement(Choice):
         """The gradient of each replica, `[replica, ...]`, that was taken at `past`, for the parameters as they are."""
         del now, past
         return grad
+
+    def round_steps(self, num_replicas: int) -> int:
+        """After how many steps the merges repeat, once each of `merges` has been."""
+        del num_replicas
+        return self.merge_steps
+
+    def merges(self, exchange: ExchangeConfig, gradients: Gradients, machine: Machine) -> list[Cost]:
+        """What each merge of a round takes, after all warm-ups: one exchange of each fragment.
+
+        Of replicas that are always equal, what the exchange takes in a step. Raises ValueError for a speed of the
+        machine that is not known.
+        """
+        return [predict(exchange, part, machine) for part in divided(gradients, self.num_fragments)]
+
+    def cost(self, exchange: ExchangeConfig, gradients: Gradients, machine: Machine, step_sec: float = 0.0) -> Cost:
+        """What replicas that agree in this way add to an average step of a round: seconds waited, and bytes.
+
+        That is after a `start_step`, before which each step has a dense exchange. Messages that travel beside local
+        steps of `step_sec` seconds (0: not known) are waited for only as long as they take longer, where the machine
+        `overlaps`. What a merge computes besides the exchange is not counted. Raises as `merges` does.
+        """
+        if gradients.num_replicas == 1:
+            return Cost()
+        hidden = self.longest_beside * step_sec if machine.overlaps else 0.0
+        merges = [merge.beside(hidden) for merge in self.merges(exchange, gradients, machine)]
+        return sum(merges, Cost()) * (1 / self.round_steps(gradients.num_replicas))
+
+    def traffic(self, exchange: ExchangeConfig, gradients: Gradients) -> tuple[float, float]:
+        """Bytes that a device sends to other replicas in an average step, and the most that it sends at once."""
+        if gradients.num_replicas == 1:
+            return 0.0, 0.0
+        free = Machine(dict.fromkeys((Axis.REPLICA.value, *gradients.layout.inner), Link(0.0, math.inf)))
+        sent = [merge.sent_bytes for merge in self.merges(exchange, gradients, free)]
+        return sum(sent) / self.round_steps(gradients.num_replicas), max(sent, default=0.0)
 
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
         """Raises ConfigError for an exchange, a number of replicas or a length of run that it does not work with."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 
-from jaxdl.exchange.base import PIECE
+from jaxdl.exchange.base import PIECE, GradientLayout
+from jaxdl.exchange.cost import Gradients
 
 
 class Piece(NamedTuple):
@@ -60,6 +62,11 @@ class Fragments:
         """For all pieces, what belongs to their parameters."""
         return {piece.key: values[piece.name] for pieces in self.pieces for piece in pieces if piece.name in values}
 
+    def layout(self, layout: GradientLayout) -> GradientLayout:
+        """What an exchange may know of the pieces of parameters whose layout this is."""
+        stacked = self.each(dict.fromkeys(layout.stacked))
+        return GradientLayout(self.each(layout.specs), layout.inner, stacked=frozenset(stacked))
+
     def keys(self, number: int) -> set[str]:
         """The names of a fragment's pieces."""
         return {piece.key for piece in self.pieces[number]}
@@ -97,3 +104,14 @@ def make_fragments(shapes: Mapping[str, Any], stacked: Collection[str], number: 
     for name in sorted(whole, key=lambda name: -math.prod(shapes[name].shape)):
         add(Piece(name), sizes.index(min(sizes)))
     return Fragments(tuple(map(tuple, found)))
+
+
+def divided(gradients: Gradients, number: int) -> list[Gradients]:
+    """What one device exchanges of each fragment, by the sizes of its own shards."""
+    if number == 1:
+        return [gradients]
+    shapes = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in gradients.shapes.items()}
+    fragments = make_fragments(shapes, gradients.layout.stacked, number)
+    pieces, layout = fragments.shapes(shapes), fragments.layout(gradients.layout)
+    each = [{piece.key: pieces[piece.key].shape for piece in part} for part in fragments.pieces]
+    return [Gradients(part, gradients.num_replicas, layout) for part in each if part]

@@ -9,6 +9,8 @@ import pydantic
 
 from jaxdl.agreement.config import Agreement, Merges, Metrics
 from jaxdl.config import Config, ConfigError
+from jaxdl.exchange.config import ExchangeConfig
+from jaxdl.exchange.cost import ADD_RESIDUAL, JOIN, PERMUTE, SPLIT, Cost, Gradients, Machine
 
 
 class Gossip(Agreement, kind="gossip"):
@@ -20,6 +22,7 @@ class Gossip(Agreement, kind="gossip"):
     Assran et al., arXiv 1811.10792).
     """
 
+    uses_exchange: ClassVar[bool] = False
     has_anchor: ClassVar[bool] = False
 
     graph: Literal["one_peer_exponential", "exponential", "ring"] = "one_peer_exponential"
@@ -52,6 +55,19 @@ class Gossip(Agreement, kind="gossip"):
         """Equal parts of the own parameters and of each that is received."""
         hops = self.graphs(num_replicas)[number]
         return merges.by_messages(state, hops, [1 / (len(hops) + 1)] * len(hops))
+
+    def round_steps(self, num_replicas: int) -> int:
+        """See `Agreement.round_steps`."""
+        return self.every_steps * len(self.graphs(num_replicas))
+
+    def merges(self, exchange: ExchangeConfig, gradients: Gradients, machine: Machine) -> list[Cost]:
+        """One message to each neighbour: the parameters of a device, and a weight."""
+        del exchange
+        size = gradients.num_elements + 1
+        latency, wire = machine.slow.of(PERMUTE).seconds(1, 4 * size)
+        compute = machine.passes_sec(size, JOIN + SPLIT + ADD_RESIDUAL)
+        one = Cost(latency_sec=latency, wire_sec=wire, compute_sec=compute, sent_bytes=4 * size)
+        return [one * len(hops) for hops in self.graphs(gradients.num_replicas)]
 
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
         """See `Agreement.check`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, Protocol
 
 import pydantic
 from jax.sharding import Mesh
@@ -25,13 +25,40 @@ _INNER_LINKS = {"cpu": Link(2e-5, 2e9), "gpu": Link(5e-6, 1.5e11)}
 """Inside a replica, when only the figures of the slow network are given: orders of magnitude (of NVLink)."""
 
 
+Row = tuple[ExchangeConfig, Cost]
+"""A candidate, and what it adds to an average step."""
+
+
+class Agrees(Protocol):
+    """When the exchange is used: what the choice has to know of a `jaxdl.agreement.Agreement`."""
+
+    @property
+    def keeps_replicas(self) -> bool:
+        """Whether replicas have parameters of their own between merges."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """The agreement in a few words."""
+        ...
+
+    @property
+    def merge_steps(self) -> int:
+        """How many steps lie between two merges of a parameter."""
+        ...
+
+    def cost(self, exchange: ExchangeConfig, gradients: Gradients, machine: Machine, step_sec: float = 0.0) -> Cost:
+        """What it adds to an average step."""
+        ...
+
+
 @dataclass(frozen=True)
 class Recommendation:
     """The exchange to take, and the reasons."""
 
     best: ExchangeConfig
     rows: tuple[tuple[ExchangeConfig, Cost], ...]
-    """All candidates, the fastest first."""
+    """All candidates, the fastest first, with what they add to an average step."""
     reasons: tuple[str, ...]
     """In words, with figures."""
 
@@ -46,7 +73,11 @@ class Auto(ExchangeChoice, kind="auto"):
     densities: tuple[float, ...] = pydantic.Field(default=(0.01,), min_length=1)
     """Densities of topk that may be chosen."""
     min_speedup: float = pydantic.Field(default=MIN_SPEEDUP, ge=1)
-    """Compress only if the exchange is predicted this many times faster than the fastest dense one."""
+    """Compress only if the exchange is predicted this many times faster than the fastest dense one; with `step_ms`,
+    only if the whole average step is."""
+    step_ms: float | None = pydantic.Field(default=None, gt=0)
+    """Milliseconds that a step takes without the exchange. Known, little is not worth a changed gradient: what an
+    exchange adds to a step counts beside these."""
     bandwidth_gbps: float | None = pydantic.Field(default=None, gt=0)
     """Gb/s that one device sends to another replica (a node's network over the devices that share it). With it and
     `latency_us` nothing is measured, and the speeds of the devices are taken from a table."""
@@ -91,23 +122,31 @@ class Auto(ExchangeChoice, kind="auto"):
             "exchange auto only selects an exchange and cannot be built. Build the config that its choose(...) returns."
         )
 
-    def choose(self, shapes: Mapping[str, tuple[int, ...]], layout: GradientLayout, mesh: Mesh) -> Recommendation:
+    def choose(
+        self,
+        shapes: Mapping[str, tuple[int, ...]],
+        layout: GradientLayout,
+        mesh: Mesh,
+        agreement: Agrees | None = None,
+    ) -> Recommendation:
         """The exchange for gradients of these local shapes, by name; measures the mesh's devices for some seconds.
 
-        Every process of a run has to call it, and gets the same.
+        Without an `agreement` it is used in every step. Every process of a run has to call it, and gets the same.
         """
         gradients = Gradients(shapes, mesh.shape[Axis.REPLICA], layout)
         # One that would compress nothing is dense by another name.
         configs = [
             config
-            for config in self._configs(gradients.num_replicas)
+            for config in self.configs(gradients.num_replicas)
             if not config.compresses or config.buckets(gradients.shapes, gradients.layout)[1]
         ]
-        found = recommend(configs, gradients, self._machine(gradients, mesh), min_speedup=self.min_speedup)
+        machine = self._machine(gradients, mesh)
+        times = {"min_speedup": self.min_speedup, "step_sec": 1e-3 * (self.step_ms or 0.0)}
+        found = recommend(configs, gradients, machine, agreement=agreement, **times)
         best = found.best.model_copy(update={"delay_steps": self.delay_steps})
         return replace(found, best=best, reasons=(f"chose {best.label}", *found.reasons))
 
-    def _configs(self, num_replicas: int) -> list[ExchangeConfig]:
+    def configs(self, num_replicas: int) -> list[ExchangeConfig]:
         """All exchanges that may be chosen."""
         known = _candidates(self.densities, num_replicas)
         return [Dense(), *(config for name in self.candidates for config in known[name])]
@@ -117,8 +156,9 @@ class Auto(ExchangeChoice, kind="auto"):
         if self.bandwidth_gbps is not None and self.latency_us is not None:
             links = dict.fromkeys(gradients.layout.inner, _INNER_LINKS[kind])
             links[Axis.REPLICA.value] = Link(self.latency_us * 1e-6, self.bandwidth_gbps * 1e9 / 8)
-            return Machine(links, NOMINAL_SPEEDS[kind], source="given; speeds of the devices from a table")
-        needed = Figures.of(self._configs(gradients.num_replicas))
+            source = "given; speeds of the devices from a table"
+            return Machine(links, NOMINAL_SPEEDS[kind], source, overlaps=kind == "gpu")
+        needed = Figures.of(self.configs(gradients.num_replicas))
         bucket = min(gradients.num_elements, int(Dense().bucket_elements))
         return probe(
             mesh,
@@ -140,7 +180,13 @@ def _candidates(densities: Sequence[float], num_replicas: int) -> dict[str, list
 
 
 def recommend(
-    candidates: Sequence[ExchangeConfig], gradients: Gradients, machine: Machine, *, min_speedup: float = MIN_SPEEDUP
+    candidates: Sequence[ExchangeConfig],
+    gradients: Gradients,
+    machine: Machine,
+    *,
+    min_speedup: float = MIN_SPEEDUP,
+    agreement: Agrees | None = None,
+    step_sec: float = 0.0,
 ) -> Recommendation:
     """The exchange to take among the candidates, of which one at least must be dense (ValueError otherwise).
 
@@ -148,57 +194,74 @@ def recommend(
     numbers when they are as much faster than float32: what is only a little faster is not worth a changed gradient. For
     the same reason, of those that are fast enough, the gentlest that is less than `min_speedup` times slower than the
     fastest is taken. The order is that of `ExchangeConfig.distortion`.
+
+    What is compared is what each adds to an average step; the `agreement` says how often it is used, by default in
+    every step. With `step_sec`, the seconds of a step without it, whole steps are compared.
     """
-    order = [
-        (config, predict(config, gradients, machine)) for config in sorted(candidates, key=lambda one: one.distortion)
-    ]
+
+    def added(config: ExchangeConfig) -> Cost:
+        if agreement is None:
+            return predict(config, gradients, machine)
+        return agreement.cost(config, gradients, machine, step_sec)
+
+    order = [(config, added(config)) for config in sorted(candidates, key=lambda one: one.distortion)]
     dense = [row for row in order if not row[0].compresses]
     if not dense:
         raise ValueError(f"candidates {[one.label for one in candidates]}: add a dense one, to compare with.")
     rows = tuple(sorted(order, key=lambda row: row[1].total_sec))
     if gradients.num_replicas == 1:
         return Recommendation(dense[0][0], rows, ("there is one replica: no gradients are exchanged",))
-    fastest_dense = min(cost.total_sec for _, cost in dense)
+    best = _best(order, dense, min_speedup, step_sec)
+    reasons = _reasons(best, rows, gradients, machine, min_speedup, step_sec)
+    if agreement is not None:
+        reasons += _about_agreement(agreement, best, rows, min_speedup, step_sec)
+    return Recommendation(best[0], rows, tuple(reasons))
+
+
+def _best(order: Sequence[Row], dense: Sequence[Row], min_speedup: float, step_sec: float) -> Row:
+    """Of these candidates, from the gentlest to the roughest, the one to take; see `recommend`."""
+
+    def step(row: Row) -> float:
+        return step_sec + row[1].total_sec
+
+    fastest_dense = min(map(step, dense))
     fast = [
         row
         for row in order
-        if row[0].compresses and row[1].total_sec < fastest_dense and row[1].total_sec * min_speedup <= fastest_dense
+        if row[0].compresses and step(row) < fastest_dense and step(row) * min_speedup <= fastest_dense
     ]
-    pool = fast or [dense[0], *(row for row in dense[1:] if row[1].total_sec * min_speedup <= dense[0][1].total_sec)]
-    limit = min(cost.total_sec for _, cost in pool) * min_speedup
-    best = next(row for row in pool if row[1].total_sec < limit or row[1].total_sec * min_speedup <= limit)
-    return Recommendation(best[0], rows, tuple(_reasons(best, rows, gradients, machine, min_speedup)))
+    pool = fast or [dense[0], *(row for row in dense[1:] if step(row) * min_speedup <= step(dense[0]))]
+    limit = min(map(step, pool)) * min_speedup
+    return next(row for row in pool if step(row) < limit or step(row) * min_speedup <= limit)
 
 
 def _reasons(
-    best: tuple[ExchangeConfig, Cost],
-    rows: Sequence[tuple[ExchangeConfig, Cost]],
-    gradients: Gradients,
-    machine: Machine,
-    min_speedup: float,
+    best: Row, rows: Sequence[Row], gradients: Gradients, machine: Machine, min_speedup: float, step_sec: float
 ) -> list[str]:
     link, m = machine.links[Axis.REPLICA.value], gradients.num_replicas
     dense, dense_cost = next((config, cost) for config, cost in rows if not config.compresses)
     compressed = next((row for row in rows if row[0].compresses), None)
+    beside = f", beside {1e3 * step_sec:.3g} ms of the step itself" if step_sec else ""
     lines = [
         f"over {Axis.REPLICA.value} ({m} replicas) a device sends {link.bytes_per_sec * 8e-9:.3g} Gb/s, with "
         f"{link.latency_sec * 1e6:.3g} us a message ({machine.source})",
-        f"{dense.label}, the fastest dense exchange, sends {_mb(dense_cost)} and takes {_ms(dense_cost)}",
+        f"{dense.label}, the fastest dense exchange, sends {_mb(dense_cost)} and takes {_ms(dense_cost)}{beside}",
     ]
     if not best[0].compresses:
         if compressed is not None:
-            ratio = _speedup(dense_cost, compressed[1])
+            ratio = _speedup(dense_cost, compressed[1], step_sec)
             how = f"{ratio:.2f}x as fast" if ratio > 1 else f"{1 / ratio:.2f} times as long"
             lines.append(
-                f"do not compress: the fastest compressed exchange, {compressed[0].label}, takes "
-                f"{_ms(compressed[1])}, {how}; less than {min_speedup:g}x is not worth a changed gradient"
+                f"do not compress: {'with ' if step_sec else ''}the fastest compressed exchange, "
+                f"{compressed[0].label}, {'of ' if step_sec else 'takes '}{_ms(compressed[1])}, "
+                f"{'a step is ' if step_sec else ''}{how}; less than {min_speedup:g}x is not worth a changed gradient"
             )
         if best[0] == Dense() and dense != best[0]:
             lines.append(f"dense float32 takes {_ms(best[1])}: too little more to round every sum to 16 bits")
     else:
         lines.append(
             f"{best[0].label} sends {_mb(best[1])} and takes {_ms(best[1])}, "
-            f"{_speedup(dense_cost, best[1]):.3g}x as fast"
+            f"{'with it a step is ' if step_sec else ''}{_speedup(dense_cost, best[1], step_sec):.3g}x as fast"
         )
         if rows[0][0] != best[0]:
             lines.append(f"{rows[0][0].label} takes {_ms(rows[0][1])}, but changes the gradients more")
@@ -206,8 +269,39 @@ def _reasons(
     return lines + next((found for found in remarks if found), [])
 
 
-def _speedup(dense: Cost, cost: Cost) -> float:
-    return dense.total_sec / cost.total_sec if cost.total_sec else math.inf
+def _about_agreement(
+    agreement: Agrees, best: Row, rows: Sequence[Row], min_speedup: float, step_sec: float
+) -> list[str]:
+    """What the reasons leave open: how often the exchange is used, and how long a step is without it."""
+    added = best[1].total_sec
+    if not agreement.keeps_replicas:
+        if not step_sec or added <= step_sec:
+            return []
+        return [
+            f"the exchange takes longer than the rest of a step ({1e3 * step_sec:.3g} ms): --agreement diloco has one "
+            "in 64 steps"
+        ]
+    lines = [
+        f"agreement {agreement.label}: bytes and times are those of an average step; a parameter is exchanged once in "
+        f"{agreement.merge_steps} steps"
+    ]
+    if not step_sec and best[0].compresses and min_speedup > 1:
+        dense, fastest = (
+            min(cost.total_sec for config, cost in rows if config.compresses is one) for one in (False, True)
+        )
+        # (enough + dense) / (enough + fastest) = min_speedup.
+        enough = (dense - min_speedup * fastest) / (min_speedup - 1)
+        lines.append(
+            f"how long a step takes without it is not known (--exchange.step-ms): above {1e3 * enough:.3g} ms dense "
+            "would be taken"
+        )
+    return lines
+
+
+def _speedup(dense: Cost, cost: Cost, step_sec: float) -> float:
+    """Of whole steps, where their length is known."""
+    ours = step_sec + cost.total_sec
+    return (step_sec + dense.total_sec) / ours if ours else math.inf
 
 
 def _ms(cost: Cost) -> str:

@@ -3,7 +3,8 @@
 A message of b bytes over a link takes alpha + beta b. Collectives are counted as rings: an all-reduce among m devices
 is 2 (m-1) messages, an all-gather or all-to-all m-1 (Thakur et al. 2005); bytes are those of the exchanges' own
 `sent_bytes`. Added are the work on the device, at speeds that `jaxdl.exchange.probe` measures, and what the exchange
-sends inside a replica. No overlap is assumed: the time is the most that an exchange adds to a step.
+sends inside a replica. No overlap is assumed: the time is the most that an exchange adds to a step. What replicas that
+agree less often add to an average step is `jaxdl.agreement.Agreement.cost`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 ALWAYS_MEASURED = ("all_reduce/float32", "all_gather")
 """The collectives that every exchange uses: between replicas, or inside one."""
+
+PERMUTE = "permute"
+"""The collective by which each device sends one message to another one."""
 
 KeyT = TypeVar("KeyT", str, int)
 
@@ -128,6 +132,8 @@ class Machine:
     speeds: Speeds = Speeds()
     source: str = "given"
     """Where the figures come from: measured or given."""
+    overlaps: bool = False
+    """Whether messages can travel while the devices compute, as on GPUs."""
 
     def link(self, axis: str) -> Link:
         """How a device sends over a mesh axis. Raises ValueError for one that was not measured."""
@@ -226,6 +232,15 @@ class Cost:
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*map(operator.add, dataclasses.astuple(self), dataclasses.astuple(other)))
+
+    def __mul__(self, factor: float) -> Cost:
+        return Cost(*(factor * part for part in dataclasses.astuple(self)))
+
+    def beside(self, seconds: float) -> Cost:
+        """What is left of it if its messages travel during so many seconds of other work; the bytes stay."""
+        wire = min(self.wire_sec, seconds)
+        latency = min(self.latency_sec, seconds - wire)
+        return dataclasses.replace(self, wire_sec=self.wire_sec - wire, latency_sec=self.latency_sec - latency)
 
 
 def predict(config: ExchangeConfig, gradients: Gradients, machine: Machine) -> Cost:

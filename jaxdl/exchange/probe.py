@@ -22,11 +22,11 @@ from jaxdl.collectives import packing
 from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.collectives.quantized import quantized_all_reduce
 from jaxdl.collectives.select import Method, select_top_k
-from jaxdl.exchange.cost import Link, Machine, Speeds
+from jaxdl.exchange.cost import PERMUTE, Link, Machine, Speeds
 from jaxdl.mesh import platform
 
 COLLECTIVES = ("all_reduce/float32", "all_reduce/bfloat16", "all_reduce/float16", "all_gather", "all_to_all")
-"""What is measured on each axis, by the names of `Link.collectives`."""
+"""What is measured on each axis, by the names of `Link.collectives`; of those that exist all but `PERMUTE`."""
 
 _RANK, _NUM_MESSAGES, _NUM_OPERATIONS = 4, 16, 64
 _SMALLEST_BYTES, _GROWTH, _LONG_SEC = 2**12, 4, 0.25
@@ -61,7 +61,7 @@ def probe(
         if num_devices > 1
     }
     speeds = probe_speeds(mesh, num_elements, density, methods, bits, num_repeats=num_repeats)
-    return Machine(links, speeds, source="measured")
+    return Machine(links, speeds, source="measured", overlaps=platform(mesh) != "cpu")
 
 
 def probe_link(
@@ -101,6 +101,8 @@ def probe_link(
 
 def num_messages(kind: str, num_devices: int) -> int:
     """How many messages a collective by this name is, one after the other, in a ring of so many devices."""
+    if kind == PERMUTE:
+        return 1
     return (2 if kind.startswith("all_reduce") else 1) * (num_devices - 1)
 
 
@@ -151,6 +153,8 @@ def _collective(kind: str, axis: str, num_devices: int, size: int) -> tuple[Work
             lambda x: lax.all_to_all(x[: part * num_devices].reshape(num_devices, part), axis, 0, 0, tiled=True),
             share * 4 * part * num_devices,
         )
+    if kind == PERMUTE:
+        return lambda x: lax.ppermute(x, axis, [(i, (i + 1) % num_devices) for i in range(num_devices)]), size
     dtype = jnp.dtype(kind.partition("/")[2])
     sent = all_reduce_sent_bytes(size // 4, num_devices, dtype)
     return lambda x: lax.psum(x, axis) if dtype == jnp.float32 else half_all_reduce(x, axis, dtype), sent

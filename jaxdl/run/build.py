@@ -48,6 +48,7 @@ from jaxdl.run.validate import (
     built_schedule,
     check_agreement,
     check_batches,
+    check_candidates,
     check_memory,
     check_network,
     check_norms,
@@ -269,11 +270,6 @@ def settled(
     selects = not isinstance(wanted, ExchangeConfig) or bool(wanted.figures.methods)
     if selects and not one_replica and platform(mesh) == "gpu":
         agree_on_kernels()
-    if isinstance(auto, Auto) and experiment.agreement.keeps_replicas and not one_replica:
-        raise ConfigError(
-            f"--exchange auto: it chooses by the time of an exchange in every step. With --agreement "
-            f"{experiment.agreement.kind} there is none: name an exchange."
-        )
     if not isinstance(auto, Auto):
         assert isinstance(auto, ExchangeConfig)
         return experiment, idle_exchange(auto) if one_replica else ()
@@ -283,9 +279,10 @@ def settled(
     if one_replica:
         dense = Dense(delay_steps=auto.delay_steps)
         return experiment.replaced({"exchange": dense}), ("exchange: one replica exchanges nothing",)
+    check_candidates(auto, experiment.agreement, mesh.shape[Axis.REPLICA])
     gradients = exchanged_gradients(experiment, spec, mesh)
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
-    found = auto.choose(gradients.shapes, gradients.layout, mesh)
+    found = auto.choose(gradients.shapes, gradients.layout, mesh, experiment.agreement)
     return experiment.replaced({"exchange": found.best}), found.reasons
 
 

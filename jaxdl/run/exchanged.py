@@ -26,6 +26,7 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.models import Network
 from jaxdl.optim import Trainable, make_trainable
+from jaxdl.report.explanation import readable_bytes
 from jaxdl.run.validate import task_inputs
 from jaxdl.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names, named
 
@@ -38,6 +39,21 @@ def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> G
     shardings = by_name(named(mesh, grad_specs(layout, axes, trained)))
     shapes = {name: shardings[name].shard_shape(x.shape) for name, x in by_name(trained).items()}
     return Gradients(shapes, mesh.shape[Axis.REPLICA], gradient_layout(experiment, network, spec, layout))
+
+
+def describe_traffic(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> str:
+    """What crosses `replica` in an average step, in a sentence; empty where nothing does, or a syncer decides."""
+    exchange, agreement = experiment.exchange, experiment.agreement
+    assert isinstance(exchange, ExchangeConfig), "it has been chosen"
+    average, most = agreement.traffic(exchange, exchanged_gradients(experiment, spec, mesh))
+    if not most:
+        return ""
+    how = f"{agreement.label}, {exchange.label}" if agreement.uses_exchange else agreement.label
+    first = "; more while gradients are averaged in each step" if agreement.joint(0) else ""
+    at_once = f", {readable_bytes(most)} at once at most" if most > average else ""
+    return (
+        f"over {Axis.REPLICA.value} a device sends {readable_bytes(average)} in an average step{at_once} ({how}){first}"
+    )
 
 
 def make_network(experiment: Experiment, spec: DataSpec) -> Network:
@@ -72,8 +88,7 @@ def make_exchange(
     shapes = by_name(trained_of(experiment, network)[1])
     if fragments is not None:
         shapes = fragments.shapes(shapes)
-        stacked = fragments.each(dict.fromkeys(layout.stacked))
-        layout = GradientLayout(fragments.each(layout.specs), layout.inner, stacked=frozenset(stacked))
+        layout = fragments.layout(layout)
     config.check({name: x.shape for name, x in shapes.items()}, layout, num_replicas)
     return config.build_single_replica(layout) if num_replicas == 1 else config.build(layout)
 

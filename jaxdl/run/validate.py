@@ -15,11 +15,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from jaxdl.agreement import Agreement, check_exchange
 from jaxdl.cluster import current, host_memory_bytes, wait_for_all
 from jaxdl.cluster.consistency import process_names
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, DataSpec, PhotoSource, Splits
-from jaxdl.exchange import Dense, ExchangeConfig
+from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.models import Network
@@ -199,6 +200,17 @@ def check_agreement(experiment: Experiment, num_replicas: int, total_steps: int,
                 f"--guard.{name.replace('_', '-')} {getattr(guard, name)}: with {what} there are no rollbacks: a merge "
                 "leaves out replicas with bad numbers and hands them the anchor. Remove it."
             )
+
+
+def check_candidates(auto: Auto, agreement: Agreement, num_replicas: int) -> None:
+    """Raises ConfigError for an exchange that `auto` could choose and the agreement does not take."""
+    if not agreement.uses_exchange:
+        raise ConfigError(
+            f"--exchange auto: with --agreement {agreement.kind} whole parameters travel from replica to replica, and "
+            "the exchange is not used. Leave it out."
+        )
+    for config in auto.configs(num_replicas) if agreement.keeps_replicas else ():
+        check_exchange(agreement, config.model_copy(update={"delay_steps": auto.delay_steps}))
 
 
 def check_network(experiment: Experiment, network: Network, spec: DataSpec, num_replicas: int) -> None:
