@@ -8,6 +8,7 @@ the measurements themselves have the same fields, so a new measurement is drawn 
     elastic            scripts/draw_elastic.py writes WORKDIR/elastic.json
     time_to_accuracy   scripts/time_to_accuracy.py writes WORKDIR/times.json
     schedule           python -m jaxdl.bench schedule --json FILE: the value of "found"
+    asynchrony         scripts/measure_async.py writes OUT/async.json
     large_batch        scripts/large_batch.py writes WORKDIR/large_batch.json: the value of "found"
 
 `floors` and `step`, the pictures of docs/architecture.md, are drawings without data (scripts/draw_architecture.py).
@@ -25,6 +26,7 @@ from typing import Any
 import draw_architecture
 import draw_elastic
 import large_batch
+import measure_async
 import time_to_accuracy
 
 from jaxdl.bench import cluster_report, schedule
@@ -39,6 +41,7 @@ def cluster(data: dict[str, Any]) -> bytes:
 
 
 FIGURES: Mapping[str, Callable[[dict[str, Any]], bytes]] = {
+    "asynchrony": measure_async.figure,
     "cluster": cluster,
     "elastic": draw_elastic.figure,
     "large_batch": lambda data: large_batch.figure(data["found"]),

@@ -145,6 +145,8 @@ if __name__ == "__main__":
         restart = os.environ["JAXDL_RESTART"]
         if number == "0" and restart == "0" and what == "killed":
             threading.Timer(0.5, lambda: os.kill(os.getpid(), 9)).start()
+        if what == "lost" and found.learner == 1:
+            sys.exit(3)
         resumes = "x" * int(restart)
         learner = make_learner(found.port, found.learner, found.num_learners, token=found.token, resumes=resumes)
         print("accuracy", accuracy(learn(learner, Softmax(found.learner, resumes, float(delay))).anchor))

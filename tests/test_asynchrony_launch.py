@@ -69,6 +69,23 @@ def test_a_run_with_a_learner_that_is_killed(tmp_path, environment):
     records = read_tape(folder / TAPE_FILE)
     assert {record["resumes"] for record in records if record["kind"] == "join"} == {"", "x"}
     np.testing.assert_array_equal(replay(records, Softmax).anchor, newest_state(folder)[0].anchor)
+    again = run(service, ["killed", folder, 1, "{learner}", 0.002], environment, folder)
+    _, _, err = next(again)
+    assert next(again) == 2
+    assert f"--folder {folder}: the run in it has finished. Give another folder" in err.getvalue()
+    assert read_tape(folder / TAPE_FILE)[: len(records)] == records
+
+
+def test_nobody_waits_for_a_learner_that_will_not_come_back(tmp_path, environment):
+    folder = tmp_path / "syncer"
+    service = Service(learners=2, every_steps=8, total_steps=80, quorum=1, folder=folder)
+    running = run(service, ["lost", folder, 0, "{learner}", 0.001], environment, folder, restarts=2)
+    _, out, err = next(running)
+    assert next(running) == 0  # Long before `return_sec` is over.
+    assert "learner1 ended with exit code 3: training diverged; the others go on" in err.getvalue()
+    assert "the others have finished, and learner1 will not come back: the syncer ends" in err.getvalue()
+    assert newest_state(folder)[0].fields["standing"]["over"]
+    assert "| accuracy" in out.getvalue()
 
 
 def test_a_signal_ends_all_and_what_was_merged_is_saved(tmp_path, environment):

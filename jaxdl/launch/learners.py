@@ -64,6 +64,8 @@ class Learners:
         self._starts: dict[str, int] = {}
         self._due: dict[str, float] = {}
         """When a process that has failed is started again, of `time.monotonic`."""
+        self._lost: list[str] = []
+        """Learners that have failed and are not started again."""
         self._deadline: float | None = None
         """When whatever still runs is killed."""
         self._stopped: int | None = None
@@ -146,13 +148,15 @@ class Learners:
         what = f"{name} ended with {describe_code(process.code)}"
         if name == SYNCER and code == 0:
             self._leave(LEAVE_SEC)
-        elif code == 0 or self._deadline is not None:
+        elif self._deadline is not None:
             pass
+        elif code == 0:
+            self._finished(name)
         elif code in NOT_RESTARTED and not (name != SYNCER and code != 2 and self._others(name)):
             self._say(f"{what}: {NOT_RESTARTED[code]}")
             self._end_all(code)
         elif code in NOT_RESTARTED:
-            self._say(f"{what}: {NOT_RESTARTED[code]}; the others go on")
+            self._lose(name, f"{what}: {NOT_RESTARTED[code]}")
         elif self._starts[name] <= self._restarts:
             self._say(f"restart {self._starts[name]} of {self._restarts}: {what}")
             self._due[name] = time.monotonic() + _PAUSE_SEC
@@ -160,7 +164,18 @@ class Learners:
             self._say(what)
             self._end_all(code)
         else:
-            self._say(f"{what}; the others go on")
+            self._lose(name, what)
+
+    def _lose(self, name: str, what: str) -> None:
+        """Notes that a learner will not come back."""
+        self._lost.append(name)
+        self._say(f"{what}; the others go on")
+
+    def _finished(self, name: str) -> None:
+        """A learner has finished: if it was the last one, the syncer need not wait for those that were lost."""
+        if self._lost and not self._others(name):
+            self._say(f"the others have finished, and {', '.join(self._lost)} will not come back: the syncer ends")
+            self._end_all(0)
 
     def _others(self, name: str) -> bool:
         """Whether learners besides this one run, or will run again."""
