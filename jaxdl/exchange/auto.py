@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import pydantic
 from jax.sharding import Mesh
@@ -32,10 +32,8 @@ Row = tuple[ExchangeConfig, Cost]
 class Agrees(Protocol):
     """When the exchange is used: what the choice has to know of a `jaxdl.agreement.Agreement`."""
 
-    @property
-    def keeps_replicas(self) -> bool:
-        """Whether replicas have parameters of their own between merges."""
-        ...
+    keeps_replicas: ClassVar[bool]
+    """Whether replicas have parameters of their own between merges."""
 
     @property
     def label(self) -> str:
