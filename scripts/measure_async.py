@@ -287,7 +287,7 @@ def figure(data: Mapping[str, Any]) -> bytes:
         top.plot(seconds, losses, "-", color=LOOKS[one["setting"]], lw=1.4, alpha=0.85)
     top.axhline(data["target"], color=style.GREY, lw=0.9, ls=":")
     everything = [loss for one in data["runs"] for _, loss in one["losses"]]
-    style.dress(top, f"Held-out loss of the anchor, runs of each setting: {data['repeats']}", x="", y="loss")
+    style.dress(top, "Held-out loss of the anchor, a line for each run", x="", y="loss")
     style.log_axis(top, "y", everything)
     top.set_xlim(0, last)
     for place, name in enumerate(names):
@@ -327,7 +327,6 @@ def compare(args: argparse.Namespace) -> None:
         data = {
             "title": "Four learners, one at a third of the speed, one killed and started again",
             "target": args.target,
-            "repeats": repeat + 1,
             "runs": runs,
         }
         (args.out / "async.json").write_text(json.dumps(data) + "\n")
