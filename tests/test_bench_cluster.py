@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxdl.agreement import Elastic, Gossip, Periodic
 from jaxdl.bench import cluster
 from jaxdl.bench.cluster_hosts import HostFailed, Workers
 from jaxdl.bench.cluster_report import (
+    Merges,
     Turn,
     best,
     choose_rate,
@@ -26,7 +28,19 @@ from jaxdl.bench.cluster_report import (
     rate_table,
     summary,
 )
-from jaxdl.bench.cluster_variants import BASELINE, FLAT, FLAT_FLOOR, FLOOR, VARIANTS, NoExchange, floor_of
+from jaxdl.bench.cluster_variants import (
+    AGREEMENTS,
+    BASELINE,
+    EXCHANGES,
+    FLAT,
+    FLAT_FLOOR,
+    FLOOR,
+    LOCAL,
+    VARIANTS,
+    NoExchange,
+    floor_of,
+    merges_of_round,
+)
 from jaxdl.bench.wire import collectives, lower
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages
@@ -85,7 +99,9 @@ def test_the_floor_sends_nothing():
 def test_the_floor_is_no_choice_of_a_config():
     with pytest.raises(ConfigError):
         TINY.replaced({"exchange": "none"})
-    assert all(variant.config is not None for name, variant in VARIANTS.items() if name not in (FLOOR, FLAT_FLOOR))
+    assert all(
+        variant.config is not None for name, variant in VARIANTS.items() if name not in (FLOOR, FLAT_FLOOR, LOCAL)
+    )
     assert floor_of(FLAT) == FLAT_FLOOR
     assert floor_of(BASELINE) == floor_of("topk block") == FLOOR
 
@@ -137,6 +153,44 @@ def test_rows_compare_turns_of_the_same_round():
     assert best(list(rows.values())).variant == "topk block"
 
 
+def test_the_merges_of_a_round_are_those_of_a_run():
+    assert merges_of_round(Periodic(every_steps=32), 4) == [(0, 0)]
+    assert merges_of_round(Periodic(every_steps=32, fragments=2), 4) == [(0, 0), (1, 0)]
+    assert merges_of_round(Periodic(every_steps=32, fragments=2, overlap_steps=3), 4) == [(0, 3), (1, 3)]
+    assert merges_of_round(Elastic(), 4) == [(0, 0)]
+    assert merges_of_round(Gossip(every_steps=5), 8) == [(0, 0), (1, 0), (2, 0)]
+
+
+def test_the_step_of_an_agreement_is_the_average_of_a_round():
+    """Two merges in 32 steps, each beside 2 local steps of 1 s that are no part of what it is waited for."""
+    local = Turn(1.0, 1e3)
+    found = Merges(seconds=2 * (2 * 1.0 + 0.8), wire_bytes=3.2e6 + 2 * 1e3, num_merges=2, num_steps=4).turn(local, 32)
+    assert found.step_sec == pytest.approx(1 + 2 * 0.8 / 32)
+    assert found.wire_bytes == pytest.approx(1e3 + 3.2e6 / 32)
+
+
+def test_agreements_have_rows_beside_the_exchanges():
+    name = "periodic 32, average"
+    assert AGREEMENTS[:2] == (name, f"{name}, quantized 4 bits")
+    assert not set(AGREEMENTS) & set(EXCHANGES)
+    assert {floor_of(one) for one in AGREEMENTS} == {LOCAL}
+    measured = {
+        FLOOR: turns([1.0]),
+        LOCAL: turns([0.9], wire=100.0),
+        BASELINE: turns([1.8]),
+        name: turns([0.92], wire=2e5 + 100),
+    }
+    costs = {BASELINE: {"total_sec": 0.8, "sent_bytes": 3e6}, name: {"total_sec": 0.025, "sent_bytes": 1e5}}
+    rows = make_rows(10_000_000, measured, costs, devices_per_host=2)
+    assert [row.variant for row in rows] == [FLOOR, BASELINE, name]
+    assert rows[-1].floor_sec == 0.9
+    assert rows[-1].exchange_sec == pytest.approx(0.02)
+    assert rows[-1].wire_mb == rows[-1].predicted_mb == pytest.approx(0.2)
+    assert rows[-1].predicted_step_sec == pytest.approx(0.925)
+    assert rows[-1].speedup == pytest.approx(1.8 / 0.92)
+    assert f"{name} is 1.96x faster than dense, +2.2 % over the floor" in summary([rows])[0]
+
+
 def test_tables_and_figure():
     measured = {FLOOR: turns([1.0]), BASELINE: turns([1.4]), "topk block": turns([1.1])}
     costs: dict[str, dict[str, float]] = {
@@ -168,6 +222,8 @@ def test_tables_and_figure():
         (["--num-rounds", "0"], "--num-rounds 0: too small"),
         (["--mesh.replica", "4"], "--mesh: .* --hosts and --devices-per-host"),
         (["--exchange", "topk"], "--exchange: .* --exchanges"),
+        (["--agreement", "diloco"], "--agreement: .* --agreements"),
+        (["--agreements", "gossip"], "--agreements 'gossip': there is no such agreement. Choose from \"periodic 32"),
         (["--steps", "5"], "--steps: .* --num-rounds"),
         (["--exchanges", "topk"], "--exchanges 'topk': there is no such"),
         (["--exchanges", FLOOR], "there is no such exchange"),
@@ -218,17 +274,22 @@ def test_the_cluster_is_measured(tmp_path):
     )
     command = [sys.executable, "-m", "jaxdl.bench", "cluster", "--config", str(config), "--hosts", "2"]
     command += ["--devices-per-host", "1", "--num-rounds", "1", "--num-repeats", "1", "--rates", "10mbit"]
-    command += ["--exchanges", BASELINE, "--json", str(results), "--plot", str(tmp_path / "plot.png")]
+    local, streamed = AGREEMENTS[0], next(name for name in AGREEMENTS if "beside" in name)
+    command += ["--exchanges", BASELINE, "--agreements", local, streamed, AGREEMENTS[-1]]
+    command += ["--json", str(results), "--plot", str(tmp_path / "plot.png")]
     root = Path(__file__).parent.parent
-    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False, timeout=240)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, check=False, timeout=400)
     assert done.returncode == 0, done.stderr
     assert "10 Mbit/s each way" in done.stdout
     found = json.loads(results.read_text())
     rows = {row["variant"]: row for row in found["rows"]}
-    assert list(rows) == [FLOOR, BASELINE]
+    assert list(rows) == [FLOOR, BASELINE, local, streamed, AGREEMENTS[-1]]
     dense = rows[BASELINE]
     num_bytes = 4 * found["num_parameters"]
     assert dense["predicted_mb"] == pytest.approx(num_bytes / 1e6)
     assert num_bytes < 1e6 * dense["wire_mb"] < 1.3 * num_bytes + 5000
+    for name, steps in ((local, 32), (streamed, 32), (AGREEMENTS[-1], 1)):
+        assert rows[name]["predicted_mb"] == pytest.approx(num_bytes / 1e6 / steps, rel=0.01)
+        assert num_bytes / steps < 1e6 * rows[name]["wire_mb"] < 1.3 * num_bytes / steps + 5000
     assert dense["step_sec"] > 0.8 * 8 * num_bytes / 10e6, "it cannot be faster than the link"
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")

@@ -1,8 +1,13 @@
-"""The cost of a slow network in a training step, with every gradient exchange, measured on an emulated cluster.
+"""The cost of a slow network in a training step, with exchanges and agreements, measured on an emulated cluster.
 
 Every host is a network namespace with one JAX process; the links between them are limited (`jaxdl.launch.netns`). The
 real train step runs on resident data with every exchange in turn, and without any exchange (the floor). "dense" is the
 paper's baseline: reduce-scatter inside a host, all-reduce between hosts, all-gather inside.
+
+Of an agreement, whose rounds are long, the local step and the merges of one round are timed apart, in turns with all
+else; its step is the average one, a local step and its share of the merges. Where messages travel beside local steps,
+in one program with them, these steps are subtracted, so what is left is what a merge is waited for. Hosts begin each
+local step together, which in a run they do not.
 
 Rates are chosen so that the dense exchange takes 0.2 to 4 times as long as the rest of the step; a ResNet-50 at 96
 pixels on 16 x 8 V100 with 25 Gb/s has about 0.4 (Shi et al. 2021). What a rate means depends on the model: the default
@@ -29,6 +34,7 @@ from rich.console import Console
 
 from jaxdl.bench.cluster_hosts import HostFailed, Workers
 from jaxdl.bench.cluster_report import (
+    Merges,
     Turn,
     choose_rate,
     curves,
@@ -38,7 +44,16 @@ from jaxdl.bench.cluster_report import (
     rate_table,
     summary,
 )
-from jaxdl.bench.cluster_variants import BASELINE, FLOOR, VARIANTS, floor_of
+from jaxdl.bench.cluster_variants import (
+    AGREEMENTS,
+    BASELINE,
+    EXCHANGES,
+    FLOOR,
+    LOCAL,
+    VARIANTS,
+    floor_of,
+    merges_of_round,
+)
 from jaxdl.bench.shared import check_options, write_json
 from jaxdl.cluster import ClusterConfig
 from jaxdl.config import ConfigError
@@ -70,7 +85,7 @@ def default_experiment() -> Experiment:
 
 @dataclass(frozen=True)
 class ClusterBench:
-    """Times the train step with every exchange on an emulated cluster, at several rates of its links."""
+    """Times the train step with exchanges and agreements on an emulated cluster, at several rates of its links."""
 
     config: Path | None = None
     """The experiment, a Python file with a function config(); its mesh, exchange and length are not used. Without it, a
@@ -84,12 +99,14 @@ class ClusterBench:
     """Rates of the links, such as 100mbit; by default they are chosen for --ratios."""
     ratios: tuple[float, ...] = RATIOS
     """Times of the dense exchange to aim for, relative to the rest of the step."""
-    exchanges: tuple[str, ...] = tuple(name for name, variant in VARIANTS.items() if variant.config is not None)
+    exchanges: tuple[str, ...] = EXCHANGES
     """The exchanges to compare, by their names in the table; the floor and dense are always included."""
+    agreements: tuple[str, ...] = AGREEMENTS
+    """The agreements to compare, by their names in the table."""
     num_rounds: int = 5
-    """Rounds at each rate; every exchange runs once in each. Medians are reported."""
+    """Rounds at each rate; every exchange and agreement runs once in each. Medians are reported."""
     num_steps: int = 1
-    """Steps of each exchange in one round."""
+    """Steps of each exchange in one round; of an agreement, all merges so many times."""
     num_repeats: int = 5
     """How often the probe sends each message."""
     json: Path | None = None
@@ -142,6 +159,7 @@ def _check(command: ClusterBench, given: Experiment) -> None:
     for name, advice in (
         ("mesh", "Give --hosts and --devices-per-host instead."),
         ("exchange", "Give --exchanges instead."),
+        ("agreement", "Give --agreements instead."),
         ("steps", "Give --num-rounds instead."),
         ("epochs", "Give --num-rounds instead."),
         ("tokens", "Give --num-rounds instead."),
@@ -149,10 +167,11 @@ def _check(command: ClusterBench, given: Experiment) -> None:
     ):
         if getattr(command.experiment, name) != getattr(given, name):
             raise ConfigError(f"--{name}: the measurement sets this itself. {advice}")
-    for name in command.exchanges:
-        if name not in VARIANTS or VARIANTS[name].config is None:
-            known = ", ".join(f'"{one}"' for one, variant in VARIANTS.items() if variant.config is not None)
-            raise ConfigError(f"--exchanges {name!r}: there is no such exchange. Choose from {known}.")
+    for option, what, known in (("exchanges", "exchange", EXCHANGES), ("agreements", "agreement", AGREEMENTS)):
+        for name in getattr(command, option):
+            if name not in known:
+                listed = ", ".join(f'"{one}"' for one in known)
+                raise ConfigError(f"--{option} {name!r}: there is no such {what}. Choose from {listed}.")
     if command.rates and command.ratios != RATIOS:
         raise ConfigError("--rates and --ratios: the ratios follow from the rates. Give one of them.")
     if not command.rates and (not command.ratios or min(command.ratios) <= 0):
@@ -163,7 +182,7 @@ def _check(command: ClusterBench, given: Experiment) -> None:
 
 def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
     """All results: `rows`, a list for each rate, and plain values."""
-    chosen = [FLOOR, BASELINE, *command.exchanges]
+    chosen = [FLOOR, BASELINE, *command.exchanges, *command.agreements]
     names = [name for name in VARIANTS if name in chosen or name in map(floor_of, chosen)]
     mesh = MeshConfig(replica=command.hosts, fsdp=command.devices_per_host)
     # Hosts share cores and wait while one compiles; they must not be taken for lost.
@@ -197,9 +216,16 @@ def measure(command: ClusterBench, console: Console) -> dict[str, Any]:
             probed = workers.ask("predict", num_repeats=command.num_repeats)[0]
             turns: dict[str, list[Turn]] = {name: [] for name in names}
             for number in range(command.num_rounds):
+                merges = {}
                 for name in names[::-1] if number % 2 else names:
                     say(f"{rate}: round {number + 1} of {command.num_rounds}, {name}")
-                    turns[name].append(_turn(workers, network, name, command.num_steps))
+                    if name in AGREEMENTS:
+                        merges[name] = _merges(workers, network, name, command.num_steps)
+                    else:
+                        turns[name].append(_turn(workers, network, name, command.num_steps))
+                for name, found in merges.items():
+                    round_steps = VARIANTS[name].agreement.round_steps(command.hosts)
+                    turns[name].append(found.turn(turns[LOCAL][-1], round_steps))
             networks[rate] = probed
             rows.append(make_rows(parse_rate(rate), turns, probed["costs"], devices_per_host=command.devices_per_host))
             console.print(rate_table(rows[-1]))
@@ -229,6 +255,20 @@ def _turn(workers: Workers, network: Network, name: str, num_steps: int) -> Turn
     sent = _sent_bytes(network) - before
     steps = [max(one) for one in zip(*seconds, strict=True)]
     return Turn(statistics.mean(steps), sent / len(network.hosts) / num_steps)
+
+
+def _merges(workers: Workers, network: Network, name: str, num_rounds: int) -> Merges:
+    """Runs the merges of some rounds of an agreement; one ends when it has ended on every host."""
+    before = _sent_bytes(network)
+    seconds = [answer["seconds"] for answer in workers.ask("merge", name=name, num_rounds=num_rounds)]
+    sent = _sent_bytes(network) - before
+    merges = merges_of_round(VARIANTS[name].agreement, len(network.hosts))
+    return Merges(
+        seconds=sum(max(one) for one in zip(*seconds, strict=True)) / num_rounds,
+        wire_bytes=sent / len(network.hosts) / num_rounds,
+        num_merges=len(merges),
+        num_steps=sum(beside for _, beside in merges),
+    )
 
 
 def _sent_bytes(network: Network) -> int:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from jaxdl.bench.cluster_variants import BASELINE, FLOOR, VARIANTS, floor_of
+from jaxdl.bench.cluster_variants import AGREEMENTS, BASELINE, FLOOR, VARIANTS, floor_of
 from jaxdl.bench.shared import make_table, median_ratio
 from jaxdl.report import style
 
@@ -28,6 +28,27 @@ class Turn:
 
 
 @dataclass(frozen=True)
+class Merges:
+    """All merges of a round of an agreement, one after the other, each in a program of its own."""
+
+    seconds: float
+    wire_bytes: float
+    """Bytes that a host sent, counted at its interface; the mean over the hosts."""
+    num_merges: int
+    num_steps: int
+    """Local steps inside of the programs, which the messages travel beside."""
+
+    def turn(self, local: Turn, round_steps: int) -> Turn:
+        """The average step of a round of `round_steps` steps: a local step, and its share of the merges.
+
+        Each program's start costs a few bytes, which are those of a local step.
+        """
+        more = self.seconds - self.num_steps * local.step_sec
+        sent = self.wire_bytes - self.num_merges * local.wire_bytes
+        return Turn(local.step_sec + more / round_steps, local.wire_bytes + sent / round_steps)
+
+
+@dataclass(frozen=True)
 class Row:
     """One variant at one rate, against the exchange-free step (`floor`) and the dense exchange between hosts."""
 
@@ -38,6 +59,7 @@ class Row:
     exchange_sec: float
     """Step less floor."""
     floor_sec: float
+    """Of an agreement the local step, which sends nothing."""
     overhead: float
     """Step over floor, minus one."""
     speedup: float
@@ -138,9 +160,9 @@ def best(rows: Sequence[Row]) -> Row:
 
 
 def is_compressed(variant: str) -> bool:
-    """Whether the variant sends less than the gradients."""
+    """Whether the variant sends less than the gradients in each step."""
     config = VARIANTS[variant].config
-    return config is not None and config.compresses
+    return config is not None and config.compresses and variant not in AGREEMENTS
 
 
 def rate_table(rows: Sequence[Row]) -> Table:
@@ -168,16 +190,16 @@ def rate_table(rows: Sequence[Row]) -> Table:
 
 
 def summary(rates: Sequence[Sequence[Row]]) -> list[str]:
-    """Sentences: the best compressed exchange at each rate, and the largest error of the predictions."""
+    """Sentences: the best compressed exchange and agreement at each rate, and the largest error of the predictions."""
     lines = []
     for rows in rates:
-        if not any(is_compressed(row.variant) for row in rows):
-            continue
-        one = best(rows)
-        lines.append(
+        groups = [[row for row in rows if chosen(row.variant)] for chosen in (is_compressed, AGREEMENTS.__contains__)]
+        fastest = [min(group, key=lambda row: row.step_sec) for group in groups if group]
+        lines += [
             f"dense exchange / computation {dense_ratio(rows):.2f}: {one.variant} is {one.speedup:.2f}x faster than "
             f"dense, {100 * one.overhead:+.1f} % over the floor"
-        )
+            for one in fastest
+        ]
     worst = max((row for rows in rates for row in rows if row.variant != FLOOR), key=lambda row: abs(row.error))
     lines.append(
         f"the largest error of a prediction: {worst.variant} at {worst.rate / 1e6:.4g} Mbit/s, "

@@ -7,6 +7,7 @@ nothing else: what libraries print goes to stderr.
 from __future__ import annotations
 
 import base64
+import functools
 import json
 import os
 import sys
@@ -20,18 +21,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from jaxdl.bench.cluster_variants import BASELINE, FLAT, VARIANTS, NoExchange
+from jaxdl.bench.cluster_variants import AGREEMENTS, BASELINE, FLAT, VARIANTS, NoExchange, merges_of_round
+from jaxdl.compiler import compiled
 from jaxdl.config import ConfigError
 from jaxdl.errors import command_line
 from jaxdl.exchange import Dense
-from jaxdl.exchange.cost import Figures, Gradients, Link, Machine, Speeds, predict
+from jaxdl.exchange.cost import PERMUTE, Figures, Gradients, Link, Machine, Speeds
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
+from jaxdl.optim import keeps_average
+from jaxdl.rounds import make_merge, make_streamed
 from jaxdl.run.build import Plan, make_exchange_state, make_initial_state, make_parts, make_plan
-from jaxdl.run.compile import compile_train_step
+from jaxdl.run.compile import compile_train_step, ordered_for, own_options
 from jaxdl.run.exchanged import exchanged_gradients
-from jaxdl.state import TrainState
+from jaxdl.run.validate import check_agreement
+from jaxdl.state import Own, TrainState, init_agreement
+from jaxdl.step import Parts
 
 _REPLICA = Axis.REPLICA.value
 _INSIDE = (Axis.FSDP.value,)
@@ -45,7 +51,7 @@ class Worker:
     def __init__(self) -> None:
         self._plans: dict[bool, Plan] = {}
         self._variants: dict[str, Plan] = {}
-        self._steps: dict[str, Any] = {}
+        self._programs: dict[str, list[Any]] = {}
         self._states: dict[str, TrainState] = {}
         self._batches: dict[bool, dict[str, jax.Array]] = {}
         self._links: dict[bool, dict[str, Link]] = {}
@@ -66,33 +72,65 @@ class Worker:
     def _planned(self, name: str) -> Plan:
         variant = VARIANTS[name]
         plan = self._plans[variant.is_flat]
-        if variant.config is None:  # Its state is that of the dense exchange: none.
+        if (
+            variant.config is None and not variant.agreement.keeps_replicas
+        ):  # Its state is that of the dense exchange: none.
             return replace(plan, parts=replace(plan.parts, exchange=NoExchange()))
-        experiment = plan.experiment.replaced({"exchange": variant.config})
+        changes = {"exchange": variant.config or Dense(), "agreement": variant.agreement}
+        experiment = plan.experiment.replaced(changes)
         mesh = plan.parts.layout.mesh
         parts = make_parts(experiment, plan.splits.train.spec, mesh, plan.timeline)
+        averages = keeps_average(parts.state_spec.opt_shapes)
+        check_agreement(experiment, mesh.shape[_REPLICA], plan.total_steps, averages=averages)
         return replace(plan, experiment=experiment, parts=parts)
 
     def compile(self, name: str) -> dict[str, Any]:
-        """Compiles the train step of a variant; returns the seconds and the arguments of `load`."""
+        """Compiles the programs of a variant; returns the seconds and the arguments of `load`."""
         start = time.perf_counter()
-        self._steps[name] = compile_train_step(self._variants[name])
-        program, _, out_tree = serialize(self._steps[name])
-        _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-        return {
-            "sec": time.perf_counter() - start,
-            "program": base64.b64encode(program).decode(),
-            "metrics": list(metrics),
-        }
+        self._programs[name] = self._compiled_programs(name)
+        found = []
+        for one in self._programs[name]:
+            program, _, out_tree = serialize(one)
+            _, *metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+            found.append([base64.b64encode(program).decode(), metrics])
+        return {"sec": time.perf_counter() - start, "programs": found}
 
-    def load(self, name: str, program: str, metrics: Sequence[str]) -> None:
-        """Loads the train step that another host has compiled; it is the same on all."""
+    def _compiled_programs(self, name: str) -> list[Any]:
+        """The train step, or the local step; of an agreement, the merges of a round."""
+        plan = self._variants[name]
+        if name not in AGREEMENTS:
+            return [compile_train_step(plan)]
+        parts, state = plan.parts, plan.parts.state_spec.abstract()
+        batch = plan.splits.train.batch_shapes(plan.experiment.batch_size, evaluating=False)
+        lowered = [
+            make_streamed(parts, number, beside).lower(state, (batch,) * beside)
+            if beside
+            else make_merge(parts, number).lower(state)
+            for number, beside in self._merges(name)
+        ]
+        values, axes = plan.experiment.compiler.values(), parts.layout.mesh.shape
+        return [compiled(one, values, axes, ordered_for(plan), own=own_options(plan)) for one in lowered]
+
+    def _merges(self, name: str) -> list[tuple[int, int]]:
+        plan = self._variants[name]
+        return merges_of_round(plan.parts.agreement, plan.parts.layout.mesh.shape[_REPLICA])
+
+    def load(self, name: str, programs: Sequence[tuple[str, Any]]) -> None:
+        """Loads the programs that another host has compiled; they are the same on all."""
         plan = self._variants[name]
         state = jax.tree.map(lambda _: 0, plan.parts.state_spec.abstract())
         batch = jax.tree.map(lambda _: 0, plan.splits.train.batch(np.zeros(1, np.int64)))
-        in_tree = jax.tree.structure(((state, batch), {}))
-        out_tree = jax.tree.structure((state, dict.fromkeys(metrics, 0)))
-        self._steps[name] = deserialize_and_load(base64.b64decode(program), in_tree, out_tree)
+        inputs: list[Any] = [(batch,)]
+        if name in AGREEMENTS:
+            inputs = [((batch,) * beside,) if beside else () for _, beside in self._merges(name)]
+        self._programs[name] = [
+            deserialize_and_load(
+                base64.b64decode(program),
+                jax.tree.structure(((state, *more), {})),
+                jax.tree.structure((state, *metrics)),
+            )
+            for (program, metrics), more in zip(programs, inputs, strict=True)
+        ]
 
     def start(self) -> dict[str, float]:
         """Makes the states and runs each variant twice; returns the bytes that one device sends in a step, by name."""
@@ -102,13 +140,20 @@ class Worker:
                 self._batches[is_flat] = dict(next(batches))
         for name, plan in self._variants.items():
             own = jax.tree.map(jnp.copy, states[VARIANTS[name].is_flat])
-            self._states[name] = own.replace(exchange_state=make_exchange_state(plan))
+            if plan.parts.agreement.keeps_replicas:
+                make = functools.partial(_with_replicas, plan.parts)
+                self._states[name] = jax.jit(make, out_shardings=plan.parts.state_spec.shardings)(own)
+            else:
+                self._states[name] = own.replace(exchange_state=make_exchange_state(plan))
         del states
-        return {name: self.run(name, 2)["bytes_sent"] for name in self._variants}
+        for name in self._variants:
+            if name in AGREEMENTS:
+                self.merge(name, 2)
+        return {name: self.run(name, 2)["bytes_sent"] for name in self._variants if name not in AGREEMENTS}
 
     def run(self, name: str, num_steps: int) -> dict[str, Any]:
         """Seconds of each of `num_steps` steps of a variant; the hosts start every step together."""
-        step, batch = self._steps[name], self._batches[VARIANTS[name].is_flat]
+        [step], batch = self._programs[name], self._batches[VARIANTS[name].is_flat]
         seconds, metrics = [], {}
         mesh = self._variants[name].parts.layout.mesh
         for _ in range(num_steps):
@@ -116,7 +161,20 @@ class Worker:
             begin = time.perf_counter()
             self._states[name], metrics = jax.block_until_ready(step(self._states[name], batch))
             seconds.append(time.perf_counter() - begin)
-        return {"seconds": seconds, "bytes_sent": float(metrics[f"exchange/bytes_sent/{_REPLICA}"])}
+        return {"seconds": seconds, "bytes_sent": float(metrics.get(f"exchange/bytes_sent/{_REPLICA}", 0.0))}
+
+    def merge(self, name: str, num_rounds: int) -> dict[str, Any]:
+        """Seconds of each merge of `num_rounds` rounds of an agreement, with the local steps that it travels beside."""
+        batch, seconds = self._batches[False], []
+        mesh = self._variants[name].parts.layout.mesh
+        for _ in range(num_rounds):
+            for program, (_, beside) in zip(self._programs[name], self._merges(name), strict=True):
+                more = ((batch,) * beside,) if beside else ()
+                start_together(mesh)
+                begin = time.perf_counter()
+                self._states[name] = jax.block_until_ready(program(self._states[name], *more))[0]
+                seconds.append(time.perf_counter() - begin)
+        return {"seconds": seconds}
 
     def probe_devices(self, num_repeats: int) -> dict[str, Any]:
         """Measures the speeds of the devices and of the links inside a host."""
@@ -141,7 +199,7 @@ class Worker:
             self._links[is_flat][_REPLICA] = probe_link(
                 plan.parts.layout.mesh,
                 _REPLICA,
-                _COLLECTIVES[is_flat],
+                (*_COLLECTIVES[is_flat], *([PERMUTE] if self._has_messages and not is_flat else [])),
                 num_repeats=num_repeats,
                 compiled=self._compiled[is_flat],
             )
@@ -150,14 +208,39 @@ class Worker:
             variant = VARIANTS[name]
             if variant.config is not None:
                 machine = Machine(self._links[variant.is_flat], self._speeds, source="measured")
-                cost = predict(variant.config, self._gradients(name), machine)
+                cost = variant.agreement.cost(variant.config, self._gradients(name), machine)
                 costs[name] = asdict(cost) | {"total_sec": cost.total_sec}
         links = {BASELINE: self._links[False], FLAT: self._links.get(True)}
         return {"costs": costs, "links": {name: asdict(link[_REPLICA]) for name, link in links.items() if link}}
 
+    @property
+    def _has_messages(self) -> bool:
+        """Whether replicas of a variant send to single other ones."""
+        return not all(VARIANTS[name].agreement.uses_exchange for name in self._variants)
+
     def _gradients(self, name: str) -> Gradients:
         plan = self._variants[name]
         return exchanged_gradients(plan.experiment, plan.splits.train.spec, plan.parts.layout.mesh)
+
+
+def _with_replicas(parts: Parts, state: TrainState) -> TrainState:
+    """The state of a run whose replicas all begin with the parameters of a state of every step; all have a weight."""
+    trained = parts.trainable.of(state.params)
+    start = Own(
+        trained,
+        state.model_state,
+        parts.optimizer.init(trained),
+        parts.precision.init_loss_scale(),
+        parts.guard.init_guard(),
+    )
+    found = state.replace(
+        opt_state=(),
+        loss_scale={},
+        guard={},
+        exchange_state=parts.state_spec.init_exchange(),
+        agreement_state=init_agreement(parts.agreement, start, parts.layout.mesh.shape[_REPLICA]),
+    )
+    return found.with_own(replace(found.own, since=jax.tree.map(jnp.ones_like, found.own.since)))
 
 
 def main() -> None:

@@ -49,6 +49,8 @@ KIND_MARKS: Mapping[str, str] = {
     "powersgd": "^",
     "sign": "v",
     "demo": "X",
+    "elastic": "P",
+    "gossip": "*",
 }
 VARIANT_MARKS = "<>phd8*P"
 MOST_SHADE = 0.4
