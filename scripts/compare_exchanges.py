@@ -1,12 +1,14 @@
-"""The cost of a gradient exchange in accuracy: trains one config with several exchanges and seeds, and compares.
+"""The cost of a gradient exchange, or of agreeing less often, in learning: trains one config in several ways and
+with several seeds, and compares.
 
 TFDS_DATA_DIR=... python scripts/compare_exchanges.py --config configs/fashion_mnist.py --workdir runs/compare
 
 Each run has its own folder in the workdir; a finished run is not repeated, a stopped one resumes. Prints a table and
 writes `comparison.json` and `comparison.png`. An exchange is written as its kind and options,
-`topk,density=0.01,method=mstopk`; an option with a dot belongs to another part, `optimizer.momentum=0`. Everything
-after `--` changes the config of all runs: `-- --epochs 3`. With `--delay` every exchange also runs with its gradients
-applied one step late.
+`topk,density=0.01,method=mstopk`, an agreement before it with a slash, `diloco,every_steps=32/quantized,bits=4`; an
+option with a dot belongs to another part, `optimizer.momentum=0`, `.optimizer=muon`. Everything after `--` changes the config of all runs:
+`-- --epochs 3`. With `--delay` every exchange also runs with its gradients applied one step late. With
+`--learning-rates` each is tuned: the first seed tries all of these rates, the other seeds take the best of them.
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ import argparse
 import json
 import math
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from trials import exchange_flags, folder_name, parse
+from trials import folder_name, parse, side_flags
 
 import jaxdl
 from jaxdl.config import ConfigError
+from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.report import Diverged, style
-from jaxdl.run.result import exit_codes
+from jaxdl.run.result import Run, exit_codes
 
 EXCHANGES = (
     "dense",
@@ -48,6 +52,7 @@ def main() -> None:
     parser.add_argument("--exchanges", nargs="+", default=EXCHANGES, metavar="KIND,OPTION=VALUE")
     parser.add_argument("--delay", action="store_true", help="each exchange also with delay_steps=1")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--learning-rates", type=float, nargs="+", help="tried for each with the first seed")
     args, changes = parse(parser)
     if args.delay:
         args.exchanges = [name for one in args.exchanges for name in (one, f"{one},delay_steps=1")]
@@ -60,25 +65,54 @@ def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
         raise ConfigError(f"--replica {args.replica}: one replica exchanges nothing. Give 2 or more.")
     mesh = MeshConfig(replica=args.replica, fsdp=1, cpu_devices=args.replica)
     experiments = {
-        exchange: jaxdl.load(args.config, [*exchange_flags(exchange), *changes]).replaced({"mesh": mesh})
-        for exchange in args.exchanges
+        side: jaxdl.load(args.config, [*side_flags(side), *changes]).replaced({"mesh": mesh}) for side in args.exchanges
     }
-    metric, curves = experiments[args.exchanges[0]].task.best_metric, {}
-    runs: dict[str, Any] = {exchange: [] for exchange in experiments}
+    task = experiments[args.exchanges[0]].task
+    found: dict[str, Any] = {side: [] for side in experiments}
+    curves, tried = {}, {}
     for seed in args.seeds:
-        for exchange, experiment in experiments.items():
-            folder = args.workdir / f"{folder_name(exchange)}_seed{seed}"
-            print(f"--- {exchange}, seed {seed}: {folder}", flush=True)
-            try:
-                run = jaxdl.train(experiment.replaced({"seed": seed}), folder, quiet=True)
-            except Diverged as error:
-                raise Diverged(f"{error} Leave this exchange out of --exchanges.") from None
-            ratio = _numbers(run.history, "train/exchange/compression")
-            runs[exchange].append(
-                {"seed": seed, "metrics": run.metrics, "compression": ratio[-1][1], "seconds": run.summary["seconds"]}
+        for side, experiment in experiments.items():
+            seeded, folder = experiment.replaced({"seed": seed}), f"{folder_name(side)}_seed{seed}"
+            if args.learning_rates and side not in tried:
+                tried[side] = _tried(seeded, args.learning_rates, args.workdir, folder)
+            if args.learning_rates:
+                seeded, folder = _with_rate(seeded, tried[side]["best"], folder)
+            run = _run(seeded, args.workdir / folder)
+            ratio = [value for _, value in _numbers(run.history, "train/exchange/compression")]
+            # The bytes of a step when a merge comes after several; gossip has no exchange.
+            fewer = ratio[-1] * experiment.agreement.merge_steps if ratio else None
+            found[side].append(
+                {"seed": seed, "metrics": run.metrics, "compression": fewer, "seconds": run.summary["seconds"]}
             )
-            curves.setdefault(exchange, _numbers(run.history, "train/loss"))
-    return {"config": str(args.config), "changes": changes, "metric": metric, "runs": runs, "curves": curves}
+            curves.setdefault(side, _numbers(run.history, "train/loss"))
+    about = {"config": str(args.config), "changes": changes, "metric": task.best_metric, "tried": tried}
+    return about | {"runs": found, "curves": curves}
+
+
+def _tried(experiment: Experiment, rates: Sequence[float], workdir: Path, folder: str) -> dict[str, Any]:
+    """The best learning rate, and the metric of each; none of one that diverged. Raises Diverged if all have."""
+    task, values = experiment.task, {}
+    for rate in rates:
+        changed, name = _with_rate(experiment, rate, folder)
+        try:
+            values[rate] = _run(changed, workdir / name).metrics[task.best_metric]
+        except Diverged as error:
+            print(error, flush=True)
+    if not values:
+        raise Diverged(f"{folder}: it diverged with each of --learning-rates. Give smaller ones.")
+    return {"best": (min if task.best_mode == "min" else max)(values, key=lambda rate: values[rate]), "values": values}
+
+
+def _with_rate(experiment: Experiment, rate: float, folder: str) -> tuple[Experiment, str]:
+    return experiment.replaced({"optimizer.learning_rate": rate}), f"{folder}_rate{rate:g}"
+
+
+def _run(experiment: Experiment, folder: Path) -> Run:
+    print(f"--- {folder}", flush=True)
+    try:
+        return jaxdl.train(experiment, folder, quiet=True)
+    except Diverged as error:
+        raise Diverged(f"{error} Leave this exchange out of --exchanges.") from None
 
 
 def _numbers(history: dict[str, list[Any]], name: str) -> list[tuple[int, float]]:
@@ -94,7 +128,8 @@ def _report(found: dict[str, Any], workdir: Path) -> None:
     metric, runs = found["metric"], found["runs"]
     (workdir / "comparison.json").write_text(json.dumps(found, indent=2) + "\n")
     table = Table(title=f"{found['config']} {' '.join(found['changes'])}")
-    for heading in ("exchange", f"{metric}: mean", "lowest", "highest", "difference", "bytes: 1 /"):
+    headings = ("exchange", f"{metric}: mean", "lowest", "highest", "to the first", "bytes: 1 /", "learning rate")
+    for heading in headings if found["tried"] else headings[:-1]:
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
     first = None
     for exchange, results in runs.items():
@@ -106,8 +141,9 @@ def _report(found: dict[str, Any], workdir: Path) -> None:
             f"{mean:.4f}",
             f"{min(values):.4f}",
             f"{max(values):.4f}",
-            f"{mean - first:+.4f}",
-            f"{results[0]['compression']:.1f}",
+            f"{mean - first:+.4f} ({mean / first - 1:+.1%})",
+            "-" if results[0]["compression"] is None else f"{results[0]['compression']:.1f}",
+            *([f"{found['tried'][exchange]['best']:g}"] if found["tried"] else []),
         )
     Console(width=140).print(table)
     (workdir / "comparison.png").write_bytes(figure(found))

@@ -34,7 +34,7 @@ from dawnbench_checks import Line, data_lines, expectation_lines, machine_lines,
 from dawnbench_entry import check_record, reached, write_entry  # noqa: E402
 from dawnbench_report import epochs_of, exchange_seconds, was_resumed, write_report  # noqa: E402
 from rich.console import Console  # noqa: E402
-from trials import exchange_flags, parse  # noqa: E402
+from trials import parse, side_flags  # noqa: E402
 
 import jaxdl  # noqa: E402
 from jaxdl.cluster import end_together  # noqa: E402
@@ -179,7 +179,7 @@ def _experiment(args: argparse.Namespace, changes: list[str]) -> Experiment:
     experiment = experiment.replaced({"mesh": mesh, "data.data_dir": args.data_dir})
     if args.rehearse:
         experiment = _rehearsal(experiment, args)
-    given = [*exchange_flags(args.exchange), *changes]
+    given = [*side_flags(args.exchange), *changes]
     experiment = parse_options(experiment, given)
     if nodes == 1 and experiment.exchange.kind not in ("auto", "dense"):
         raise ConfigError(f"--exchange {args.exchange}: one node exchanges nothing. Leave it out, or give --nodes.")

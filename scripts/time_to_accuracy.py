@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from trials import exchange_flags, finished, folder_name, parse, read_rows, same_request, train_on_hosts
+from trials import finished, folder_name, parse, read_rows, same_request, side_flags, train_on_hosts
 
 import jaxdl
 from jaxdl.config import ConfigError
@@ -45,7 +45,7 @@ def main() -> None:
     args, changes = parse(parser)
     with exit_codes():
         for exchange in args.exchanges:  # A mistake is reported before the first run.
-            base = jaxdl.load(args.config, [*exchange_flags(exchange), *changes])
+            base = jaxdl.load(args.config, [*side_flags(exchange), *changes])
         if base.task.best_mode != "max":
             raise ConfigError(
                 f"--config {args.config}: less {base.task.best_metric} is better; only rising metrics are supported."
@@ -68,7 +68,7 @@ def run(
     hosts, devices = str(args.hosts), str(args.devices_per_host)
     launch = ["netns", "--hosts", hosts, "--devices-per-host", devices, "--rate", rate]
     mesh = ["--mesh.replica", hosts, "--mesh.fsdp", devices, "--mesh.cpu-devices", devices]
-    flags = ["--config", str(args.config), "--seed", str(seed), *mesh, *exchange_flags(exchange), *changes]
+    flags = ["--config", str(args.config), "--seed", str(seed), *mesh, *side_flags(exchange), *changes]
 
     same_request(workdir, {"launch": launch, "flags": flags})
 

@@ -1,4 +1,4 @@
-"""Shared by the scripts in this folder: command line, exchanges written in one word, runs on several hosts."""
+"""Shared by the scripts in this folder: command line, agreements and exchanges as one word, runs on several hosts."""
 
 from __future__ import annotations
 
@@ -23,24 +23,34 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str
     return parser.parse_args(own), changes
 
 
-def exchange_flags(exchange: str) -> list[str]:
-    """`topk,density=0.01` as command-line options; a name with a dot belongs to another part: `optimizer.momentum=0`.
+def side_flags(side: str) -> list[str]:
+    """`topk,density=0.01`, or with an agreement `diloco,every_steps=32/quantized,bits=4`, as command-line options.
 
-    Raises ConfigError for any other form.
+    A name with a dot belongs to another part: `optimizer.momentum=0`, `.optimizer=muon`. Raises ConfigError for any other form.
     """
-    kind, *options = exchange.split(",")
-    found = ["--exchange", kind]
+    agreement, slash, exchange = side.rpartition("/")
+    if slash and not agreement:
+        raise ConfigError(f"{side}: no agreement before the slash. Write AGREEMENT/EXCHANGE, or EXCHANGE alone.")
+    return [
+        *(_choice_flags("agreement", agreement, side) if agreement else ()),
+        *_choice_flags("exchange", exchange, side),
+    ]
+
+
+def _choice_flags(part: str, choice: str, side: str) -> list[str]:
+    kind, *options = choice.split(",")
+    found = [f"--{part}", kind]
     for option in options:
         name, equals, value = option.partition("=")
         if not equals:
-            raise ConfigError(f"exchange {exchange}: {option!r} is not OPTION=VALUE.")
-        found += [f"--{name if '.' in name else f'exchange.{name}'}".replace("_", "-"), value]
+            raise ConfigError(f"{side}: {option!r} is not OPTION=VALUE.")
+        found += [f"--{name.removeprefix('.') if '.' in name else f'{part}.{name}'}".replace("_", "-"), value]
     return found
 
 
-def folder_name(exchange: str) -> str:
+def folder_name(side: str) -> str:
     """The name of a run's folder."""
-    return exchange.replace(",", "_").replace("=", "")
+    return side.replace("/", "_").replace(",", "_").replace("=", "")
 
 
 def same_request(workdir: Path, request: Mapping[str, Any]) -> None:
