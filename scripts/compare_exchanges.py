@@ -6,9 +6,9 @@ TFDS_DATA_DIR=... python scripts/compare_exchanges.py --config configs/fashion_m
 Each run has its own folder in the workdir; a finished run is not repeated, a stopped one resumes. Prints a table and
 writes `comparison.json` and `comparison.png`. An exchange is written as its kind and options,
 `topk,density=0.01,method=mstopk`, an agreement before it with a slash, `diloco,every_steps=32/quantized,bits=4`; an
-option with a dot belongs to another part, `optimizer.momentum=0`, `.optimizer=muon`. Everything after `--` changes the config of all runs:
-`-- --epochs 3`. With `--delay` every exchange also runs with its gradients applied one step late. With
-`--learning-rates` each is tuned: the first seed tries all of these rates, the other seeds take the best of them.
+option with a dot belongs to another part, `optimizer.momentum=0`, `.optimizer=muon`. Everything after `--` changes the
+config of all runs: `-- --epochs 3`. With `--delay` every exchange also runs with its gradients applied one step late.
+With `--learning-rates` each is tuned: the first seed tries all of these rates, and all seeds take the best of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time to accuracy on an emulated cluster: how long until a run evaluates at `--target`, by exchange and link rate.
+"""Time to a held-out accuracy or loss on an emulated cluster, by exchange, agreement and link rate.
 
 TFDS_DATA_DIR=... python scripts/time_to_accuracy.py --config configs/fashion_mnist.py --target 0.90 \\
     --rates 20mbit 100mbit --workdir runs/time_to_accuracy
@@ -7,14 +7,16 @@ Needs what `python -m jaxdl.launch netns` needs: Linux, root, iproute2. Each run
 and is stopped by SIGTERM once it has reached the target; seeds are the outermost loop, so that exchanges and rates take
 turns. The time is that of training alone, from the first step to the evaluation: compiling and evaluating, which are
 the same for all, are left out. A run with its result in the workdir is not repeated; a stopped one resumes.
-Prints a table and writes `times.json` and `times.png`. The first of `--exchanges` (written as in compare_exchanges.py)
-is the baseline. Everything after `--` changes the config of all runs.
+With `--at-most-sec` a run is also stopped after so many seconds of training. Prints a table and writes `times.json` and
+`times.png`. The first of `--exchanges` (written as in compare_exchanges.py, agreements too) is the baseline. Everything
+after `--` changes the config of all runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
@@ -24,11 +26,11 @@ from rich.table import Table
 from trials import finished, folder_name, parse, read_rows, same_request, side_flags, train_on_hosts
 
 import jaxdl
-from jaxdl.config import ConfigError
 from jaxdl.files import CONFIG_FILE
 from jaxdl.launch.netns import parse_rate
 from jaxdl.report import style
 from jaxdl.run.result import exit_codes
+from jaxdl.tasks.base import Task
 
 
 def main() -> None:
@@ -39,6 +41,7 @@ def main() -> None:
     parser.add_argument("--target", type=float, required=True, help="of the task's best metric")
     parser.add_argument("--rates", nargs="+", required=True, metavar="RATE", help="of each host's link: 50mbit")
     parser.add_argument("--exchanges", nargs="+", default=["dense", "topk,density=0.01"], metavar="KIND,OPTION=VALUE")
+    parser.add_argument("--at-most-sec", type=float, default=math.inf, help="of training; by default to the run's end")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--devices-per-host", type=int, default=2)
@@ -46,12 +49,8 @@ def main() -> None:
     with exit_codes():
         for exchange in args.exchanges:  # A mistake is reported before the first run.
             base = jaxdl.load(args.config, [*side_flags(exchange), *changes])
-        if base.task.best_mode != "max":
-            raise ConfigError(
-                f"--config {args.config}: less {base.task.best_metric} is better; only rising metrics are supported."
-            )
         runs = [
-            run(args, changes, base.task.best_metric, exchange, rate, seed)
+            run(args, changes, base.task, exchange, rate, seed)
             for seed in args.seeds
             for rate in args.rates
             for exchange in args.exchanges
@@ -60,9 +59,9 @@ def main() -> None:
 
 
 def run(
-    args: argparse.Namespace, changes: list[str], metric: str, exchange: str, rate: str, seed: int
+    args: argparse.Namespace, changes: list[str], task: Task, exchange: str, rate: str, seed: int
 ) -> dict[str, Any]:
-    """Trains until the target is reached, or to the end; returns the time, the steps and the bytes."""
+    """Trains until the target is reached, or to the end; returns the time and the steps, without a target's if none."""
     workdir = args.workdir / f"{folder_name(exchange)}_{rate}_seed{seed}"
     print(f"--- {exchange} at {rate}, seed {seed}: {workdir}", flush=True)
     hosts, devices = str(args.hosts), str(args.devices_per_host)
@@ -73,25 +72,39 @@ def run(
     same_request(workdir, {"launch": launch, "flags": flags})
 
     def found(rows: list[dict[str, Any]]) -> dict[str, Any] | None:
-        return reached(rows, workdir, f"eval/{metric}", args.target)
+        return reached(rows, workdir, f"eval/{task.best_metric}", args.target, rising=task.best_mode == "max")
 
-    if found(read_rows(workdir)) is None and not finished(workdir):
-        train_on_hosts(launch, workdir, flags, until=lambda rows: found(rows) is not None)
-    times = found(read_rows(workdir)) or {"seconds": None}
+    def ended(rows: list[dict[str, Any]]) -> bool:
+        return found(rows) is not None or trained(rows, workdir)[0] >= args.at_most_sec
+
+    if not ended(read_rows(workdir)) and not finished(workdir):
+        train_on_hosts(launch, workdir, flags, until=ended)
+    rows = read_rows(workdir)
+    seconds, steps = trained(rows, workdir)
+    times = found(rows) or {"seconds": None, "stopped_after_sec": seconds, "stopped_after_steps": steps}
     return {"exchange": exchange, "rate": rate, "seed": seed, **times}
 
 
-def reached(rows: list[dict[str, Any]], workdir: Path, metric: str, target: float) -> dict[str, Any] | None:
+def reached(
+    rows: list[dict[str, Any]], workdir: Path, metric: str, target: float, *, rising: bool
+) -> dict[str, Any] | None:
     """Seconds of training and steps until the evaluation that reached the target; None if none has."""
+    for number, row in enumerate(rows):
+        value = row.get(metric)
+        if value is not None and (value >= target if rising else value <= target):
+            return {"seconds": trained(rows[: number + 1], workdir)[0], "steps": row["step"], metric: value}
+    return None
+
+
+def trained(rows: list[dict[str, Any]], workdir: Path) -> tuple[float, int]:
+    """Seconds of training in these rows, and the steps."""
     seconds, step = 0.0, 0
     examples = json.loads((workdir / CONFIG_FILE).read_text())["batch_size"] if rows else 0
     for row in rows:
         if "examples_per_sec" in row:
             seconds += (row["step"] - step) * examples / row["examples_per_sec"]
             step = row["step"]
-        if (row.get(metric) or 0) >= target:
-            return {"seconds": seconds, "steps": row["step"], metric: row[metric]}
-    return None
+    return seconds, step
 
 
 def report(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
@@ -105,7 +118,10 @@ def report(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
         for exchange in args.exchanges:
             found = [one for one in select(runs, rate, exchange) if one["seconds"] is not None]
             if len(found) < len(args.seeds):
-                table.add_row(rate, exchange, f"reached by {len(found)} of {len(args.seeds)} seeds")
+                others = [one for one in select(runs, rate, exchange) if one["seconds"] is None]
+                least = min(one["stopped_after_sec"] for one in others)
+                note = f"reached by {len(found)} of {len(args.seeds)} seeds, not in {least:.0f} s"
+                table.add_row(rate, exchange, note)
                 continue
             seconds = [one["seconds"] for one in found]
             ratios = [first[one["seed"]] / one["seconds"] for one in found if first[one["seed"]] is not None]
@@ -138,7 +154,7 @@ def figure(runs: list[dict[str, Any]], target: float) -> bytes:
     rates, exchanges = ([*dict.fromkeys(one[key] for one in runs)] for key in ("rate", "exchange"))
     chosen = style.looks(exchanges)
     drawn = style.new_figure(
-        4.2 * len(rates) + 2.5, 0.6 * len(exchanges) + 2.2, f"Training time to test accuracy {target:g}, measured"
+        4.2 * len(rates) + 2.5, 0.6 * len(exchanges) + 2.2, f"Training time to {target:g} on held-out data, measured"
     )
     for axes, rate in zip(drawn.subplots(1, len(rates), sharex=True, squeeze=False)[0], rates, strict=True):
         groups = {

@@ -26,7 +26,8 @@ def parse(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, list[str
 def side_flags(side: str) -> list[str]:
     """`topk,density=0.01`, or with an agreement `diloco,every_steps=32/quantized,bits=4`, as command-line options.
 
-    A name with a dot belongs to another part: `optimizer.momentum=0`, `.optimizer=muon`. Raises ConfigError for any other form.
+    A name with a dot belongs to another part: `optimizer.momentum=0`, `.optimizer=muon`. Raises ConfigError for any
+    other form.
     """
     agreement, slash, exchange = side.rpartition("/")
     if slash and not agreement:
