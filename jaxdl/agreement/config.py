@@ -31,8 +31,8 @@ Metrics = dict[str, jax.Array]
 class Merges(Protocol):
     """How the replicas of a state are merged: what `Agreement.merged` chooses from. See `jaxdl.rounds.merge`."""
 
-    def by_exchange(self, state: Any, fragment: int) -> tuple[Any, Metrics]:
-        """Moves the anchor by the mean of what the replicas have changed, by the run's exchange."""
+    def by_exchange(self, state: Any, fragments: Sequence[int]) -> tuple[Any, Metrics]:
+        """Moves these fragments of the anchor by the mean of what the replicas have changed, by the run's exchange."""
         ...
 
     def by_messages(self, state: Any, hops: Sequence[int], fractions: Sequence[float]) -> tuple[Any, Metrics]:

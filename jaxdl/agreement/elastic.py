@@ -36,7 +36,7 @@ class Elastic(Agreement, kind="elastic"):
     def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
         """By the exchange."""
         del num_replicas
-        return merges.by_exchange(state, number)
+        return merges.by_exchange(state, (number,))
 
     def moved(self, anchor: Tree, outer: dict[str, Tree], mean: Tree) -> tuple[Tree, dict[str, Tree]]:
         """The centre after it has moved to the replicas."""

@@ -65,7 +65,7 @@ class Fragments:
     def layout(self, layout: GradientLayout) -> GradientLayout:
         """What an exchange may know of the pieces of parameters whose layout this is."""
         stacked = self.each(dict.fromkeys(layout.stacked))
-        return GradientLayout(self.each(layout.specs), layout.inner, stacked=frozenset(stacked))
+        return GradientLayout(self.each(layout.specs), layout.inner, stacked=frozenset(stacked), at_once=True)
 
     def keys(self, number: int) -> set[str]:
         """The names of a fragment's pieces."""

@@ -93,12 +93,12 @@ class Periodic(Agreement, kind="periodic"):
         return self.fragments
 
     def due(self, step: int, total_steps: int, num_replicas: int) -> tuple[int, ...]:
-        """The fragments that merge right after this step: all at the end, else the one whose turn it is."""
+        """The fragment that merges right after this step, if it is the turn of one; at the end the number of all."""
         del num_replicas
         if step <= self.start_step:
             return ()
         if step == total_steps:
-            return tuple(range(self.fragments))
+            return (self._all,)
         turn = self._turn(step)
         return () if turn is None or self._travels(step, total_steps) else (turn,)
 
@@ -116,7 +116,12 @@ class Periodic(Agreement, kind="periodic"):
         """See `Agreement.apart`."""
         if step <= self.start_step:
             return False
-        return self.mixing > 0 or len(self.due(step, total_steps, num_replicas)) < self.fragments
+        return self.mixing > 0 or self._all not in self.due(step, total_steps, num_replicas)
+
+    @property
+    def _all(self) -> int:
+        """The number of the merge of all fragments."""
+        return self.fragments if self.fragments > 1 else 0
 
     def _travels(self, step: int, total_steps: int) -> bool:
         """Whether a merge that begins after this step travels beside the following ones, and arrives in time."""
@@ -138,7 +143,7 @@ class Periodic(Agreement, kind="periodic"):
     def merged(self, merges: Merges, state: Any, number: int, num_replicas: int) -> tuple[Any, Metrics]:
         """By the exchange."""
         del num_replicas
-        return merges.by_exchange(state, number)
+        return merges.by_exchange(state, range(self.fragments) if number == self._all else (number,))
 
     def init_outer(self, params: Tree) -> dict[str, Tree]:
         """The outer momentum, if there is one."""

@@ -7,9 +7,10 @@ can differ from that on a real device.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import importlib.util
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax.sharding import AxisType, Mesh
 from jaxdl.config import ConfigError
 from jaxdl.mesh import Axis
 from jaxdl.run.build import Plan
-from jaxdl.run.compile import compile_train_step
+from jaxdl.run.compile import compile_train_step, programs_of
 
 NUM_DEVICES = 8
 _TRITON_PRODUCTS = "xla_gpu_enable_triton_gemm"
@@ -112,17 +113,35 @@ def _describe_cudnn() -> None:
 
 
 def compile_step(plan: Plan) -> jax.stages.Compiled:
-    """The train step of a plan, compiled; for H100 that are only described without Triton's products if need be.
+    """The train step of a plan, compiled; for H100 that are only described without Triton's products if need be."""
+    return _with_tiles(plan, lambda plan: compile_train_step(plan))
+
+
+def compile_programs(plan: Plan, only: Sequence[str] = ()) -> Iterator[tuple[str, jax.stages.Compiled]]:
+    """The programs of a plan by their names (`programs_of`), compiled as by `compile_step`.
+
+    With `only` those whose names match one of these patterns; raises ConfigError if there is none.
+    """
+    names = list(programs_of(plan))
+    chosen = [name for name in names if not only or any(fnmatch.fnmatchcase(name, one) for one in only)]
+    if not chosen:
+        raise ConfigError(f"--only {' '.join(only)}: there is no such program. There are: {', '.join(names)}.")
+    for name in chosen:
+        yield name, _with_tiles(plan, lambda plan, name=name: programs_of(plan)[name]())
+
+
+def _with_tiles(plan: Plan, compile: Callable[[Plan], jax.stages.Compiled]) -> jax.stages.Compiled:
+    """A program of a plan, without Triton's products if need be.
 
     Without a GPU XLA gives each product of Triton a default tile, also where none of its size fits the operands, and
     then fails. With a GPU it tries the tiles, and cuBLAS, and takes the fastest that compiles.
     """
     try:
-        return compile_train_step(plan)
+        return compile(plan)
     except jax.errors.JaxRuntimeError as error:
         options = plan.experiment.compiler.options
         if _NO_TILE not in str(error) or any(option.startswith(_TRITON_PRODUCTS) for option in options):
             raise
     print(f"XLA finds no tile for a product of Triton: compiled with {_TRITON_PRODUCTS}=false, all products by cuBLAS.")
     changes = {"compiler.options": (*options, f"{_TRITON_PRODUCTS}=false")}
-    return compile_train_step(dataclasses.replace(plan, experiment=plan.experiment.replaced(changes)))
+    return compile(dataclasses.replace(plan, experiment=plan.experiment.replaced(changes)))

@@ -4,7 +4,8 @@ XLA fixes the order of a GPU program when it compiles. This reads that order and
 waited for, gives kernels the least time that an H100 needs and messages the time of their bytes on a network of a given
 speed, and computes the length of the step and the share of the messages that overlaps with kernels. With `--h100` it
 compiles for 8 x H100, each replica a host, on a machine without a GPU. Nothing runs: real kernels take longer, which
-hides more.
+hides more. Where replicas agree less often it shows each program: the local step, each merge, and merges beside local
+steps.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.bench.h100 import NUM_DEVICES, compile_step, h100_mesh
+from jaxdl.bench.h100 import NUM_DEVICES, compile_programs, h100_mesh
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, write_json
 from jaxdl.compiler import Links, hlo
 from jaxdl.compiler.options import ASSUMED_GBPS
@@ -51,6 +52,8 @@ class ScheduleBench(ExperimentBench):
     gbps: float | None = None
     """Gb/s that one device sends to other replicas in the simulation; XLA orders the program for it too, unless
     --compiler.network-gbps gives another speed for that. None takes --compiler.network-gbps, or 100 as a run does."""
+    only: tuple[str, ...] = ()
+    """Of several programs, only those of these names, in which * stands for any text: "local step" "merge 0*"."""
     json: Path | None = None
     """A file for the results."""
     plot: Path | None = None
@@ -74,14 +77,16 @@ def main(args: list[str]) -> None:
     for exchange in exchanges(command):
         plan = make_plan(command.experiment.replaced({"exchange": exchange}), devices)
         experiment = plan.experiment.replaced({"compiler.network_gbps": ordered})
-        text = compile_step(replace(plan, experiment=experiment)).as_text() or ""
         name = exchange.label + (", 1 step late" if exchange.delay_steps else "")
         if plan.parts.layout.mesh.shape[Axis.REPLICA] == 1:
             raise ConfigError("one replica exchanges nothing. Give --mesh.replica 2 or more.")
         streams = (own_options(plan) | compiler.values()).get(STREAMS, 1)
         links = Links(1e9 * gbps / 8, replica_latency_sec=1e-6 * compiler.network_latency_us, apart=int(streams) > 1)
-        found[name] = play(hlo.parse(text), plan.parts.layout.mesh.shape, links)
-        console.print(messages_table(found[name], name))
+        for program, compiled in compile_programs(replace(plan, experiment=experiment), command.only):
+            label = f"{name}: {program}" if plan.parts.agreement.keeps_replicas else name
+            text = compiled.as_text() or ""
+            found[label] = play(hlo.parse(text), plan.parts.layout.mesh.shape, links)
+            console.print(messages_table(found[label], label))
     console.print(summary_table(found, f"{command.config}, {gbps:g} Gb/s"))
     values = {name: as_json(timeline) for name, timeline in found.items()}
     write_json(command.json, values)

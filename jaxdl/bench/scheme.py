@@ -1,5 +1,7 @@
 """The collectives of the compiled training step by mesh axis, on these devices or on 8 x H100.
 
+Where replicas agree less often, those of each program: the local step, each merge, and merges beside local steps.
+
 With `--h100` it is compiled for 8 x H100 on a machine without a GPU, for example as `replica 2 x fsdp 4`, to see how
 XLA compiled the sharding and the exchange: which gathers, reductions and sorts it uses, and their sizes.
 """
@@ -9,19 +11,20 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.bench.h100 import compile_step, h100_mesh
+from jaxdl.bench.h100 import compile_programs, h100_mesh
 from jaxdl.bench.shared import ExperimentBench, make_table
-from jaxdl.compiler.groups import KINDS, axes_of
+from jaxdl.compiler.groups import KINDS, axes_of, sent_bytes
 from jaxdl.compiler.hlo import Shapes, shapes_bytes, shapes_of
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto
 from jaxdl.experiment import parse_command_line
+from jaxdl.mesh import Axis
 from jaxdl.run.build import make_plan
 
 _INSTRUCTION = re.compile(r"= (.+?) ((?:" + "|".join(KINDS) + r")(?:-start)?|sort)\(")
@@ -33,6 +36,8 @@ class SchemeBench(ExperimentBench):
 
     h100: bool = False
     """Compile for 8 x H100; no GPU is needed, but JAX's CUDA packages are."""
+    only: tuple[str, ...] = ()
+    """Of several programs, only those of these names, in which * stands for any text: "local step" "merge 0*"."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +54,12 @@ class Operation:
     def num_bytes(self) -> float:
         """Bytes of all results."""
         return shapes_bytes(self.shapes)
+
+    def sent_bytes(self, axes: Mapping[str, int]) -> float:
+        """Bytes that one device sends by ring algorithms, on a mesh with these axes; none in a sort."""
+        if not self.axes:
+            return 0.0
+        return sent_bytes(self.kind, math.prod(axes[axis] for axis in self.axes), self.num_bytes)
 
     @property
     def num_elements(self) -> int:
@@ -71,16 +82,24 @@ def main(args: list[str]) -> None:
         shape = command.experiment.mesh.sizes(8)
         devices = list(h100_mesh(shape).devices.flat)
     plan = make_plan(command.experiment, devices)
-    compiled = compile_step(plan)
-    mesh = plan.parts.layout.mesh
-    console = Console(width=150)
-    title = f"{command.config}, exchange {plan.experiment.exchange.kind}"
-    console.print(table_of(operations(compiled.as_text() or "", mesh.shape), title))
-    if (memory := compiled.memory_analysis()) is not None:
+    mesh, console = plan.parts.layout.mesh, Console(width=150)
+    for name, compiled in compile_programs(plan, command.only):
+        found = operations(compiled.as_text() or "", mesh.shape)
+        console.print(table_of(found, f"{command.config}, exchange {plan.experiment.exchange.kind}: {name}"))
+        console.print(over_replica(found, mesh.shape))
+        if (memory := compiled.memory_analysis()) is None:
+            continue
         console.print(
             f"on one device: {memory.argument_size_in_bytes / 2**20:,.1f} MiB of state and batch, "
             f"{memory.temp_size_in_bytes / 2**20:,.1f} MiB of temporary memory"
         )
+
+
+def over_replica(found: Sequence[Operation], axes: Mapping[str, int]) -> str:
+    """How many of the operations cross `replica`, and the bytes that one device sends in them, in words."""
+    crossing = [one for one in found if Axis.REPLICA.value in one.axes]
+    sent = sum(one.sent_bytes(axes) for one in crossing)
+    return f"over replica: {len(crossing)} collectives, in which one device sends {sent:,.0f} bytes"
 
 
 def table_of(found: list[Operation], title: str) -> Table:

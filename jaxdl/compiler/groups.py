@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
+
+_SENT: dict[str, Callable[[int], float]] = {
+    "all-reduce": lambda ways: 2 * (ways - 1) / ways,
+    "all-gather": lambda ways: (ways - 1) / ways,
+    "reduce-scatter": lambda ways: ways - 1,
+    "all-to-all": lambda ways: (ways - 1) / ways,
+    "ragged-all-to-all": lambda ways: (ways - 1) / ways,
+    "collective-permute": lambda ways: 1,
+}
+
+
+def sent_bytes(kind: str, ways: int, result_bytes: float) -> float:
+    """The bytes that one device sends by ring algorithms, in a collective of a kind among so many devices.
+
+    `result_bytes` are those of its result on one device.
+    """
+    return _SENT[kind](ways) * result_bytes
 
 
 def dims_of(text: str) -> tuple[int, ...]:

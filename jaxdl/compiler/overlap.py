@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from jaxdl.compiler.groups import KINDS, axes_of
+from jaxdl.compiler.groups import KINDS, axes_of, sent_bytes
 from jaxdl.compiler.hlo import (
     Instruction,
     Module,
@@ -230,12 +230,5 @@ def _message(module: Module, one: Instruction, axes: Mapping[str, int]) -> Messa
     if one.kind.endswith("-start") and one.kind not in ("async-start", "all-reduce-start"):
         shapes = shapes[len(shapes) // 2 :]  # (operands, results)
     ways = math.prod(axes[axis] for axis in over)
-    sent = {
-        "all-reduce": 2 * (ways - 1) / ways,
-        "all-gather": (ways - 1) / ways,
-        "reduce-scatter": float(ways - 1),
-        "all-to-all": (ways - 1) / ways,
-        "ragged-all-to-all": (ways - 1) / ways,
-        "collective-permute": 1.0,
-    }[base]
-    return Message(one.name, base, over, sent * shapes_bytes(shapes), is_async)
+    sent = sent_bytes(base, ways, shapes_bytes(shapes))
+    return Message(one.name, base, over, sent, is_async)

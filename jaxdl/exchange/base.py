@@ -86,6 +86,9 @@ class GradientLayout:
     """The names in the order in which the backward pass finishes them; without it, the last ones come first."""
     stacked: frozenset[str] = frozenset()
     """Names of gradients whose leading dimension counts layers."""
+    at_once: bool = False
+    """Whether all are ready at once, as what replicas merge is, and not one after the other in a backward pass: then
+    no message waits for another, so that all of them together fit beside one loop of XLA's."""
 
     def used(self, name: str) -> tuple[str, ...]:
         """The inner axes over which a gradient is split, outermost first."""

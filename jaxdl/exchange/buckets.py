@@ -113,8 +113,13 @@ def make_buckets(
     return buckets
 
 
-def in_turn(buckets: Sequence[Bucket], names: Sequence[str]) -> list[int]:
-    """The numbers of buckets in the order in which they can be sent, when gradients are ready in the order `names`."""
+def in_turn(buckets: Sequence[Bucket], names: Sequence[str], layout: GradientLayout) -> list[int]:
+    """The numbers of buckets in the order in which they can be sent, when gradients are ready in the order `names`.
+
+    If all are ready at once, those come first whose sums are gathered inside the replica.
+    """
+    if layout.at_once:
+        return sorted(range(len(buckets)), key=lambda number: not buckets[number].whole)
     place = {name: number for number, name in enumerate(names)}
     return sorted(range(len(buckets)), key=lambda number: max(place[name] for name in buckets[number].names))
 

@@ -41,7 +41,18 @@ from jaxdl.exchange.base import (
 from jaxdl.exchange.buckets import Bucket, in_turn, make_buckets
 from jaxdl.exchange.config import ExchangeConfig
 from jaxdl.exchange.cost import Cost, Gradients, Machine, all_reduce_cost
-from jaxdl.exchange.message import Carried, Context, Message, Sent, Sums, joined, measured, message_costs, send_dense
+from jaxdl.exchange.message import (
+    Carried,
+    Context,
+    Message,
+    Sent,
+    Sums,
+    joined,
+    last_of,
+    measured,
+    message_costs,
+    send_dense,
+)
 
 
 class Compressed(ExchangeConfig, kind=None):
@@ -202,7 +213,7 @@ class CompressedExchange(SummedLater):
         dense, compressed = self.options.buckets(shapes, self.layout)
         ready = self.options.ordered(list(shapes), self.layout)
         inside = {name for bucket in compressed for name in bucket.names}
-        turn = [(number, compressed[number]) for number in in_turn(compressed, ready)]
+        turn = [(number, compressed[number]) for number in in_turn(compressed, ready, self.layout)]
         return dense, turn, [name for name in ready if name in inside]
 
     def _send(
@@ -213,7 +224,7 @@ class CompressedExchange(SummedLater):
         def run(settings: Compressed | None, carried: Carried) -> Sums:
             messages: list[Sent] = []
             for number, bucket in buckets:
-                message = Message(bucket, *carried, messages[-1].last if messages else None, number)
+                message = Message(bucket, *carried, last_of(messages, bucket, self.layout), number)
                 messages.append(settings.send(message, context) if settings else send_dense(message, context))
             return joined(messages, carried, context)
 

@@ -22,7 +22,7 @@ from jaxdl.exchange.base import (
 from jaxdl.exchange.buckets import in_turn
 from jaxdl.exchange.config import ExchangeConfig
 from jaxdl.exchange.cost import Cost, Figures, Gradients, Machine, all_reduce_cost
-from jaxdl.exchange.message import Context, Message, Sent, measured, message_costs, send_dense
+from jaxdl.exchange.message import Context, Message, Sent, last_of, measured, message_costs, send_dense
 
 WireDtype = Literal["float32", "bfloat16", "float16"]
 """From exact to rough: float16 overflows where bfloat16 only rounds."""
@@ -97,8 +97,8 @@ class DenseExchange:
         shares = shares_of(leaves, axis)
         buckets, _ = self.options.buckets({name: x.shape for name, x in leaves.items()}, self.layout)
         messages: list[Sent] = []
-        for number in in_turn(buckets, self.options.ordered(list(leaves), self.layout)):
-            message = Message(buckets[number], shares, last=messages[-1].last if messages else None)
+        for number in in_turn(buckets, self.options.ordered(list(leaves), self.layout), self.layout):
+            message = Message(buckets[number], shares, last=last_of(messages, buckets[number], self.layout))
             messages.append(send_dense(message, context, dtype=jnp.dtype(self.options.wire_dtype)))
         total = {name: x for message in messages for name, x in message.total.items()}
         metrics = measured(message_costs(messages, context), shares, {}, context)

@@ -74,6 +74,17 @@ class Sent:
     """New state of the shards."""
 
 
+def last_of(sent: Sequence[Sent], bucket: Bucket, layout: GradientLayout) -> jax.Array | None:
+    """`Message.last` of the next message, that of a bucket; None if it waits for none.
+
+    Gradients that are all ready at once wait only for those whose sums are gathered inside the replica (see `in_turn`):
+    XLA would merge both messages, and wait for the large one to gather the small one early.
+    """
+    if layout.at_once:
+        sent = [] if bucket.whole else [one for one in sent if one.bucket.whole]
+    return sent[-1].last if sent else None
+
+
 class Carried(NamedTuple):
     """What all messages of the compressed buckets start from."""
 

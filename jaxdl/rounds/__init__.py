@@ -3,10 +3,11 @@
 from jaxdl.rounds.evaluation import make_own_eval_step
 from jaxdl.rounds.local import make_joint_step, make_local_step
 from jaxdl.rounds.merge import make_merge, make_settle
-from jaxdl.rounds.programs import RoundSteps, make_streamed
+from jaxdl.rounds.programs import RoundSteps, lowered_programs, make_streamed
 
 __all__ = [
     "RoundSteps",
+    "lowered_programs",
     "make_joint_step",
     "make_local_step",
     "make_merge",

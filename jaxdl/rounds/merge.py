@@ -17,12 +17,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.exchange import by_name, exchanged_on_mesh
 from jaxdl.mesh import Axis
-from jaxdl.sharding import named
+from jaxdl.sharding import named, spec_axes
 from jaxdl.state import OUTER, Own, TrainState, replicated
 from jaxdl.step import Metrics, Parts, ema_decay
 
 Pieces = dict[str, jax.Array]
-"""Those of a fragment, by their names."""
+"""Those of some fragments, by their names."""
 _REPLICA = Axis.REPLICA.value
 _KEY = 3
 """Folded with the key of the step before it this gives that of a merge; 0 to 2 are the step's own."""
@@ -67,6 +67,7 @@ def make_settle(parts: Parts) -> jax.stages.Wrapped:
     )
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Begun:
     """A merge whose messages have travelled, and which has not changed the parameters yet."""
@@ -74,9 +75,9 @@ class Begun:
     mean: Pieces
     """The mean of the anchor less each replica's parameters."""
     healthy: jax.Array
-    """Which replicas took part, bool `[replica]`."""
+    """Which replicas took part, bool `[fragment, replica]`."""
     factor: jax.Array
-    """Each replica's part in the mean, float32 `[replica]`; the sum is 1, or 0 if no replica took part."""
+    """Each replica's part in the mean, float32 `[fragment, replica]`; they sum to 1, or to 0 if none took part."""
     metrics: Metrics
 
 
@@ -88,68 +89,78 @@ class Merge:
         self._parts, self._mesh, self._fragments = parts, parts.layout.mesh, parts.fragments
         self._num_replicas = self._mesh.shape[_REPLICA]
 
-    def by_exchange(self, state: TrainState, fragment: int) -> tuple[TrainState, Metrics]:
+    def by_exchange(self, state: TrainState, fragments: Sequence[int]) -> tuple[TrainState, Metrics]:
         """See `Merges.by_exchange`."""
-        state, begun = self.begun(state, fragment)
-        return self.arrived(state, begun, fragment)
+        state, begun = self.begun(state, fragments)
+        return self.arrived(state, begun, fragments)
 
-    def begun(self, state: TrainState, fragment: int) -> tuple[TrainState, Begun]:
-        """Sends what each replica has changed of a fragment, and receives the mean. What is counted begins anew."""
+    def begun(self, state: TrainState, fragments: Sequence[int]) -> tuple[TrainState, Begun]:
+        """Sends what each replica has changed of fragments, and receives the mean. What is counted begins anew."""
         parts, own = self._parts, state.own
-        anchor, mine = self._anchor(state, fragment), self._mine(own, fragment)
+        anchor, mine = self._anchor(state, fragments), self._mine(own, fragments)
         delta = {name: anchor[name][None] - x for name, x in mine.items()}
-        finite = _finite(delta)
-        healthy, factor = _parts_in_mean(finite, own.since["merge_weight"][:, fragment])
+        specs, wanted = self._specs(parts.state_spec.grads, fragments), self._specs(parts.state_spec.update, fragments)
+        sums = {name: own.since[name] for name in ("loss", "weight")}
+        sums |= {name: own.guard[name] for name in ("bad_steps",) if own.guard}
+        weights = {str(one): own.since["merge_weight"][:, one] for one in fragments}
+        finite, told = self._told(delta, specs, sums | weights)
+        each = [_parts_in_mean(finite, told[str(one)]) for one in fragments]
+        healthy, factor = (jnp.stack(x) for x in zip(*each, strict=True))
+        place = self._places(fragments)
         # The exchange takes the plain mean over the replicas.
-        shares = {name: _where(healthy, x * _wide(factor * self._num_replicas, x), 0) for name, x in delta.items()}
-        specs, wanted = self._specs(parts.state_spec.grads, fragment), self._specs(parts.state_spec.update, fragment)
+        shares = {
+            name: _where(healthy[place[name]], x * _wide(factor[place[name]] * self._num_replicas, x), 0)
+            for name, x in delta.items()
+        }
         stacked = {name: PartitionSpec(_REPLICA, *spec) for name, spec in specs.items()}
         shares = lax.with_sharding_constraint(shares, named(self._mesh, stacked))
-        places = self._of_fragment(parts.state_spec.specs.exchange_state, fragment)
+        # XLA fuses what reads the same parameters: without this, the messages with the end of the steps beside them.
+        shares, state = lax.optimization_barrier((shares, state))
+        own = state.own
+        places = self._of_fragments(parts.state_spec.specs.exchange_state, fragments)
         exchange = exchanged_on_mesh(parts.exchange, specs, places, self._mesh, wanted=wanted)
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step - 1), _KEY)
-        sums = {name: own.since[name] for name in ("loss", "weight")}
-        sums |= {"bad_replicas": 1.0 - finite} | {name: own.guard[name] for name in ("bad_steps",) if own.guard}
-        mean, new, found = exchange(shares, self._of_fragment(state.exchange_state, fragment), key, sums)
-        totals = {name: found.pop(f"sums/{name}") for name in sums}
+        mean, new, found = exchange(shares, self._of_fragments(state.exchange_state, fragments), key)
         metrics = {f"exchange/{name}": value for name, value in found.items()}
-        metrics |= {"agreement/loss": totals["loss"] / totals["weight"]}
-        metrics |= {"agreement/bad_replicas": totals["bad_replicas"]}
-        metrics |= {name: totals[name] for name in ("bad_steps",) if own.guard}
+        metrics |= {"agreement/loss": told["loss"].sum() / told["weight"].sum()}
+        metrics |= {"agreement/bad_replicas": jnp.sum(1.0 - finite)}
+        metrics |= {name: told[name].sum() for name in ("bad_steps",) if own.guard}
         since = jax.tree.map(jnp.zeros_like, own.since)
-        since["merge_weight"] = own.since["merge_weight"].at[:, fragment].set(0)
+        since["merge_weight"] = own.since["merge_weight"].at[:, jnp.array(fragments)].set(0)
         state = state.replace(
-            exchange_state=self._with_fragment(state.exchange_state, new, fragment),
+            exchange_state=self._with_fragments(state.exchange_state, new, fragments),
         ).with_own(dataclasses.replace(own, since=since))
         return state, Begun(mean, healthy, factor, metrics)
 
-    def arrived(self, state: TrainState, begun: Begun, fragment: int) -> tuple[TrainState, Metrics]:
+    def arrived(self, state: TrainState, begun: Begun, fragments: Sequence[int]) -> tuple[TrainState, Metrics]:
         """Moves the anchor and the replicas; the merge may have begun some steps before this state."""
-        agreement = self._parts.agreement
+        agreement, place = self._parts.agreement, self._places(fragments)
         own, outer = state.own, state.agreement_state[OUTER]
-        before, mine = self._anchor(state, fragment), self._mine(own, fragment)
-        # Since it began, the steps beside it may have ended badly.
-        leaves = {"params": by_name(own.params), "state": by_name(own.model_state)}
-        sound = begun.healthy & _finite({f"{part}/{name}": x for part, xs in leaves.items() for name, x in xs.items()})
-        kept = {name: self._of(tree, fragment) for name, tree in outer.items()}
-        moved = agreement.moved(before, kept, begun.mean)
-        after, new_outer = jax.tree.map(
-            lambda new, old: jnp.where(jnp.any(begun.healthy), new, old), moved, (before, kept)
-        )
-        specs = self._specs(self._parts.state_spec.params, fragment)
+        before, mine = self._anchor(state, fragments), self._mine(own, fragments)
+        kept = {name: self._of(tree, fragments) for name, tree in outer.items()}
+        moved, new_outer = agreement.moved(before, kept, begun.mean)
+        taken = jnp.any(begun.healthy, axis=1)
+
+        def chosen(new: Pieces, old: Pieces) -> Pieces:
+            return {name: jnp.where(taken[place[name]], x, old[name]) for name, x in new.items()}
+
+        after, new_outer = chosen(moved, before), {name: chosen(tree, kept[name]) for name, tree in new_outer.items()}
+        specs = self._specs(self._parts.state_spec.params, fragments)
         after = lax.with_sharding_constraint(after, named(self._mesh, specs))
+        sound, changes, model_state, distance = self._shared(state, before, mine, begun, fragments)
         adopted = {
             name: _where(sound, agreement.adopted(x, before[name], after[name], self._num_replicas), after[name])
             for name, x in mine.items()
         }
-        own, model_state = self._shared(self._with_mine(own, adopted, fragment), sound, begun.factor)
-        state = self._with_anchor(state, after, fragment).replace(
+        own = dataclasses.replace(self._with_mine(own, adopted, fragments), **changes)
+        state = self._with_anchor(state, after, fragments).replace(
             model_state=model_state,
-            ema_params=self._averaged(state, after, fragment),
-            agreement_state={OUTER: {name: self._put(tree, new_outer[name], fragment) for name, tree in outer.items()}},
+            ema_params=self._averaged(state, after, fragments),
+            agreement_state={
+                OUTER: {name: self._put(tree, new_outer[name], fragments) for name, tree in outer.items()}
+            },
         )
-        state = state.with_own(own)
-        distance = self._distance({name: before[name] - x for name, x in begun.mean.items()}, mine, begun.factor)
+        state = state.with_own(self._with_fresh_optimizer(own, sound))
         return state, begun.metrics | {"agreement/distance": distance}
 
     def by_messages(
@@ -157,7 +168,7 @@ class Merge:
     ) -> tuple[TrainState, Metrics]:
         """See `Merges.by_messages`; by push-sum, so that a replica with bad numbers has no part in the averages."""
         own = state.own
-        mine = self._mine(own, 0)
+        mine = self._mine(own, (0,))
         finite = _finite(mine)
         weight = jnp.where(finite, own.share["weight"], 0)
         sent = {name: _where(finite, x * _wide(weight, x), 0) for name, x in mine.items()}
@@ -171,10 +182,10 @@ class Merge:
             name: _where(lonely, mine[name], x / _wide(jnp.where(lonely, 1, new_weight), x))
             for name, x in total.items()
         }
-        new = self._with_mine(dataclasses.replace(own, share={"weight": new_weight}), mixed, 0)
+        new = self._with_mine(dataclasses.replace(own, share={"weight": new_weight}), mixed, (0,))
         fresh = jax.tree.map(lambda x, common: _where(finite, x, common), own.model_state, state.model_state)
         new = self._with_fresh_optimizer(dataclasses.replace(new, model_state=fresh), finite)
-        specs = self._specs(self._parts.state_spec.params, 0)
+        specs = self._specs(self._parts.state_spec.params, (0,))
         sizes = [math.prod(NamedSharding(self._mesh, specs[name]).shard_shape(x.shape[1:])) for name, x in mine.items()]
         sent = jnp.float32(4 * (sum(sizes) + 1) * len(hops))
         return state.with_own(new), {f"exchange/bytes_sent/{_REPLICA}": sent}
@@ -182,7 +193,7 @@ class Merge:
     def settled(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """See `make_settle`."""
         own = state.own
-        mine = self._mine(own, 0)
+        mine = self._mine(own, (0,))
         leaves = {"params": mine, "state": by_name(own.model_state)}
         finite = _finite({f"{part}/{name}": x for part, xs in leaves.items() for name, x in xs.items()})
         weight = jnp.where(finite, own.share["weight"], 0)
@@ -194,30 +205,103 @@ class Merge:
 
         averaged = {name: mean(x) for name, x in mine.items()}
         distance = self._distance(averaged, mine, factor)
-        state = self._with_anchor(state, averaged, 0).replace(model_state=jax.tree.map(mean, own.model_state))
+        state = self._with_anchor(state, averaged, (0,)).replace(model_state=jax.tree.map(mean, own.model_state))
         return state, {"replicas/distance": distance, "replicas/bad": jnp.sum(1.0 - finite)}
 
-    def _shared(self, own: Own, sound: jax.Array, factor: jax.Array) -> tuple[Own, Any]:
-        """The replicas, with the mean of their model states, which is also returned; and the least loss scale.
+    def _told(
+        self, pieces: Pieces, specs: Mapping[str, PartitionSpec], numbers: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Whether a replica's pieces are finite, and its `numbers`; `[replica]`, which all get in one all-reduce."""
+        axes = tuple(self._mesh.axis_names)
 
-        A replica that is not `sound` gets a new optimizer state, but for its counts.
+        def one_device(pieces: Pieces, numbers: Mapping[str, jax.Array]) -> jax.Array:
+            row = jnp.stack([jnp.float32(0), *[x[0].astype(jnp.float32) for x in numbers.values()]])
+            row = jnp.where(self._first(), row, 0).at[0].set(jnp.where(_finite(pieces)[0], 0.0, 1.0))
+            table = jnp.zeros((self._num_replicas, row.size)).at[lax.axis_index(_REPLICA)].set(row)
+            return lax.psum(table, axes)
+
+        stacked = {name: PartitionSpec(_REPLICA, *spec) for name, spec in specs.items()}
+        table = jax.shard_map(
+            one_device,
+            mesh=self._mesh,
+            in_specs=(stacked, PartitionSpec(_REPLICA)),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )(pieces, dict(numbers))
+        return table[:, 0] == 0, dict(zip(numbers, table[:, 1:].T, strict=True))
+
+    def _first(self) -> jax.Array:
+        """In a manual region: whether a device is the first of its replica."""
+        return lax.axis_index(tuple(axis for axis in self._mesh.axis_names if axis != _REPLICA)) == 0
+
+    def _shared(
+        self, state: TrainState, before: Pieces, mine: Pieces, begun: Begun, fragments: Sequence[int]
+    ) -> tuple[jax.Array, dict[str, Any], Any, jax.Array]:
+        """What else replicas tell each other when a merge arrives, in one all-reduce:
+
+        - which replicas' numbers are finite and took part in the merge, `[replica]`: the steps beside it may have ended
+          badly;
+        - what changes in `Own`: the mean of their model states, and the least loss scale;
+        - that mean;
+        - the root mean square over replicas of their distances from what they agree on.
         """
-        part = jnp.where(sound, factor, 0)
-        part = part / jnp.maximum(part.sum(), _TINY)
-
-        def mean(x: jax.Array) -> jax.Array:
-            total = jnp.sum(_where(sound, x * _wide(part, x), 0), axis=0)
-            return jnp.where(jnp.any(sound), total, x[0])
-
-        model_state = jax.tree.map(mean, own.model_state)
-        changes: dict[str, Any] = {
-            "model_state": jax.tree.map(lambda x, m: jnp.broadcast_to(m[None], x.shape), own.model_state, model_state)
+        own, place, axes = state.own, self._places(fragments), tuple(self._mesh.axis_names)
+        inner = tuple(axis for axis in axes if axis != _REPLICA)
+        healthy, factor = jnp.all(begun.healthy, axis=0), jnp.mean(begun.factor, axis=0)
+        specs = self._specs(self._parts.state_spec.params, fragments)
+        stacked = {name: PartitionSpec(_REPLICA, *spec) for name, spec in specs.items()}
+        own_specs = {
+            name: PartitionSpec(_REPLICA, *spec)
+            for name, spec in by_name(self._parts.trainable.of(self._parts.state_spec.params)).items()
         }
+        center = {name: before[name] - x for name, x in begun.mean.items()}
+        copies = {
+            name: math.prod(self._mesh.shape[axis] for axis in inner if axis not in spec_axes(spec))
+            for name, spec in specs.items()
+        }
+        scale = {"scale": own.loss_scale["scale"]} if own.loss_scale else {}
+
+        def one_device(params: Pieces, own_state: Any, mine: Pieces, center: Pieces, told: Pieces, parts: Any) -> Any:
+            leaves = params | {f"state/{name}": x for name, x in by_name(own_state).items()}
+            unsound = lax.psum(jnp.where(_finite(leaves)[0] & (told["healthy"][0] > 0), 0.0, 1.0), inner)
+            sound = unsound == 0
+            part = jnp.where(sound, told["factor"][0], 0)
+            flat, as_tree = ravel_pytree((jax.tree.map(lambda x: x[0], own_state), jnp.float32(1)))
+            scales = {
+                name: jnp.zeros(self._num_replicas).at[lax.axis_index(_REPLICA)].set(jnp.where(sound, x[0], jnp.inf))
+                for name, x in told.items()
+                if name in scale
+            }
+            sums = jax.tree.map(
+                lambda x: jnp.where(self._first(), x, 0), (jnp.where(sound, flat * part.astype(flat.dtype), 0), scales)
+            )
+            squares = jnp.float32(0)
+            for name, x in mine.items():
+                share = parts[place[name]][0]
+                square = share * jnp.sum((x[0] - center[name]) ** 2) / copies[name]
+                squares += jnp.where(share > 0, square, 0)
+            joined, split = ravel_pytree((*sums, squares))
+            flat, scales, squares = split(lax.psum(joined, axes))
+            total, weight = as_tree(flat)
+            return sound[None], jax.tree.map(lambda x: x / jnp.maximum(weight, _TINY), total), weight, scales, squares
+
+        told = {"healthy": healthy.astype(jnp.float32), "factor": factor} | scale
+        each, same = PartitionSpec(_REPLICA), PartitionSpec()
+        sound, mean, weight, scales, squares = jax.shard_map(
+            one_device,
+            mesh=self._mesh,
+            in_specs=(own_specs, each, stacked, specs, each, PartitionSpec(None, _REPLICA)),
+            out_specs=(each, same, same, same, same),
+            check_vma=False,
+        )(by_name(own.params), own.model_state, mine, center, told, begun.factor)
+        mean = jax.tree.map(lambda new, old: jnp.where(weight > 0, new, old), mean, state.model_state)
+        spread = jax.tree.map(lambda x, m: jnp.broadcast_to(m[None], x.shape), own.model_state, mean)
+        changes: dict[str, Any] = {"model_state": spread}
         if own.loss_scale:
-            scale = own.loss_scale["scale"]
-            least = jnp.min(jnp.where(sound | ~jnp.any(sound), scale, jnp.inf))
-            changes["loss_scale"] = own.loss_scale | {"scale": jnp.broadcast_to(least, scale.shape)}
-        return self._with_fresh_optimizer(dataclasses.replace(own, **changes), sound), model_state
+            least = jnp.min(scales["scale"])
+            least = jnp.where(jnp.isfinite(least), least, jnp.min(own.loss_scale["scale"]))
+            changes["loss_scale"] = own.loss_scale | {"scale": jnp.broadcast_to(least, own.loss_scale["scale"].shape)}
+        return sound, changes, mean, jnp.sqrt(squares)
 
     def _with_fresh_optimizer(self, own: Own, sound: jax.Array) -> Own:
         """The replicas; one that is not `sound` has a fresh optimizer state, but for its counts."""
@@ -229,14 +313,14 @@ class Merge:
         )
         return dataclasses.replace(own, opt_state=opt_state)
 
-    def _averaged(self, state: TrainState, after: Pieces, fragment: int) -> Any:
+    def _averaged(self, state: TrainState, after: Pieces, fragments: Sequence[int]) -> Any:
         """The moving average of the anchor, if there is one, with the decay of as many steps as lie between merges."""
         if self._parts.config.ema_decay is None:
             return state.ema_params
         decay = ema_decay(self._parts.config.ema_decay, state.step) ** self._parts.agreement.merge_steps
-        old = self._of(self._parts.trainable.of(state.ema_params), fragment)
+        old = self._of(self._parts.trainable.of(state.ema_params), fragments)
         moved = {name: decay * old[name] + (1 - decay) * x for name, x in after.items()}
-        trained = self._put(self._parts.trainable.of(state.ema_params), moved, fragment)
+        trained = self._put(self._parts.trainable.of(state.ema_params), moved, fragments)
         return self._parts.trainable.merged(trained, state.ema_params)
 
     def _distance(self, center: Pieces, mine: Pieces, factor: jax.Array) -> jax.Array:
@@ -249,7 +333,8 @@ class Merge:
         """For each replica what the one `hops` before it has, leaves `[replica, ...]`, in one message a device."""
         stacked = PartitionSpec(_REPLICA)
         specs = {
-            name: PartitionSpec(_REPLICA, *spec) for name, spec in self._specs(self._parts.state_spec.params, 0).items()
+            name: PartitionSpec(_REPLICA, *spec)
+            for name, spec in self._specs(self._parts.state_spec.params, (0,)).items()
         }
         pairs = [(source, (source + hops) % self._num_replicas) for source in range(self._num_replicas)]
 
@@ -262,34 +347,41 @@ class Merge:
         )
         return region(pieces, weight)
 
-    def _anchor(self, state: TrainState, fragment: int) -> Pieces:
-        return self._of(self._parts.trainable.of(state.params), fragment)
+    def _anchor(self, state: TrainState, fragments: Sequence[int]) -> Pieces:
+        return self._of(self._parts.trainable.of(state.params), fragments)
 
-    def _mine(self, own: Own, fragment: int) -> Pieces:
-        return self._of(own.params, fragment, lead=1)
+    def _mine(self, own: Own, fragments: Sequence[int]) -> Pieces:
+        return self._of(own.params, fragments, lead=1)
 
-    def _of(self, tree: Any, fragment: int, lead: int = 0) -> Pieces:
-        return self._fragments.of(by_name(tree), fragment, lead)
+    def _of(self, tree: Any, fragments: Sequence[int], lead: int = 0) -> Pieces:
+        leaves = by_name(tree)
+        return {name: x for one in fragments for name, x in self._fragments.of(leaves, one, lead).items()}
 
-    def _put(self, tree: Any, values: Pieces, fragment: int, lead: int = 0) -> Any:
-        """A tree like the trained parameters with a fragment's pieces replaced."""
-        leaves = self._fragments.put(by_name(tree), fragment, values, lead)
+    def _put(self, tree: Any, values: Pieces, fragments: Sequence[int], lead: int = 0) -> Any:
+        """A tree like the trained parameters with the pieces of fragments replaced."""
+        leaves = by_name(tree)
+        for one in fragments:
+            leaves = self._fragments.put(leaves, one, values, lead)
         return jax.tree.unflatten(jax.tree.structure(tree), list(leaves.values()))
 
-    def _with_anchor(self, state: TrainState, values: Pieces, fragment: int) -> TrainState:
-        trained = self._put(self._parts.trainable.of(state.params), values, fragment)
+    def _with_anchor(self, state: TrainState, values: Pieces, fragments: Sequence[int]) -> TrainState:
+        trained = self._put(self._parts.trainable.of(state.params), values, fragments)
         return state.replace(params=self._parts.trainable.merged(trained, state.params))
 
-    def _with_mine(self, own: Own, values: Pieces, fragment: int) -> Own:
-        return dataclasses.replace(own, params=self._put(own.params, values, fragment, lead=1))
+    def _with_mine(self, own: Own, values: Pieces, fragments: Sequence[int]) -> Own:
+        return dataclasses.replace(own, params=self._put(own.params, values, fragments, lead=1))
 
-    def _specs(self, specs: Any, fragment: int) -> dict[str, PartitionSpec]:
-        found = self._fragments.each(by_name(self._parts.trainable.of(specs)))
-        return {name: found[name] for name in found if name in self._fragments.keys(fragment)}
+    def _specs(self, specs: Any, fragments: Sequence[int]) -> dict[str, PartitionSpec]:
+        found, place = self._fragments.each(by_name(self._parts.trainable.of(specs))), self._places(fragments)
+        return {name: spec for name, spec in found.items() if name in place}
 
-    def _of_fragment(self, exchange_state: Any, fragment: int) -> Any:
-        """The part of an exchange's state, or of its PartitionSpecs, that belongs to a fragment."""
-        keys = self._fragments.keys(fragment)
+    def _places(self, fragments: Sequence[int]) -> dict[str, int]:
+        """For each piece of the fragments, the place of its fragment among them."""
+        return {name: place for place, one in enumerate(fragments) for name in self._fragments.keys(one)}
+
+    def _of_fragments(self, exchange_state: Any, fragments: Sequence[int]) -> Any:
+        """The part of an exchange's state, or of its PartitionSpecs, that belongs to fragments."""
+        keys = self._places(fragments)
         return {
             where: entries
             if where == "common"
@@ -297,9 +389,9 @@ class Merge:
             for where, entries in exchange_state.items()
         }
 
-    def _with_fragment(self, exchange_state: Any, new: Any, fragment: int) -> Any:
+    def _with_fragments(self, exchange_state: Any, new: Any, fragments: Sequence[int]) -> Any:
         """The exchange's state with that part replaced; its counters count the merges of the last fragment."""
-        last = fragment == len(self._fragments.pieces) - 1
+        last = len(self._fragments.pieces) - 1 in fragments
         return {
             where: (new[where] if last else entries)
             if where == "common"

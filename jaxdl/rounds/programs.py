@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
+from jaxdl.agreement import Agreement
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.rounds.local import OWN, local_step, make_joint_step, make_local_step
 from jaxdl.rounds.merge import Merge, make_merge, make_settle
@@ -19,21 +19,23 @@ from jaxdl.step import Batch, Metrics, Parts
 Compile = Callable[[jax.stages.Lowered], Callable[..., Any]]
 
 
-def make_streamed(parts: Parts, number: int, num_steps: int) -> jax.stages.Wrapped:
+def make_streamed(parts: Parts, number: int) -> jax.stages.Wrapped:
     """The jitted function `(state, batches) -> (state, metrics of each step, of the merge)`; the state is donated.
 
-    `num_steps` local steps, and beside them the messages of merge `number`, which begins before the first and arrives
-    after the last. Nothing of the steps depends on the messages, so a compiler that runs them in the background hides
-    them.
+    A local step on each batch, and beside them the messages of merge `number`, which begins before the first step and
+    arrives after the last. Nothing of the steps depends on the messages, so a compiler that runs them in the background
+    hides them. The steps are no loop, which XLA takes for one instruction.
     """
     merge, shardings, mesh = Merge(parts), parts.state_spec.shardings, parts.layout.mesh
 
     def streamed(state: TrainState, batches: tuple[Batch, ...]) -> tuple[TrainState, list[Metrics], Metrics]:
-        state, begun = merge.begun(state, number)
-        stacked = jax.tree.map(lambda *xs: jnp.stack(xs), *batches)
-        state, metrics = lax.scan(lambda state, batch: local_step(parts, state, batch), state, stacked)
-        each = [jax.tree.map(lambda x, i=i: x[i], metrics) for i in range(num_steps)]
-        state, more = merge.arrived(state, begun, number)
+        state, begun = merge.begun(state, (number,))
+        each = []
+        for batch in batches:
+            state, metrics = local_step(parts, state, batch)
+            each.append(metrics)
+        state, begun = lax.optimization_barrier((state, begun))
+        state, more = merge.arrived(state, begun, (number,))
         return state, each, more
 
     return jax.jit(
@@ -44,35 +46,57 @@ def make_streamed(parts: Parts, number: int, num_steps: int) -> jax.stages.Wrapp
     )
 
 
-class RoundSteps:
-    """The steps of a run whose replicas have parameters of their own, compiled by `compile`.
+def lowered_programs(
+    parts: Parts, batch: Any, steps: tuple[int, int], total_steps: int
+) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """The programs of a run, by names such as `local step`; each is lowered when it is called.
 
     Args:
       parts: those of the run.
       batch: the shapes of a batch.
       steps: the first step and the last one that are to be taken.
       total_steps: the length of the run.
-      compile: from a lowered program to a compiled one.
+    """
+    agreement, state = parts.agreement, parts.state_spec.abstract()
+    numbers, num_replicas = range(*steps), parts.layout.mesh.shape[Axis.REPLICA]
+    found: dict[str, Callable[[], jax.stages.Lowered]] = {}
+    if any(agreement.joint(step) for step in numbers):
+        found[_JOINT] = lambda: make_joint_step(parts).lower(state, batch)
+    if any(not agreement.joint(step) for step in numbers):
+        found[_LOCAL] = lambda: make_local_step(parts).lower(state, batch)
+    due = {number for step in numbers for number in agreement.due(step + 1, total_steps, num_replicas)}
+    for number in sorted(due):
+        found[_merge(agreement, number)] = lambda number=number: make_merge(parts, number).lower(state)
+    beside = {one for step in numbers if (one := agreement.steps_beside(step, total_steps))}
+    for one in sorted(beside):
+        found[_beside(*one)] = lambda one=one: make_streamed(parts, one[0]).lower(state, (batch,) * one[1])
+    if not agreement.has_anchor:
+        found[_SETTLE] = lambda: make_settle(parts).lower(state)
+    return found
+
+
+_JOINT, _LOCAL, _SETTLE = "step with the mean gradient", "local step", "mean of the replicas"
+
+
+def _merge(agreement: Agreement, number: int) -> str:
+    return "merge of all fragments" if 1 < agreement.num_fragments == number else f"merge {number}"
+
+
+def _beside(number: int, num_steps: int) -> str:
+    return f"merge {number} beside {num_steps} local step{'s' if num_steps > 1 else ''}"
+
+
+class RoundSteps:
+    """The steps of a run whose replicas have parameters of their own.
+
+    `compile` makes the programs from those of `lowered_programs`, to which the other arguments go.
     """
 
     def __init__(self, parts: Parts, batch: Any, steps: tuple[int, int], total_steps: int, compile: Compile) -> None:
         self._agreement, self._total = parts.agreement, total_steps
         self._num_replicas = parts.layout.mesh.shape[Axis.REPLICA]
-        state = parts.state_spec.abstract()
-        first, last = steps
-        numbers = range(first, last)
-        self._joint = self._local = None
-        if any(self._agreement.joint(step) for step in numbers):
-            self._joint = compile(make_joint_step(parts).lower(state, batch))
-        if any(not self._agreement.joint(step) for step in numbers):
-            self._local = compile(make_local_step(parts).lower(state, batch))
-        due = {number for step in numbers for number in self._due(step + 1)}
-        beside = {one for step in numbers if (one := self._agreement.steps_beside(step, total_steps))}
-        self._merges = {number: compile(make_merge(parts, number).lower(state)) for number in sorted(due)}
-        self._streamed = {
-            one: compile(make_streamed(parts, *one).lower(state, (batch,) * one[1])) for one in sorted(beside)
-        }
-        self._settle = None if self._agreement.has_anchor else compile(make_settle(parts).lower(state))
+        lowered = lowered_programs(parts, batch, steps, total_steps)
+        self._programs = {name: compile(lower()) for name, lower in lowered.items()}
 
     def _due(self, step: int) -> tuple[int, ...]:
         return self._agreement.due(step, self._total, self._num_replicas)
@@ -89,22 +113,20 @@ class RoundSteps:
         """
         beside = self._agreement.steps_beside(step, self._total)
         if beside is not None:
-            state, metrics, more = self._streamed[beside](state, tuple(batches))
+            state, metrics, more = self._programs[_beside(*beside)](state, tuple(batches))
             metrics[-1] = metrics[-1] | more
         else:
             (batch,) = batches
-            program = self._joint if self._agreement.joint(step) else self._local
-            assert program is not None
-            state, one = program(state, batch)
+            state, one = self._programs[_JOINT if self._agreement.joint(step) else _LOCAL](state, batch)
             metrics = [one]
         for number in self._due(step + len(batches)):
-            state, more = self._merges[number](state)
+            state, more = self._programs[_merge(self._agreement, number)](state)
             metrics[-1] = metrics[-1] | more
         return state, metrics
 
     def settle(self, state: TrainState) -> tuple[TrainState, Metrics]:
         """The state with the mean of the replicas as its parameters, where merges move no anchor; see `make_settle`."""
-        return (state, {}) if self._settle is None else self._settle(state)
+        return self._programs[_SETTLE](state) if _SETTLE in self._programs else (state, {})
 
     def apart(self, step: int) -> bool:
         """Whether the replicas differ from the anchor after `step` steps."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
@@ -16,10 +17,10 @@ from jaxdl.evaluation import EvalStep, NormStep, make_eval_step, make_norm_step
 from jaxdl.mesh import platform
 from jaxdl.optim import Constant
 from jaxdl.phases import Segment
-from jaxdl.rounds import RoundSteps, make_local_step, make_own_eval_step
+from jaxdl.rounds import RoundSteps, lowered_programs, make_local_step, make_own_eval_step
 from jaxdl.run.build import Plan
 from jaxdl.state import TrainState, replicated
-from jaxdl.step import Batch, Metrics, TrainStep, make_train_step
+from jaxdl.step import Batch, Metrics, Parts, TrainStep, make_train_step
 from jaxdl.user_code import user_code
 
 
@@ -123,8 +124,7 @@ def compile_train_step(plan: Plan, segment: Segment | None = None) -> jax.stages
     make = make_local_step if plan.parts.agreement.keeps_replicas else make_train_step
     with user_code(plan.exchange.users_name):  # All else has been traced before.
         lowered = make(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
-    axes, values = plan.parts.layout.mesh.shape, plan.experiment.compiler.values()
-    return compiled(lowered, values, axes, ordered_for(plan), own=own_options(plan))
+    return _compiled(plan, lowered)
 
 
 def compile_rounds(plan: Plan, segment: Segment | None = None) -> RoundSteps:
@@ -132,15 +132,38 @@ def compile_rounds(plan: Plan, segment: Segment | None = None) -> RoundSteps:
 
     Raises ConfigError for a compiler option that XLA does not know.
     """
+    with user_code(plan.exchange.users_name):
+        return RoundSteps(*_rounds(plan, segment), compile=functools.partial(_compiled, plan))
+
+
+def programs_of(plan: Plan) -> dict[str, Callable[[], jax.stages.Compiled]]:
+    """The programs of the first segment of a plan, by their names: one step, or those of `lowered_programs`.
+
+    Each is compiled when it is called, which raises ConfigError for a compiler option that XLA does not know.
+    """
+    if not plan.parts.agreement.keeps_replicas:
+        return {"step": lambda: compile_train_step(plan)}
+
+    def compile_one(lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        with user_code(plan.exchange.users_name):
+            lowered = lower()
+        return _compiled(plan, lowered)
+
+    lowered = lowered_programs(*_rounds(plan))
+    return {name: functools.partial(compile_one, lower) for name, lower in lowered.items()}
+
+
+def _rounds(plan: Plan, segment: Segment | None = None) -> tuple[Parts, Any, tuple[int, int], int]:
+    """The arguments of `lowered_programs` for a segment of a plan (the first)."""
     segment = segment or plan.timeline.segments[0]
     batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
+    return plan.parts, batch, (segment.first, segment.first + segment.num_steps), plan.total_steps
+
+
+def _compiled(plan: Plan, lowered: jax.stages.Lowered) -> Any:
+    """A program of the plan's steps, compiled with the options and for the network of the plan."""
     axes, values = plan.parts.layout.mesh.shape, plan.experiment.compiler.values()
-    links, own = ordered_for(plan), own_options(plan)
-    steps = (segment.first, segment.first + segment.num_steps)
-    with user_code(plan.exchange.users_name):
-        return RoundSteps(
-            plan.parts, batch, steps, plan.total_steps, lambda one: compiled(one, values, axes, links, own=own)
-        )
+    return compiled(lowered, values, axes, ordered_for(plan), own=own_options(plan))
 
 
 def own_options(plan: Plan) -> Options:
