@@ -5,10 +5,12 @@ import dataclasses
 import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from runs import assert_bit_equal, tiny_experiment
 
 import jaxdl
 from jaxdl.agreement import Elastic, Gossip, Outer, Periodic
+from jaxdl.bench.wire import sent_bytes
 from jaxdl.compiler.groups import KINDS, axes_of
 from jaxdl.data import SyntheticText, TrainLoader
 from jaxdl.exchange import Dense, Quantized, TopK, by_name
@@ -22,6 +24,7 @@ from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.run.compile import EachStep, compile_rounds, compile_train_step
 from jaxdl.run.exchanged import exchanged_gradients
 from jaxdl.state import OUTER
+from jaxdl.step import make_train_step
 from jaxdl.tasks import LanguageModelling
 
 TEXT = Experiment(
@@ -63,7 +66,7 @@ def losses(metrics):
     return np.array([one["sums/loss"].sum() / one["sums/weight"].sum() for one in metrics])
 
 
-@pytest.mark.parametrize("mesh", [{"replica": 8}, {"replica": 4, "fsdp": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}])
+@pytest.mark.parametrize("mesh", [{"replica": 8}, {"replica": 2, "fsdp": 2, "tensor": 2}])
 def test_a_merge_after_every_step_is_the_dense_exchange(mesh):
     """With plain SGD the average of the replicas' parameters is the step of the average gradient."""
     mesh = MeshConfig(**({"fsdp": 1, "tensor": 1} | mesh))
@@ -96,27 +99,65 @@ def lines_over_replica(compiled, mesh):
     return [line for line in collectives if "replica" in axes_of(line, dict(mesh.shape))]
 
 
-def test_a_local_step_sends_nothing_to_other_replicas_and_a_merge_sends_the_exchange():
+def test_a_local_step_sends_nothing_to_other_replicas_and_a_merge_few_messages():
+    """Of a dense merge: what it has to know first, the mean, and what it leads to with the model's state."""
     image = tiny_experiment(mesh=MeshConfig(replica=2, fsdp=2, tensor=2), step={}, agreement=Periodic(every_steps=4))
-    for experiment in (image, TEXT.replaced({"agreement": "periodic", "mesh.replica": 2, "mesh.tensor": 2})):
-        plan = make_plan(experiment, jax.devices())
-        mesh, state = plan.parts.layout.mesh, plan.parts.state_spec.abstract()
-        batch = plan.splits.train.batch_shapes(experiment.batch_size, evaluating=False)
-        local = make_local_step(plan.parts).lower(state, batch).compile()
-        assert not lines_over_replica(local, mesh)
-        assert any("fsdp" in axes_of(line, dict(mesh.shape)) for line in local.as_text().splitlines() if "all-" in line)
-        merge = make_merge(plan.parts, 0).lower(state).compile()
-        assert lines_over_replica(merge, mesh)
+    plan = make_plan(image, jax.devices())
+    mesh, state = plan.parts.layout.mesh, plan.parts.state_spec.abstract()
+    batch = plan.splits.train.batch_shapes(image.batch_size, evaluating=False)
+    local = make_local_step(plan.parts).lower(state, batch).compile()
+    assert not lines_over_replica(local, mesh)
+    assert any("fsdp" in axes_of(line, dict(mesh.shape)) for line in local.as_text().splitlines() if "all-" in line)
+    merge = make_merge(plan.parts, 0).lower(state).compile()
+    buckets = len(make_exchange_buckets(plan))
+    assert len(lines_over_replica(merge, mesh)) <= buckets + 2
+
+
+def make_exchange_buckets(plan):
+    """Those of the dense exchange of a plan whose merges have one fragment."""
+    specs = by_name(plan.parts.state_spec.grads)
+    shapes = {name: x.shape for name, x in by_name(plan.parts.state_spec.abstract().own.params).items()}
+    mesh = plan.parts.layout.mesh
+    local = {name: NamedSharding(mesh, specs[name]).shard_shape(shape[1:]) for name, shape in shapes.items()}
+    return plan.experiment.exchange.buckets(local, plan.parts.exchange.layout)[0]
+
+
+@pytest.mark.parametrize("exchange", [Dense(), Quantized(bits=4), TopK(density=0.01)])
+def test_a_merge_sends_the_bytes_of_the_exchange(exchange):
+    """As many over replica as the step in which gradients are exchanged, counted in both; none in a local step."""
+    each = TEXT.replaced({"exchange": exchange})
+    plans = [make_plan(one, jax.devices()) for one in (each, each.replaced({"agreement": Periodic(every_steps=4)}))]
+    batch = plans[0].splits.train.batch_shapes(each.batch_size, evaluating=False)
+    states = [plan.parts.state_spec.abstract() for plan in plans]
+    mesh = plans[0].parts.layout.mesh
+    step = sent_bytes(make_train_step(plans[0].parts).lower(states[0], batch), mesh)
+    merge = sent_bytes(make_merge(plans[1].parts, 0).lower(states[1]), mesh)
+    local = sent_bytes(make_local_step(plans[1].parts).lower(states[1], batch), mesh)
+    assert merge["replica"] == step["replica"] > 1000
+    assert merge["replica+fsdp"] < 1000
+    assert not any(sent for axes, sent in local.items() if "replica" in axes)
 
 
 def own_params(state):
     return [np.asarray(x) for x in jax.tree.leaves(state.own.params)]
 
 
+def apart(plan, seed=0):
+    """The initial state as if each replica had trained alone, on as many examples as the others."""
+    state, rng = make_initial_state(plan), np.random.default_rng(seed)
+    own = state.own
+
+    def moved(x):
+        return jax.device_put(np.asarray(x) + 0.01 * rng.standard_normal(x.shape).astype(np.float32), x.sharding)
+
+    since = {name: jax.device_put(np.ones(x.shape, np.float32), x.sharding) for name, x in own.since.items()}
+    return state.with_own(dataclasses.replace(own, params=jax.tree.map(moved, own.params), since=since))
+
+
 def merged(experiment, number=0, change=lambda state: state):
-    """(the state before a merge, after it, the metrics); the replicas have trained 3 steps."""
-    plan, state, _ = trained(experiment, 3)
-    state = change(state)
+    """(the state before a merge, after it, the metrics), of replicas that differ."""
+    plan = make_plan(experiment, jax.devices())
+    state = change(apart(plan))
     before = jax.tree.map(np.asarray, state)
     after, metrics = make_merge(plan.parts, number)(state)
     return before, jax.tree.map(np.asarray, after), jax.device_get(metrics)
@@ -174,7 +215,8 @@ def test_gossip_is_the_product_with_a_doubly_stochastic_matrix(graph):
 
 def test_one_peer_gossip_reaches_the_mean_in_log2_n_merges():
     experiment = TEXT.replaced({"agreement": Gossip(every_steps=8)})
-    plan, state, _ = trained(experiment, 3)
+    plan = make_plan(experiment, jax.devices())
+    state = apart(plan)
     before = own_params(state)
     for number in (0, 1):
         state, _ = make_merge(plan.parts, number)(state)
@@ -255,6 +297,20 @@ def test_on_other_meshes_the_anchor_and_the_mean_change_are_kept(tmp_path):
             assert (one == first).all()
         for one, first in zip(sums, kept[0][1], strict=True):
             np.testing.assert_allclose(one, first, atol=1e-7)
+
+
+def test_fragments_that_merge_together_at_the_end_equal_one_merge_of_all():
+    """Of fragments that no merge has taken apart; the loss since the last merge is reported as ever."""
+    one, other = (
+        merged(TEXT.replaced({"agreement": agreement}), number)
+        for agreement, number in ((Periodic(every_steps=8), 0), (Periodic(every_steps=8, fragments=2), 2))
+    )
+    assert Periodic(every_steps=8, fragments=2).due(20, 20, 4) == (2,)
+    for first, second in zip(jax.tree.leaves(one[1].params), jax.tree.leaves(other[1].params), strict=True):
+        np.testing.assert_allclose(first, second, atol=1e-7)
+    assert np.abs(jax.tree.leaves(one[1].params)[0] - jax.tree.leaves(one[0].params)[0]).max() > 1e-3
+    assert other[2]["agreement/loss"] == 1
+    np.testing.assert_allclose(other[2]["agreement/distance"], one[2]["agreement/distance"], rtol=1e-5)
 
 
 def test_streamed_merges_equal_a_plain_run_of_their_parts():

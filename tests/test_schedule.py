@@ -177,7 +177,7 @@ def test_what_is_ready_first_is_sent_first():
     layout = GradientLayout(specs=specs, inner={"fsdp": 2}, order=("a", "b", "c", "d"))
     buckets = make_buckets(["a", "b", "c", "d"], dict.fromkeys(specs, (10,)), layout, max_elements=20)
     assert [bucket.names for bucket in buckets] == [("a", "c"), ("b",), ("d",)]
-    assert [buckets[number].names for number in in_turn(buckets, layout.order)] == [("b",), ("a", "c"), ("d",)]
+    assert [buckets[number].names for number in in_turn(buckets, layout.order, layout)] == [("b",), ("a", "c"), ("d",)]
     # What is ready last has no kernels to run beside: a short message of its own.
     mib = 16 * 10 * 4 / 2**20
     # What is sharded unlike the last gradient stays together.

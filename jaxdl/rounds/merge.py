@@ -105,7 +105,9 @@ class Merge:
         weights = {str(one): own.since["merge_weight"][:, one] for one in fragments}
         finite, told = self._told(delta, specs, sums | weights)
         each = [_parts_in_mean(finite, told[str(one)]) for one in fragments]
-        healthy, factor = (jnp.stack(x) for x in zip(*each, strict=True))
+        # All devices know these already: without this XLA divides them, and sums them by messages.
+        same = NamedSharding(self._mesh, PartitionSpec())
+        healthy, factor = (lax.with_sharding_constraint(jnp.stack(x), same) for x in zip(*each, strict=True))
         place = self._places(fragments)
         # The exchange takes the plain mean over the replicas.
         shares = {
@@ -228,6 +230,7 @@ class Merge:
             out_specs=PartitionSpec(),
             check_vma=False,
         )(pieces, dict(numbers))
+        table = lax.with_sharding_constraint(table, NamedSharding(self._mesh, PartitionSpec()))
         return table[:, 0] == 0, dict(zip(numbers, table[:, 1:].T, strict=True))
 
     def _first(self) -> jax.Array:
