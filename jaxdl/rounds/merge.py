@@ -17,7 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.exchange import by_name, exchanged_on_mesh
 from jaxdl.mesh import Axis
-from jaxdl.sharding import named, spec_axes
+from jaxdl.rounds.replicas import TINY, copies_of, finite_replicas, least_scale, parts_in_mean, where, wide
+from jaxdl.sharding import named
 from jaxdl.state import OUTER, Own, TrainState, replicated
 from jaxdl.step import Metrics, Parts, ema_decay
 
@@ -26,7 +27,6 @@ Pieces = dict[str, jax.Array]
 _REPLICA = Axis.REPLICA.value
 _KEY = 3
 """Folded with the key of the step before it this gives that of a merge; 0 to 2 are the step's own."""
-_TINY = jnp.finfo(jnp.float32).tiny
 
 
 def make_merge(parts: Parts, number: int) -> jax.stages.Wrapped:
@@ -104,14 +104,14 @@ class Merge:
         sums |= {name: own.guard[name] for name in ("bad_steps",) if own.guard}
         weights = {str(one): own.since["merge_weight"][:, one] for one in fragments}
         finite, told = self._told(delta, specs, sums | weights)
-        each = [_parts_in_mean(finite, told[str(one)]) for one in fragments]
+        each = [parts_in_mean(finite, told[str(one)]) for one in fragments]
         # All devices know these already: without this XLA divides them, and sums them by messages.
         same = NamedSharding(self._mesh, PartitionSpec())
         healthy, factor = (lax.with_sharding_constraint(jnp.stack(x), same) for x in zip(*each, strict=True))
         place = self._places(fragments)
         # The exchange takes the plain mean over the replicas.
         shares = {
-            name: _where(healthy[place[name]], x * _wide(factor[place[name]] * self._num_replicas, x), 0)
+            name: where(healthy[place[name]], x * wide(factor[place[name]] * self._num_replicas, x), 0)
             for name, x in delta.items()
         }
         stacked = {name: PartitionSpec(_REPLICA, *spec) for name, spec in specs.items()}
@@ -151,7 +151,7 @@ class Merge:
         after = lax.with_sharding_constraint(after, named(self._mesh, specs))
         sound, changes, model_state, distance = self._shared(state, before, mine, begun, fragments)
         adopted = {
-            name: _where(sound, agreement.adopted(x, before[name], after[name], self._num_replicas), after[name])
+            name: where(sound, agreement.adopted(x, before[name], after[name], self._num_replicas), after[name])
             for name, x in mine.items()
         }
         own = dataclasses.replace(self._with_mine(own, adopted, fragments), **changes)
@@ -171,9 +171,9 @@ class Merge:
         """See `Merges.by_messages`; by push-sum, so that a replica with bad numbers has no part in the averages."""
         own = state.own
         mine = self._mine(own, (0,))
-        finite = _finite(mine)
+        finite = finite_replicas(mine)
         weight = jnp.where(finite, own.share["weight"], 0)
-        sent = {name: _where(finite, x * _wide(weight, x), 0) for name, x in mine.items()}
+        sent = {name: where(finite, x * wide(weight, x), 0) for name, x in mine.items()}
         received = [self._shifted(sent, weight, distance) for distance in hops]
         parts = [(1 - sum(fractions), (sent, weight)), *zip(fractions, received, strict=True)]
         total, new_weight = jax.tree.map(
@@ -181,11 +181,10 @@ class Merge:
         )
         lonely = new_weight == 0
         mixed = {
-            name: _where(lonely, mine[name], x / _wide(jnp.where(lonely, 1, new_weight), x))
-            for name, x in total.items()
+            name: where(lonely, mine[name], x / wide(jnp.where(lonely, 1, new_weight), x)) for name, x in total.items()
         }
         new = self._with_mine(dataclasses.replace(own, share={"weight": new_weight}), mixed, (0,))
-        fresh = jax.tree.map(lambda x, common: _where(finite, x, common), own.model_state, state.model_state)
+        fresh = jax.tree.map(lambda x, common: where(finite, x, common), own.model_state, state.model_state)
         new = self._with_fresh_optimizer(dataclasses.replace(new, model_state=fresh), finite)
         specs = self._specs(self._parts.state_spec.params, (0,))
         sizes = [math.prod(NamedSharding(self._mesh, specs[name]).shard_shape(x.shape[1:])) for name, x in mine.items()]
@@ -197,12 +196,12 @@ class Merge:
         own = state.own
         mine = self._mine(own, (0,))
         leaves = {"params": mine, "state": by_name(own.model_state)}
-        finite = _finite({f"{part}/{name}": x for part, xs in leaves.items() for name, x in xs.items()})
+        finite = finite_replicas({f"{part}/{name}": x for part, xs in leaves.items() for name, x in xs.items()})
         weight = jnp.where(finite, own.share["weight"], 0)
-        factor = weight / jnp.maximum(weight.sum(), _TINY)
+        factor = weight / jnp.maximum(weight.sum(), TINY)
 
         def mean(x: jax.Array) -> jax.Array:
-            total = jnp.sum(_where(finite, x * _wide(factor, x), 0), axis=0)
+            total = jnp.sum(where(finite, x * wide(factor, x), 0), axis=0)
             return jnp.where(jnp.any(finite), total, jnp.nan)
 
         averaged = {name: mean(x) for name, x in mine.items()}
@@ -218,7 +217,7 @@ class Merge:
 
         def one_device(pieces: Pieces, numbers: Mapping[str, jax.Array]) -> jax.Array:
             row = jnp.stack([jnp.float32(0), *[x[0].astype(jnp.float32) for x in numbers.values()]])
-            row = jnp.where(self._first(), row, 0).at[0].set(jnp.where(_finite(pieces)[0], 0.0, 1.0))
+            row = jnp.where(self._first(), row, 0).at[0].set(jnp.where(finite_replicas(pieces)[0], 0.0, 1.0))
             table = jnp.zeros((self._num_replicas, row.size)).at[lax.axis_index(_REPLICA)].set(row)
             return lax.psum(table, axes)
 
@@ -253,20 +252,13 @@ class Merge:
         healthy, factor = jnp.all(begun.healthy, axis=0), jnp.mean(begun.factor, axis=0)
         specs = self._specs(self._parts.state_spec.params, fragments)
         stacked = {name: PartitionSpec(_REPLICA, *spec) for name, spec in specs.items()}
-        own_specs = {
-            name: PartitionSpec(_REPLICA, *spec)
-            for name, spec in by_name(self._parts.trainable.of(self._parts.state_spec.params)).items()
-        }
         center = {name: before[name] - x for name, x in begun.mean.items()}
-        copies = {
-            name: math.prod(self._mesh.shape[axis] for axis in inner if axis not in spec_axes(spec))
-            for name, spec in specs.items()
-        }
+        copies = {name: copies_of(spec, self._mesh) for name, spec in specs.items()}
         scale = {"scale": own.loss_scale["scale"]} if own.loss_scale else {}
 
         def one_device(params: Pieces, own_state: Any, mine: Pieces, center: Pieces, told: Pieces, parts: Any) -> Any:
             leaves = params | {f"state/{name}": x for name, x in by_name(own_state).items()}
-            unsound = lax.psum(jnp.where(_finite(leaves)[0] & (told["healthy"][0] > 0), 0.0, 1.0), inner)
+            unsound = lax.psum(jnp.where(finite_replicas(leaves)[0] & (told["healthy"][0] > 0), 0.0, 1.0), inner)
             sound = unsound == 0
             part = jnp.where(sound, told["factor"][0], 0)
             flat, as_tree = ravel_pytree((jax.tree.map(lambda x: x[0], own_state), jnp.float32(1)))
@@ -286,14 +278,14 @@ class Merge:
             joined, split = ravel_pytree((*sums, squares))
             flat, scales, squares = split(lax.psum(joined, axes))
             total, weight = as_tree(flat)
-            return sound[None], jax.tree.map(lambda x: x / jnp.maximum(weight, _TINY), total), weight, scales, squares
+            return sound[None], jax.tree.map(lambda x: x / jnp.maximum(weight, TINY), total), weight, scales, squares
 
         told = {"healthy": healthy.astype(jnp.float32), "factor": factor} | scale
         each, same = PartitionSpec(_REPLICA), PartitionSpec()
         sound, mean, weight, scales, squares = jax.shard_map(
             one_device,
             mesh=self._mesh,
-            in_specs=(own_specs, each, stacked, specs, each, PartitionSpec(None, _REPLICA)),
+            in_specs=(self._own_specs(), each, stacked, specs, each, PartitionSpec(None, _REPLICA)),
             out_specs=(each, same, same, same, same),
             check_vma=False,
         )(by_name(own.params), own.model_state, mine, center, told, begun.factor)
@@ -301,10 +293,12 @@ class Merge:
         spread = jax.tree.map(lambda x, m: jnp.broadcast_to(m[None], x.shape), own.model_state, mean)
         changes: dict[str, Any] = {"model_state": spread}
         if own.loss_scale:
-            least = jnp.min(scales["scale"])
-            least = jnp.where(jnp.isfinite(least), least, jnp.min(own.loss_scale["scale"]))
-            changes["loss_scale"] = own.loss_scale | {"scale": jnp.broadcast_to(least, own.loss_scale["scale"].shape)}
+            changes["loss_scale"] = own.loss_scale | {"scale": least_scale(scales["scale"], own.loss_scale["scale"])}
         return sound, changes, mean, jnp.sqrt(squares)
+
+    def _own_specs(self) -> dict[str, PartitionSpec]:
+        trained = by_name(self._parts.trainable.of(self._parts.state_spec.params))
+        return {name: PartitionSpec(_REPLICA, *spec) for name, spec in trained.items()}
 
     def _with_fresh_optimizer(self, own: Own, sound: jax.Array) -> Own:
         """The replicas; one that is not `sound` has a fresh optimizer state, but for its counts."""
@@ -312,7 +306,7 @@ class Merge:
             return own
         fresh = self._parts.optimizer.init(jax.tree.map(lambda x: x[0], own.params))
         opt_state = jax.tree.map(
-            lambda x, new: _where(sound, x, new) if jnp.issubdtype(x.dtype, jnp.floating) else x, own.opt_state, fresh
+            lambda x, new: where(sound, x, new) if jnp.issubdtype(x.dtype, jnp.floating) else x, own.opt_state, fresh
         )
         return dataclasses.replace(own, opt_state=opt_state)
 
@@ -401,26 +395,3 @@ class Merge:
             else {name: entry | new[where][name] for name, entry in entries.items()}
             for where, entries in exchange_state.items()
         }
-
-
-def _parts_in_mean(finite: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(`healthy`, `factor`) of `Begun`: parts in proportion to the weight (of examples, or tokens) trained on."""
-    healthy = finite & (weight > 0)
-    share = jnp.where(healthy, weight, 0)
-    return healthy, share / jnp.maximum(share.sum(), _TINY)
-
-
-def _finite(pieces: Mapping[str, jax.Array]) -> jax.Array:
-    """Whether all numbers of a replica are finite, bool `[replica]`."""
-    each = [jnp.all(jnp.isfinite(x), axis=tuple(range(1, x.ndim))) for x in pieces.values()]
-    return functools.reduce(jnp.logical_and, each)
-
-
-def _wide(factor: jax.Array, x: jax.Array) -> jax.Array:
-    """`[replica]` shaped to broadcast against `x`, `[replica, ...]`."""
-    return factor.reshape(-1, *[1] * (x.ndim - 1))
-
-
-def _where(condition: jax.Array, x: jax.Array, other: Any) -> jax.Array:
-    """`x` for the replicas of which the condition holds, else `other`; nothing of one gets into the other."""
-    return jnp.where(_wide(condition, x), x, other)
