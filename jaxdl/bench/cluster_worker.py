@@ -103,7 +103,7 @@ class Worker:
         parts, state = plan.parts, plan.parts.state_spec.abstract()
         batch = plan.splits.train.batch_shapes(plan.experiment.batch_size, evaluating=False)
         lowered = [
-            make_streamed(parts, number, beside).lower(state, (batch,) * beside)
+            make_streamed(parts, number).lower(state, (batch,) * beside)
             if beside
             else make_merge(parts, number).lower(state)
             for number, beside in self._merges(name)
