@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,12 +122,13 @@ def make_state_spec(
     trainable: Trainable = EVERYTHING,
     agreement: Agreement = EVERY_STEP,
     fragments: Fragments | None = None,
+    sums: Sequence[str] = (),
 ) -> StateSpec:
     """Infers shapes, then specs, then shardings of the whole state; nothing is allocated.
 
     The optimizer's state is sharded like the parameters in the update. If the `agreement` lets replicas differ, their
-    parameters, optimizer state and the like are in `agreement_state`, and the exchange is of the `fragments`. Raises
-    ConfigError when the mesh does not suit the model.
+    parameters, optimizer state and the like are in `agreement_state`, the exchange is of the `fragments`, and merges
+    join the task's `sums` of these names. Raises ConfigError when the mesh does not suit the model.
     """
     specs = param_specs(layout, network.axes, network.param_shapes)
     axes, trained = trainable.of(network.axes), trainable.of(network.param_shapes)
@@ -142,7 +143,7 @@ def make_state_spec(
         params, model_state = network.init(init_key)
         mine = trainable.of(params)
         start = Own(mine, model_state, optimizer.init(mine), precision.init_loss_scale(), guard.init_guard())
-        of_agreement = init_agreement(agreement, start, layout.mesh.shape[Axis.REPLICA])
+        of_agreement = init_agreement(agreement, start, layout.mesh.shape[Axis.REPLICA], sums)
         return TrainState(
             step=jnp.int32(0),
             params=params,
@@ -185,8 +186,9 @@ class Own:
     loss_scale: LossScale
     guard: Guard
     since: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """Sums since the last merge, over good steps: `loss` and `weight`, and of each fragment, `[replica, fragment]`,
-    the weight since its own last merge, `merge_weight`."""
+    """What a replica has trained on: `sums`, those of the task over good steps, and `seen`, the weight of all steps,
+    since a merge joined them with the other replicas'; and `merge_weight`, `[replica, fragment]`, the weight of good
+    steps since the last merge of a fragment."""
     share: dict[str, Any] = dataclasses.field(default_factory=dict)
     """The weights of push-sum; empty where merges move an anchor."""
 
@@ -203,11 +205,12 @@ class Past:
     batches that are passed over after a rollback do not count."""
 
 
-def init_agreement(agreement: Agreement, start: Own, num_replicas: int) -> dict[str, Any]:
+def init_agreement(agreement: Agreement, start: Own, num_replicas: int, sums: Sequence[str]) -> dict[str, Any]:
     """`TrainState.agreement_state` of replicas that all begin with `start`, which lacks the replicas' dimension.
 
-    Each replica's is an `Own`; `outer` is what the agreement keeps beside the anchor (`Agreement.init_outer`). If the
-    agreement keeps them equal it is empty, or a `Past`, without any version yet.
+    Each replica's is an `Own`, and counts the task's `sums` of these names; `outer` is what the agreement keeps beside
+    the anchor (`Agreement.init_outer`). If the agreement keeps them equal it is empty, or a `Past`, without any version
+    yet.
     """
 
     if agreement.num_past:
@@ -220,8 +223,11 @@ def init_agreement(agreement: Agreement, start: Own, num_replicas: int) -> dict[
         return jnp.broadcast_to(x[None], (num_replicas, *x.shape))
 
     # Each a buffer of its own: a state is donated, and a buffer can be donated once.
-    zeros = {name: jnp.float32(0) for name in ("loss", "weight")}
-    since = zeros | {"merge_weight": jnp.zeros(agreement.num_fragments, jnp.float32)}
+    since = {
+        "sums": {name: jnp.float32(0) for name in sums},
+        "seen": jnp.float32(0),
+        "merge_weight": jnp.zeros(agreement.num_fragments, jnp.float32),
+    }
     share = {} if agreement.has_anchor else {"weight": jnp.float32(1)}
     own = jax.tree.map(spread, dataclasses.replace(start, since=since, share=share))
     return {PER_REPLICA: own, OUTER: agreement.init_outer(start.params)}

@@ -270,7 +270,7 @@ ELSEWHERE = {
     "train/perplexity": "tasks/language.py", "train/bits_per_byte": "tasks/language.py",
     "eval/perplexity": "tasks/language.py", "eval/bits_per_byte": "tasks/language.py",
     "train/momentum": "step/update.py", "train/loss_scale": "step/update.py", "train/skipped_steps": "step/update.py",
-    "train/agreement/loss": "rounds/merge.py", "train/agreement/distance": "rounds/merge.py",
+    "train/agreement/loss": "report/fetching.py", "train/agreement/distance": "rounds/merge.py",
     "train/agreement/bad_replicas": "rounds/merge.py", "train/agreement/staleness": "step/program.py",
     "eval/replicas/loss": "run/evaluation.py",
     "tokens_per_sec": "tasks/language.py", "tokens_seen": "report/seen.py",

@@ -5,9 +5,10 @@ are the sums of momentum and of pending gradients, and the counters of the warm-
 as several; it adds part of the residual to each of its gradients (`jaxdl.exchange.wrapped`).
 
 Replicas that have parameters of their own (`jaxdl.agreement`) all go on from the mean of the stored ones, and so do
-their optimizers. The anchor stays, so the mean change of the replicas since the last merge, which the next merge hands
-to the outer optimizer, is preserved too: each replica's share of it is its change over the number of replicas, and the
-sum of the shares stays.
+their optimizers; a replica counts as it would in a merge now, and one with numbers that are not finite does not. The
+anchor stays, so the mean change of the replicas since the last merge, which the next merge hands to the outer
+optimizer, is preserved too. Sums (what replicas have trained on, skipped steps) are preserved, other counters are the
+largest, and the loss scale is the smallest, as after a merge.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ Flat = dict[str, Any]
 
 _OWN = "agreement_state."
 _SUMS = "agreement_state.replica.since."
+_COUNTS = ("agreement_state.replica.guard.bad_steps", "agreement_state.replica.loss_scale.skipped_steps")
+_LOSS_SCALE = "agreement_state.replica.loss_scale.scale"
+_WEIGHTS = ("agreement_state.replica.share.weight", "agreement_state.replica.since.merge_weight")
+"""What a replica counts in a merge: in gossip, and where merges move an anchor."""
 
 
 def readable(wanted: Flat, stored: Mapping[str, tuple[int, ...]]) -> Flat:
@@ -64,7 +69,7 @@ def resplit(found: Flat, wanted: Flat, fresh: Callable[[], Flat]) -> Flat:
         if name not in kept
         else found[name]
         if found[name].shape == x.shape
-        else _of_as_many(name, found[name], x)
+        else _of_as_many(name, found[name], x, _weight(found))
         for name, x in wanted.items()
     }
 
@@ -74,18 +79,41 @@ def _carries(name: str, stored: tuple[int, ...], wanted: tuple[int, ...]) -> boo
     return stored == wanted or (_of_replicas(name) and len(stored) == len(wanted) and stored[1:] == wanted[1:])
 
 
-def _of_as_many(name: str, stored: jax.Array, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+def _weight(found: Flat) -> jax.Array | None:
+    """What each stored replica counts in a mean, `[replica]`; None if all count the same."""
+    weight = next((found[name] for name in _WEIGHTS if name in found), None)
+    return None if weight is None else jnp.reshape(weight, (weight.shape[0], -1)).mean(axis=1)
+
+
+def _of_as_many(name: str, stored: jax.Array, wanted: jax.ShapeDtypeStruct, weight: jax.Array | None) -> jax.Array:
     """A stored array, `[replica, ...]`, for as many replicas as are wanted: equal parts of its sum, or the mean."""
-    own = name.startswith(_OWN) and not name.startswith(_SUMS)
+    number = wanted.shape[0]
 
-    def split(x: jax.Array) -> jax.Array:
-        if own and not jnp.issubdtype(x.dtype, jnp.floating):  # Counters, in which replicas hardly differ.
-            one = jnp.max(x, axis=0, keepdims=True)
+    def split(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        if name in _COUNTS:
+            total = jnp.sum(x, axis=0)
+            return total // number + (jnp.arange(number) < total % number).astype(x.dtype)
+        if not name.startswith(_OWN) or name.startswith(_SUMS):
+            one = jnp.sum(x, axis=0) / number
+        elif name == _LOSS_SCALE:
+            one = jnp.min(x, axis=0)
+        elif not jnp.issubdtype(x.dtype, jnp.floating):  # Counters, in which replicas hardly differ.
+            one = jnp.max(x, axis=0)
         else:
-            one = jnp.sum(x, axis=0, keepdims=True) / (x.shape[0] if own else wanted.shape[0])
-        return jnp.broadcast_to(one, wanted.shape)
+            one = _mean(x, weight)
+        return jnp.broadcast_to(one[None], wanted.shape)
 
-    return jax.jit(split, out_shardings=wanted.sharding)(stored)
+    return jax.jit(split, out_shardings=wanted.sharding)(stored, weight)
+
+
+def _mean(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+    """The mean of `[replica, ...]` over the replicas whose numbers are finite, of these weights unless all are 0."""
+    finite = jnp.isfinite(x).all(axis=tuple(range(1, x.ndim)))
+    finite = finite | ~finite.any()
+    share = finite if weight is None else jnp.where(finite, weight, 0)
+    share = jnp.where(share.sum() > 0, share, finite).astype(jnp.float32)
+    share = (share / share.sum()).reshape(-1, *[1] * (x.ndim - 1))
+    return jnp.sum(jnp.where(share > 0, x * share, 0), axis=0)
 
 
 def changed(wanted: Mapping[str, Any], stored: Mapping[str, tuple[int, ...]]) -> str | None:

@@ -2,6 +2,7 @@
 
 from jaxdl.report.events import Event, EventKind, event_of
 from jaxdl.report.explanation import explain, print_explanation
+from jaxdl.report.fetching import JOINED, OWN, joined, metric_here
 from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step, replace_file
 from jaxdl.report.lines import format_row
 from jaxdl.report.notebook import in_ipython
@@ -13,6 +14,8 @@ from jaxdl.report.stopwatch import Stopwatch
 from jaxdl.report.summary import Status, Summary, make_summary, print_summary, read_summary, write_summary
 
 __all__ = [
+    "JOINED",
+    "OWN",
     "Diverged",
     "Event",
     "EventKind",
@@ -31,9 +34,11 @@ __all__ = [
     "explain",
     "format_row",
     "in_ipython",
+    "joined",
     "last_evaluated_step",
     "last_step",
     "make_summary",
+    "metric_here",
     "plot_history",
     "print_explanation",
     "print_summary",

@@ -1,30 +1,112 @@
-"""Arrays of the devices, as this process can read them."""
+"""Metrics of steps on the host, and under the names that reports have.
+
+Of replicas that have parameters of their own (`jaxdl.rounds`) the metrics of a step are `[replica]`. A process sees
+those of its own replicas alone: what other processes have parts of is named `own/NAME`. What all have trained on is
+known when they merge; then every process has the totals, `joined/...`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+OWN, JOINED, SUMS = "own/", "joined/", "sums/"
+Fetched = Mapping[str, np.ndarray]
+"""The metrics of a step."""
 
-def fetch(tree: Any) -> Any:
-    """The arrays on the host; of one that other processes have parts of, this process's rows.
+
+class Described(Protocol):
+    """What is read of a `jaxdl.tasks.Task`."""
+
+    def metrics(self, sums: Mapping[str, float], spec: Any) -> dict[str, float]:
+        """From sums over examples to metrics."""
+        ...
+
+
+def fetch(steps: Sequence[Mapping[str, jax.Array]]) -> list[Fetched]:
+    """The metrics of steps on the host; those that other processes have parts of as `own/NAME`, this process's rows.
 
     Waits for them.
     """
-    return jax.device_get(jax.tree.map(_own, tree))
+    found = [dict(_rows(name, x) for name, x in one.items()) for one in steps]
+    return jax.device_get(found)
 
 
-def _own(x: jax.Array) -> Any:
+def _rows(name: str, x: jax.Array) -> tuple[str, Any]:
     if x.is_fully_addressable or x.is_fully_replicated:
-        return x
+        return name, x
     parts = {shard.index[0].start: shard.data for shard in x.addressable_shards}
-    return np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+    rows = np.concatenate([np.asarray(parts[start]) for start in sorted(parts)])
+    return (name if len(rows) == len(x) else OWN + name), rows
 
 
-def without_bad(metrics: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+def described(steps: Sequence[Fetched], task: Described, spec: Any) -> dict[str, float]:
+    """The metrics of some steps as reports name them: those of the task over all of them, others of the last one.
+
+    A bad step has no part in the means, unless there is nothing else. If other processes have replicas too, those of
+    the task are of all replicas up to the last merge, where one was among the steps; `own/...` those of this process's
+    replicas.
+    """
+    own = [_named(one, OWN) for one in steps]
+    if not any(own):
+        return _of_steps(steps, task, spec) | _agreement(joined(steps))
+    shared = [{name: x for name, x in one.items() if not name.startswith((OWN, JOINED))} for one in steps]
+    found = {OWN + name: value for name, value in _of_steps(own, task, spec).items()}
+    return found | _last(shared) | described_totals(joined(steps), task, spec)
+
+
+def described_totals(totals: Mapping[str, float], task: Described, spec: Any) -> dict[str, float]:
+    """The metrics of what replicas have joined (`joined`) as reports name them; empty if that is nothing."""
+    if not totals.get(f"{SUMS}weight"):
+        return {}
+    return task.metrics(_named(totals, SUMS), spec) | _agreement(totals)
+
+
+def joined(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The totals over all replicas that merges among the steps have given: `sums/...`, `seen`; empty without one."""
+    found: dict[str, float] = {}
+    for one in steps:
+        for name, value in _named(one, JOINED).items():
+            found[name] = found.get(name, 0.0) + float(value)
+    return found
+
+
+def metric_here(metrics: Fetched, name: str) -> Any:
+    """A metric of a step, of the replicas that this process can see."""
+    return metrics[name] if name in metrics else metrics[OWN + name]
+
+
+def _agreement(totals: Mapping[str, float]) -> dict[str, float]:
+    weight = totals.get(f"{SUMS}weight")
+    return {"agreement/loss": totals[f"{SUMS}loss"] / weight} if weight else {}
+
+
+def _of_steps(steps: Sequence[Fetched], task: Described, spec: Any) -> dict[str, float]:
+    good = [one for one in map(without_bad, steps) if not np.any(one.get("bad_in_row", 0))] or steps
+    sums = {
+        name: float(sum(np.sum(one[SUMS + name], dtype=np.float64) for one in good)) for name in _named(steps[0], SUMS)
+    }
+    return task.metrics(sums, spec) | _last(steps)
+
+
+def _last(steps: Sequence[Fetched]) -> dict[str, float]:
+    return {
+        name: float(np.mean(value))
+        for step in steps
+        for name, value in step.items()
+        if not name.startswith((SUMS, JOINED)) and name != "bad_in_row"
+    }
+
+
+def _named(metrics: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Those whose names begin so, by the rest of them."""
+    return {name.removeprefix(prefix): x for name, x in metrics.items() if name.startswith(prefix)}
+
+
+def without_bad(metrics: Fetched) -> Fetched:
     """The metrics of a step, `[replica]`, of the replicas in which it was good; as they are if there is none."""
     bad = np.asarray(metrics.get("bad_in_row", 0))
     if not bad.ndim or bad.all() or not bad.any():

@@ -21,7 +21,7 @@ from jaxdl.errors import as_typed
 from jaxdl.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
 from jaxdl.phases import Timeline
 from jaxdl.report.events import WARNINGS, Event, EventKind
-from jaxdl.report.fetching import fetch, without_bad
+from jaxdl.report.fetching import OWN, described, described_totals, fetch, joined
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.inputs import InputWatch
 from jaxdl.report.notebook import LivePlot
@@ -109,6 +109,7 @@ class Reporter:
         self._seen = Seen(self._task.unit, self._units, subject.source, subject.seed, subject.timeline)
         self._stack = ExitStack()
         self._window: list[tuple[int, Mapping[str, jax.Array]]] = []
+        self._own_alone = False
         self._since_sec, self._since_data_sec = 0.0, 0.0
         self._input = InputWatch(subject.source.activity, self.note)
         self._profiling = False
@@ -254,7 +255,10 @@ class Reporter:
             return None
         first_step, last_step = self._window[0][0], self._window[-1][0]
         fetched, self._window = fetch([metrics for _, metrics in self._window]), []
-        row = {f"train/{name}": value for name, value in self.readable(fetched).items()}
+        self._own_alone = any(name.startswith(OWN) for name in fetched[-1])
+        row = {
+            f"train/{name}": value for name, value in described(fetched, self._task, self._subject.source.spec).items()
+        }
         spent = max(self._training_sec() - self._since_sec, 1e-9)
         waited = self._watch.seconds().get("data", 0.0) - self._since_data_sec
         rate = len(fetched) * self._timeline.segment(first_step - 1).batch_size / spent
@@ -267,26 +271,15 @@ class Reporter:
 
     def fetched(self, metrics: Mapping[str, jax.Array]) -> dict[str, float]:
         """The metrics of one step as reports name them. Waits for the step."""
-        return self.readable([fetch(metrics)])
+        return described(fetch([metrics]), self._task, self._subject.source.spec)
 
-    def readable(self, steps: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
-        """The metrics of some steps as reports name them: those of the task over all of them, others of the last one.
-
-        A bad step has no part in the means, unless there is nothing else. Of replicas, this process's count.
-        """
-        good = [one for one in map(without_bad, steps) if not np.any(one.get("bad_in_row", 0))] or steps
-        sums = {
-            name.removeprefix("sums/"): float(sum(np.sum(one[name], dtype=np.float64) for one in good))
-            for name in steps[0]
-            if name.startswith("sums/")
-        }
-        others = {
-            name: float(np.mean(value))
-            for step in steps
-            for name, value in step.items()
-            if not name.startswith("sums/") and name != "bad_in_row"
-        }
-        return self._task.metrics(sums, self._subject.source.spec) | others
+    def settled(self, metrics: Mapping[str, jax.Array]) -> None:
+        """Reports what replicas have joined for an evaluation or a checkpoint, if this process sees its own alone."""
+        found = fetch([metrics])
+        totals = described_totals(joined(found), self._task, self._subject.source.spec) if self._own_alone else {}
+        if totals:
+            row = {f"train/{name}": value for name, value in totals.items()}
+            self._write(self._counter.step, row | self._seen.report(found, self._counter.step, 1.0, self.history.rows))
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Reports an evaluation, and what the run took up to its end: `seconds/train`, `seconds/compile`..."""

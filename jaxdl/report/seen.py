@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxdl.data import Source
 from jaxdl.phases import Timeline
+from jaxdl.report.fetching import joined
 
 
 class Seen:
@@ -40,9 +41,12 @@ class Seen:
         found = self._source.seen(self._timeline.position(last_step), self._seed)
         if self._per_example == 1:
             return found
-        counted = int(np.sum([one["sums/weight"] for one in steps], dtype=np.float64))
         estimate = self._timeline.position(last_step - len(steps)) * self._per_example
         before = self.total(rows).get(self.name, int(estimate))
+        here = [one["sums/weight"] for one in steps if "sums/weight" in one]
+        if not here:  # Other processes have replicas of their own: what all have seen is known when they merge.
+            return found | {self.name: before + int(joined(steps).get("seen", 0))}
+        counted = int(np.sum(here, dtype=np.float64))
         return found | {f"{self._unit}_per_sec": counted / seconds, self.name: before + counted}
 
     @property

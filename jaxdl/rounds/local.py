@@ -14,11 +14,13 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdl.exchange import exchanged_on_mesh
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.sharding import Grads, Layout
-from jaxdl.state import Own, TrainState
+from jaxdl.state import Own, TrainState, replicated
 from jaxdl.step import Batch, Metrics, Parts, Sums, ema_decay, guarded, local_gradients, updated
 
 REPLICA = Axis.REPLICA.value
 OWN = PartitionSpec(REPLICA)
+JOINED = "joined/"
+"""Begins the names of totals over all replicas."""
 _HIDDEN = ("bad_steps", "skipped_steps")
 """Counters of each replica, of which a merge gives the sum."""
 
@@ -35,18 +37,20 @@ def make_local_step(parts: Parts) -> jax.stages.Wrapped:
 def make_joint_step(parts: Parts) -> jax.stages.Wrapped:
     """The jitted step in which all replicas, equal so far, take the mean of their gradients, and stay equal.
 
-    The mean is that of the dense exchange. Otherwise as `make_local_step`, but the anchor moves along.
+    The mean is that of the dense exchange. Otherwise as `make_local_step`, but the anchor moves along; and a third
+    result is what the step has joined of all replicas, named as in `make_merge`.
     """
-    return _jitted(parts, functools.partial(_joint_step, parts))
+    return _jitted(parts, functools.partial(_joint_step, parts), replicated(parts.layout))
 
 
-def _jitted(parts: Parts, step: Callable[[TrainState, Batch], Any]) -> jax.stages.Wrapped:
+def _jitted(parts: Parts, step: Callable[[TrainState, Batch], Any], *more: NamedSharding) -> jax.stages.Wrapped:
+    """`more` are the shardings of what it returns besides the state and the metrics."""
     shardings, mesh = parts.state_spec.shardings, parts.layout.mesh
     return jax.jit(
         step,
         donate_argnums=0,
         in_shardings=(shardings, batch_sharding(mesh)),
-        out_shardings=(shardings, NamedSharding(mesh, OWN)),
+        out_shardings=(shardings, NamedSharding(mesh, OWN), *more),
     )
 
 
@@ -66,7 +70,7 @@ def local_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainStat
     return state.with_own(new).replace(step=state.step + 1), _named(sums, metrics)
 
 
-def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics, Metrics]:
     """See `make_joint_step`: the gradients of `jaxdl.step.make_train_step`, and an update in each replica."""
     own, spec, mesh = state.own, parts.state_spec, parts.layout.mesh
     augment_key, exchange_key, model_key = _keys(parts, state)
@@ -86,12 +90,15 @@ def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainSta
     mean, model_state, loss = jax.tree.map(spread, (mean, model_state, loss))
     new, anchor, metrics = _own_update(parts, own, mean, sums, model_state, loss)
     params = parts.trainable.merged(anchor.params, state.params)
+    new = dataclasses.replace(new, since=own.since)  # All of it has been joined.
     changed = state.with_own(new).replace(params=params, model_state=anchor.model_state, step=state.step + 1)
     if parts.config.ema_decay is not None:
         decay = ema_decay(parts.config.ema_decay, state.step)
         average = jax.tree.map(lambda old, new: decay * old + (1 - decay) * new, state.ema_params, params)
         changed = changed.replace(ema_params=average)
-    return changed, _named(sums, metrics)
+    kept = anchor.guard["bad_in_row"] == 0 if own.guard else jnp.bool_(True)
+    joined = {f"{JOINED}sums/{name}": jnp.where(kept, found[f"sums/{name}"], 0) for name in sums}
+    return changed, _named(sums, metrics), joined | {f"{JOINED}seen": found["sums/weight"]}
 
 
 def _keys(parts: Parts, state: TrainState) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -156,7 +163,11 @@ def _updated_replica(
         agreement_state=own.since,
     )
     changed, metrics = updated(parts, state, grads, layout)
-    since = {name: x + sums["weight" if name == "merge_weight" else name] for name, x in own.since.items()}
+    since = {
+        "sums": {name: x + sums[name] for name, x in own.since["sums"].items()},
+        "merge_weight": own.since["merge_weight"] + sums["weight"],
+        "seen": own.since["seen"],
+    }
     changed = changed.replace(model_state=model_state, agreement_state=since)
     if own.loss_scale or own.guard:
         finite = functools.reduce(jnp.logical_and, [jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)])
@@ -168,6 +179,6 @@ def _updated_replica(
         opt_state=changed.opt_state,
         loss_scale=changed.loss_scale,
         guard=changed.guard,
-        since=changed.agreement_state,
+        since=changed.agreement_state | {"seen": own.since["seen"] + sums["weight"]},
     )
     return new, metrics

@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.exchange import by_name, exchanged_on_mesh
 from jaxdl.mesh import Axis
+from jaxdl.rounds.local import JOINED
 from jaxdl.rounds.replicas import TINY, copies_of, finite_replicas, least_scale, parts_in_mean, where, wide
 from jaxdl.sharding import named
 from jaxdl.state import OUTER, Own, TrainState, replicated
@@ -32,10 +33,10 @@ _KEY = 3
 def make_merge(parts: Parts, number: int) -> jax.stages.Wrapped:
     """The jitted merge `state -> (state, metrics)` of this number; the state is donated.
 
-    Metrics are float32 scalars, the same on all devices: `agreement/loss`, the mean training loss of all replicas since
-    the last merge; `agreement/distance`, the root mean square of the replicas' distances from what they agree on;
-    `agreement/bad_replicas`, how many had bad numbers and were left out; `bad_steps`, skipped ones of all replicas; and
-    those of the exchange.
+    Metrics are float32 scalars, the same on all devices: `joined/sums/NAME`, the total over all replicas of a sum of
+    the task since the last merge, over good steps, and `joined/seen`, the weight of all steps; `agreement/distance`,
+    the root mean square of the replicas' distances from what they agree on; `agreement/bad_replicas`, how many had bad
+    numbers and were left out; `bad_steps`, skipped ones of all replicas; and those of the exchange.
     """
     merge, num_replicas = Merge(parts), parts.layout.mesh.shape[_REPLICA]
 
@@ -55,8 +56,9 @@ def make_settle(parts: Parts) -> jax.stages.Wrapped:
     """The jitted function `state -> (state, metrics)` that makes the anchor the mean of the replicas.
 
     The state is donated. It changes nothing that a later step reads, so it does not matter when, and how often, it is
-    called. Metrics: `replicas/distance`, the root mean square of the replicas' distances from the mean, and
-    `replicas/bad`, how many have numbers that are not finite, and are left out.
+    called. Metrics: `joined/...` as of `make_merge`, since the last call; `replicas/distance`, the root mean
+    square of the replicas' distances from the mean, and `replicas/bad`, how many have numbers that are not finite, and
+    are left out.
     """
     merge, shardings = Merge(parts), parts.state_spec.shardings
     return jax.jit(
@@ -100,8 +102,7 @@ class Merge:
         anchor, mine = self._anchor(state, fragments), self._mine(own, fragments)
         delta = {name: anchor[name][None] - x for name, x in mine.items()}
         specs, wanted = self._specs(parts.state_spec.grads, fragments), self._specs(parts.state_spec.update, fragments)
-        sums = {name: own.since[name] for name in ("loss", "weight")}
-        sums |= {name: own.guard[name] for name in ("bad_steps",) if own.guard}
+        sums = _joinable(own) | {name: own.guard[name] for name in ("bad_steps",) if own.guard}
         weights = {str(one): own.since["merge_weight"][:, one] for one in fragments}
         finite, told = self._told(delta, specs, sums | weights)
         each = [parts_in_mean(finite, told[str(one)]) for one in fragments]
@@ -124,11 +125,9 @@ class Merge:
         key = jax.random.fold_in(jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step - 1), _KEY)
         mean, new, found = exchange(shares, self._of_fragments(state.exchange_state, fragments), key)
         metrics = {f"exchange/{name}": value for name, value in found.items()}
-        metrics |= {"agreement/loss": told["loss"].sum() / told["weight"].sum()}
         metrics |= {"agreement/bad_replicas": jnp.sum(1.0 - finite)}
-        metrics |= {name: told[name].sum() for name in ("bad_steps",) if own.guard}
-        since = jax.tree.map(jnp.zeros_like, own.since)
-        since["merge_weight"] = own.since["merge_weight"].at[:, jnp.array(fragments)].set(0)
+        metrics |= {name: told[name].sum() for name in sums}
+        since = _joined(own) | {"merge_weight": own.since["merge_weight"].at[:, jnp.array(fragments)].set(0)}
         state = state.replace(
             exchange_state=self._with_fragments(state.exchange_state, new, fragments),
         ).with_own(dataclasses.replace(own, since=since))
@@ -207,7 +206,9 @@ class Merge:
         averaged = {name: mean(x) for name, x in mine.items()}
         distance = self._distance(averaged, mine, factor)
         state = self._with_anchor(state, averaged, (0,)).replace(model_state=jax.tree.map(mean, own.model_state))
-        return state, {"replicas/distance": distance, "replicas/bad": jnp.sum(1.0 - finite)}
+        totals = {name: jnp.sum(x) for name, x in _joinable(own).items()}
+        state = state.with_own(dataclasses.replace(own, since=own.since | _joined(own)))
+        return state, totals | {"replicas/distance": distance, "replicas/bad": jnp.sum(1.0 - finite)}
 
     def _told(
         self, pieces: Pieces, specs: Mapping[str, PartitionSpec], numbers: Mapping[str, jax.Array]
@@ -395,3 +396,13 @@ class Merge:
             else {name: entry | new[where][name] for name, entry in entries.items()}
             for where, entries in exchange_state.items()
         }
+
+
+def _joinable(own: Own) -> dict[str, jax.Array]:
+    """What replicas count, `[replica]`, by the names that the totals have among the metrics."""
+    return {f"{JOINED}sums/{name}": x for name, x in own.since["sums"].items()} | {f"{JOINED}seen": own.since["seen"]}
+
+
+def _joined(own: Own) -> dict[str, Any]:
+    """What replicas count, begun anew."""
+    return jax.tree.map(jnp.zeros_like, own.since)

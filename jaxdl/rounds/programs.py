@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from jaxdl.agreement import Agreement
 from jaxdl.mesh import Axis, batch_sharding
-from jaxdl.rounds.local import OWN, local_step, make_joint_step, make_local_step
+from jaxdl.rounds.local import JOINED, OWN, local_step, make_joint_step, make_local_step
 from jaxdl.rounds.merge import Merge, make_merge, make_settle
 from jaxdl.state import TrainState, replicated
 from jaxdl.step import Batch, Metrics, Parts
@@ -117,11 +117,18 @@ class RoundSteps:
             metrics[-1] = metrics[-1] | more
         else:
             (batch,) = batches
-            state, one = self._programs[_JOINT if self._agreement.joint(step) else _LOCAL](state, batch)
-            metrics = [one]
+            if self._agreement.joint(step):
+                state, one, joined = self._programs[_JOINT](state, batch)
+                metrics = [one | joined]
+            else:
+                state, one = self._programs[_LOCAL](state, batch)
+                metrics = [one]
         for number in self._due(step + len(batches)):
             state, more = self._programs[_merge(self._agreement, number)](state)
-            metrics[-1] = metrics[-1] | more
+            last = metrics[-1]
+            # What a merge beside these steps has joined this one does not join again.
+            totals = {name: last[name] + more[name] for name in last if name.startswith(JOINED)}
+            metrics[-1] = last | more | totals
         return state, metrics
 
     def settle(self, state: TrainState) -> tuple[TrainState, Metrics]:

@@ -38,6 +38,7 @@ from jaxdl.run.exchanged import (
     make_exchange,
     make_network,
     output_shapes,
+    sum_names,
     trainable_of,
     trained_of,
 )
@@ -218,6 +219,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
         trainable=trainable,
         agreement=experiment.agreement,
         fragments=fragments,
+        sums=() if fragments is None else sum_names(task, spec, output_shapes(experiment, network, spec)),
     )
     check_average(state_spec.opt_shapes, experiment.optimizer, experiment.step.ema_decay)
     return Parts(
@@ -342,7 +344,8 @@ def _with_equal_replicas(parts: Parts, state: TrainState) -> TrainState:
         own, params=trained, model_state=state.model_state, opt_state=parts.optimizer.init(trained)
     )
     num_replicas = parts.layout.mesh.shape[Axis.REPLICA]
-    return state.replace(agreement_state=init_agreement(parts.agreement, start, num_replicas))
+    sums = tuple(own.since["sums"])
+    return state.replace(agreement_state=init_agreement(parts.agreement, start, num_replicas, sums))
 
 
 def make_exchange_state(plan: Plan) -> Any:

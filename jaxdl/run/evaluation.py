@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from jaxdl.evaluation import estimate_norms
 from jaxdl.phases import Segment
-from jaxdl.report import Reporter, Stopwatch
+from jaxdl.report import JOINED, Reporter, Stopwatch
 from jaxdl.run.build import Plan
 from jaxdl.run.compile import StepFunctions
 from jaxdl.run.inference import evaluate_once
@@ -28,6 +28,7 @@ class Evaluation:
         The latter only where the plan asks for them.
         """
         state, self._settled = steps.train.settle(state)
+        self._reporter.settled(self._settled)
         num = self._plan.experiment.evaluation.norm_batches
         if steps.norm is None or num is None:
             return state
@@ -44,7 +45,7 @@ class Evaluation:
             found = evaluate_once(
                 self._plan.parts, steps.evaluate, state.eval_params, state.model_state, source, size, poll=poll
             )
-            found |= {name: float(value) for name, value in self._settled.items()}
+            found |= {name: float(x) for name, x in self._settled.items() if not name.startswith(JOINED)}
             if steps.evaluate_own is not None and steps.train.apart(step):
                 parts, own = self._plan.parts, state.own
                 params = parts.trainable.merged(own.params, state.params)

@@ -29,6 +29,7 @@ from jaxdl.optim import Trainable, make_trainable
 from jaxdl.report.explanation import readable_bytes
 from jaxdl.run.validate import task_inputs
 from jaxdl.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names, named
+from jaxdl.tasks import Task
 
 
 def exchanged_gradients(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Gradients:
@@ -73,6 +74,12 @@ def output_shapes(experiment: Experiment, network: Network, spec: DataSpec) -> C
         return jax.eval_shape(forward, *jax.eval_shape(network.init, jax.random.key(0)), batch)
 
     return outputs
+
+
+def sum_names(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> tuple[str, ...]:
+    """The names of a task's sums in training; `outputs(batch)` gives the shapes of the network's outputs."""
+    batch = spec.blank()
+    return tuple(jax.eval_shape(lambda outputs: task.sums(outputs, batch, train=True), outputs(batch)))
 
 
 def make_exchange(

@@ -39,15 +39,18 @@ class StepInfo:
     def metrics(self) -> dict[str, float]:
         """The metrics of this step, named as in `metrics.jsonl` without "train/"; empty if it was skipped.
 
-        Waits for the devices, which then wait for the host: call it at the steps that need it, not at every one.
+        Waits for the devices, which then wait for the host: call it at the steps that need it, not at every one. If
+        other processes have replicas with parameters of their own, `own/NAME` is of this process's, and differs; the
+        others, such as `loss`, are of all replicas, equal in all processes, and there after a merge
+        (`docs/agreement.md`).
         """
         return self._readable(self._measured) if self._measured else {}
 
     def stop(self, by: str = "a hook", *, over: bool = False) -> None:
         """Ends the run after this step, as `max_steps` would: it is evaluated and saved, and can be resumed.
 
-        With several processes, all of them must ask for it at the same step. `by` is who asks, for the message,
-        and `over` says that there is nothing to resume.
+        With several processes, all of them must ask for it at the same step, so not because of `own/NAME`. `by` is who
+        asks, for the message, and `over` says that there is nothing to resume.
         """
         self._stop(by, over)
 

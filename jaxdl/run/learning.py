@@ -102,8 +102,9 @@ class Since(NamedTuple):
 def as_delta(parts: Parts, flat: Flat, anchor: Vector, state: TrainState) -> tuple[Vector, Since]:
     """What the syncer is sent: the anchor less the learner's parameters. Waits for the devices."""
     mine, since = jax.device_get((by_name(state.own.params), state.own.since))
-    weight = max(float(since["weight"][0]), 1e-9)
-    return anchor - flat.row(mine), Since(weight, float(since["loss"][0]) / weight)
+    sums = since["sums"]
+    weight = max(float(sums["weight"][0]), 1e-9)
+    return anchor - flat.row(mine), Since(weight, float(sums["loss"][0]) / weight)
 
 
 def make_adopt(parts: Parts) -> jax.stages.Wrapped:

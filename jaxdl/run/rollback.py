@@ -26,7 +26,7 @@ from jaxdl.errors import as_typed
 from jaxdl.experiment import Experiment
 from jaxdl.files import REPORT_FILE, SKIPPED_FILE
 from jaxdl.guard import skipped
-from jaxdl.report import Diverged, Event, History, Report, replace_file
+from jaxdl.report import OWN, Diverged, Event, History, Report, joined, metric_here, replace_file
 from jaxdl.state import TrainState
 
 
@@ -93,6 +93,8 @@ class Rollbacks:
         self._keeps_replicas = experiment.agreement.keeps_replicas
         self._lowest_scale = experiment.precision.lowest_scale
         self._streak: list[BadStep] = []
+        self._unjoined: list[BadStep] = []
+        """Steps since the last merge, of which it is not known yet whether all replicas skipped them."""
         self.past: list[Rollback] = []
 
     @property
@@ -148,10 +150,17 @@ class Rollbacks:
             if bad:
                 what = f"{bad:g} replica{'s' if bad > 1 else ''} had bad numbers up to step {step}"
                 self._note(f"{what}: left out of the merge, given the anchor")
-            skipped = np.asarray(metrics.get("bad_in_row", 0))
-            self._streak = [*self._streak, _bad_step(step, metrics)] if skipped.all() else []
-            # Another process sees its own replicas alone, and all have to decide alike.
-            if len(self._streak) >= self._config.rollback_after and skipped.size == self._num_replicas:
+            if not any(name.startswith(OWN) for name in metrics):
+                all_bad = bool(np.all(metrics.get("bad_in_row", 0)))
+            # Other processes have replicas too, and all have to decide alike: by what the last merge has joined.
+            elif totals := joined([metrics]):
+                all_bad = bool(totals["seen"]) and not totals["sums/weight"]
+            else:
+                self._unjoined = [*self._unjoined[-self._config.rollback_after :], _bad_step(step, metrics)]
+                continue
+            self._streak = [*self._streak, *self._unjoined, _bad_step(step, metrics)] if all_bad else []
+            self._unjoined = []
+            if len(self._streak) >= self._config.rollback_after:
                 self._give_up(self._streak, "all replicas skipped them, and with this agreement none is rolled back")
 
     def _judge_unguarded(self, report: Report) -> None:
@@ -310,8 +319,8 @@ def _next_counters(sharding: jax.sharding.Sharding) -> Callable[..., Any]:
 
 
 def _bad_step(step: int, metrics: Mapping[str, Any]) -> BadStep:
-    loss, weight = float(np.sum(metrics["sums/loss"])), float(np.sum(metrics["sums/weight"]))
-    return BadStep(step, loss / weight if weight else math.nan, float(np.mean(metrics["learning_rate"])))
+    loss, weight = float(np.sum(metric_here(metrics, "sums/loss"))), float(np.sum(metric_here(metrics, "sums/weight")))
+    return BadStep(step, loss / weight if weight else math.nan, float(np.mean(metric_here(metrics, "learning_rate"))))
 
 
 def _advice(steps: Sequence[BadStep]) -> str:

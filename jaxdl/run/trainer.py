@@ -311,7 +311,8 @@ class Trainer:
         assert self.state is not None
         self.check_lease()
         if self.steps is not None and self.evaluated_step < self.step:
-            self.state, _ = self.steps.train.settle(self.state)
+            self.state, metrics = self.steps.train.settle(self.state)
+            self.reporter.settled(metrics)
         with self.watch("checkpoint"):
             self.saver.save(self.state, self.step, self.evaluated_step, self.metrics)
 

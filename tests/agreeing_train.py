@@ -1,0 +1,44 @@
+"""Runs of replicas with local steps in one of several processes: `python -m tests.agreeing_train LIMIT --config ...`.
+
+One run, WORKDIR/whole, ends by a hook: after the first step whose training loss, if it is known of all replicas, is
+below LIMIT. Another, WORKDIR/parts, is stopped within a round and gone on with. What hooks have seen is written to
+WORKDIR/seenN.json, N the number of the process.
+"""
+
+import json
+import sys
+
+import jax
+
+import jaxdl
+from jaxdl.cluster import end_together
+from jaxdl.command import parse_command
+from jaxdl.run.compile import shared_programs
+from jaxdl.run.hooks import StepInfo
+from jaxdl.run.result import exit_codes
+
+STOPPED_AT = 6
+"""Within a round of four steps."""
+
+
+def main() -> None:
+    limit = float(sys.argv[1])
+    with end_together(), exit_codes(), shared_programs():
+        command = parse_command(sys.argv[2:])
+        seen = []
+
+        def hook(info: StepInfo) -> None:
+            seen.append(info.metrics())
+            if seen[-1].get("loss", limit) < limit:
+                info.stop()
+
+        whole, parts = (f"{command.workdir}/{name}" for name in ("whole", "parts"))
+        ended = jaxdl.train(command.experiment, whole, on_step=hook)
+        jaxdl.train(command.experiment, parts, quiet=True, max_steps=STOPPED_AT)
+        jaxdl.train(command.experiment, parts, quiet=True, max_steps=ended.summary["steps"])
+        with open(f"{command.workdir}/seen{jax.process_index()}.json", "w") as file:
+            json.dump({"steps": seen, "history": ended.history, "end": ended.summary["steps"]}, file)
+
+
+if __name__ == "__main__":
+    main()
