@@ -136,7 +136,7 @@ def test_one_replica_is_lookahead():
 
 
 def test_gossip_evaluates_the_mean_by_the_weights_of_push_sum():
-    plan = make_plan(images(agreement=Gossip(graph="ring")), jax.devices()[:4])
+    plan = make_plan(images(agreement=Gossip(graph="ring"), step={}), jax.devices()[:4])
     state = apart(plan)
     weight = jax.device_put(jnp.asarray(WEIGHTS), state.own.share["weight"].sharding)
     state = state.with_own(dataclasses.replace(state.own, share={"weight": weight}))

@@ -278,3 +278,81 @@ def test_slurm_queues_the_job_again_when_its_time_is_up(tmp_path, left_sec, requ
     assert (tmp_path / "scontrol").exists() == requeued
     assert environments[0]["JAXDL_RESTART"] == "2"
     assert environments[0]["JAXDL_RESTART_REASON"] == "requeued by Slurm"
+
+
+# ---- Learners that do not wait for each other
+
+LEARNER = [
+    *TRAIN[:5],
+    "--agreement",
+    "async",
+    "--mesh.replica",
+    "1",
+    "--seed",
+    "{learner}",
+    "--workdir",
+    "/shared/{learner}",
+]
+WITH_SYNCER = ["python", "-m", "jaxdl.launch", "learner", "--quorum", "3", "--folder", "/shared/syncer", "--"]
+
+
+@pytest.mark.parametrize("cluster", COMMANDS)
+def test_each_node_is_a_learner(cluster):
+    text, said = printed(cluster, "--restarts", "2", command=[*WITH_SYNCER, *LEARNER])
+    assert "# 4 learners, one on each node; the first node has the syncer too. Each of them:" in text
+    assert "# The mesh: replica 1 x fsdp 8 x tensor 1, on 1 nodes with 8 GPUs each." in text
+    assert said == ""
+    one_run = job_file(cluster, "--restarts", "2")
+    own = {"slurm": "--wait=0 ", "kubernetes": "backoffLimitPerIndex: 2 ", "ray": "ALONE = True", "skypilot": "learner"}
+    assert own[cluster] in text, "who fails, or has finished, ends no other"
+    assert own[cluster] not in one_run
+
+
+@pytest.mark.usefixtures("on_command_line")
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (LEARNER, "{learner} in the command is for learners. Put `python -m jaxdl.launch learner"),
+        (LEARNER[:9], "on 4 nodes the command would be one run of 4 processes. Put `python -m jaxdl.launch learner"),
+        ([*WITH_SYNCER, *TRAIN], "its command is no learner. Give it --agreement async"),
+        ([*WITH_SYNCER, *LEARNER[:9]], "all 4 learners would have the same command. Give each a seed and a workdir"),
+        ([*WITH_SYNCER[:4], "--quorum", "5", "--", *LEARNER], "quorum 5: there are only 4 learners"),
+        ([*WITH_SYNCER, *LEARNER, "--mesh.fsdp", "16"], "1 nodes with 8 GPUs each: mesh replica 1 x fsdp 16"),
+    ],
+)
+def test_mistakes_with_learners(command, message, capsys):
+    with pytest.raises((SystemExit, ConfigError)) as raised:
+        job_file("slurm", command=command)
+    assert message in words(f"{capsys.readouterr().err} {raised.value}")
+
+
+SEEN = (
+    "JAXDL_SYNCER", "JAXDL_LEARNER", "JAXDL_NUM_LEARNERS", "JAXDL_RUN_TOKEN", "JAX_COORDINATOR_ADDRESS",
+    "JAX_NUM_PROCESSES",
+)  # fmt: skip
+
+
+def test_a_node_of_a_job_finds_the_syncer_of_the_first_one(tmp_path):
+    """And is no process of a larger run. It fails once, and is started again by itself."""
+    program = f"""if 1:
+        import os, pathlib, sys
+        print(sys.argv[1:], *(os.environ.get(name) for name in {SEEN!r}), sep="|")
+        mark = pathlib.Path({str(tmp_path / "mark")!r})
+        if not mark.exists():
+            mark.touch()
+            sys.exit(1)
+    """
+    variables = {"JAX_COORDINATOR_ADDRESS": "gpu7:6234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
+    variables |= {"JAXDL_RUN_TOKEN": "0123456789abcdef", "SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "gpu[7-8]"}
+    clean = {name: value for name, value in os.environ.items() if not CLUSTER_VARIABLES.match(name)}
+    command = [sys.executable, "-m", "jaxdl.launch", "learner", "--restarts", "1", "--"]
+    command += [sys.executable, "-c", program, "{learner}"]
+    ended = subprocess.run(command, env=clean | variables, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    lines = [line.split("| ", 1)[1].split("|") for line in ended.stdout.splitlines()]
+    assert lines == [["['1']", "gpu7:6234", "1", "2", "0123456789abcdef", "None", "None"]] * 2
+    assert "restart 1 of 1: learner1 ended with exit code 1" in ended.stderr
+    without = {name: value for name, value in (clean | variables).items() if name != "JAXDL_RUN_TOKEN"}
+    ended = subprocess.run(command, env=without, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    assert "JAXDL_RUN_TOKEN is not set" in ended.stderr

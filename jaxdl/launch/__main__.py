@@ -58,6 +58,7 @@ JOB_FILES = ("slurm", "kubernetes", "ray", "skypilot")
 """Commands of `jaxdl.launch.jobs`, listed here so that the package is imported only when one is used."""
 ASYNCHRONOUS = {
     "async": "learners on this machine that do not wait for each other, and their syncer",
+    "learner": "the learner of this node of a cluster, and on the first node their syncer: for job files",
     "syncer": "a syncer, for learners that are started elsewhere",
     "replay": "the run of a syncer and its learners again, from the syncer's tape",
 }

@@ -1,4 +1,4 @@
-"""`python -m jaxdl.launch async`, `syncer` and `replay`: learners that do not wait for each other."""
+"""`python -m jaxdl.launch async`, `learner`, `syncer` and `replay`: learners that do not wait for each other."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from jaxdl.asynchrony.service import Service, serve
+from jaxdl.cluster.address import find_cluster_spec
+from jaxdl.cluster.token import VARIABLE, run_token
 from jaxdl.config import Config, ConfigError
 from jaxdl.errors import fail
-from jaxdl.launch.learners import Learners, numbered
+from jaxdl.launch.learners import Learners, Place, numbered
 from jaxdl.launch.processes import own_and_command, signals_forwarded
 from jaxdl.options import parse_options
 
@@ -34,6 +36,17 @@ class Asynchronous(Service):
     """JSON file for the process ids, written at every start: {"launcher": 1, "processes": {"syncer": 2}}."""
 
 
+class Node(Service):
+    """Runs a command as the learner of this node of a cluster, on the first node a syncer too: OPTIONS -- COMMAND.
+
+    For job files, which start it on each node. {learner} in the command is the learner's number, that of the node. A
+    process that fails is started again alone. The syncer's options decide on all nodes.
+    """
+
+    restarts: Annotated[int, Field(ge=0)] = 0
+    """Most restarts of each process. None follows exit code 2 (user error) or 3 (diverged)."""
+
+
 class Replay(Config):
     """Trains again, in this process, what the learners of a tape trained: OPTIONS -- COMMAND, that of the learners.
 
@@ -46,29 +59,58 @@ class Replay(Config):
     """Number of virtual CPU devices of each learner, as it was in the run."""
 
 
-KINDS: dict[str, type[Config]] = {"async": Asynchronous, "syncer": Service, "replay": Replay}
+KINDS: dict[str, type[Config]] = {
+    "async": Asynchronous,
+    "learner": Node,
+    "syncer": Service,
+    "replay": Replay,
+}
 """Command -> its options."""
+_MEET_SEC = 300.0
+"""Seconds in which a cluster tells a node its place."""
 
 
-def parse(name: str, args: list[str]) -> tuple[Any, list[str]]:
-    """(the options before `--`, the command after it). Raises ConfigError."""
+def parse(name: str, args: list[str], **given: Any) -> tuple[Any, list[str]]:
+    """(the options before `--`, the command after it); `given` are other defaults. Raises ConfigError."""
     own, command = own_and_command(args)
     kind = KINDS[name]
-    return parse_options(kind, own, default=kind(), prog=f"{_PROG} {name}", description=inspect.getdoc(kind)), command
+    return parse_options(
+        kind, own, default=kind(**given), prog=f"{_PROG} {name}", description=inspect.getdoc(kind)
+    ), command
 
 
 def learners(args: list[str]) -> int:
     """Runs `async` and returns the exit code."""
     options, command = parse("async", args)
+    how = {"devices_per_learner": options.devices_per_learner, "pids_file": options.pids}
+    return _run(command, options, **how)
+
+
+def learner(args: list[str]) -> int:
+    """Runs `learner` and returns the exit code."""
+    spec, token = find_cluster_spec(_MEET_SEC), run_token()
+    if spec is None:
+        raise ConfigError(
+            "the nodes of the job are not known: set JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, as "
+            f"job files do, or start learners on this machine: {_PROG} async."
+        )
+    if token is None:
+        raise ConfigError(f"{VARIABLE} is not set. Set it to the same random text on all nodes, as job files do.")
+    options, command = parse("learner", args, learners=spec.num_processes)
+    if options.learners != spec.num_processes:
+        raise ConfigError(
+            f"--learners {options.learners}: the job has {spec.num_processes} nodes, each with one learner. Leave the "
+            "option out."
+        )
+    host, port = spec.address.rsplit(":", 1)[0], options.port or spec.port
+    options = options.replaced({"port": port})
+    return _run(command, options, place=Place(spec.process, f"{host}:{port}", token))
+
+
+def _run(command: list[str], options: Any, **how: Any) -> int:
     with signals_forwarded() as forward_to:
         service = Service(**{name: getattr(options, name) for name in Service.model_fields})
-        started = Learners(
-            command,
-            service,
-            devices_per_learner=options.devices_per_learner,
-            restarts=options.restarts,
-            pids_file=options.pids,
-        )
+        started = Learners(command, service, restarts=options.restarts, **how)
         forward_to(started)
         return started.run()
 
@@ -110,4 +152,9 @@ def replay(args: list[str]) -> int:
     return 0
 
 
-COMMANDS: dict[str, Callable[[list[str]], int]] = {"async": learners, "syncer": syncer, "replay": replay}
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "async": learners,
+    "learner": learner,
+    "syncer": syncer,
+    "replay": replay,
+}

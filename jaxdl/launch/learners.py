@@ -1,4 +1,7 @@
-"""A syncer and its learners as processes of this machine. Unlike the hosts of a run, each is started again alone."""
+"""A syncer and its learners as processes of this machine. Unlike the hosts of a run, each is started again alone.
+
+On a cluster each node has one learner, and the first one the syncer too.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from jaxdl.asynchrony.service import LEARNER_VARIABLE, LEARNERS_VARIABLE, Service
 from jaxdl.cluster.address import SYNCER_VARIABLE
@@ -33,8 +36,18 @@ _ALONE = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID", "JAX
 """Variables that would make a learner one process of a larger run."""
 
 
+class Place(NamedTuple):
+    """Which learner of a cluster runs on this node. The first node has the syncer too."""
+
+    number: int
+    address: str
+    """`host:port` of the syncer."""
+    token: str
+    """The secret of the syncer and all learners."""
+
+
 class Learners:
-    """Runs a syncer and `learners` times a command; `run` blocks.
+    """Runs a syncer and `learners` times a command, or what is at one `place` of a cluster; `run` blocks.
 
     A process that fails is started again by itself, at most `restarts` times each; a learner not after exit code 2
     (user error), which ends all, or 3 (diverged), after which the others go on. The learners find the syncer by
@@ -46,7 +59,8 @@ class Learners:
         command: Sequence[str],
         service: Service,
         *,
-        devices_per_learner: int,
+        devices_per_learner: int | None = None,
+        place: Place | None = None,
         restarts: int = 0,
         pids_file: Path | None = None,
         environment: Mapping[str, str] | None = None,
@@ -55,10 +69,13 @@ class Learners:
     ) -> None:
         self._command = resolved(command)
         self._service = service.replaced({"port": service.port or free_port()})
-        self._names = [f"learner{number}" for number in range(service.learners)]
+        numbers = range(service.learners) if place is None else [place.number]
+        self._numbers = {f"learner{number}": number for number in numbers}
+        self._has_syncer, self._elsewhere = 0 in numbers, service.learners > len(numbers)
+        self._address = place.address if place else f"127.0.0.1:{self._service.port}"
         self._devices, self._restarts, self._pids_file = devices_per_learner, restarts, pids_file
         self._environment = dict(os.environ if environment is None else environment)
-        self._token = make_token()
+        self._token = place.token if place else make_token()
         self._events: Events = queue.SimpleQueue()
         self._running: dict[str, HostProcess] = {}
         self._starts: dict[str, int] = {}
@@ -71,7 +88,7 @@ class Learners:
         self._stopped: int | None = None
         self._code: int | None = None
         """The exit code of the run, once it is known."""
-        names = [SYNCER, *self._names]
+        names = [SYNCER, *self._numbers]
         out, err = stdout or sys.stdout, stderr or sys.stderr
         self._printer = Printer(names, out, err, lambda: self.stop(signal.SIGTERM))
 
@@ -83,7 +100,7 @@ class Learners:
         """Runs to the end. Returns 0, or the code of the failure that ended the run (128 + N after signal N)."""
         reaper = Reaper()
         try:
-            for name in (SYNCER, *self._names):
+            for name in (*([SYNCER] if self._has_syncer else []), *self._numbers):
                 self._start(name, reaper)
             while self._running or self._due:
                 self._start_due(reaper)
@@ -104,7 +121,7 @@ class Learners:
         return self._code or 0
 
     def _start(self, name: str, reaper: Reaper) -> None:
-        number = self._names.index(name) if name in self._names else None
+        number = self._numbers.get(name)
         command = self._service.command() if number is None else numbered(self._command, number)
         restart = self._starts.get(name, 0)
         self._starts[name] = restart + 1
@@ -123,18 +140,19 @@ class Learners:
             VARIABLE: self._token,
             "PYTHONUNBUFFERED": "1",
             "JAXDL_HOST": name,
-            "JAXDL_PROCESSES_OF_HOST": str(len(self._names)),
+            "JAXDL_PROCESSES_OF_HOST": str(len(self._numbers)),
             "JAXDL_RESTART": str(restart),
         }
         if number is None:
             return own
-        return own | {
-            SYNCER_VARIABLE: f"127.0.0.1:{self._service.port}",
+        own |= {
+            SYNCER_VARIABLE: self._address,
             LEARNER_VARIABLE: str(number),
-            LEARNERS_VARIABLE: str(len(self._names)),
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": str(self._devices),
+            LEARNERS_VARIABLE: str(self._service.learners),
         }
+        if self._devices is None:
+            return own
+        return own | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(self._devices)}
 
     def _ended(self, process: HostProcess) -> None:
         name = process.host.name
@@ -156,7 +174,7 @@ class Learners:
             self._say(f"{what}: {NOT_RESTARTED[code]}")
             self._end_all(code)
         elif code in NOT_RESTARTED:
-            self._lose(name, f"{what}: {NOT_RESTARTED[code]}")
+            self._lose(name, f"{what}: {NOT_RESTARTED[code]}", code)
         elif self._starts[name] <= self._restarts:
             self._say(f"restart {self._starts[name]} of {self._restarts}: {what}")
             self._due[name] = time.monotonic() + _PAUSE_SEC
@@ -164,12 +182,14 @@ class Learners:
             self._say(what)
             self._end_all(code)
         else:
-            self._lose(name, what)
+            self._lose(name, what, code)
 
-    def _lose(self, name: str, what: str) -> None:
-        """Notes that a learner will not come back."""
+    def _lose(self, name: str, what: str, code: int) -> None:
+        """Notes that a learner will not come back; its node of a cluster then ends with its code."""
         self._lost.append(name)
         self._say(f"{what}; the others go on")
+        if self._elsewhere:
+            self._code = self._code or code
 
     def _finished(self, name: str) -> None:
         """A learner has finished: if it was the last one, the syncer need not wait for those that were lost."""
@@ -179,7 +199,7 @@ class Learners:
 
     def _others(self, name: str) -> bool:
         """Whether learners besides this one run, or will run again."""
-        return bool({*self._running, *self._due} - {name, SYNCER})
+        return self._elsewhere or bool({*self._running, *self._due} - {name, SYNCER})
 
     def _start_due(self, reaper: Reaper) -> None:
         for name in [name for name, at in self._due.items() if at <= time.monotonic()]:

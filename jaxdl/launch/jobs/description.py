@@ -16,6 +16,8 @@ import pydantic
 from jaxdl.cluster.exits import DELIBERATE
 from jaxdl.config import Config, ConfigError
 from jaxdl.experiment import Experiment, load
+from jaxdl.launch.asynchronous import parse
+from jaxdl.launch.learners import PLACEHOLDER, numbered
 from jaxdl.launch.processes import own_and_command
 from jaxdl.mesh import Axis
 from jaxdl.options import parse_options
@@ -122,6 +124,8 @@ class Command:
     """The folder of the run, if it is known."""
     notes: tuple[str, ...]
     """Comments for the reader of the file: the mesh, and warnings."""
+    has_learners: bool = False
+    """Whether each node has a learner (`python -m jaxdl.launch learner`), which the others do not need."""
 
 
 def print_job(cluster: str, kind: type[JobT], text: Callable[[JobT, Command], str], args: list[str]) -> None:
@@ -150,16 +154,22 @@ def _checked(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
     broken = [word for word in words if not word.isprintable()]
     if broken:
         raise ConfigError(f"{broken[0]!r}: the command has a character that cannot be written into a job file.")
-    args = training_options(words)
+    learner = _learner_command(words, job)
+    if learner is None and any(PLACEHOLDER in word for word in words):
+        raise ConfigError(f"{PLACEHOLDER} in the command is for learners. {_WITH_SYNCER}.")
+    args = training_options(words if learner is None else numbered(learner, 0))
     if args is None:
         note = "the command is not jaxdl.train, so its config and mesh are not checked."
-        return Command(words, None, (note,)), [note]
+        return Command(words, None, (note,), learner is not None), [note]
     own = first_look(args, PROG)
     rest = [word for word in own_options(args)[1] if word != "--explain"]
     experiment = load(own["config"], rest, gpus=job.gpus_per_node > 0)
     if "devices" in own:
         experiment = experiment.replaced({"mesh.cpu_devices": int(own["devices"])})
-    notes, warnings = _mesh_notes(job, experiment)
+    _check_learners(job, experiment, learner)
+    notes, warnings = _mesh_notes(job if learner is None else job.replaced({"nodes": 1}), experiment)
+    if learner is not None:
+        notes = [f"{job.nodes} learners, one on each node; the first node has the syncer too. Each of them:", *notes]
     workdir = PurePosixPath(own["workdir"]) if "workdir" in own else None
     if workdir is None and job.restarts:
         raise ConfigError(
@@ -168,7 +178,44 @@ def _checked(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
         )
     if workdir is None:
         warnings.append("the command has no --workdir: nothing is kept, and a stopped run cannot resume.")
-    return Command(words, workdir, (*notes, *warnings)), warnings
+    return Command(words, workdir, (*notes, *warnings), learner is not None), warnings
+
+
+_WITH_SYNCER = (
+    "Put `python -m jaxdl.launch learner --folder FOLDER --` before it: then each node is a learner, and the first one "
+    "has their syncer"
+)
+
+
+def _learner_command(words: Sequence[str], job: Job) -> list[str] | None:
+    """The command of a learner in `python -m jaxdl.launch learner OPTIONS -- COMMAND`; None for other commands.
+
+    Raises ConfigError for invalid options.
+    """
+    for end in range(3, len(words) + 1):
+        first, *rest = words[end - 3 : end]
+        if (first, *rest) == ("-m", "jaxdl.launch", "learner") or (
+            PurePosixPath(first).name == "jaxdl" and rest == ["launch", "learner"]
+        ):
+            return parse("learner", list(words[end:]), learners=job.nodes)[1]
+    return None
+
+
+def _check_learners(job: Job, experiment: Experiment, learner: Sequence[str] | None) -> None:
+    """Raises ConfigError for learners without a syncer, or that would share what is each one's own."""
+    needed = experiment.agreement.needs_syncer
+    if needed and learner is None and job.nodes > 1:
+        raise ConfigError(
+            f"--agreement {experiment.agreement.kind}: on {job.nodes} nodes the command would be one run of "
+            f"{job.nodes} processes. {_WITH_SYNCER}."
+        )
+    if learner is not None and not needed:
+        raise ConfigError("python -m jaxdl.launch learner: its command is no learner. Give it --agreement async.")
+    if learner is not None and job.nodes > 1 and numbered(learner, 0) == numbered(learner, 1):
+        raise ConfigError(
+            f"all {job.nodes} learners would have the same command. Give each a seed and a workdir of its own, such as "
+            "--seed {learner} --workdir /shared/run/{learner}."
+        )
 
 
 def training_options(words: Sequence[str]) -> list[str] | None:

@@ -59,7 +59,7 @@ def job_set(job: KubernetesJob, command: Command) -> str:
         f"Stop it (it saves first):  kubectl delete jobset {job.name}",
         *command.notes,
     ]
-    return comment(about) + _metadata(job) + _policies(job) + _pod(job, command, mount)
+    return comment(about) + _metadata(job) + _policies(job, command) + _pod(job, command, mount)
 
 
 def _metadata(job: KubernetesJob) -> str:
@@ -73,8 +73,12 @@ def _metadata(job: KubernetesJob) -> str:
     return text
 
 
-def _policies(job: KubernetesJob) -> str:
+def _policies(job: KubernetesJob, command: Command) -> str:
     codes = ", ".join(str(code) for code in NEVER_RESTARTED)
+    # A learner is started again alone, and what a restart would not mend ends that learner alone.
+    alone = f"backoffLimitPerIndex: {job.restarts}  # Each pod is started again by itself."
+    together = "backoffLimit: 0  # One pod cannot continue alone: the first failure ends the Job."
+    limit, action = (alone, "FailIndex") if command.has_learners else (together, "FailJob")
     return f"""\
 spec:
   network:
@@ -95,10 +99,10 @@ spec:
           completionMode: Indexed
           completions: {job.nodes}
           parallelism: {job.nodes}
-          backoffLimit: 0  # One pod cannot continue alone: the first failure ends the Job.
+          {limit}
           podFailurePolicy:
             rules:
-              - action: FailJob  # A user error, or training that diverged: a restart would repeat it.
+              - action: {action}  # A user error, or training that diverged: a restart would repeat it.
                 onExitCodes:
                   containerName: {CONTAINER}
                   operator: In

@@ -27,6 +27,7 @@ def script(job: RayJob, command: Command) -> str:
         "COMMAND": list(command.words),
         "ENVIRONMENT": job.environment(),
         "RESTARTS": job.restarts,
+        "ALONE": command.has_learners,
         "NOT_RESTARTED": sorted((*NEVER_RESTARTED, *STOPPED)),
         "SAVE_SEC": job.save_sec,
         "WAIT_SEC": job.wait_sec,

@@ -23,6 +23,7 @@ SETUP: str = ""
 COMMAND: list[str] = []
 ENVIRONMENT: dict[str, str] = {}
 RESTARTS: int = 0
+ALONE: bool = False
 NOT_RESTARTED: list[int] = []
 SAVE_SEC: int = 120
 WAIT_SEC: int = 600
@@ -132,7 +133,7 @@ def run(group, restart, reason):
 def watch(nodes, addresses):
     """Waits until all processes have exited; after the first failure the others have SAVE_SEC before SIGKILL.
 
-    Returns (exit code, reason) of the first failure, or (0, "").
+    With ALONE (learners) they go on. Returns (exit code, reason) of the first failure, or (0, "").
     """
     first, deadline = None, 0.0
     while True:
@@ -141,7 +142,7 @@ def watch(nodes, addresses):
         if failed and first is None:
             first = failed[0]
             deadline = time.monotonic() + SAVE_SEC
-        if None not in codes or (first is not None and time.monotonic() > deadline):
+        if None not in codes or (first is not None and not ALONE and time.monotonic() > deadline):
             break
         time.sleep(1)
     if None in codes:

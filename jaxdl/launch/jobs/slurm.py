@@ -119,7 +119,7 @@ if ((JAXDL_RESTART > 0)); then
 fi
 while true; do
     code=0
-    srun {_srun_options(job)} \\
+    srun {_srun_options(job, command)} \\
         bash -c {shlex.quote(task)} task \\
         {wrapped(command.words, indent=" " * 8)} || code=$?
     case $code in
@@ -146,10 +146,11 @@ done
 """
 
 
-def _srun_options(job: SlurmJob) -> str:
+def _srun_options(job: SlurmJob, command: Command) -> str:
     # No kill-on-bad-exit: when a process fails, the others notice it and report the reason. They have this time after
-    # the first exit, and are killed then.
-    options = f"--ntasks-per-node=1 --kill-on-bad-exit=0 --wait={job.save_sec} --cpu-bind=none --label"
+    # the first exit, and are killed then; learners are not (0).
+    wait_sec = 0 if command.has_learners else job.save_sec
+    options = f"--ntasks-per-node=1 --kill-on-bad-exit=0 --wait={wait_sec} --cpu-bind=none --label"
     if job.cpus_per_node is not None:
         options += f" --cpus-per-task={job.cpus_per_node}"  # srun does not inherit it from sbatch.
     if job.image is not None:
