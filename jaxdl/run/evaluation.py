@@ -27,14 +27,19 @@ class Evaluation:
 
         The latter only where the plan asks for them.
         """
-        state, self._settled = steps.train.settle(state)
-        self._reporter.settled(self._settled)
+        state = self.agreed(state, steps)
         num = self._plan.experiment.evaluation.norm_batches
         if steps.norm is None or num is None:
             return state
         start = max(0, self._plan.timeline.position(step) - num * segment.batch_size)
         with self._watch("norms"), self._plan.batches(segment, start, num) as batches:
             return estimate_norms(steps.norm, state, batches, poll=self._poll)
+
+    def agreed(self, state: TrainState, steps: StepFunctions) -> TrainState:
+        """The state with the parameters to evaluate, or to save; what that shows of the replicas is reported."""
+        state, self._settled = steps.train.settle(state)
+        self._reporter.settled(self._settled)
+        return state
 
     def metrics(self, state: TrainState, step: int, segment: Segment, steps: StepFunctions) -> dict[str, float]:
         """The task's metrics of the state; of replicas that differ also `replicas/loss`, of each its own."""

@@ -79,7 +79,7 @@ def output_shapes(experiment: Experiment, network: Network, spec: DataSpec) -> C
 def sum_names(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> tuple[str, ...]:
     """The names of a task's sums in training; `outputs(batch)` gives the shapes of the network's outputs."""
     batch = spec.blank()
-    return tuple(jax.eval_shape(lambda outputs: task.sums(outputs, batch, train=True), outputs(batch)))
+    return tuple(jax.eval_shape(functools.partial(task.sums, train=True), outputs(batch), batch))
 
 
 def make_exchange(

@@ -245,8 +245,7 @@ class Trainer:
 
     def _rolled_back(self, report: Report | None) -> bool:
         """Rolls the run back if the steps of a report end a streak of bad ones that is too long; whether it did."""
-        streak = self.rollbacks.judge(report)
-        if streak is not None:
+        if (streak := self.rollbacks.judge(report)) is not None:
             self._roll_back(streak)
         return streak is not None
 
@@ -311,8 +310,7 @@ class Trainer:
         assert self.state is not None
         self.check_lease()
         if self.steps is not None and self.evaluated_step < self.step:
-            self.state, metrics = self.steps.train.settle(self.state)
-            self.reporter.settled(metrics)
+            self.state = self.evaluation.agreed(self.state, self.steps)
         with self.watch("checkpoint"):
             self.saver.save(self.state, self.step, self.evaluated_step, self.metrics)
 
@@ -332,8 +330,8 @@ class Trainer:
         """`_finish` at the full length of the run, or at the earlier end that was asked for."""
         if early := self.step < self.plan.total_steps:
             kept = self.saver is not None and self._saves_this_step
-            note = early_end_note(self.step, self.plan.timeline, self.end_asked_by, kept=kept, over=self.over)
-            self.reporter.note(note)
+            by, timeline = self.end_asked_by, self.plan.timeline
+            self.reporter.note(early_end_note(self.step, timeline, by, kept=kept, over=self.over))
         return self._finish("stopped" if early else "finished", changed=changed)
 
     def _finish(self, status: Status, *, changed: bool = True) -> Run:
