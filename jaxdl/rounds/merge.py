@@ -214,7 +214,7 @@ class Merge:
         self, pieces: Pieces, specs: Mapping[str, PartitionSpec], numbers: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Whether a replica's pieces are finite, and its `numbers`; `[replica]`, which all get in one all-reduce."""
-        axes = tuple(self._mesh.axis_names)
+        axes, numbers = tuple(self._mesh.axis_names), dict(sorted(numbers.items()))  # As JAX hands on a dictionary.
 
         def one_device(pieces: Pieces, numbers: Mapping[str, jax.Array]) -> jax.Array:
             row = jnp.stack([jnp.float32(0), *[x[0].astype(jnp.float32) for x in numbers.values()]])
