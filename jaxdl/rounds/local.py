@@ -182,3 +182,13 @@ def _updated_replica(
         since=changed.agreement_state | {"seen": own.since["seen"] + sums["weight"]},
     )
     return new, metrics
+
+
+def joinable(own: Own) -> dict[str, jax.Array]:
+    """What replicas count, `[replica]`, by the names that the totals have among the metrics."""
+    return {f"{JOINED}sums/{name}": x for name, x in own.since["sums"].items()} | {f"{JOINED}seen": own.since["seen"]}
+
+
+def begun_anew(own: Own) -> dict[str, Any]:
+    """What replicas count, begun anew."""
+    return jax.tree.map(jnp.zeros_like, own.since)

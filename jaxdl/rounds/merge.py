@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.exchange import by_name, exchanged_on_mesh
 from jaxdl.mesh import Axis
-from jaxdl.rounds.local import JOINED
+from jaxdl.rounds.local import begun_anew, joinable
 from jaxdl.rounds.replicas import TINY, copies_of, finite_replicas, least_scale, parts_in_mean, where, wide
 from jaxdl.sharding import named
 from jaxdl.state import OUTER, Own, TrainState, replicated
@@ -102,7 +102,7 @@ class Merge:
         anchor, mine = self._anchor(state, fragments), self._mine(own, fragments)
         delta = {name: anchor[name][None] - x for name, x in mine.items()}
         specs, wanted = self._specs(parts.state_spec.grads, fragments), self._specs(parts.state_spec.update, fragments)
-        sums = _joinable(own) | {name: own.guard[name] for name in ("bad_steps",) if own.guard}
+        sums = joinable(own) | {name: own.guard[name] for name in ("bad_steps",) if own.guard}
         weights = {str(one): own.since["merge_weight"][:, one] for one in fragments}
         finite, told = self._told(delta, specs, sums | weights)
         each = [parts_in_mean(finite, told[str(one)]) for one in fragments]
@@ -127,7 +127,7 @@ class Merge:
         metrics = {f"exchange/{name}": value for name, value in found.items()}
         metrics |= {"agreement/bad_replicas": jnp.sum(1.0 - finite)}
         metrics |= {name: told[name].sum() for name in sums}
-        since = _joined(own) | {"merge_weight": own.since["merge_weight"].at[:, jnp.array(fragments)].set(0)}
+        since = begun_anew(own) | {"merge_weight": own.since["merge_weight"].at[:, jnp.array(fragments)].set(0)}
         state = state.replace(
             exchange_state=self._with_fragments(state.exchange_state, new, fragments),
         ).with_own(dataclasses.replace(own, since=since))
@@ -206,8 +206,8 @@ class Merge:
         averaged = {name: mean(x) for name, x in mine.items()}
         distance = self._distance(averaged, mine, factor)
         state = self._with_anchor(state, averaged, (0,)).replace(model_state=jax.tree.map(mean, own.model_state))
-        totals = {name: jnp.sum(x) for name, x in _joinable(own).items()}
-        state = state.with_own(dataclasses.replace(own, since=own.since | _joined(own)))
+        totals = {name: jnp.sum(x) for name, x in joinable(own).items()}
+        state = state.with_own(dataclasses.replace(own, since=own.since | begun_anew(own)))
         return state, totals | {"replicas/distance": distance, "replicas/bad": jnp.sum(1.0 - finite)}
 
     def _told(
@@ -396,13 +396,3 @@ class Merge:
             else {name: entry | new[where][name] for name, entry in entries.items()}
             for where, entries in exchange_state.items()
         }
-
-
-def _joinable(own: Own) -> dict[str, jax.Array]:
-    """What replicas count, `[replica]`, by the names that the totals have among the metrics."""
-    return {f"{JOINED}sums/{name}": x for name, x in own.since["sums"].items()} | {f"{JOINED}seen": own.since["seen"]}
-
-
-def _joined(own: Own) -> dict[str, Any]:
-    """What replicas count, begun anew."""
-    return jax.tree.map(jnp.zeros_like, own.since)
