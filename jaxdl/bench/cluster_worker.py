@@ -225,7 +225,7 @@ class Worker:
 
 def _with_replicas(parts: Parts, state: TrainState) -> TrainState:
     """The state of a run whose replicas all begin with the parameters of a state of every step; all have a weight."""
-    trained = parts.trainable.of(state.params)
+    trained, sums = parts.trainable.of(state.params), tuple(parts.state_spec.shardings.own.since["sums"])
     start = Own(
         trained,
         state.model_state,
@@ -238,7 +238,7 @@ def _with_replicas(parts: Parts, state: TrainState) -> TrainState:
         loss_scale={},
         guard={},
         exchange_state=parts.state_spec.init_exchange(),
-        agreement_state=init_agreement(parts.agreement, start, parts.layout.mesh.shape[_REPLICA]),
+        agreement_state=init_agreement(parts.agreement, start, parts.layout.mesh.shape[_REPLICA], sums),
     )
     return found.with_own(replace(found.own, since=jax.tree.map(jnp.ones_like, found.own.since)))
 
