@@ -262,7 +262,7 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
         own = ", ".join(one for one in names if one.startswith(f"{dashed}."))
         return (
             f"{flag}: {group} {current} has no {last}; {', '.join(having)} {'has' if len(having) == 1 else 'have'} it. "
-            f"The options of {current} are {own}."
+            + (f"The options of {current} are {own}." if own else f"{current} has no options.")
         )
     near = near[:1] or [one for one in names if one.rpartition(".")[2] == last.replace("_", "-")][:3]
     advice = f"Did you mean {' or '.join(near)}? --help lists all." if near else "--help lists the options."

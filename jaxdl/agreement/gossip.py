@@ -69,6 +69,13 @@ class Gossip(Agreement, kind="gossip"):
         one = Cost(latency_sec=latency, wire_sec=wire, compute_sec=compute, sent_bytes=4 * size)
         return [one * len(hops) for hops in self.graphs(gradients.num_replicas)]
 
+    def remarks(self, total_steps: int, num_replicas: int) -> tuple[str, ...]:
+        """That one replica has no neighbours."""
+        del total_steps
+        if num_replicas > 1:
+            return ()
+        return (f"agreement {self.label}: this mesh has one replica, which has no neighbours: nothing is sent.",)
+
     def check(self, exchange: Config, num_replicas: int, total_steps: int) -> None:
         """See `Agreement.check`."""
         del num_replicas, total_steps

@@ -7,6 +7,7 @@ these as it averages gradients, and an outer optimizer moves the anchor by the m
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from jaxdl.agreement.config import Agreement, Merges, Metrics, Tree, check_excha
 from jaxdl.config import Config, ConfigError
 
 _MOMENTUM = "momentum"
-_FEW_ROUNDS = 200
+_FEW_MERGES = 200
 """With fewer merges an outer momentum of 0.9 has not come to its full speed before the run ends."""
 
 
@@ -34,7 +35,7 @@ class Outer(Config):
     @pydantic.model_validator(mode="after")
     def _takes_effect(self) -> Outer:
         if self.nesterov and not self.momentum:
-            raise ValueError("nesterov = True has no effect without momentum. Set momentum too, or leave it out.")
+            raise ValueError("nesterov = True: it has no effect without momentum. Set momentum too, or leave it out.")
         return self
 
 
@@ -177,15 +178,23 @@ class Periodic(Agreement, kind="periodic"):
             )
 
     def remarks(self, total_steps: int, num_replicas: int) -> tuple[str, ...]:
-        """That an outer momentum needs many merges."""
-        del num_replicas
-        rounds = (total_steps - self.start_step) // self.every_steps
-        if self.outer.momentum < 0.9 or rounds >= _FEW_ROUNDS:
-            return ()
-        return (
-            f"agreement {self.label}: the run has {rounds} merges, and an outer momentum of {self.outer.momentum:g} "
-            f"pays from about {_FEW_ROUNDS} on. With fewer, --agreement.outer.momentum 0.5 or 0 often gives more.",
-        )
+        """What one replica leaves of it, that a round is longer than the run, and that an outer momentum needs merges."""
+        found = []
+        if num_replicas == 1:
+            left = "only the outer optimizer" if self.outer != Outer() else "nothing"
+            found.append(
+                f"agreement {self.label}: this mesh has one replica, so {left} takes effect. Others join with "
+                "--mesh.replica 2 or more."
+            )
+        merges = math.ceil((total_steps - self.start_step) / self.every_steps)
+        if merges == 1 and num_replicas > 1:
+            found.append(f"agreement {self.label}: the run has {total_steps} steps, so replicas merge only at its end.")
+        if self.outer.momentum >= 0.9 and merges < _FEW_MERGES:
+            found.append(
+                f"agreement {self.label}: merges in this run: {merges}. An outer momentum of {self.outer.momentum:g} "
+                f"pays from about {_FEW_MERGES} on. With fewer, --agreement.outer.momentum 0.5 or 0 often gives more."
+            )
+        return tuple(found)
 
 
 _PRESETS = {
