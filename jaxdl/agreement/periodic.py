@@ -178,7 +178,7 @@ class Periodic(Agreement, kind="periodic"):
             )
 
     def remarks(self, total_steps: int, num_replicas: int) -> tuple[str, ...]:
-        """What one replica leaves of it, that a round is longer than the run, and that an outer momentum needs merges."""
+        """About one replica, a round longer than the run, and an outer momentum with few merges."""
         found = []
         if num_replicas == 1:
             left = "only the outer optimizer" if self.outer != Outer() else "nothing"
