@@ -6,7 +6,7 @@ the measurements themselves have the same fields, so a new measurement is drawn 
 
     cluster            python -m jaxdl.bench cluster --json docs/data/cluster.json
     elastic            scripts/draw_elastic.py writes WORKDIR/elastic.json
-    time_to_accuracy   scripts/time_to_accuracy.py writes WORKDIR/times.json
+    time_to_accuracy   scripts/time_to_accuracy.py writes WORKDIR/times.json; agreement_times too
     schedule           python -m jaxdl.bench schedule --json FILE: the value of "found"
     asynchrony         scripts/measure_async.py writes OUT/async.json
     large_batch        scripts/large_batch.py writes WORKDIR/large_batch.json: the value of "found"
@@ -41,6 +41,7 @@ def cluster(data: dict[str, Any]) -> bytes:
 
 
 FIGURES: Mapping[str, Callable[[dict[str, Any]], bytes]] = {
+    "agreement_times": lambda data: time_to_accuracy.figure(data["runs"], data["target"]),
     "asynchrony": measure_async.figure,
     "cluster": cluster,
     "elastic": draw_elastic.figure,

@@ -134,7 +134,7 @@ def report(args: argparse.Namespace, runs: list[dict[str, Any]]) -> None:
                 exchange,
                 *(f"{pick(seconds):.1f}" for pick in (statistics.median, min, max)),
                 f"{statistics.median(one['steps'] for one in found):g}",
-                f"{median:.2f} x",
+                f"{median:.2f} x" if ratios else "-",
                 ", ".join(f"{ratio:.2f}" for ratio in ratios),
             )
     Console(width=140).print(table)
