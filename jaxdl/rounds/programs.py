@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 
 from jaxdl.agreement import Agreement
-from jaxdl.mesh import Axis, batch_sharding
+from jaxdl.exchange import by_name
+from jaxdl.exchange.buckets import held_back
+from jaxdl.mesh import Axis, batch_sharding, platform
 from jaxdl.rounds.local import JOINED, OWN, local_step, make_joint_step, make_local_step
-from jaxdl.rounds.merge import Merge, make_merge, make_settle
+from jaxdl.rounds.merge import Merge, Pieces, make_merge, make_settle
 from jaxdl.state import TrainState, replicated
 from jaxdl.step import Batch, Metrics, Parts
 
@@ -24,12 +28,15 @@ def make_streamed(parts: Parts, number: int) -> jax.stages.Wrapped:
 
     A local step on each batch, and beside them the messages of merge `number`, which begins before the first step and
     arrives after the last. Nothing of the steps depends on the messages, so a compiler that runs them in the background
-    hides them. The steps are no loop, which XLA takes for one instruction.
+    hides them. The steps are no loop, which XLA takes for one instruction. On CPUs the steps wait for the messages:
+    XLA's virtual CPU devices share their threads, so messages that do not depend on each other can wait for each other.
     """
     merge, shardings, mesh = Merge(parts), parts.state_spec.shardings, parts.layout.mesh
 
     def streamed(state: TrainState, batches: tuple[Batch, ...]) -> tuple[TrainState, list[Metrics], Metrics]:
         state, begun = merge.begun(state, (number,))
+        if platform(mesh) == "cpu":
+            state = _after(parts, state, begun.mean)
         each = []
         for batch in batches:
             state, metrics = local_step(parts, state, batch)
@@ -44,6 +51,20 @@ def make_streamed(parts: Parts, number: int) -> jax.stages.Wrapped:
         in_shardings=(shardings, batch_sharding(mesh)),
         out_shardings=(shardings, NamedSharding(mesh, OWN), replicated(parts.layout)),
     )
+
+
+def _after(parts: Parts, state: TrainState, mean: Pieces) -> TrainState:
+    """The state, whose replicas' parameters are there only when all messages of a merge have arrived; sends nothing."""
+    places = parts.state_spec.specs.own.params
+    pieces = parts.fragments.each(by_name(parts.trainable.of(parts.state_spec.update)))
+
+    def held(params: Any, mean: Pieces) -> Any:
+        last = jnp.stack([x.reshape(-1)[0] for x in mean.values()]).sum()
+        return jax.tree.map(lambda x: held_back(x, last), params)
+
+    given = (places, {name: pieces[name] for name in mean})
+    function = jax.shard_map(held, mesh=parts.layout.mesh, in_specs=given, out_specs=places, check_vma=False)
+    return state.with_own(dataclasses.replace(state.own, params=function(state.own.params, mean)))
 
 
 def lowered_programs(
