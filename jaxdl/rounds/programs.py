@@ -56,6 +56,7 @@ def make_streamed(parts: Parts, number: int) -> jax.stages.Wrapped:
 def _after(parts: Parts, state: TrainState, mean: Pieces) -> TrainState:
     """The state, whose replicas' parameters are there only when all messages of a merge have arrived; sends nothing."""
     places = parts.state_spec.specs.own.params
+    assert parts.fragments is not None, "an agreement with merges has fragments"
     pieces = parts.fragments.each(by_name(parts.trainable.of(parts.state_spec.update)))
 
     def held(params: Any, mean: Pieces) -> Any:
