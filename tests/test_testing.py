@@ -88,7 +88,7 @@ def test_an_exchange_of_ten_lines_is_a_kind(mine):
     cost = predict(kind(), Gradients({"bias": (1001,), "kernel": (100, 101)}, 8), Machine({"replica": Link(1e-5, 1e8)}))
     assert cost.sent_bytes == 2 * 7 / 8 * 4 * (1001 + 2525)  # The bias is too small, the kernel is filled up to 10,100.
     auto = Auto(candidates=("one_in_four",), bandwidth_gbps=0.1, latency_us=1)
-    assert auto._configs(4) == [Dense(), kind()]
+    assert auto.configs(4) == [Dense(), kind()]
     experiment = Experiment(exchange=auto, steps=3)
     assert Experiment.from_json(experiment.to_json()) == experiment
     assert Experiment(steps=3).replaced({"exchange": "one_in_four", "exchange.min_elements": 3}).exchange.kind
