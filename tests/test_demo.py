@@ -144,7 +144,7 @@ def test_a_run_with_one_replica_says_what_has_an_effect():
 
 def test_auto_takes_it_where_asked_on_a_slow_network_alone():
     gradients = Gradients({"kernel": (1024, 1024)}, 8)
-    candidates = Auto(candidates=("demo",))._configs(8)
+    candidates = Auto(candidates=("demo",)).configs(8)
     assert DeMo() in candidates
     slow, fast = (Machine({"replica": Link(1e-5, speed)}, NOMINAL_SPEEDS["cpu"]) for speed in (1e6, 1e13))
     assert recommend(candidates, gradients, slow).best == DeMo()
