@@ -155,3 +155,25 @@ def test_language_model(tmp_path, monkeypatch):
     assert float(after) < float(before) < 2.8
     warnings = warnings_of(outputs)
     assert not warnings
+
+
+@pytest.mark.slow
+@pytest.mark.long("a notebook trains with every agreement in a process of its own")
+def test_agreement(tmp_path, monkeypatch):
+    outputs = execute(ROOT / "notebooks" / "agreement.ipynb", tmp_path, monkeypatch)
+    for cell in ("curves-code", "apart-code", "async-plot"):
+        assert_picture(outputs[cell], 20_000)
+    found = re.findall(r"^(.+): (\d+) bytes a step, accuracy (\S+)$", text_of(outputs["bytes-code"]), re.MULTILINE)
+    sent = {name: int(num_bytes) for name, num_bytes, _ in found}
+    accuracy = {name: float(value) for name, _, value in found}
+    assert sent["local SGD"] == pytest.approx(sent["every step"] / 16, rel=0.01)
+    assert sent["DiLoCo, 4 bits"] < sent["DiLoCo"] / 4
+    assert min(value for name, value in accuracy.items() if name != "emulated staleness") > 0.95
+    programs = text_of(outputs["none-code"])
+    assert "a local step: nothing" in programs
+    assert "its merge: ['all-reduce" in programs
+    assert "bit-equal to the run that was not stopped: True" in text_of(outputs["resume-code"])
+    merges = [int(number) for number in re.findall(r"for \w+(?: four)?: (\d+) merges", text_of(outputs["async-code"]))]
+    assert merges[1] > 1.5 * merges[0]
+    warnings = warnings_of(outputs)
+    assert not warnings
