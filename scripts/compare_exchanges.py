@@ -116,7 +116,9 @@ def _run(experiment: Experiment, folder: Path) -> Run:
 
 
 def _numbers(history: dict[str, list[Any]], name: str) -> list[tuple[int, float]]:
-    """(step, value) of the rows that have the column."""
+    """(step, value) of the rows that have the column; none where nothing has it."""
+    if name not in history:
+        return []
     return [
         (step, value)
         for step, value in zip(history["step"], history[name], strict=True)
