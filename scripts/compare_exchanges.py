@@ -78,11 +78,9 @@ def _compare(args: argparse.Namespace, changes: list[str]) -> dict[str, Any]:
             if args.learning_rates:
                 seeded, folder = _with_rate(seeded, tried[side]["best"], folder)
             run = _run(seeded, args.workdir / folder)
-            ratio = [value for _, value in _numbers(run.history, "train/exchange/compression")]
-            # The bytes of a step when a merge comes after several; gossip has no exchange.
-            fewer = ratio[-1] * experiment.agreement.merge_steps if ratio else None
+            sent = _bytes_a_step(experiment, run)
             found[side].append(
-                {"seed": seed, "metrics": run.metrics, "compression": fewer, "seconds": run.summary["seconds"]}
+                {"seed": seed, "metrics": run.metrics, "bytes_a_step": sent, "seconds": run.summary["seconds"]}
             )
             curves.setdefault(side, _numbers(run.history, "train/loss"))
     about = {"config": str(args.config), "changes": changes, "metric": task.best_metric, "tried": tried}
@@ -115,10 +113,19 @@ def _run(experiment: Experiment, folder: Path) -> Run:
         raise Diverged(f"{error} Leave this exchange out of --exchanges.") from None
 
 
+def _bytes_a_step(experiment: Experiment, run: Run) -> float:
+    """Bytes that a device sends to other replicas in an average step; what a merge sends counts for its whole round."""
+    agreement, num_steps = experiment.agreement, run.summary["steps"]
+    sent = _numbers(run.history, "train/exchange/bytes_sent/replica")[-1][1]
+    joint = sum(agreement.joint(step) for step in range(num_steps)) / num_steps
+    if not joint:
+        return sent / agreement.merge_steps
+    dense = sent * _numbers(run.history, "train/exchange/compression")[-1][1]
+    return joint * dense + (1 - joint) * sent / agreement.merge_steps
+
+
 def _numbers(history: dict[str, list[Any]], name: str) -> list[tuple[int, float]]:
-    """(step, value) of the rows that have the column; none where nothing has it."""
-    if name not in history:
-        return []
+    """(step, value) of the rows that have the column."""
     return [
         (step, value)
         for step, value in zip(history["step"], history[name], strict=True)
@@ -130,9 +137,10 @@ def _report(found: dict[str, Any], workdir: Path) -> None:
     metric, runs = found["metric"], found["runs"]
     (workdir / "comparison.json").write_text(json.dumps(found, indent=2) + "\n")
     table = Table(title=f"{found['config']} {' '.join(found['changes'])}")
-    headings = ("exchange", f"{metric}: mean", "lowest", "highest", "to the first", "bytes: 1 /", "learning rate")
+    headings = ("exchange", f"{metric}: mean", "lowest", "highest", "to the first", "fewer bytes", "learning rate")
     for heading in headings if found["tried"] else headings[:-1]:
         table.add_column(heading, justify="left" if heading == "exchange" else "right")
+    fewer = _times_fewer_bytes(runs)
     first = None
     for exchange, results in runs.items():
         values = [result["metrics"][metric] for result in results]
@@ -144,7 +152,7 @@ def _report(found: dict[str, Any], workdir: Path) -> None:
             f"{min(values):.4f}",
             f"{max(values):.4f}",
             f"{mean - first:+.4f} ({mean / first - 1:+.1%})",
-            "-" if results[0]["compression"] is None else f"{results[0]['compression']:.1f}",
+            f"{style.plain(float(f'{fewer[exchange]:.3g}'))} times",
             *([f"{found['tried'][exchange]['best']:g}"] if found["tried"] else []),
         )
     Console(width=140).print(table)
@@ -152,16 +160,23 @@ def _report(found: dict[str, Any], workdir: Path) -> None:
     print(f"written: {workdir / 'comparison.json'}, {workdir / 'comparison.png'}")
 
 
+def _times_fewer_bytes(runs: dict[str, Any]) -> dict[str, float]:
+    """How many times fewer bytes each side sends than the first."""
+    sent = {name: results[0]["bytes_a_step"] for name, results in runs.items()}
+    return {name: next(iter(sent.values())) / one for name, one in sent.items()}
+
+
 def figure(found: dict[str, Any]) -> bytes:
-    """A PNG: the training loss of one seed, and the final metric of all.
+    """A PNG: the training loss of one seed, the final metric of all, and how many times fewer bytes each side sends.
 
     Args:
       found: the content of comparison.json.
     """
     chosen, runs = style.looks(list(found["runs"])), found["runs"]
     height = max(4.3, 0.5 * len(runs) + 1.5) + 2 * style.legend_inches(len(runs), 3)
-    drawn = style.new_figure(13, height, f"{found['config']}: the cost of an exchange in learning, measured")
-    left, right = drawn.subplots(1, 2)
+    title = f"{found['config']}: the cost of sending less in learning, measured"
+    drawn = style.new_figure(14, height, title)
+    left, middle, right = drawn.subplots(1, 3, width_ratios=(1.2, 1, 0.6))
     shown: list[float] = []
     for exchange, curve in found["curves"].items():
         window = max(1, len(curve) // 100)
@@ -176,9 +191,14 @@ def figure(found: dict[str, Any]) -> bytes:
     if shown and min(shown) > 0:
         style.log_axis(left, "y", shown)
     values = {name: [one["metrics"][found["metric"]] for one in results] for name, results in runs.items()}
-    style.dress(right, "At the end", x=f"final {found['metric'].replace('_', ' ')}")
-    style.seed_dots(right, values, chosen)
-    right.locator_params(axis="x", nbins=6)
+    style.dress(middle, "At the end", x=f"final {found['metric'].replace('_', ' ')}")
+    style.seed_dots(middle, values, chosen)
+    middle.locator_params(axis="x", nbins=6)
+    fewer = _times_fewer_bytes(runs)
+    style.dress(right, "Bytes", x="times fewer than the first")
+    style.seed_dots(right, {name: [one] for name, one in fewer.items()}, chosen)
+    right.tick_params(axis="y", labelleft=False)
+    style.log_axis(right, "x", list(fewer.values()), most=5)
     names = [style.line_entry(name, look.color, look.mark, **style.MEASURED) for name, look in chosen.items()]
     style.legend(drawn, [*names, style.mean_entry()])
     return style.png(drawn)

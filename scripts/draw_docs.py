@@ -4,6 +4,7 @@ docs/data/NAME.json holds what docs/NAME.png shows; its "source" says which meas
 the measurements themselves have the same fields, so a new measurement is drawn by putting its file there, with a
 "source" added:
 
+    agreement_quality  scripts/compare_exchanges.py writes WORKDIR/comparison.json
     cluster            python -m jaxdl.bench cluster --json docs/data/cluster.json
     elastic            scripts/draw_elastic.py writes WORKDIR/elastic.json
     time_to_accuracy   scripts/time_to_accuracy.py writes WORKDIR/times.json; agreement_times too
@@ -23,6 +24,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import compare_exchanges
 import draw_architecture
 import draw_elastic
 import large_batch
@@ -41,6 +43,7 @@ def cluster(data: dict[str, Any]) -> bytes:
 
 
 FIGURES: Mapping[str, Callable[[dict[str, Any]], bytes]] = {
+    "agreement_quality": compare_exchanges.figure,
     "agreement_times": lambda data: time_to_accuracy.figure(data["runs"], data["target"]),
     "asynchrony": measure_async.figure,
     "cluster": cluster,

@@ -165,7 +165,15 @@ def merged(experiment, number=0, change=lambda state: state):
 
 def test_nesterov_moves_the_anchor():
     outer = Outer(learning_rate=0.7, momentum=0.9, nesterov=True)
-    before, after, metrics = merged(TEXT.replaced({"agreement": Periodic(every_steps=8, outer=outer)}))
+
+    def later(state):
+        """As if there had been a merge before."""
+        full = jax.tree.map(
+            lambda m: jax.device_put(np.full(m.shape, 0.01, m.dtype), m.sharding), state.agreement_state[OUTER]
+        )
+        return state.replace(agreement_state=state.agreement_state | {OUTER: full})
+
+    before, after, metrics = merged(TEXT.replaced({"agreement": Periodic(every_steps=8, outer=outer)}), change=later)
     squares = 0
     for name, (anchor, new, own, momentum) in enumerate(
         zip(
@@ -177,8 +185,8 @@ def test_nesterov_moves_the_anchor():
         )
     ):
         mean = (anchor[None] - own).mean(axis=0)
-        np.testing.assert_allclose(momentum, mean, atol=1e-7, err_msg=str(name))
-        np.testing.assert_allclose(new, anchor - 0.7 * (mean + 0.9 * mean), atol=1e-6)
+        np.testing.assert_allclose(momentum, 0.009 + mean, atol=1e-7, err_msg=str(name))
+        np.testing.assert_allclose(new, anchor - 0.7 * (mean + 0.9 * momentum), atol=1e-6)
         squares += ((own - own.mean(axis=0)) ** 2).sum() / len(own)
     np.testing.assert_allclose(metrics["agreement/distance"], np.sqrt(squares), rtol=1e-4)
     for new, own in zip(jax.tree.leaves(after.params), own_params(after), strict=True):

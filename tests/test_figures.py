@@ -56,9 +56,12 @@ def schedules(names):
 
 def compared(names, losses):
     """Runs of three seeds, whose metrics are nearly equal."""
-    metrics = [{"metrics": {"accuracy_of_all_the_tokens": 0.9 + 1e-6 * seed}} for seed in range(3)]
+    metrics = [{"accuracy_of_all_the_tokens": 0.9 + 1e-6 * seed} for seed in range(3)]
     curves = {name: [(10 * step, loss) for step, loss in enumerate(losses)] for name in names}
-    runs = dict.fromkeys(names, metrics)
+    runs = {
+        name: [{"metrics": one, "bytes_a_step": 1e6 / 3.0**number} for one in metrics]
+        for number, name in enumerate(names)
+    }
     config = "configs/" + "a_long_name_" * 12 + ".py"
     return compare_exchanges.figure(
         {"config": config, "metric": "accuracy_of_all_the_tokens", "runs": runs, "curves": curves}

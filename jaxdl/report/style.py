@@ -85,8 +85,8 @@ def looks(names: Sequence[str], colors: Mapping[str, str] = EXCHANGE_COLORS) -> 
 
 
 def kind_of(name: str) -> str:
-    """The first word of a name: `topk` of "topk exact" and of "topk,density=0.01"."""
-    return re.split(r"[ ,]", name, maxsplit=1)[0]
+    """The first word of a name: `topk` of "topk exact" and "topk,density=0.01", `gossip` of "gossip/dense"."""
+    return re.split(r"[ ,/]", name, maxsplit=1)[0]
 
 
 def _lighter(color: str, share: float) -> str:
