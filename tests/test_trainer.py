@@ -282,6 +282,17 @@ def test_a_profile_on_request(tmp_path):
     assert list((tmp_path / "profile").rglob("*.xplane.pb"))
 
 
+def test_a_profile_that_is_due_inside_a_merge_beside_steps(tmp_path):
+    """Steps 5 and 6 are one program, so the profile begins after them."""
+    changes = {
+        "steps": 8,
+        "report": {"profile_start_step": 5, "profile_steps": 1},
+        "agreement": {"kind": "periodic", "every_steps": 4, "overlap_steps": 2},
+    }
+    jaxdl.train(TINY.replaced(changes), tmp_path, quiet=True, devices=FOUR)
+    assert list((tmp_path / "profile").rglob("*.xplane.pb"))
+
+
 def test_the_command_line_ends_with_3_when_training_diverges(tmp_path, capsys):
     bad = TINY.replaced({"optimizer": SGD(learning_rate=1e30), "mesh": MeshConfig(fsdp=8), "guard.rollback_after": 3})
     path = write_config(tmp_path, bad)

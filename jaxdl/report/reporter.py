@@ -112,7 +112,8 @@ class Reporter:
         self._own_alone = False
         self._since_sec, self._since_data_sec = 0.0, 0.0
         self._input = InputWatch(subject.source.activity, self.note)
-        self._profiling = False
+        self._profile_end: int | None = None
+        self._step_before: int | None = None
         self._earlier: Summary | None = None
         self.history = History(None)
         self._progress: Progress | None = None
@@ -180,8 +181,8 @@ class Reporter:
 
     def close(self) -> None:
         """Ends a profile under way, closes the files and gives the terminal back."""
-        if self._profiling:
-            self._profiling = False
+        if self._profile_end is not None:
+            self._profile_end = None
             jax.profiler.stop_trace()
         self._stack.close()
 
@@ -289,17 +290,20 @@ class Reporter:
 
     def profile(self, state: Any) -> None:
         """Starts or ends the profile, if it starts or ends before the next step."""
-        step, start = self._counter.step, self._config.profile_start_step
-        if start is None or self._folder is None or step not in (start, start + self._config.profile_steps):
+        step, before, start = self._counter.step, self._step_before, self._config.profile_start_step
+        self._step_before = step
+        if start is None or self._folder is None:
             return
-        jax.block_until_ready(state)
-        if step == start and not self._profiling:  # After a rollback the step comes again.
+        if self._profile_end is not None:
+            if step >= self._profile_end:
+                jax.block_until_ready(state)
+                jax.profiler.stop_trace()
+                self._profile_end = None
+                self.note(f"profile written to {self._folder / PROFILE_FOLDER}")
+        elif step == start or (before is not None and before < start < step):  # One program may run several steps.
+            jax.block_until_ready(state)
             jax.profiler.start_trace(self._folder / PROFILE_FOLDER)
-            self._profiling = True
-        elif self._profiling:
-            jax.profiler.stop_trace()
-            self._profiling = False
-            self.note(f"profile written to {self._folder / PROFILE_FOLDER}")
+            self._profile_end = step + self._config.profile_steps
 
     def finish(self, status: Status, *, mesh: Mapping[str, int], changed: bool = True) -> Summary:
         """Draws the curves, writes and prints the summary, and returns it.
