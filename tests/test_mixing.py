@@ -1,9 +1,12 @@
 """Mixup and CutMix: pixels and labels in equal shares, on the device."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from scipy import stats
 
 from jaxdl.config import ConfigError
@@ -38,9 +41,20 @@ def test_labels_have_the_shares_of_the_pixels(fields):
     assert np.array_equal(found["share"][::2], found["share"][1::2]), "both of a pair alike"
 
 
-def test_shares_of_mixup_are_beta_distributed():
-    shares = np.asarray(mixed(mixup=0.4)["share"])[::2]
-    assert stats.kstest(shares, stats.beta(0.4, 0.4).cdf).pvalue > 0.01
+@pytest.mark.parametrize("alpha", [0.4, 1.0, 8.0])
+def test_shares_of_mixup_are_beta_distributed(alpha):
+    many = {"image": jnp.zeros((20_000, 1, 1, 1), jnp.uint8), "label": jnp.zeros(20_000, jnp.int32)}
+    shares = np.asarray(Classification(mixup=alpha).augmented(many, jax.random.key(0))["share"])[::2]
+    assert stats.kstest(shares, stats.beta(alpha, alpha).cdf).pvalue > 0.01
+
+
+def test_devices_mix_without_each_other():
+    """No loop, such as one until all have drawn their numbers, waits for other devices."""
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("replica",)), PartitionSpec("replica"))
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in batch().items()}
+    augmented = jax.jit(Classification(mixup=0.2, cutmix=1.0).augmented)
+    text = augmented.lower(shapes, jax.random.key(0)).compile().as_text()
+    assert not re.search(r"all-reduce|all-gather|collective-permute|all-to-all", text)
 
 
 def test_cutmix_takes_rectangles():

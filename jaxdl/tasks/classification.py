@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError
@@ -122,11 +123,11 @@ class Classification(Task, kind="classification"):
     def _mixed_pair(self, pair: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Two mixed images, [2, height, width, channel], and the weight of each one's own label: float32 scalar."""
         which, blend_key, cut_key, place_key = jax.random.split(key, 4)
-        blend = jax.random.beta(blend_key, self.mixup, self.mixup) if self.mixup else jnp.float32(1)
+        blend = _symmetric_beta(blend_key, self.mixup) if self.mixup else jnp.float32(1)
         _, height, width, _ = pair.shape
         inside = jnp.zeros((height, width), bool)
         if self.cutmix:
-            side = jnp.sqrt(1 - jax.random.beta(cut_key, self.cutmix, self.cutmix))
+            side = jnp.sqrt(1 - _symmetric_beta(cut_key, self.cutmix))
             centre = jax.random.uniform(place_key, (2,))
             rows, columns = (jnp.arange(length) / length for length in (height, width))
             inside = (jnp.abs(rows - centre[0]) < side / 2)[:, None] & (jnp.abs(columns - centre[1]) < side / 2)
@@ -219,3 +220,27 @@ def rank(logits: jax.Array, label: jax.Array) -> jax.Array:
     # NaN <= x and x <= NaN are false: both count as ahead.
     ahead = ~(logits <= own) | ((logits == own) & (classes < label[..., None]))
     return jnp.sum(ahead, axis=-1, dtype=jnp.int32)
+
+
+_NUM_ATTEMPTS = 8
+
+
+def _symmetric_beta(key: jax.Array, alpha: float) -> jax.Array:
+    """A number from Beta(alpha, alpha), float32 scalar: g / (g + h) of two gamma variables.
+
+    These are by Marsaglia and Tsang, "A Simple Method for Generating Gamma Variables" (2000), of alpha + 1 and times
+    u ** (1 / alpha) (their section 6). `jax.random.beta` tries until a number is accepted; of a batch, until one is on
+    every device, so these wait for each other. Here each takes the first good one of 8 attempts, of which all
+    fail less than once in 10 billion draws.
+    """
+    normal_key, accept_key, power_key = jax.random.split(key, 3)
+    d = alpha + 2 / 3
+    x = jax.random.normal(normal_key, (2, _NUM_ATTEMPTS))
+    v = (1 + x / np.sqrt(9 * d)) ** 3
+    log_v = jnp.log(jnp.maximum(v, np.finfo(np.float32).tiny))
+    log_u = jnp.log(jax.random.uniform(accept_key, x.shape, minval=np.finfo(np.float32).tiny))
+    accepted = (v > 0) & (log_u < x**2 / 2 + d * (1 - v + log_v))
+    first = jnp.argmax(accepted, axis=1)[:, None]
+    log_power = jnp.log(jax.random.uniform(power_key, (2,), minval=np.finfo(np.float32).tiny))
+    log_g, log_h = jnp.take_along_axis(log_v, first, axis=1)[:, 0] + log_power / alpha
+    return jax.nn.sigmoid(log_g - log_h)
