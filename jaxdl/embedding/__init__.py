@@ -1,0 +1,38 @@
+"""Embedding tables, spread over the devices of a mesh, updated in place where a batch touches them."""
+
+from jaxdl.embedding.layout import Buffer, make_buffers
+from jaxdl.embedding.optimizers import RowAdaGrad, RowAdam, RowOptimizer, RowSGD, RowWiseAdaGrad
+from jaxdl.embedding.schemes import (
+    ColumnWise,
+    DataParallel,
+    Replicated,
+    RowWise,
+    Scheme,
+    Spread,
+    TableRowWise,
+    TableWise,
+)
+from jaxdl.embedding.table import EmbeddingConfig, Table
+from jaxdl.embedding.tables import Tables, TableState
+
+__all__ = [
+    "Buffer",
+    "ColumnWise",
+    "DataParallel",
+    "EmbeddingConfig",
+    "Replicated",
+    "RowAdaGrad",
+    "RowAdam",
+    "RowOptimizer",
+    "RowSGD",
+    "RowWise",
+    "RowWiseAdaGrad",
+    "Scheme",
+    "Spread",
+    "Table",
+    "TableRowWise",
+    "TableState",
+    "TableWise",
+    "Tables",
+    "make_buffers",
+]

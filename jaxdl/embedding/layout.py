@@ -1,0 +1,227 @@
+"""Where each row of each table is: tables of one shape and scheme share a buffer, whose layout is static."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from jaxdl.embedding.optimizers import RowOptimizer
+from jaxdl.embedding.schemes import Spread
+from jaxdl.embedding.table import EmbeddingConfig, Pooling, Table
+from jaxdl.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A feature of the data in a buffer: its ids are `num_ids` columns of the batch's, from `first` on."""
+
+    feature: str
+    table: int
+    """The number of its table in the buffer."""
+    first: int
+    num_ids: int
+    pooling: Pooling
+    vector: int
+    """The first column of its pooled vector among those of all features."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Tables with as many columns, one scheme and one optimizer, and where their rows are.
+
+    The devices along `spread.outer` have whole tables each, those along `spread.inner` parts of each of them.
+    """
+
+    name: str
+    tables: tuple[Table, ...]
+    slots: tuple[Slot, ...]
+    """In the order in which gradients of a row are summed: those of most ids first, then as the tables are given."""
+    spread: Spread
+    dense_gradient: bool
+    optimizer: RowOptimizer
+    sizes: Mapping[str, int]
+    """The sizes of all mesh axes."""
+    owner: tuple[int, ...]
+    """Of each table, its place along `spread.outer`."""
+
+    @property
+    def columns(self) -> int:
+        """Numbers of a row of a table."""
+        return self.tables[0].columns
+
+    @property
+    def num_outer(self) -> int:
+        """Devices along `spread.outer`."""
+        return math.prod(self.sizes[axis] for axis in self.spread.outer)
+
+    @property
+    def num_inner(self) -> int:
+        """Devices along `spread.inner`."""
+        return math.prod(self.sizes[axis] for axis in self.spread.inner)
+
+    @property
+    def num_copies(self) -> int:
+        """How many devices, or groups of them, hold the same."""
+        return math.prod(self.sizes[axis] for axis in self.spread.copies)
+
+    @property
+    def row_ways(self) -> int:
+        """Into how many parts the rows of a table are cut."""
+        return self.num_inner if self.spread.cut == "rows" else 1
+
+    @property
+    def column_ways(self) -> int:
+        """Into how many parts the columns of a table are cut."""
+        return self.num_inner if self.spread.cut == "columns" else 1
+
+    @property
+    def rows_spec(self) -> PartitionSpec:
+        """How the rows lie on the mesh, `[all rows, columns]`."""
+        if self.spread.cut == "columns":
+            return PartitionSpec(self.spread.outer, self.spread.inner)
+        return PartitionSpec(self.spread.owners)
+
+    @property
+    def number_spec(self) -> PartitionSpec:
+        """How one number of each row lies on the mesh, `[all rows]`."""
+        return PartitionSpec(self.spread.outer if self.spread.cut == "columns" else self.spread.owners)
+
+    @functools.cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Of each table, the first of its rows on a device that has some."""
+        used, found = [0] * self.num_outer, []
+        for table, owner in zip(self.tables, self.owner, strict=True):
+            found.append(used[owner])
+            used[owner] += math.ceil(table.rows / self.row_ways)
+        return tuple(found)
+
+    @functools.cached_property
+    def local_rows(self) -> int:
+        """Rows on a device; those with fewer have rows that nobody uses."""
+        ends = zip(self.tables, self.offsets, strict=True)
+        return max(offset + math.ceil(table.rows / self.row_ways) for table, offset in ends)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the global array."""
+        return self.local_rows * self.num_outer * self.row_ways
+
+    @functools.cached_property
+    def ranked(self) -> tuple[tuple[int, ...], ...]:
+        """Of each device along `spread.outer`, its slots, in order."""
+        return tuple(
+            tuple(number for number, slot in enumerate(self.slots) if self.owner[slot.table] == owner)
+            for owner in range(self.num_outer)
+        )
+
+    @functools.cached_property
+    def widths(self) -> tuple[int, ...]:
+        """How many ids the slot at each rank has, on the device that has most there: others are padded."""
+        longest = max(map(len, self.ranked))
+        return tuple(
+            max(self.slots[slots[rank]].num_ids for slots in self.ranked if rank < len(slots))
+            for rank in range(longest)
+        )
+
+    @property
+    def num_entries(self) -> int:
+        """Ids that a device along `spread.outer` gets of one example, padding included."""
+        return sum(self.widths)
+
+    def places(self, table: int, ids: np.ndarray) -> np.ndarray:
+        """The rows of the global array in which the rows `ids` of a table are, int64."""
+        ids = ids.astype(np.int64)
+        ways = self.row_ways
+        inner = (ids + mixed(ids // ways)) % ways
+        device = self.owner[table] * ways + inner
+        return device * self.local_rows + self.offsets[table] + ids // ways
+
+
+def mixed(x: Any) -> Any:
+    """A number from 0 to 255 for each whole number >= 0, without a pattern; of NumPy's arrays and JAX's the same.
+
+    It shifts the device of every group of consecutive rows, or ids with a common factor would be on one device. Only
+    low bits of the product count, which are right also where it overflows.
+    """
+    return (x ^ (x >> 7) ^ (x >> 13) ^ (x >> 19)) * 181 >> 3 & 255
+
+
+def make_buffers(
+    tables: Sequence[Table],
+    num_ids: Mapping[str, int],
+    config: EmbeddingConfig,
+    sizes: Mapping[str, int],
+    assigned: Mapping[str, int] | None = None,
+) -> tuple[Buffer, ...]:
+    """The buffers of tables. `num_ids` are the features of the data, in its order, and how many ids each has.
+
+    `assigned` gives the place of tables whose scheme assigns them; the others go, the most expensive first, to where
+    least is. Raises ConfigError for columns that cannot be cut.
+    """
+    first = dict(zip(num_ids, np.cumsum([0, *num_ids.values()]).tolist(), strict=False))
+    columns = {feature: table.columns for table in tables for feature in table.features}
+    vector = dict(zip(num_ids, np.cumsum([0, *(columns[name] for name in num_ids)]).tolist(), strict=False))
+    groups: dict[str, list[Table]] = {}
+    for table in tables:
+        scheme, optimizer = config.scheme_of(table.name), table.optimizer or config.optimizer
+        groups.setdefault(f"{table.columns}/{scheme!r}/{optimizer!r}", []).append(table)
+    found = []
+    for number, members in enumerate(groups.values()):
+        scheme, optimizer = config.scheme_of(members[0].name), members[0].optimizer or config.optimizer
+        spread = scheme.spread
+        slots = [
+            Slot(feature, index, first[feature], num_ids[feature], table.pooling, vector[feature])
+            for index, table in enumerate(members)
+            for feature in table.features
+        ]
+        slots.sort(key=lambda slot: -slot.num_ids)
+        num_outer = math.prod(sizes[axis] for axis in spread.outer)
+        owner = spread_evenly(members, num_ids, num_outer, assigned or {})
+        name = f"{number}_{scheme.kind}_{members[0].columns}"
+        made = Buffer(
+            name, tuple(members), tuple(slots), spread, scheme.dense_gradient, optimizer, dict(sizes), owner
+        )
+        if made.columns % made.column_ways:
+            raise ConfigError(
+                f"table {members[0].name}: {made.columns} columns cannot be cut evenly over {made.column_ways} devices "
+                "of a node (column_wise). Choose another scheme, or a multiple."
+            )
+        found.append(made)
+    return tuple(found)
+
+
+def spread_evenly(
+    tables: Sequence[Table], num_ids: Mapping[str, int], num_places: int, assigned: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Of each table its place of `num_places`: the `assigned` one, else, by descending cost, the cheapest so far.
+
+    The cost of a table is what its lookups read and what it sends; of two equal ones that with fewer rows is cheaper.
+    """
+    loads = [(0, 0)] * num_places
+    found = [assigned.get(table.name, -1) for table in tables]
+
+    def cost(table: Table) -> tuple[int, int]:
+        looked_up = sum(num_ids[feature] + 1 for feature in table.features)
+        return looked_up * table.columns, table.rows * table.columns
+
+    def add(index: int, place: int) -> None:
+        loads[place] = (loads[place][0] + cost(tables[index])[0], loads[place][1] + cost(tables[index])[1])
+
+    for index, place in enumerate(found):
+        if place >= num_places:
+            raise ConfigError(
+                f"table {tables[index].name}: it is assigned to place {place} of {num_places}. Count from 0."
+            )
+        if place >= 0:
+            add(index, place)
+    for index in sorted((i for i, place in enumerate(found) if place < 0), key=lambda i: cost(tables[i]), reverse=True):
+        place = min(range(num_places), key=lambda one: (loads[one], one))
+        found[index] = place
+        add(index, place)
+    return tuple(found)

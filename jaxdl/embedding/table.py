@@ -1,0 +1,79 @@
+"""Configs of embedding tables: what a table is, how rows are updated, and how tables are spread over the devices."""
+
+from __future__ import annotations
+
+import collections
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import pydantic
+
+from jaxdl.config import Config, ConfigError
+from jaxdl.embedding.optimizers import RowOptimizer, RowWiseAdaGrad
+from jaxdl.embedding.schemes import Scheme, TableWise
+
+Pooling = Literal["sum", "mean"]
+Wire = Literal["float32", "bfloat16"]
+
+
+class Table(Config):
+    """An embedding table: a vector of `columns` numbers for each id from 0 to `rows` - 1."""
+
+    name: str = pydantic.Field(min_length=1)
+    """Its name in checkpoints, plans and messages."""
+    rows: int = pydantic.Field(ge=1, lt=2**31)
+    """How many ids it has a vector for."""
+    columns: int = pydantic.Field(ge=1)
+    """Numbers of a vector."""
+    features: tuple[str, ...] = pydantic.Field(min_length=1)
+    """The features of the data whose ids it has vectors for; several may share it."""
+    pooling: Pooling = "sum"
+    """How the vectors of a feature with several ids become one: their sum, or their mean."""
+    optimizer: RowOptimizer | None = None
+    """How its rows are updated; None takes `embedding.optimizer`."""
+    init_scale: float | None = pydantic.Field(default=None, ge=0)
+    """Initial numbers are uniform between minus and plus this; None takes 1 / sqrt(rows)."""
+
+
+class EmbeddingConfig(Config):
+    """How embedding tables are updated, and how they are spread over the devices."""
+
+    optimizer: RowOptimizer = RowWiseAdaGrad()
+    """How rows are updated, of tables that do not say it themselves."""
+    scheme: Scheme = TableWise()
+    """How a table is spread over the devices."""
+    schemes: Mapping[str, Scheme] = pydantic.Field(default_factory=dict)
+    """Patterns of names of tables, such as `user*` -> their scheme; the first that matches counts."""
+    forward_wire: Wire = "float32"
+    """The type in which pooled vectors travel between devices."""
+    backward_wire: Wire = "float32"
+    """The type in which their gradients travel."""
+
+    def scheme_of(self, table: str) -> Scheme:
+        """The scheme of a table of this name."""
+        return next((one for pattern, one in self.schemes.items() if fnmatch.fnmatchcase(table, pattern)), self.scheme)
+
+
+def check_tables(tables: Sequence[Table], features: Sequence[str], config: EmbeddingConfig) -> None:
+    """Raises ConfigError for tables that do not have each of the data's `features` once, or share a name."""
+    for what, names in (
+        ("tables have the name", [table.name for table in tables]),
+        ("tables have the feature", [feature for table in tables for feature in table.features]),
+    ):
+        several = [name for name, count in collections.Counter(names).items() if count > 1]
+        if several:
+            raise ConfigError(f"tables: several {what} {several[0]!r}. Each has one of its own.")
+    known = [feature for table in tables for feature in table.features]
+    for feature in known:
+        if feature not in features:
+            raise ConfigError(
+                f"tables: {feature!r} is no feature of the data, which has {', '.join(features) or 'none'}."
+            )
+    for feature in features:
+        if feature not in known:
+            raise ConfigError(f"tables: no table has the feature {feature!r} of the data. Add one.")
+    for pattern in config.schemes:
+        if not any(fnmatch.fnmatchcase(table.name, pattern) for table in tables):
+            listed = ", ".join(table.name for table in tables)
+            raise ConfigError(f"--embedding.schemes {pattern!r}: no table has such a name; there are {listed}.")

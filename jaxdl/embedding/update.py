@@ -1,0 +1,119 @@
+"""The exact update of touched rows: their gradients are summed first, then each row is updated once, in place.
+
+AdaGrad and Adam are not linear in the gradient, so an update for each occurrence of an id would be another one. A
+gradient of a whole table is never made: what is sorted, summed and sent is as long as the batch has ids.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdl.embedding.layout import Buffer
+from jaxdl.embedding.optimizers import RowState
+
+
+class Touched(NamedTuple):
+    """Rows of a device that some example has, and the sums of their gradients."""
+
+    rows: jax.Array
+    """Row numbers, each once, int32 `[n]`; the rest are past the end."""
+    grads: jax.Array
+    """float32 `[n, local columns]`; zeros past the end."""
+
+
+def touched(buffer: Buffer, owned: jax.Array, grads: jax.Array) -> Touched:
+    """The rows of this device that the examples of its group touch, of `owned_ids` and `owned_grads`.
+
+    Equal rows are summed in the order of examples, so the bits do not depend on how examples are spread.
+    """
+    ranks = np.repeat(np.arange(len(buffer.widths)), buffer.widths)
+    vectors = np.arange(len(owned))[:, None] * len(buffer.widths) + ranks
+    flat = grads.reshape(-1, grads.shape[-1])
+    return summed(owned.reshape(-1), jnp.asarray(vectors.reshape(-1), jnp.int32), flat, buffer.local_rows)
+
+
+def summed(rows: jax.Array, vectors: jax.Array, grads: jax.Array, num_rows: int) -> Touched:
+    """Each row once, with the sum of `grads[vectors]` over its occurrences in `rows`, `[n]`, in their order.
+
+    Rows that are `num_rows` or more count as none.
+    """
+    keys, order = lax.sort_key_val(rows, jnp.arange(rows.size, dtype=jnp.int32), is_stable=True)
+    starts = jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]])
+    segments = jnp.cumsum(starts, dtype=jnp.int32) - 1
+    found = jnp.take(grads, jnp.take(vectors, order), axis=0)
+    found = jnp.where((keys < num_rows)[:, None], found, 0)
+    sums = jax.ops.segment_sum(found, segments, rows.size, indices_are_sorted=True)
+    # Places past the end differ from each other, so that a scatter's indices are unique.
+    beyond = num_rows + jnp.arange(rows.size, dtype=jnp.int32)
+    places = jnp.where(starts, segments, rows.size)
+    unique = beyond.at[places].set(jnp.where(keys < num_rows, keys, beyond), mode="drop")
+    return Touched(unique, sums)
+
+
+def of_all_copies(buffer: Buffer, found: Touched) -> Touched:
+    """What the examples of all copies of the rows touch, the same on each of them.
+
+    Every copy gets every other's rows and sums, and adds them up in the same order.
+    """
+    if buffer.num_copies == 1:
+        return found
+    rows = lax.all_gather(found.rows, buffer.spread.copies).reshape(-1)
+    grads = lax.all_gather(found.grads, buffer.spread.copies).reshape(-1, found.grads.shape[-1])
+    return summed(rows, jnp.arange(rows.size, dtype=jnp.int32), grads, buffer.local_rows)
+
+
+def of_all_rows(buffer: Buffer, owned: jax.Array, grads: jax.Array) -> Touched:
+    """As `touched` and `of_all_copies`, by a sum of gradients of all rows: for tables with few."""
+    ranks = np.repeat(np.arange(len(buffer.widths)), buffer.widths)
+    found = jnp.take(grads, ranks, axis=1).reshape(-1, grads.shape[-1])
+    rows, count = owned.reshape(-1), buffer.local_rows
+    marked = jnp.concatenate([found, jnp.ones((rows.size, 1), found.dtype)], axis=1)
+    total = jnp.zeros((count, marked.shape[1]), jnp.float32).at[rows].add(marked, mode="drop")
+    if buffer.num_copies > 1:
+        total = lax.psum(total, buffer.spread.copies)
+    places = jnp.arange(count, dtype=jnp.int32)
+    return Touched(jnp.where(total[:, -1] > 0, places, count + places), total[:, :-1])
+
+
+def square_sum(buffer: Buffer, found: Touched) -> jax.Array:
+    """The sum of squares of the gradients of all rows of the buffer, the same on all devices."""
+    total = jnp.sum(found.grads**2)
+    axes = buffer.spread.owners
+    return lax.psum(total, axes) if axes else total
+
+
+def updated(
+    buffer: Buffer,
+    rows: jax.Array,
+    state: RowState,
+    found: Touched,
+    *,
+    kept: jax.Array,
+    rate: jax.Array,
+    count: jax.Array,
+) -> tuple[jax.Array, RowState]:
+    """The rows of this device and their state after the update of those `found`; unchanged if not `kept`.
+
+    Only what is touched is read and written. A choice between old and new rows would copy the table.
+    """
+    places = jnp.where(kept, found.rows, found.rows + jnp.int32(buffer.local_rows))
+    square = jnp.sum(found.grads**2, axis=1)
+    if buffer.column_ways > 1 and buffer.optimizer.needs_square:
+        square = lax.all_gather(square, buffer.spread.inner).sum(axis=0)
+
+    def read(x: jax.Array) -> jax.Array:
+        return x.at[places].get(mode="fill", fill_value=0)
+
+    def write(x: jax.Array, new: jax.Array) -> jax.Array:
+        return x.at[places].set(new.astype(x.dtype), mode="drop", unique_indices=True)
+
+    before = {name: read(x) for name, x in state.items()}
+    new, after = buffer.optimizer.updated(
+        read(rows), before, found.grads, square / buffer.columns, rate, count
+    )
+    return write(rows, new), {name: write(x, after[name]) for name, x in state.items()}
