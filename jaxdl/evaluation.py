@@ -47,6 +47,7 @@ class EvaluationConfig(Periodic):
 def make_eval_step(parts: Parts) -> jax.stages.Wrapped:
     """The jitted function `(params, model_state, batch) -> sums` of the task, float32 scalars.
 
+    The state is `TrainState.eval_state`.
     Padding in the batch is masked out by the task. Batch leaves are sharded over `(replica, fsdp)`.
     """
     shardings = parts.state_spec.shardings
@@ -58,7 +59,7 @@ def make_eval_step(parts: Parts) -> jax.stages.Wrapped:
 
     return jax.jit(
         eval_step,
-        in_shardings=(shardings.params, shardings.model_state, batch_sharding(parts.layout.mesh)),
+        in_shardings=(shardings.params, shardings.eval_state, batch_sharding(parts.layout.mesh)),
         out_shardings=replicated(parts.layout),
     )
 
@@ -159,4 +160,5 @@ def total_sums(
         poll()
         sums.append(eval_step(params, model_state, batch))
     fetched = jax.device_get(sums)
-    return {name: float(np.sum([one[name] for one in fetched], dtype=np.float64)) for name in fetched[0]}
+    totals = {name: np.sum([one[name] for one in fetched], axis=0, dtype=np.float64) for name in fetched[0]}
+    return {name: x if np.ndim(x) else float(x) for name, x in totals.items()}

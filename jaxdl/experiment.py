@@ -17,6 +17,7 @@ from jaxdl.cluster import ClusterConfig
 from jaxdl.compiler import CompilerConfig
 from jaxdl.config import Config, ConfigError, is_config, one_message
 from jaxdl.data import Data, Digits
+from jaxdl.embedding import EmbeddingConfig
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.exchange import Dense, ExchangeChoice
 from jaxdl.fields import SOURCE
@@ -59,6 +60,10 @@ class Experiment(Config):
     """When, and with whom, replicas agree: in every step, or after some steps that each takes alone."""
     precision: Precision = Float32()
     """The dtypes of the computation. Parameters and optimizer state are always float32."""
+    embedding: EmbeddingConfig = pydantic.Field(
+        default=EmbeddingConfig(), exclude_if=lambda value: value == EmbeddingConfig()
+    )
+    """How embedding tables, of a model that has some, are updated and spread over the devices."""
     batch_size: int = pydantic.Field(default=128, ge=1)
     """Examples per step, over all devices."""
     epochs: float | None = pydantic.Field(default=None, gt=0)

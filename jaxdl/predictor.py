@@ -300,7 +300,7 @@ def restore(
     for damaged in restored.damaged:
         warnings.warn(f"{damaged}; {step_folder(restored.step)} is used", stacklevel=2)
     state = restored.state
-    return Predictor(experiment, parts, state.eval_params, state.model_state, restored.step, folder)
+    return Predictor(experiment, parts, state.eval_params, state.eval_state, restored.step, folder)
 
 
 def trained_on(workdir: Path) -> DataSpec:

@@ -14,6 +14,7 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.agreement import Agreement, EveryStep, Fragments
+from jaxdl.embedding import ROWS, Tables, TableState
 from jaxdl.exchange import PER_REPLICA, Exchange, by_name, init_on_mesh, state_specs
 from jaxdl.guard import Guard, GuardConfig
 from jaxdl.mesh import Axis
@@ -27,6 +28,8 @@ OUTER = "outer"
 """The part of an agreement's state that merges keep beside the anchor."""
 PAST = "past"
 """The part of an agreement's state with earlier versions of the parameters."""
+TABLES = "tables"
+"""The part of `TrainState.eval_state` with the rows of embedding tables."""
 
 
 @jax.tree_util.register_dataclass
@@ -55,6 +58,17 @@ class TrainState:
     agreement_state: Any = dataclasses.field(default_factory=dict)
     """What replicas have of their own, and what their merges keep, or earlier versions of the parameters; most often
     empty. See `init_agreement`."""
+
+    tables: TableState = dataclasses.field(default_factory=dict)
+    """Embedding tables, and what their optimizers keep of each row; empty for most networks. They are updated in place,
+    and have no part in the moving average, the dense exchange and the guard's choice between old and new."""
+
+    @property
+    def eval_state(self) -> ModelState:
+        """`model_state` to evaluate with: of a network with embedding tables it has their rows."""
+        if not self.tables:
+            return self.model_state
+        return self.model_state | {TABLES: {name: one[ROWS] for name, one in self.tables.items()}}
 
     @property
     def eval_params(self) -> Params:
@@ -123,6 +137,7 @@ def make_state_spec(
     agreement: Agreement = EVERY_STEP,
     fragments: Fragments | None = None,
     sums: Sequence[str] = (),
+    tables: Tables | None = None,
 ) -> StateSpec:
     """Infers shapes, then specs, then shardings of the whole state; nothing is allocated.
 
@@ -155,6 +170,8 @@ def make_state_spec(
             guard={} if agreement.keeps_replicas else start.guard,
             key=jax.random.key_data(run_key),
             agreement_state=of_agreement,
+            # Folded with 2: a split into two folds with 0 and 1.
+            tables={} if tables is None else tables.init(jax.random.fold_in(key, 2)),
         )
 
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
@@ -166,6 +183,7 @@ def make_state_spec(
         opt_state=() if agreement.keeps_replicas else opt_specs,
         exchange_state=state_specs(exchange, *exchanged, layout.mesh),
         agreement_state=_agreement_specs(shapes.agreement_state, trainable.of(specs), opt_specs),
+        tables={} if tables is None else tables.specs,
     )
     names = (specs, gradient_specs, split_specs)
     return StateSpec(init, init_exchange, *names, opt_shapes, shapes, whole_specs, named(layout.mesh, whole_specs))

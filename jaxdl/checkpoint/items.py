@@ -15,6 +15,7 @@ ITEMS = {
     "model": ("step", "params", "model_state", "ema_params"),
     "optimizer": ("opt_state", "loss_scale", "guard", "key"),
     "exchange": ("exchange_state", "agreement_state"),
+    "tables": ("tables",),
 }
 """Item of a checkpoint -> the fields of the train state in it. Prediction reads only `model`."""
 

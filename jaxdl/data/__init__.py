@@ -1,7 +1,7 @@
 """Data: sources of examples, the order in which they are seen, and the loader that puts batches on the devices.
 
 A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
-`SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`)
+`SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -17,6 +17,7 @@ from jaxdl.data.corpus import Documents, Mixture
 from jaxdl.data.digits import Digits
 from jaxdl.data.folder import ImageFolder
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
+from jaxdl.data.movielens import MovieLens
 from jaxdl.data.order import EpochShuffle
 from jaxdl.data.pair_rows import PairRows, PairSpec
 from jaxdl.data.pairs import PairData, Pairs, TFDSPairs
@@ -24,6 +25,7 @@ from jaxdl.data.photos import Cache, Photos, PhotoSource
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
 from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
 from jaxdl.data.synthetic import SyntheticImages, SyntheticPairs, SyntheticText
+from jaxdl.data.tabular import Feature, TabularArrays, TabularSpec
 from jaxdl.data.tars import ImageTars
 from jaxdl.data.text import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
@@ -41,11 +43,13 @@ __all__ = [
     "Digits",
     "Documents",
     "EpochShuffle",
+    "Feature",
     "ImageArrays",
     "ImageFolder",
     "ImageSpec",
     "ImageTars",
     "Mixture",
+    "MovieLens",
     "PairData",
     "PairRows",
     "PairSpec",
@@ -58,6 +62,8 @@ __all__ = [
     "SyntheticPairs",
     "SyntheticText",
     "TFDSPairs",
+    "TabularArrays",
+    "TabularSpec",
     "TextFiles",
     "TextSpec",
     "TokenWindows",

@@ -34,7 +34,7 @@ class DataSpec(abc.ABC):
             _by_modality[cls.modality] = cls
 
     @abc.abstractmethod
-    def sizes(self) -> dict[str, int]:
+    def sizes(self) -> dict[str, Any]:
         """The sizes that a network is built with."""
 
     @abc.abstractmethod
@@ -55,6 +55,10 @@ class DataSpec(abc.ABC):
 
         `names` are the arrays that the task reads, if it names them. Raises ConfigError for values that do not fit.
         """
+
+    def id_features(self) -> tuple[Any, ...]:
+        """The features whose values are ids, for embedding tables, each with `name`, `rows` and `num_ids`: none."""
+        return ()
 
     def mask(self, valid: np.ndarray) -> np.ndarray:
         """The mask of a batch for evaluation, from which of its rows are not padding: bool [batch] or more dims."""

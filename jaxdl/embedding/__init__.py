@@ -13,9 +13,10 @@ from jaxdl.embedding.schemes import (
     TableWise,
 )
 from jaxdl.embedding.table import EmbeddingConfig, Table
-from jaxdl.embedding.tables import Tables, TableState
+from jaxdl.embedding.tables import ROWS, Tables, TableState
 
 __all__ = [
+    "ROWS",
     "Buffer",
     "ColumnWise",
     "DataParallel",

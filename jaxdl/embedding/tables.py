@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.embedding import lookup, update
@@ -35,14 +36,18 @@ class Tables:
         num_ids: Mapping[str, int],
         config: EmbeddingConfig,
         mesh: Mesh,
+        *,
+        peak: float,
         assigned: Mapping[str, int] | None = None,
     ) -> None:
         """`num_ids` are the features of the data, in its order, and how many columns of ids each has.
 
+        `peak` is the peak of the learning rate of the run's optimizer, and `assigned` the device or node of tables.
+
         Raises ConfigError for tables that do not fit the features, or cannot be cut as they should.
         """
         check_tables(tables, list(num_ids), config)
-        self.config, self.mesh, self.tables = config, mesh, tuple(tables)
+        self.config, self.mesh, self.tables, self._peak = config, mesh, tuple(tables), peak
         self.buffers: tuple[Buffer, ...] = make_buffers(tables, num_ids, config, dict(mesh.shape), assigned)
         columns = {feature: table.columns for table in tables for feature in table.features}
         self.columns: dict[str, int] = {feature: columns[feature] for feature in num_ids}
@@ -82,8 +87,8 @@ class Tables:
 
         return self._mapped(one_device, PartitionSpec(), self.specs)(jax.random.key_data(key))
 
-    def lookup(self, state: TableState, ids: jax.Array) -> tuple[jax.Array, Found]:
-        """The pooled vectors of a batch; and where its ids are, for `gradients`."""
+    def lookup(self, rows: Mapping[str, jax.Array], ids: jax.Array) -> tuple[jax.Array, Found]:
+        """The pooled vectors of a batch, from the rows of each buffer; and where its ids are, for `gradients`."""
 
         def one_device(rows: dict[str, jax.Array], ids: jax.Array) -> tuple[jax.Array, Found]:
             parts, owned = {}, {}
@@ -94,10 +99,13 @@ class Tables:
                 parts |= {slot.vector: sums[:, number] for number, slot in enumerate(buffer.slots)}
             return jnp.concatenate([parts[first] for first in sorted(parts)], axis=1), owned
 
-        rows = {name: one[ROWS] for name, one in state.items()}
-        specs = {name: one[ROWS] for name, one in self.specs.items()}
-        everywhere = self._everywhere
-        return self._mapped(one_device, (specs, everywhere), (everywhere, everywhere))(rows, ids)
+        specs, everywhere = {name: one[ROWS] for name, one in self.specs.items()}, self._everywhere
+        return self._mapped(one_device, (specs, everywhere), (everywhere, everywhere))(dict(rows), ids)
+
+    def by_feature(self, vectors: jax.Array) -> dict[str, jax.Array]:
+        """Pooled vectors of the features, `[batch, columns]` each, from those that `lookup` returned."""
+        ends = np.cumsum(list(self.columns.values()))[:-1].tolist()
+        return dict(zip(self.columns, jnp.split(vectors, ends, axis=1), strict=True))
 
     def gradients(self, owned: Found, ids: jax.Array, grads: jax.Array) -> tuple[Found, jax.Array]:
         """The touched rows with the sums of their gradients, for `updated`; and the sum of squares of all of these.
@@ -129,13 +137,13 @@ class Tables:
         *,
         kept: jax.Array,
         factor: jax.Array,
-        rates: Callable[[float | None], jax.Array],
+        learning_rate: jax.Array,
         count: jax.Array,
     ) -> TableState:
         """The state after the update of the rows `found`, in place if it is donated; unchanged if not `kept`.
 
-        Gradients are multiplied by `factor`. `rates` gives the learning rate of tables with this peak, and `count` is
-        the number of updates of the run with this one.
+        Gradients are multiplied by `factor`. `learning_rate` is that of the run's optimizer, and `count` the number of
+        updates of the run with this one.
         """
 
         def one_device(state: TableState, found: Found, numbers: Any) -> TableState:
@@ -151,7 +159,8 @@ class Tables:
                 after[buffer.name] = {ROWS: rows} | own
             return after
 
-        rate = {buffer.name: rates(buffer.optimizer.learning_rate) for buffer in self.buffers}
+        peaks = {buffer.name: buffer.optimizer.learning_rate for buffer in self.buffers}
+        rate = {name: learning_rate * ((peak or self._peak) / self._peak) for name, peak in peaks.items()}
         specs = (self.specs, self._everywhere, PartitionSpec())
         return self._mapped(one_device, specs, self.specs)(state, found, (kept, factor, rate, count))
 

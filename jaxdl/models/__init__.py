@@ -13,14 +13,17 @@ from jaxdl.models.network import Network
 from jaxdl.models.own import FromFunctions, FromModule
 from jaxdl.models.plain import VGG, AlexNet
 from jaxdl.models.presets import preset
+from jaxdl.models.recommendation import DLRM, DCNv2
 from jaxdl.models.resnet import ResNet
 from jaxdl.models.rotary import RopeScaling
 from jaxdl.models.transformer import Transformer
 from jaxdl.models.vit import ViT
 
 __all__ = [
+    "DLRM",
     "VGG",
     "AlexNet",
+    "DCNv2",
     "EncoderDecoder",
     "FromFunctions",
     "FromModule",

@@ -12,6 +12,7 @@ from flax import linen, nnx
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from jaxdl.embedding import Table
 from jaxdl.errors import ConfigError
 from jaxdl.kinds import Choice
 from jaxdl.models.network import Network
@@ -48,6 +49,14 @@ class Model(Choice):
     def make(self, **sizes: Any) -> Callable[[nnx.Rngs], nnx.Module]:
         """`build` with those of these arguments that it takes."""
         return self.build(**taken(self.build, sizes))
+
+    def tables(self, features: Sequence[Any]) -> tuple[Table, ...]:
+        """The embedding tables for features of the data, each with `name`, `rows` and `num_ids`; by default none.
+
+        A network with tables has, as its last input, the pooled vectors of all features: {name: [batch, columns]}.
+        """
+        del features
+        return ()
 
     def context(self, length: int) -> int | None:
         """How many tokens a network that was trained on texts of `length` reads at a time: those; None: any number."""

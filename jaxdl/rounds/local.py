@@ -64,7 +64,7 @@ def local_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainStat
     batch = parts.task.augmented(batch, augment_key)
     params = parts.trainable.merged(own.params, state.params)
     scale = _loss_scale(parts, own)
-    grads, sums, model_state = local_gradients(parts, params, own.model_state, batch, scale, model_key, own=True)
+    grads, sums, model_state, _ = local_gradients(parts, params, own.model_state, batch, scale, model_key, own=True)
     grads = jax.tree.map(lambda g: g / scale.reshape(-1, *[1] * (g.ndim - 1)), grads) if own.loss_scale else grads
     new, _, metrics = _own_update(parts, own, grads, sums, model_state, sums["loss"] / sums["weight"])
     return state.with_own(new).replace(step=state.step + 1), _named(sums, metrics)
@@ -77,7 +77,7 @@ def _joint_step(parts: Parts, state: TrainState, batch: Batch) -> tuple[TrainSta
     batch = parts.task.augmented(batch, augment_key)
     scale = _loss_scale(parts, own)[0]
     factor = scale / parts.task.weight(batch)
-    grads, sums, model_state = local_gradients(parts, state.params, state.model_state, batch, factor, model_key)
+    grads, sums, model_state, _ = local_gradients(parts, state.params, state.model_state, batch, factor, model_key)
     grads = jax.tree.map(lambda g: g / scale, grads) if own.loss_scale else grads
     assert parts.joint_exchange is not None, "replicas that agree in every step have no such steps"
     exchange = exchanged_on_mesh(parts.joint_exchange, spec.grads, {}, mesh, wanted=spec.update)

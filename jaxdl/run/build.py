@@ -37,6 +37,7 @@ from jaxdl.run.exchanged import (
     gradient_layout,
     make_exchange,
     make_network,
+    make_tables,
     output_shapes,
     sum_names,
     trainable_of,
@@ -208,6 +209,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
     gradients = gradient_layout(experiment, network, spec, layout)
     fragments = fragments_of(experiment, network, gradients)
     exchange = make_exchange(experiment, network, gradients, fragments, mesh.shape[Axis.REPLICA])
+    tables = make_tables(experiment, spec, mesh)
     state_spec = make_state_spec(
         layout,
         network,
@@ -220,6 +222,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
         agreement=experiment.agreement,
         fragments=fragments,
         sums=() if fragments is None else sum_names(task, spec, output_shapes(experiment, network, spec)),
+        tables=tables,
     )
     check_average(state_spec.opt_shapes, experiment.optimizer, experiment.step.ema_decay)
     return Parts(
@@ -238,6 +241,7 @@ def make_parts(experiment: Experiment, spec: DataSpec, mesh: Mesh, timeline: Tim
         agreement=experiment.agreement,
         fragments=fragments,
         joint_exchange=None if fragments is None else Dense().build(gradients),
+        tables=tables,
         sum_dtype=loop_sum_dtype(experiment, network, mesh),
     )
 

@@ -90,7 +90,7 @@ def compile_steps(plan: Plan, segment: Segment | None = None) -> StepFunctions:
     segment = segment or plan.timeline.segments[0]
     state, (train, test) = plan.parts.state_spec.abstract(), plan.sources(segment)
     evaluating = make_eval_step(plan.parts).lower(
-        state.eval_params, state.model_state, test.batch_shapes(plan.eval_batch_size, evaluating=True)
+        state.eval_params, state.eval_state, test.batch_shapes(plan.eval_batch_size, evaluating=True)
     )
     norm = None
     if plan.experiment.evaluation.norm_batches is not None:

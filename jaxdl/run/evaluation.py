@@ -48,7 +48,7 @@ class Evaluation:
         poll = self._reporter.counted(self._poll, num_batches)
         with self._watch("eval"):
             found = evaluate_once(
-                self._plan.parts, steps.evaluate, state.eval_params, state.model_state, source, size, poll=poll
+                self._plan.parts, steps.evaluate, state.eval_params, state.eval_state, source, size, poll=poll
             )
             found |= {name: float(x) for name, x in self._settled.items() if not name.startswith(JOINED)}
             if steps.evaluate_own is not None and steps.train.apart(step):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jaxdl.agreement import Fragments, make_fragments
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
+from jaxdl.embedding import EmbeddingConfig, Tables
 from jaxdl.exchange import (
     Exchange,
     ExchangeConfig,
@@ -27,7 +28,7 @@ from jaxdl.mesh import Axis
 from jaxdl.models import Network
 from jaxdl.optim import Trainable, make_trainable
 from jaxdl.report.explanation import readable_bytes
-from jaxdl.run.validate import task_inputs
+from jaxdl.run.validate import check_with_tables, task_inputs
 from jaxdl.sharding import STACKED, Layout, LogicalAxes, Params, grad_specs, is_names, named
 from jaxdl.tasks import Task
 
@@ -63,11 +64,38 @@ def make_network(experiment: Experiment, spec: DataSpec) -> Network:
     return experiment.model.network(inputs, **spec.sizes(), dtype=experiment.precision.dtype)
 
 
+def with_vectors(experiment: Experiment, spec: DataSpec, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """The inputs of an experiment's network: for one with embedding tables also vectors of each feature, zeros."""
+    columns = {one: table.columns for table in experiment.model.tables(spec.id_features()) for one in table.features}
+    if not columns:
+        return tuple(inputs)
+    rows = len(inputs[0])
+    return (*inputs, {one.name: jnp.zeros((rows, columns[one.name])) for one in spec.id_features()})
+
+
+def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Tables | None:
+    """The embedding tables of an experiment on a mesh; None for a model without any.
+
+    Raises ConfigError for tables that do not fit the data, and for settings that do not work with them.
+    """
+    features, config = spec.id_features(), experiment.embedding
+    tables = experiment.model.tables(features)
+    if not tables:
+        if config != EmbeddingConfig():
+            raise ConfigError(
+                f"--embedding: model {experiment.model.kind} has no embedding tables. Remove these options."
+            )
+        return None
+    check_with_tables(experiment, mesh.size)
+    num_ids = {one.name: one.num_ids for one in features}
+    return Tables(tables, num_ids, config, mesh, peak=experiment.optimizer.learning_rate)
+
+
 def output_shapes(experiment: Experiment, network: Network, spec: DataSpec) -> Callable[[Any], Any]:
     """A function from a batch to the shapes of the network's outputs."""
 
     def forward(params: Any, model_state: Any, batch: Any) -> Any:
-        inputs = experiment.task.inputs(batch, spec)
+        inputs = with_vectors(experiment, spec, experiment.task.inputs(batch, spec))
         return network.apply(params, model_state, *inputs, train=False, whole=experiment.task.takes_arrays)[0]
 
     def outputs(batch: Any) -> Any:
@@ -129,7 +157,7 @@ def gradient_layout(experiment: Experiment, network: Network, spec: DataSpec, la
     """What the exchange may know of the gradients of an experiment's network."""
 
     def loss(params: Any, batch: Any) -> jax.Array:
-        inputs = experiment.task.inputs(batch, spec)
+        inputs = with_vectors(experiment, spec, experiment.task.inputs(batch, spec))
         blank = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), network.state_shapes)
         outputs = network.apply(params, blank, *inputs, train=True)[0]
         return functools.reduce(jnp.add, [jnp.sum(x) for x in jax.tree.leaves(outputs)])

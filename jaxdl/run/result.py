@@ -49,7 +49,7 @@ class Run:
     def inference(self) -> Inference:
         """The trained network on the mesh of the run: its parameters, logits and predictions."""
         assert self.state is not None
-        return Inference(self.plan.parts, self.state.eval_params, self.state.model_state)
+        return Inference(self.plan.parts, self.state.eval_params, self.state.eval_state)
 
     def predict(self, inputs: Any) -> np.ndarray:
         """As `jaxdl.restore(...).predict`, with the last state; see `Inference.predict`."""

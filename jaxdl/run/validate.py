@@ -100,6 +100,27 @@ def fitted_task(task: Task, spec: DataSpec, outputs: Callable[[Any], Any]) -> Ta
     return fitted
 
 
+def check_with_tables(experiment: Experiment, num_devices: int) -> None:
+    """Raises ConfigError for settings that do not work with embedding tables."""
+    if experiment.agreement.keeps_replicas or experiment.agreement.num_past:
+        raise ConfigError(
+            f"--agreement {experiment.agreement.kind}: embedding tables are updated in each step, so replicas cannot "
+            "differ. Take --agreement every_step; --embedding.scheme replicated sends touched rows alone."
+        )
+    if experiment.evaluation.norm_batches is not None:
+        raise ConfigError(
+            "--evaluation.norm-batches: statistics are not estimated for a network with embedding tables. Remove it."
+        )
+    sizes = {"--batch-size": experiment.batch_size}
+    if experiment.evaluation.batch_size is not None:
+        sizes["--evaluation.batch-size"] = experiment.evaluation.batch_size
+    for name, size in sizes.items():
+        if size % num_devices:
+            raise ConfigError(
+                f"{name} {size}: with embedding tables it is spread over all {num_devices} devices. Choose a multiple."
+            )
+
+
 def check_warmup(experiment: Experiment, total_steps: int) -> None:
     """Raises ConfigError for an exchange that would still be warming up at the end of the run."""
     config = experiment.exchange

@@ -15,7 +15,10 @@ from jaxdl.mesh import Axis
 from jaxdl.sharding import Grads, Layout, Params, is_spec
 from jaxdl.state import ModelState
 from jaxdl.step.network import apply_network
-from jaxdl.step.parts import Batch, Parts, Sums
+from jaxdl.step.parts import VECTORS, Batch, Parts, Sums
+
+Found = tuple[Grads, Sums, ModelState, jax.Array | None]
+"""What `local_gradients` returns, of all replicas or of one."""
 
 
 def local_gradients(
@@ -28,10 +31,11 @@ def local_gradients(
     *,
     own: bool = False,
     stale: bool = False,
-) -> tuple[Grads, Sums, ModelState]:
-    """Part 1: `(grads, sums, model_state)`; grads and sums are each replica's own, leaves `[replica, ...]`.
+) -> Found:
+    """Part 1: `(grads, sums, model_state, of_vectors)`; grads and sums are each replica's own, leaves `[replica, ...]`.
 
-    Gradients in `parts.summed` are means over the replicas, without the leading dimension.
+    Gradients in `parts.summed` are means over the replicas, without the leading dimension. The last are those of the
+    batch's pooled vectors, `VECTORS`, with the same factor, `[global batch, columns]`; None where it has none.
 
     `factor` times the number of replicas multiplies the sum of losses, so that the mean of the gradients over
     `replica` is the gradient of the mean loss over the global batch, however the examples are spread. `key` is that of
@@ -54,7 +58,7 @@ def local_gradients(
         functools.partial(_own_gradients, parts) if own else common,
         mesh=mesh,
         in_specs=(of_params, given, each, given, None if random is None else (whole, each)),
-        out_specs=(summed, each, given),
+        out_specs=(summed, each, given, each),
         axis_names={replica},
         # With the check each scan needs a `lax.pcast` of its initial carry, which users' networks and losses lack.
         check_vma=parts.network.what is None and not parts.task.has_user_code,
@@ -70,7 +74,7 @@ def _common_gradients(
     random: Any,
     *,
     stale: bool,
-) -> tuple[Grads, Sums, ModelState]:
+) -> Found:
     """One replica's, at the parameters that all replicas have in common, or else at `stale` ones of its own."""
     replica = Axis.REPLICA.value
     # Without this, differentiating would already sum over `replica` and the exchange would see no local gradient.
@@ -79,17 +83,17 @@ def _common_gradients(
         params = one_replica_params(parts, params)
     else:
         params = jax.tree.map(lambda x, sums: x if sums else lax.pcast(x, replica, to="varying"), params, parts.summed)
-    grads, sums, model_state = _replica_gradients(parts, params, model_state, batch, factor, random)
+    grads, sums, model_state, of_vectors = _replica_gradients(parts, params, model_state, batch, factor, random)
     # Running statistics are averaged over `replica`: each replica normalizes with those of its own batch.
     # Replicated first: XLA cannot reduce over a manual axis of size 1 what it has split over an automatic one.
     model_state = _pmean_at_once(lax.with_sharding_constraint(model_state, PartitionSpec()), replica)
     grads = jax.tree.map(lambda x, done: x if done else x[None], grads, parts.trainable.of(parts.summed))
-    return grads, jax.tree.map(lambda x: x[None], sums), model_state
+    return grads, jax.tree.map(lambda x: x[None], sums), model_state, of_vectors
 
 
 def _own_gradients(
     parts: Parts, params: Params, model_state: ModelState, batch: Batch, factor: jax.Array, random: Any
-) -> tuple[Grads, Sums, ModelState]:
+) -> Found:
     """One replica's, at its own parameters."""
     model_state, factor = jax.tree.map(lambda x: x[0], (model_state, factor))
     params = one_replica_params(parts, params)
@@ -112,7 +116,7 @@ def one_replica_params(parts: Parts, params: Params) -> Params:
 
 def _replica_gradients(
     parts: Parts, params: Params, model_state: ModelState, batch: Batch, factor: jax.Array, random: Any
-) -> tuple[Grads, Sums, ModelState]:
+) -> Found:
     """One replica's, of all micro-batches."""
     replica = Axis.REPLICA.value
     layout = Layout(parts.layout.config, parts.layout.mesh, manual=frozenset({replica}), sum_dtype=parts.sum_dtype)
@@ -124,14 +128,14 @@ def _replica_gradients(
 
     def body(carry: Any, part: tuple[Batch, jax.Array | None]) -> Any:
         total, model_state = carry
-        grads, sums, model_state = one_microbatch(params, model_state, part[0], factor, key, part[1])
-        return (jax.tree.map(jnp.add, total, grads), model_state), sums
+        grads, sums, model_state, of_vectors = one_microbatch(params, model_state, part[0], factor, key, part[1])
+        return (jax.tree.map(jnp.add, total, grads), model_state), (sums, of_vectors)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), parts.trainable.of(params))
     zeros = lax.pcast(zeros, replica, to="varying")
     microbatches = jax.tree.map(lambda x: split(x, num_parts), (batch, rows))
-    (grads, model_state), sums = lax.scan(body, (zeros, model_state), microbatches)
-    return grads, jax.tree.map(lambda x: x.sum(axis=0), sums), model_state
+    (grads, model_state), (sums, of_vectors) = lax.scan(body, (zeros, model_state), microbatches)
+    return grads, jax.tree.map(lambda x: x.sum(axis=0), sums), model_state, jax.tree.map(joined, of_vectors)
 
 
 def _microbatch_gradients(
@@ -143,26 +147,30 @@ def _microbatch_gradients(
     factor: jax.Array,
     key: jax.Array | None,
     rows: jax.Array | None,
-) -> tuple[Grads, Sums, ModelState]:
-    """`(grads, sums, model_state)` of one replica's micro-batch, the loss multiplied by `factor`.
+) -> Found:
+    """What one replica's micro-batch adds, the loss multiplied by `factor`.
 
     `rows` are the numbers of its rows in the global batch.
     """
 
-    def objective(trained: Params) -> tuple[jax.Array, tuple[Sums, ModelState]]:
+    vectors = batch.get(VECTORS)
+    batch = {name: x for name, x in batch.items() if name != VECTORS}
+
+    def objective(trained: Params, vectors: jax.Array | None) -> tuple[jax.Array, tuple[Sums, ModelState]]:
         used = parts.trainable.merged(trained, params)
         whole = parts.task.takes_arrays
         outputs, new_model_state = apply_network(
-            parts, layout, used, model_state, batch, train=True, key=key, rows=rows, whole=whole
+            parts, layout, used, model_state, batch, train=True, key=key, rows=rows, whole=whole, vectors=vectors
         )
         sums = parts.task.sums(outputs, batch, train=True)
         return sums["loss"] * factor, (sums, new_model_state)
 
-    grads, (sums, new_model_state) = jax.grad(objective, has_aux=True)(parts.trainable.of(params))
+    differentiated = jax.grad(objective, argnums=(0, 1), has_aux=True)
+    (grads, of_vectors), (sums, new_model_state) = differentiated(parts.trainable.of(params), vectors)
     grads = jax.tree.map(
         lambda spec, g: lax.with_sharding_constraint(g, spec), parts.state_spec.grads, grads, is_leaf=is_spec
     )
-    return grads, sums, new_model_state
+    return grads, sums, new_model_state, of_vectors
 
 
 def _pmean_at_once(tree: Any, axis: str) -> Any:
@@ -179,3 +187,8 @@ def split(x: jax.Array, num_parts: int) -> jax.Array:
     So the parts hold the same examples on every mesh, and no row has to move between devices.
     """
     return jnp.moveaxis(x.reshape(x.shape[0] // num_parts, num_parts, *x.shape[1:]), 1, 0)
+
+
+def joined(x: jax.Array) -> jax.Array:
+    """The inverse of `split`."""
+    return jnp.moveaxis(x, 0, 1).reshape(-1, *x.shape[2:])

@@ -11,8 +11,8 @@ import jax
 
 from jaxdl.precision import cast_weights
 from jaxdl.sharding import Layout, Params, gather_params, use_layout
-from jaxdl.state import ModelState
-from jaxdl.step.parts import Batch, Parts
+from jaxdl.state import TABLES, ModelState
+from jaxdl.step.parts import IDS, Batch, Parts
 
 
 def apply_network(
@@ -27,13 +27,21 @@ def apply_network(
     key: jax.Array | None = None,
     rows: jax.Array | None = None,
     whole: bool = True,
+    vectors: jax.Array | None = None,
 ) -> tuple[Any, ModelState]:
     """`(outputs, model_state)` of the network on a batch, in the precision's dtype, sharded by `layout`.
 
-    `train`, `forget`, `key`, `rows` and `whole` are those of `Network.apply`.
+    `train`, `forget`, `key`, `rows` and `whole` are those of `Network.apply`. A network with embedding tables has the
+    pooled vectors of each feature as its last input: `vectors`, or else what is looked up in the tables that
+    `model_state` then has (`TrainState.eval_state`).
     """
+    if parts.tables is not None and vectors is None:
+        model_state = dict(model_state)
+        vectors, _ = parts.tables.lookup(model_state.pop(TABLES), batch[IDS])
     with _precise(parts, layout):
         inputs = parts.task.inputs(batch, parts.data_spec)
+        if parts.tables is not None and vectors is not None:
+            inputs = (*inputs, parts.tables.by_feature(vectors))
     how = {"train": train, "forget": forget, "key": key, "rows": rows, "whole": whole}
     return run_network(parts, layout, params, model_state, *inputs, **how)
 

@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxdl.agreement import Agreement, Fragments
 from jaxdl.config import Config
 from jaxdl.data import DataSpec
+from jaxdl.embedding import Tables
 from jaxdl.exchange import Exchange
 from jaxdl.guard import GuardConfig
 from jaxdl.models.network import Network
@@ -24,6 +25,10 @@ from jaxdl.state import EVERY_STEP, StateSpec, TrainState
 from jaxdl.tasks import Task
 
 Batch = Mapping[str, jax.Array]
+VECTORS = "vectors"
+"""The pooled vectors in a batch of a network with embedding tables, `[batch, all columns]`, once they are looked up."""
+IDS = "ids"
+"""The ids of a batch for which vectors are looked up, `[batch, ids]`."""
 Sums = dict[str, jax.Array]
 """Sums over a batch, as `Task.sums` gives them."""
 Metrics = dict[str, jax.Array]
@@ -68,6 +73,8 @@ class Parts:
     """What merges are about, if replicas have parameters of their own; None if they agree in every step."""
     joint_exchange: Exchange | None = None
     """The exchange of gradients in the steps in which such replicas still average them."""
+    tables: Tables | None = None
+    """The embedding tables, of a network that has some."""
     sum_dtype: DTypeLike | None = None
     """The dtype in which the backward pass of a loop over layers itself sums their gradients over replicas; with None
     the exchange does. See `jaxdl.run.overlap`."""

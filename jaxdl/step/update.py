@@ -13,20 +13,28 @@ from jaxdl.optim import averaged, num_updates
 from jaxdl.optim.norms import global_norm
 from jaxdl.sharding import Grads, Layout, Specs, is_spec
 from jaxdl.state import TrainState
-from jaxdl.step.parts import Metrics, Parts
+from jaxdl.step.parts import Metrics, Parts, StepConfig
 
 
 def updated(
-    parts: Parts, state: TrainState, grads: Grads, layout: Layout, rate_factor: jax.Array | None = None
+    parts: Parts,
+    state: TrainState,
+    grads: Grads,
+    layout: Layout,
+    rate_factor: jax.Array | None = None,
+    more_squares: jax.Array | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Part 3: clipping, the optimizer, and the moving average of the parameters; also of one replica alone.
 
-    `rate_factor` multiplies the learning rate.
+    `rate_factor` multiplies the learning rate. `more_squares` are the sum of squares of gradients besides these, which
+    count in the norm.
     """
     config = parts.config
     grad_norm = global_norm(grads)
+    if more_squares is not None:
+        grad_norm = jnp.sqrt(grad_norm**2 + more_squares)
     if config.clip_norm is not None:
-        factor = jnp.minimum(1.0, config.clip_norm / jnp.maximum(grad_norm, jnp.finfo(jnp.float32).tiny))
+        factor = clip_factor(config, grad_norm)
         grads = jax.tree.map(lambda g: g * factor, grads)
     spec, trainable = parts.state_spec, parts.trainable
     old = _resharded(parts, layout, trainable.of(state.params), spec.update)
@@ -51,6 +59,13 @@ def updated(
     if rates.momentum is not None:
         metrics["momentum"] = rates.momentum
     return state.replace(params=params, opt_state=opt_state, ema_params=average), metrics
+
+
+def clip_factor(config: StepConfig, grad_norm: jax.Array) -> jax.Array:
+    """By how much gradients of this norm are multiplied."""
+    if config.clip_norm is None:
+        return jnp.float32(1)
+    return jnp.minimum(1.0, config.clip_norm / jnp.maximum(grad_norm, jnp.finfo(jnp.float32).tiny))
 
 
 def ema_decay(decay: float, num_updates: jax.Array) -> jax.Array:

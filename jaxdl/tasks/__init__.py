@@ -4,9 +4,10 @@ Means are taken after the sums, so they are exact on any mesh and for any split 
 """
 
 from jaxdl.tasks.base import Task, check_task
+from jaxdl.tasks.binary import Binary
 from jaxdl.tasks.classification import Classification
 from jaxdl.tasks.language import LanguageModelling
 from jaxdl.tasks.own import Loss
 from jaxdl.tasks.translation import Translation
 
-__all__ = ["Classification", "LanguageModelling", "Loss", "Task", "Translation", "check_task"]
+__all__ = ["Binary", "Classification", "LanguageModelling", "Loss", "Task", "Translation", "check_task"]

@@ -1,0 +1,32 @@
+"""DLRM on MovieLens-100K: does a person like a film? AUC about 0.78 within a minute on two CPU cores.
+
+The data come with the package recbole, and have terms of their own:
+
+    pip download --no-deps recbole==1.2.1 && unzip recbole-*.whl 'recbole/dataset_example/ml-100k/*'
+    python -m jaxdl.train --config configs/movielens_dlrm.py --data.folder recbole/dataset_example/ml-100k
+"""
+
+from jaxdl.data import MovieLens
+from jaxdl.embedding import EmbeddingConfig, RowWiseAdaGrad
+from jaxdl.evaluation import EvaluationConfig
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import DLRM
+from jaxdl.optim import Constant, Optax
+from jaxdl.tasks import Binary
+
+
+def config() -> Experiment:
+    """The experiment."""
+    return Experiment(
+        model=DLRM(columns=16, bottom=(32,), top=(64, 32)),
+        data=MovieLens(),
+        task=Binary(),
+        optimizer=Optax("adagrad", learning_rate=0.02),
+        schedule=Constant(),
+        embedding=EmbeddingConfig(optimizer=RowWiseAdaGrad()),
+        batch_size=256,
+        epochs=3,
+        evaluation=EvaluationConfig(every_epochs=1),
+        mesh=MeshConfig(without_gpus=MeshConfig(cpu_devices=1)),
+    )

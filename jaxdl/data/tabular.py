@@ -1,0 +1,123 @@
+"""Tables of examples: numbers, ids of features, and a label of 0 or 1; what recommendation models are trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.data.source import Source
+from jaxdl.data.spec import DataSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Feature:
+    """A feature whose values are ids: each from 0 to `rows` - 1, at most `num_ids` of them in an example."""
+
+    name: str
+    rows: int
+    num_ids: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class TabularSpec(DataSpec):
+    """Numbers and features of an example; ids -1 stand for none. `positives` is the share of labels 1 in training."""
+
+    numbers: tuple[str, ...]
+    features: tuple[Feature, ...]
+    positives: float
+    modality: ClassVar[str] = "table"
+
+    def __post_init__(self) -> None:
+        made = (Feature(**one) if isinstance(one, Mapping) else one for one in self.features)
+        object.__setattr__(self, "features", tuple(made))
+
+    @property
+    def num_ids(self) -> dict[str, int]:
+        """The features, and how many columns of ids each has."""
+        return {one.name: one.num_ids for one in self.features}
+
+    def sizes(self) -> dict[str, Any]:
+        """How many numbers an example has, and its features."""
+        return {"num_numbers": len(self.numbers), "features": self.features}
+
+    def id_features(self) -> tuple[Feature, ...]:
+        """All features."""
+        return self.features
+
+    def blank(self) -> dict[str, np.ndarray]:
+        """One example of zeros."""
+        return {
+            "numbers": np.zeros((1, len(self.numbers)), np.float32),
+            "ids": np.zeros((1, sum(self.num_ids.values())), np.int32),
+            "label": np.zeros(1, np.float32),
+        }
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The numbers, float32 [batch, numbers]; the step adds the pooled vectors of the features."""
+        return (batch["numbers"],)
+
+    def described(self) -> tuple[str, str]:
+        """Numbers and features."""
+        rows = sum(one.rows for one in self.features)
+        return "examples", f"{len(self.numbers)} numbers, {len(self.features)} features with {rows:,} ids"
+
+    def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+        """Numbers and ids of a dictionary {"numbers": [batch, numbers], "ids": [batch, ids]}."""
+        del names
+        given = values if isinstance(values, Mapping) else {}
+        found, wanted = {}, self.blank()
+        for name in ("numbers", "ids"):
+            array, like = np.asarray(given.get(name, np.zeros(0))), wanted[name]
+            if array.ndim != 2 or array.shape[1:] != like.shape[1:] or array.dtype.kind not in ("iu", "fiu")[name != "ids"]:
+                raise ConfigError(
+                    f"{what}: {name} is {array.dtype} {list(array.shape)}; this network reads {what}({{'numbers': "
+                    f"[batch, {len(self.numbers)}], 'ids': whole numbers [batch, {wanted['ids'].shape[1]}]}})."
+                )
+            found[name] = array.astype(like.dtype)
+        check_ids(self, found["ids"], what)
+        return found
+
+
+def check_ids(spec: TabularSpec, ids: np.ndarray, what: str) -> None:
+    """Raises ConfigError for an id, of `[example, ids]`, that its feature does not have."""
+    limits = np.repeat([one.rows for one in spec.features], [one.num_ids for one in spec.features])
+    wrong = np.argwhere((ids < -1) | (ids >= limits))
+    if len(wrong):
+        example, column = wrong[0].tolist()
+        feature = spec.features[np.searchsorted(np.cumsum(list(spec.num_ids.values())), column, side="right")]
+        raise ConfigError(
+            f"{what}: example {example} has the id {ids[example, column]} of {feature.name}; its ids are from 0 to "
+            f"{feature.rows - 1:,}, and -1 for none. Number the values again, or give the feature more rows."
+        )
+
+
+class TabularArrays(Source):
+    """Examples in memory: numbers float32 [example, numbers], ids int32 [example, ids], labels [example]."""
+
+    def __init__(
+        self, numbers: np.ndarray, ids: np.ndarray, labels: np.ndarray, spec: TabularSpec, what: str = "data"
+    ) -> None:
+        """Raises ConfigError for ids that are out of range."""
+        check_ids(spec, ids, what)
+        self._arrays = {
+            "numbers": np.ascontiguousarray(numbers, np.float32),
+            "ids": np.ascontiguousarray(ids, np.int32),
+            "label": np.ascontiguousarray(labels, np.float32),
+        }
+        self.spec = spec
+
+    def __len__(self) -> int:
+        return len(self._arrays["label"])
+
+    def content(self) -> str:
+        """A checksum of all examples."""
+        return "".join(f"{zlib.crc32(array.data):08x}" for array in self._arrays.values())
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Copies of the examples' rows."""
+        return {name: np.take(array, indices, axis=0) for name, array in self._arrays.items()}
