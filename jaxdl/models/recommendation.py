@@ -91,27 +91,25 @@ class RecommendationModule(nnx.Module):
     ) -> None:
         """`width` is that of what the top MLP reads; `cross` are the number and the rank of cross layers."""
         sizes = (num_numbers, *config.bottom, config.columns)
-        self.bottom = nnx.List(_layers(sizes, rngs, dtype)) if num_numbers else None
-        self.cross = None
-        if cross is not None:
-            self.cross = nnx.List([_Cross(width, cross[1], rngs, dtype) for _ in range(cross[0])])
+        self.bottom = nnx.List(_layers(sizes, rngs, dtype) if num_numbers else [])
+        self.cross = nnx.List([_Cross(width, cross[1], rngs, dtype) for _ in range(cross[0])] if cross else [])
         self.top = nnx.List(_layers((width, *config.top, 1), rngs, dtype))
         self.dtype = dtype
 
     def __call__(self, numbers: jax.Array, vectors: Mapping[str, jax.Array]) -> jax.Array:
         """The logits, [batch], of numbers [batch, numbers] and of the vectors of all features, [batch, columns]."""
         every = [x.astype(self.dtype) for x in vectors.values()]
-        if self.bottom is not None:
+        if self.bottom:
             x = numbers.astype(self.dtype)
             for layer in self.bottom:
                 x = nnx.relu(layer(x))
             every = [x, *every]
-        if self.cross is None:
+        if not self.cross:
             stacked = jnp.stack(every, axis=1)
             products = jnp.einsum("bfd,bgd->bfg", stacked, stacked)
             rows, columns = np.tril_indices(len(every), -1)
             x = products[:, rows, columns]
-            x = x if self.bottom is None else jnp.concatenate([every[0], x], axis=1)
+            x = jnp.concatenate([every[0], x], axis=1) if self.bottom else x
         else:
             first = x = jnp.concatenate(every, axis=1)
             for layer in self.cross:
