@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,8 +147,8 @@ def total_sums(
     batches: Iterable[Batch],
     *,
     poll: Callable[[], None] = lambda: None,
-) -> dict[str, float]:
-    """The task's sums over all batches. They are fetched once, at the end, and added in float64.
+) -> dict[str, Any]:
+    """The task's sums over all batches, floats or float64 arrays. They are fetched once, at the end.
 
     `poll` is called before each batch; what it raises ends the evaluation.
     """

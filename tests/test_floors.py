@@ -23,6 +23,7 @@ FLOORS = [
     {"mesh", "options"},
     {"cluster"},
     {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases", "asynchrony"},
+    {"embedding"},
     {"models", "optim", "exchange", "data", "decoding"},
     {"report", "agreement"},
     {"state", "tasks"},
@@ -39,7 +40,7 @@ FLOORS = [
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
-MENTION_SHARD_MAP = {"step", "rounds", "exchange", "collectives"}
+MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
     "lease", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained",
 }  # fmt: skip

@@ -73,7 +73,11 @@ class TabularSpec(DataSpec):
         found, wanted = {}, self.blank()
         for name in ("numbers", "ids"):
             array, like = np.asarray(given.get(name, np.zeros(0))), wanted[name]
-            if array.ndim != 2 or array.shape[1:] != like.shape[1:] or array.dtype.kind not in ("iu", "fiu")[name != "ids"]:
+            if (
+                array.ndim != 2
+                or array.shape[1:] != like.shape[1:]
+                or array.dtype.kind not in ("iu", "fiu")[name != "ids"]
+            ):
                 raise ConfigError(
                     f"{what}: {name} is {array.dtype} {list(array.shape)}; this network reads {what}({{'numbers': "
                     f"[batch, {len(self.numbers)}], 'ids': whole numbers [batch, {wanted['ids'].shape[1]}]}})."

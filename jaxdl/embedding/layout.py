@@ -184,9 +184,7 @@ def make_buffers(
         num_outer = math.prod(sizes[axis] for axis in spread.outer)
         owner = spread_evenly(members, num_ids, num_outer, assigned or {})
         name = f"{number}_{scheme.kind}_{members[0].columns}"
-        made = Buffer(
-            name, tuple(members), tuple(slots), spread, scheme.dense_gradient, optimizer, dict(sizes), owner
-        )
+        made = Buffer(name, tuple(members), tuple(slots), spread, scheme.dense_gradient, optimizer, dict(sizes), owner)
         if made.columns % made.column_ways:
             raise ConfigError(
                 f"table {members[0].name}: {made.columns} columns cannot be cut evenly over {made.column_ways} devices "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pydantic
 
 from jaxdl.kinds import Choice
@@ -154,6 +155,7 @@ class RowAdam(RowOptimizer, kind="adam"):
         del mean_square
         mean = self.b1 * state["mean"] + (1 - self.b1) * grads
         square = self.b2 * state["square"] + (1 - self.b2) * grads**2
-        number = count.astype(jnp.float32)
-        unbiased = mean / (1 - self.b1**number), square / (1 - self.b2**number)
-        return rows - rate * unbiased[0] / (jnp.sqrt(unbiased[1]) + self.epsilon), {"mean": mean, "square": square}
+        # 1 - b^n, of which float32 would keep few digits for a decay near 1.
+        first, second = (-jnp.expm1(count * np.log(max(decay, 1e-30))) for decay in (self.b1, self.b2))
+        step = rate * (mean / first) / (jnp.sqrt(square / second) + self.epsilon)
+        return rows - step, {"mean": mean, "square": square}

@@ -113,7 +113,5 @@ def updated(
         return x.at[places].set(new.astype(x.dtype), mode="drop", unique_indices=True)
 
     before = {name: read(x) for name, x in state.items()}
-    new, after = buffer.optimizer.updated(
-        read(rows), before, found.grads, square / buffer.columns, rate, count
-    )
+    new, after = buffer.optimizer.updated(read(rows), before, found.grads, square / buffer.columns, rate, count)
     return write(rows, new), {name: write(x, after[name]) for name, x in state.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -40,7 +41,7 @@ class Recommendation(Model, kind=None):
         for table in self.own_tables:
             if table.columns != self.columns:
                 raise ConfigError(
-                    f"table {table.name}: it has {table.columns} columns, but the model {self.columns}. Give it as many."
+                    f"table {table.name}: it has {table.columns} columns, but the model {self.columns}. Give as many."
                 )
         return self.own_tables or tuple(
             Table(name=one.name, rows=one.rows, columns=self.columns, features=(one.name,)) for one in features
@@ -147,5 +148,5 @@ def _layers(sizes: Sequence[int], rngs: nnx.Rngs, dtype: DTypeLike) -> list[Line
             bias_metadata={"axes": ("norm",)},
             rngs=rngs,
         )
-        for incoming, outgoing in zip(sizes[:-1], sizes[1:], strict=True)
+        for incoming, outgoing in itertools.pairwise(sizes)
     ]

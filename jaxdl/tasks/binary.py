@@ -39,9 +39,12 @@ class Binary(Task, kind="binary"):
     def fitted(self, spec: DataSpec, outputs: Callable[[Mapping[str, jax.Array]], Any]) -> Self:
         """Itself. Raises ConfigError for a network with other outputs than one number for each example."""
         found = super().fitted(spec, outputs)
-        shapes = [x.shape for x in jax.tree.leaves(outputs(spec.blank()))]
+        blank: Any = spec.blank()
+        shapes = [x.shape for x in jax.tree.leaves(outputs(blank))]
         if shapes != [(1,)]:
-            raise ConfigError(f"task binary: the network's outputs are {shapes} for one example, not one logit, [(1,)].")
+            raise ConfigError(
+                f"task binary: the network's outputs are {shapes} for one example, not one logit, [(1,)]."
+            )
         return found
 
     def sums(self, outputs: Any, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:

@@ -1,0 +1,239 @@
+"""Embedding tables on meshes, against an oracle that has whole tables and dense gradients, in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdl.config import ConfigError
+from jaxdl.embedding import (
+    ColumnWise,
+    DataParallel,
+    EmbeddingConfig,
+    Replicated,
+    RowAdaGrad,
+    RowAdam,
+    RowSGD,
+    RowWise,
+    RowWiseAdaGrad,
+    Table,
+    TableRowWise,
+    Tables,
+    TableWise,
+)
+from jaxdl.kinds import kinds
+
+TABLES = (
+    Table(name="shared", rows=50, columns=8, features=("one", "three")),
+    Table(name="mean", rows=13, columns=8, features=("four",), pooling="mean"),
+    Table(name="large", rows=101, columns=8, features=("other",)),
+    Table(name="wide", rows=7, columns=16, features=("two",)),
+)
+NUM_IDS = {"one": 1, "three": 3, "four": 4, "other": 1, "two": 2}
+OF_FEATURE = {feature: table for table in TABLES for feature in table.features}
+BATCH, RATE, STEPS = 16, 0.1, 20
+COLUMNS = sum(OF_FEATURE[name].columns for name in NUM_IDS)
+WEIGHTS = np.random.default_rng(0).standard_normal((BATCH, COLUMNS)).astype(np.float32)
+ALL = (TableWise(), RowWise(), ColumnWise(), TableRowWise(), DataParallel(), Replicated())
+MESHES = [(1, 1, 1), (2, 1, 1), (2, 2, 1), (4, 2, 1), (2, 2, 2)]
+
+
+def mesh_of(sizes):
+    devices = np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes)
+    return Mesh(devices, ("replica", "fsdp", "tensor"))
+
+
+@functools.lru_cache
+def batches():
+    """Ids with many repetitions, in one example and over all; some features have fewer than they may."""
+    draw, found = np.random.default_rng(1), []
+    for _ in range(STEPS):
+        columns = []
+        for name, width in NUM_IDS.items():
+            ids = (draw.zipf(1.3, (BATCH, width)) - 1) % OF_FEATURE[name].rows
+            if width > 1:
+                ids[draw.random((BATCH, width)) < 0.3] = -1
+            columns.append(ids)
+        found.append(np.concatenate(columns, axis=1).astype(np.int32))
+    return found
+
+
+def gradient(vectors, numpy):
+    """That of some loss with respect to the pooled vectors."""
+    return numpy.cos(3 * vectors) * WEIGHTS
+
+
+@functools.lru_cache
+def program(scheme, optimizer, sizes):
+    """`Tables`, and the compiled step of a state, ids and a count."""
+    tables = Tables(TABLES, NUM_IDS, EmbeddingConfig(scheme=scheme, optimizer=optimizer), mesh_of(sizes), peak=RATE)
+
+    def step(state, ids, count, kept):
+        vectors, places = tables.lookup({name: one["rows"] for name, one in state.items()}, ids)
+        found, squares = tables.gradients(places, ids, gradient(vectors, jnp))
+        new = tables.updated(
+            state, found, kept=kept, factor=jnp.float32(0.5), learning_rate=jnp.float32(RATE), count=count
+        )
+        return new, vectors, squares
+
+    return tables, jax.jit(step, donate_argnums=0, out_shardings=(tables.shardings(), None, None))
+
+
+def fresh(tables):
+    return jax.jit(lambda: tables.init(jax.random.key(3)), out_shardings=tables.shardings())()
+
+
+def whole(tables, state):
+    """The rows of each table, and what is kept of them, in the order of ids."""
+    found = {}
+    for buffer in tables.buffers:
+        for number, table in enumerate(buffer.tables):
+            places = buffer.places(number, np.arange(table.rows))
+            found[table.name] = {name: np.asarray(x)[places] for name, x in state[buffer.name].items()}
+    return found
+
+
+@functools.lru_cache
+def trained(scheme, optimizer, sizes, steps=STEPS):
+    """(tables after some steps, pooled vectors of the first and the last, the last sum of squares)."""
+    tables, step = program(scheme, optimizer, sizes)
+    state, vectors, squares = fresh(tables), [], None
+    everywhere = NamedSharding(tables.mesh, PartitionSpec(("replica", "fsdp")))
+    for number, ids in enumerate(batches()[:steps], start=1):
+        state, pooled, squares = step(state, jax.device_put(ids, everywhere), jnp.int32(number), jnp.bool_(True))
+        vectors.append(np.asarray(pooled))
+    check_copies(state)
+    return whole(tables, state), (vectors[0], vectors[-1]), float(squares)
+
+
+def check_copies(state):
+    for x in jax.tree.leaves(state):
+        seen = {}
+        for shard in x.addressable_shards:
+            first = seen.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(first, shard.data)
+
+
+@functools.lru_cache
+def oracle(optimizer):
+    """The same from gradients of whole tables, in float64."""
+    start, _ = program(TableWise(), optimizer, (1, 1, 1))
+    rows = {name: one["rows"].astype(np.float64) for name, one in whole(start, fresh(start)).items()}
+    kept = {name: {"mean": np.zeros(x.shape), "square": np.zeros(x.shape)} for name, x in rows.items()}
+    vectors, squares = [], 0.0
+    for number, ids in enumerate(batches(), start=1):
+        pooled, weights, first = {}, {}, 0
+        for name, width in NUM_IDS.items():
+            table, mine = OF_FEATURE[name], ids[:, first : first + width]
+            used = (mine >= 0).astype(np.float64)
+            if table.pooling == "mean":
+                used /= np.maximum(used.sum(axis=1, keepdims=True), 1)
+            # [example, row]: how often the example has the row.
+            weights[name] = np.einsum("bh,bhv->bv", used, mine[..., None] == np.arange(table.rows))
+            pooled[name] = weights[name] @ rows[table.name]
+            first += width
+        vectors.append(np.concatenate(list(pooled.values()), axis=1))
+        ends = np.cumsum([x.shape[1] for x in pooled.values()])[:-1]
+        grads = dict(zip(pooled, np.split(gradient(vectors[-1], np), ends, axis=1), strict=True))
+        dense = {table.name: sum(weights[name].T @ grads[name] for name in table.features) for table in TABLES}
+        touched = {table.name: sum(weights[name].sum(axis=0) for name in table.features) > 0 for table in TABLES}
+        squares = sum((x**2).sum() for x in dense.values())
+        for name, mine in touched.items():
+            dense_update(optimizer, rows[name], kept[name], 0.5 * dense[name], mine, number)
+    return rows, kept, (vectors[0], vectors[-1]), squares
+
+
+def dense_update(optimizer, rows, kept, grad, touched, number):
+    """Updates the touched rows in place."""
+    g = grad[touched]
+    if isinstance(optimizer, RowSGD):
+        rows[touched] -= RATE * g
+        return
+    if isinstance(optimizer, RowAdam):
+        kept["mean"][touched] = 0.9 * kept["mean"][touched] + 0.1 * g
+        kept["square"][touched] = 0.999 * kept["square"][touched] + 0.001 * g**2
+        mean, square = kept["mean"][touched] / (1 - 0.9**number), kept["square"][touched] / (1 - 0.999**number)
+        rows[touched] -= RATE * mean / (np.sqrt(square) + 1e-8)
+        return
+    kept["square"][touched] += (g**2).mean(axis=1, keepdims=True) if isinstance(optimizer, RowWiseAdaGrad) else g**2
+    rows[touched] -= RATE * g / (np.sqrt(kept["square"][touched]) + 1e-8)
+
+
+def assert_like_oracle(found, optimizer, atol=1e-6):
+    rows, kept, vectors, squares = oracle(optimizer)
+    tables, pooled, square = found
+    for name, x in rows.items():
+        np.testing.assert_allclose(tables[name]["rows"], x, atol=atol)
+        for what in tables[name].keys() - {"rows"}:
+            mine = tables[name][what]
+            expected = kept[name][what][:, 0] if mine.ndim == 1 else kept[name][what]
+            np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-6)
+    for mine, expected in zip(pooled, vectors, strict=True):
+        np.testing.assert_allclose(mine, expected, atol=2e-6)
+    assert square == pytest.approx(squares, rel=1e-5)
+
+
+def test_every_scheme_is_tried():
+    assert {type(one).kind for one in ALL} == set(kinds(type(ALL[0]).part))
+
+
+@pytest.mark.parametrize("optimizer", [RowWiseAdaGrad(), RowSGD(), RowAdaGrad(), RowAdam()], ids=lambda x: x.kind)
+def test_twenty_steps_on_one_device(optimizer):
+    assert_like_oracle(trained(TableWise(), optimizer, (1, 1, 1)), optimizer)
+
+
+@pytest.mark.parametrize("sizes", MESHES[1:], ids=str)
+@pytest.mark.parametrize("scheme", ALL, ids=lambda x: x.kind)
+def test_twenty_steps_on_meshes(scheme, sizes):
+    assert_like_oracle(trained(scheme, RowWiseAdaGrad(), sizes), RowWiseAdaGrad(), atol=2e-6)
+
+
+@pytest.mark.parametrize("sizes", MESHES[1:], ids=str)
+def test_table_wise_has_the_bits_of_one_device(sizes):
+    one, several = (trained(TableWise(), RowWiseAdaGrad(), each) for each in (MESHES[0], sizes))
+    jax.tree.map(np.testing.assert_array_equal, one[:2], several[:2])
+
+
+def test_a_step_that_is_not_kept_changes_nothing():
+    tables, step = program(Replicated(), RowWiseAdaGrad(), (2, 2, 1))
+    before = whole(tables, fresh(tables))
+    after, *_ = step(fresh(tables), batches()[0], jnp.int32(1), jnp.bool_(False))
+    jax.tree.map(np.testing.assert_array_equal, before, whole(tables, after))
+
+
+def test_initial_rows_are_uniform_and_the_same_everywhere():
+    one, _ = program(TableWise(), RowWiseAdaGrad(), (1, 1, 1))
+    rows = whole(one, fresh(one))
+    for scheme in ALL:
+        several, _ = program(scheme, RowWiseAdaGrad(), (2, 2, 1))
+        jax.tree.map(np.testing.assert_array_equal, rows, whole(several, fresh(several)))
+    drawn = np.sort(rows["large"]["rows"].ravel()) * np.sqrt(101)
+    expected = (np.arange(drawn.size) + 0.5) / drawn.size * 2 - 1
+    assert np.abs(drawn - expected).max() < 1.63 / np.sqrt(drawn.size) * 2  # Kolmogorov-Smirnov, 1 %.
+
+
+@pytest.mark.parametrize(
+    ("tables", "config", "message"),
+    [
+        (TABLES[:-1], {}, "no table has the feature 'two'"),
+        ((*TABLES, Table(name="more", rows=3, columns=8, features=("six",))), {}, "'six' is no feature of the data"),
+        (
+            (*TABLES, Table(name="wide", rows=3, columns=8, features=("six",))),
+            {},
+            "several tables have the name 'wide'",
+        ),
+        (TABLES, {"schemes": {"user*": RowWise()}}, "no table has such a name"),
+    ],
+)
+def test_tables_that_do_not_fit(tables, config, message):
+    with pytest.raises(ConfigError, match=message):
+        Tables(tables, NUM_IDS, EmbeddingConfig(**config), mesh_of((1, 1, 1)), peak=RATE)
+
+
+def test_columns_that_cannot_be_cut():
+    tables = [Table(name="odd", rows=5, columns=3, features=("one",))]
+    with pytest.raises(ConfigError, match="3 columns cannot be cut evenly over 2"):
+        Tables(tables, {"one": 1}, EmbeddingConfig(scheme=ColumnWise()), mesh_of((1, 2, 1)), peak=RATE)
