@@ -146,7 +146,8 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
     For photographs, the number of workers and the place of the cache may change, but not the form in which images are
     cached, since crops are cut from it. The folder with the tokens of documents may change. `guard.max_rollbacks` may
-    be raised to resume a run that gave up, and the files of kinds outside jaxdl may move.
+    be raised to resume a run that gave up, and the files of kinds outside jaxdl may move. Embedding tables may be spread
+    otherwise.
     """
     others = (*LENGTH, "mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
     found = without_source({name: value for name, value in config.items() if name not in others})
@@ -159,6 +160,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         found["data"] = {**found["data"], "photos": kept | {"cache": pixels}}
     if "optimizer" in found:  # Runs made before there was a choice agreed in every step.
         found.setdefault("agreement", {"kind": EveryStep.kind})
+        found.setdefault("embedding", {})
     if "precision" in found:  # Runs made before this setting existed summed in the compute dtype.
         found["precision"] = {"reduce_dtype": "compute", **found["precision"]}
     factors = (found.get("optimizer") or {}).get("rate_factors")
@@ -171,7 +173,11 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         found["data"] = _without_shards(found["data"])
     if "guard" in found:
         found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
-    return {name: _with_defaults(name, value) for name, value in found.items()}
+    found = {name: _with_defaults(name, value) for name, value in found.items()}
+    if "embedding" in found:  # Tables are restored on any mesh, under any scheme.
+        spread = ("scheme", "schemes")
+        found["embedding"] = {name: value for name, value in found["embedding"].items() if name not in spread}
+    return found
 
 
 def _without_shards(data: Any) -> Any:

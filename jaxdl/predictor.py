@@ -288,13 +288,14 @@ def restore(
         best_metric=parts.task.best_metric,
         best_mode=parts.task.best_mode,
         read_only=True,
+        table_layout=() if parts.tables is None else parts.tables.layout,
     )
     with contextlib.closing(checkpoints):
         abstract = parts.state_spec.abstract()
         if average != 1 and checkpoints.steps:
             restored = restore_mean(checkpoints, abstract, average, which)
         else:
-            restored = checkpoints.restore(abstract, items=("model",), which=which)
+            restored = checkpoints.restore(abstract, items=("model", "tables"), which=which)
     if restored is None:
         raise ConfigError(f"{workdir}: the run has no checkpoint yet.")
     for damaged in restored.damaged:

@@ -90,8 +90,8 @@ def whole(tables, state):
     """The rows of each table, and what is kept of them, in the order of ids."""
     found = {}
     for buffer in tables.buffers:
-        for number, table in enumerate(buffer.tables):
-            places = buffer.places(number, np.arange(table.rows))
+        for table in buffer.tables:
+            places = buffer.places.of(table.name, np.arange(table.rows))
             found[table.name] = {name: np.asarray(x)[places] for name, x in state[buffer.name].items()}
     return found
 

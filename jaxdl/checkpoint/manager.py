@@ -27,6 +27,7 @@ from jaxdl.checkpoint.reading import fingerprint_texts, read_checkpoint
 from jaxdl.checkpoint.retention import Best
 from jaxdl.cluster.agree import all_processes, of_first_process
 from jaxdl.config import Periodic
+from jaxdl.embedding.places import Layout, to_json
 from jaxdl.errors import ConfigError
 from jaxdl.exchange import resplit
 from jaxdl.files import CHECKPOINTS_FOLDER, DAMAGED_FOLDER, LEFT_FOLDER, step_folder
@@ -76,9 +77,12 @@ class Checkpoints:
         best_metric: str,
         best_mode: Literal["max", "min"],
         read_only: bool = False,
+        table_layout: Layout = (),
     ) -> None:
-        """Raises ConfigError if the folder cannot be used, Unreadable if it cannot be read."""
-        self.read_only = read_only
+        """`table_layout` is that of the embedding tables of the states that are saved and restored.
+
+        Raises ConfigError if the folder cannot be used, Unreadable if it cannot be read."""
+        self.read_only, self._table_layout = read_only, table_layout
         self.folder = workdir.absolute() / CHECKPOINTS_FOLDER
         policies = ocp.checkpoint_managers
         self._metric, self._best = best_metric, Best(self.folder, config.keep_best, best_mode)
@@ -134,8 +138,9 @@ class Checkpoints:
             item: {name: Stored(prints[item][name], tuple(x.shape), str(x.dtype)) for name, x in leaves.items()}
             for item, leaves in items.items()
         }
+        meta = Meta(evaluated_step, score, arrays, table_layout=to_json(self._table_layout))
         arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
-        arguments["meta"] = ocp.args.JsonSave(Meta(evaluated_step, score, arrays).to_json())
+        arguments["meta"] = ocp.args.JsonSave(meta.to_json())
 
         def start() -> None:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
@@ -325,7 +330,7 @@ class Checkpoints:
         self, step: int, abstract: TrainState, items: tuple[str, ...], fresh_exchange_state: Callable[[], Any] | None
     ) -> tuple[TrainState, Meta]:
         wanted = {name: item for name, item in to_items(abstract).items() if name in items and item}
-        found, meta = read_checkpoint(self.folder / step_folder(step), wanted)
+        found, meta = read_checkpoint(self.folder / step_folder(step), wanted, table_layout=self._table_layout)
         if "exchange" in wanted:
             fresh = functools.partial(_fresh_exchange, abstract, fresh_exchange_state)
             found["exchange"] = resplit.resplit(found.get("exchange", {}), wanted["exchange"], fresh)

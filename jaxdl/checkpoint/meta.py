@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,8 @@ class Meta:
     arrays: Mapping[str, Mapping[str, Stored]]
     """Item -> path of the array in the train state -> its description."""
     format: int = FORMAT
+    table_layout: Sequence[Mapping[str, Any]] = ()
+    """Where the rows of embedding tables are, `jaxdl.embedding.places.to_json`."""
 
     @property
     def exchange_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -56,6 +58,8 @@ class Meta:
             "shapes": self._each(lambda one: list(one.shape or ())),
             "dtypes": self._each(lambda one: one.dtype),
         }
+        if self.table_layout:
+            content["table_layout"] = list(self.table_layout)
         return content | {"checksum": checksum(content)}
 
     def _each(self, value: Callable[[Stored], Any]) -> dict[str, dict[str, Any]]:
@@ -136,7 +140,7 @@ def _second_format(found: Mapping[str, Any]) -> Meta:
         }
         for item, leaves in found["fingerprints"].items()
     }
-    return Meta(int(found["evaluated_step"]), found["score"], arrays)
+    return Meta(int(found["evaluated_step"]), found["score"], arrays, table_layout=found.get("table_layout", ()))
 
 
 def _first_format(found: Mapping[str, Any]) -> Meta:

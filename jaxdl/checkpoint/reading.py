@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxdl.checkpoint.agree import Finding, findings, raise_worst
 from jaxdl.checkpoint.errors import Damaged, Unreadable, Unusable, read_refused, unreadable
@@ -20,7 +21,9 @@ from jaxdl.checkpoint.fingerprint import as_text, fingerprints, first_sums
 from jaxdl.checkpoint.items import read_items, stored_arrays
 from jaxdl.checkpoint.manifest import check_files, read_everything
 from jaxdl.checkpoint.meta import Meta, Stored, read_meta
+from jaxdl.embedding import places
 from jaxdl.exchange import resplit
+from jaxdl.state import TABLES
 
 Items = dict[str, dict[str, Any]]
 _GROUP_BYTES = 2**29
@@ -66,20 +69,27 @@ def read_model(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     return read_checkpoint(folder, {"model": dict(wanted)}, partial=True)[0].get("model", {})
 
 
-def read_checkpoint(folder: Path, wanted: Items, *, partial: bool = False) -> tuple[Items, Meta]:
+def read_checkpoint(
+    folder: Path, wanted: Items, *, partial: bool = False, table_layout: places.Layout = ()
+) -> tuple[Items, Meta]:
     """(the arrays, the description) of the checkpoint in `folder`; it succeeds on all processes or on none.
 
     `wanted` are shape structs with shardings, with `partial` of some of the stored arrays. Of the exchange's state all
-    stored arrays are read, sharded as `resplit.readable` says. Raises the same error on all processes: Damaged,
+    stored arrays are read, sharded as `resplit.readable` says. Embedding tables that are stored in another layout than
+    `table_layout` are moved. Raises the same error on all processes: Damaged,
     Unreadable, or Unusable for a checkpoint with other arrays or of another version.
     """
     for last in (False, True):
-        error, found, meta = None, {}, None
+        error, found, meta, there = None, {}, None, {}
         try:
             if jax.process_index() == 0:
                 check_files(folder)
             meta = read_meta(folder)
-            to_read = _to_read(folder, meta, wanted, partial=partial)
+            there = _elsewhere(folder, meta, wanted, table_layout)
+            to_read = _to_read(
+                folder, meta, {name: x for name, x in wanted.items() if name not in there}, partial=partial
+            )
+            to_read |= there
             found = read_items(folder, to_read, partial=partial)
         except Exception as raised:  # Kept until the others know: all processes must take the same path.
             error = raised
@@ -87,6 +97,8 @@ def read_checkpoint(folder: Path, wanted: Items, *, partial: bool = False) -> tu
             assert meta is not None
             bad = _changed(found, meta)
             if not bad:
+                if there:
+                    found |= _moved_tables(meta, found, wanted, table_layout)
                 return found, meta
             found.clear()  # Free its memory for the second attempt.
             changed = ValueError(f"the stored values of {', '.join(bad[:3])} have changed since they were written")
@@ -140,6 +152,27 @@ def _to_read(folder: Path, meta: Meta, wanted: Items, *, partial: bool = False) 
     if "exchange" in wanted:
         wanted = wanted | {"exchange": _exchange_to_read(folder, meta, wanted["exchange"])}
     return {name: item for name, item in wanted.items() if item}
+
+
+def _elsewhere(folder: Path, meta: Meta, wanted: Items, layout: places.Layout) -> Items:
+    """What is to be read of embedding tables that are stored in another layout than is wanted: NumPy's arrays."""
+    if TABLES not in wanted or list(meta.table_layout) == places.to_json(layout):
+        return {}
+    stored = {name: rows for one in meta.table_layout for name, rows in one["rows"].items()}
+    for one in layout:
+        for name, rows in one.rows.items():
+            if stored.get(name) != rows:
+                there = f"has {stored[name]:,} rows" if name in stored else "is not"
+                raise _of_another(folder, f"table {name} {there} in it, and has {rows:,} here")
+    arrays = meta.arrays.get(TABLES, {})
+    # A view of one number: nothing as large as a table is allocated.
+    return {TABLES: {name: np.broadcast_to(np.zeros((), one.dtype), one.shape or ()) for name, one in arrays.items()}}
+
+
+def _moved_tables(meta: Meta, found: Items, wanted: Items, layout: places.Layout) -> Items:
+    arrays, like = ({name.removeprefix(f"{TABLES}."): x for name, x in of[TABLES].items()} for of in (found, wanted))
+    made = places.moved(places.from_json(meta.table_layout), layout, arrays, like)
+    return {TABLES: {f"{TABLES}.{name}": x for name, x in made.items()}}
 
 
 def _check_shapes(folder: Path, item: str, leaves: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdl.embedding.layout import Buffer, mixed
+from jaxdl.embedding.layout import Buffer
+from jaxdl.embedding.places import mixed
 
 _ODD = (0x7FEB352D, 0x846CA68B)
 

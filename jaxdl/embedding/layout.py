@@ -6,12 +6,12 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxdl.embedding.optimizers import RowOptimizer
+from jaxdl.embedding.places import Places
 from jaxdl.embedding.schemes import Spread
 from jaxdl.embedding.table import EmbeddingConfig, Pooling, Table
 from jaxdl.errors import ConfigError
@@ -93,24 +93,21 @@ class Buffer:
         return PartitionSpec(self.spread.outer if self.spread.cut == "columns" else self.spread.owners)
 
     @functools.cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Of each table, the first of its rows on a device that has some."""
-        used, found = [0] * self.num_outer, []
-        for table, owner in zip(self.tables, self.owner, strict=True):
-            found.append(used[owner])
-            used[owner] += math.ceil(table.rows / self.row_ways)
-        return tuple(found)
-
-    @functools.cached_property
-    def local_rows(self) -> int:
-        """Rows on a device; those with fewer have rows that nobody uses."""
-        ends = zip(self.tables, self.offsets, strict=True)
-        return max(offset + math.ceil(table.rows / self.row_ways) for table, offset in ends)
+    def places(self) -> Places:
+        """Where the rows are."""
+        names = [table.name for table in self.tables]
+        rows = dict(zip(names, [table.rows for table in self.tables], strict=True))
+        return Places(self.name, rows, dict(zip(names, self.owner, strict=True)), self.num_outer, self.row_ways)
 
     @property
-    def num_rows(self) -> int:
-        """Rows of the global array."""
-        return self.local_rows * self.num_outer * self.row_ways
+    def offsets(self) -> tuple[int, ...]:
+        """Of each table, the first of its rows on a device that has some."""
+        return tuple(self.places.offsets[table.name] for table in self.tables)
+
+    @property
+    def local_rows(self) -> int:
+        """Rows on a device; those with fewer have rows that nobody uses."""
+        return self.places.local_rows
 
     @functools.cached_property
     def ranked(self) -> tuple[tuple[int, ...], ...]:
@@ -133,23 +130,6 @@ class Buffer:
     def num_entries(self) -> int:
         """Ids that a device along `spread.outer` gets of one example, padding included."""
         return sum(self.widths)
-
-    def places(self, table: int, ids: np.ndarray) -> np.ndarray:
-        """The rows of the global array in which the rows `ids` of a table are, int64."""
-        ids = ids.astype(np.int64)
-        ways = self.row_ways
-        inner = (ids + mixed(ids // ways)) % ways
-        device = self.owner[table] * ways + inner
-        return device * self.local_rows + self.offsets[table] + ids // ways
-
-
-def mixed(x: Any) -> Any:
-    """A number from 0 to 255 for each whole number >= 0, without a pattern; of NumPy's arrays and JAX's the same.
-
-    It shifts the device of every group of consecutive rows, or ids with a common factor would be on one device. Only
-    low bits of the product count, which are right also where it overflows.
-    """
-    return (x ^ (x >> 7) ^ (x >> 13) ^ (x >> 19)) * 181 >> 3 & 255
 
 
 def make_buffers(

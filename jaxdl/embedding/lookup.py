@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdl.embedding.layout import Buffer, Slot, mixed
+from jaxdl.embedding.layout import Buffer, Slot
+from jaxdl.embedding.places import mixed
 
 NONE = -1
 """In place of an id where an example has fewer."""

@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdl.embedding import lookup, update
 from jaxdl.embedding.initial import initial_rows
 from jaxdl.embedding.layout import Buffer, make_buffers
+from jaxdl.embedding.places import Places
 from jaxdl.embedding.table import EmbeddingConfig, Table, check_tables
 
 TableState = dict[str, dict[str, jax.Array]]
@@ -163,6 +164,11 @@ class Tables:
         rate = {name: learning_rate * ((peak or self._peak) / self._peak) for name, peak in peaks.items()}
         specs = (self.specs, self._everywhere, PartitionSpec())
         return self._mapped(one_device, specs, self.specs)(state, found, (kept, factor, rate, count))
+
+    @property
+    def layout(self) -> tuple[Places, ...]:
+        """Where all rows are."""
+        return tuple(buffer.places for buffer in self.buffers)
 
     def shardings(self) -> dict[str, dict[str, NamedSharding]]:
         """The shardings of the state."""

@@ -69,7 +69,14 @@ class Saver:
     def _open(self) -> Checkpoints:
         task = self._plan.parts.task
         config = self._plan.experiment.checkpoint
-        return Checkpoints(self._workdir, config, best_metric=task.best_metric, best_mode=task.best_mode)
+        tables = self._plan.parts.tables
+        return Checkpoints(
+            self._workdir,
+            config,
+            best_metric=task.best_metric,
+            best_mode=task.best_mode,
+            table_layout=() if tables is None else tables.layout,
+        )
 
     def restore(self, *, from_start: bool = False) -> Restored | None:
         """Reads the newest checkpoint; None when the run begins at step 0.
