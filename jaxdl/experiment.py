@@ -60,9 +60,7 @@ class Experiment(Config):
     """When, and with whom, replicas agree: in every step, or after some steps that each takes alone."""
     precision: Precision = Float32()
     """The dtypes of the computation. Parameters and optimizer state are always float32."""
-    embedding: EmbeddingConfig = pydantic.Field(
-        default=EmbeddingConfig(), exclude_if=lambda value: value == EmbeddingConfig()
-    )
+    embedding: EmbeddingConfig = EmbeddingConfig()
     """How embedding tables, of a model that has some, are updated and spread over the devices."""
     batch_size: int = pydantic.Field(default=128, ge=1)
     """Examples per step, over all devices."""
@@ -146,8 +144,8 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
 
     For photographs, the number of workers and the place of the cache may change, but not the form in which images are
     cached, since crops are cut from it. The folder with the tokens of documents may change. `guard.max_rollbacks` may
-    be raised to resume a run that gave up, and the files of kinds outside jaxdl may move. Embedding tables may be spread
-    otherwise.
+    be raised to resume a run that gave up, and the files of kinds outside jaxdl may move. Embedding tables may be
+    spread otherwise.
     """
     others = (*LENGTH, "mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
     found = without_source({name: value for name, value in config.items() if name not in others})

@@ -148,9 +148,7 @@ def make_state_spec(
     specs = param_specs(layout, network.axes, network.param_shapes)
     axes, trained = trainable.of(network.axes), trainable.of(network.param_shapes)
     gradient_specs, split_specs = grad_specs(layout, axes, trained), update_specs(layout, axes, trained)
-    exchanged = trained, gradient_specs
-    if fragments:
-        exchanged = fragments.shapes(by_name(trained)), fragments.each(by_name(gradient_specs))
+    exchanged = _exchanged(fragments, trained, gradient_specs)
     init_exchange = functools.partial(init_on_mesh, exchange, *exchanged, layout.mesh)
 
     def init(key: jax.Array) -> TrainState:
@@ -170,8 +168,7 @@ def make_state_spec(
             guard={} if agreement.keeps_replicas else start.guard,
             key=jax.random.key_data(run_key),
             agreement_state=of_agreement,
-            # Folded with 2: a split into two folds with 0 and 1.
-            tables={} if tables is None else tables.init(jax.random.fold_in(key, 2)),
+            tables={} if tables is None else tables.init(key),
         )
 
     shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
@@ -187,6 +184,13 @@ def make_state_spec(
     )
     names = (specs, gradient_specs, split_specs)
     return StateSpec(init, init_exchange, *names, opt_shapes, shapes, whole_specs, named(layout.mesh, whole_specs))
+
+
+def _exchanged(fragments: Fragments | None, shapes: Params, specs: Specs) -> tuple[Any, Any]:
+    """The shapes and PartitionSpecs of what the exchange is about: gradients, or fragments."""
+    if not fragments:
+        return shapes, specs
+    return fragments.shapes(by_name(shapes)), fragments.each(by_name(specs))
 
 
 @jax.tree_util.register_dataclass

@@ -1,5 +1,6 @@
 """Configs: the round trip through JSON, overrides, options and help."""
 
+import operator
 import os
 import re
 from pathlib import Path
@@ -9,16 +10,16 @@ import pytest
 import jaxdl
 from jaxdl.command import parse_command
 from jaxdl.config import Config
-from jaxdl.data import Pairs, SyntheticImages, SyntheticText
+from jaxdl.data import MovieLens, Pairs, SyntheticImages, SyntheticText
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.kinds import choices
 from jaxdl.mesh import MeshConfig
-from jaxdl.models import EncoderDecoder, ResNet, Transformer
+from jaxdl.models import DLRM, EncoderDecoder, ResNet, Transformer
 from jaxdl.modules import load_file
 from jaxdl.optim import LARS, SGD, Polynomial
 from jaxdl.precision import Float16
 from jaxdl.sharding import ShardingConfig
-from jaxdl.tasks import LanguageModelling, Translation
+from jaxdl.tasks import Binary, LanguageModelling, Translation
 from jaxdl.train import main
 
 ROOT = Path(__file__).parent.parent
@@ -37,6 +38,7 @@ TEXT = {
     "task": LanguageModelling(),
 }
 FITTING = {"text": TEXT, "pairs": {"model": EncoderDecoder(), "data": Pairs(), "task": Translation()}}
+FITTING["table"] = {"model": DLRM(), "data": MovieLens(), "task": Binary()}
 IMAGES = {"model": ResNet(depth=8, width=8), "data": SyntheticImages(height=8, width=8, num_train=64, num_test=8)}
 
 
@@ -64,18 +66,21 @@ def test_every_choice_of_the_design_is_there():
     named = {path: list(kinds) for path, kinds in choices(Experiment).items()}
     assert named["optimizer"] == ["sgd", "adamw", "sign_sgd", "lars", "lamb", "optax", "muon"]
     assert named["exchange"][0] == "dense"
-    assert set(named) == {"model", "data", "task", "optimizer", "schedule", "exchange", "agreement", "precision"}
+    inner = {"embedding.optimizer", "embedding.scheme"}
+    outer = {"model", "data", "task", "optimizer", "schedule", "exchange", "agreement", "precision"}
+    assert set(named) == outer | inner
 
 
 @pytest.mark.parametrize(("path", "name"), KINDS)
 def test_every_kind_comes_back_equal_from_json(path, name):
     choice = choices(Experiment)[path][name]()
     assert type(choice).from_json(choice.to_json()) == choice
-    whole = {**FITTING.get(getattr(choice, "modality", "images"), {}), path: choice}
-    experiment = Experiment(**whole, steps=3)
+    whole = FITTING.get(getattr(choice, "modality", "images"), {})
+    experiment = Experiment(**{**whole, path: choice} if "." not in path else whole, steps=3)
+    experiment = experiment.replaced({path: choice})
     again = Experiment.from_json(experiment.to_json())
     assert again == experiment
-    assert type(getattr(again, path)) is type(choice)
+    assert type(operator.attrgetter(path)(again)) is type(choice)
 
 
 def test_unusual_values_come_back_equal_from_json():
@@ -192,7 +197,7 @@ def test_help_shows_every_field_with_its_default_from_the_file(tmp_path, capsys)
     assert exit.value.code == 0
     words = " ".join(re.sub(r"[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
     for name, value in leaf_fields(jaxdl.load(file)):
-        if name in ("phases", "mesh.without_gpus"):  # Set in a config file.
+        if name in ("phases", "mesh.without_gpus", "embedding.schemes"):  # Set in a config file.
             continue
         option = f"--{name.replace('_', '-')}"
         shown = " ".join(value) if isinstance(value, tuple | dict) else str(value)

@@ -19,8 +19,8 @@ RowState = dict[str, jax.Array]
 class RowOptimizer(Choice):
     """How touched rows are updated. Rows that no example of a batch has do not change, weight decay included."""
 
-    learning_rate: float | None = pydantic.Field(default=None, gt=0)
-    """Its peak, which follows the schedule; None takes the optimizer's."""
+    rate_factor: float = pydantic.Field(default=1.0, gt=0, allow_inf_nan=False)
+    """The learning rate, relative to that of the run's optimizer at each step."""
 
     @property
     @abc.abstractmethod

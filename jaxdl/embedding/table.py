@@ -5,9 +5,10 @@ from __future__ import annotations
 import collections
 import fnmatch
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import pydantic
+import tyro
 
 from jaxdl.config import Config, ConfigError
 from jaxdl.embedding.optimizers import RowOptimizer, RowWiseAdaGrad
@@ -43,8 +44,9 @@ class EmbeddingConfig(Config):
     """How rows are updated, of tables that do not say it themselves."""
     scheme: Scheme = TableWise()
     """How a table is spread over the devices."""
-    schemes: Mapping[str, Scheme] = pydantic.Field(default_factory=dict)
-    """Patterns of names of tables, such as `user*` -> their scheme; the first that matches counts."""
+    schemes: Annotated[Mapping[str, Scheme], tyro.conf.Suppress] = pydantic.Field(default_factory=dict)
+    """Patterns of names of tables, such as `user*` -> their scheme; the first that matches counts. Only a config file
+    can set them."""
     forward_wire: Wire = "float32"
     """The type in which pooled vectors travel between devices."""
     backward_wire: Wire = "float32"

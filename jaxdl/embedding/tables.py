@@ -37,18 +37,16 @@ class Tables:
         num_ids: Mapping[str, int],
         config: EmbeddingConfig,
         mesh: Mesh,
-        *,
-        peak: float,
         assigned: Mapping[str, int] | None = None,
     ) -> None:
         """`num_ids` are the features of the data, in its order, and how many columns of ids each has.
 
-        `peak` is the peak of the learning rate of the run's optimizer, and `assigned` the device or node of tables.
+        `assigned` is the device or node of some tables.
 
         Raises ConfigError for tables that do not fit the features, or cannot be cut as they should.
         """
         check_tables(tables, list(num_ids), config)
-        self.config, self.mesh, self.tables, self._peak = config, mesh, tuple(tables), peak
+        self.config, self.mesh, self.tables = config, mesh, tuple(tables)
         self.buffers: tuple[Buffer, ...] = make_buffers(tables, num_ids, config, dict(mesh.shape), assigned)
         columns = {feature: table.columns for table in tables for feature in table.features}
         self.columns: dict[str, int] = {feature: columns[feature] for feature in num_ids}
@@ -86,7 +84,9 @@ class Tables:
                 }
             return found
 
-        return self._mapped(one_device, PartitionSpec(), self.specs)(jax.random.key_data(key))
+        # Folded with 2: a split of the key, for all else, has two folds with 0 and 1.
+        words = jax.random.key_data(jax.random.fold_in(key, 2))
+        return self._mapped(one_device, PartitionSpec(), self.specs)(words)
 
     def lookup(self, rows: Mapping[str, jax.Array], ids: jax.Array) -> tuple[jax.Array, Found]:
         """The pooled vectors of a batch, from the rows of each buffer; and where its ids are, for `gradients`."""
@@ -160,8 +160,7 @@ class Tables:
                 after[buffer.name] = {ROWS: rows} | own
             return after
 
-        peaks = {buffer.name: buffer.optimizer.learning_rate for buffer in self.buffers}
-        rate = {name: learning_rate * ((peak or self._peak) / self._peak) for name, peak in peaks.items()}
+        rate = {buffer.name: learning_rate * buffer.optimizer.rate_factor for buffer in self.buffers}
         specs = (self.specs, self._everywhere, PartitionSpec())
         return self._mapped(one_device, specs, self.specs)(state, found, (kept, factor, rate, count))
 

@@ -88,7 +88,7 @@ def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Tables | 
         return None
     check_with_tables(experiment, mesh.size)
     num_ids = {one.name: one.num_ids for one in features}
-    return Tables(tables, num_ids, config, mesh, peak=experiment.optimizer.learning_rate)
+    return Tables(tables, num_ids, config, mesh)
 
 
 def output_shapes(experiment: Experiment, network: Network, spec: DataSpec) -> Callable[[Any], Any]:

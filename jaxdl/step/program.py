@@ -22,16 +22,15 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes
-from jaxdl.embedding import ROWS
 from jaxdl.exchange import by_name, exchanged_on_mesh
 from jaxdl.mesh import Axis, batch_sharding
-from jaxdl.optim import num_updates
 from jaxdl.sharding import Grads, named, spec_axes
 from jaxdl.state import TrainState, replicated
 from jaxdl.step.gradients import local_gradients
-from jaxdl.step.parts import IDS, VECTORS, Batch, Metrics, Parts, Sums
+from jaxdl.step.lookup import looked_up, touched_rows, updated_tables
+from jaxdl.step.parts import Batch, Metrics, Parts, Sums
 from jaxdl.step.stale import drawn_staleness, remedied, remembered, stale_params
-from jaxdl.step.update import clip_factor, guarded, updated
+from jaxdl.step.update import guarded, updated
 
 
 def make_train_step(parts: Parts) -> jax.stages.Wrapped:
@@ -50,10 +49,7 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         augment_key, exchange_key = jax.random.split(key)
         batch = parts.task.augmented(batch, augment_key)
-        places, touched, squares = {}, {}, None
-        if parts.tables is not None:
-            vectors, places = parts.tables.lookup({name: one[ROWS] for name, one in tables.items()}, batch[IDS])
-            batch = {**batch, VECTORS: vectors}
+        batch, places = looked_up(parts, tables, batch)
         scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
         # Folded with 2: a split into two folds with 0 and 1.
         model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
@@ -73,30 +69,16 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
         metrics = {f"sums/{name}": of_exchange.pop(f"sums/{name}") for name in sums}
         if staleness is not None:
             metrics["agreement/staleness"] = staleness.astype(jnp.float32).mean()
-        if parts.tables is not None:
-            # Those of a replica are of the mean over replicas, times the factor.
-            of_vectors = of_vectors / (scale * parts.layout.mesh.shape[Axis.REPLICA])
-            touched, squares = parts.tables.gradients(places, batch[IDS], of_vectors)
+        touched, squares = touched_rows(parts, places, batch, of_vectors, scale)
         changed, more = updated(parts, state, mean, parts.layout, rate_factor, squares)
         changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
         more |= {f"exchange/{name}": value for name, value in of_exchange.items()}
         if state.loss_scale or state.guard:
             loss = metrics["sums/loss"] / metrics["sums/weight"]
             changed, more = guarded(parts, state, changed, more, loss, finite)
-        if parts.tables is not None:
-            # The norm is NaN where the step is skipped. No choice between old and new tables: that would copy them.
-            kept = jnp.isfinite(more["grad_norm"]) if state.loss_scale or state.guard else jnp.bool_(True)
-            tables = parts.tables.updated(
-                tables,
-                touched,
-                kept=kept,
-                factor=clip_factor(parts.config, more["grad_norm"]),
-                learning_rate=more["learning_rate"],
-                count=num_updates(state.opt_state) + 1,
-            )
-        changed = changed.replace(tables=tables)
+        tables = updated_tables(parts, tables, touched, state, more)
         # Also after a skipped step: a version's age is the number of steps since.
-        changed = changed.replace(step=state.step + 1, agreement_state=remembered(parts, state))
+        changed = changed.replace(step=state.step + 1, agreement_state=remembered(parts, state), tables=tables)
         return changed, metrics | more
 
     return jax.jit(
