@@ -141,12 +141,12 @@ def make_state_spec(
 ) -> StateSpec:
     """Infers shapes, then specs, then shardings of the whole state; nothing is allocated.
 
-    The optimizer's state is sharded like the parameters in the update. If the `agreement` lets replicas differ, their
-    parameters, optimizer state and the like are in `agreement_state`, the exchange is of the `fragments`, and merges
-    join the task's `sums` of these names. Raises ConfigError when the mesh does not suit the model.
+    The optimizer's state is sharded like the parameters in the update. If the `agreement` lets replicas differ, theirs
+    is in `agreement_state`, the exchange is of the `fragments`, and merges join the task's `sums` of these names.
+    Raises ConfigError when the mesh does not suit the model.
     """
-    specs = param_specs(layout, network.axes, network.param_shapes)
-    axes, trained = trainable.of(network.axes), trainable.of(network.param_shapes)
+    specs, axes = param_specs(layout, network.axes, network.param_shapes), trainable.of(network.axes)
+    trained = trainable.of(network.param_shapes)
     gradient_specs, split_specs = grad_specs(layout, axes, trained), update_specs(layout, axes, trained)
     exchanged = _exchanged(fragments, trained, gradient_specs)
     init_exchange = functools.partial(init_on_mesh, exchange, *exchanged, layout.mesh)
@@ -171,8 +171,7 @@ def make_state_spec(
             tables={} if tables is None else tables.init(key),
         )
 
-    shapes = jax.eval_shape(lambda: init(jax.random.key(0)))
-    opt_shapes = jax.eval_shape(optimizer.init, trained)
+    shapes, opt_shapes = jax.eval_shape(lambda: init(jax.random.key(0))), jax.eval_shape(optimizer.init, trained)
     opt_specs = _opt_specs(opt_shapes, trained, split_specs)
     whole_specs = _whole(shapes).replace(
         params=specs,
@@ -182,7 +181,7 @@ def make_state_spec(
         agreement_state=_agreement_specs(shapes.agreement_state, trainable.of(specs), opt_specs),
         tables={} if tables is None else tables.specs,
     )
-    names = (specs, gradient_specs, split_specs)
+    names = specs, gradient_specs, split_specs
     return StateSpec(init, init_exchange, *names, opt_shapes, shapes, whole_specs, named(layout.mesh, whole_specs))
 
 

@@ -263,7 +263,8 @@ def test_the_config_reference_has_every_config_class_and_field():
     assert len(leaves) > 35
     described = Experiment.model_fields["batch_size"].description
     assert f"`batch_size` | `int` | `128` | >=&nbsp;1 | {described} |" in text
-    assert set(choices(Experiment)) <= {Path(name).stem for name in docs_site.pages()}
+    parts = {path.partition(".")[0] for path in choices(Experiment)}
+    assert parts <= {Path(name).stem for name in docs_site.pages()}
 
 
 ELSEWHERE = {
