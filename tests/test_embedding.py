@@ -225,7 +225,7 @@ def test_initial_rows_are_uniform_and_the_same_everywhere():
             {},
             "several tables have the name 'wide'",
         ),
-        (TABLES, {"schemes": {"user*": RowWise()}}, "no table has such a name"),
+        (TABLES, {"schemes": (("user*", RowWise()),)}, "no table has such a name"),
     ],
 )
 def test_tables_that_do_not_fit(tables, config, message):

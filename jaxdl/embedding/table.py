@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import pydantic
@@ -44,9 +44,9 @@ class EmbeddingConfig(Config):
     """How rows are updated, of tables that do not say it themselves."""
     scheme: Scheme = TableWise()
     """How a table is spread over the devices."""
-    schemes: Annotated[Mapping[str, Scheme], tyro.conf.Suppress] = pydantic.Field(default_factory=dict)
-    """Patterns of names of tables, such as `user*` -> their scheme; the first that matches counts. Only a config file
-    can set them."""
+    schemes: Annotated[tuple[tuple[str, Scheme], ...], tyro.conf.Suppress] = ()
+    """Pairs of a pattern of names of tables, such as `user*`, and their scheme; the first that matches counts. Only a
+    config file can set them."""
     forward_wire: Wire = "float32"
     """The type in which pooled vectors travel between devices."""
     backward_wire: Wire = "float32"
@@ -54,7 +54,7 @@ class EmbeddingConfig(Config):
 
     def scheme_of(self, table: str) -> Scheme:
         """The scheme of a table of this name."""
-        return next((one for pattern, one in self.schemes.items() if fnmatch.fnmatchcase(table, pattern)), self.scheme)
+        return next((one for pattern, one in self.schemes if fnmatch.fnmatchcase(table, pattern)), self.scheme)
 
 
 def check_tables(tables: Sequence[Table], features: Sequence[str], config: EmbeddingConfig) -> None:
@@ -75,7 +75,7 @@ def check_tables(tables: Sequence[Table], features: Sequence[str], config: Embed
     for feature in features:
         if feature not in known:
             raise ConfigError(f"tables: no table has the feature {feature!r} of the data. Add one.")
-    for pattern in config.schemes:
+    for pattern, _ in config.schemes:
         if not any(fnmatch.fnmatchcase(table.name, pattern) for table in tables):
             listed = ", ".join(table.name for table in tables)
             raise ConfigError(f"--embedding.schemes {pattern!r}: no table has such a name; there are {listed}.")
