@@ -1,0 +1,1 @@
+"""Where the tables and the work of a run go, and why."""

@@ -1,0 +1,195 @@
+"""Which device gets which shard: costs balanced, under the memory of each device.
+
+A step is bulk-synchronous: every phase (lookups, vectors received, ...) takes as long as its slowest device. What is
+minimized is therefore the sum over phases of the largest load, not the largest sum. Two ways are tried and the better
+one is taken: the largest differencing method (Karmarkar and Karp 1982), which knows no memory, and the largest shards
+first, each to the least loaded device that has room; both are then improved by moves and swaps that respect memory.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxdl.config import ConfigError
+
+_MOST_ROUNDS = 100_000
+_TIE = 1e-6
+"""Weight of the spread of loads beside the makespan: among equal makespans the more even one is nearer to a better."""
+
+
+class Placement(NamedTuple):
+    """Where shards are."""
+
+    device: np.ndarray
+    """The device of each shard, int64 `[shard]`."""
+    makespan: float
+    """The sum over phases of the largest load of a device."""
+    bound: float
+    """No placement has a makespan below this."""
+
+
+def place(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float) -> Placement:
+    """The placement of shards with these costs, `[shard]` or `[shard, phase]`, and sizes `[shard]`, in bytes.
+
+    `memory` is that of each device, in bytes. The same input gives the same placement. Raises ConfigError if a shard is
+    larger than a device, or no way was found in which all fit.
+    """
+    costs, sizes = np.asarray(costs, np.float64).reshape(len(sizes), -1), np.asarray(sizes, np.float64)
+    if len(sizes) and sizes.max() > memory:
+        raise ConfigError(
+            f"shard {int(sizes.argmax())} has {sizes.max():,.0f} bytes, and a device {memory:,.0f}. Cut its table over "
+            "several devices (row_wise, table_row_wise)."
+        )
+    starts = [by_size(costs, sizes, num_devices, memory)]
+    differenced = largest_differencing(costs.sum(axis=1), num_devices)
+    if (np.bincount(differenced, sizes, num_devices) <= memory).all():
+        starts.append(differenced)
+    found = [improved(costs, sizes, one, num_devices, memory) for one in starts]
+    best = min(found, key=lambda one: makespan(costs, one, num_devices))
+    return Placement(best, makespan(costs, best, num_devices), lower_bound(costs, num_devices))
+
+
+def lower_bound(costs: np.ndarray, num_devices: int) -> float:
+    """A makespan that no placement is below: of each phase the mean load, or the largest shard's."""
+    costs = costs.reshape(len(costs), -1)
+    return float(np.maximum(costs.sum(axis=0) / num_devices, costs.max(axis=0)).sum())
+
+
+def makespan(costs: np.ndarray, device: np.ndarray, num_devices: int) -> float:
+    """The sum over phases of the largest load of a device."""
+    return float(_loads(costs.reshape(len(costs), -1), device, num_devices).max(axis=0).sum())
+
+
+def by_cost(costs: np.ndarray, num_devices: int) -> np.ndarray:
+    """Longest processing time first (Graham 1969): the most expensive first, each to the least loaded device."""
+    found, loads = np.zeros(len(costs), np.int64), np.zeros(num_devices)
+    for shard in np.argsort(-costs, kind="stable"):
+        found[shard] = loads.argmin()
+        loads[found[shard]] += costs[shard]
+    return found
+
+
+def by_size(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float) -> np.ndarray:
+    """The largest first, each to the least loaded device that has room. Raises ConfigError if none has."""
+    found, loads, room = np.zeros(len(costs), np.int64), np.zeros(num_devices), np.full(num_devices, memory)
+    total = costs.reshape(len(costs), -1).sum(axis=1)
+    for shard in np.argsort(-sizes, kind="stable"):
+        fits = room >= sizes[shard]
+        if not fits.any():
+            raise ConfigError(
+                f"shard {shard} of {sizes[shard]:,.0f} bytes fits on none of {num_devices} devices of {memory:,.0f} "
+                f"bytes: all shards have {sizes.sum():,.0f}, and the roomiest device {room.max():,.0f} left. Take more "
+                "devices, or cut tables into smaller shards."
+            )
+        device = np.where(fits, loads, np.inf).argmin()
+        found[shard] = device
+        loads[device] += total[shard]
+        room[device] -= sizes[shard]
+    return found
+
+
+def largest_differencing(costs: np.ndarray, num_devices: int) -> np.ndarray:
+    """The largest differencing method: of all partial partitions the two with the widest spread are joined, crosswise.
+
+    A partition is a list of (load, shards) for each device. Joining puts the largest loads of one on the smallest of
+    the other.
+    """
+    heap = []
+    for shard, cost in enumerate(costs.tolist()):
+        loads = [0.0] * (num_devices - 1) + [cost]
+        groups: list[list[int]] = [[] for _ in range(num_devices - 1)] + [[shard]]
+        heap.append((-cost, shard, loads, groups))
+    heapq.heapify(heap)
+    count = itertools.count(len(heap))
+    while len(heap) > 1:
+        _, _, loads, groups = heapq.heappop(heap)
+        _, _, others, theirs = heapq.heappop(heap)
+        joined = [(a + b, x + y) for a, b, x, y in zip(loads, others[::-1], groups, theirs[::-1], strict=True)]
+        joined.sort(key=lambda one: one[0])
+        loads, groups = [one[0] for one in joined], [one[1] for one in joined]
+        heapq.heappush(heap, (loads[0] - loads[-1], next(count), loads, groups))
+    found = np.zeros(len(costs), np.int64)
+    for device, group in enumerate(heap[0][3] if heap else []):
+        found[group] = device
+    return found
+
+
+def improved(costs: np.ndarray, sizes: np.ndarray, device: np.ndarray, num_devices: int, memory: float) -> np.ndarray:
+    """The placement after moves and swaps, each the best one off a device that decides a phase, while they help."""
+    device = device.copy()
+    loads, used = _loads(costs, device, num_devices), np.bincount(device, sizes, num_devices)
+    least = 1e-12 * max(1.0, float(loads.max()))
+    for _ in range(_MOST_ROUNDS):
+        # Where those that decide cannot give, others may make room for them by becoming more even.
+        for source in _heaviest(loads):
+            gain, shard, other, target = _best_change(costs, sizes, device, loads, used, memory, source)
+            if gain > least:
+                break
+        else:
+            break
+        for one, to in ((shard, target), *(((other, source),) if other >= 0 else ())):
+            loads[device[one]] -= costs[one]
+            used[device[one]] -= sizes[one]
+            device[one] = to
+            loads[to] += costs[one]
+            used[to] += sizes[one]
+    return device
+
+
+def _heaviest(loads: np.ndarray) -> list[int]:
+    """The devices: first those with the largest load of some phase, then by their load in all."""
+    deciding = np.unique(loads.argmax(axis=0)).tolist()
+    return [*deciding, *(one for one in np.argsort(-loads.sum(axis=1), kind="stable").tolist() if one not in deciding)]
+
+
+def _best_change(
+    costs: np.ndarray,
+    sizes: np.ndarray,
+    device: np.ndarray,
+    loads: np.ndarray,
+    used: np.ndarray,
+    memory: float,
+    source: int,
+) -> tuple[float, int, int, int]:
+    """(what it gains, a shard of `source`, the shard it is swapped with or -1, the device it goes to)."""
+    mine, others = np.flatnonzero(device == source), np.flatnonzero(device != source)
+    targets = np.setdiff1d(np.arange(len(loads)), [source])
+    if not len(mine) or not len(targets):
+        return 0.0, 0, -1, 0
+    # A move is a swap with a shard of no cost and no size.
+    place = np.concatenate([device[others], targets])
+    theirs = np.concatenate([costs[others], np.zeros((len(targets), costs.shape[1]))])
+    size = np.concatenate([sizes[others], np.zeros(len(targets))])
+    grown = sizes[mine][:, None] - size
+    fits = (used[place] + grown <= memory) & (used[source] - grown <= memory)
+    moved = costs[mine][:, None] - theirs
+    after = np.maximum(loads[source] - moved, loads[place] + moved)
+    rest = _largest_of_rest(loads, source, place)
+    new = np.maximum(after, rest).sum(axis=-1)
+    spread = ((loads[source] - moved) ** 2 + (loads[place] + moved) ** 2 - loads[source] ** 2 - loads[place] ** 2).sum(-1)
+    gain = loads.max(axis=0).sum() - new - _TIE * spread / max(float(loads.max()), 1e-300)
+    gain = np.where(fits, gain, -np.inf)
+    row, column = np.unravel_index(int(gain.argmax()), gain.shape)
+    other = int(others[column]) if column < len(others) else -1
+    return float(gain[row, column]), int(mine[row]), other, int(place[column])
+
+
+def _largest_of_rest(loads: np.ndarray, source: int, place: np.ndarray) -> np.ndarray:
+    """Of each phase the largest load besides those of `source` and of each `place`: `[place, phase]`."""
+    without = loads.copy()
+    without[source] = 0
+    order = np.argsort(-without, axis=0, kind="stable")[:2]
+    columns = np.arange(loads.shape[1])
+    first = without[order[0], columns]
+    second = without[order[1], columns] if len(order) > 1 else np.zeros_like(first)
+    return np.where(place[:, None] == order[0], second, first)
+
+
+def _loads(costs: np.ndarray, device: np.ndarray, num_devices: int) -> np.ndarray:
+    loads = np.zeros((num_devices, costs.shape[1]))
+    np.add.at(loads, device, costs)
+    return loads
