@@ -148,7 +148,7 @@ def oracle(optimizer):
 
 def dense_update(optimizer, rows, kept, grad, touched, number):
     """Updates the touched rows in place."""
-    g = grad[touched]
+    g = grad[touched] + optimizer.weight_decay * rows[touched]
     if isinstance(optimizer, RowSGD):
         rows[touched] -= RATE * g
         return
@@ -191,9 +191,15 @@ def test_twenty_steps_on_meshes(scheme, sizes):
     assert_like_oracle(trained(scheme, RowWiseAdaGrad(), sizes), RowWiseAdaGrad(), atol=2e-6)
 
 
+def test_weight_decay_counts_in_the_squares_of_all_columns():
+    optimizer = RowWiseAdaGrad(weight_decay=0.05)
+    assert_like_oracle(trained(ColumnWise(), optimizer, (2, 2, 1)), optimizer)
+
+
 @pytest.mark.parametrize("sizes", MESHES[1:], ids=str)
-def test_table_wise_has_the_bits_of_one_device(sizes):
-    one, several = (trained(TableWise(), RowWiseAdaGrad(), each) for each in (MESHES[0], sizes))
+@pytest.mark.parametrize("scheme", [TableWise(), RowWise()], ids=lambda x: x.kind)
+def test_bits_are_those_of_one_device(scheme, sizes):
+    one, several = (trained(scheme, RowWiseAdaGrad(), each) for each in (MESHES[0], sizes))
     jax.tree.map(np.testing.assert_array_equal, one[:2], several[:2])
 
 

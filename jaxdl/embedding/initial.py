@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxdl.embedding.layout import Buffer
-from jaxdl.embedding.places import mixed
+from jaxdl.embedding.places import id_of
 
 _ODD = (0x7FEB352D, 0x846CA68B)
 
@@ -25,9 +25,9 @@ def initial_rows(buffer: Buffer, words: jax.Array) -> jax.Array:
     here = lax.axis_index(buffer.spread.outer) if buffer.spread.outer else 0
     local = jnp.arange(buffer.local_rows, dtype=jnp.int32)
     table = jnp.sum(local[:, None] >= jnp.asarray(starts)[here], axis=1) - 1
-    group = local - jnp.asarray(starts)[here][table]
+    row = local - jnp.asarray(starts)[here][table]
     inner = lax.axis_index(buffer.spread.inner) if buffer.row_ways > 1 else 0
-    ids = group * buffer.row_ways + (inner - mixed(group)) % buffer.row_ways
+    ids = id_of(inner, row, buffer.row_ways, buffer.groups)
     used = (ids >= 0) & (ids < jnp.asarray(limits)[here][table])
     seed = _hashed(words[0] ^ jnp.asarray(names)[here][table])
     seed = _hashed(_hashed(seed + words[-1]) + ids.astype(jnp.uint32))

@@ -49,6 +49,8 @@ class Buffer:
     """The sizes of all mesh axes."""
     owner: tuple[int, ...]
     """Of each table, its place along `spread.outer`."""
+    sum_groups: int = 1
+    """See `Scheme.sum_groups`."""
 
     @property
     def columns(self) -> int:
@@ -81,6 +83,11 @@ class Buffer:
         return self.num_inner if self.spread.cut == "columns" else 1
 
     @property
+    def groups(self) -> int:
+        """Groups of rows on a device whose vectors are summed apart."""
+        return self.sum_groups // self.row_ways if self.sum_groups % self.row_ways == 0 else 1
+
+    @property
     def rows_spec(self) -> PartitionSpec:
         """How the rows lie on the mesh, `[all rows, columns]`."""
         if self.spread.cut == "columns":
@@ -97,7 +104,9 @@ class Buffer:
         """Where the rows are."""
         names = [table.name for table in self.tables]
         rows = dict(zip(names, [table.rows for table in self.tables], strict=True))
-        return Places(self.name, rows, dict(zip(names, self.owner, strict=True)), self.num_outer, self.row_ways)
+        return Places(
+            self.name, rows, dict(zip(names, self.owner, strict=True)), self.num_outer, self.row_ways, self.groups
+        )
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -164,7 +173,17 @@ def make_buffers(
         num_outer = math.prod(sizes[axis] for axis in spread.outer)
         owner = spread_evenly(members, num_ids, num_outer, assigned or {})
         name = f"{number}_{scheme.kind}_{members[0].columns}"
-        made = Buffer(name, tuple(members), tuple(slots), spread, scheme.dense_gradient, optimizer, dict(sizes), owner)
+        made = Buffer(
+            name=name,
+            tables=tuple(members),
+            slots=tuple(slots),
+            spread=spread,
+            dense_gradient=scheme.dense_gradient,
+            optimizer=optimizer,
+            sizes=dict(sizes),
+            owner=owner,
+            sum_groups=scheme.sum_groups,
+        )
         if made.columns % made.column_ways:
             raise ConfigError(
                 f"table {members[0].name}: {made.columns} columns cannot be cut evenly over {made.column_ways} devices "

@@ -13,6 +13,7 @@ Gradients of pooled vectors take the same way as the ids.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -21,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from jaxdl.embedding.layout import Buffer, Slot
-from jaxdl.embedding.places import mixed
+from jaxdl.embedding.places import spread_out
 
 NONE = -1
 """In place of an id where an example has fewer."""
@@ -50,10 +51,11 @@ def owned_ids(buffer: Buffer, ids: jax.Array) -> jax.Array:
     found = _gathered(buffer, _to_outer(buffer, jnp.moveaxis(sent, 1, 0)))
     here = lax.axis_index(buffer.spread.outer) if buffer.spread.outer else 0
     offset, limit = jnp.asarray(offsets)[here], jnp.asarray(limits)[here]
-    ways, known = buffer.row_ways, (found >= 0) & (found < limit)
-    if ways > 1:
-        known &= (found + mixed(found // ways)) % ways == lax.axis_index(buffer.spread.inner)
-    return jnp.where(known, found // ways + offset, buffer.local_rows)
+    device, row = spread_out(found, buffer.row_ways, buffer.groups)
+    known = (found >= 0) & (found < limit)
+    if buffer.row_ways > 1:
+        known &= device == lax.axis_index(buffer.spread.inner)
+    return jnp.where(known, row + offset, buffer.local_rows)
 
 
 def pooled(buffer: Buffer, rows: jax.Array, owned: jax.Array, send: Wire) -> jax.Array:
@@ -63,13 +65,17 @@ def pooled(buffer: Buffer, rows: jax.Array, owned: jax.Array, send: Wire) -> jax
     """
     sums, first = [], 0
     for width in buffer.widths:
-        total = None
-        for entry in range(first, first + width):
-            # One after the other, so that the sum has the same bits whatever else is on the device.
-            found = rows.at[owned[:, entry]].get(mode="fill", fill_value=0).astype(jnp.float32)
-            total = found if total is None else total + found
-        assert total is not None
-        sums.append(total)
+        mine = owned[:, first : first + width]
+        found = [rows.at[mine[:, i]].get(mode="fill", fill_value=0).astype(jnp.float32) for i in range(width)]
+        if width > 1 and buffer.groups > 1:
+            group = mine % buffer.groups
+            parts = [
+                [jnp.where((group[:, i] == k)[:, None], x, 0) for i, x in enumerate(found)]
+                for k in range(buffer.groups)
+            ]
+            sums.append(_in_pairs([_in_order(one) for one in parts]))
+        else:
+            sums.append(_in_order(found))
         first += width
     here = jnp.stack(sums, axis=1)
     back = _scattered(buffer, here, send)
@@ -159,7 +165,19 @@ def _scattered(buffer: Buffer, x: jax.Array, send: Wire) -> jax.Array:
     parts = send(parts, lambda x: lax.all_to_all(x, buffer.spread.inner, 1, 0, tiled=False))
     if buffer.spread.cut == "columns":
         return jnp.concatenate(list(parts), axis=-1)
-    total = parts[0]
-    for part in parts[1:]:  # In order: the same bits each time.
-        total = total + part
-    return total
+    return _in_pairs(list(parts))
+
+
+def _in_order(parts: Sequence[jax.Array]) -> jax.Array:
+    """The sum, one after the other, so that it has the same bits whatever else is on the device."""
+    return functools.reduce(jnp.add, parts)
+
+
+def _in_pairs(parts: Sequence[jax.Array]) -> jax.Array:
+    """The sum, of neighbours first, then of neighbouring pairs, ...
+
+    With a power of two of parts, those of one half may be summed on one device, and have the same bits.
+    """
+    while len(parts) > 1:
+        parts = [_in_order(parts[i : i + 2]) for i in range(0, len(parts), 2)]
+    return parts[0]

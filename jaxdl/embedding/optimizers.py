@@ -21,6 +21,8 @@ class RowOptimizer(Choice):
 
     rate_factor: float = pydantic.Field(default=1.0, gt=0, allow_inf_nan=False)
     """The learning rate, relative to that of the run's optimizer at each step."""
+    weight_decay: float = pydantic.Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Times a touched row, this is added to the row's gradient (L2), after clipping."""
 
     @property
     @abc.abstractmethod

@@ -25,6 +25,23 @@ def mixed(x: Any) -> Any:
     return (x ^ (x >> 7) ^ (x >> 13) ^ (x >> 19)) * 181 >> 3 & 255
 
 
+def spread_out(ids: Any, ways: int, groups: int) -> tuple[Any, Any]:
+    """Of each id >= 0 of a table, the device of `ways`, and the row there from the table's first on.
+
+    The rows of a device are in `groups`, one after the other in turn. Which ids are in one group depends on the number
+    of groups of all devices alone, `ways * groups`. Of NumPy's arrays and JAX's the same.
+    """
+    number = ids // (ways * groups)
+    group = (ids + mixed(number)) % (ways * groups)
+    return group // groups, number * groups + group % groups
+
+
+def id_of(device: Any, rows: Any, ways: int, groups: int) -> Any:
+    """The id of each row of a table, from its first on: the inverse of `spread_out`."""
+    number = rows // groups
+    return number * ways * groups + (device * groups + rows % groups - mixed(number)) % (ways * groups)
+
+
 @dataclass(frozen=True)
 class Places:
     """Where the rows of the tables of a buffer are. A checkpoint has it, so that it can be restored in another layout.
@@ -39,6 +56,8 @@ class Places:
     """Table -> its place along the outer axes."""
     num_outer: int
     row_ways: int
+    groups: int = 1
+    """Groups of rows on a device: see `spread_out`."""
 
     @functools.cached_property
     def offsets(self) -> dict[str, int]:
@@ -47,13 +66,13 @@ class Places:
         for table, rows in self.rows.items():
             owner = self.owner[table]
             found[table] = used[owner]
-            used[owner] += math.ceil(rows / self.row_ways)
+            used[owner] += self._on_device(rows)
         return found
 
     @functools.cached_property
     def local_rows(self) -> int:
         """Rows on a device; those with fewer have rows that nobody uses."""
-        return max(offset + math.ceil(self.rows[table] / self.row_ways) for table, offset in self.offsets.items())
+        return max(offset + self._on_device(self.rows[table]) for table, offset in self.offsets.items())
 
     @property
     def num_rows(self) -> int:
@@ -62,10 +81,12 @@ class Places:
 
     def of(self, table: str, ids: np.ndarray) -> np.ndarray:
         """The rows of the global array that the `ids` of a table have, int64."""
-        ids = ids.astype(np.int64)
-        group = ids // self.row_ways
-        inner = (ids + mixed(group)) % self.row_ways
-        return (self.owner[table] * self.row_ways + inner) * self.local_rows + self.offsets[table] + group
+        inner, row = spread_out(ids.astype(np.int64), self.row_ways, self.groups)
+        return (self.owner[table] * self.row_ways + inner) * self.local_rows + self.offsets[table] + row
+
+    def _on_device(self, rows: int) -> int:
+        """Rows on a device of a table with so many."""
+        return math.ceil(rows / (self.row_ways * self.groups)) * self.groups
 
 
 def to_json(layout: Layout) -> list[dict[str, Any]]:

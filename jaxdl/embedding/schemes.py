@@ -59,6 +59,14 @@ class Scheme(Choice):
         """Whether the gradient of the whole table is summed over the copies, in place of touched rows."""
         return False
 
+    @property
+    def sum_groups(self) -> int:
+        """Into how many groups the ids of a table fall whose vectors are summed apart, and then together.
+
+        On as many devices, or on a number that divides it, pooled vectors have the same bits. A power of two.
+        """
+        return 1
+
 
 class TableWise(Scheme, kind="table_wise"):
     """Each table is on one device, to which ids are sent, and which sends pooled vectors back.
@@ -76,8 +84,13 @@ class RowWise(Scheme, kind="row_wise"):
     """The rows of each table are spread over all devices; each sends a partial sum of each pooled vector.
 
     For tables larger than a device. Over the slow axis it sends as many times more than `table_wise` as there are
-    nodes; `table_row_wise` does not.
+    nodes; `table_row_wise` does not. Bit-equal on 1, 2, 4 and 8 devices.
     """
+
+    @property
+    def sum_groups(self) -> int:
+        """A sum of partial sums has other bits than one sum, so it is one everywhere."""
+        return 8
 
     @property
     def spread(self) -> Spread:

@@ -102,9 +102,6 @@ def updated(
     Only what is touched is read and written. A choice between old and new rows would copy the table.
     """
     places = jnp.where(kept, found.rows, found.rows + jnp.int32(buffer.local_rows))
-    square = jnp.sum(found.grads**2, axis=1)
-    if buffer.column_ways > 1 and buffer.optimizer.needs_square:
-        square = lax.all_gather(square, buffer.spread.inner).sum(axis=0)
 
     def read(x: jax.Array) -> jax.Array:
         return x.at[places].get(mode="fill", fill_value=0)
@@ -112,6 +109,12 @@ def updated(
     def write(x: jax.Array, new: jax.Array) -> jax.Array:
         return x.at[places].set(new.astype(x.dtype), mode="drop", unique_indices=True)
 
+    old, grads = read(rows), found.grads
+    if buffer.optimizer.weight_decay:
+        grads = grads + buffer.optimizer.weight_decay * old
+    square = jnp.sum(grads**2, axis=1)
+    if buffer.column_ways > 1 and buffer.optimizer.needs_square:
+        square = lax.all_gather(square, buffer.spread.inner).sum(axis=0)
     before = {name: read(x) for name, x in state.items()}
-    new, after = buffer.optimizer.updated(read(rows), before, found.grads, square / buffer.columns, rate, count)
+    new, after = buffer.optimizer.updated(old, before, grads, square / buffer.columns, rate, count)
     return write(rows, new), {name: write(x, after[name]) for name, x in state.items()}
