@@ -36,8 +36,8 @@ def fingerprints(tree: Any) -> Any:
 
 def as_text(tree: Any) -> Any:
     """Fingerprints fetched from the devices, each as 16 hexadecimal digits."""
-    # Waited for by name: once in some 700 checkpoints on two CPU devices, the words fetched were those of the checkpoint
-    # before, as if their memory was read before it was written.
+    # Waited for first: once in some 700 checkpoints on two CPU devices, the words fetched were those of the checkpoint
+    # before, as if their memory had been read before it was written.
     words = jax.device_get(jax.block_until_ready(tree))
     return jax.tree.map(lambda words: f"{int(words[0]):08x}{int(words[1]):08x}", words)
 

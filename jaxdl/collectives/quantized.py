@@ -97,6 +97,30 @@ def quantized_sent_bytes(n: int, num_devices: int, *, bits: int = 8, block_size:
     return 2 * (num_devices - 1) * layout.message_bytes
 
 
+def encode_vectors(x: jax.Array, words: jax.Array | None, stream: jax.Array) -> jax.Array:
+    """Vectors as messages of 8 bits a number: float32 `[..., n]` -> uint8 `[..., n + 4]`, each with a scale of its own.
+
+    Numbers are levels of the vector's largest magnitude, rounded at random so that the mean is right, from two uint32
+    `words` of a key and the number of a `stream`, which differs between messages with one key; to the nearest level
+    without words. A vector with a NaN or an infinity is read as NaN.
+    """
+    top = _top_level(8)
+    scales = jnp.abs(x).max(-1, keepdims=True) / top
+    scales = jnp.where(jnp.isfinite(scales), jnp.where(scales >= _SMALLEST_SCALE, scales, 0), jnp.nan)
+    levels = jnp.clip(x * jnp.where(scales > 0, 1 / scales, 0), -top, top)
+    down = jnp.floor(levels)
+    drawn = jnp.float32(0.5) if words is None else _uniform(x.shape, _seeds(words, stream))
+    codes = (down + (drawn < levels - down) + top).astype(jnp.int32).astype(jnp.uint8)
+    scale_bytes = lax.bitcast_convert_type(scales, jnp.uint8).reshape(*x.shape[:-1], _SCALE_BYTES)
+    return jnp.concatenate([codes, scale_bytes], axis=-1)
+
+
+def decode_vectors(messages: jax.Array) -> jax.Array:
+    """What `encode_vectors` made: uint8 `[..., n + 4]` -> float32 `[..., n]`."""
+    scale_bytes = messages[..., None, -_SCALE_BYTES:]
+    return _values(messages[..., :-_SCALE_BYTES], 8) * lax.bitcast_convert_type(scale_bytes, jnp.float32)
+
+
 def _checked_block_size(bits: int, block_size: int | None) -> int:
     if bits not in _BLOCK_SIZES:
         raise ValueError(f"bits={bits}: an element is sent with 1, 2, 4 or 8 bits. Choose one of these.")

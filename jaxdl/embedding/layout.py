@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jaxdl.embedding.optimizers import RowOptimizer
 from jaxdl.embedding.places import Places
-from jaxdl.embedding.schemes import Spread
+from jaxdl.embedding.schemes import Scheme, Spread
 from jaxdl.embedding.table import EmbeddingConfig, Pooling, Table
 from jaxdl.errors import ConfigError
 
@@ -42,15 +42,17 @@ class Buffer:
     tables: tuple[Table, ...]
     slots: tuple[Slot, ...]
     """In the order in which gradients of a row are summed: those of most ids first, then as the tables are given."""
-    spread: Spread
-    dense_gradient: bool
+    scheme: Scheme
     optimizer: RowOptimizer
     sizes: Mapping[str, int]
     """The sizes of all mesh axes."""
     owner: tuple[int, ...]
     """Of each table, its place along `spread.outer`."""
-    sum_groups: int = 1
-    """See `Scheme.sum_groups`."""
+
+    @property
+    def spread(self) -> Spread:
+        """The mesh axes over which the tables are spread."""
+        return self.scheme.spread
 
     @property
     def columns(self) -> int:
@@ -85,7 +87,7 @@ class Buffer:
     @property
     def groups(self) -> int:
         """Groups of rows on a device whose vectors are summed apart."""
-        return self.sum_groups // self.row_ways if self.sum_groups % self.row_ways == 0 else 1
+        return self.scheme.sum_groups // self.row_ways if self.scheme.sum_groups % self.row_ways == 0 else 1
 
     @property
     def rows_spec(self) -> PartitionSpec:
@@ -140,6 +142,14 @@ class Buffer:
         """Ids that a device along `spread.outer` gets of one example, padding included."""
         return sum(self.widths)
 
+    def room(self, num_ids: int) -> int:
+        """The touched rows for which a device's message to its copies has room, of so many ids that it looks up.
+
+        Rows are spread over the devices of a node at random, so the message has a quarter more room than their mean.
+        """
+        slack = 1.25 if self.row_ways > 1 else 1.0
+        return min(num_ids, math.ceil(num_ids * self.scheme.message_room * slack / self.row_ways))
+
 
 def make_buffers(
     tables: Sequence[Table],
@@ -177,12 +187,10 @@ def make_buffers(
             name=name,
             tables=tuple(members),
             slots=tuple(slots),
-            spread=spread,
-            dense_gradient=scheme.dense_gradient,
+            scheme=scheme,
             optimizer=optimizer,
             sizes=dict(sizes),
             owner=owner,
-            sum_groups=scheme.sum_groups,
         )
         if made.columns % made.column_ways:
             raise ConfigError(

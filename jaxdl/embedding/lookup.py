@@ -14,7 +14,7 @@ Gradients of pooled vectors take the same way as the ids.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,20 +23,10 @@ from jax import lax
 
 from jaxdl.embedding.layout import Buffer, Slot
 from jaxdl.embedding.places import spread_out
+from jaxdl.embedding.wire import Wire
 
 NONE = -1
 """In place of an id where an example has fewer."""
-Wire = Callable[[jax.Array, Callable[[jax.Array], jax.Array]], jax.Array]
-"""Sends numbers by a collective in the type in which they travel."""
-
-
-def sent_as(dtype: str) -> Wire:
-    """Numbers that travel as `dtype`, and are float32 before and after."""
-
-    def send(x: jax.Array, collective: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        return collective(x.astype(dtype)).astype(jnp.float32)
-
-    return send
 
 
 def owned_ids(buffer: Buffer, ids: jax.Array) -> jax.Array:

@@ -11,6 +11,8 @@ import abc
 from dataclasses import dataclass
 from typing import Literal
 
+import pydantic
+
 from jaxdl.kinds import Choice
 from jaxdl.mesh import Axis
 
@@ -58,6 +60,11 @@ class Scheme(Choice):
     def dense_gradient(self) -> bool:
         """Whether the gradient of the whole table is summed over the copies, in place of touched rows."""
         return False
+
+    @property
+    def message_room(self) -> float:
+        """Where copies exchange touched rows, the room for them in a message, as a fraction of a batch's ids."""
+        return 1.0
 
     @property
     def sum_groups(self) -> int:
@@ -136,6 +143,15 @@ class Replicated(Scheme, kind="replicated"):
     A node sums the gradients of each row that its examples touched, and sends (row, sum) to the others. That is exact:
     all nodes make the same update. It sends less than `table_wise` where few rows are touched often.
     """
+
+    room: float = pydantic.Field(default=1.0, gt=0, le=1)
+    """Room for touched rows in a message, as a fraction of the ids of the node's batch. A batch that touches more is
+    sent in a message with room for all: slower, but the same update."""
+
+    @property
+    def message_room(self) -> float:
+        """As given."""
+        return self.room
 
     @property
     def spread(self) -> Spread:

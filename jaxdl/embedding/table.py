@@ -13,9 +13,9 @@ import tyro
 from jaxdl.config import Config, ConfigError
 from jaxdl.embedding.optimizers import RowOptimizer, RowWiseAdaGrad
 from jaxdl.embedding.schemes import Scheme, TableWise
+from jaxdl.embedding.wire import WireType
 
 Pooling = Literal["sum", "mean"]
-Wire = Literal["float32", "bfloat16"]
 
 
 class Table(Config):
@@ -47,10 +47,12 @@ class EmbeddingConfig(Config):
     schemes: Annotated[tuple[tuple[str, Scheme], ...], tyro.conf.Suppress] = ()
     """Pairs of a pattern of names of tables, such as `user*`, and their scheme; the first that matches counts. Only a
     config file can set them."""
-    forward_wire: Wire = "float32"
-    """The type in which pooled vectors travel between devices."""
-    backward_wire: Wire = "float32"
-    """The type in which their gradients travel."""
+    forward_wire: WireType = "float32"
+    """The type in which pooled vectors travel between devices. `int8` has a float32 scale for each vector, and is
+    rounded at random in training."""
+    backward_wire: WireType = "float32"
+    """The type in which their gradients travel, and the touched rows of `replicated` tables. Gradients of whole
+    `data_parallel` tables are always float32."""
 
     def scheme_of(self, table: str) -> Scheme:
         """The scheme of a table of this name."""

@@ -9,13 +9,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxdl.collectives.primitive import key_bits
 from jaxdl.embedding import lookup, update
 from jaxdl.embedding.initial import initial_rows
 from jaxdl.embedding.layout import Buffer, make_buffers
 from jaxdl.embedding.places import Places
 from jaxdl.embedding.table import EmbeddingConfig, Table, check_tables
+from jaxdl.embedding.wire import make_wire
 
 TableState = dict[str, dict[str, jax.Array]]
 """Buffer -> `rows`, float32 `[rows, columns]`, and what its optimizer keeps of each row."""
@@ -52,7 +55,6 @@ class Tables:
         self.columns: dict[str, int] = {feature: columns[feature] for feature in num_ids}
         """The columns of each feature's vector, in the order of the data."""
         self._everywhere = PartitionSpec(tuple(mesh.axis_names))
-        self._forward, self._backward = (lookup.sent_as(one) for one in (config.forward_wire, config.backward_wire))
 
     @functools.cached_property
     def shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
@@ -88,48 +90,61 @@ class Tables:
         words = jax.random.key_data(jax.random.fold_in(key, 2))
         return self._mapped(one_device, PartitionSpec(), self.specs)(words)
 
-    def lookup(self, rows: Mapping[str, jax.Array], ids: jax.Array) -> tuple[jax.Array, Found]:
-        """The pooled vectors of a batch, from the rows of each buffer; and where its ids are, for `gradients`."""
+    def lookup(
+        self, rows: Mapping[str, jax.Array], ids: jax.Array, key: jax.Array | None = None
+    ) -> tuple[jax.Array, Found]:
+        """The pooled vectors of a batch, from the rows of each buffer; and where its ids are, for `gradients`.
 
-        def one_device(rows: dict[str, jax.Array], ids: jax.Array) -> tuple[jax.Array, Found]:
+        `key` is that of rounding at random, where vectors travel so; without one they are rounded to the nearest.
+        """
+        draws = key is not None
+
+        def one_device(rows: dict[str, jax.Array], ids: jax.Array, words: jax.Array) -> tuple[jax.Array, Found]:
             parts, owned = {}, {}
+            send = make_wire(self.config.forward_wire, words if draws else None, lax.axis_index(self.mesh.axis_names))
             for buffer in self.buffers:
                 owned[buffer.name] = lookup.owned_ids(buffer, ids)
-                sums = lookup.pooled(buffer, rows[buffer.name], owned[buffer.name], self._forward)
+                sums = lookup.pooled(buffer, rows[buffer.name], owned[buffer.name], send)
                 sums = sums * _mean_factors(buffer, ids)
                 parts |= {slot.vector: sums[:, number] for number, slot in enumerate(buffer.slots)}
             return jnp.concatenate([parts[first] for first in sorted(parts)], axis=1), owned
 
         specs, everywhere = {name: one[ROWS] for name, one in self.specs.items()}, self._everywhere
-        return self._mapped(one_device, (specs, everywhere), (everywhere, everywhere))(dict(rows), ids)
+        run = self._mapped(one_device, (specs, everywhere, PartitionSpec()), (everywhere, everywhere))
+        return run(dict(rows), ids, key_bits(key))
 
     def by_feature(self, vectors: jax.Array) -> dict[str, jax.Array]:
         """Pooled vectors of the features, `[batch, columns]` each, from those that `lookup` returned."""
         ends = np.cumsum(list(self.columns.values()))[:-1].tolist()
         return dict(zip(self.columns, jnp.split(vectors, ends, axis=1), strict=True))
 
-    def gradients(self, owned: Found, ids: jax.Array, grads: jax.Array) -> tuple[Found, jax.Array]:
+    def gradients(
+        self, owned: Found, ids: jax.Array, grads: jax.Array, key: jax.Array | None = None
+    ) -> tuple[Found, jax.Array]:
         """The touched rows with the sums of their gradients, for `updated`; and the sum of squares of all of these.
 
-        `grads` are those of the batch's pooled vectors, `[batch, all columns]`.
+        `grads` are those of the batch's pooled vectors, `[batch, all columns]`; `key` is as in `lookup`, another one.
         """
+        draws = key is not None
 
-        def one_device(owned: Found, ids: jax.Array, grads: jax.Array) -> tuple[Found, jax.Array]:
+        def one_device(owned: Found, ids: jax.Array, grads: jax.Array, words: jax.Array) -> tuple[Found, jax.Array]:
             found, square = {}, jnp.float32(0)
+            send = make_wire(self.config.backward_wire, words if draws else None, lax.axis_index(self.mesh.axis_names))
             for buffer in self.buffers:
                 mine = [grads[:, slot.vector : slot.vector + buffer.columns] for slot in buffer.slots]
                 sent = jnp.stack(mine, axis=1) * _mean_factors(buffer, ids)
-                here = lookup.owned_grads(buffer, sent, self._backward)
-                if buffer.dense_gradient:
+                here = lookup.owned_grads(buffer, sent, send)
+                if buffer.scheme.dense_gradient:
                     one = update.of_all_rows(buffer, owned[buffer.name], here)
                 else:
-                    one = update.of_all_copies(buffer, update.touched(buffer, owned[buffer.name], here))
+                    one = update.of_all_copies(buffer, update.touched(buffer, owned[buffer.name], here), send)
                 found[buffer.name] = one
                 square = square + update.square_sum(buffer, one)
             return found, square
 
         everywhere = self._everywhere
-        return self._mapped(one_device, (everywhere,) * 3, (everywhere, PartitionSpec()))(owned, ids, grads)
+        run = self._mapped(one_device, (everywhere,) * 3 + (PartitionSpec(),), (everywhere, PartitionSpec()))
+        return run(owned, ids, grads, key_bits(key))
 
     def updated(
         self,

@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxdl.embedding.layout import Buffer
 from jaxdl.embedding.optimizers import RowState
+from jaxdl.embedding.wire import Wire
 
 
 class Touched(NamedTuple):
@@ -55,16 +56,33 @@ def summed(rows: jax.Array, vectors: jax.Array, grads: jax.Array, num_rows: int)
     return Touched(unique, sums)
 
 
-def of_all_copies(buffer: Buffer, found: Touched) -> Touched:
+def of_all_copies(buffer: Buffer, found: Touched, send: Wire) -> Touched:
     """What the examples of all copies of the rows touch, the same on each of them.
 
-    Every copy gets every other's rows and sums, and adds them up in the same order.
+    Every copy gets every other's rows and sums, and adds them up in the same order. If the rows of each fit into the
+    room of a message, no more is sent.
     """
     if buffer.num_copies == 1:
         return found
-    rows = lax.all_gather(found.rows, buffer.spread.copies).reshape(-1)
-    grads = lax.all_gather(found.grads, buffer.spread.copies).reshape(-1, found.grads.shape[-1])
-    return summed(rows, jnp.arange(rows.size, dtype=jnp.int32), grads, buffer.local_rows)
+    axes, count = buffer.spread.copies, buffer.local_rows
+    total = buffer.num_copies * found.rows.size
+
+    def exchanged(room: int, found: Touched) -> Touched:
+        # Touched rows come first.
+        rows = lax.all_gather(found.rows[:room], axes).reshape(-1)
+        grads = send(found.grads[:room], lambda x: lax.all_gather(x, axes)).reshape(-1, found.grads.shape[-1])
+        sums = summed(rows, jnp.arange(rows.size, dtype=jnp.int32), grads, count)
+        beyond = count + jnp.arange(rows.size, total, dtype=jnp.int32)
+        padding = jnp.zeros((total - rows.size, grads.shape[-1]), grads.dtype)
+        return Touched(jnp.concatenate([sums.rows, beyond]), jnp.concatenate([sums.grads, padding]))
+
+    room = buffer.room(found.rows.size)
+    if room == found.rows.size:
+        return exchanged(room, found)
+    # All devices must choose alike, or some would wait for a message that nobody sends.
+    most = lax.pmax(jnp.sum(found.rows < count), tuple(buffer.sizes))
+    every = found.rows.size
+    return lax.cond(most <= room, lambda x: exchanged(room, x), lambda x: exchanged(every, x), found)
 
 
 def of_all_rows(buffer: Buffer, owned: jax.Array, grads: jax.Array) -> Touched:

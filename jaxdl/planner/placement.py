@@ -170,7 +170,9 @@ def _best_change(
     after = np.maximum(loads[source] - moved, loads[place] + moved)
     rest = _largest_of_rest(loads, source, place)
     new = np.maximum(after, rest).sum(axis=-1)
-    spread = ((loads[source] - moved) ** 2 + (loads[place] + moved) ** 2 - loads[source] ** 2 - loads[place] ** 2).sum(-1)
+    spread = ((loads[source] - moved) ** 2 + (loads[place] + moved) ** 2 - loads[source] ** 2 - loads[place] ** 2).sum(
+        -1
+    )
     gain = loads.max(axis=0).sum() - new - _TIE * spread / max(float(loads.max()), 1e-300)
     gain = np.where(fits, gain, -np.inf)
     row, column = np.unravel_index(int(gain.argmax()), gain.shape)

@@ -14,27 +14,36 @@ from jaxdl.state import TrainState
 from jaxdl.step.parts import IDS, VECTORS, Batch, Metrics, Parts
 from jaxdl.step.update import clip_factor
 
+_FORWARD, _BACKWARD = 4, 5
+"""Folded into the key of a step, from which other parts of the step fold smaller numbers."""
 
-def looked_up(parts: Parts, tables: TableState, batch: Batch) -> tuple[Batch, Any]:
-    """The batch with its pooled vectors, `VECTORS`, and where its ids are; as it is for a network without tables."""
+
+def looked_up(parts: Parts, tables: TableState, batch: Batch, key: jax.Array) -> tuple[Batch, Any]:
+    """The batch with its pooled vectors, `VECTORS`, and where its ids are; as it is for a network without tables.
+
+    `key` is that of the step.
+    """
     if parts.tables is None:
         return batch, None
-    vectors, places = parts.tables.lookup({name: one[ROWS] for name, one in tables.items()}, batch[IDS])
+    rows = {name: one[ROWS] for name, one in tables.items()}
+    vectors, places = parts.tables.lookup(rows, batch[IDS], jax.random.fold_in(key, _FORWARD))
     return {**batch, VECTORS: vectors}, places
 
 
 def touched_rows(
-    parts: Parts, places: Any, batch: Batch, of_vectors: jax.Array | None, scale: jax.Array
+    parts: Parts, places: Any, batch: Batch, of_vectors: jax.Array | None, scale: jax.Array, key: jax.Array
 ) -> tuple[Any, jax.Array | None]:
     """The touched rows with the sums of their gradients, and the sum of squares of all of these; None without tables.
 
-    `of_vectors` are the gradients of the pooled vectors as `local_gradients` returns them, times `scale`.
+    `of_vectors` are the gradients of the pooled vectors as `local_gradients` returns them, times `scale`; `key` is that
+    of the step.
     """
     if parts.tables is None:
         return None, None
     assert of_vectors is not None
     # Those of a replica are of the mean over replicas.
-    return parts.tables.gradients(places, batch[IDS], of_vectors / (scale * parts.layout.mesh.shape[Axis.REPLICA]))
+    grads = of_vectors / (scale * parts.layout.mesh.shape[Axis.REPLICA])
+    return parts.tables.gradients(places, batch[IDS], grads, jax.random.fold_in(key, _BACKWARD))
 
 
 def updated_tables(parts: Parts, tables: TableState, touched: Any, state: TrainState, metrics: Metrics) -> TableState:
