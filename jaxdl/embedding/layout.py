@@ -156,12 +156,10 @@ def make_buffers(
     num_ids: Mapping[str, int],
     config: EmbeddingConfig,
     sizes: Mapping[str, int],
-    assigned: Mapping[str, int] | None = None,
 ) -> tuple[Buffer, ...]:
     """The buffers of tables. `num_ids` are the features of the data, in its order, and how many ids each has.
 
-    `assigned` gives the place of tables whose scheme assigns them; the others go, the most expensive first, to where
-    least is. Raises ConfigError for columns that cannot be cut.
+    Raises ConfigError for columns that cannot be cut.
     """
     first = dict(zip(num_ids, np.cumsum([0, *num_ids.values()]).tolist(), strict=False))
     columns = {feature: table.columns for table in tables for feature in table.features}
@@ -181,7 +179,7 @@ def make_buffers(
         ]
         slots.sort(key=lambda slot: -slot.num_ids)
         num_outer = math.prod(sizes[axis] for axis in spread.outer)
-        owner = spread_evenly(members, num_ids, num_outer, assigned or {})
+        owner = spread_evenly(members, num_ids, num_outer, dict(config.places))
         name = f"{number}_{scheme.kind}_{members[0].columns}"
         made = Buffer(
             name=name,
@@ -221,7 +219,7 @@ def spread_evenly(
     for index, place in enumerate(found):
         if place >= num_places:
             raise ConfigError(
-                f"table {tables[index].name}: it is assigned to place {place} of {num_places}. Count from 0."
+                f"--embedding.places {tables[index].name!r}: place {place} of {num_places}. Count from 0."
             )
         if place >= 0:
             add(index, place)

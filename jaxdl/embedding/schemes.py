@@ -66,6 +66,11 @@ class Scheme(Choice):
         """Where copies exchange touched rows, the room for them in a message, as a fraction of a batch's ids."""
         return 1.0
 
+    def with_room(self, room: float) -> Scheme:
+        """The scheme with another `message_room`; itself where messages have no touched rows."""
+        del room
+        return self
+
     @property
     def sum_groups(self) -> int:
         """Into how many groups the ids of a table fall whose vectors are summed apart, and then together.
@@ -152,6 +157,10 @@ class Replicated(Scheme, kind="replicated"):
     def message_room(self) -> float:
         """As given."""
         return self.room
+
+    def with_room(self, room: float) -> Scheme:
+        """With this room."""
+        return Replicated(room=room)
 
     @property
     def spread(self) -> Spread:

@@ -47,6 +47,9 @@ class EmbeddingConfig(Config):
     schemes: Annotated[tuple[tuple[str, Scheme], ...], tyro.conf.Suppress] = ()
     """Pairs of a pattern of names of tables, such as `user*`, and their scheme; the first that matches counts. Only a
     config file can set them."""
+    places: Annotated[tuple[tuple[str, int], ...], tyro.conf.Suppress] = ()
+    """Pairs of the name of a table and the number of the device (`table_wise`) or node that has it, from 0; tables
+    without one go, the most expensive first, to where least is. Only a config file can set them."""
     forward_wire: WireType = "float32"
     """The type in which pooled vectors travel between devices. `int8` has a float32 scale for each vector, and is
     rounded at random in training."""
@@ -77,6 +80,11 @@ def check_tables(tables: Sequence[Table], features: Sequence[str], config: Embed
     for feature in features:
         if feature not in known:
             raise ConfigError(f"tables: no table has the feature {feature!r} of the data. Add one.")
+    for name, _ in config.places:
+        table = next((one for one in tables if one.name == name), None)
+        if table is None or not config.scheme_of(name).assigned:
+            reason = "there is no such table" if table is None else f"{config.scheme_of(name).kind} has no place"
+            raise ConfigError(f"--embedding.places {name!r}: {reason}. Leave it out.")
     for pattern, _ in config.schemes:
         if not any(fnmatch.fnmatchcase(table.name, pattern) for table in tables):
             listed = ", ".join(table.name for table in tables)

@@ -40,17 +40,14 @@ class Tables:
         num_ids: Mapping[str, int],
         config: EmbeddingConfig,
         mesh: Mesh,
-        assigned: Mapping[str, int] | None = None,
     ) -> None:
         """`num_ids` are the features of the data, in its order, and how many columns of ids each has.
-
-        `assigned` is the device or node of some tables.
 
         Raises ConfigError for tables that do not fit the features, or cannot be cut as they should.
         """
         check_tables(tables, list(num_ids), config)
         self.config, self.mesh, self.tables = config, mesh, tuple(tables)
-        self.buffers: tuple[Buffer, ...] = make_buffers(tables, num_ids, config, dict(mesh.shape), assigned)
+        self.buffers: tuple[Buffer, ...] = make_buffers(tables, num_ids, config, dict(mesh.shape))
         columns = {feature: table.columns for table in tables for feature in table.features}
         self.columns: dict[str, int] = {feature: columns[feature] for feature in num_ids}
         """The columns of each feature's vector, in the order of the data."""
