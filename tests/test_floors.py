@@ -33,7 +33,7 @@ FLOORS = [
     {"experiment"},
     {"run"},
     {"predictor", "launch", "completion"},
-    {"trained"},
+    {"trained", "planner"},
     {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert"},
     {"train", "testing"},
     {"__main__"},

@@ -240,6 +240,11 @@ def _with_room(scheme: Scheme, tables: Sequence[Table], work: Workload) -> Schem
     return scheme.with_room(min(1.0, math.ceil(room * _ROOM_SLACK * 1e4) / 1e4))
 
 
+def under_one(work: Workload, scheme: Scheme) -> dict[str, Scheme]:
+    """All tables under one scheme, with room for their distinct rows."""
+    return _joined(work, {table.name: scheme for table in work.tables})
+
+
 def _joined(work: Workload, chosen: Mapping[str, Scheme]) -> dict[str, Scheme]:
     """All tables of one scheme with their common room, so that they share messages."""
     of_kind: dict[str, list[Table]] = {}

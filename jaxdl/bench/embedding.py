@@ -1,0 +1,221 @@
+"""Embedding tables under every scheme and under the plan: bytes between nodes, and step times on a slow network.
+
+The bytes are those of one training step: predicted by `jaxdl.embedding.traffic`, which the planner
+uses, and counted in the program that XLA compiles for as many virtual CPU devices; nothing runs, so tables may have any
+size. By default the tables are those of MLPerf's DLRM-DCNv2, with ids of Zipf's law.
+
+With --rates, small tables are trained on an emulated cluster: each host is a network namespace with one process, and
+the links between them have these rates. A step is predicted as its time without a slow network, measured, and what the
+planner's model says of its messages on the links as they were probed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+
+from jaxdl.bench.scheme import operations
+from jaxdl.bench.shared import check_options, make_table, write_json
+from jaxdl.compiler import hlo
+from jaxdl.config import ConfigError
+from jaxdl.embedding import ROWS, EmbeddingConfig, Scheme, Table, Tables
+from jaxdl.embedding.traffic import axis_bytes, messages
+from jaxdl.embedding.wire import WireType
+from jaxdl.kinds import kinds
+from jaxdl.mesh import Axis
+from jaxdl.options import parse_options
+from jaxdl.planner.machine import nominal_machine
+from jaxdl.planner.tables import Workload, plan_tables, under_one, with_schemes
+from jaxdl.planner.zipf import distinct_rows
+
+PROG = "python -m jaxdl.bench embedding"
+MLPERF_ROWS = (
+    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
+    155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
+)  # fmt: skip
+MLPERF_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
+"""Rows and ids of an example of MLPerf's DLRM-DCNv2 (mlcommons/training, recommendation_v2)."""
+PLAN = "plan"
+
+
+@dataclass(frozen=True)
+class EmbeddingBench:
+    """Compares the schemes of embedding tables with the plan."""
+
+    nodes: int = 2
+    """Nodes, each a replica."""
+    gpus_per_node: int = 4
+    """Devices of a node."""
+    batch_size: int = 65_536
+    """The global batch."""
+    columns: int = 128
+    """Numbers of a row."""
+    divide_rows: int = 1
+    """Divide the rows of each table by this."""
+    skew: float = 1.05
+    """Exponent of Zipf's law, which the ids follow."""
+    network: str = "25gbit"
+    """Rate of a node's network card, for the plan."""
+    memory_gib: float = 70.0
+    """Memory of a device for tables, for the plan."""
+    wire: WireType = "float32"
+    """The type in which vectors and their gradients travel."""
+    json: Path | None = None
+    """A file for the results."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """All tables under one scheme, or under the plan."""
+
+    name: str
+    predicted_bytes: float
+    """Bytes that one device sends to other nodes in a step."""
+    counted_bytes: float
+    of_table_wise: float
+    """Bytes of `table_wise` over these."""
+    device_gib: float
+    """Memory of a device for tables."""
+    predicted_ms: float
+    """By the planner's model: messages and memory."""
+
+
+def main(args: list[str]) -> None:
+    """Prints the table."""
+    command = parse_options(EmbeddingBench, args=args, prog=PROG, description=str(__doc__))
+    check_options(command, nodes=2, gpus_per_node=1, batch_size=1, columns=1, divide_rows=1)
+    count = command.nodes * command.gpus_per_node
+    if command.batch_size % count:
+        raise ConfigError(f"--batch-size {command.batch_size}: it cannot be split over {count} devices.")
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", count)
+    console = Console(width=150)
+    rows, kinds_of = measure(command)
+    title = f"MLPerf's tables on {command.nodes} nodes of {command.gpus_per_node}, batch {command.batch_size:,}"
+    columns = ("tables", "MB to other nodes", "counted", "fewer than table_wise", "GiB", "predicted ms")
+    table = make_table(f"{title}: one device, one step", columns)
+    for row in rows:
+        table.add_row(
+            row.name,
+            f"{row.predicted_bytes / 1e6:,.3f}",
+            "the same" if row.predicted_bytes == row.counted_bytes else f"{row.counted_bytes / 1e6:,.3f}",
+            f"{row.of_table_wise:.2f}x",
+            f"{row.device_gib:,.1f}",
+            f"{row.predicted_ms:,.1f}",
+        )
+    console.print(table)
+    console.print("the plan: " + ", ".join(f"{number} {kind}" for kind, number in kinds_of.most_common()))
+    write_json(command.json, {"rows": [asdict(row) for row in rows], "plan": kinds_of})
+
+
+def workload(command: EmbeddingBench) -> Workload:
+    """The tables of the options, and what a batch does with them."""
+    rows = [max(1, one // command.divide_rows) for one in MLPERF_ROWS]
+    tables = tuple(
+        Table(name=f"table{i:02d}", rows=count, columns=command.columns, features=(f"feature{i:02d}",))
+        for i, count in enumerate(rows)
+    )
+    num_ids = {f"feature{i:02d}": count for i, count in enumerate(MLPERF_IDS)}
+    distinct = {
+        table.name: distinct_rows(table.rows, count * command.batch_size // command.nodes, command.skew)
+        for table, count in zip(tables, MLPERF_IDS, strict=True)
+    }
+    sizes = {axis.value: 1 for axis in Axis} | {
+        Axis.REPLICA.value: command.nodes,
+        Axis.FSDP.value: command.gpus_per_node,
+    }
+    return Workload(tables, num_ids, distinct, command.batch_size, sizes)
+
+
+def measure(command: EmbeddingBench) -> tuple[list[Row], Counter[str]]:
+    """The rows of the table, and how many tables have each scheme in the plan."""
+    work = workload(command)
+    machine = nominal_machine(command.network, command.gpus_per_node)
+    base = EmbeddingConfig(forward_wire=command.wire, backward_wire=command.wire)
+    plan = plan_tables(work, machine, command.memory_gib * 2**30, base)
+    classes: dict[str, Any] = dict(kinds(Scheme))
+    configs = {name: with_schemes(base, under_one(work, classes[name]())) for name in classes if name in plan.alone}
+    costs = dict(plan.alone) | {PLAN: plan.costs}
+    configs[PLAN] = plan.config(base)
+    sent = {name: slow_bytes(work, config) for name, config in configs.items()}
+    rows = [
+        Row(
+            name,
+            *sent[name],
+            of_table_wise=sent["table_wise"][0] / sent[name][0],
+            device_gib=costs[name].device_bytes / 2**30,
+            predicted_ms=costs[name].total_sec * 1e3,
+        )
+        for name in configs
+    ]
+    return rows, Counter(one.kind for one in plan.schemes.values())
+
+
+def slow_bytes(work: Workload, config: EmbeddingConfig) -> tuple[float, float]:
+    """Bytes that one device sends to other nodes in a step: (predicted, counted in the compiled program)."""
+    slow, sizes = Axis.REPLICA.value, work.sizes
+    devices = jax.devices()[: math.prod(sizes.values())]
+    mesh = Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
+    tables = Tables(work.tables, work.num_ids, config, mesh)
+    predicted = sum(
+        axis_bytes(one.kind, one.axes, one.num_bytes, sizes, slow)
+        for buffer in tables.buffers
+        for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire)
+    )
+    text = compiled_step(tables, work.batch_size, sum(work.num_ids.values()))
+    counted = sum(
+        axis_bytes(kind, axes, num_bytes, sizes, slow) for kind, axes, num_bytes in usual_collectives(text, sizes)
+    )
+    return predicted, counted
+
+
+def compiled_step(tables: Tables, batch_size: int, num_ids: int) -> str:
+    """The HLO of lookups and updates, compiled; as pooled vectors' gradients it takes the vectors themselves."""
+
+    def step(state: Any, ids: jax.Array) -> Any:
+        key = jax.random.key(0)
+        vectors, places = tables.lookup({name: one[ROWS] for name, one in state.items()}, ids, key)
+        found, square = tables.gradients(places, ids, vectors, key)
+        numbers = {"factor": jnp.float32(1), "learning_rate": jnp.float32(0.1), "count": jnp.int32(1)}
+        return tables.updated(state, found, kept=jnp.isfinite(square), **numbers)
+
+    def struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    everywhere = NamedSharding(tables.mesh, PartitionSpec(tuple(tables.mesh.axis_names)))
+    ids = jax.ShapeDtypeStruct((batch_size, num_ids), jnp.int32, sharding=everywhere)
+    state = jax.tree.map(struct, tables.shapes, tables.shardings())
+    return jax.jit(step, donate_argnums=0, out_shardings=tables.shardings()).lower(state, ids).compile().as_text() or ""
+
+
+def usual_collectives(text: str, axes: Mapping[str, int]) -> list[tuple[str, tuple[str, ...], float]]:
+    """(kind, mesh axes, bytes of the result on a device) of the collectives in compiled HLO.
+
+    Of the branches of a conditional it takes the one that sends least: the other is for rows that exceed their room.
+    """
+    module = hlo.parse(text)
+
+    def of(computation: str) -> list[tuple[str, tuple[str, ...], float]]:
+        found = []
+        for one in module.computations[computation].values():
+            inner = hlo.inner_computations(one)
+            if one.kind == "conditional":
+                found += min(map(of, inner), key=lambda some: sum(size for *_, size in some))
+            else:
+                for name in inner:
+                    found += of(name)
+            listed = operations(one.line, axes) if hlo.is_collective(one) else []
+            found += [(op.kind, op.axes, op.num_bytes) for op in listed if op.axes]
+        return found
+
+    return of(module.entry)

@@ -1,0 +1,21 @@
+"""Machines that are described in words: nodes with GPUs and a network card."""
+
+from __future__ import annotations
+
+from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
+from jaxdl.launch.netns import parse_rate
+from jaxdl.mesh import Axis
+
+_INSIDE = Link(latency_sec=5e-6, bytes_per_sec=200e9)
+"""Of a device over NVLink: an order of magnitude. What is chosen hardly depends on it."""
+_LATENCY_SEC = 20e-6
+
+
+def nominal_machine(network: str, gpus_per_node: int) -> Machine:
+    """Nodes whose devices share one card of a rate such as `25gbit`; other figures are orders of magnitude of GPUs.
+
+    Raises ConfigError for a rate that is none.
+    """
+    links = {axis.value: _INSIDE for axis in Axis}
+    links[Axis.REPLICA.value] = Link(_LATENCY_SEC, parse_rate(network) / 8 / gpus_per_node)
+    return Machine(links, NOMINAL_SPEEDS["gpu"])
