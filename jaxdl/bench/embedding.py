@@ -28,6 +28,7 @@ from jaxdl.bench.scheme import operations
 from jaxdl.bench.shared import check_options, make_table, write_json
 from jaxdl.compiler import hlo
 from jaxdl.config import ConfigError
+from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS
 from jaxdl.embedding import ROWS, EmbeddingConfig, Scheme, Table, Tables
 from jaxdl.embedding.traffic import axis_bytes, messages
 from jaxdl.embedding.wire import WireType
@@ -39,12 +40,6 @@ from jaxdl.planner.tables import Workload, plan_tables, under_one, with_schemes
 from jaxdl.planner.zipf import distinct_rows
 
 PROG = "python -m jaxdl.bench embedding"
-MLPERF_ROWS = (
-    40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
-    155, 4, 976, 14, 40_000_000, 40_000_000, 40_000_000, 590_152, 12_973, 108, 36,
-)  # fmt: skip
-MLPERF_IDS = (3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12, 100, 27, 10, 3, 1, 1)
-"""Rows and ids of an example of MLPerf's DLRM-DCNv2 (mlcommons/training, recommendation_v2)."""
 PLAN = "plan"
 
 
@@ -120,15 +115,15 @@ def main(args: list[str]) -> None:
 
 def workload(command: EmbeddingBench) -> Workload:
     """The tables of the options, and what a batch does with them."""
-    rows = [max(1, one // command.divide_rows) for one in MLPERF_ROWS]
+    rows = [max(1, one // command.divide_rows) for one in CRITEO_ROWS]
     tables = tuple(
         Table(name=f"table{i:02d}", rows=count, columns=command.columns, features=(f"feature{i:02d}",))
         for i, count in enumerate(rows)
     )
-    num_ids = {f"feature{i:02d}": count for i, count in enumerate(MLPERF_IDS)}
+    num_ids = {f"feature{i:02d}": count for i, count in enumerate(CRITEO_NUM_IDS)}
     distinct = {
         table.name: distinct_rows(table.rows, count * command.batch_size // command.nodes, command.skew)
-        for table, count in zip(tables, MLPERF_IDS, strict=True)
+        for table, count in zip(tables, CRITEO_NUM_IDS, strict=True)
     }
     sizes = {axis.value: 1 for axis in Axis} | {
         Axis.REPLICA.value: command.nodes,

@@ -1,7 +1,8 @@
 """Data: sources of examples, the order in which they are seen, and the loader that puts batches on the devices.
 
 A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
-`SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`)
+`SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
+`Clicks`, `Criteo`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -11,9 +12,11 @@ worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s,
 """
 
 from jaxdl.data.arrays import Arrays
+from jaxdl.data.clicks import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
 from jaxdl.data.codec import Codec
 from jaxdl.data.converted import Converted
 from jaxdl.data.corpus import Documents, Mixture
+from jaxdl.data.criteo import Criteo
 from jaxdl.data.digits import Digits
 from jaxdl.data.folder import ImageFolder
 from jaxdl.data.loader import Batches, TrainLoader, eval_batches
@@ -31,13 +34,17 @@ from jaxdl.data.text import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
 
 __all__ = [
+    "CRITEO_NUM_IDS",
+    "CRITEO_ROWS",
     "TFDS",
     "ArraySpec",
     "Arrays",
     "Batches",
     "Cache",
+    "Clicks",
     "Codec",
     "Converted",
+    "Criteo",
     "Data",
     "DataSpec",
     "Digits",

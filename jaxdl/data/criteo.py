@@ -1,0 +1,297 @@
+"""Files in the format of Criteo's click logs: TSV (also gzipped) and Parquet, hashed to ids and memory-mapped."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pydantic
+
+from jaxdl.config import ConfigError
+from jaxdl.data.clicks import CRITEO_ROWS, NUM_NUMBERS
+from jaxdl.data.codec import import_text
+from jaxdl.data.source import Data, Source, Splits
+from jaxdl.data.tabular import Feature, TabularSpec
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_NAMES = (
+    "label",
+    *(f"number{i:02d}" for i in range(NUM_NUMBERS)),
+    *(f"feature{i:02d}" for i in range(len(CRITEO_ROWS))),
+)
+_NONE = np.uint32(2**32 - 1)
+"""In place of the hash of a value that is missing."""
+_BLOCK_BYTES, _GROUP_ROWS = 2**24, 2**17
+_PREPARED = "examples.json"
+_FILES = {"number": ("numbers.f32", np.float32), "feature": ("hashes.u32", np.uint32), "label": ("labels.u8", np.uint8)}
+
+
+class Criteo(Data, kind="criteo"):
+    """Click logs of Criteo's format: a label, 13 whole numbers, 26 features; TSV (.tsv, .txt, .gz) or Parquet.
+
+    Of a number x the network gets log(x + 1), with 0 for what is missing or negative. A feature's value becomes a hash
+    of 32 bits, modulo its rows, so no vocabulary is made and different values may share an id; a missing value has no
+    id. Parquet files have the columns in the same order, under any names.
+    """
+
+    train: tuple[str, ...] = ()
+    """Files of training examples; * stands for any text, such as `day_*.gz`."""
+    test: tuple[str, ...] = ()
+    """Files of held-out examples; without any, the last ones of the training files are held out."""
+    test_fraction: float = pydantic.Field(default=0.1, gt=0, lt=1)
+    """The fraction of the training files that is held out without `test`."""
+    folder: str | None = None
+    """Where the examples are kept once they are read, to be memory-mapped; None keeps them in memory."""
+    rows: tuple[int, ...] = tuple(min(one, 100_000) for one in CRITEO_ROWS)
+    """The rows of each feature's table."""
+    num_ids: tuple[int, ...] = (1,) * len(CRITEO_ROWS)
+    """How many ids of each feature the network gets: the value's own, and further ones that are drawn from its hash, as
+    MLPerf makes multi-hot data."""
+
+    def build(self) -> Splits:
+        """Training and held-out examples. Raises ConfigError for what cannot be read."""
+        train, test = self._examples("train", None), None
+        if self.test:
+            test = self._examples("test", None)
+        else:
+            held = min(max(round(len(train) * self.test_fraction), 1), len(train) - 1)
+            train, test = train.part(0, len(train) - held), train.part(len(train) - held, held)
+        spec = TabularSpec(
+            _NAMES[1 : 1 + NUM_NUMBERS],
+            tuple(Feature(*one) for one in zip(_NAMES[1 + NUM_NUMBERS :], self.rows, self.num_ids, strict=True)),
+            round(float(train.labels[: 2**20].mean()), 4),
+        )
+        return Splits(CriteoSource(train, spec), CriteoSource(test, spec))
+
+    def prepare(self, console: Console) -> str | None:
+        """Reads the files into `folder`, with progress; None without a folder."""
+        if self.folder is None:
+            return None
+        for split in ("train", "test") if self.test else ("train",):
+            with console.status(f"reading {split} files") as status:
+                self._examples(split, lambda done, status=status: status.update(f"{done:,} examples are read"))
+        return f"the examples are in {self.folder}"
+
+    def _examples(self, split: str, say: Any) -> Examples:
+        for name, values in (("rows", self.rows), ("num_ids", self.num_ids)):
+            if len(values) != len(CRITEO_ROWS) or min(values) < 1 or max(values) >= 2**31:
+                raise ConfigError(
+                    f"data criteo: {name} has {len(values)} values. Give {len(CRITEO_ROWS)}, each above 0."
+                )
+        paths = _paths(split, getattr(self, split))
+        if self.folder is None:
+            parts = list(_read(paths))
+            numbers, hashes, labels = (np.concatenate([part[name] for part in parts]) for name in _FILES)
+            return Examples(numbers, hashes, labels)
+        return _prepared(Path(self.folder).expanduser(), split, paths, say)
+
+
+@dataclass(frozen=True)
+class Examples:
+    """Examples as they are stored: numbers float32 `[example, 13]`, hashes uint32 `[example, 26]`, labels uint8."""
+
+    numbers: np.ndarray
+    hashes: np.ndarray
+    labels: np.ndarray
+    content: str = ""
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def part(self, first: int, count: int) -> Examples:
+        """Some of them."""
+        some = slice(first, first + count)
+        return Examples(self.numbers[some], self.hashes[some], self.labels[some], f"{self.content}:{first}")
+
+
+class CriteoSource(Source):
+    """Stored examples, whose hashes become ids when they are read."""
+
+    def __init__(self, examples: Examples, spec: TabularSpec) -> None:
+        self._examples, self.spec, self._features = examples, spec, spec.features
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def content(self) -> str:
+        """Of prepared files their names, sizes and times; else a hash of all examples."""
+        own = self._examples.content
+        if own and not own.startswith(":"):
+            return own
+        arrays = (self._examples.numbers, self._examples.hashes, self._examples.labels)
+        return hashlib.sha256(
+            b"".join(hashlib.sha256(np.ascontiguousarray(x).data).digest() for x in arrays)
+        ).hexdigest()[:16]
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """See `Source.batch`."""
+        hashes = self._examples.hashes[indices]
+        columns = []
+        for number, feature in enumerate(self._features):
+            mine = hashes[:, number : number + 1].astype(np.uint64)
+            more = _mixed(mine * np.uint64(1_000_003) + np.arange(1, feature.num_ids, dtype=np.uint64))
+            ids = np.concatenate([mine, more], axis=1) % np.uint64(feature.rows)
+            columns.append(np.where(mine == _NONE, -1, ids.astype(np.int64)))
+        return {
+            "numbers": self._examples.numbers[indices],
+            "ids": np.concatenate(columns, axis=1).astype(np.int32),
+            "label": self._examples.labels[indices].astype(np.float32),
+        }
+
+
+def hash_of(values: np.ndarray) -> np.ndarray:
+    """A hash of each byte string, uint32 below 2**32 - 1: FNV-1a (Fowler, Noll, Vo), mixed once more."""
+    width = max(values.dtype.itemsize, 1)
+    letters = values.astype(f"S{width}").view(np.uint8).reshape(len(values), width)
+    found = np.full(len(values), 2_166_136_261, np.uint32)
+    for column in letters.T:
+        found = np.where(column > 0, (found ^ column) * np.uint32(16_777_619), found)
+    return np.minimum(_mixed(found.astype(np.uint64)).astype(np.uint32), _NONE - np.uint32(1))
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """32 of 64 bits of the finalizer of splitmix64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) & np.uint64(2**32 - 1)
+
+
+def _paths(split: str, patterns: Sequence[str]) -> list[Path]:
+    if not patterns:
+        raise ConfigError(f"data criteo: no files are given. Give some: --data.{split} FILE ...")
+    found = []
+    for pattern in patterns:
+        here = sorted(glob.glob(os.path.expanduser(pattern)))
+        if not here:
+            raise ConfigError(f"--data.{split} {pattern}: there is no such file. Give TSV or Parquet files.")
+        found += [Path(one) for one in here]
+    return found
+
+
+def _read(paths: Sequence[Path]) -> Iterator[Mapping[str, np.ndarray]]:
+    """Blocks of examples, in order. Raises ConfigError for a file that cannot be read."""
+    for path in paths:
+        blocks = _parquet(path) if path.suffix == ".parquet" else _tsv(path)
+        count = 0
+        try:
+            for block in blocks:
+                made = _converted(block, path, count)
+                count += len(made["label"])
+                yield made
+        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError.
+            if isinstance(error, ConfigError):
+                raise
+            what = " ".join(str(error).split())[:300]
+            raise ConfigError(f"{path}: after {count:,} examples it cannot be read ({what}). Get it again.") from None
+        if not count:
+            raise ConfigError(f"{path}: it has no examples. Leave it out.")
+
+
+def _tsv(path: Path) -> Iterator[Any]:
+    arrow, csv = import_text("pyarrow", str(path)), import_text("pyarrow.csv", str(path))
+    types = {name: arrow.int64() if number <= NUM_NUMBERS else arrow.string() for number, name in enumerate(_NAMES)}
+    with csv.open_csv(
+        path,
+        read_options=csv.ReadOptions(column_names=list(_NAMES), block_size=_BLOCK_BYTES),
+        parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
+        convert_options=csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True),
+    ) as blocks:
+        yield from blocks
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    import_text("pyarrow", str(path))
+    yield from import_text("pyarrow.parquet", str(path)).ParquetFile(path).iter_batches(_GROUP_ROWS)
+
+
+def _converted(block: Any, path: Path, first: int) -> dict[str, np.ndarray]:
+    """A block of pyarrow's as arrays."""
+    import pyarrow
+    import pyarrow.compute as compute
+
+    if block.num_columns != len(_NAMES):
+        raise ConfigError(
+            f"{path}: it has {block.num_columns} columns, not {len(_NAMES)}: a label, {NUM_NUMBERS} numbers and "
+            f"{len(CRITEO_ROWS)} features. Give files with labels."
+        )
+    label = compute.fill_null(block.column(0).cast(pyarrow.int64()), -1).to_numpy(zero_copy_only=False)
+    wrong = np.flatnonzero((label < 0) | (label > 1))
+    if len(wrong):
+        raise ConfigError(
+            f"{path}: example {first + int(wrong[0]) + 1:,} has the label {label[wrong[0]]} (-1: none), not 0 or 1. "
+            "Give files with labels."
+        )
+    numbers = [
+        compute.fill_null(block.column(i).cast(pyarrow.float64()), 0).to_numpy(zero_copy_only=False)
+        for i in range(1, 1 + NUM_NUMBERS)
+    ]
+    hashes = []
+    for i in range(1 + NUM_NUMBERS, len(_NAMES)):
+        coded = block.column(i).cast(pyarrow.string()).dictionary_encode()
+        values = np.array([one.encode() for one in coded.dictionary.to_pylist()] or [b""])
+        known = np.append(hash_of(values), _NONE)
+        places = compute.fill_null(coded.indices, len(values)).to_numpy(zero_copy_only=False)
+        hashes.append(np.where(known[places] == hash_of(np.array([b""]))[0], _NONE, known[places]))
+    return {
+        "number": np.log1p(np.maximum(np.stack(numbers, axis=1), 0)).astype(np.float32),
+        "feature": np.stack(hashes, axis=1),
+        "label": label.astype(np.uint8),
+    }
+
+
+def _prepared(folder: Path, split: str, paths: Sequence[Path], say: Any) -> Examples:
+    """The examples of the files, from `folder` if they are there, else read and written there first."""
+    files = [[str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns] for path in paths]
+    name = f"{split}-{hashlib.sha256(json.dumps(files).encode()).hexdigest()[:16]}"
+    made = folder / name
+    try:
+        if not (made / _PREPARED).exists():
+            partial = folder / f".{name}.{os.getpid()}"
+            partial.mkdir(parents=True)
+            try:
+                _write(partial, paths, say)
+                if not made.exists():
+                    partial.rename(made)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+        count = json.loads((made / _PREPARED).read_text())["examples"]
+        shapes = {"number": (count, NUM_NUMBERS), "feature": (count, len(CRITEO_ROWS)), "label": (count,)}
+        arrays = {
+            what: np.memmap(made / file, dtype, "r", shape=shapes[what]) for what, (file, dtype) in _FILES.items()
+        }
+    except (OSError, ValueError, KeyError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"{made}: the examples cannot be kept or read there ({error}). Remove that folder, or choose another "
+            "--data.folder."
+        ) from None
+    return Examples(arrays["number"], arrays["feature"], arrays["label"], name)
+
+
+def _write(folder: Path, paths: Sequence[Path], say: Any) -> None:
+    count, opened = 0, {what: (folder / file).open("wb") for what, (file, _) in _FILES.items()}
+    try:
+        for block in _read(paths):
+            for what, file in opened.items():
+                file.write(np.ascontiguousarray(block[what]).data)
+            count += len(block["label"])
+            if say is not None:
+                say(count)
+        for file in opened.values():
+            file.flush()
+            os.fsync(file.fileno())
+    finally:
+        for file in opened.values():
+            file.close()
+    (folder / _PREPARED).write_text(json.dumps({"examples": count}))
