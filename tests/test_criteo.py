@@ -1,0 +1,125 @@
+"""Criteo's files: TSV and Parquet alike, in memory and prepared, missing values, and files that are wrong."""
+
+import gzip
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from jaxdl.config import ConfigError
+from jaxdl.data import Criteo
+from jaxdl.data.criteo import hash_of
+
+NUM_EXAMPLES = 40
+DRAW = np.random.default_rng(0)
+LABELS = DRAW.integers(0, 2, NUM_EXAMPLES).tolist()
+NUMBERS = [[None if DRAW.random() < 0.2 else int(DRAW.integers(-2, 500)) for _ in range(13)] for _ in LABELS]
+VALUES = [[None if DRAW.random() < 0.2 else f"{DRAW.integers(0, 2**32):08x}" for _ in range(26)] for _ in LABELS]
+
+
+def lines(examples=range(NUM_EXAMPLES)):
+    rows = [[LABELS[i], *NUMBERS[i], *VALUES[i]] for i in examples]
+    return "".join("\t".join("" if one is None else str(one) for one in row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def tsv(tmp_path):
+    (tmp_path / "day_0.tsv").write_text(lines())
+    return tmp_path / "day_0.tsv"
+
+
+def everything(data):
+    splits = data.build()
+    parts = [one.batch(np.arange(len(one))) for one in (splits.train, splits.test)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
+def test_tsv_gzip_and_parquet_have_the_same_examples(tsv, tmp_path):
+    with gzip.open(tmp_path / "day_0.gz", "wt") as file:
+        file.write(lines())
+    columns = zip(*[[LABELS[i], *NUMBERS[i], *VALUES[i]] for i in range(NUM_EXAMPLES)], strict=True)
+    table = pyarrow.table({f"c{i}": pyarrow.array(column) for i, column in enumerate(columns)})
+    pyarrow.parquet.write_table(table, tmp_path / "day_0.parquet")
+    found = [
+        everything(Criteo(train=(str(path),))) for path in (tsv, tmp_path / "day_0.gz", tmp_path / "day_0.parquet")
+    ]
+    found.append(everything(Criteo(train=(str(tsv),), folder=str(tmp_path / "kept"))))
+    for other in found[1:]:
+        for name, values in found[0].items():
+            np.testing.assert_array_equal(values, other[name])
+
+
+def test_values_are_those_of_the_files(tsv):
+    rows = tuple(range(5, 31))
+    found = everything(Criteo(train=(str(tsv),), rows=rows))
+    np.testing.assert_array_equal(found["label"], LABELS)
+    expected = [[np.log1p(max(one or 0, 0)) for one in row] for row in NUMBERS]
+    np.testing.assert_allclose(found["numbers"], expected, rtol=1e-6)
+    ids = np.array(VALUES, object)
+    for feature, count in enumerate(rows):
+        column = found["ids"][:, feature]
+        missing = np.array([one is None for one in ids[:, feature]])
+        np.testing.assert_array_equal(column == -1, missing)
+        known = hash_of(np.array([one.encode() for one in ids[~missing, feature]]))
+        np.testing.assert_array_equal(column[~missing], known % count)
+
+
+def test_hashes_do_not_depend_on_the_longest_value():
+    assert hash_of(np.array([b"ab", b"abcdefgh"]))[0] == hash_of(np.array([b"ab"]))[0]
+    spread = np.bincount(hash_of(np.array([b"%08x" % one for one in range(20_000)])) % 10, minlength=10)
+    assert abs(spread - 2000).max() < 5 * np.sqrt(2000)
+
+
+def test_several_ids_are_drawn_from_the_value(tsv):
+    data = Criteo(train=(str(tsv),), rows=(1000,) * 26)
+    one, several = everything(data), everything(data.replaced({"num_ids": (3,) * 26}))
+    ids = several["ids"].reshape(NUM_EXAMPLES, 26, 3)
+    np.testing.assert_array_equal(ids[:, :, 0], one["ids"])
+    assert ((ids == -1).any(axis=2) == (ids == -1).all(axis=2)).all()
+    assert np.mean(ids[:, :, 1] == ids[:, :, 2]) < 0.3
+
+
+def test_prepared_examples_are_read_again_only_when_files_change(tsv, tmp_path):
+    data = Criteo(train=(str(tsv),), folder=str(tmp_path / "kept"))
+    first = data.build().train
+    [made] = (tmp_path / "kept").iterdir()
+    before = (made / "examples.json").stat().st_mtime_ns
+    assert data.build().train.content() == first.content()
+    assert (made / "examples.json").stat().st_mtime_ns == before
+    tsv.write_text(lines(range(20)))
+    again = data.build()
+    assert len(again.train) + len(again.test) == 20
+    assert again.train.content() != first.content()
+
+
+def test_files_of_their_own_are_held_out(tsv, tmp_path):
+    (tmp_path / "day_1.tsv").write_text(lines(range(7)))
+    splits = Criteo(train=(str(tsv),), test=(str(tmp_path / "day_1.*"),)).build()
+    assert (len(splits.train), len(splits.test)) == (NUM_EXAMPLES, 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (lines(range(3)) + "1\t2\n", "Expected 40 columns, got 2"),
+        (lines(range(3)) + lines([0]).replace("\t", "\tx", 1), "it cannot be read"),
+        ("7" + lines(range(1))[1:], "example 1 has the label 7"),
+        (lines(range(1))[1:], r"example 1 has the label -1 \(-1: none\)"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path, text, message):
+    (tmp_path / "bad.tsv").write_text(text)
+    with pytest.raises(ConfigError, match=message) as found:
+        Criteo(train=(str(tmp_path / "bad.tsv"),), folder=str(tmp_path / "kept")).build()
+    assert "bad.tsv" in str(found.value)
+    assert not list((tmp_path / "kept").iterdir())
+
+
+def test_files_that_are_not_there():
+    with pytest.raises(ConfigError, match="no files are given"):
+        Criteo().build()
+    with pytest.raises(ConfigError, match="there is no such file"):
+        Criteo(train=("nowhere/day_*",)).build()
+    with pytest.raises(ConfigError, match="rows has 2 values"):
+        Criteo(train=("x",), rows=(1, 2)).build()
