@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdl.embedding import levels
 from jaxdl.embedding.layout import Buffer, Slot
 from jaxdl.embedding.places import spread_out
 from jaxdl.embedding.wire import Wire
@@ -137,7 +138,7 @@ def _gathered(buffer: Buffer, x: jax.Array, send: Wire | None = None) -> jax.Arr
     """`[outer, local batch, ...]` of all devices of the group: `[examples, ...]`."""
 
     def gather(x: jax.Array) -> jax.Array:
-        return lax.all_gather(x, buffer.spread.inner) if buffer.spread.inner else x[None]
+        return levels.all_gather(x, buffer.spread.inner) if buffer.spread.inner else x[None]
 
     return _by_example(gather(x) if send is None or not buffer.spread.inner else send(x, gather))
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxdl.embedding import levels
 from jaxdl.embedding.layout import Buffer
 from jaxdl.embedding.wire import WireType, vector_bytes
 
@@ -20,7 +21,7 @@ class Message:
     what: str
     """Of what it is: `ids`, `vectors`, `gradients`, `rows` or `numbers`."""
     kind: str
-    """As in HLO: `all-to-all`, `all-gather` or `all-reduce`."""
+    """As in HLO: `all-to-all`, `all-gather`, `reduce-scatter` or `all-reduce`."""
     axes: tuple[str, ...]
     """The mesh axes of its groups, each with several devices."""
     num_bytes: int
@@ -45,21 +46,35 @@ def messages(
         if along:
             found.append(Message(buffer.name, what, kind, along, num_bytes))
 
+    def gather(what: str, axes: Sequence[str], num_bytes: int) -> None:
+        slow, others = levels.split(axes)
+        add(what, "all-gather", slow, num_bytes // math.prod(sizes[axis] for axis in others))
+        add(what, "all-gather", others, num_bytes)
+
     whole, part = (buffer.columns, buffer.columns // buffer.column_ways)
     add("ids", "all-to-all", spread.outer, outer * local_batch * entries * _ID_BYTES)
-    add("ids", "all-gather", spread.inner, examples * entries * _ID_BYTES)
+    gather("ids", spread.inner, examples * entries * _ID_BYTES)
     add("vectors", "all-to-all", spread.inner, examples * ranks * vector_bytes(forward, part))
     add("vectors", "all-to-all", spread.outer, outer * local_batch * ranks * vector_bytes(forward, whole))
     add("gradients", "all-to-all", spread.outer, outer * local_batch * ranks * vector_bytes(backward, whole))
-    kind = "all-to-all" if spread.cut == "columns" else "all-gather"
-    add("gradients", kind, spread.inner, examples * ranks * vector_bytes(backward, part))
+    gradient_bytes = examples * ranks * vector_bytes(backward, part)
+    if spread.cut == "columns":
+        add("gradients", "all-to-all", spread.inner, gradient_bytes)
+    else:
+        gather("gradients", spread.inner, gradient_bytes)
     num_ids, copies = examples * entries, buffer.num_copies
     if buffer.scheme.dense_gradient:
-        add("rows", "all-reduce", spread.copies, buffer.local_rows * (whole + 1) * _FLOAT_BYTES)
+        slow, others = levels.split(spread.copies)
+        ways = math.prod(sizes[axis] for axis in others) if math.prod(sizes[axis] for axis in slow) > 1 else 1
+        share = math.ceil(buffer.local_rows * (whole + 1) / ways) * _FLOAT_BYTES
+        if ways > 1:
+            add("rows", "reduce-scatter", others, share)
+            add("rows", "all-gather", others, share * ways)
+        add("rows", "all-reduce", slow if ways > 1 else spread.copies, share)
     else:
         room = buffer.room(num_ids)
-        add("rows", "all-gather", spread.copies, copies * room * _ID_BYTES)
-        add("rows", "all-gather", spread.copies, copies * room * vector_bytes(backward, part))
+        gather("rows", spread.copies, copies * room * _ID_BYTES)
+        gather("rows", spread.copies, copies * room * vector_bytes(backward, part))
         if room < num_ids and copies > 1:
             add("numbers", "all-reduce", tuple(sizes), _FLOAT_BYTES)
         if buffer.column_ways > 1 and buffer.optimizer.needs_square:
@@ -71,14 +86,13 @@ def messages(
 def axis_bytes(kind: str, axes: Sequence[str], num_bytes: float, sizes: Mapping[str, int], axis: str) -> float:
     """The bytes that one device sends along a mesh axis in a collective with a result of `num_bytes` on each device.
 
-    With the best algorithm on a network of two levels: what is gathered or summed crosses `axis` once for each group
-    of devices that have the same place on it, and these share that work; inside, it is passed on along other axes.
+    Of an all-to-all over several axes each device sends to each other one. Others are over one axis, or over those of
+    a node, where devices pass parts on in a ring, along the first of the axes.
     """
-    if axis not in axes or sizes[axis] < 2:
+    if axis not in axes or sizes[axis] < 2 or (kind != "all-to-all" and axis != axes[0]):
         return 0.0
-    away = 1 - 1 / sizes[axis]
-    together = math.prod(sizes[one] for one in axes) / sizes[axis]
-    return num_bytes * away * {"all-to-all": 1.0, "all-gather": 1 / together, "all-reduce": 2 / together}[kind]
+    ways = sizes[axis] if kind == "all-to-all" else math.prod(sizes[one] for one in axes)
+    return num_bytes * {"reduce-scatter": ways - 1, "all-reduce": 2 * (ways - 1) / ways}.get(kind, (ways - 1) / ways)
 
 
 def sent_bytes(found: Sequence[Message], sizes: Mapping[str, int], axis: str) -> float:

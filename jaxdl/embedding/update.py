@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdl.embedding import levels
 from jaxdl.embedding.layout import Buffer
 from jaxdl.embedding.optimizers import RowState
 from jaxdl.embedding.wire import Wire
@@ -69,8 +70,8 @@ def of_all_copies(buffer: Buffer, found: Touched, send: Wire) -> Touched:
 
     def exchanged(room: int, found: Touched) -> Touched:
         # Touched rows come first.
-        rows = lax.all_gather(found.rows[:room], axes).reshape(-1)
-        grads = send(found.grads[:room], lambda x: lax.all_gather(x, axes)).reshape(-1, found.grads.shape[-1])
+        rows = levels.all_gather(found.rows[:room], axes).reshape(-1)
+        grads = send(found.grads[:room], lambda x: levels.all_gather(x, axes)).reshape(-1, found.grads.shape[-1])
         sums = summed(rows, jnp.arange(rows.size, dtype=jnp.int32), grads, count)
         beyond = count + jnp.arange(rows.size, total, dtype=jnp.int32)
         padding = jnp.zeros((total - rows.size, grads.shape[-1]), grads.dtype)
@@ -93,7 +94,7 @@ def of_all_rows(buffer: Buffer, owned: jax.Array, grads: jax.Array) -> Touched:
     marked = jnp.concatenate([found, jnp.ones((rows.size, 1), found.dtype)], axis=1)
     total = jnp.zeros((count, marked.shape[1]), jnp.float32).at[rows].add(marked, mode="drop")
     if buffer.num_copies > 1:
-        total = lax.psum(total, buffer.spread.copies)
+        total = levels.all_reduce(total, buffer.spread.copies, buffer.sizes)
     places = jnp.arange(count, dtype=jnp.int32)
     return Touched(jnp.where(total[:, -1] > 0, places, count + places), total[:, :-1])
 

@@ -33,7 +33,12 @@ _ROOM_SLACK = 1.1
 """Room of messages with touched rows over the mean number of rows: batches differ."""
 _READS, _UPDATES = 4, 3
 """How often a vector of the batch is read or written (looked up; its gradient sorted and summed), and a touched row."""
-_COLLECTIVES = {"all-to-all": "all_to_all", "all-gather": "all_gather", "all-reduce": "all_reduce/float32"}
+_COLLECTIVES = {
+    "all-to-all": "all_to_all",
+    "all-gather": "all_gather",
+    "all-reduce": "all_reduce/float32",
+    "reduce-scatter": "reduce_scatter",
+}
 
 
 @dataclass(frozen=True)
