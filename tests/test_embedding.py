@@ -210,6 +210,12 @@ def test_a_step_that_is_not_kept_changes_nothing():
     jax.tree.map(np.testing.assert_array_equal, before, whole(tables, after))
 
 
+def test_rows_that_exceed_their_room_are_sent_all_the_same():
+    whole, little, enough = (trained(Replicated(room=one), RowWiseAdaGrad(), (2, 2, 1), 3) for one in (1, 0.02, 0.6))
+    jax.tree.map(np.testing.assert_array_equal, whole[:2], little[:2])
+    jax.tree.map(np.testing.assert_array_equal, whole[:2], enough[:2])
+
+
 def test_initial_rows_are_uniform_and_the_same_everywhere():
     one, _ = program(TableWise(), RowWiseAdaGrad(), (1, 1, 1))
     rows = whole(one, fresh(one))

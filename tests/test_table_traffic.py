@@ -1,0 +1,117 @@
+"""What tables send: predicted as counted in compiled programs, in every type; plans of tables; rounding on the wire."""
+
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdl.bench.embedding import slow_bytes
+from jaxdl.collectives.quantized import decode_vectors, encode_vectors
+from jaxdl.config import ConfigError
+from jaxdl.embedding import EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise
+from jaxdl.exchange.cost import Link, Machine, Speeds
+from jaxdl.kinds import kinds
+from jaxdl.planner.tables import Workload, costs_of, plan_tables, under_one, with_schemes
+
+TABLES = (
+    Table(name="small", rows=9, columns=8, features=("one",)),
+    Table(name="skewed", rows=3000, columns=8, features=("many", "more")),
+    Table(name="large", rows=50_000, columns=8, features=("other",)),
+)
+NUM_IDS = {"one": 1, "many": 4, "more": 1, "other": 2}
+DISTINCT = {"small": 9.0, "skewed": 20.0, "large": 100.0}
+
+
+def work(replica=2, fsdp=2, batch_size=64):
+    return Workload(TABLES, NUM_IDS, DISTINCT, batch_size, {"replica": replica, "fsdp": fsdp, "tensor": 1})
+
+
+def machine(slow=1e6, inside=1e9):
+    links = {"replica": Link(1e-4, slow), "fsdp": Link(1e-5, inside), "tensor": Link(1e-5, inside)}
+    return Machine(links, Speeds(memory_bytes_per_sec=1e10))
+
+
+@pytest.mark.parametrize("kind", sorted(kinds(Scheme)))
+def test_bytes_are_those_of_the_compiled_program(kind):
+    scheme = kinds(Scheme)[kind]()
+    config = EmbeddingConfig(forward_wire="int8", backward_wire="bfloat16")
+    predicted, counted = slow_bytes(work(), with_schemes(config, under_one(work(), scheme)))
+    assert predicted == counted > 0
+
+
+def test_the_cheapest_of_all_choices_is_planned():
+    found = plan_tables(work(), machine(), 1e9)
+    every = [
+        costs_of(work(), with_schemes(EmbeddingConfig(), dict(zip(DISTINCT, chosen, strict=True))), machine()).total_sec
+        for chosen in itertools.product([one for one in _choices() if one.kind != "replicated"], repeat=3)
+    ]
+    assert found.costs.total_sec <= min(every) * (1 + 1e-9)
+    assert found.costs.total_sec <= min(one.total_sec for one in found.alone.values())
+
+
+def _choices():
+    return [one() for one in kinds(Scheme).values()]
+
+
+def test_a_plan_keeps_to_the_memory_and_to_what_is_fixed():
+    free = plan_tables(work(), machine(), 1e9)
+    tight = plan_tables(work(), machine(), 0.35 * 50_000 * 9 * 4)
+    assert tight.costs.device_bytes <= 0.35 * 50_000 * 9 * 4 < free.alone["data_parallel"].device_bytes
+    assert tight.costs.total_sec >= free.costs.total_sec * (1 - 1e-9)
+    fixed = plan_tables(work(), machine(), 1e9, fixed={"large": RowWise()})
+    assert fixed.schemes["large"] == RowWise()
+    assert fixed.costs.total_sec >= free.costs.total_sec * (1 - 1e-9)
+    with pytest.raises(ConfigError, match="the tables need"):
+        plan_tables(work(), machine(), 1000)
+
+
+def test_a_faster_network_never_takes_longer():
+    seconds = [plan_tables(work(), machine(slow), 1e9).costs.total_sec for slow in (1e5, 1e6, 1e7, 1e8)]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_twice_the_batch_sends_twice_the_bytes():
+    config = EmbeddingConfig(scheme=TableWise())
+    one, two = (costs_of(work(batch_size=size), config, machine()).slow_bytes for size in (64, 128))
+    scalar = costs_of(work(batch_size=0), config, machine()).slow_bytes
+    assert two - scalar == pytest.approx(2 * (one - scalar))
+
+
+def test_a_plan_is_a_config():
+    found = plan_tables(work(4, 2), machine(), 1e9, fixed=dict.fromkeys(DISTINCT, TableWise()))
+    config = found.config(EmbeddingConfig(forward_wire="int8"))
+    assert EmbeddingConfig.model_validate(config.model_dump()) == config
+    assert dict(config.schemes) == dict.fromkeys(DISTINCT, TableWise())
+    assert costs_of(work(4, 2), config, machine()).total_sec <= found.alone["table_wise"].total_sec
+
+
+def test_messages_of_eight_bits_have_the_right_mean_and_size():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((5, 16)) * [[1], [1e-3], [1e4], [0], [1]], jnp.float32)
+    sent = jax.vmap(lambda words: encode_vectors(x, words, jnp.int32(3)))(
+        jax.random.bits(jax.random.key(0), (4000, 2), jnp.uint32)
+    )
+    assert sent.shape == (4000, 5, 20)
+    assert sent.dtype == jnp.uint8
+    scale = np.abs(x).max(axis=1, keepdims=True) / 127
+    found = np.asarray(jax.vmap(decode_vectors)(sent), np.float64)
+    np.testing.assert_array_less(np.abs(found - x), np.broadcast_to(scale * 1.0001 + 1e-30, found.shape))
+    # The error of a mean of 4,000 draws, each within one level.
+    assert (np.abs(found.mean(axis=0) - x) <= 5 * scale * 0.5 / math.sqrt(4000) + 1e-30).all()
+    nearest = decode_vectors(encode_vectors(x, None, jnp.int32(0)))
+    np.testing.assert_array_less(np.abs(nearest - x), np.broadcast_to(scale * 0.5001 + 1e-30, nearest.shape))
+
+
+def test_a_vector_that_is_not_finite_stays_so():
+    x = jnp.asarray([[1.0, np.nan], [np.inf, 2.0], [3.0, 4.0]], jnp.float32)
+    found = np.asarray(decode_vectors(encode_vectors(x, None, jnp.int32(0))))
+    assert np.isnan(found[:2]).all()
+    np.testing.assert_allclose(found[2], [3, 4], rtol=0.02)
+
+
+def test_room_follows_the_distinct_rows():
+    [scheme] = set(under_one(work(), Replicated()).values())
+    assert isinstance(scheme, Replicated)
+    assert scheme.room == pytest.approx(1.1 * 129 / (8 * 32), abs=1e-3)
