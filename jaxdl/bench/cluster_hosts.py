@@ -31,7 +31,16 @@ class HostFailed(Exception):
 class Workers:
     """Context: a `cluster_worker` on every host, which answers requests until the context ends."""
 
-    def __init__(self, hosts: Sequence[Host], *, devices_per_host: int, answer_timeout_sec: float = 900.0) -> None:
+    def __init__(
+        self,
+        hosts: Sequence[Host],
+        *,
+        devices_per_host: int,
+        answer_timeout_sec: float = 900.0,
+        module: str = "jaxdl.bench.cluster_worker",
+    ) -> None:
+        """`module` answers on each host: see `cluster_worker.serve`."""
+        self._module = module
         self._hosts, self._timeout_sec = list(hosts), answer_timeout_sec
         self._answers: queue.SimpleQueue[tuple[int, str | None]] = queue.SimpleQueue()
         self._said: list[collections.deque[str]] = [collections.deque(maxlen=_NUM_LINES) for _ in hosts]
@@ -52,7 +61,7 @@ class Workers:
     def __enter__(self) -> Workers:
         for number, host in enumerate(self._hosts):
             process = subprocess.Popen(
-                [*host.prefix, sys.executable, "-m", "jaxdl.bench.cluster_worker"],
+                [*host.prefix, sys.executable, "-m", self._module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

@@ -243,11 +243,10 @@ def _with_replicas(parts: Parts, state: TrainState) -> TrainState:
     return found.with_own(replace(found.own, since=jax.tree.map(jnp.ones_like, found.own.since)))
 
 
-def main() -> None:
-    """Answers requests until stdin closes."""
+def serve(worker: Any) -> None:
+    """Answers requests for methods of a worker until stdin closes."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    worker = Worker()
     for line in sys.stdin:
         method, arguments = json.loads(line)
         function: Callable[..., Any] = getattr(worker, method)
@@ -260,4 +259,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(Worker())

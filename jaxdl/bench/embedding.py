@@ -24,6 +24,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
+from jaxdl.bench.cluster_hosts import HostFailed
+from jaxdl.bench.embedding_network import PLAN, measure_steps
 from jaxdl.bench.scheme import operations
 from jaxdl.bench.shared import check_options, make_table, write_json
 from jaxdl.compiler import hlo
@@ -33,6 +35,7 @@ from jaxdl.embedding import ROWS, EmbeddingConfig, Scheme, Table, Tables
 from jaxdl.embedding.traffic import axis_bytes, messages
 from jaxdl.embedding.wire import WireType
 from jaxdl.kinds import kinds
+from jaxdl.launch.netns import check_possible, parse_rate
 from jaxdl.mesh import Axis
 from jaxdl.options import parse_options
 from jaxdl.planner.machine import nominal_machine
@@ -40,7 +43,6 @@ from jaxdl.planner.tables import Workload, plan_tables, under_one, with_schemes
 from jaxdl.planner.zipf import distinct_rows
 
 PROG = "python -m jaxdl.bench embedding"
-PLAN = "plan"
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,12 @@ class EmbeddingBench:
     """Memory of a device for tables, for the plan."""
     wire: WireType = "float32"
     """The type in which vectors and their gradients travel."""
+    rates: tuple[str, ...] = ()
+    """Rates of the links of an emulated cluster of --nodes hosts, such as 25mbit, on which steps are timed instead."""
+    num_rounds: int = 7
+    """Steps of each config at each rate, in turns. Medians are reported."""
+    num_repeats: int = 5
+    """How often the probe of the network sends each message."""
     json: Path | None = None
     """A file for the results."""
 
@@ -88,10 +96,15 @@ class Row:
 def main(args: list[str]) -> None:
     """Prints the table."""
     command = parse_options(EmbeddingBench, args=args, prog=PROG, description=str(__doc__))
-    check_options(command, nodes=2, gpus_per_node=1, batch_size=1, columns=1, divide_rows=1)
+    check_options(
+        command, nodes=2, gpus_per_node=1, batch_size=1, columns=1, divide_rows=1, num_rounds=1, num_repeats=1
+    )
     count = command.nodes * command.gpus_per_node
     if command.batch_size % count:
         raise ConfigError(f"--batch-size {command.batch_size}: it cannot be split over {count} devices.")
+    if command.rates:
+        _time_steps(command)
+        return
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
     console = Console(width=150)
@@ -113,11 +126,25 @@ def main(args: list[str]) -> None:
     write_json(command.json, {"rows": [asdict(row) for row in rows], "plan": kinds_of})
 
 
+def _time_steps(command: EmbeddingBench) -> None:
+    check_possible()
+    for rate in command.rates:
+        parse_rate(rate)
+    work, base = workload(command), EmbeddingConfig(forward_wire=command.wire, backward_wire=command.wire)
+    classes: dict[str, Any] = dict(kinds(Scheme))
+    configs = {name: with_schemes(base, under_one(work, one())) for name, one in classes.items()}
+    try:
+        rows = measure_steps(command, work, configs, Console(width=120))
+    except HostFailed as error:
+        raise SystemExit(f"{error}") from None
+    write_json(command.json, [asdict(row) | {"error": row.error} for row in rows])
+
+
 def workload(command: EmbeddingBench) -> Workload:
     """The tables of the options, and what a batch does with them."""
     rows = [max(1, one // command.divide_rows) for one in CRITEO_ROWS]
     tables = tuple(
-        Table(name=f"table{i:02d}", rows=count, columns=command.columns, features=(f"feature{i:02d}",))
+        Table(name=f"feature{i:02d}", rows=count, columns=command.columns, features=(f"feature{i:02d}",))
         for i, count in enumerate(rows)
     )
     num_ids = {f"feature{i:02d}": count for i, count in enumerate(CRITEO_NUM_IDS)}

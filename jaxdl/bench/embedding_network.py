@@ -1,0 +1,166 @@
+"""Step times of embedding tables on an emulated cluster: each scheme and the plan, measured and predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+from rich.console import Console
+
+from jaxdl.bench.cluster_hosts import Workers
+from jaxdl.bench.shared import make_table
+from jaxdl.cluster import ClusterConfig
+from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
+from jaxdl.embedding import EmbeddingConfig
+from jaxdl.exchange.cost import Link, Machine
+from jaxdl.experiment import Experiment
+from jaxdl.launch.netns import Network
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import DLRM
+from jaxdl.optim import SGD, Constant
+from jaxdl.planner.tables import Workload, costs_of, plan_tables
+from jaxdl.tasks import Binary
+
+if TYPE_CHECKING:
+    from jaxdl.bench.embedding import EmbeddingBench
+
+PLAN = "plan"
+_PATIENCE_SEC = 600.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRow:
+    """The train step with tables under one config at one rate."""
+
+    rate: str
+    name: str
+    step_sec: float
+    """The median."""
+    predicted_sec: float
+    of_best: float
+    """Over that of the fastest scheme that all tables can have, or of the plan."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative."""
+        return self.predicted_sec / self.step_sec - 1
+
+
+def measure_steps(
+    command: EmbeddingBench, work: Workload, configs: Mapping[str, EmbeddingConfig], console: Console
+) -> list[StepRow]:
+    """The rows of all rates; `configs` are those of the schemes, to which a plan for each rate is added."""
+    experiment = _experiment(command)
+    known, base = dict(configs), next(iter(configs.values()))
+    rows: list[StepRow] = []
+    with (
+        Network(command.nodes) as network,
+        Workers(
+            network.hosts, devices_per_host=command.gpus_per_node, module="jaxdl.bench.embedding_worker"
+        ) as workers,
+    ):
+        # Links inside a host are as fast as its memory, whatever the rate.
+        inside = {axis: size for axis, size in work.sizes.items() if size > 1 and axis != "replica"}
+        _add(workers, experiment, known, console)
+        floors = _floors(workers, network, list(known), command, [*inside])
+        fast = floors.pop("")
+        for rate in command.rates:
+            network.set_rate(rate)
+            console.print(f"{rate}: measuring the network")
+            probed = workers.ask("probe", axes=["replica"], num_repeats=command.num_repeats)[0]
+            machine = _machine(fast["links"] | probed["links"], work)
+            plan = plan_tables(work, machine, command.memory_gib * 2**30, base)
+            name = f"{PLAN} for {rate}"
+            known[name] = plan.config(base)
+            network.set_rate(None)
+            _add(workers, experiment, {name: known[name]}, console)
+            floors |= {key: x for key, x in _floors(workers, network, [name], command, []).items() if key}
+            network.set_rate(rate)
+            names = [one for one in known if not one.startswith(PLAN) or one == name]
+            seconds: dict[str, list[float]] = {one: [] for one in names}
+            for number in range(command.num_rounds):
+                for one in names[::-1] if number % 2 else names:
+                    seconds[one] += _turn(workers, one, 1)
+            medians = {one: statistics.median(found) for one, found in seconds.items()}
+            started = _machine(fast["links"], work)
+            for one in names:
+                added = [costs_of(work, known[one], machine).slow_sec, -costs_of(work, known[one], started).slow_sec]
+                predicted = floors[one] + sum(added) + probed["exchange_sec"] - fast["exchange_sec"]
+                rows.append(StepRow(rate, one, medians[one], predicted, medians[one] / min(medians.values())))
+            console.print(_table([row for row in rows if row.rate == rate]))
+    return rows
+
+
+def _experiment(command: EmbeddingBench) -> Experiment:
+    data = Clicks(
+        rows=tuple(max(1, one // command.divide_rows) for one in CRITEO_ROWS),
+        num_ids=CRITEO_NUM_IDS,
+        skew=command.skew,
+        train_examples=command.batch_size,
+        test_examples=1000,
+    )
+    patient = ClusterConfig(start_timeout_sec=_PATIENCE_SEC, silence_timeout_sec=_PATIENCE_SEC)
+    return Experiment(
+        model=DLRM(columns=command.columns, bottom=(16,), top=(16,)),
+        data=data,
+        task=Binary(),
+        optimizer=SGD(learning_rate=0.01),
+        schedule=Constant(),
+        batch_size=command.batch_size,
+        steps=1_000_000,
+        mesh=MeshConfig(replica=command.nodes, fsdp=command.gpus_per_node),
+        cluster=patient,
+    )
+
+
+def _add(workers: Workers, experiment: Experiment, configs: Mapping[str, EmbeddingConfig], console: Console) -> None:
+    """Makes further variants ready to run."""
+    given = {name: pydantic.TypeAdapter(EmbeddingConfig).dump_python(one, mode="json") for name, one in configs.items()}
+    workers.ask("setup", experiment=experiment.to_json(), configs=given)
+    for name in configs:
+        console.print(f"compiling: {name}")
+        [found] = workers.ask("compile", only=[0], name=name)
+        workers.ask("load", only=range(1, experiment.mesh.replica), name=name, **found)
+    workers.ask("start", names=list(configs))
+
+
+def _floors(
+    workers: Workers, network: Network, names: list[str], command: EmbeddingBench, inside: list[str]
+) -> dict[str, Any]:
+    """The median step of each without a limit of the links; under "" what is probed then."""
+    network.set_rate(None)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for _ in range(command.num_rounds):
+        for name in names:
+            seconds[name] += _turn(workers, name, 1)
+    probed = workers.ask("probe", axes=["replica", *inside], num_repeats=command.num_repeats)[0]
+    return {name: statistics.median(found) for name, found in seconds.items()} | {"": probed}
+
+
+def _turn(workers: Workers, name: str, num_steps: int) -> list[float]:
+    """Seconds of some steps; one ends when it has ended on every host."""
+    return [max(one) for one in zip(*workers.ask("run", name=name, num_steps=num_steps), strict=True)]
+
+
+def _machine(links: Mapping[str, Any], work: Workload) -> Machine:
+    """The machine of links as hosts report them."""
+    found = {axis: _link(one) for axis, one in links.items()}
+    return Machine({axis: found.get(axis, Link(0.0, 1e12)) for axis in work.sizes})
+
+
+def _link(values: Mapping[str, Any]) -> Link:
+    collectives = {name: _link(one) for name, one in values["collectives"].items()}
+    curve = tuple((size, seconds) for size, seconds in values["curve"])
+    return Link(values["latency_sec"], values["bytes_per_sec"], collectives, curve)
+
+
+def _table(rows: list[StepRow]) -> Any:
+    table = make_table(rows[0].rate, ("tables", "step s", "of the best", "predicted s", "error"))
+    for row in rows:
+        table.add_row(
+            row.name, f"{row.step_sec:.3f}", f"{row.of_best:.2f}", f"{row.predicted_sec:.3f}", f"{row.error:+.1%}"
+        )
+    return table

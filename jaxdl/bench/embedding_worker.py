@@ -1,0 +1,93 @@
+"""One host of `python -m jaxdl.bench embedding --rates ...`: the train step with tables under each config."""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.serialize_executable import deserialize_and_load, serialize
+
+from jaxdl.bench.cluster_worker import serve
+from jaxdl.embedding import EmbeddingConfig
+from jaxdl.exchange import Dense
+from jaxdl.exchange.cost import Link, Machine, predict
+from jaxdl.exchange.probe import probe_link, start_together
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import Axis
+from jaxdl.run.build import Plan, make_initial_state, make_plan
+from jaxdl.run.compile import compile_train_step
+from jaxdl.run.exchanged import exchanged_gradients
+from jaxdl.state import TrainState
+
+_REPLICA = Axis.REPLICA.value
+_COLLECTIVES = ("all_reduce/float32", "all_gather", "all_to_all")
+
+
+class Worker:
+    """The requests that a host answers: its public methods."""
+
+    def __init__(self) -> None:
+        self._plans: dict[str, Plan] = {}
+        self._programs: dict[str, Any] = {}
+        self._states: dict[str, TrainState] = {}
+        self._batch: dict[str, jax.Array] = {}
+        self._links: dict[str, Link] = {}
+
+    def setup(self, experiment: str, configs: Mapping[str, Any]) -> None:
+        """Joins the other hosts, and plans the run under each config of embeddings."""
+        base = Experiment.from_json(experiment)
+        for name, config in configs.items():
+            self._plans[name] = make_plan(base.replaced({"embedding": EmbeddingConfig.model_validate(config)}))
+
+    def compile(self, name: str) -> dict[str, Any]:
+        """Compiles a train step; returns the arguments of `load`."""
+        self._programs[name] = compile_train_step(self._plans[name])
+        program, _, out_tree = serialize(self._programs[name])
+        _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+        return {"program": base64.b64encode(program).decode(), "metrics": metrics}
+
+    def load(self, name: str, program: str, metrics: Any) -> None:
+        """Loads what another host has compiled."""
+        plan = self._plans[name]
+        state = jax.tree.map(lambda _: 0, plan.parts.state_spec.abstract())
+        batch = jax.tree.map(lambda _: 0, plan.splits.train.batch(np.zeros(1, np.int64)))
+        trees = jax.tree.structure(((state, batch), {})), jax.tree.structure((state, metrics))
+        self._programs[name] = deserialize_and_load(base64.b64decode(program), *trees)
+
+    def start(self, names: Sequence[str]) -> None:
+        """Makes the states of some configs, and runs each step twice."""
+        for name in names:
+            plan = self._plans[name]
+            self._states[name] = make_initial_state(plan)
+            if not self._batch:
+                with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
+                    self._batch = dict(next(batches))
+            self.run(name, 2)
+
+    def run(self, name: str, num_steps: int) -> list[float]:
+        """Seconds of each of `num_steps` steps; the hosts start every step together."""
+        seconds = []
+        for _ in range(num_steps):
+            start_together(self._plans[name].parts.layout.mesh)
+            begin = time.perf_counter()
+            self._states[name], _ = jax.block_until_ready(self._programs[name](self._states[name], self._batch))
+            seconds.append(time.perf_counter() - begin)
+        return seconds
+
+    def probe(self, axes: Sequence[str], num_repeats: int) -> dict[str, Any]:
+        """The links as measured, those of these axes now; and the predicted seconds of the exchange of other parameters."""
+        plan = next(iter(self._plans.values()))
+        mesh = plan.parts.layout.mesh
+        self._links |= {axis: probe_link(mesh, axis, _COLLECTIVES, num_repeats=num_repeats) for axis in axes}
+        gradients = exchanged_gradients(plan.experiment, plan.splits.train.spec, mesh)
+        cost = predict(Dense(), gradients, Machine(self._links))
+        return {"links": {axis: asdict(link) for axis, link in self._links.items()}, "exchange_sec": cost.total_sec}
+
+
+if __name__ == "__main__":
+    serve(Worker())
