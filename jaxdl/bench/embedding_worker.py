@@ -80,7 +80,7 @@ class Worker:
         return seconds
 
     def probe(self, axes: Sequence[str], num_repeats: int) -> dict[str, Any]:
-        """The links as measured, those of these axes now; and the predicted seconds of the exchange of other parameters."""
+        """The links as measured, those of `axes` now; and predicted seconds of the exchange of other parameters."""
         plan = next(iter(self._plans.values()))
         mesh = plan.parts.layout.mesh
         self._links |= {axis: probe_link(mesh, axis, _COLLECTIVES, num_repeats=num_repeats) for axis in axes}

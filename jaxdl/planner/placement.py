@@ -8,8 +8,11 @@ first, each to the least loaded device that has room; both are then improved by 
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +20,8 @@ import numpy as np
 from jaxdl.config import ConfigError
 
 _MOST_ROUNDS = 100_000
+_GOOD = 1e-3
+"""A placement that is nearer to the bound is good enough for the slower search."""
 _TIE = 1e-6
 """Weight of the spread of loads beside the makespan: among equal makespans the more even one is nearer to a better."""
 
@@ -45,6 +50,11 @@ def place(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float)
             "several devices (row_wise, table_row_wise)."
         )
     starts = [by_size(costs, sizes, num_devices, memory)]
+    # A shard that costs as much as a device on average should be alone: it goes first, and others avoid its device.
+    large = costs.sum(axis=1) >= costs.sum() / num_devices
+    if large.any():
+        with contextlib.suppress(ConfigError):
+            starts.append(by_size(costs, sizes, num_devices, memory, first=large))
     differenced = largest_differencing(costs.sum(axis=1), num_devices)
     if (np.bincount(differenced, sizes, num_devices) <= memory).all():
         starts.append(differenced)
@@ -73,11 +83,19 @@ def by_cost(costs: np.ndarray, num_devices: int) -> np.ndarray:
     return found
 
 
-def by_size(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float) -> np.ndarray:
-    """The largest first, each to the least loaded device that has room. Raises ConfigError if none has."""
+def by_size(
+    costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float, first: np.ndarray | None = None
+) -> np.ndarray:
+    """The largest first, each to the least loaded device that has room; shards marked `first` before all others.
+
+    Raises ConfigError if none has room.
+    """
     found, loads, room = np.zeros(len(costs), np.int64), np.zeros(num_devices), np.full(num_devices, memory)
     total = costs.reshape(len(costs), -1).sum(axis=1)
-    for shard in np.argsort(-sizes, kind="stable"):
+    order = np.argsort(-sizes, kind="stable")
+    if first is not None:
+        order = order[np.argsort(~first[order], kind="stable")]
+    for shard in order:
         fits = room >= sizes[shard]
         if not fits.any():
             raise ConfigError(
@@ -119,25 +137,73 @@ def largest_differencing(costs: np.ndarray, num_devices: int) -> np.ndarray:
 
 
 def improved(costs: np.ndarray, sizes: np.ndarray, device: np.ndarray, num_devices: int, memory: float) -> np.ndarray:
-    """The placement after moves and swaps, each the best one off a device that decides a phase, while they help."""
+    """The placement after moves and swaps, each the best one off a device that decides a phase, while they help.
+
+    Where none of one shard helps, those of up to two on each side are tried: where memory is nearly full, a shard often
+    finds room only in the place of two others.
+    """
     device = device.copy()
     loads, used = _loads(costs, device, num_devices), np.bincount(device, sizes, num_devices)
     least = 1e-12 * max(1.0, float(loads.max()))
+    bound = lower_bound(costs, num_devices)
     for _ in range(_MOST_ROUNDS):
-        # Where those that decide cannot give, others may make room for them by becoming more even.
-        for source in _heaviest(loads):
-            gain, shard, other, target = _best_change(costs, sizes, device, loads, used, memory, source)
-            if gain > least:
+        change = None
+        for most in (1, 2):
+            if most == 2 and loads.max(axis=0).sum() <= bound * (1 + _GOOD):
                 break
-        else:
+            # Where those that decide cannot give, others may make room for them by becoming more even.
+            sources = _heaviest(loads)[: None if most == 1 else costs.shape[1] + 2]
+            found = (_best_change(costs, sizes, device, loads, used, memory, source, most) for source in sources)
+            change = next((one for one in found if one is not None and one.gain > least), None)
+            if change is not None:
+                break
+        if change is None:
             break
-        for one, to in ((shard, target), *(((other, source),) if other >= 0 else ())):
-            loads[device[one]] -= costs[one]
-            used[device[one]] -= sizes[one]
-            device[one] = to
-            loads[to] += costs[one]
-            used[to] += sizes[one]
+        for shards, to in ((change.given, change.target), (change.taken, change.source)):
+            for one in shards:
+                loads[device[one]] -= costs[one]
+                used[device[one]] -= sizes[one]
+                device[one] = to
+                loads[to] += costs[one]
+                used[to] += sizes[one]
     return device
+
+
+class _Change(NamedTuple):
+    """Shards of `source` that go to `target`, and those that come from there."""
+
+    gain: float
+    source: int
+    target: int
+    given: tuple[int, ...]
+    taken: tuple[int, ...]
+
+
+class _Bundles(NamedTuple):
+    """Some shards of one device each."""
+
+    shards: list[tuple[int, ...]]
+    costs: np.ndarray
+    """`[bundle, phase]`"""
+    sizes: np.ndarray
+    device: np.ndarray
+
+
+def _bundles(costs: np.ndarray, sizes: np.ndarray, groups: Mapping[int, np.ndarray], counts: Sequence[int]) -> _Bundles:
+    """All sets of so many shards of each device's."""
+    shards = [
+        one for group in groups.values() for count in counts for one in itertools.combinations(group.tolist(), count)
+    ]
+    of = np.array(
+        [device for device, group in groups.items() for count in counts for _ in range(math.comb(len(group), count))]
+    )
+    summed, size = np.zeros((len(shards), costs.shape[1])), np.zeros(len(shards))
+    for count in counts:
+        rows = [i for i, one in enumerate(shards) if len(one) == count]
+        if count and rows:
+            members = np.array([shards[i] for i in rows])
+            summed[rows], size[rows] = costs[members].sum(axis=1), sizes[members].sum(axis=1)
+    return _Bundles(shards, summed, size, of.astype(np.int64))
 
 
 def _heaviest(loads: np.ndarray) -> list[int]:
@@ -154,30 +220,30 @@ def _best_change(
     used: np.ndarray,
     memory: float,
     source: int,
-) -> tuple[float, int, int, int]:
-    """(what it gains, a shard of `source`, the shard it is swapped with or -1, the device it goes to)."""
-    mine, others = np.flatnonzero(device == source), np.flatnonzero(device != source)
-    targets = np.setdiff1d(np.arange(len(loads)), [source])
-    if not len(mine) or not len(targets):
-        return 0.0, 0, -1, 0
-    # A move is a swap with a shard of no cost and no size.
-    place = np.concatenate([device[others], targets])
-    theirs = np.concatenate([costs[others], np.zeros((len(targets), costs.shape[1]))])
-    size = np.concatenate([sizes[others], np.zeros(len(targets))])
-    grown = sizes[mine][:, None] - size
-    fits = (used[place] + grown <= memory) & (used[source] - grown <= memory)
-    moved = costs[mine][:, None] - theirs
-    after = np.maximum(loads[source] - moved, loads[place] + moved)
+    most: int,
+) -> _Change | None:
+    """The best exchange of up to `most` shards of `source` for up to `most` of another device; a move takes none."""
+    groups = {one: np.flatnonzero(device == one) for one in range(len(loads))}
+    mine = _bundles(costs, sizes, {source: groups.pop(source)}, range(1, most + 1))
+    theirs = _bundles(costs, sizes, groups, range(most + 1))
+    if not mine.shards or not theirs.shards:
+        return None
+    place = theirs.device
     rest = _largest_of_rest(loads, source, place)
-    new = np.maximum(after, rest).sum(axis=-1)
-    spread = ((loads[source] - moved) ** 2 + (loads[place] + moved) ** 2 - loads[source] ** 2 - loads[place] ** 2).sum(
-        -1
-    )
-    gain = loads.max(axis=0).sum() - new - _TIE * spread / max(float(loads.max()), 1e-300)
-    gain = np.where(fits, gain, -np.inf)
-    row, column = np.unravel_index(int(gain.argmax()), gain.shape)
-    other = int(others[column]) if column < len(others) else -1
-    return float(gain[row, column]), int(mine[row]), other, int(place[column])
+    best: _Change | None = None
+    now = loads.max(axis=0).sum()
+    for row, given in enumerate(mine.shards):
+        grown = mine.sizes[row] - theirs.sizes
+        fits = (used[place] + grown <= memory) & (used[source] - grown <= memory)
+        moved = mine.costs[row] - theirs.costs
+        after = np.maximum(loads[source] - moved, loads[place] + moved)
+        new = np.maximum(after, rest).sum(axis=-1)
+        spread = (loads[source] - moved) ** 2 + (loads[place] + moved) ** 2 - loads[source] ** 2 - loads[place] ** 2
+        gain = now - new - _TIE * spread.sum(axis=-1) / max(float(loads.max()), 1e-300)
+        column = int(np.where(fits, gain, -np.inf).argmax())
+        if fits[column] and (best is None or gain[column] > best.gain):
+            best = _Change(float(gain[column]), source, int(place[column]), given, theirs.shards[column])
+    return best
 
 
 def _largest_of_rest(loads: np.ndarray, source: int, place: np.ndarray) -> np.ndarray:

@@ -1,0 +1,63 @@
+"""Placement of shards: the optimum of small instances, the bound of large ones, and memory."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from jaxdl.bench.placement import INSTANCES, instance
+from jaxdl.config import ConfigError
+from jaxdl.planner.placement import by_cost, by_size, largest_differencing, lower_bound, makespan, place
+
+
+def best(costs, sizes, devices, memory):
+    """By trying all placements."""
+    found = (np.array(one) for one in itertools.product(range(devices), repeat=len(sizes)))
+    fit = (one for one in found if np.bincount(one, sizes, devices).max() <= memory)
+    return min(makespan(costs, one, devices) for one in fit)
+
+
+@pytest.mark.parametrize("phases", [1, 2])
+def test_small_instances_are_nearly_optimal(phases):
+    ratios = []
+    for seed in range(8):
+        draw = np.random.default_rng(seed)
+        costs, sizes = draw.lognormal(size=(8, phases)), draw.lognormal(size=8)
+        memory = max(sizes.sum() / 3 * 1.3, sizes.max())
+        found = place(costs, sizes, 3, memory)
+        ratios.append(found.makespan / best(costs, sizes, 3, memory))
+        assert found.makespan == makespan(costs, found.device, 3)
+        assert np.bincount(found.device, sizes, 3).max() <= memory
+    assert min(ratios) >= 1 - 1e-12
+    assert np.median(ratios) <= 1.01
+    assert max(ratios) <= 1.12
+
+
+@pytest.mark.parametrize("case", INSTANCES[:5], ids=str)
+def test_large_instances_are_near_the_bound(case):
+    for seed in range(3):
+        costs, sizes, memory = instance(*case, seed)
+        found = place(costs, sizes, case[1], memory)
+        assert found.makespan <= 1.002 * lower_bound(costs, case[1])
+        assert np.bincount(found.device, sizes, case[1]).max() <= memory
+
+
+def test_differencing_is_no_worse_than_the_largest_first():
+    costs = np.random.default_rng(0).uniform(0.5, 1.5, 60)
+    assert makespan(costs, largest_differencing(costs, 16), 16) < makespan(costs, by_cost(costs, 16), 16)
+    # Karmarkar and Karp's own example: 8, 7, 6, 5, 4 on two devices leaves a difference of 2.
+    assert makespan(np.array([8, 7, 6, 5, 4]), largest_differencing(np.array([8, 7, 6, 5, 4]), 2), 2) == 16
+
+
+def test_a_shard_as_costly_as_a_device_is_alone():
+    costs, sizes = np.array([10.0, *[1.0] * 12]), np.ones(13)
+    found = place(costs, sizes, 4, 5.0)
+    assert found.makespan == 10
+    assert np.sum(found.device == found.device[0]) == 1
+
+
+def test_what_does_not_fit():
+    with pytest.raises(ConfigError, match="shard 1 has 5 bytes, and a device 4"):
+        place(np.ones(2), np.array([1.0, 5.0]), 2, 4.0)
+    with pytest.raises(ConfigError, match="fits on none of 2 devices"):
+        by_size(np.ones(3), np.array([3.0, 3.0, 3.0]), 2, 4.0)
