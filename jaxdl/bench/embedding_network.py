@@ -18,7 +18,7 @@ from jaxdl.embedding import EmbeddingConfig
 from jaxdl.exchange.cost import Link, Machine
 from jaxdl.experiment import Experiment
 from jaxdl.launch.netns import Network
-from jaxdl.mesh import MeshConfig
+from jaxdl.mesh import Axis, MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
 from jaxdl.planner.tables import Workload, costs_of, plan_tables
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 PLAN = "plan"
 _PATIENCE_SEC = 600.0
+_SLOW = Axis.REPLICA.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,14 +64,14 @@ def measure_steps(
         ) as workers,
     ):
         # Links inside a host are as fast as its memory, whatever the rate.
-        inside = {axis: size for axis, size in work.sizes.items() if size > 1 and axis != "replica"}
+        inside = {axis: size for axis, size in work.sizes.items() if size > 1 and axis != _SLOW}
         _add(workers, experiment, known, console)
         floors = _floors(workers, network, list(known), command, [*inside])
         fast = floors.pop("")
         for rate in command.rates:
             network.set_rate(rate)
             console.print(f"{rate}: measuring the network")
-            probed = workers.ask("probe", axes=["replica"], num_repeats=command.num_repeats)[0]
+            probed = workers.ask("probe", axes=[_SLOW], num_repeats=command.num_repeats)[0]
             machine = _machine(fast["links"] | probed["links"], work)
             plan = plan_tables(work, machine, command.memory_gib * 2**30, base)
             name = f"{PLAN} for {rate}"
@@ -136,7 +137,7 @@ def _floors(
     for _ in range(command.num_rounds):
         for name in names:
             seconds[name] += _turn(workers, name, 1)
-    probed = workers.ask("probe", axes=["replica", *inside], num_repeats=command.num_repeats)[0]
+    probed = workers.ask("probe", axes=[_SLOW, *inside], num_repeats=command.num_repeats)[0]
     return {name: statistics.median(found) for name, found in seconds.items()} | {"": probed}
 
 

@@ -27,8 +27,10 @@ from jaxdl.embedding import (
 from jaxdl.embedding.traffic import Message, axis_bytes, messages
 from jaxdl.exchange.cost import Machine
 from jaxdl.kinds import kinds
+from jaxdl.mesh import Axis
 from jaxdl.planner.placement import place
 
+_SLOW = Axis.REPLICA.value
 _ROOM_SLACK = 1.1
 """Room of messages with touched rows over the mean number of rows: batches differ."""
 _READS, _UPDATES = 4, 3
@@ -62,7 +64,7 @@ class Workload:
 
     def ids_of(self, table: Table) -> int:
         """Ids of a table in a node's batch."""
-        return sum(self.num_ids[name] for name in table.features) * self.batch_size // self.sizes["replica"]
+        return sum(self.num_ids[name] for name in table.features) * self.batch_size // self.sizes[_SLOW]
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def costs_of(work: Workload, config: EmbeddingConfig, machine: Machine) -> Costs
         for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire):
             away, inside = message_sec(one, work.sizes, machine)
             slow, inner = slow + away, inner + inside
-            slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, work.sizes, "replica")
+            slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, work.sizes, _SLOW)
         memory += _memory_sec(buffer, work, machine)
     return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)))
 
@@ -128,7 +130,7 @@ def message_sec(one: Message, sizes: Mapping[str, int], machine: Machine) -> tup
         link = machine.link(axis).of(_COLLECTIVES[one.kind])
         rounds = (sizes[axis] - 1) * (2 if one.kind == "all-reduce" else 1)
         sent = axis_bytes(one.kind, one.axes, one.num_bytes, sizes, axis)
-        found[axis == "replica"] += sum(link.seconds(rounds, sent))
+        found[axis == _SLOW] += sum(link.seconds(rounds, sent))
     return found[True], found[False]
 
 
@@ -234,7 +236,7 @@ def _choices() -> list[Scheme]:
 
 
 def _possible(choices: Sequence[Scheme], table: Table, work: Workload) -> list[Scheme]:
-    ways = math.prod(size for axis, size in work.sizes.items() if axis != "replica")
+    ways = math.prod(size for axis, size in work.sizes.items() if axis != _SLOW)
     fit = [one for one in choices if one.spread.cut != "columns" or table.columns % ways == 0]
     return [_with_room(one, [table], work) for one in fit]
 
