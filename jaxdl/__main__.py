@@ -33,7 +33,7 @@ def main(args: list[str] | None = None) -> None:
     """Runs one subcommand. Exits with 2 after a user error, 130 after Ctrl-C."""
     line = sys.argv[1:] if args is None else args
     if not line or line[0] in ("-h", "--help", "help"):
-        print(help_text())
+        print_out(help_text())
         raise SystemExit(0)
     if line[0] in ("-V", "--version", "version"):
         print(f"jaxdl {__version__}")

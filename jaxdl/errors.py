@@ -9,6 +9,7 @@ import contextlib
 import functools
 import os
 import re
+import select
 import signal
 import sys
 import typing
@@ -40,12 +41,14 @@ _options = False
 def command_line() -> Iterator[None]:
     """Context of a program with a command line: messages name settings as its options.
 
-    A ConfigError ends the program with its message and exit code 2, Ctrl-C with one line and 130.
+    A ConfigError ends the program with its message and exit code 2, Ctrl-C with one line and 130. If nobody reads
+    stdout any more, as after `| head`, it ends without a word.
     """
     global _options
     before, _options = _options, True
     try:
-        yield
+        with _until_unread():
+            yield
     except ConfigError as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -112,11 +115,37 @@ def fail(message: str) -> typing.NoReturn:
 
 def print_out(text: str, end: str = "\n") -> None:
     """Prints on stdout what another program may read; ends without a word when that, such as `head`, has ended."""
+    with _until_unread():
+        print(text, end=end)
+
+
+@contextlib.contextmanager
+def _until_unread() -> Iterator[None]:
+    """Context in which the program ends without a word if nobody reads stdout any more.
+
+    A broken pipe of another program is raised as usual.
+    """
     try:
-        print(text, end=end, flush=True)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
     except BrokenPipeError:
+        if not _is_unread(sys.stdout):
+            raise
         os.dup2(os.pipe()[1], sys.stdout.fileno())  # Python flushes it again at its end.
         raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _is_unread(stream: typing.TextIO) -> bool:
+    """Whether a stream is a pipe that nobody reads any more."""
+    try:
+        number = stream.fileno()
+    except (OSError, ValueError):  # It is in memory, or closed.
+        return False
+    watched = select.poll()
+    watched.register(number, select.POLLERR)
+    return bool(watched.poll(0))
 
 
 def end_interrupted() -> typing.NoReturn:

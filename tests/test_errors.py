@@ -1,5 +1,10 @@
 """Messages name a setting as the user types it: an option on the command line, a field or an argument in Python."""
 
+import os
+import signal
+import subprocess
+import sys
+
 import pytest
 
 from jaxdl.errors import ConfigError, as_typed, command_line
@@ -37,3 +42,20 @@ def test_settings_are_named_as_the_user_types_them(written, in_python, capsys):
 )
 def test_options_of_other_programs_stay(text):
     assert as_typed(text) == text
+
+
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_help_that_nobody_reads_ends_without_a_word(buffered):
+    """As `--help | head`, of a program that keeps what it prints or does not."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "jaxdl.train", "--help"]
+    environment = os.environ | {"PYTHONUNBUFFERED": buffered}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_broken_pipe_of_another_program_is_an_error():
+    with pytest.raises(BrokenPipeError), command_line():
+        raise BrokenPipeError
