@@ -55,6 +55,24 @@ def _fingerprint(x: jax.Array) -> jax.Array:
     return jnp.stack(sums)
 
 
+def row_fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
+    """64 bits of each row of several arrays `[rows, ...]` with equally many rows, as two uint32, `[rows, 2]`.
+
+    As `fingerprints`, of the elements of a row in all arrays; the place of an element is its column.
+    """
+    words = []
+    for seed, rounds in _WORDS:
+        total = jnp.uint32(0)
+        for number, x in enumerate(arrays):
+            bits = _bits(x)
+            mixed = _mix(jnp.uint32(seed) + jnp.uint32(number), rounds)
+            for place in _places(bits.shape[1:]):
+                mixed = _mix(place ^ mixed, rounds)
+            total += jnp.sum(_mix(bits ^ mixed, rounds), axis=tuple(range(1, bits.ndim)), dtype=jnp.uint32)
+        words.append(total)
+    return jnp.stack(words, axis=1)
+
+
 def _bits(x: jax.Array) -> jax.Array:
     """The bits of each element as uint32; elements of 8 bytes add a last dimension of 2."""
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):

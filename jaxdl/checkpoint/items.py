@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from jaxdl.checkpoint.differential import CHANGED, ChangedHandler
 from jaxdl.state import TrainState
 
 ITEMS = {
@@ -46,7 +47,7 @@ def handlers() -> dict[str, Any]:
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     trees = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in ITEMS}
-    return trees | {"meta": ocp.JsonCheckpointHandler()}
+    return trees | {"meta": ocp.JsonCheckpointHandler(), CHANGED: ChangedHandler()}
 
 
 def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import jax
 import orbax.checkpoint as ocp
 import pydantic
 
+from jaxdl.checkpoint.differential import CHANGED, Differences, SaveChanged, WrittenTables, whole_bytes
 from jaxdl.checkpoint.disk import check_room, disk_reason
 from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable, read_refused, unreadable
 from jaxdl.checkpoint.items import ITEMS, handlers, to_items, to_state
@@ -24,14 +25,14 @@ from jaxdl.checkpoint.manifest import write_manifest
 from jaxdl.checkpoint.meta import Meta, Stored
 from jaxdl.checkpoint.quiet import hush_orbax
 from jaxdl.checkpoint.reading import fingerprint_texts, read_checkpoint
-from jaxdl.checkpoint.retention import Best
+from jaxdl.checkpoint.retention import Best, WithBases
 from jaxdl.cluster.agree import all_processes, of_first_process
 from jaxdl.config import Periodic
 from jaxdl.embedding.places import Layout, to_json
 from jaxdl.errors import ConfigError
 from jaxdl.exchange import resplit
 from jaxdl.files import CHECKPOINTS_FOLDER, DAMAGED_FOLDER, LEFT_FOLDER, step_folder
-from jaxdl.state import TrainState
+from jaxdl.state import TABLES, TrainState
 
 HALF = ".orbax-checkpoint-tmp"
 """Part of the name of a folder that is being written; older versions of Orbax append a number."""
@@ -46,6 +47,9 @@ class CheckpointConfig(Periodic):
     """Number of newest checkpoints to keep. More allow a rollback further back, but need more disk space."""
     keep_best: int = pydantic.Field(default=1, ge=0)
     """Number of checkpoints with the best evaluation to keep as well; 0 keeps the newest only."""
+    differential_tables: int | None = pydantic.Field(default=None, ge=2)
+    """Write the embedding tables whole in every so many-th checkpoint, and in those between only the rows that changed
+    since. Whole tables are kept for as long as a kept checkpoint needs them."""
     start_over: bool = False
     """Start again at step 0 if the workdir had checkpoints and none is usable any more. They and the history are moved
     to a folder `earlier-N`; nothing is deleted. With `init_from` it starts with the parameters of that run. Has no
@@ -86,6 +90,10 @@ class Checkpoints:
         self.folder = workdir.absolute() / CHECKPOINTS_FOLDER
         policies = ocp.checkpoint_managers
         self._metric, self._best = best_metric, Best(self.folder, config.keep_best, best_mode)
+        self._kept = WithBases(self.folder, [policies.LatestN(n=config.keep), self._best])
+        self._differences = Differences(config.differential_tables)
+        self.written_tables: WrittenTables | None = None
+        """What the last checkpoint has of the tables, if some have the changed rows alone."""
         self._under_way: int | None = None
         self._started: list[int] = []
         self._notes: list[str] = []
@@ -95,7 +103,7 @@ class Checkpoints:
         if not read_only:
             self._clear()
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(n=config.keep), self._best]),
+            preservation_policy=self._kept,
             create=not read_only,
             read_only=read_only,
             save_interval_steps=0 if read_only else 1,
@@ -138,14 +146,23 @@ class Checkpoints:
             item: {name: Stored(prints[item][name], tuple(x.shape), str(x.dtype)) for name, x in leaves.items()}
             for item, leaves in items.items()
         }
-        meta = Meta(evaluated_step, score, arrays, table_layout=to_json(self._table_layout))
         arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
+        num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
+        changed = self._differences.find(step, items[TABLES], self.steps)
+        base = changed.base if changed is not None else None
+        if changed is not None:
+            del arguments[TABLES]
+            arguments[CHANGED] = SaveChanged(changed.rows)
+            num_bytes += changed.num_bytes - whole_bytes(items[TABLES])
+        self.written_tables = self._differences.written(items[TABLES], changed)
+        self._kept.add(step, base)
+        meta = Meta(evaluated_step, score, arrays, table_layout=to_json(self._table_layout), base=base)
         arguments["meta"] = ocp.args.JsonSave(meta.to_json())
 
         def start() -> None:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
 
-        room = functools.partial(check_room, self.folder, sum(x.nbytes for x in jax.tree.leaves(items)))
+        room = functools.partial(check_room, self.folder, num_bytes)
         self._writing = step
         self._clear()
         # Checked before anything is written: otherwise processes wait long for one that cannot write its part.

@@ -1,7 +1,9 @@
 """The description of a checkpoint, `step_N/meta/metadata`: JSON with a format version and its own checksum.
 
-Format 2 has the shape, dtype and fingerprint of each array. Format 1, of earlier versions of jaxdl, has no version, no
-checksum, fingerprints of another kind (`fingerprint.first_sums`), and only the shapes of the exchange's arrays.
+Format 2 has the shape, dtype and fingerprint of each array. Format 3 also names the checkpoint with the whole embedding
+tables, of which this one has the rows that changed since; the fingerprints are those of the whole tables with these.
+Format 1, of earlier versions of jaxdl, has no version, no checksum, fingerprints of another kind
+(`fingerprint.first_sums`), and only the shapes of the exchange's arrays.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from typing import Any
 from jaxdl.checkpoint.errors import Damaged, Unusable, read_refused, unreadable
 
 FORMAT = 2
+DIFFERENTIAL_FORMAT = 3
+"""Of checkpoints that have some rows of the embedding tables, and need the whole ones of an earlier checkpoint."""
 META_FILE = "meta/metadata"
 _KEYS = {"format", "evaluated_step", "score", "fingerprints", "shapes", "dtypes", "checksum"}
 
@@ -42,6 +46,8 @@ class Meta:
     format: int = FORMAT
     table_layout: Sequence[Mapping[str, Any]] = ()
     """Where the rows of embedding tables are, `jaxdl.embedding.places.to_json`."""
+    base: int | None = None
+    """The step of the checkpoint with the whole embedding tables, if this one has the rows that changed since."""
 
     @property
     def exchange_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -60,6 +66,8 @@ class Meta:
         }
         if self.table_layout:
             content["table_layout"] = list(self.table_layout)
+        if self.base is not None:
+            content |= {"format": DIFFERENTIAL_FORMAT, "base": self.base}
         return content | {"checksum": checksum(content)}
 
     def _each(self, value: Callable[[Stored], Any]) -> dict[str, dict[str, Any]]:
@@ -113,9 +121,10 @@ def read_meta(folder: Path) -> Meta:
     except Damaged as damage:
         raise Damaged(f"{META_FILE}: {damage}") from None
     version = found.get("format", 1)
-    if version not in (1, FORMAT):
+    if version not in (1, FORMAT, DIFFERENTIAL_FORMAT):
         raise Unusable(
-            f"{folder}: this checkpoint has format {version}, but this version of jaxdl reads formats 1 to {FORMAT}. "
+            f"{folder}: this checkpoint has format {version}, but this version of jaxdl reads formats 1 to "
+            f"{DIFFERENTIAL_FORMAT}. "
             "Use the version of jaxdl that wrote it."
         )
     try:
@@ -140,7 +149,9 @@ def _second_format(found: Mapping[str, Any]) -> Meta:
         }
         for item, leaves in found["fingerprints"].items()
     }
-    return Meta(int(found["evaluated_step"]), found["score"], arrays, table_layout=found.get("table_layout", ()))
+    base = int(found["base"]) if found["format"] == DIFFERENTIAL_FORMAT else None
+    layout = found.get("table_layout", ())
+    return Meta(int(found["evaluated_step"]), found["score"], arrays, table_layout=layout, base=base)
 
 
 def _first_format(found: Mapping[str, Any]) -> Meta:

@@ -8,14 +8,15 @@ quarantines a checkpoint.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxdl.checkpoint.agree import Finding, findings, raise_worst
+from jaxdl.checkpoint.differential import Rows, read_changed, with_changed
 from jaxdl.checkpoint.errors import Damaged, Unreadable, Unusable, read_refused, unreadable
 from jaxdl.checkpoint.fingerprint import as_text, fingerprints, first_sums
 from jaxdl.checkpoint.items import read_items, stored_arrays
@@ -23,6 +24,7 @@ from jaxdl.checkpoint.manifest import check_files, read_everything
 from jaxdl.checkpoint.meta import Meta, Stored, read_meta
 from jaxdl.embedding import places
 from jaxdl.exchange import resplit
+from jaxdl.files import step_folder
 from jaxdl.state import TABLES
 
 Items = dict[str, dict[str, Any]]
@@ -74,13 +76,14 @@ def read_checkpoint(
 ) -> tuple[Items, Meta]:
     """(the arrays, the description) of the checkpoint in `folder`; it succeeds on all processes or on none.
 
+    A differential checkpoint is put together with the one that has the whole embedding tables.
     `wanted` are shape structs with shardings, with `partial` of some of the stored arrays. Of the exchange's state all
     stored arrays are read, sharded as `resplit.readable` says. Embedding tables that are stored in another layout than
     `table_layout` are moved. Raises the same error on all processes: Damaged,
     Unreadable, or Unusable for a checkpoint with other arrays or of another version.
     """
     for last in (False, True):
-        error, found, meta, there = None, {}, None, {}
+        error, found, meta, there, base = None, {}, None, {}, None
         try:
             if jax.process_index() == 0:
                 check_files(folder)
@@ -90,12 +93,17 @@ def read_checkpoint(
                 folder, meta, {name: x for name, x in wanted.items() if name not in there}, partial=partial
             )
             to_read |= there
+            if meta.base is not None and TABLES in to_read:
+                base = _read_base(folder, meta, to_read.pop(TABLES))
             found = read_items(folder, to_read, partial=partial)
         except Exception as raised:  # Kept until the others know: all processes must take the same path.
             error = raised
         if not _problem(folder, error, last):
             assert meta is not None
-            bad = _changed(found, meta)
+            bad = [] if base is None else [f"{one} of {base.name}" for one in _changed(base.found, base.meta)]
+            if base is not None:
+                found[TABLES] = with_changed(base.found.pop(TABLES), base.changed)
+            bad = bad or _changed(found, meta)
             if not bad:
                 if there:
                     found |= _moved_tables(meta, found, wanted, table_layout)
@@ -104,6 +112,40 @@ def read_checkpoint(
             changed = ValueError(f"the stored values of {', '.join(bad[:3])} have changed since they were written")
             _problem(folder, changed, last)
     raise AssertionError("the last attempt returns or raises")
+
+
+class _Base(NamedTuple):
+    """Whole tables of an earlier checkpoint, and the rows that a differential one has."""
+
+    name: str
+    meta: Meta
+    found: Items
+    changed: list[Rows]
+
+
+def _read_base(folder: Path, meta: Meta, tables: Mapping[str, Any]) -> _Base:
+    """What a differential checkpoint is made of. Raises Damaged, Unreadable, and what Orbax and NumPy raise."""
+    assert meta.base is not None
+    base = folder.parent / step_folder(meta.base)
+    with _named_base(base):
+        if not base.is_dir():
+            raise Damaged(f"there is no {base}")
+        if jax.process_index() == 0:
+            check_files(base)
+        there = read_meta(base)
+        if there.base is not None or list(there.table_layout) != list(meta.table_layout):
+            raise Damaged("it is another checkpoint than the one that was written")
+    changed = read_changed(folder, {name: one.dtype for name, one in meta.arrays[TABLES].items()})
+    return _Base(base.name, there, read_items(base, {TABLES: tables}), changed)
+
+
+@contextlib.contextmanager
+def _named_base(base: Path) -> Iterator[None]:
+    """What is damaged inside is the checkpoint with the whole tables."""
+    try:
+        yield
+    except Damaged as error:
+        raise Damaged(f"it needs the embedding tables of {base.name}, which cannot be used: {error}") from None
 
 
 def _problem(folder: Path, error: Exception | None, last: bool) -> bool:
@@ -124,6 +166,11 @@ def _diagnosed(folder: Path, error: Exception, last: bool) -> Exception:
     try:
         vouched = check_files(folder)
         read_everything(folder)
+        if (base := read_meta(folder).base) is not None:
+            whole = folder.parent / step_folder(base)
+            with _named_base(whole):
+                vouched = check_files(whole) and vouched
+                read_everything(whole)
     except (Damaged, Unreadable) as certain:
         return certain
     if not last:

@@ -1,4 +1,4 @@
-"""The retention policy that keeps the checkpoints with the best evaluations."""
+"""The retention policies that keep the checkpoints with the best evaluations, and those on which kept ones depend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo
+from orbax.checkpoint.checkpoint_managers import PolicyCheckpointInfo, PreservationContext, PreservationPolicy
 
 from jaxdl.checkpoint.errors import Damaged, Unreadable
 from jaxdl.checkpoint.meta import read_meta
@@ -58,3 +58,39 @@ class Best:
             except (Damaged, ConfigError, TypeError, ValueError):
                 self.add(step, None)
         return True
+
+
+class WithBases:
+    """A preservation policy of Orbax: what any of several keeps, and the whole tables on which that depends.
+
+    A checkpoint whose description is unreadable may depend on any other: then all are kept until it is readable.
+    """
+
+    def __init__(self, folder: Path, policies: Sequence[PreservationPolicy]) -> None:
+        self._folder, self._policies = folder, policies
+        self._known: dict[int, int | None] = {}
+
+    def add(self, step: int, base: int | None) -> None:
+        """Records on which checkpoint one that is about to be written depends."""
+        self._known[step] = base
+
+    def should_preserve(
+        self, checkpoints: Sequence[PolicyCheckpointInfo], *, context: PreservationContext
+    ) -> list[bool]:
+        """For each checkpoint, in Orbax's order, whether it is kept."""
+        each = [policy.should_preserve(checkpoints, context=context) for policy in self._policies]
+        kept = {one.step for one, votes in zip(checkpoints, zip(*each, strict=True), strict=True) if any(votes)}
+        try:
+            kept |= {base for step in kept if (base := self._base(step)) is not None}
+        except Unreadable:
+            return [True] * len(checkpoints)
+        return [one.step in kept for one in checkpoints]
+
+    def _base(self, step: int) -> int | None:
+        """The step on which a checkpoint depends, if any. Raises Unreadable."""
+        if step not in self._known:
+            try:
+                self._known[step] = read_meta(self._folder / step_folder(step)).base
+            except (Damaged, ConfigError):
+                self._known[step] = None
+        return self._known[step]

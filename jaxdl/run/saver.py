@@ -131,6 +131,12 @@ class Saver:
         self.checkpoints.save(
             state, step, evaluated_step=evaluated_step, metrics=metrics if evaluated_step == step else None
         )
+        if (tables := self.checkpoints.written_tables) is not None:
+            self._reporter.note(f"checkpoint of step {step}: {tables.text}")
+            sizes = {"table_bytes": tables.num_bytes, "table_bytes_whole": tables.whole_bytes}
+            self._reporter.history.write(
+                {"step": step} | {f"checkpoint/{name}": value for name, value in sizes.items()}
+            )
         self._report_notes()
 
     def save_again(self, state: TrainState | None, step: int, metrics: dict[str, float] | None) -> None:
