@@ -1,6 +1,8 @@
 """Differential checkpoints: rows of embedding tables that changed since the last whole ones, and what restores them."""
 
+import errno
 import json
+import os
 import shutil
 
 import jax
@@ -10,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from test_embedding import NUM_IDS, TABLES, mesh_of, whole
 
-from jaxdl.checkpoint import CheckpointConfig, Checkpoints, NoneLeft
+from jaxdl.checkpoint import CheckpointConfig, Checkpoints, NoneLeft, differential
 from jaxdl.checkpoint.fingerprint import row_fingerprints
 from jaxdl.embedding import ColumnWise, EmbeddingConfig, RowWise, RowWiseAdaGrad, Tables, TableWise
 from jaxdl.files import step_folder
@@ -39,7 +41,7 @@ def values(tables, step):
             places = buffer.places.of(table.name, ids)
             for name, x in arrays.items():
                 base = ids + 1000.0 * last + len(name)
-                x[places] = base[:, None] + np.arange(x.shape[1]) / 64 if x.ndim == 2 else base
+                x[places] = base[:, None] + np.arange(x.shape[-1]) / 64 if x.ndim == 2 else base
         found[buffer.name] = arrays
     return found
 
@@ -60,7 +62,7 @@ def dense(step):
 
 
 def opened(folder, tables=ONE, *, read_only=False, **config):
-    config = CheckpointConfig(**({"keep": 5, "differential_tables": 4} | config))
+    config = CheckpointConfig().replaced({"keep": 5, "differential_tables": 4} | config)
     arguments = {"best_metric": "accuracy", "best_mode": "max", "read_only": read_only}
     return Checkpoints(folder, config, table_layout=tables.layout, **arguments)
 
@@ -156,10 +158,29 @@ def test_after_a_return_to_an_earlier_checkpoint(tmp_path):
     bases = []
     for step in (2, 3):
         checkpoints.save(state_of(ONE, step), step, evaluated_step=-1, metrics=None)
-        bases.append(checkpoints.written_tables.base)
+        bases.append(getattr(checkpoints.written_tables, "base", -1))
     checkpoints.close()
     assert bases == [None, 2]
     assert_is(restored(tmp_path), ONE, 3)
+
+
+def test_rows_that_cannot_be_written(tmp_path, monkeypatch):
+    """That checkpoint is not there, and the next one is of the same whole tables."""
+    checkpoints, write = opened(tmp_path), differential._write
+
+    def full(rows, folder):
+        write(rows, folder)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for step, act in ((0, write), (1, full), (2, write)):
+        monkeypatch.setattr(differential, "_write", act)
+        checkpoints.save(state_of(ONE, step), step, evaluated_step=-1, metrics=None)
+        checkpoints.wait()
+    (note,) = checkpoints.take_notes()
+    checkpoints.close()
+    assert note.startswith("the checkpoint of step 1 could not be written: No space left on device")
+    assert folders(tmp_path) == ["step_0", "step_2"]
+    assert_is(restored(tmp_path), ONE, 2)
 
 
 def largest(folder):

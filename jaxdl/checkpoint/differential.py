@@ -23,6 +23,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
+from orbax.checkpoint import future
 
 from jaxdl.checkpoint.fingerprint import row_fingerprints
 from jaxdl.cluster.agree import from_each_process
@@ -232,7 +233,7 @@ class ChangedHandler(ocp.AsyncCheckpointHandler):
         async def write() -> None:
             writing(Path(directory))
 
-        return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="changed_rows_save")]
+        return [future.CommitFutureAwaitingContractedSignals(write(), name="changed_rows_save")]
 
     def save(self, directory: Any, *args: Any, **kwargs: Any) -> None:
         """Checkpoints are written asynchronously."""

@@ -93,7 +93,7 @@ class Checkpoints:
         self._kept = WithBases(self.folder, [policies.LatestN(n=config.keep), self._best])
         self._differences = Differences(config.differential_tables)
         self.written_tables: WrittenTables | None = None
-        """What the last checkpoint has of the tables, if some have the changed rows alone."""
+        """What the last checkpoint has of the tables, if some are to have the changed rows alone."""
         self._under_way: int | None = None
         self._started: list[int] = []
         self._notes: list[str] = []
@@ -138,7 +138,7 @@ class Checkpoints:
         self.wait()
         if step in self.steps:
             return
-        items = to_items(state)
+        items, self.written_tables = to_items(state), None
         score = None if metrics is None else metrics[self._metric]
         self._best.add(step, score)
         prints = fingerprint_texts(items)
@@ -154,7 +154,6 @@ class Checkpoints:
             del arguments[TABLES]
             arguments[CHANGED] = SaveChanged(changed.rows)
             num_bytes += changed.num_bytes - whole_bytes(items[TABLES])
-        self.written_tables = self._differences.written(items[TABLES], changed)
         self._kept.add(step, base)
         meta = Meta(evaluated_step, score, arrays, table_layout=to_json(self._table_layout), base=base)
         arguments["meta"] = ocp.args.JsonSave(meta.to_json())
@@ -169,6 +168,7 @@ class Checkpoints:
         if all(self._settled(step, act) for act in (self._probe, room, start)):
             self._under_way = step
             self._started.append(step)
+            self.written_tables = self._differences.written(items[TABLES], changed)
 
     def _list_files(self) -> None:
         """Writes the manifest. Orbax calls this on the first process before the folder gets its final name."""

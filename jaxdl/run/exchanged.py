@@ -85,6 +85,11 @@ def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Tables | 
             raise ConfigError(
                 f"--embedding: model {experiment.model.kind} has no embedding tables. Remove these options."
             )
+        if (every := experiment.checkpoint.differential_tables) is not None:
+            raise ConfigError(
+                f"--checkpoint.differential-tables {every}: model {experiment.model.kind} has no embedding tables. "
+                "Remove this option."
+            )
         return None
     check_with_tables(experiment, mesh.size)
     num_ids = {one.name: one.num_ids for one in features}
