@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from mistakes import refusal
 from test_embedding import NUM_IDS, TABLES, mesh_of, whole
 
 from jaxdl.checkpoint import CheckpointConfig, Checkpoints, NoneLeft, differential
 from jaxdl.checkpoint.fingerprint import row_fingerprints
+from jaxdl.checkpoint.manager import HALF
 from jaxdl.embedding import ColumnWise, EmbeddingConfig, RowWise, RowWiseAdaGrad, Tables, TableWise
 from jaxdl.files import step_folder
 from jaxdl.state import TrainState
@@ -170,6 +172,7 @@ def test_rows_that_cannot_be_written(tmp_path, monkeypatch):
 
     def full(rows, folder):
         write(rows, folder)
+        assert HALF in str(folder), "it is renamed when all of it is there"
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     for step, act in ((0, write), (1, full), (2, write)):
@@ -181,6 +184,18 @@ def test_rows_that_cannot_be_written(tmp_path, monkeypatch):
     assert note.startswith("the checkpoint of step 1 could not be written: No space left on device")
     assert folders(tmp_path) == ["step_0", "step_2"]
     assert_is(restored(tmp_path), ONE, 2)
+
+
+def test_rows_of_a_save_that_was_killed_are_not_used(workdir):
+    folder = workdir / "checkpoints"
+    half = shutil.copytree(folder / "step_3", folder / f"step_4{HALF}")
+    assert_is(restored(workdir), ONE, 3)
+    assert not half.exists()
+
+
+def test_a_network_without_tables(capsys):
+    message = refusal(capsys, "--config", "configs/digits.py", "--checkpoint.differential-tables", "3")
+    assert "--checkpoint.differential-tables 3: model resnet has no embedding tables" in message
 
 
 def largest(folder):

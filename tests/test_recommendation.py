@@ -9,6 +9,7 @@ from mistakes import refusal
 from sklearn.metrics import roc_auc_score
 
 import jaxdl
+from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, Feature, MovieLens, Splits, TabularArrays, TabularSpec
 from jaxdl.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowSGD, RowWise, Table
@@ -132,8 +133,11 @@ def test_no_other_buffer_is_as_large_as_a_table(changes):
 
 
 def test_a_run_resumes_on_another_mesh_with_another_scheme(tmp_path):
-    whole = experiment((1, 8, 1))
-    jaxdl.train(whole, workdir=tmp_path / "cut", max_steps=10)
+    """The checkpoint that it resumes from has the rows that changed in the last step alone."""
+    whole = experiment((1, 8, 1), checkpoint=CheckpointConfig(every_steps=9, differential_tables=2))
+    history = jaxdl.train(whole, workdir=tmp_path / "cut", max_steps=10).history
+    first, second = (size for size in history["checkpoint/table_bytes"] if not np.isnan(size))
+    assert 2000 < second < first == np.nanmax(history["checkpoint/table_bytes_whole"])
     changed = whole.replaced({"mesh": {"replica": 2, "fsdp": 2, "tensor": 2}, "embedding.scheme": "table_row_wise"})
     run = jaxdl.train(changed, workdir=tmp_path / "cut")
     again = jaxdl.train(whole, workdir=tmp_path / "whole")

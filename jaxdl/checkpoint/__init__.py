@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `checkpoints/step_N` with one array for each leaf of the train state, named by its path, in
 three items (`model`, `optimizer`, `exchange`, written by Orbax), a description with the fingerprint of each array
-(`meta/metadata`), and a list of its files (`files.json`).
+(`meta/metadata`), and a list of its files (`files.json`). A network with embedding tables has a fourth item, `tables`,
+or the rows of them that changed since an earlier checkpoint (`jaxdl.checkpoint.differential`).
 
 A checkpoint that cannot be written (a full disk) does not end the run: the failure is noted, the partial folder is
 removed, and complete checkpoints are kept. A checkpoint that cannot be read ends the run and is not moved. Only a
