@@ -282,6 +282,7 @@ ELSEWHERE = {
     "epochs/NAME": "data/mixture.py", "tokens/NAME": "data/mixture.py",
     "train/agreement/merges": "run/learning.py", "train/agreement/wait_sec": "run/learning.py",
     "input/hits/TIER": "report/inputs.py", "input/per_sec/STAGE": "report/inputs.py",
+    "checkpoint/table_bytes": "run/saver.py", "checkpoint/table_bytes_whole": "run/saver.py",
 }  # fmt: skip
 """Metrics that a small run on digits does not write -> where they are made."""
 

@@ -78,11 +78,15 @@ class WrittenTables(NamedTuple):
     def text(self) -> str:
         """In words."""
         if self.base is None:
-            return f"the embedding tables are written whole, {self.num_bytes / 1e6:,.1f} MB"
+            return f"the embedding tables are written whole, {_size(self.num_bytes)}"
         return (
             f"{self.num_rows:,} rows of the embedding tables have changed since step {self.base}: "
-            f"{self.num_bytes / 1e6:,.1f} MB are written instead of {self.whole_bytes / 1e6:,.1f}"
+            f"{_size(self.num_bytes)} are written instead of {_size(self.whole_bytes)}"
         )
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:,.1f} kB"
 
 
 class Differences:
