@@ -16,7 +16,17 @@ from test_embedding import NUM_IDS, TABLES, mesh_of, whole
 from jaxdl.checkpoint import CheckpointConfig, Checkpoints, NoneLeft, differential
 from jaxdl.checkpoint.fingerprint import row_fingerprints
 from jaxdl.checkpoint.manager import HALF
-from jaxdl.embedding import ColumnWise, EmbeddingConfig, RowWise, RowWiseAdaGrad, Tables, TableWise
+from jaxdl.embedding import (
+    ColumnWise,
+    DataParallel,
+    EmbeddingConfig,
+    Replicated,
+    RowWise,
+    RowWiseAdaGrad,
+    TableRowWise,
+    Tables,
+    TableWise,
+)
 from jaxdl.files import step_folder
 from jaxdl.state import TrainState
 
@@ -69,11 +79,11 @@ def opened(folder, tables=ONE, *, read_only=False, **config):
     return Checkpoints(folder, config, table_layout=tables.layout, **arguments)
 
 
-def save(folder, steps, **config):
+def save(folder, steps, tables=ONE, **config):
     """Saves the state of each of these steps; the sizes of what was written of the tables."""
-    checkpoints, written = opened(folder, **config), []
+    checkpoints, written = opened(folder, tables, **config), []
     for step in steps:
-        checkpoints.save(state_of(ONE, step), step, evaluated_step=-1, metrics=None)
+        checkpoints.save(state_of(tables, step), step, evaluated_step=-1, metrics=None)
         written.append(checkpoints.written_tables)
     checkpoints.close()
     assert not checkpoints.take_notes()
@@ -127,6 +137,15 @@ def test_it_restores_what_a_whole_one_would(workdir, scheme, sizes, step):
     assert_is(restored(workdir, tables, which=step), tables, step)
 
 
+@pytest.mark.parametrize("scheme", [TableRowWise(), DataParallel(), Replicated()], ids=lambda scheme: scheme.kind)
+def test_copies_are_written_once(tmp_path, scheme):
+    tables = tables_on(scheme, (2, 2, 2))
+    _, one = save(tmp_path, [0, 3], tables)
+    each = 8 + 4 + 8  # The number of the row, its state, and that number again.
+    assert (one.num_rows, one.num_bytes) == (5, 4 * (each + 8 * 4) + (each + 16 * 4))
+    assert_is(restored(tmp_path, tables), tables, 3)
+
+
 def test_bytes_are_those_of_changed_rows(written):
     folder, sizes = written
     whole_bytes = sum(x.nbytes for x in jax.tree.leaves(values(ONE, 0)))
@@ -136,7 +155,9 @@ def test_bytes_are_those_of_changed_rows(written):
     assert [(one.base, one.num_bytes, one.num_rows) for one in sizes[1:]] == [
         (0, 4 * row, 4), (0, 4 * row, 4), (0, 4 * row + wide, 5)
     ]  # fmt: skip
-    assert sizes[3].text.startswith("5 rows of the embedding tables have changed since step 0: 0.3 kB are written instead of 9.2 kB")
+    assert sizes[3].text.startswith(
+        "5 rows of the embedding tables have changed since step 0: 0.3 kB are written instead of 9.2 kB"
+    )
     files = (folder / "checkpoints" / "step_1" / "changed_rows").glob("*")
     assert sum(path.stat().st_size for path in files) < 4 * row + 4096
     assert json.loads((folder / "checkpoints" / "step_1" / "meta" / "metadata").read_text())["format"] == 3
