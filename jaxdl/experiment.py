@@ -173,7 +173,7 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
         found["guard"] = {name: value for name, value in found["guard"].items() if name != "max_rollbacks"}
     found = {name: _with_defaults(name, value) for name, value in found.items()}
     if "embedding" in found:  # Tables are restored on any mesh, under any scheme.
-        spread = ("scheme", "schemes", "places")
+        spread = ("scheme", "schemes", "places", "cache")
         found["embedding"] = {name: value for name, value in found["embedding"].items() if name not in spread}
     return found
 

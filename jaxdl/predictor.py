@@ -26,6 +26,7 @@ from jaxdl.files import DATA_FILE, EXAMPLES_FILE, step_folder
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.phases import make_timeline
 from jaxdl.run.build import make_parts
+from jaxdl.run.cached import without_caches
 from jaxdl.run.codec import check_codec, check_data
 from jaxdl.run.generation import Decoder, Sampling, Writing
 from jaxdl.run.inference import Inference, held_out, of_phase
@@ -277,6 +278,7 @@ def restore(
     folder = check_run(workdir)
     # No gradients are exchanged in prediction, so what they would be exchanged by plays no part.
     experiment = read_experiment(folder).replaced({"exchange": Dense()})
+    experiment = without_caches(experiment)
     spec = trained_on(folder)
     with contextlib.suppress(ConfigError):  # JAX may run on other devices already, and those will do.
         start_devices(mesh or experiment.mesh)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import orbax.checkpoint as ocp
@@ -70,6 +70,22 @@ class Restored:
     """A line for each change that this mesh required."""
 
 
+class Form(Protocol):
+    """What states are like in checkpoints, if not as in training."""
+
+    def abstract(self, state: TrainState) -> TrainState:
+        """The shapes in a checkpoint, of those of a state."""
+        ...
+
+    def stored(self, state: TrainState) -> TrainState:
+        """A state as a checkpoint has it."""
+        ...
+
+    def live(self, state: TrainState) -> TrainState:
+        """The reverse of `stored`."""
+        ...
+
+
 class Checkpoints:
     """The checkpoints of a workdir. With `read_only` it changes no files, so a run may write there at the same time."""
 
@@ -82,11 +98,14 @@ class Checkpoints:
         best_mode: Literal["max", "min"],
         read_only: bool = False,
         table_layout: Layout = (),
+        form: Form | None = None,
     ) -> None:
         """`table_layout` is that of the embedding tables of the states that are saved and restored.
 
+        `form` changes states that have another form in checkpoints.
+
         Raises ConfigError if the folder cannot be used, Unreadable if it cannot be read."""
-        self.read_only, self._table_layout = read_only, table_layout
+        self.read_only, self._table_layout, self._form = read_only, table_layout, form
         self.folder = workdir.absolute() / CHECKPOINTS_FOLDER
         policies = ocp.checkpoint_managers
         self._metric, self._best = best_metric, Best(self.folder, config.keep_best, best_mode)
@@ -138,7 +157,8 @@ class Checkpoints:
         self.wait()
         if step in self.steps:
             return
-        items, self.written_tables = to_items(state), None
+        items = to_items(state if self._form is None else self._form.stored(state))
+        self.written_tables = None
         score = None if metrics is None else metrics[self._metric]
         self._best.add(step, score)
         prints = fingerprint_texts(items)
@@ -299,10 +319,11 @@ class Checkpoints:
         Raises NoneLeft if all are damaged, Unreadable if one cannot be read (it may be intact), Unusable for one of
         another network or version, and ConfigError for a step without a checkpoint.
         """
+        whole = abstract if self._form is None else self._form.abstract(abstract)
         damaged: dict[int, str] = {}
         while (step := next((one for one in self.choice(which) if one not in damaged), None)) is not None:
             try:
-                state, meta = self._restore_step(step, abstract, items, fresh_exchange_state)
+                state, meta = self._restore_step(step, whole, items, fresh_exchange_state)
             except (Damaged, Unreadable) as error:
                 if self._vanishes(step):
                     continue
@@ -310,6 +331,8 @@ class Checkpoints:
                     raise
                 damaged[step] = self._quarantine(step, error)
                 continue
+            if self._form is not None:
+                state = self._form.live(state)
             stored = meta.exchange_shapes
             note = resplit.changed(to_items(abstract)["exchange"], stored) if "exchange" in items else None
             return Restored(state, step, meta.evaluated_step, tuple(damaged.values()), (note,) if note else ())

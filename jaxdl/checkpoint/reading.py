@@ -36,11 +36,14 @@ _first_sums = jax.jit(first_sums)
 
 def fingerprint_texts(items: Items) -> dict[str, dict[str, str]]:
     """The fingerprint of each array."""
-    groups: dict[int, Items] = {}
+    groups: dict[Any, Items] = {}
     total = 0
     for item, leaves in items.items():
         for name, x in leaves.items():
-            groups.setdefault(total // _GROUP_BYTES, {}).setdefault(item, {})[name] = x
+            # One program is for the same devices; tables that the host holds are on its CPU.
+            devices = x.sharding.device_set if isinstance(x, jax.Array) else None
+            key = (total // _GROUP_BYTES, frozenset(devices or ()))
+            groups.setdefault(key, {}).setdefault(item, {})[name] = x
             total += x.nbytes
     found: dict[str, dict[str, str]] = {item: {} for item in items}
     for group in groups.values():

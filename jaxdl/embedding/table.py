@@ -11,6 +11,7 @@ import pydantic
 import tyro
 
 from jaxdl.config import Config, ConfigError
+from jaxdl.embedding.cache import CacheConfig
 from jaxdl.embedding.optimizers import RowOptimizer, RowWiseAdaGrad
 from jaxdl.embedding.schemes import Scheme, TableWise
 from jaxdl.embedding.wire import WireType
@@ -56,6 +57,9 @@ class EmbeddingConfig(Config):
     backward_wire: WireType = "float32"
     """The type in which their gradients travel, and the touched rows of `replicated` tables. Gradients of whole
     `data_parallel` tables are always float32."""
+
+    cache: CacheConfig = CacheConfig()
+    """Tables that the host holds, of which the devices have the rows that are used."""
 
     def scheme_of(self, table: str) -> Scheme:
         """The scheme of a table of this name."""

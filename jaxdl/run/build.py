@@ -31,6 +31,7 @@ from jaxdl.mesh import Axis, Device, batch_sharding, batch_ways, make_mesh, plat
 from jaxdl.optim import Rates, check_average, keeps_average, make_optimizer
 from jaxdl.phases import Segment, Timeline, make_timeline
 from jaxdl.report import Start
+from jaxdl.run.cached import Caches, make_caches
 from jaxdl.run.exchanged import (
     exchanged_gradients,
     fragments_of,
@@ -83,6 +84,8 @@ class Plan:
     """Why this exchange was chosen, or that with one replica it sends nothing; other notes for the user."""
     initial: Initial | None = None
     """What the run takes from another run when it begins at step 0."""
+    caches: Caches | None = None
+    """The embedding tables that the host holds."""
 
     @property
     def exchange(self) -> ExchangeConfig:
@@ -110,10 +113,13 @@ class Plan:
         assert isinstance(test, PhotoSource)
         return train.at(size=phase.size, min_scale=phase.min_scale), test.at(size=phase.eval_size or phase.size)
 
-    def batches(self, segment: Segment, start: int, num_steps: int) -> TrainLoader:
-        """The training batches of some steps of a segment, from a position in the stream of examples on."""
+    def batches(self, segment: Segment, start: int, num_steps: int, source: Source | None = None) -> TrainLoader:
+        """The training batches of some steps of a segment, from a position in the stream of examples on.
+
+        `source` is what to read in place of the segment's training examples.
+        """
         return TrainLoader(
-            self.sources(segment)[0],
+            source or self.sources(segment)[0],
             batch_size=segment.batch_size,
             seed=self.experiment.seed,
             sharding=batch_sharding(self.parts.layout.mesh),
@@ -177,7 +183,17 @@ def make_plan(
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
     reasons += experiment.agreement.remarks(total_steps, mesh.shape[Axis.REPLICA])
     reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
-    plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with)
+    plan = Plan(
+        experiment,
+        parts,
+        splits,
+        timeline,
+        eval_batch_size,
+        asked,
+        reasons,
+        begin_with,
+        make_caches(experiment, parts.tables, splits.train.spec),
+    )
     _check_sizes(plan)
     return plan
 
@@ -325,6 +341,8 @@ def make_initial_state(plan: Plan) -> TrainState:
     flag, given = "xla_backend_optimization_level", os.environ.get("XLA_FLAGS", "")
     options = {flag: 1} if jax.default_backend() == "cpu" and flag not in given else None
     make = jax.jit(lambda: spec.init(jax.random.key(seed)), out_shardings=spec.shardings, compiler_options=options)
+    if plan.caches is not None:
+        plan.caches.store.init(jax.random.key(seed))
     if plan.initial is None:
         return make()
     state = plan.initial.apply(make(), spec.abstract())

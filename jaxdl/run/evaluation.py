@@ -47,8 +47,11 @@ class Evaluation:
         num_batches = sum(math.ceil(len(one) / size) for one in source.parts.values() or (source,))
         poll = self._reporter.counted(self._poll, num_batches)
         with self._watch("eval"):
+            evaluate, read = steps.evaluate, source
+            if self._plan.caches is not None:
+                evaluate, read = self._plan.caches.evaluating(state, evaluate, source)
             found = evaluate_once(
-                self._plan.parts, steps.evaluate, state.eval_params, state.eval_state, source, size, poll=poll
+                self._plan.parts, evaluate, state.eval_params, state.eval_state, read, size, poll=poll
             )
             found |= {name: float(x) for name, x in self._settled.items() if not name.startswith(JOINED)}
             if steps.evaluate_own is not None and steps.train.apart(step):

@@ -93,7 +93,10 @@ def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Tables | 
         return None
     check_with_tables(experiment, mesh.size)
     num_ids = {one.name: one.num_ids for one in features}
-    return Tables(tables, num_ids, config, mesh)
+    # The devices have slots for some rows of tables with a cache.
+    slots = {one.name: config.cache.slots(one.name, one.rows) for one in tables}
+    on_devices = [one.model_copy(update={"rows": slots[one.name] or one.rows}) for one in tables]
+    return Tables(on_devices, num_ids, config, mesh)
 
 
 def output_shapes(experiment: Experiment, network: Network, spec: DataSpec) -> Callable[[Any], Any]:

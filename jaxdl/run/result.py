@@ -16,6 +16,7 @@ from jaxdl.errors import as_typed, command_line
 from jaxdl.report import Diverged, Summary, in_ipython, plot_history
 from jaxdl.report.summary import summary_lines
 from jaxdl.run.build import Plan
+from jaxdl.run.cached import no_inference
 from jaxdl.run.inference import Inference, held_out, of_phase
 from jaxdl.state import TrainState
 
@@ -49,6 +50,8 @@ class Run:
     def inference(self) -> Inference:
         """The trained network on the mesh of the run: its parameters, logits and predictions."""
         assert self.state is not None
+        if self.plan.caches is not None:
+            raise no_inference()
         return Inference(self.plan.parts, self.state.eval_params, self.state.eval_state)
 
     def predict(self, inputs: Any) -> np.ndarray:

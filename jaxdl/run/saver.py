@@ -69,13 +69,15 @@ class Saver:
     def _open(self) -> Checkpoints:
         task = self._plan.parts.task
         config = self._plan.experiment.checkpoint
-        tables = self._plan.parts.tables
+        tables, caches = self._plan.parts.tables, self._plan.caches
+        layout = () if tables is None else tables.layout
         return Checkpoints(
             self._workdir,
             config,
             best_metric=task.best_metric,
             best_mode=task.best_mode,
-            table_layout=() if tables is None else tables.layout,
+            table_layout=layout if caches is None else caches.store.layout,
+            form=caches,
         )
 
     def restore(self, *, from_start: bool = False) -> Restored | None:

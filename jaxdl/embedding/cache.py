@@ -1,0 +1,161 @@
+"""Look-ahead caches of embedding tables: the devices have some rows in slots, the host's memory or disk has all.
+
+The host sees the ids of the batches to come (as in Bagpipe, Agarwal et al., arXiv 2202.12429), so it plans before each
+step which rows are loaded into which slots and which leave theirs. A step finds all of its rows, and no value is
+stale. What is here knows neither devices nor JAX.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import pydantic
+
+from jaxdl.config import Config, ConfigError
+
+Policy = Literal["farthest", "lru", "lfu"]
+_NEVER = np.iinfo(np.int64).max
+
+
+class CacheConfig(Config):
+    """How much of embedding tables the devices hold; the host has all rows."""
+
+    fraction: float | None = pydantic.Field(default=None, gt=0, lt=1)
+    """Slots, as a fraction of a table's rows; None for tables that the devices hold whole."""
+    tables: tuple[str, ...] = ("*",)
+    """Patterns of the names of tables that have a cache; * stands for any text."""
+    min_rows: int = pydantic.Field(default=10_000, ge=1)
+    """Tables with fewer rows have none: the devices hold them whole."""
+    policy: Policy = "farthest"
+    """Which rows leave: those that are used again last (`farthest`), or were used longest ago (`lru`) or least often
+    (`lfu`) of those that are not used within the window."""
+    window: int = pydantic.Field(default=8, ge=1)
+    """Batches that are looked ahead."""
+    folder: str | None = None
+    """Where the host keeps the rows in files that are memory-mapped; None keeps them in memory."""
+
+    def slots(self, name: str, rows: int) -> int | None:
+        """The slots of a table; None for one without a cache."""
+        if self.fraction is None or rows < self.min_rows:
+            return None
+        chosen = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.tables)
+        return math.ceil(rows * self.fraction) if chosen else None
+
+
+class Swap(NamedTuple):
+    """What changes in the slots of a table before a step."""
+
+    evicted: np.ndarray
+    """Ids whose rows leave, int64."""
+    evicted_slots: np.ndarray
+    loaded: np.ndarray
+    """Ids whose rows come, int64."""
+    loaded_slots: np.ndarray
+
+
+class SlotPlan:
+    """Which ids are in which slots of one table, batch after batch."""
+
+    def __init__(self, name: str, rows: int, slots: int, policy: Policy) -> None:
+        self._name, self._policy = name, policy
+        self.slot_of = np.full(rows, -1, np.int32)
+        """Of each id its slot, -1 for none."""
+        self.id_of = np.full(slots, -1, np.int64)
+        """Of each slot its id, -1 for none."""
+        self._used_at = np.full(slots, -1, np.int64)
+        self._count = np.zeros(slots, np.int64)
+        self._clock = 0
+        self.num_hits = self.num_lookups = 0
+
+    def planned(self, now: np.ndarray, ahead: Sequence[np.ndarray]) -> Swap:
+        """What changes before a batch with the distinct ids `now`; `ahead` are those of the batches after it, in order.
+
+        Raises ConfigError for a batch with more ids than there are slots.
+        """
+        if len(now) > len(self.id_of):
+            raise ConfigError(
+                f"table {self._name}: a batch touches {len(now):,} of its rows, and its cache has {len(self.id_of):,} "
+                "slots. Give a larger --embedding.cache.fraction, or a smaller batch."
+            )
+        self._clock += 1
+        slots = self.slot_of[now]
+        missing = now[slots < 0]
+        self.num_lookups += len(now)
+        self.num_hits += len(now) - len(missing)
+        places = self._places(slots[slots >= 0], len(missing), ahead)
+        old = self.id_of[places]
+        left = old >= 0
+        self.slot_of[old[left]] = -1
+        self.id_of[places], self.slot_of[missing] = missing, places
+        self._count[places] = 0
+        mine = self.slot_of[now]
+        self._used_at[mine] = self._clock
+        self._count[mine] += 1
+        return Swap(old[left], places[left], missing, places)
+
+    def _places(self, kept: np.ndarray, num: int, ahead: Sequence[np.ndarray]) -> np.ndarray:
+        """So many slots for new rows: free ones, then those whose rows are missed least; never those `kept`."""
+        if not num:
+            return np.zeros(0, np.int64)
+        free = np.flatnonzero(self.id_of < 0)[:num]
+        if len(free) == num:
+            return free
+        next_use = np.full(len(self.id_of), _NEVER)
+        for step in range(len(ahead) - 1, -1, -1):
+            here = self.slot_of[ahead[step]]
+            next_use[here[here >= 0]] = step
+        history = self._count if self._policy == "lfu" else self._used_at
+        # What is needed soonest comes last; among those that are not needed within the window, history decides.
+        soon = next_use if self._policy == "farthest" else np.where(next_use == _NEVER, _NEVER, 0)
+        allowed = self.id_of >= 0
+        allowed[kept] = False
+        candidates = np.flatnonzero(allowed)
+        order = np.lexsort((candidates, history[candidates], -soon[candidates]))
+        return np.concatenate([free, candidates[order[: num - len(free)]]])
+
+
+class Window:
+    """Batches of ids, and those that follow: the plan of each, with ids replaced by slots."""
+
+    def __init__(self, plans: Mapping[str, SlotPlan], columns: Mapping[str, np.ndarray], size: int) -> None:
+        """`plans` and the columns of ids, of each table with a cache."""
+        self._plans, self._columns, self._size = plans, columns, size
+        self._batches: deque[tuple[np.ndarray, dict[str, np.ndarray]]] = deque()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next batch can be planned with the whole window."""
+        return len(self._batches) > self._size
+
+    @property
+    def num_lookups(self) -> int:
+        """Distinct rows of all batches so far."""
+        return sum(one.num_lookups for one in self._plans.values())
+
+    @property
+    def num_hits(self) -> int:
+        """Those of them that were in a slot."""
+        return sum(one.num_hits for one in self._plans.values())
+
+    def add(self, ids: np.ndarray) -> None:
+        """A further batch, int32 `[batch, ids]`."""
+        distinct = {}
+        for name, columns in self._columns.items():
+            found = np.unique(ids[:, columns])
+            distinct[name] = found[found >= 0].astype(np.int64)
+        self._batches.append((ids, distinct))
+
+    def planned(self) -> tuple[np.ndarray, dict[str, Swap]]:
+        """The first batch with slots in place of ids, and what changes before it."""
+        ids, now = self._batches.popleft()
+        swaps, slots = {}, ids.copy()
+        for name, plan in self._plans.items():
+            swaps[name] = plan.planned(now[name], [others[name] for _, others in self._batches])
+            mine = ids[:, self._columns[name]]
+            slots[:, self._columns[name]] = np.where(mine >= 0, plan.slot_of[np.maximum(mine, 0)], -1)
+        return slots, swaps

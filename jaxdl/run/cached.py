@@ -1,0 +1,156 @@
+"""Tables with a cache in a run: batches get slots in place of ids, and rows are swapped before each step."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.data import DataSpec, Source
+from jaxdl.data.source import Activity, TrainRows
+from jaxdl.embedding import ROWS, Tables
+from jaxdl.embedding.cache import Swap, Window
+from jaxdl.embedding.store import Store
+from jaxdl.evaluation import EvalStep
+from jaxdl.experiment import Experiment
+from jaxdl.state import TABLES, TrainState
+from jaxdl.step.parts import IDS
+
+Swaps = Mapping[str, Swap]
+
+
+class Caches:
+    """The tables of a run that the host holds, and the swaps of its batches to come."""
+
+    def __init__(self, experiment: Experiment, tables: Tables, spec: DataSpec) -> None:
+        """Raises ConfigError for what a cache does not work with."""
+        features = spec.id_features()
+        num_ids = {one.name: one.num_ids for one in features}
+        self.store = Store(tables, experiment.model.tables(features), num_ids)
+        self._queue: deque[Swaps] = deque()
+        self._counted: Counter[str] = Counter()
+
+    def begin(self, state: TrainState, source: Source) -> Source:
+        """The source with slots in place of ids in its training batches, for which all slots of the state are empty.
+
+        The swaps of these batches wait for `swapped`, in their order. Those of earlier batches are forgotten.
+        """
+        self.store.write_back(state.tables)
+        self.store.reset()
+        self._queue = deque()
+        return _Planned(source, self.store.window(), self._queue, self._counted)
+
+    def swapped(self, state: TrainState, num_batches: int) -> TrainState:
+        """The state before the next batches; it is donated."""
+        for _ in range(num_batches):
+            state = state.replace(tables=self.store.swapped(state.tables, self._queue.popleft()))
+        return state
+
+    def evaluating(self, state: TrainState, eval_step: EvalStep, source: Source) -> tuple[EvalStep, Source]:
+        """(the evaluation step, the source with slots in place of ids), with rows of the state's tables.
+
+        They come into slots of their own, which are as large as those of training, and are dropped at the end.
+        """
+        self.store.write_back(state.tables)
+        queue: deque[Swaps] = deque()
+        planned = _Planned(source, self.store.window(), queue, Counter())
+        rows: dict[str, Any] = {name: jnp.copy(one[ROWS]) for name, one in state.tables.items()}
+
+        def step(params: Any, model_state: Any, batch: Any) -> Any:
+            nonlocal rows
+            rows = self.store.with_rows(rows, queue.popleft())
+            return eval_step(params, {**model_state, TABLES: rows}, batch)
+
+        return step, planned
+
+    # What `Checkpoints` asks for.
+
+    def abstract(self, state: TrainState) -> TrainState:
+        """The shapes that a checkpoint has, of those of a state."""
+        return state.replace(tables=self.store.abstract(state.tables))
+
+    def stored(self, state: TrainState) -> TrainState:
+        """The state as a checkpoint has it: with whole tables."""
+        return state.replace(tables=self.store.stored(state.tables))
+
+    def live(self, state: TrainState) -> TrainState:
+        """The state for training, of one as a checkpoint has it."""
+        return state.replace(tables=self.store.live(state.tables))
+
+    def close(self) -> None:
+        """Removes files."""
+        self.store.close()
+
+
+def make_caches(experiment: Experiment, tables: Tables | None, spec: DataSpec) -> Caches | None:
+    """The caches of a run; None without any. Raises ConfigError for settings that do not fit."""
+    if tables is None or experiment.embedding.cache.fraction is None:
+        return None
+    return Caches(experiment, tables, spec)
+
+
+def without_caches(experiment: Experiment) -> Experiment:
+    """The experiment with tables that the devices hold whole."""
+    if experiment.embedding.cache.fraction is None:
+        return experiment
+    return experiment.replaced({"embedding.cache.fraction": None})
+
+
+class _Planned(Source):
+    """A source whose batches have slots in place of ids; the swap of each is in a queue before it is yielded."""
+
+    def __init__(self, source: Source, window: Window, queue: deque[Swaps], counted: Counter[str]) -> None:
+        self._source, self._window, self._queue, self._counted = source, window, queue, counted
+        self.spec = source.spec
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """With ids."""
+        return self._source.batch(indices)
+
+    def order(self, seed: int) -> Any:
+        """That of the source."""
+        return self._source.order(seed)
+
+    def activity(self) -> Activity | None:
+        """Rows that were in slots, and those that came from the host."""
+        return Activity(Counter(self._counted), {}, Counter())
+
+    def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[dict[str, np.ndarray]]:
+        """See `Source.train_batches`."""
+        return self._planned(self._source.train_batches(requests))
+
+    def eval_batches(self, requests: Iterator[np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+        """See `Source.eval_batches`."""
+        return self._planned(self._source.eval_batches(requests))
+
+    def _planned(self, batches: Iterator[dict[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
+        waiting: deque[dict[str, np.ndarray]] = deque()
+        for batch in batches:
+            waiting.append(batch)
+            self._window.add(batch[IDS])
+            if self._window.is_full:
+                yield self._next(waiting.popleft())
+        while waiting:
+            yield self._next(waiting.popleft())
+
+    def _next(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        slots, swaps = self._window.planned()
+        self._queue.append(swaps)
+        self._counted["device"] = self._window.num_hits
+        self._counted["host"] = self._window.num_lookups - self._window.num_hits
+        return {**batch, IDS: slots}
+
+
+def no_inference() -> ConfigError:
+    """The error of predicting with the last state of a run with a cache."""
+    return ConfigError(
+        "this run has a cache of embedding tables, so its last state does not have them whole. Use "
+        "jaxdl.restore(WORKDIR).predict(x), which reads them from the newest checkpoint."
+    )
