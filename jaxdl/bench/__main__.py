@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from jaxdl.bench import (
+    cache,
     cluster,
     embedding,
     exchange,
@@ -41,6 +42,7 @@ BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "exchange": ("every gradient exchange: predicted by the cost model, and measured", exchange.main),
     "input": ("the image pipeline, cold and cached, against tf.data, PyTorch's DataLoader and Grain", input.main),
     "startup": ("CPU seconds until the first output of a command, and until the error of a wrong one", startup.main),
+    "cache": ("look-ahead caches of embedding tables beside whole ones: hits, step times, bits", cache.main),
     "embedding": ("embedding tables under every scheme and the plan: bytes between nodes, step times", embedding.main),
     "generate": ("tokens a second that a language model writes, with and without its key-value cache", generate.main),
     "tokenize": ("preparing text for training, beside the tokenizers library alone: MB/s", tokenize.main),

@@ -32,7 +32,8 @@ class Caches:
         num_ids = {one.name: one.num_ids for one in features}
         self.store = Store(tables, experiment.model.tables(features), num_ids)
         self._queue: deque[Swaps] = deque()
-        self._counted: Counter[str] = Counter()
+        self.counted: Counter[str] = Counter()
+        """Distinct rows of training batches that were in a slot (`device`), and that were not (`host`)."""
 
     def begin(self, state: TrainState, source: Source) -> Source:
         """The source with slots in place of ids in its training batches, for which all slots of the state are empty.
@@ -42,7 +43,7 @@ class Caches:
         self.store.write_back(state.tables)
         self.store.reset()
         self._queue = deque()
-        return _Planned(source, self.store.window(), self._queue, self._counted)
+        return _Planned(source, self.store.window(), self._queue, self.counted)
 
     def swapped(self, state: TrainState, num_batches: int) -> TrainState:
         """The state before the next batches; it is donated."""
@@ -104,7 +105,7 @@ class _Planned(Source):
     """A source whose batches have slots in place of ids; the swap of each is in a queue before it is yielded."""
 
     def __init__(self, source: Source, window: Window, queue: deque[Swaps], counted: Counter[str]) -> None:
-        self._source, self._window, self._queue, self._counted = source, window, queue, counted
+        self._source, self._window, self._queue, self.counted = source, window, queue, counted
         self.spec = source.spec
 
     def __len__(self) -> int:
@@ -120,7 +121,7 @@ class _Planned(Source):
 
     def activity(self) -> Activity | None:
         """Rows that were in slots, and those that came from the host."""
-        return Activity(Counter(self._counted), {}, Counter())
+        return Activity(Counter(self.counted), {}, Counter())
 
     def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[dict[str, np.ndarray]]:
         """See `Source.train_batches`."""
@@ -143,8 +144,8 @@ class _Planned(Source):
     def _next(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         slots, swaps = self._window.planned()
         self._queue.append(swaps)
-        self._counted["device"] = self._window.num_hits
-        self._counted["host"] = self._window.num_lookups - self._window.num_hits
+        self.counted["device"] = self._window.num_hits
+        self.counted["host"] = self._window.num_lookups - self._window.num_hits
         return {**batch, IDS: slots}
 
 

@@ -1,0 +1,171 @@
+"""Look-ahead caches of tables: plans against references, training bit-equal to whole tables, checkpoints of either."""
+
+import numpy as np
+import pytest
+
+import jaxdl
+from jaxdl.config import ConfigError
+from jaxdl.data import Clicks
+from jaxdl.embedding import ColumnWise, EmbeddingConfig, Replicated, TableWise
+from jaxdl.embedding.cache import CacheConfig, SlotPlan, Window
+from jaxdl.evaluation import EvaluationConfig
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import DLRM
+from jaxdl.optim import SGD, Constant
+from jaxdl.tasks import Binary
+
+ROWS, SLOTS = 60, 12
+
+
+def stream(seed, steps=200, size=8):
+    draw = np.random.default_rng(seed)
+    return [np.unique((draw.zipf(1.2, size) - 1) % ROWS) for _ in range(steps)]
+
+
+def played(policy, batches, window):
+    """The plan after all batches, the number of rows loaded, and what the slots hold according to the swaps."""
+    plan, loaded, held = SlotPlan("t", ROWS, SLOTS, policy), 0, {}
+    for number, now in enumerate(batches):
+        swap = plan.planned(now, batches[number + 1 : number + 1 + window])
+        for one, slot in zip(swap.evicted, swap.evicted_slots, strict=True):
+            assert held.pop(slot) == one
+        for one, slot in zip(swap.loaded, swap.loaded_slots, strict=True):
+            assert slot not in held
+            held[slot] = one
+        loaded += len(swap.loaded)
+        assert len(held) <= SLOTS
+        assert all(held[plan.slot_of[one]] == one for one in now)
+    assert plan.num_lookups - plan.num_hits == loaded
+    return loaded, held
+
+
+@pytest.mark.parametrize("policy", ["farthest", "lru", "lfu"])
+@pytest.mark.parametrize("window", [1, 6])
+def test_each_batch_finds_its_rows(policy, window):
+    loaded, held = played(policy, stream(0), window)
+    assert len(set(held.values())) == len(held)
+    assert ROWS // 2 < loaded < sum(map(len, stream(0)))
+
+
+def fewest_loads(batches):
+    """Belady's choice with the whole future, row by row."""
+    cached, loads = set(), 0
+    for number, now in enumerate(batches):
+        missing = set(now.tolist()) - cached
+        loads += len(missing)
+        room = SLOTS - len(cached | missing)
+        if room < 0:
+
+            def next_use(one, after=number):
+                return next((i for i in range(after + 1, len(batches)) if one in batches[i]), len(batches))
+
+            out = sorted(cached - set(now.tolist()), key=next_use, reverse=True)[:-room]
+            cached -= set(out)
+        cached |= missing
+    return loads
+
+
+def test_farthest_with_the_whole_future_loads_fewest():
+    batches = stream(1, steps=120)
+    least = fewest_loads(batches)
+    assert played("farthest", batches, window=len(batches))[0] == least
+    assert all(played(policy, batches, 2)[0] > least for policy in ("farthest", "lru", "lfu"))
+
+
+def test_the_least_recently_used_leave():
+    plan = SlotPlan("t", ROWS, 3, "lru")
+    for now in ([1, 2, 3], [1], [3]):
+        plan.planned(np.array(now), [])
+    assert plan.planned(np.array([4]), []).evicted.tolist() == [2]
+    assert plan.planned(np.array([5]), [np.array([1])]).evicted.tolist() == [3]  # 1 is older, and used next.
+
+
+def test_the_least_often_used_leave():
+    plan = SlotPlan("t", ROWS, 3, "lfu")
+    for now in ([1, 2, 3], [1, 3], [1], [2], [2]):
+        plan.planned(np.array(now), [])
+    assert plan.planned(np.array([4]), []).evicted.tolist() == [3]
+
+
+def test_slots_take_the_place_of_ids():
+    plan = SlotPlan("t", ROWS, SLOTS, "lru")
+    window = Window({"t": plan}, {"t": np.array([1, 2])}, 1)
+    ids = np.array([[7, 5, -1], [8, 5, 40]], np.int32)
+    window.add(ids)
+    slots, swaps = window.planned()
+    np.testing.assert_array_equal(slots[:, 0], [7, 8])
+    assert slots[0, 2] == -1
+    np.testing.assert_array_equal(plan.id_of[slots[:, 1]], [5, 5])
+    assert plan.id_of[slots[1, 2]] == 40
+    assert sorted(swaps["t"].loaded) == [5, 40]
+
+
+def test_a_batch_that_does_not_fit():
+    with pytest.raises(ConfigError, match="a batch touches 13 of its rows, and its cache has 12"):
+        SlotPlan("t", ROWS, SLOTS, "lru").planned(np.arange(13), [])
+
+
+def experiment(cache=None, **changes):
+    values = {
+        "model": DLRM(columns=8, bottom=(8,), top=(8,)),
+        "data": Clicks(rows=(9000, 3000, 50), num_ids=(2, 3, 1), train_examples=3000, test_examples=200),
+        "task": Binary(),
+        "optimizer": SGD(learning_rate=0.1, momentum=0.9),
+        "schedule": Constant(),
+        "batch_size": 32,
+        "steps": 20,
+        "embedding": EmbeddingConfig(schemes=(("feature00", TableWise()), ("feature01", Replicated()))),
+        "mesh": MeshConfig(replica=8, fsdp=1),
+        "evaluation": EvaluationConfig(every_steps=10, batch_size=40),
+    }
+    found = Experiment(**(values | changes))
+    return found if cache is None else found.replaced({"embedding.cache": cache})
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run whose tables are on the devices."""
+    workdir = tmp_path_factory.mktemp("whole")
+    return jaxdl.train(experiment(), workdir=workdir), workdir
+
+
+def assert_same_network(workdir, other):
+    one, two = (jaxdl.restore(folder) for folder in (workdir, other))
+    for name, rows in one.model_state["tables"].items():
+        np.testing.assert_array_equal(rows, two.model_state["tables"][name])
+
+
+def test_a_run_resumes_with_a_cache_and_without_bit_for_bit(whole, tmp_path):
+    run, workdir = whole
+    files = tmp_path / "files"
+    files.mkdir()
+    lru = CacheConfig(fraction=0.1, min_rows=1000, policy="lru", window=3)
+    on_disk = CacheConfig(fraction=0.05, min_rows=5000, folder=str(files))
+    for first, second in ((lru, None), (None, on_disk)):
+        other = tmp_path / f"{first is None}"
+        jaxdl.train(experiment(first), workdir=other, max_steps=10)
+        again = jaxdl.train(experiment(second), workdir=other)
+        assert again.metrics["loss"] == run.metrics["loss"]
+        assert_same_network(workdir, other)
+    assert not list(files.iterdir())
+    with pytest.raises(ConfigError, match=r"Use jaxdl.restore\(WORKDIR\)"):
+        again.predict({"numbers": np.zeros((1, 13)), "ids": np.zeros((1, 6), int)})
+
+
+@pytest.mark.parametrize(
+    ("cache", "changes", "message"),
+    [
+        ({"fraction": 0.1}, {}, "no table of \\* has 10,000 rows or more"),
+        (
+            {"fraction": 0.1, "min_rows": 1000},
+            {"embedding": EmbeddingConfig(scheme=ColumnWise())},
+            "does not work with",
+        ),
+        ({"fraction": 0.1, "min_rows": 1000, "folder": "/nowhere/at/all"}, {}, "Give a writable folder"),
+        ({"fraction": 0.001, "min_rows": 1000}, {}, "a batch touches"),
+    ],
+)
+def test_caches_that_cannot_be(cache, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        jaxdl.train(experiment(**changes).replaced({f"embedding.cache.{name}": x for name, x in cache.items()}))
