@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import orbax.checkpoint as ocp
@@ -20,6 +20,7 @@ import pydantic
 from jaxdl.checkpoint.differential import CHANGED, Differences, SaveChanged, WrittenTables, whole_bytes
 from jaxdl.checkpoint.disk import check_room, disk_reason
 from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable, read_refused, unreadable
+from jaxdl.checkpoint.form import Form
 from jaxdl.checkpoint.items import ITEMS, handlers, to_items, to_state
 from jaxdl.checkpoint.manifest import write_manifest
 from jaxdl.checkpoint.meta import Meta, Stored
@@ -68,22 +69,6 @@ class Restored:
     """A line for each damaged checkpoint that was tried before this one, with the place it was moved to."""
     notes: tuple[str, ...] = ()
     """A line for each change that this mesh required."""
-
-
-class Form(Protocol):
-    """What states are like in checkpoints, if not as in training."""
-
-    def abstract(self, state: TrainState) -> TrainState:
-        """The shapes in a checkpoint, of those of a state."""
-        ...
-
-    def stored(self, state: TrainState) -> TrainState:
-        """A state as a checkpoint has it."""
-        ...
-
-    def live(self, state: TrainState) -> TrainState:
-        """The reverse of `stored`."""
-        ...
 
 
 class Checkpoints:
