@@ -85,9 +85,7 @@ class Checkpoints:
         table_layout: Layout = (),
         form: Form | None = None,
     ) -> None:
-        """`table_layout` is that of the embedding tables of the states that are saved and restored.
-
-        `form` changes states that have another form in checkpoints.
+        """`table_layout` is that of the embedding tables in checkpoints, for which `form` changes states, if given.
 
         Raises ConfigError if the folder cannot be used, Unreadable if it cannot be read."""
         self.read_only, self._table_layout, self._form = read_only, table_layout, form
@@ -142,8 +140,7 @@ class Checkpoints:
         self.wait()
         if step in self.steps:
             return
-        items = to_items(state if self._form is None else self._form.stored(state))
-        self.written_tables = None
+        items, self.written_tables = to_items(self._form.stored(state) if self._form else state), None
         score = None if metrics is None else metrics[self._metric]
         self._best.add(step, score)
         prints = fingerprint_texts(items)
@@ -316,8 +313,7 @@ class Checkpoints:
                     raise
                 damaged[step] = self._quarantine(step, error)
                 continue
-            if self._form is not None:
-                state = self._form.live(state)
+            state = self._form.live(state) if self._form else state
             stored = meta.exchange_shapes
             note = resplit.changed(to_items(abstract)["exchange"], stored) if "exchange" in items else None
             return Restored(state, step, meta.evaluated_step, tuple(damaged.values()), (note,) if note else ())
