@@ -156,7 +156,7 @@ def test_a_run_resumes_with_a_cache_and_without_bit_for_bit(whole, tmp_path):
 @pytest.mark.parametrize(
     ("cache", "changes", "message"),
     [
-        ({"fraction": 0.1}, {}, "no table of \\* has 10,000 rows or more"),
+        ({"fraction": 0.1}, {}, "no table of .* is chosen and has 10,000 rows"),
         (
             {"fraction": 0.1, "min_rows": 1000},
             {"embedding": EmbeddingConfig(scheme=ColumnWise())},

@@ -80,16 +80,14 @@ class _Side:
         self.plan: Plan = make_plan(_experiment(command, cache))
         self.program = compile_train_step(self.plan)
         self.state: TrainState = make_initial_state(self.plan)
-        segment, caches = self.plan.timeline.segments[0], self.plan.caches
-        source = None if caches is None else caches.begin(self.state, self.plan.splits.train)
-        self.batches: Iterator[Any] = self.plan.batches(segment, 0, command.num_steps, source)
+        segment = self.plan.timeline.segments[0]
+        self.batches: Iterator[Any] = self.plan.batches(segment, 0, command.num_steps, self.state)
 
     def step(self) -> float:
         """Seconds of a step, with its swap; reading the batch is not counted."""
         batch = next(self.batches)
         begin = time.perf_counter()
-        if self.plan.caches is not None:
-            self.state = self.plan.caches.swapped(self.state, 1)
+        self.state = self.plan.swapped(self.state, 1)
         self.state, _ = self.program(self.state, batch)
         jax.block_until_ready(self.state)
         return time.perf_counter() - begin

@@ -10,6 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxdl.checkpoint.differential import CHANGED, ChangedHandler
+from jaxdl.config import ConfigError
 from jaxdl.state import TrainState
 
 ITEMS = {
@@ -40,6 +41,15 @@ def to_state(items: dict[str, dict[str, Any]], abstract: TrainState) -> TrainSta
         found = items.get(item, {})
         changes |= treedef.unflatten([found.get(name, leaf) for name, (_, leaf) in zip(names, flat, strict=True)])
     return abstract.replace(**changes)
+
+
+def fresh_exchange(abstract: TrainState, make: Callable[[], Any] | None) -> dict[str, Any]:
+    """The item of the exchange's initial state, which `make` makes. Raises ConfigError without that."""
+    if make is None:
+        raise ConfigError(
+            "the checkpoint has no state of the exchange for this mesh. Give fresh_exchange_state to restore it."
+        )
+    return to_items(abstract.replace(exchange_state=make()))["exchange"]
 
 
 def handlers() -> dict[str, Any]:

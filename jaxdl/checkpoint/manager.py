@@ -21,7 +21,7 @@ from jaxdl.checkpoint.differential import CHANGED, Differences, SaveChanged, Wri
 from jaxdl.checkpoint.disk import check_room, disk_reason
 from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable, read_refused, unreadable
 from jaxdl.checkpoint.form import Form
-from jaxdl.checkpoint.items import ITEMS, handlers, to_items, to_state
+from jaxdl.checkpoint.items import ITEMS, fresh_exchange, handlers, to_items, to_state
 from jaxdl.checkpoint.manifest import write_manifest
 from jaxdl.checkpoint.meta import Meta, Stored
 from jaxdl.checkpoint.quiet import hush_orbax
@@ -314,8 +314,9 @@ class Checkpoints:
                 damaged[step] = self._quarantine(step, error)
                 continue
             state = self._form.live(state) if self._form else state
-            stored = meta.exchange_shapes
-            note = resplit.changed(to_items(abstract)["exchange"], stored) if "exchange" in items else None
+            note = (
+                resplit.changed(to_items(abstract)["exchange"], meta.exchange_shapes) if "exchange" in items else None
+            )
             return Restored(state, step, meta.evaluated_step, tuple(damaged.values()), (note,) if note else ())
         if damaged:
             raise NoneLeft("\n".join(damaged.values()) + f"\nThere is no intact checkpoint in {self.folder}.")
@@ -353,7 +354,7 @@ class Checkpoints:
         wanted = {name: item for name, item in to_items(abstract).items() if name in items and item}
         found, meta = read_checkpoint(self.folder / step_folder(step), wanted, table_layout=self._table_layout)
         if "exchange" in wanted:
-            fresh = functools.partial(_fresh_exchange, abstract, fresh_exchange_state)
+            fresh = functools.partial(fresh_exchange, abstract, fresh_exchange_state)
             found["exchange"] = resplit.resplit(found.get("exchange", {}), wanted["exchange"], fresh)
         return to_state(found, abstract), meta
 
@@ -390,11 +391,3 @@ class Checkpoints:
         target = parent / of_first_process(move).decode()  # Until it is moved, no process may search for the next one.
         self._manager.reload()
         return target
-
-
-def _fresh_exchange(abstract: TrainState, make: Callable[[], Any] | None) -> dict[str, Any]:
-    if make is None:
-        raise ConfigError(
-            "the checkpoint has no state of the exchange for this mesh. Give fresh_exchange_state to restore it."
-        )
-    return to_items(abstract.replace(exchange_state=make()))["exchange"]

@@ -27,8 +27,8 @@ class CacheConfig(Config):
 
     fraction: float | None = pydantic.Field(default=None, gt=0, lt=1)
     """Slots, as a fraction of a table's rows; None for tables that the devices hold whole."""
-    tables: tuple[str, ...] = ("*",)
-    """Patterns of the names of tables that have a cache; * stands for any text."""
+    tables: tuple[str, ...] = ()
+    """Patterns of the names of tables that have a cache; * stands for any text. Without any, all may have one."""
     min_rows: int = pydantic.Field(default=10_000, ge=1)
     """Tables with fewer rows have none: the devices hold them whole."""
     policy: Policy = "farthest"
@@ -43,7 +43,7 @@ class CacheConfig(Config):
         """The slots of a table; None for one without a cache."""
         if self.fraction is None or rows < self.min_rows:
             return None
-        chosen = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.tables)
+        chosen = not self.tables or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.tables)
         return math.ceil(rows * self.fraction) if chosen else None
 
 

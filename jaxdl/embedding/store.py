@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import tempfile
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +19,8 @@ from jaxdl.embedding.places import Places
 from jaxdl.embedding.table import Table
 from jaxdl.embedding.tables import ROWS, Tables, TableState
 
+Allocate = Callable[[str, tuple[int, ...]], np.ndarray]
+"""Makes a float32 array for a name and a shape."""
 _CHUNK_ROWS = 2**17
 _LEAST_SWAPPED = 64
 """Rows swapped on a device are padded to a power of two, at least this: few programs are compiled."""
@@ -56,8 +55,9 @@ class Store:
     `tables` has as many rows of these on the devices as they have slots; `whole` are their configs.
     """
 
-    def __init__(self, tables: Tables, whole: Sequence[Table], num_ids: Mapping[str, int]) -> None:
-        """Raises ConfigError for what a cache does not work with."""
+    def __init__(self, tables: Tables, whole: Sequence[Table], num_ids: Mapping[str, int], allocate: Allocate) -> None:
+        """`allocate` makes the arrays of the rows. Raises ConfigError for what a cache does not work with."""
+        self._allocated = allocate
         self.tables, self.config = tables, tables.config.cache
         if jax.process_count() > 1:
             raise ConfigError("--embedding.cache: it works in one process with its devices. Leave out the cache.")
@@ -65,7 +65,7 @@ class Store:
         self.whole = {one.name: one for one in whole if slots[one.name] != one.rows}
         if not self.whole:
             raise ConfigError(
-                f"--embedding.cache: no table of {', '.join(self.config.tables)} has {self.config.min_rows:,} rows or "
+                f"--embedding.cache: no table of {', '.join(slots)} is chosen and has {self.config.min_rows:,} rows or "
                 "more. Set --embedding.cache.min-rows, or leave out the cache."
             )
         self._buffers = {
@@ -74,7 +74,6 @@ class Store:
         for name, buffer in self._buffers.items():
             if buffer.spread.cut == "columns":
                 raise ConfigError(f"table {name}: a cache does not work with its scheme. Choose another one.")
-        self._folder: Path | None = None
         self.rows: dict[str, dict[str, np.ndarray]] = {}
         """Table -> `rows` `[rows, columns]` and what its optimizer keeps, float32."""
         self._slots = slots
@@ -106,29 +105,11 @@ class Store:
     def _allocate(self) -> None:
         if self.rows:
             return
-        if self.config.folder is not None:
-            try:
-                self._folder = Path(tempfile.mkdtemp(prefix="tables-", dir=Path(self.config.folder).expanduser()))
-            except OSError as error:
-                raise ConfigError(
-                    f"--embedding.cache.folder {self.config.folder}: {error.strerror}. Give a writable folder."
-                ) from None
         for name, table in self.whole.items():
             kept = self._buffers[name].optimizer.row_numbers
             shapes = {ROWS: (table.rows, table.columns)}
             shapes |= {what: (table.rows,) if one else (table.rows, table.columns) for what, one in kept.items()}
-            self.rows[name] = {what: self._empty(f"{name}.{what}", shape) for what, shape in shapes.items()}
-
-    def _empty(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if self._folder is None:
-            return np.empty(shape, np.float32)
-        return np.memmap(self._folder / f"{name}.f32".replace("/", "_"), np.float32, "w+", shape=shape)
-
-    def close(self) -> None:
-        """Removes the files."""
-        self.rows, folder, self._folder = {}, self._folder, None
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+            self.rows[name] = {what: self._allocated(f"{name}.{what}", shape) for what, shape in shapes.items()}
 
     def window(self) -> Window:
         """A plan for batches from here on, whose slots are empty."""

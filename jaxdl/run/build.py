@@ -5,6 +5,7 @@ Nothing is compiled before everything that can be checked has been.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -84,8 +85,6 @@ class Plan:
     """Why this exchange was chosen, or that with one replica it sends nothing; other notes for the user."""
     initial: Initial | None = None
     """What the run takes from another run when it begins at step 0."""
-    caches: Caches | None = None
-    """The embedding tables that the host holds."""
 
     @property
     def exchange(self) -> ExchangeConfig:
@@ -113,13 +112,33 @@ class Plan:
         assert isinstance(test, PhotoSource)
         return train.at(size=phase.size, min_scale=phase.min_scale), test.at(size=phase.eval_size or phase.size)
 
-    def batches(self, segment: Segment, start: int, num_steps: int, source: Source | None = None) -> TrainLoader:
+    @functools.cached_property
+    def caches(self) -> Caches | None:
+        """The embedding tables that the host holds. Raises ConfigError for settings that do not fit."""
+        return make_caches(self.experiment, self.parts.tables, self.splits.train.spec)
+
+    def open(self, warn: Callable[[str], None], stack: contextlib.ExitStack) -> None:
+        """`warn` gets the warnings of the sources; what they open is closed by `stack`."""
+        for source in (self.splits.train, self.splits.test):
+            source.on_warning(warn)
+            stack.callback(source.close)
+        if self.caches is not None:
+            stack.callback(self.caches.close)
+
+    def swapped(self, state: TrainState, num_batches: int) -> TrainState:
+        """The state, which is donated, with the rows of tables that the next batches need."""
+        return state if self.caches is None else self.caches.swapped(state, num_batches)
+
+    def batches(self, segment: Segment, start: int, num_steps: int, state: TrainState | None = None) -> TrainLoader:
         """The training batches of some steps of a segment, from a position in the stream of examples on.
 
-        `source` is what to read in place of the segment's training examples.
+        They are for steps from `state` on: see `swapped`.
         """
+        source = self.sources(segment)[0]
+        if self.caches is not None and state is not None:
+            source = self.caches.begin(state, source)
         return TrainLoader(
-            source or self.sources(segment)[0],
+            source,
             batch_size=segment.batch_size,
             seed=self.experiment.seed,
             sharding=batch_sharding(self.parts.layout.mesh),
@@ -183,17 +202,7 @@ def make_plan(
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
     reasons += experiment.agreement.remarks(total_steps, mesh.shape[Axis.REPLICA])
     reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
-    plan = Plan(
-        experiment,
-        parts,
-        splits,
-        timeline,
-        eval_batch_size,
-        asked,
-        reasons,
-        begin_with,
-        make_caches(experiment, parts.tables, splits.train.spec),
-    )
+    plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with)
     _check_sizes(plan)
     return plan
 
@@ -313,6 +322,7 @@ def _check_sizes(plan: Plan) -> None:
 
     Otherwise that would be seen when they come, hours later.
     """
+    _ = plan.caches  # Raises for settings that do not fit.
     if not isinstance(plan.splits.train, PhotoSource):
         return
     state = plan.parts.state_spec.abstract()

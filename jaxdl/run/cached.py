@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -30,7 +33,8 @@ class Caches:
         """Raises ConfigError for what a cache does not work with."""
         features = spec.id_features()
         num_ids = {one.name: one.num_ids for one in features}
-        self.store = Store(tables, experiment.model.tables(features), num_ids)
+        self._parent, self._folder = tables.config.cache.folder, None
+        self.store = Store(tables, experiment.model.tables(features), num_ids, self._allocate)
         self._queue: deque[Swaps] = deque()
         self.counted: Counter[str] = Counter()
         """Distinct rows of training batches that were in a slot (`device`), and that were not (`host`)."""
@@ -82,9 +86,26 @@ class Caches:
         """The state for training, of one as a checkpoint has it."""
         return state.replace(tables=self.store.live(state.tables))
 
+    def _allocate(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        if self._parent is None:
+            return np.empty(shape, np.float32)
+        try:
+            if self._folder is None:
+                self._folder = tempfile.mkdtemp(prefix="tables-", dir=Path(self._parent).expanduser())
+            path = Path(self._folder) / f"{name.replace('/', '_')}.f32"
+            return np.memmap(path, np.float32, "w+", shape=shape)
+        except OSError as error:
+            raise ConfigError(
+                f"--embedding.cache.folder {self._parent}: {error.strerror}. Give a writable folder with room for the "
+                "tables."
+            ) from None
+
     def close(self) -> None:
-        """Removes files."""
-        self.store.close()
+        """Removes the files."""
+        self.store.rows = {}
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
 
 
 def make_caches(experiment: Experiment, tables: Tables | None, spec: DataSpec) -> Caches | None:

@@ -66,11 +66,7 @@ class Trainer:
         self.reporter = Reporter(self.experiment.report, folder, watch, start, subject)
         stack.callback(self.reporter.close)
         self.evaluation = Evaluation(plan, self.reporter, watch, stop.poll)
-        if plan.caches is not None:
-            stack.callback(plan.caches.close)
-        for source in (plan.splits.train, plan.splits.test):
-            source.on_warning(self.reporter.warn)
-            stack.callback(source.close)
+        plan.open(self.reporter.warn, stack)
         start.plan(plan, end)
         self.rollbacks = Rollbacks(self.experiment, workdir, self.reporter.warn, plan.mesh_sizes[Axis.REPLICA])
         self.saver = Saver(plan, workdir, self.reporter) if workdir is not None else None
@@ -173,11 +169,7 @@ class Trainer:
         if self.step < self.end and self.plan.timeline.segment(self.step) != self.segment:
             self._enter(self.plan.timeline.segment(self.step))
         left = min(self.segment.first + self.segment.num_steps, self.end) - self.step
-        source = None
-        if self.plan.caches is not None:
-            assert self.state is not None
-            source = self.plan.caches.begin(self.state, self.plan.sources(self.segment)[0])
-        self.loader = self.plan.batches(self.segment, self.plan.timeline.position(self.step), left, source)
+        self.loader = self.plan.batches(self.segment, self.plan.timeline.position(self.step), left, self.state)
         self.stack.callback(self.loader.close)
         self.first_batch = True
         self.reporter.status("training")
@@ -229,8 +221,7 @@ class Trainer:
         assert self.state is not None
         assert self.steps is not None
         self.num_taken, metrics = len(batches), [{} for _ in batches]
-        if self.plan.caches is not None:
-            self.state = self.plan.caches.swapped(self.state, len(batches))
+        self.state = self.plan.swapped(self.state, len(batches))
         skipped = self.rollbacks.skips(self.step + 1)
         if skipped:
             if self._rolled_back(self.reporter.flush()):
