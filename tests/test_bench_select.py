@@ -9,9 +9,9 @@ import pytest
 
 from jaxdl.bench import __main__ as bench
 from jaxdl.bench import select
-from jaxdl.bench.h100 import h100_mesh
 from jaxdl.collectives.select import METHODS, has_triton
 from jaxdl.config import ConfigError
+from jaxdl.planner.h100 import h100_mesh
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from runs import tiny_experiment
 
-from jaxdl.bench.h100 import h100_mesh
 from jaxdl.bench.wire import sent_bytes
 from jaxdl.config import ConfigError
 from jaxdl.exchange import (
@@ -33,6 +32,7 @@ from jaxdl.exchange.cost import NOMINAL_SPEEDS, Gradients, Link, Machine
 from jaxdl.exchange.demo import cosines, cut, joined, num_chunks
 from jaxdl.mesh import MeshConfig
 from jaxdl.optim import Rates, SignSGD
+from jaxdl.planner.h100 import h100_mesh
 from jaxdl.run.build import make_plan
 
 

@@ -9,12 +9,13 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxdl.bench import h100, train
 from jaxdl.bench import roofline as bench
+from jaxdl.bench import train
 from jaxdl.compiler import CompilerConfig, hlo
 from jaxdl.compiler.roofline import kernels, summed
 from jaxdl.config import ConfigError
 from jaxdl.experiment import Experiment
+from jaxdl.planner import h100
 
 BIG = 8_375_000
 PROGRAM = """HloModule jit_train_step, is_scheduled=true

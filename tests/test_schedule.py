@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxdl.bench import __main__ as command_line
 from jaxdl.bench import schedule
-from jaxdl.bench.h100 import h100_mesh
 from jaxdl.bench.scheme import operations
 from jaxdl.compiler import Links, compiled, hlo
 from jaxdl.compiler.options import ASSUMED
@@ -37,6 +36,7 @@ from jaxdl.exchange import (
     state_specs,
 )
 from jaxdl.exchange.buckets import held_back, in_turn, make_buckets
+from jaxdl.planner.h100 import h100_mesh
 
 AXES = {"replica": 2, "fsdp": 4}
 LINKS = Links(replica_bytes_per_sec=1e9, inner_bytes_per_sec=1e11, replica_latency_sec=1e-6, inner_latency_sec=0.0)

@@ -18,15 +18,15 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import track
 
-from jaxdl.bench.h100 import compile_step, h100_devices
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, write_json
-from jaxdl.bench.train import planned_bytes, resident
 from jaxdl.compiler import hlo, roofline
 from jaxdl.config import ConfigError
 from jaxdl.data import TextSpec
 from jaxdl.errors import OptionError
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.mesh import MeshConfig
+from jaxdl.planner.h100 import compile_step, h100_devices
+from jaxdl.planner.trial import planned_bytes, resident
 from jaxdl.run.build import make_plan
 
 _DEVICE_BYTES = 80e9

@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.table import Table
 
-from jaxdl.bench.h100 import compile_step, h100_devices
 from jaxdl.bench.shared import make_table
 from jaxdl.compiler import hlo, roofline
 from jaxdl.errors import OptionError
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
+from jaxdl.planner.h100 import compile_step, h100_devices
 from jaxdl.run.build import make_plan
 
 _COLUMNS = ("kernels", "GB", "products, ms", "at least, ms")

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.bench.h100 import NUM_DEVICES, compile_programs, h100_mesh
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, write_json
 from jaxdl.compiler import Links, hlo
 from jaxdl.compiler.options import ASSUMED_GBPS
@@ -27,6 +26,7 @@ from jaxdl.config import ConfigError
 from jaxdl.exchange import ExchangeConfig, kinds
 from jaxdl.experiment import parse_command_line
 from jaxdl.mesh import Axis
+from jaxdl.planner.h100 import NUM_DEVICES, compile_programs, h100_mesh
 from jaxdl.report import replace_file, style
 from jaxdl.run.build import make_plan
 from jaxdl.run.compile import own_options

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.bench.h100 import compile_programs, h100_mesh
 from jaxdl.bench.shared import ExperimentBench, make_table
 from jaxdl.compiler.groups import KINDS, axes_of, sent_bytes
 from jaxdl.compiler.hlo import Shapes, shapes_bytes, shapes_of
@@ -25,6 +24,7 @@ from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto
 from jaxdl.experiment import parse_command_line
 from jaxdl.mesh import Axis
+from jaxdl.planner.h100 import compile_programs, h100_mesh
 from jaxdl.run.build import make_plan
 
 _INSTRUCTION = re.compile(r"= (.+?) ((?:" + "|".join(KINDS) + r")(?:-start)?|sort)\(")

@@ -18,13 +18,13 @@ from jax import lax
 from rich.console import Console
 from rich.table import Table
 
-from jaxdl.bench.h100 import NUM_DEVICES, h100_mesh
 from jaxdl.bench.shared import check_options, make_table, time_in_turns, write_json
 from jaxdl.collectives.compact import KEY_BITS
 from jaxdl.collectives.select import LEADING, METHODS, has_triton, on_gpu, select_top_k
 from jaxdl.compiler import hlo
 from jaxdl.config import ConfigError
 from jaxdl.options import parse_options
+from jaxdl.planner.h100 import NUM_DEVICES, h100_mesh
 
 ORACLE, READ, COPY = "lax.top_k", "one read", "a copy"
 LAUNCH_SEC = 3e-6

@@ -24,14 +24,13 @@ from jaxdl.bench.optim import make_updates
 from jaxdl.bench.shared import ExperimentBench, check_options, make_table, median_ratio, time_in_turns, write_json
 from jaxdl.bench.torch_side import make_torch_step
 from jaxdl.config import ConfigError
-from jaxdl.data import ImageSpec, SyntheticImages, TextSpec
+from jaxdl.data import ImageSpec, TextSpec
 from jaxdl.errors import OptionError
-from jaxdl.experiment import Experiment, parse_command_line
-from jaxdl.optim import Constant
+from jaxdl.experiment import parse_command_line
+from jaxdl.planner.trial import planned_bytes, resident
 from jaxdl.run.build import Plan, make_initial_state, make_plan
 from jaxdl.run.compile import compile_train_step
 
-_IMAGENET_CLASSES = 1000
 _PROFILED_STEPS, _SHOWN_KERNELS, _WRITTEN_KERNELS, _NAME_WIDTH = 3, 5, 50, 48
 
 
@@ -145,28 +144,6 @@ def _timed(sides: dict[str, Callable[[int], None]], command: TrainBench) -> dict
     return {name: [value / command.num_steps for value in values] for name, values in times.items()}
 
 
-def resident(experiment: Experiment, image_size: int | None) -> Experiment:
-    """The experiment without phases and schedule, and with synthetic images instead of photographs."""
-    photos = getattr(experiment.data, "photos", None)
-    changes: dict[str, Any] = {
-        "epochs": None,
-        "tokens": None,
-        "steps": 10**6,
-        "phases": (),
-        "schedule": Constant(),
-        "evaluation.norm_batches": None,
-        "report.profile_start_step": None,
-        "report.profile_steps": 3,
-    }
-    if photos is not None:
-        size = image_size or photos.size
-        count = experiment.batch_size
-        changes["data"] = SyntheticImages(
-            height=size, width=size, num_classes=_IMAGENET_CLASSES, num_train=count, num_test=count
-        )
-    return experiment.replaced(changes)
-
-
 def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], jax.stages.Compiled]:
     """The training steps, and their program."""
     step, state = compile_train_step(plan), make_initial_state(plan)
@@ -182,15 +159,6 @@ def _jaxdl_side(plan: Plan) -> tuple[Callable[[int], None], jax.stages.Compiled]
         jax.block_until_ready(state)
 
     return steps, step
-
-
-def planned_bytes(program: jax.stages.Compiled) -> int | None:
-    """The bytes that a device needs for a program, by XLA's plan."""
-    analysis = program.memory_analysis()
-    if analysis is None:
-        return None
-    kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
-    return kept + analysis.temp_size_in_bytes
 
 
 def _print(command: TrainBench, found: dict[str, Any]) -> None:
