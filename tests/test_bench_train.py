@@ -19,6 +19,7 @@ from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.models import ResNet, Transformer
 from jaxdl.models.rotary import RopeScaling
 from jaxdl.optim import LARS, SGD, AdamW
+from jaxdl.planner.trial import resident
 from jaxdl.run.build import make_plan
 from jaxdl.step import StepConfig
 from jaxdl.tasks import Classification, LanguageModelling
@@ -91,7 +92,7 @@ def test_train(tmp_path, capsys):
 
 
 def test_photographs_are_made_up(tmp_path):
-    experiment = train.resident(Experiment(data={"kind": "tfds", "photos": {"size": 64}}, batch_size=4, epochs=1), None)
+    experiment = resident(Experiment(data={"kind": "tfds", "photos": {"size": 64}}, batch_size=4, epochs=1), None)
     assert isinstance(experiment.data, SyntheticImages)
     assert (experiment.data.height, experiment.data.num_classes) == (64, 1000)
     assert not experiment.phases

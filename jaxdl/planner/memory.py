@@ -81,8 +81,8 @@ def described_layout(config: ShardingConfig, sizes: Mapping[str, int]) -> Layout
 
 
 @dataclass(frozen=True)
-class Temporary:
-    """Bytes of a device besides state and batch while a step of one replica runs, without micro-batches."""
+class Fit:
+    """A quantity of a device, bytes or seconds, in a step of one replica without micro-batches."""
 
     fixed: float = 0.0
     """On every device, whatever the mesh."""
@@ -91,12 +91,12 @@ class Temporary:
     of_example: float = 0.0
     """For each example of a device's micro-batch."""
 
-    def bytes(self, fsdp: int, examples: float) -> float:
+    def at(self, fsdp: int, examples: float) -> float:
         """In a step with so many devices of `fsdp`, and so many examples of a device in a micro-batch."""
         return max(0.0, self.fixed + self.divided / fsdp + self.of_example * examples)
 
 
-def fitted(runs: Mapping[tuple[int, int], float]) -> Temporary:
+def fitted(runs: Mapping[tuple[int, int], float]) -> Fit:
     """The line through measurements, by the size of `fsdp` and the examples of a device.
 
     Two different numbers of examples, at the same `fsdp`, give the part of an example; two sizes of `fsdp`, at the same
@@ -112,9 +112,9 @@ def fitted(runs: Mapping[tuple[int, int], float]) -> Temporary:
     rest = {fsdp: min(line.items())[1] - slope * min(line) for fsdp, line in by_fsdp.items()}
     largest = max(rest)
     if largest == smallest:
-        return Temporary(rest[smallest], 0.0, slope)
+        return Fit(rest[smallest], 0.0, slope)
     divided = (rest[smallest] - rest[largest]) / (1 / smallest - 1 / largest)
-    return Temporary(rest[smallest] - divided / smallest, divided, slope)
+    return Fit(rest[smallest] - divided / smallest, divided, slope)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Step:
 
 
 def memory(
-    parameters: Parameters, temporary: Temporary, step: Step, example_bytes: float = 0.0, table_bytes: float = 0.0
+    parameters: Parameters, temporary: Fit, step: Step, example_bytes: float = 0.0, table_bytes: float = 0.0
 ) -> Memory:
     """The bytes of a device in a step.
 
@@ -166,7 +166,7 @@ def memory(
     state += parameters.other_bytes
     if step.exchange is not None:
         state += exchange_bytes(step.exchange, parameters.gradients(step.layout))
-    running = temporary.bytes(step.sizes[Axis.FSDP.value], step.examples)
+    running = temporary.at(step.sizes[Axis.FSDP.value], step.examples)
     if step.microbatches > 1:
         running += sizes["gradients"]
     if step.sizes[Axis.REPLICA.value] > 1:

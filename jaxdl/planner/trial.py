@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 
-from jaxdl.data import SyntheticImages
+from jaxdl.compiler import hlo, overlap, roofline
+from jaxdl.data import Documents, SyntheticImages, SyntheticText
+from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment
+from jaxdl.mesh import Axis, MeshConfig
 from jaxdl.optim import Constant
+from jaxdl.planner.h100 import compile_step
+from jaxdl.planner.memory import Fit, fitted
+from jaxdl.planner.steptime import Profile
+from jaxdl.run.build import Plan, make_plan
 
 _IMAGENET_CLASSES = 1000
 
@@ -42,3 +53,110 @@ def planned_bytes(program: jax.stages.Compiled) -> int | None:
         return None
     kept = analysis.argument_size_in_bytes + analysis.output_size_in_bytes - analysis.alias_size_in_bytes
     return kept + analysis.temp_size_in_bytes
+
+
+def stand_in(experiment: Experiment) -> Experiment:
+    """The experiment on synthetic data of the same shapes, where those need no look at the files."""
+    changed = resident(experiment, None)
+    data, words = changed.data, getattr(changed.model, "vocab_size", None)
+    if words and isinstance(data, Documents):
+        text = SyntheticText(vocab_size=words, length=data.length, num_train=8, num_test=8)
+        changed = changed.replaced({"data": text})
+    return changed
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is compiled for: one replica, without micro-batches."""
+
+    fsdp: int
+    tensor: int
+    examples: int
+    """Of a device of `fsdp`."""
+    remat: str | None
+    """None for a model that has no such setting."""
+    param_sharding: str
+
+
+def trial_plan(experiment: Experiment, setting: Setting, devices: Sequence[Any]) -> Plan:
+    """The plan of a step of this setting, on so many of the devices. Raises ConfigError if it cannot be run."""
+    batch = setting.examples * setting.fsdp
+    mesh = MeshConfig(replica=1, fsdp=setting.fsdp, tensor=setting.tensor)
+    changes: dict[str, Any] = {
+        "mesh": mesh,
+        "batch_size": batch,
+        "step.microbatches": 1,
+        "sharding.param_sharding": setting.param_sharding,
+        "exchange": Dense(),
+    }
+    if setting.remat is not None:
+        changes["model.remat"] = setting.remat
+    if isinstance(getattr(experiment.data, "num_train", None), int):
+        changes["data.num_train"] = max(batch, getattr(experiment.data, "num_train"))  # noqa: B009
+    return make_plan(experiment.replaced(changes), devices[: setting.fsdp * setting.tensor])
+
+
+class Measured(NamedTuple):
+    """What one compiled step needs."""
+
+    temporary: float
+    forward: float
+    backward: float
+    other: float
+    sent: dict[str, float]
+    """Mesh axis -> bytes that a device sends."""
+    messages: dict[str, float]
+    """Mesh axis -> collectives."""
+
+
+def measured(plan: Plan) -> Measured:
+    """The figures of a plan's compiled step."""
+    compiled = compile_step(plan)
+    analysis, module = compiled.memory_analysis(), hlo.parse(compiled.as_text() or "")
+    seconds = {"forward": 0.0, "backward": 0.0, "rest": 0.0}
+    for one in roofline.kernels(module):
+        seconds[one.part] += one.times * one.least_sec
+    sent, messages = Counter[str](), Counter[str]()
+    sizes = {axis: size for axis, size in plan.parts.layout.mesh.shape.items()}
+    if math.prod(sizes.values()) > 1:
+        for one in overlap.play(module, sizes, overlap.Links(math.inf)).messages:
+            for axis in one.axes[:1]:
+                sent[axis] += one.sent_bytes * one.times
+                messages[axis] += one.times
+    temporary = float(analysis.temp_size_in_bytes) if analysis else 0.0
+    return Measured(temporary, seconds["forward"], seconds["backward"], seconds["rest"], dict(sent), dict(messages))
+
+
+def profile(
+    experiment: Experiment,
+    devices: Sequence[Any],
+    *,
+    tensor: int,
+    most_fsdp: int,
+    remat: str | None,
+    param_sharding: str,
+    examples: tuple[int, int],
+) -> Profile:
+    """What steps need, from three that are compiled: with these two numbers of examples, and with `most_fsdp`."""
+    few, many = examples
+    wanted = dict.fromkeys([(1, few), (1, many), (most_fsdp, few)])
+    found = {
+        (fsdp, number): measured(trial_plan(experiment, Setting(fsdp, tensor, number, remat, param_sharding), devices))
+        for fsdp, number in wanted
+    }
+
+    def line(value: Callable[[Measured], float]) -> Fit:
+        return fitted({key: value(one) for key, one in found.items()})
+
+    spread, whole = found[most_fsdp, few], Axis.FSDP.value
+    share = (most_fsdp - 1) / most_fsdp
+    return Profile(
+        temporary=line(lambda one: one.temporary),
+        forward_sec=line(lambda one: one.forward),
+        backward_sec=line(lambda one: one.backward),
+        other_sec=line(lambda one: one.other),
+        fsdp_bytes=spread.sent.get(whole, 0.0) / share if share else 0.0,
+        fsdp_messages=spread.messages.get(whole, 0.0),
+        tensor_bytes=line(lambda one: one.sent.get(Axis.TENSOR.value, 0.0)),
+        tensor_messages=spread.messages.get(Axis.TENSOR.value, 0.0),
+    )

@@ -1,0 +1,142 @@
+"""How long a training step takes, before it is run: kernels, messages inside a node, messages between nodes.
+
+Kernels take their least time by the roofline of the compiled step (`jaxdl.compiler.roofline`), divided by the share of
+it that real ones reach. Messages are those of the compiled step inside a replica, and those of the exchange between
+replicas (`jaxdl.exchange.cost`). What travels while kernels run is not waited for: the exchange beside the backward
+pass of the last micro-batch, messages inside a replica beside all kernels, both up to a share that is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from jaxdl.exchange.cost import Cost, Machine
+from jaxdl.mesh import Axis
+from jaxdl.planner.memory import Fit
+
+TableTraffic = Callable[[int], Mapping[str, float]]
+"""Examples of a device in a step -> bytes that one device sends over each mesh axis for embedding tables."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What a step of one replica needs, as compiled for one size of `tensor` and one way to keep activations."""
+
+    temporary: Fit
+    """Bytes besides state and batch."""
+    forward_sec: Fit
+    backward_sec: Fit
+    """Least seconds of the kernels of the two passes."""
+    other_sec: Fit
+    """Those of the update and of all else that is done once a step."""
+    fsdp_bytes: float = 0.0
+    """Bytes of the arrays that travel over `fsdp` in one micro-batch; of these a device sends (fsdp - 1) / fsdp."""
+    fsdp_messages: float = 0.0
+    """Collectives over `fsdp` in one micro-batch."""
+    tensor_bytes: Fit = field(default_factory=Fit)
+    """Bytes that a device sends over `tensor` in one micro-batch."""
+    tensor_messages: float = 0.0
+    """Collectives over `tensor` in one micro-batch."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How far real programs stay behind bounds."""
+
+    compute: float = 0.5
+    """The share of the roofline that kernels reach."""
+    overlap: float = 0.7
+    """The share of kernels' time that messages can travel beside."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step, and what they are made of."""
+
+    compute_sec: float
+    """Kernels of the model and of the update."""
+    inner_sec: float
+    """Messages inside a replica."""
+    slow_sec: float
+    """The exchange between replicas: its messages and its work on the device."""
+    exposed_sec: float
+    """The part of both that nothing hides."""
+    backward_sec: float = 0.0
+    """The part of `compute_sec` in the last micro-batch's backward pass, behind which the exchange hides."""
+
+    @property
+    def total_sec(self) -> float:
+        """The step."""
+        return self.compute_sec + self.exposed_sec
+
+
+def own_time(
+    profile: Profile,
+    sizes: Mapping[str, int],
+    examples: int,
+    microbatches: int,
+    machine: Machine,
+    efficiency: Efficiency,
+    tables: TableTraffic | None = None,
+) -> StepTime:
+    """The time of a step whose replicas exchange nothing but what embedding tables need.
+
+    `examples` are those of a device in a micro-batch.
+    """
+    fsdp, tensor = sizes[Axis.FSDP.value], sizes[Axis.TENSOR.value]
+    backward = profile.backward_sec.at(fsdp, examples) / efficiency.compute
+    passes = profile.forward_sec.at(fsdp, examples) / efficiency.compute + backward
+    compute = microbatches * passes + profile.other_sec.at(fsdp, 0) / efficiency.compute
+    inner = 0.0
+    if fsdp > 1:
+        inner += _seconds(
+            machine, Axis.FSDP.value, profile.fsdp_messages * (fsdp - 1), profile.fsdp_bytes * (fsdp - 1) / fsdp
+        )
+    if tensor > 1:
+        num_messages = 2 * profile.tensor_messages * (tensor - 1)
+        inner += _seconds(machine, Axis.TENSOR.value, num_messages, profile.tensor_bytes.at(fsdp, examples))
+    inner *= microbatches
+    hidden = efficiency.overlap * compute if machine.overlaps else 0.0
+    exposed, slow = max(0.0, inner - hidden), 0.0
+    # Vectors of tables are needed before the forward pass, and their gradients come after the backward pass.
+    for axis, num_bytes in (tables(examples * microbatches) if tables else {}).items():
+        ways = sizes[axis]
+        seconds = _seconds(machine, axis, ways - 1, num_bytes) if ways > 1 else 0.0
+        exposed += seconds
+        if axis == Axis.REPLICA.value:
+            slow += seconds
+        else:
+            inner += seconds
+    return StepTime(compute, inner, slow, exposed, backward)
+
+
+def with_exchange(own: StepTime, cost: Cost, machine: Machine, efficiency: Efficiency, *, delayed: bool) -> StepTime:
+    """The time of a step that also exchanges gradients at this cost; `delayed` ones travel beside all kernels."""
+    beside = own.compute_sec if delayed else own.backward_sec
+    left = cost.beside(efficiency.overlap * beside) if machine.overlaps else cost
+    return StepTime(
+        own.compute_sec,
+        own.inner_sec,
+        own.slow_sec + cost.total_sec,
+        own.exposed_sec + left.total_sec,
+        own.backward_sec,
+    )
+
+
+def _seconds(machine: Machine, axis: str, num_messages: float, num_bytes: float) -> float:
+    return sum(machine.link(axis).seconds(num_messages, num_bytes))
+
+
+def nodes_that_pay(overhead: float, efficiency: float = 0.8) -> float:
+    """The most nodes that work at this efficiency, if waiting takes `overhead` times as long as kernels.
+
+    By Amdahl's law, in the form of Zou et al. 2017 (arXiv 1709.06622): G <= (1 + (1 - efficiency) / overhead) /
+    efficiency.
+    """
+    return float("inf") if overhead <= 0 else (1 + (1 - efficiency) / overhead) / efficiency
+
+
+def parameter_servers(param_bytes: float, num_workers: int, bytes_per_sec: float, compute_sec: float) -> float:
+    """The parameter servers that keep up with so many workers: 2 S N / (B T), Zou et al. 2017 (arXiv 1709.06622)."""
+    return 2 * param_bytes * num_workers / (bytes_per_sec * compute_sec)
