@@ -80,6 +80,14 @@ def described_layout(config: ShardingConfig, sizes: Mapping[str, int]) -> Layout
     return Layout(config, AbstractMesh(tuple(sizes.values()), tuple(sizes)))  # pyright: ignore[reportArgumentType]
 
 
+def sharding_of(config: ShardingConfig, param_sharding: str) -> ShardingConfig:
+    """The config with parameters sharded so; an update that is split already needs no setting of its own."""
+    changes: dict[str, Any] = {"param_sharding": param_sharding}
+    if param_sharding == "sharded":
+        changes["update_sharding"] = "parameters"
+    return config.replaced(changes)
+
+
 @dataclass(frozen=True)
 class Fit:
     """A quantity of a device, bytes or seconds, in a step of one replica without micro-batches."""

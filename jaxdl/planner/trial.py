@@ -17,7 +17,7 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, MeshConfig
 from jaxdl.optim import Constant
 from jaxdl.planner.h100 import compile_step
-from jaxdl.planner.memory import Fit, fitted
+from jaxdl.planner.memory import Fit, fitted, sharding_of
 from jaxdl.planner.steptime import Profile
 from jaxdl.run.build import Plan, make_plan
 
@@ -86,7 +86,7 @@ def trial_plan(experiment: Experiment, setting: Setting, devices: Sequence[Any])
         "mesh": mesh,
         "batch_size": batch,
         "step.microbatches": 1,
-        "sharding.param_sharding": setting.param_sharding,
+        "sharding": sharding_of(experiment.sharding, setting.param_sharding),
         "exchange": Dense(),
     }
     if setting.remat is not None:
@@ -117,7 +117,7 @@ def measured(plan: Plan) -> Measured:
     for one in roofline.kernels(module):
         seconds[one.part] += one.times * one.least_sec
     sent, messages = Counter[str](), Counter[str]()
-    sizes = {axis: size for axis, size in plan.parts.layout.mesh.shape.items()}
+    sizes = dict(plan.parts.layout.mesh.shape)
     if math.prod(sizes.values()) > 1:
         for one in overlap.play(module, sizes, overlap.Links(math.inf)).messages:
             for axis in one.axes[:1]:
