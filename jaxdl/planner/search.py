@@ -96,6 +96,8 @@ class Found:
 
     candidates: tuple[Candidate, ...]
     cluster: Cluster
+    param_bytes: float = 0.0
+    """Of all trained parameters."""
 
     @property
     def best(self) -> Candidate | None:
@@ -114,7 +116,9 @@ def search(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Fo
         found += [costed(workload, cluster, choice) for choice in every if choice.tensor == tensor]
         if any(one.fits for one in found):
             break
-    return Found(tuple(sorted(found, key=_rank)), cluster)
+    whole = described_layout(workload.sharding, {axis.value: 1 for axis in Axis})
+    size = workload.parameters.bytes(whole)["parameters"]
+    return Found(tuple(sorted(found, key=_rank)), cluster, size)
 
 
 def _rank(one: Candidate) -> tuple[Any, ...]:

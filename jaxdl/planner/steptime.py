@@ -15,6 +15,9 @@ from jaxdl.exchange.cost import Cost, Machine
 from jaxdl.mesh import Axis
 from jaxdl.planner.memory import Fit
 
+_BACKWARD = 2 / 3
+"""The share of the backward pass in both: it has two products for each of the forward pass."""
+
 TableTraffic = Callable[[int], Mapping[str, float]]
 """Examples of a device in a step -> bytes that one device sends over each mesh axis for embedding tables."""
 
@@ -25,9 +28,8 @@ class Profile:
 
     temporary: Fit
     """Bytes besides state and batch."""
-    forward_sec: Fit
-    backward_sec: Fit
-    """Least seconds of the kernels of the two passes."""
+    passes_sec: Fit
+    """Least seconds of the kernels of the forward and the backward pass."""
     other_sec: Fit
     """Those of the update and of all else that is done once a step."""
     fsdp_bytes: float = 0.0
@@ -85,8 +87,7 @@ def own_time(
     `examples` are those of a device in a micro-batch.
     """
     fsdp, tensor = sizes[Axis.FSDP.value], sizes[Axis.TENSOR.value]
-    backward = profile.backward_sec.at(fsdp, examples) / efficiency.compute
-    passes = profile.forward_sec.at(fsdp, examples) / efficiency.compute + backward
+    passes = profile.passes_sec.at(fsdp, examples) / efficiency.compute
     compute = microbatches * passes + profile.other_sec.at(fsdp, 0) / efficiency.compute
     inner = 0.0
     if fsdp > 1:
@@ -108,7 +109,7 @@ def own_time(
             slow += seconds
         else:
             inner += seconds
-    return StepTime(compute, inner, slow, exposed, backward)
+    return StepTime(compute, inner, slow, exposed, _BACKWARD * passes)
 
 
 def with_exchange(own: StepTime, cost: Cost, machine: Machine, efficiency: Efficiency, *, delayed: bool) -> StepTime:

@@ -100,9 +100,10 @@ class Measured(NamedTuple):
     """What one compiled step needs."""
 
     temporary: float
-    forward: float
-    backward: float
+    passes: float
+    """Least seconds of the forward and the backward pass."""
     other: float
+    """Those of the rest of the step."""
     sent: dict[str, float]
     """Mesh axis -> bytes that a device sends."""
     messages: dict[str, float]
@@ -113,9 +114,12 @@ def measured(plan: Plan) -> Measured:
     """The figures of a plan's compiled step."""
     compiled = compile_step(plan)
     analysis, module = compiled.memory_analysis(), hlo.parse(compiled.as_text() or "")
-    seconds = {"forward": 0.0, "backward": 0.0, "rest": 0.0}
+    passes = other = 0.0
     for one in roofline.kernels(module):
-        seconds[one.part] += one.times * one.least_sec
+        if one.part == "rest":
+            other += one.times * one.least_sec
+        else:
+            passes += one.times * one.least_sec
     sent, messages = Counter[str](), Counter[str]()
     sizes = dict(plan.parts.layout.mesh.shape)
     if math.prod(sizes.values()) > 1:
@@ -124,7 +128,7 @@ def measured(plan: Plan) -> Measured:
                 sent[axis] += one.sent_bytes * one.times
                 messages[axis] += one.times
     temporary = float(analysis.temp_size_in_bytes) if analysis else 0.0
-    return Measured(temporary, seconds["forward"], seconds["backward"], seconds["rest"], dict(sent), dict(messages))
+    return Measured(temporary, passes, other, dict(sent), dict(messages))
 
 
 def profile(
@@ -152,8 +156,7 @@ def profile(
     share = (most_fsdp - 1) / most_fsdp
     return Profile(
         temporary=line(lambda one: one.temporary),
-        forward_sec=line(lambda one: one.forward),
-        backward_sec=line(lambda one: one.backward),
+        passes_sec=line(lambda one: one.passes),
         other_sec=line(lambda one: one.other),
         fsdp_bytes=spread.sent.get(whole, 0.0) / share if share else 0.0,
         fsdp_messages=spread.messages.get(whole, 0.0),

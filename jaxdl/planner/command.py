@@ -1,0 +1,306 @@
+"""The options of `python -m jaxdl.planner`, and what it prints.
+
+Steps of one replica are compiled for H100, which needs no GPU but JAX's CUDA compiler; nothing runs. What is given on
+the command line, such as --mesh.tensor 2, stays, and the rest is planned around it. The global batch, the order of the
+data and the optimizer are never changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from jaxdl.config import ConfigError
+from jaxdl.errors import OptionError
+from jaxdl.exchange import Auto, ExchangeConfig
+from jaxdl.exchange.base import by_name
+from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
+from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.launch.netns import parse_rate
+from jaxdl.mesh import Axis
+from jaxdl.planner.h100 import DEVICE, h100_devices
+from jaxdl.planner.memory import Parameters
+from jaxdl.planner.search import (
+    FREE,
+    Candidate,
+    Cluster,
+    Found,
+    Workload,
+    binding,
+    named,
+    search,
+    why_slower,
+)
+from jaxdl.planner.steptime import Efficiency, Profile, nodes_that_pay, parameter_servers
+from jaxdl.planner.trial import Setting, profile, stand_in, trial_plan
+from jaxdl.run.build import Plan
+from jaxdl.run.exchanged import trained_of
+from jaxdl.sharding import has_names, is_names
+from jaxdl.step import Parts
+
+_SHOWN = 12
+_PAYS = 0.8
+_NVLINK = Link(5e-6, 4.5e11)
+"""Of an H100, one direction (NVIDIA's data sheet); the latency is an order of magnitude."""
+_COLUMNS = (
+    "replica x fsdp x tensor", "micro-batches", "kept", "parameters", "exchange", "step", "compute", "inner",
+    "slow", "exposed", "GB", "against the best",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PlanCommand:
+    """The first options of the command are those of the experiment."""
+
+    config: Path
+    """The experiment: a Python file with a function config()."""
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
+    gpus_per_node: int = 8
+    """GPUs of a node, joined by NVLink."""
+    nodes: int = 1
+    """Nodes, joined by the network."""
+    network: str = "25gbit"
+    """The rate of a node's network, each way, which its GPUs share: 500mbit, 25gbit."""
+    latency_us: float = 20.0
+    """Microseconds of the shortest message between nodes."""
+    device_gb: float = 0.0
+    """Memory of a GPU in GB; 0: that of an H100."""
+    efficiency: float = Efficiency().compute
+    """The share of the least time by the roofline that kernels reach: measured, or this guess."""
+    overlap: float = Efficiency().overlap
+    """The share of kernels' time that messages can travel beside."""
+    shown: int = _SHOWN
+    """Candidates in the table."""
+
+
+ABOUT = """Plans mesh, micro-batches, what activations are kept, sharding and exchange of a run, and says why.
+
+  python -m jaxdl.planner --config configs/lm_gpt2_124m.py --gpus-per-node 8 --nodes 4 --network 25gbit
+  python -m jaxdl.planner --config configs/lm_gpt2_124m.py --nodes 2 --mesh.tensor 2 --exchange auto"""
+
+
+def run(args: list[str], prog: str) -> None:
+    """Runs the command line. Raises ConfigError for what cannot be planned."""
+    command, _ = parse_command_line(PlanCommand, args, about=ABOUT, prog=prog)
+    cluster = cluster_of(command)
+    fixed = given(command.experiment, args)
+    console = Console(width=170)
+    found = search(workload_of(command.experiment, cluster), cluster, fixed)
+    if not found.candidates:
+        raise ConfigError(
+            f"no layout: batch_size {command.experiment.batch_size} has to be divided by replica x fsdp on "
+            f"{command.nodes} nodes of {command.gpus_per_node} GPUs, with what is given ({_listed(fixed)}). Give fewer "
+            "options, or another --batch-size."
+        )
+    console.print(table(found, command))
+    for line in remarks(found, command):
+        console.print(line, highlight=False)
+    if found.best is None:
+        least = found.candidates[0]
+        raise ConfigError(
+            f"nothing fits: the least memory is {least.memory.total / 1e9:.1f} GB ({named(least)}), of "
+            f"{cluster.device_bytes / 1e9:.1f}. Take more nodes, or a smaller --batch-size."
+        )
+
+
+def cluster_of(command: PlanCommand) -> Cluster:
+    """The described devices and links. Raises OptionError for values that cannot be."""
+    for name in ("gpus_per_node", "nodes", "shown"):
+        if getattr(command, name) < 1:
+            raise OptionError(f"--{name.replace('_', '-')} {getattr(command, name)}: give 1 or more.")
+    for name in ("efficiency", "overlap"):
+        if not 0 < getattr(command, name) <= 1:
+            raise OptionError(f"--{name} {getattr(command, name):g}: a share is above 0 and at most 1.")
+    if command.latency_us < 0 or command.device_gb < 0 or not math.isfinite(command.latency_us + command.device_gb):
+        raise OptionError("--latency-us and --device-gb: give finite numbers, 0 or more.")
+    rate = parse_rate(command.network) / 8 / command.gpus_per_node
+    links = {
+        Axis.REPLICA.value: Link(1e-6 * command.latency_us, rate),
+        Axis.FSDP.value: _NVLINK,
+        Axis.TENSOR.value: _NVLINK,
+    }
+    machine = Machine(links, NOMINAL_SPEEDS["gpu"], "given", overlaps=True)
+    size = 1e9 * command.device_gb or float(DEVICE["device_memory_size"])
+    return Cluster(command.nodes, command.gpus_per_node, machine, size, Efficiency(command.efficiency, command.overlap))
+
+
+def given(experiment: Experiment, args: Sequence[str]) -> dict[str, Any]:
+    """The planned fields that the command line sets, with their values."""
+    typed = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")}
+    found = {}
+    for name in FREE:
+        part, _, field = name.partition(".")
+        if name in typed:
+            found[name] = getattr(getattr(experiment, part), field)
+    return found
+
+
+def workload_of(experiment: Experiment, cluster: Cluster) -> Workload:
+    """What is planned of an experiment. Raises ConfigError where the data is missing or JAX's CUDA compiler is."""
+    if experiment.agreement.keeps_replicas:
+        raise ConfigError(
+            f"--agreement {experiment.agreement.kind}: the planner knows replicas that agree in every step alone. Plan "
+            "with --agreement every_step."
+        )
+    exchange = experiment.exchange
+    if not isinstance(exchange, ExchangeConfig | Auto):
+        raise ConfigError(f"exchange {exchange.kind}: the planner does not know what it costs. Choose another one.")
+    devices = h100_devices(1, cluster.gpus_per_node)
+    remat = getattr(experiment.model, "remat", None)
+    resident = stand_in(experiment)
+    base = trial_plan(resident, Setting(1, 1, 1, remat, "replicated"), devices)
+    return Workload(
+        batch_size=experiment.batch_size,
+        parameters=parameters_of(base),
+        profiles=_profiles(resident, devices, experiment.batch_size // cluster.nodes),
+        remats=("",) if remat is None else ("none", "dots", "block"),
+        sharding=experiment.sharding,
+        exchange=exchange,
+        example_bytes=example_bytes(base),
+        table_bytes=table_bytes(base.parts),
+        tensor_fits=functools.partial(tensor_fits, base.parts, experiment.sharding.tensor_dims),
+    )
+
+
+def parameters_of(plan: Plan) -> Parameters:
+    """What the state of a plan has, from its shapes."""
+    experiment, parts = plan.experiment, plan.parts
+    axes, trained = trained_of(experiment, parts.network)
+    size = _bytes(trained)
+    shapes = parts.state_spec.shapes
+    rest = _bytes(shapes.params) - size + _bytes(shapes.model_state)
+    return Parameters(
+        axes,
+        trained,
+        optimizer_copies=_bytes(shapes.opt_state) / max(size, 1),
+        average=bool(jax.tree.leaves(shapes.ema_params)),
+        other_bytes=rest,
+        order=tuple(reversed(list(by_name(trained)))),
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def example_bytes(plan: Plan) -> float:
+    """Bytes of an example of a batch."""
+    segment = plan.timeline.segments[0]
+    batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
+    return _bytes(batch) / segment.batch_size
+
+
+def _listed(fixed: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in fixed.items()) or "nothing"
+
+
+def table_bytes(parts: Parts) -> float:
+    """Bytes of embedding tables on one device alone."""
+    return float(_bytes(parts.state_spec.shapes.tables))
+
+
+def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
+    """Whether `tensor` of this size divides every named dimension that it is to split."""
+    if size == 1:
+        return True
+    network = parts.network
+    if not has_names(network.axes):
+        return False
+    axes = jax.tree.leaves(network.axes, is_leaf=is_names)
+    shapes = jax.tree.leaves(network.param_shapes)
+    found = [
+        number
+        for names, x in zip(axes, shapes, strict=True)
+        for name, number in zip(names, x.shape, strict=True)
+        if name in dims
+    ]
+    return bool(found) and all(number % size == 0 for number in found)
+
+
+def _profiles(experiment: Experiment, devices: Sequence[Any], most_examples: int) -> Any:
+    """Profiles by tensor, remat and sharding, each compiled once."""
+    few = max(1, min(8, most_examples // 2))
+
+    @functools.cache
+    def found(tensor: int, remat: str, param_sharding: str) -> Profile:
+        return profile(
+            experiment,
+            devices,
+            tensor=tensor,
+            most_fsdp=len(devices) // tensor,
+            remat=remat or None,
+            param_sharding=param_sharding,
+            examples=(few, 2 * few),
+        )
+
+    return found
+
+
+def table(found: Found, command: PlanCommand) -> Table:
+    """The first candidates, and the fastest that does not fit."""
+    devices = f"{command.nodes} x {command.gpus_per_node} H100, {command.network}"
+    title = f"{command.config}: {devices}, batch {command.experiment.batch_size:,}; times in ms"
+    made = Table(title=title)
+    for column in _COLUMNS:
+        made.add_column(column, justify="left" if column in (_COLUMNS[0], _COLUMNS[4], _COLUMNS[-1]) else "right")
+    fitting = [one for one in found.candidates if one.fits]
+    refused = sorted(
+        (one for one in found.candidates if not one.fits), key=lambda one: (one.time.total_sec, one.choice)
+    )
+    best = found.best or found.candidates[0]
+    for one in [*fitting[: command.shown], *refused[: 3 if fitting else command.shown]]:
+        made.add_row(*_texts(one, best))
+    return made
+
+
+def _texts(one: Candidate, best: Candidate) -> tuple[str, ...]:
+    c, t = one.choice, one.time
+    times = (t.total_sec, t.compute_sec, t.inner_sec, t.slow_sec, t.exposed_sec)
+    return (
+        f"{c.replica} x {c.fsdp} x {c.tensor}",
+        str(c.microbatches),
+        c.remat,
+        c.param_sharding,
+        one.exchange.label,
+        *(f"{1e3 * value:.2f}" for value in times),
+        f"{one.memory.total / 1e9:.1f}" + ("" if one.fits else "*"),
+        "the plan" if one is best and one.fits else why_slower(one, best),
+    )
+
+
+def remarks(found: Found, command: PlanCommand) -> list[str]:
+    """Below the table: what binds, how many nodes pay, and the options of the plan."""
+    lines = [f"{len(found.candidates):,} layouts, {sum(one.fits for one in found.candidates):,} fit"]
+    if any(not one.fits for one in found.candidates):
+        lines.append(f"* more than 90 % of a device's {found.cluster.device_bytes / 1e9:.1f} GB")
+    best = found.best
+    if best is None:
+        return lines
+    lines.append(f"what binds: {binding(found)}")
+    lines += best.reasons
+    if command.nodes > 1:
+        ratio = best.time.exposed_sec / best.time.compute_sec
+        most = nodes_that_pay(ratio)
+        many = "any number of nodes" if math.isinf(most) else f"{most:.1f} nodes"
+        lines.append(
+            f"waiting takes {ratio:.3f} times as long as kernels: at this ratio up to {many} work at "
+            f"{100 * _PAYS:.0f} % efficiency (Zou et al. 2017)"
+        )
+        rate = parse_rate(command.network) / 8
+        servers = parameter_servers(found.param_bytes, command.nodes, rate, best.time.compute_sec)
+        lines.append(f"as little waiting would take {math.ceil(servers)} parameter servers on the same network")
+    options = [f"--{name.replace('_', '-')} {value}" for name, value in best.choice.settings.items()]
+    if isinstance(command.experiment.exchange, Auto):
+        changed = best.exchange.model_dump(exclude_defaults=True, exclude={"kind"})
+        options += [f"--exchange {best.exchange.kind}"]
+        options += [f"--exchange.{name.replace('_', '-')} {value}" for name, value in changed.items()]
+    return [*lines, "the plan: " + " ".join(options)]
