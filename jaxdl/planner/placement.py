@@ -58,6 +58,13 @@ def place(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float)
     differenced = largest_differencing(costs.sum(axis=1), num_devices)
     if (np.bincount(differenced, sizes, num_devices) <= memory).all():
         starts.append(differenced)
+    starts += filter(
+        lambda one: one is not None,
+        (
+            by_both(costs, sizes, num_devices, memory, alone)
+            for alone in dict.fromkeys((0, _deciding(costs, num_devices)))
+        ),
+    )
     found = [improved(costs, sizes, one, num_devices, memory) for one in starts]
     best = min(found, key=lambda one: makespan(costs, one, num_devices))
     return Placement(best, makespan(costs, best, num_devices), lower_bound(costs, num_devices))
@@ -108,6 +115,36 @@ def by_size(
         loads[device] += total[shard]
         room[device] -= sizes[shard]
     return found
+
+
+def by_both(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float, alone: int) -> np.ndarray | None:
+    """The largest in cost or size first, each where the squares of cost and size grow least; None if some do not fit.
+
+    Cost counts as a share of the mean of a device, size of a device's memory. The `alone` most expensive shards have a
+    device each, of their own.
+    """
+    total = costs.reshape(len(costs), -1).sum(axis=1)
+    share, part = total / max(float(total.sum()) / num_devices, 1e-300), sizes / memory
+    order = np.argsort(-total, kind="stable")
+    found, loads, used = np.zeros(len(costs), np.int64), np.zeros(num_devices), np.zeros(num_devices)
+    found[order[:alone]] = np.arange(alone)
+    used[:alone] = np.inf
+    rest = order[alone:]
+    for shard in rest[np.argsort(-np.maximum(share, part)[rest], kind="stable")]:
+        fits = used + part[shard] <= 1
+        if not fits.any():
+            return None
+        grown = share[shard] * (2 * loads + share[shard]) + part[shard] * (2 * np.where(fits, used, 0) + part[shard])
+        found[shard] = np.where(fits, grown, np.inf).argmin()
+        loads[found[shard]] += share[shard]
+        used[found[shard]] += part[shard]
+    return found
+
+
+def _deciding(costs: np.ndarray, num_devices: int) -> int:
+    """How many shards cost as much as a device has on average, so that they are better alone."""
+    total = costs.sum(axis=1)
+    return min(int((total >= total.sum() / num_devices).sum()), num_devices - 1)
 
 
 def largest_differencing(costs: np.ndarray, num_devices: int) -> np.ndarray:
