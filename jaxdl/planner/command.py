@@ -122,7 +122,7 @@ def cluster_of(command: PlanCommand) -> Cluster:
             raise OptionError(f"--{name} {getattr(command, name):g}: a share is above 0 and at most 1.")
     if command.latency_us < 0 or command.device_gb < 0 or not math.isfinite(command.latency_us + command.device_gb):
         raise OptionError("--latency-us and --device-gb: give finite numbers, 0 or more.")
-    rate = parse_rate(command.network) / 8 / command.gpus_per_node
+    rate = _network_rate(command) / command.gpus_per_node
     links = {
         Axis.REPLICA.value: Link(1e-6 * command.latency_us, rate),
         Axis.FSDP.value: _NVLINK,
@@ -131,6 +131,14 @@ def cluster_of(command: PlanCommand) -> Cluster:
     machine = Machine(links, NOMINAL_SPEEDS["gpu"], "given", overlaps=True)
     size = 1e9 * command.device_gb or float(DEVICE["device_memory_size"])
     return Cluster(command.nodes, command.gpus_per_node, machine, size, Efficiency(command.efficiency, command.overlap))
+
+
+def _network_rate(command: PlanCommand) -> float:
+    """Bytes a second of a node."""
+    try:
+        return parse_rate(command.network) / 8
+    except ConfigError as error:
+        raise OptionError(f"--network: {error}") from None
 
 
 def given(experiment: Experiment, args: Sequence[str]) -> dict[str, Any]:
@@ -165,6 +173,7 @@ def workload_of(experiment: Experiment, cluster: Cluster) -> Workload:
         remats=("",) if remat is None else ("none", "dots", "block"),
         sharding=experiment.sharding,
         exchange=exchange,
+        norm_span=span if isinstance(span := getattr(experiment.model, "norm_span", None), int) else None,
         example_bytes=example_bytes(base),
         table_bytes=table_bytes(base.parts),
         tensor_fits=functools.partial(tensor_fits, base.parts, experiment.sharding.tensor_dims),
@@ -287,6 +296,13 @@ def remarks(found: Found, command: PlanCommand) -> list[str]:
         return lines
     lines.append(f"what binds: {binding(found)}")
     lines += best.reasons
+    own = getattr(command.experiment.model, "norm_span", None)
+    if own == Axis.REPLICA.value and getattr(command.experiment.model, "norm", "batch") == "batch":
+        examples = command.experiment.batch_size // (best.choice.replica * best.choice.microbatches)
+        lines.append(
+            f"batch norm takes its statistics over a replica's {examples} examples at a time under this plan; "
+            "--model.norm-span keeps another number"
+        )
     if command.nodes > 1:
         ratio = best.time.exposed_sec / best.time.compute_sec
         most = nodes_that_pay(ratio)
@@ -295,7 +311,7 @@ def remarks(found: Found, command: PlanCommand) -> list[str]:
             f"waiting takes {ratio:.3f} times as long as kernels: at this ratio up to {many} work at "
             f"{100 * _PAYS:.0f} % efficiency (Zou et al. 2017)"
         )
-        rate = parse_rate(command.network) / 8
+        rate = _network_rate(command)
         servers = parameter_servers(found.param_bytes, command.nodes, rate, best.time.compute_sec)
         lines.append(f"as little waiting would take {math.ceil(servers)} parameter servers on the same network")
     options = [f"--{name.replace('_', '-')} {value}" for name, value in best.choice.settings.items()]

@@ -73,6 +73,8 @@ class Workload:
     table_bytes: float = 0.0
     """Of a device."""
     tables: TableTraffic | None = None
+    norm_span: int | None = None
+    """Examples over which batch norm takes its statistics, if that is given as a number."""
     tensor_fits: Callable[[int], bool] = lambda size: size == 1
     """Whether the model can be split over so many devices of `tensor`."""
 
@@ -142,6 +144,8 @@ def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> I
         if not _kept(fixed, "mesh.tensor", tensor) or not _kept(fixed, "mesh.fsdp", fsdp):
             continue
         for microbatches in _divisors(workload.batch_size // (replica * fsdp)):
+            if workload.batch_size // (replica * microbatches) % (workload.norm_span or 1):
+                continue
             for remat in workload.remats:
                 for param_sharding in workload.shardings if fsdp > 1 else workload.shardings[:1]:
                     choice = Choice(microbatches, tensor, remat, param_sharding, replica, fsdp)

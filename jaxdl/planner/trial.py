@@ -62,6 +62,8 @@ def stand_in(experiment: Experiment) -> Experiment:
     if words and isinstance(data, Documents):
         text = SyntheticText(vocab_size=words, length=data.length, num_train=8, num_test=8)
         changed = changed.replaced({"data": text})
+    if isinstance(getattr(changed.model, "norm_span", None), int):  # It needs more examples than a trial has.
+        changed = changed.replaced({"model.norm_span": Axis.REPLICA.value})
     return changed
 
 
