@@ -304,11 +304,11 @@ def remarks(found: Found, command: PlanCommand) -> list[str]:
             "--model.norm-span keeps another number"
         )
     if command.nodes > 1:
-        ratio = best.time.exposed_sec / best.time.compute_sec
+        ratio = best.time.overhead
         most = nodes_that_pay(ratio)
         many = "any number of nodes" if math.isinf(most) else f"{most:.1f} nodes"
         lines.append(
-            f"waiting takes {ratio:.3f} times as long as kernels: at this ratio up to {many} work at "
+            f"waiting for other nodes takes {ratio:.3g} times as long as all else: at this ratio up to {many} work at "
             f"{100 * _PAYS:.0f} % efficiency (Zou et al. 2017)"
         )
         rate = _network_rate(command)
@@ -316,7 +316,7 @@ def remarks(found: Found, command: PlanCommand) -> list[str]:
         lines.append(f"as little waiting would take {math.ceil(servers)} parameter servers on the same network")
     options = [f"--{name.replace('_', '-')} {value}" for name, value in best.choice.settings.items()]
     if isinstance(command.experiment.exchange, Auto):
-        changed = best.exchange.model_dump(exclude_defaults=True, exclude={"kind"})
+        changed = best.exchange.model_dump(exclude_defaults=True)
         options += [f"--exchange {best.exchange.kind}"]
-        options += [f"--exchange.{name.replace('_', '-')} {value}" for name, value in changed.items()]
+        options += [f"--exchange.{name.replace('_', '-')} {value}" for name, value in changed.items() if name != "kind"]
     return [*lines, "the plan: " + " ".join(options)]

@@ -204,9 +204,11 @@ def why_slower(one: Candidate, best: Candidate) -> str:
         return f"needs {one.memory.total / 1e9:.1f} GB"
     losses = {
         "more compute": one.time.compute_sec - best.time.compute_sec,
-        "more waiting between nodes" if one.time.slow_sec > one.time.inner_sec else "more waiting inside a node": (
-            one.time.exposed_sec - best.time.exposed_sec
-        ),
+        "more waiting between nodes": one.time.exposed_slow_sec - best.time.exposed_slow_sec,
+        "more waiting inside a node": one.time.exposed_sec
+        - one.time.exposed_slow_sec
+        - best.time.exposed_sec
+        + best.time.exposed_slow_sec,
     }
     name, most = max(losses.items(), key=lambda item: item[1])
     return f"{name}: +{1e3 * most:.3g} ms" if most > 0 else "as fast, but less simple"
@@ -225,7 +227,7 @@ def binding(found: Found) -> str:
             f"{faster.memory.total / 1e9:.1f} GB of a device's {found.cluster.device_bytes / 1e9:.1f}"
         )
     if best.time.exposed_sec > 0.5 * best.time.compute_sec:
-        slow = best.time.slow_sec >= best.time.inner_sec
+        slow = 2 * best.time.exposed_slow_sec >= best.time.exposed_sec
         return "the network between nodes" if slow else "the links inside a node"
     return "the arithmetic and the memory bandwidth of a device"
 

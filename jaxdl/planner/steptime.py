@@ -64,6 +64,8 @@ class StepTime:
     """The exchange between replicas: its messages and its work on the device."""
     exposed_sec: float
     """The part of both that nothing hides."""
+    exposed_slow_sec: float = 0.0
+    """The part of `exposed_sec` that waits for other nodes."""
     backward_sec: float = 0.0
     """The part of `compute_sec` in the last micro-batch's backward pass, behind which the exchange hides."""
 
@@ -71,6 +73,11 @@ class StepTime:
     def total_sec(self) -> float:
         """The step."""
         return self.compute_sec + self.exposed_sec
+
+    @property
+    def overhead(self) -> float:
+        """The time that nodes wait for each other over all other time of a step."""
+        return self.exposed_slow_sec / max(self.total_sec - self.exposed_slow_sec, 1e-12)
 
 
 def own_time(
@@ -109,7 +116,7 @@ def own_time(
             slow += seconds
         else:
             inner += seconds
-    return StepTime(compute, inner, slow, exposed, _BACKWARD * passes)
+    return StepTime(compute, inner, slow, exposed, slow, _BACKWARD * passes)
 
 
 def with_exchange(own: StepTime, cost: Cost, machine: Machine, efficiency: Efficiency, *, delayed: bool) -> StepTime:
@@ -121,6 +128,7 @@ def with_exchange(own: StepTime, cost: Cost, machine: Machine, efficiency: Effic
         own.inner_sec,
         own.slow_sec + cost.total_sec,
         own.exposed_sec + left.total_sec,
+        own.exposed_slow_sec + left.total_sec,
         own.backward_sec,
     )
 
