@@ -1,6 +1,7 @@
 """Placement of shards on devices with little memory to spare, beside simpler ways: the largest load over its bound.
 
-Costs and sizes of shards are lognormal and independent. The bound is the mean load of a device, or the largest shard's.
+Costs and sizes of shards are lognormal and independent. The bound is the mean load of a device, or the largest shard's;
+a shard that leaves no room for another one is alone on its device, and not in that mean.
 "by size" is what TorchRec does by default: the largest first, onto the least loaded device that has room; "by cost" and
 "differencing" know no memory, and their results may not fit.
 """
@@ -98,7 +99,7 @@ def measure(shards: int, devices: int, slack: float, seeds: int) -> Row:
         seconds = time.perf_counter() - begin
         assert np.bincount(ours.device, sizes, devices).max() <= memory
         others = [by_size(costs, sizes, devices, memory), by_cost(costs, devices), largest_differencing(costs, devices)]
-        bound = lower_bound(costs, devices)
+        bound = lower_bound(costs, devices, sizes, memory)
         loads = [makespan(costs, one, devices) / bound for one in others]
         fit = [bool(np.bincount(one, sizes, devices).max() <= memory) for one in others]
         found.append((*loads, ours.makespan / bound, *fit, seconds))

@@ -55,7 +55,7 @@ class Parameters:
 
     def bytes(self, layout: Layout) -> dict[str, float]:
         """Bytes on a device of float32 parameters, as they are kept, exchanged (`gradients`) and updated (`update`)."""
-        found = dict.fromkeys(("parameters", "gradients", "update"), 0.0)
+        found: dict[str, float] = dict.fromkeys(("parameters", "gradients", "update"), 0.0)
         rules = {"parameters": layout.param_spec, "gradients": layout.grad_spec, "update": layout.update_spec}
         axes = jax.tree.leaves(self.axes, is_leaf=is_names)
         for names, x in zip(axes, jax.tree.leaves(self.shapes), strict=True):

@@ -58,22 +58,28 @@ def place(costs: np.ndarray, sizes: np.ndarray, num_devices: int, memory: float)
     differenced = largest_differencing(costs.sum(axis=1), num_devices)
     if (np.bincount(differenced, sizes, num_devices) <= memory).all():
         starts.append(differenced)
-    starts += filter(
-        lambda one: one is not None,
-        (
-            by_both(costs, sizes, num_devices, memory, alone)
-            for alone in dict.fromkeys((0, _deciding(costs, num_devices)))
-        ),
+    both = (
+        by_both(costs, sizes, num_devices, memory, one) for one in dict.fromkeys((0, _deciding(costs, num_devices)))
     )
+    starts += [one for one in both if one is not None]
     found = [improved(costs, sizes, one, num_devices, memory) for one in starts]
     best = min(found, key=lambda one: makespan(costs, one, num_devices))
-    return Placement(best, makespan(costs, best, num_devices), lower_bound(costs, num_devices))
+    return Placement(best, makespan(costs, best, num_devices), lower_bound(costs, num_devices, sizes, memory))
 
 
-def lower_bound(costs: np.ndarray, num_devices: int) -> float:
-    """A makespan that no placement is below: of each phase the mean load, or the largest shard's."""
+def lower_bound(
+    costs: np.ndarray, num_devices: int, sizes: np.ndarray | None = None, memory: float = math.inf
+) -> float:
+    """A makespan that no placement is below: of each phase the mean load, or the largest shard's.
+
+    With sizes and the memory of a device, the mean is that of the devices without a shard that leaves no room for any
+    other.
+    """
     costs = costs.reshape(len(costs), -1)
-    return float(np.maximum(costs.sum(axis=0) / num_devices, costs.max(axis=0)).sum())
+    alone = np.zeros(len(costs), bool) if sizes is None else sizes + sizes.min() > memory
+    rest = num_devices - int(alone.sum())
+    mean = costs[~alone].sum(axis=0) / rest if rest > 0 else np.zeros(costs.shape[1])
+    return float(np.maximum(mean, costs.max(axis=0)).sum())
 
 
 def makespan(costs: np.ndarray, device: np.ndarray, num_devices: int) -> float:

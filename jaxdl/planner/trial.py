@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -118,10 +118,11 @@ def measured(plan: Plan) -> Measured:
     """The figures of a plan's compiled step."""
     compiled = compile_step(plan)
     analysis, module = compiled.memory_analysis(), hlo.parse(compiled.as_text() or "")
-    seconds = Counter[bool]()
+    seconds: dict[bool, float] = {False: 0.0, True: 0.0}
     for one in roofline.kernels(module):
         seconds[one.part == "rest"] += one.times * max(one.least_sec, _LAUNCH_SEC)
-    sent, messages = Counter[str](), Counter[str]()
+    sent: dict[str, float] = defaultdict(float)
+    messages: dict[str, float] = defaultdict(float)
     sizes = dict(plan.parts.layout.mesh.shape)
     if math.prod(sizes.values()) > 1:
         for one in overlap.play(module, sizes, overlap.Links(math.inf)).messages:
