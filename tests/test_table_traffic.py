@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +12,16 @@ import pytest
 from jaxdl.bench.embedding import slow_bytes
 from jaxdl.collectives.quantized import decode_vectors, encode_vectors
 from jaxdl.config import ConfigError
+from jaxdl.data import Clicks
 from jaxdl.embedding import EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise
+from jaxdl.errors import OptionError
 from jaxdl.exchange.cost import Link, Machine, Speeds
 from jaxdl.kinds import kinds
+from jaxdl.planner.command import run
+from jaxdl.planner.table_report import distinct_of
 from jaxdl.planner.tables import Workload, costs_of, plan_tables, under_one, with_schemes
 
+CONFIGS = Path(__file__).parent.parent / "configs"
 TABLES = (
     Table(name="small", rows=9, columns=8, features=("one",)),
     Table(name="skewed", rows=3000, columns=8, features=("many", "more")),
@@ -115,3 +121,29 @@ def test_room_follows_the_distinct_rows():
     [scheme] = set(under_one(work(), Replicated()).values())
     assert isinstance(scheme, Replicated)
     assert scheme.room == pytest.approx(1.1 * 129 / (8 * 32), abs=1e-3)
+
+
+def test_the_command_plans_tables_of_a_config(capsys):
+    args = ["--config", str(CONFIGS / "criteo_synthetic.py:smoke"), "--nodes", "2", "--gpus-per-node", "4"]
+    run([*args, "--only-tables"], "planner")
+    said = capsys.readouterr().out
+    assert "what binds" in said
+    lines = said[said.index("EmbeddingConfig(") :]
+    config = eval(
+        lines, {"EmbeddingConfig": EmbeddingConfig} | {type(one).__name__: one.__class__ for one in _choices()}
+    )
+    assert isinstance(config, EmbeddingConfig)
+    with pytest.raises(OptionError, match="has no embedding tables"):
+        run(["--config", str(CONFIGS / "digits.py"), "--only-tables"], "planner")
+    with pytest.raises(ConfigError, match="it is spread over all 6 devices"):
+        run([*args[:-1], "3", "--only-tables"], "planner")
+
+
+def test_distinct_rows_are_counted_in_the_data():
+    source = Clicks(rows=(1000, 50), num_ids=(2, 1), train_examples=4000, test_examples=10).build().train
+    tables = (Table(name="both", rows=1000, columns=4, features=("feature00", "feature01")),)
+    ids = source.batch(np.arange(4000))["ids"]
+    found = distinct_of(source, tables, {"feature00": 2, "feature01": 1}, 4000)
+    assert found["both"] == len(np.unique(ids))
+    more = distinct_of(source, tables, {"feature00": 2, "feature01": 1}, 8000)
+    assert found["both"] <= more["both"] <= 1000

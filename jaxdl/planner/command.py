@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.config import ConfigError
+from jaxdl.data import TabularSpec
 from jaxdl.errors import OptionError
 from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.base import by_name
@@ -28,7 +29,7 @@ from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.launch.netns import parse_rate
 from jaxdl.mesh import Axis
 from jaxdl.planner.h100 import DEVICE, h100_devices
-from jaxdl.planner.memory import Parameters
+from jaxdl.planner.memory import MOST_OF_DEVICE, Parameters
 from jaxdl.planner.search import (
     FREE,
     Candidate,
@@ -41,6 +42,8 @@ from jaxdl.planner.search import (
     why_slower,
 )
 from jaxdl.planner.steptime import Efficiency, Profile, nodes_that_pay, parameter_servers
+from jaxdl.planner.table_report import config_lines, measured_workload, plan_of, table_of
+from jaxdl.planner.table_report import remarks as remarks_of_tables
 from jaxdl.planner.trial import Setting, profile, stand_in, trial_plan
 from jaxdl.run.build import Plan
 from jaxdl.run.exchanged import trained_of
@@ -80,6 +83,8 @@ class PlanCommand:
     """The share of kernels' time that messages can travel beside."""
     shown: int = _SHOWN
     """Candidates in the table."""
+    only_tables: bool = False
+    """Plan the embedding tables alone; this needs no compiler for GPUs."""
 
 
 ABOUT = """Plans mesh, micro-batches, what activations are kept, sharding and exchange of a run, and says why.
@@ -94,6 +99,11 @@ def run(args: list[str], prog: str) -> None:
     cluster = cluster_of(command)
     fixed = given(command.experiment, args)
     console = Console(width=170)
+    planned = _print_tables(command, cluster, console)
+    if command.only_tables:
+        if not planned:
+            raise OptionError(f"--only-tables: model {command.experiment.model.kind} has no embedding tables.")
+        return
     found = search(workload_of(command.experiment, cluster), cluster, fixed)
     if not found.candidates:
         raise ConfigError(
@@ -110,6 +120,22 @@ def run(args: list[str], prog: str) -> None:
             f"nothing fits: the least memory is {least.memory.total / 1e9:.1f} GB ({named(least)}), of "
             f"{cluster.device_bytes / 1e9:.1f}. Take more nodes, or a smaller --batch-size."
         )
+
+
+def _print_tables(command: PlanCommand, cluster: Cluster, console: Console) -> bool:
+    """Plans the embedding tables, if there are any, on all devices; whether there are."""
+    sizes = {Axis.REPLICA.value: command.nodes, Axis.FSDP.value: command.gpus_per_node}
+    if command.experiment.model.modality != TabularSpec.modality:  # No data need be read.
+        return False
+    work = measured_workload(command.experiment, sizes)
+    if work is None:
+        return False
+    memory = MOST_OF_DEVICE * cluster.device_bytes
+    plan = plan_of(command.experiment, work, cluster.machine, memory)
+    console.print(table_of(work, plan, command.experiment.embedding, cluster.machine))
+    for line in [*remarks_of_tables(work, plan, memory), "in the config: EmbeddingConfig(", *config_lines(plan), ")"]:
+        console.print(line, highlight=False, soft_wrap=True)
+    return True
 
 
 def cluster_of(command: PlanCommand) -> Cluster:

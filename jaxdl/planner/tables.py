@@ -167,8 +167,7 @@ def plan_tables(
         one.kind: found for one in choices if (found := _tried(work, base, {t.name: one for t in work.tables}, machine))
     }
     options = {
-        table.name: [fixed[table.name]] if table.name in fixed else _possible(choices, table, work)
-        for table in work.tables
+        table.name: [fixed[table.name]] if table.name in fixed else possible(table, work) for table in work.tables
     }
     chosen = choose(work, options, machine, memory, base)
     chosen = _improved(work, base, chosen, fixed, machine, memory)
@@ -192,7 +191,7 @@ def choose(
     import scipy.sparse
 
     pairs = [(table, scheme) for table in work.tables for scheme in options[table.name]]
-    shares = [_share(work, table, scheme, machine, base) for table, scheme in pairs]
+    shares = [share(work, table, scheme, machine, base) for table, scheme in pairs]
     seconds, sizes = np.array([one[0] for one in shares]), np.array([one[1] for one in shares])
     names = [table.name for table in work.tables]
     rows = [names.index(table.name) for table, _ in pairs]
@@ -218,9 +217,7 @@ def choose(
     return {pairs[i][0].name: pairs[i][1] for i in np.flatnonzero(found.x > 0.5).tolist()}
 
 
-def _share(
-    work: Workload, table: Table, scheme: Scheme, machine: Machine, base: EmbeddingConfig
-) -> tuple[float, float]:
+def share(work: Workload, table: Table, scheme: Scheme, machine: Machine, base: EmbeddingConfig) -> tuple[float, float]:
     """(seconds, bytes on a device) of a table, where tables that are assigned share the devices evenly."""
     config = with_schemes(base, {table.name: scheme})
     [buffer] = make_buffers([table], {name: work.num_ids[name] for name in table.features}, config, work.sizes)
@@ -235,9 +232,10 @@ def _choices() -> list[Scheme]:
     return [one() for one in classes]
 
 
-def _possible(choices: Sequence[Scheme], table: Table, work: Workload) -> list[Scheme]:
+def possible(table: Table, work: Workload) -> list[Scheme]:
+    """The schemes that a table can have, with room for the rows that batches touch."""
     ways = math.prod(size for axis, size in work.sizes.items() if axis != _SLOW)
-    fit = [one for one in choices if one.spread.cut != "columns" or table.columns % ways == 0]
+    fit = [one for one in _choices() if one.spread.cut != "columns" or table.columns % ways == 0]
     return [_with_room(one, [table], work) for one in fit]
 
 

@@ -1,0 +1,150 @@
+"""The plan of a run's embedding tables: what its batches do with them, and the plan as text and lines of a config."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from rich.table import Table as RichTable
+
+from jaxdl.config import ConfigError
+from jaxdl.data import Source
+from jaxdl.embedding import EmbeddingConfig, Scheme, Table
+from jaxdl.exchange.cost import Machine
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import Axis
+from jaxdl.planner.tables import TablePlan, Workload, plan_tables, possible, share
+from jaxdl.run.validate import read_splits
+from jaxdl.step.parts import IDS
+
+_MOST_EXAMPLES = 65_536
+"""Examples that are read to count the rows that a node's batch touches."""
+
+
+def measured_workload(experiment: Experiment, sizes: Mapping[str, int]) -> Workload | None:
+    """The tables of an experiment and what its batches do with them, from its data; None for a model without tables.
+
+    Raises ConfigError for data that cannot be read, and for a batch that the devices do not divide.
+    """
+    source = read_splits(experiment.data, None).train
+    features = source.spec.id_features()
+    tables = experiment.model.tables(features)
+    if not tables:
+        return None
+    devices = math.prod(sizes.values())
+    if experiment.batch_size % devices:
+        raise ConfigError(
+            f"batch_size {experiment.batch_size}: with embedding tables it is spread over all {devices} devices. "
+            "Choose a multiple."
+        )
+    num_ids = {one.name: one.num_ids for one in features}
+    distinct = distinct_of(source, tables, num_ids, experiment.batch_size // sizes[Axis.REPLICA.value])
+    return Workload(
+        tables, num_ids, distinct, experiment.batch_size, {axis.value: sizes.get(axis.value, 1) for axis in Axis}
+    )
+
+
+def distinct_of(
+    source: Source, tables: Sequence[Table], num_ids: Mapping[str, int], examples: int, seed: int = 0
+) -> dict[str, float]:
+    """Table -> distinct rows in so many random examples; of many, fewer are read, and the last slope goes on."""
+    count = min(examples, _MOST_EXAMPLES, len(source))
+    chosen = np.random.Generator(np.random.Philox(seed)).choice(len(source), count, replace=False)
+    ids = source.batch(chosen)[IDS]
+    first = dict(zip(num_ids, np.cumsum([0, *num_ids.values()]).tolist(), strict=False))
+    found = {}
+    for table in tables:
+        columns = np.concatenate([first[one] + np.arange(num_ids[one]) for one in table.features])
+        half, whole = (_distinct(ids[:size, columns]) for size in (max(1, count // 2), count))
+        # New rows come ever more slowly, so a straight line from here on is the most that they can be.
+        more = (whole - half) / max(1, count - count // 2) * (examples - count)
+        found[table.name] = float(min(table.rows, whole + more))
+    return found
+
+
+def _distinct(ids: np.ndarray) -> int:
+    values = np.unique(ids)
+    return int((values >= 0).sum())
+
+
+def table_of(work: Workload, plan: TablePlan, base: EmbeddingConfig, machine: Machine) -> RichTable:
+    """Each table with its scheme, what it costs in it, and the scheme that comes next.
+
+    Times are of the table alone, where tables that are assigned share the devices evenly.
+    """
+    given = fixed_schemes(work, base)
+    made = RichTable(title=f"Embedding tables, batch {work.batch_size:,}: the plan")
+    for column in ("table", "rows", "ids", "rows a node touches", "scheme", "place", "ms", "or", "ms "):
+        made.add_column(column, justify="left" if column in ("table", "scheme", "or") else "right")
+    for table in work.tables:
+        chosen = plan.schemes[table.name]
+        times = {
+            one.kind: share(work, table, chosen if one.kind == chosen.kind else one, machine, base)[0]
+            for one in possible(table, work)
+        }
+        other = min((kind for kind in times if kind != chosen.kind), key=lambda kind: times[kind])
+        made.add_row(
+            table.name,
+            f"{table.rows:,}",
+            str(sum(work.num_ids[one] for one in table.features)),
+            f"{work.distinct[table.name]:,.0f}",
+            chosen.kind + (" (given)" if table.name in given else ""),
+            str(plan.places.get(table.name, "")),
+            f"{1e3 * times[chosen.kind]:.3f}",
+            other,
+            f"{1e3 * times[other]:.3f}",
+        )
+    return made
+
+
+def remarks(work: Workload, plan: TablePlan, memory: float) -> list[str]:
+    """What a step costs under the plan and under each scheme, what binds, and the plan as lines of a config."""
+    lines = ["a step's tables (between nodes, inside, memory of rows), and the memory of a device:"]
+    for name, one in [("the plan", plan.costs), *sorted(plan.alone.items(), key=lambda item: item[1].total_sec)]:
+        times = ", ".join(f"{1e3 * x:.3f}" for x in (one.slow_sec, one.inner_sec, one.memory_sec))
+        fits = "" if one.device_bytes <= memory else ", which does not fit"
+        lines.append(f"  {name}: {1e3 * one.total_sec:.3f} ms ({times}), {one.device_bytes / 1e9:.3f} GB{fits}")
+    parts = {
+        "the network between nodes": plan.costs.slow_sec,
+        "messages inside a node": plan.costs.inner_sec,
+        "the memory of the devices": plan.costs.memory_sec,
+    }
+    binds = max(parts, key=lambda name: parts[name])
+    full = plan.costs.device_bytes > 0.9 * memory
+    lines.append(f"what binds: {binds}" + (", and the room for tables is nearly full" if full else ""))
+    return lines
+
+
+def config_lines(plan: TablePlan) -> list[str]:
+    """The plan as arguments of `EmbeddingConfig` in a config file; the scheme of most tables is that of all others."""
+    texts = {name: _text(one) for name, one in plan.schemes.items()}
+    [(most, _)] = Counter(texts.values()).most_common(1)
+    lines = [f"    scheme={most},"]
+    if others := [f"        ({name!r}, {one})," for name, one in texts.items() if one != most]:
+        lines += ["    schemes=(", *others, "    ),"]
+    if plan.places:
+        lines += ["    places=(", *(f"        ({name!r}, {place})," for name, place in plan.places.items()), "    ),"]
+    return lines
+
+
+def _text(scheme: Scheme) -> str:
+    values = {name: x for name, x in scheme.model_dump(exclude_defaults=True).items() if name != "kind"}
+    return f"{type(scheme).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+
+def plan_of(experiment: Experiment, work: Workload, machine: Machine, memory: float) -> TablePlan:
+    """The plan of an experiment's tables; those to which its config gives a scheme of their own keep it."""
+    base = experiment.embedding
+    return plan_tables(work, machine, memory, base, fixed_schemes(work, base))
+
+
+def fixed_schemes(work: Workload, base: EmbeddingConfig) -> dict[str, Scheme]:
+    """The schemes that a config gives to tables by their names."""
+    return {
+        one.name: base.scheme_of(one.name)
+        for one in work.tables
+        if any(fnmatch.fnmatchcase(one.name, pattern) for pattern, _ in base.schemes)
+    }
