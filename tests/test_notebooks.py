@@ -177,3 +177,21 @@ def test_agreement(tmp_path, monkeypatch):
     assert merges[1] > 1.5 * merges[0]
     warnings = warnings_of(outputs)
     assert not warnings
+
+
+@pytest.mark.slow
+@pytest.mark.long("a notebook trains three small models in a process of its own")
+def test_recommendation(tmp_path, monkeypatch):
+    outputs = execute(ROOT / "notebooks" / "recommendation.ipynb", tmp_path, monkeypatch)
+    assert_picture(outputs["curve-code"], 10_000)
+    sent = re.findall(r"^(.+): (\d+) bytes predicted, (\d+) counted$", text_of(outputs["schemes-code"]), re.MULTILINE)
+    assert len(sent) == 6
+    assert all(predicted == counted for _, predicted, counted in sent)
+    found = {name: int(counted) for name, _, counted in sent}
+    assert found["the plan"] <= min(found.values()) * 1.01
+    one, other = map(float, re.findall(r"AUC (\S+), and (\S+) with", text_of(outputs["plan-code"]))[0])
+    assert one == pytest.approx(other, abs=0.003)
+    assert other > 0.62
+    assert "the same loss to the last bit: True" in text_of(outputs["cache-code"])
+    assert "predicted: [0." in text_of(outputs["predict-code"])
+    assert not warnings_of(outputs)
