@@ -89,9 +89,17 @@ class Store:
         """All slots are empty from now on: what they had is in the store."""
         self._id_of = {name: np.full(self._slots[name], -1, np.int64) for name in self.whole}
 
+    def _begin(self) -> None:
+        """Empty slots, and a store to be filled; rows that were under way are those of another state."""
+        self._allocate()
+        self._leaving.clear()
+        for flags in self._in_flight.values():
+            flags[:] = False
+        self.reset()
+
     def init(self, key: jax.Array) -> None:
         """Fills the store with the initial rows of a run with this key, those of `Tables.init`."""
-        self._allocate()
+        self._begin()
         words = np.asarray(jax.random.key_data(jax.random.fold_in(key, 2)))
         for name, table in self.whole.items():
             for first in range(0, table.rows, _CHUNK_ROWS):
@@ -100,7 +108,6 @@ class Store:
             for what, x in self.rows[name].items():
                 if what != ROWS:
                     x[:] = 0
-        self.reset()
 
     def _allocate(self) -> None:
         if self.rows:
@@ -264,7 +271,7 @@ class Store:
 
     def live(self, stored: TableState) -> TableState:
         """The state on the devices for what a checkpoint had, with empty slots; fills the store."""
-        self._allocate()
+        self._begin()
         found = {name: one for name, one in stored.items() if name in self.tables.specs and name not in self._mixed}
         shardings = self.tables.shardings()
         for one in self._mixed:
@@ -277,10 +284,6 @@ class Store:
                     else:
                         arrays[what][buffer.places.of(name, np.arange(len(x)))] = np.asarray(x)
             found[one] = {what: jax.device_put(x, shardings[one][what]) for what, x in arrays.items()}
-        self._leaving.clear()
-        for flags in self._in_flight.values():
-            flags[:] = False
-        self.reset()
         return found
 
     @functools.cached_property
