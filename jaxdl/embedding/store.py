@@ -64,9 +64,10 @@ class Store:
         slots = {one.name: one.rows for one in tables.tables}
         self.whole = {one.name: one for one in whole if slots[one.name] != one.rows}
         if not self.whole:
+            most = max(whole, key=lambda one: one.rows)
             raise ConfigError(
-                f"--embedding.cache: no table of {', '.join(slots)} is chosen and has {self.config.min_rows:,} rows or "
-                "more. Set --embedding.cache.min-rows, or leave out the cache."
+                f"--embedding.cache: no table that may have one has {self.config.min_rows:,} rows or more; the largest, "
+                f"{most.name}, has {most.rows:,}. Set --embedding.cache.min-rows, or leave out the cache."
             )
         self._buffers = {
             table.name: buffer for buffer in tables.buffers for table in buffer.tables if table.name in self.whole
