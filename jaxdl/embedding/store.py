@@ -66,8 +66,8 @@ class Store:
         if not self.whole:
             most = max(whole, key=lambda one: one.rows)
             raise ConfigError(
-                f"--embedding.cache: no table that may have one has {self.config.min_rows:,} rows or more; the largest, "
-                f"{most.name}, has {most.rows:,}. Set --embedding.cache.min-rows, or leave out the cache."
+                f"--embedding.cache: no table that may have one has {self.config.min_rows:,} rows or more; the "
+                f"largest, {most.name}, has {most.rows:,}. Set --embedding.cache.min-rows, or leave out the cache."
             )
         self._buffers = {
             table.name: buffer for buffer in tables.buffers for table in buffer.tables if table.name in self.whole
