@@ -72,8 +72,9 @@ def program(scheme, optimizer, sizes):
     tables = Tables(TABLES, NUM_IDS, EmbeddingConfig(scheme=scheme, optimizer=optimizer), mesh_of(sizes))
 
     def step(state, ids, count, kept):
-        vectors, places = tables.lookup({name: one["rows"] for name, one in state.items()}, ids)
-        found, squares = tables.gradients(places, ids, gradient(vectors, jnp))
+        located = tables.located(ids)
+        vectors = tables.lookup({name: one["rows"] for name, one in state.items()}, located)
+        found, squares = tables.gradients(located, gradient(vectors, jnp))
         new = tables.updated(
             state, found, kept=kept, factor=jnp.float32(0.5), learning_rate=jnp.float32(RATE), count=count
         )

@@ -206,8 +206,9 @@ def compiled_step(tables: Tables, batch_size: int, num_ids: int) -> str:
 
     def step(state: Any, ids: jax.Array) -> Any:
         key = jax.random.key(0)
-        vectors, places = tables.lookup({name: one[ROWS] for name, one in state.items()}, ids, key)
-        found, square = tables.gradients(places, ids, vectors, key)
+        located = tables.located(ids)
+        vectors = tables.lookup({name: one[ROWS] for name, one in state.items()}, located, key)
+        found, square = tables.gradients(located, vectors, key)
         numbers = {"factor": jnp.float32(1), "learning_rate": jnp.float32(0.1), "count": jnp.int32(1)}
         return tables.updated(state, found, kept=jnp.isfinite(square), **numbers)
 

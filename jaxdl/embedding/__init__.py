@@ -13,7 +13,7 @@ from jaxdl.embedding.schemes import (
     TableWise,
 )
 from jaxdl.embedding.table import EmbeddingConfig, Table
-from jaxdl.embedding.tables import ROWS, Tables, TableState
+from jaxdl.embedding.tables import ROWS, LocatedIds, Tables, TableState
 
 __all__ = [
     "ROWS",
@@ -21,6 +21,7 @@ __all__ = [
     "ColumnWise",
     "DataParallel",
     "EmbeddingConfig",
+    "LocatedIds",
     "Replicated",
     "RowAdaGrad",
     "RowAdam",

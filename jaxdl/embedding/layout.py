@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Mapping, Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jaxdl.embedding.jagged import Capacity
 from jaxdl.embedding.optimizers import RowOptimizer
 from jaxdl.embedding.places import Places
 from jaxdl.embedding.schemes import Scheme, Spread
@@ -29,6 +31,10 @@ class Slot:
     pooling: Pooling
     vector: int
     """The first column of its pooled vector among those of all features."""
+    number: int = 0
+    """The number of the feature in the data."""
+    jagged: bool = False
+    """Whether its ids follow each other, see `jaxdl.embedding.jagged`; `num_ids` is then the capacity."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +143,28 @@ class Buffer:
             for rank in range(longest)
         )
 
+    @functools.cached_property
+    def jagged_ranks(self) -> tuple[int, ...]:
+        """The ranks at which some device has a jagged slot."""
+        return tuple(
+            rank
+            for rank in range(len(self.widths))
+            if any(self.slots[slots[rank]].jagged for slots in self.ranked if rank < len(slots))
+        )
+
     @property
     def num_entries(self) -> int:
         """Ids that a device along `spread.outer` gets of one example, padding included."""
         return sum(self.widths)
+
+    def with_capacity(self, capacity: Capacity, jagged: Sequence[bool]) -> Buffer:
+        """The same for ids that have so many columns of each feature of the data, of which some are `jagged`."""
+        first = np.cumsum([0, *capacity]).tolist()
+        slots = [
+            dataclasses.replace(one, first=first[one.number], num_ids=capacity[one.number], jagged=jagged[one.number])
+            for one in self.slots
+        ]
+        return dataclasses.replace(self, slots=tuple(slots))
 
     def room(self, num_ids: int) -> int:
         """The touched rows for which a device's message to its copies has room, of so many ids that it looks up.
@@ -164,6 +188,7 @@ def make_buffers(
     first = dict(zip(num_ids, np.cumsum([0, *num_ids.values()]).tolist(), strict=False))
     columns = {feature: table.columns for table in tables for feature in table.features}
     vector = dict(zip(num_ids, np.cumsum([0, *(columns[name] for name in num_ids)]).tolist(), strict=False))
+    order = {feature: number for number, feature in enumerate(num_ids)}
     groups: dict[str, list[Table]] = {}
     for table in tables:
         scheme, optimizer = config.scheme_of(table.name), table.optimizer or config.optimizer
@@ -173,7 +198,7 @@ def make_buffers(
         scheme, optimizer = config.scheme_of(members[0].name), members[0].optimizer or config.optimizer
         spread = scheme.spread
         slots = [
-            Slot(feature, index, first[feature], num_ids[feature], table.pooling, vector[feature])
+            Slot(feature, index, first[feature], num_ids[feature], table.pooling, vector[feature], order[feature])
             for index, table in enumerate(members)
             for feature in table.features
         ]

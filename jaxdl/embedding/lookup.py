@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ import numpy as np
 from jax import lax
 
 from jaxdl.embedding import levels
+from jaxdl.embedding.jagged import examples_of
 from jaxdl.embedding.layout import Buffer, Slot
 from jaxdl.embedding.places import spread_out
 from jaxdl.embedding.wire import Wire
@@ -30,57 +32,133 @@ NONE = -1
 """In place of an id where an example has fewer."""
 
 
-def owned_ids(buffer: Buffer, ids: jax.Array) -> jax.Array:
-    """The rows that this device has for the ids of all examples of its group, int32 `[examples, entries]`.
+class Located(NamedTuple):
+    """Where the ids of a batch are, on one device; see `located`."""
 
-    `ids` are `[local batch, columns]`, of this device's examples. Examples are in the order of the global batch; where
-    this device has no row of an id, its place is `buffer.local_rows`, one past the end.
+    rows: jax.Array
+    """The row on this device of each entry of all examples of its group, int32 `[examples, entries]`."""
+    vectors: jax.Array | None
+    """To which pooled vector it is added, int32 `[examples, entries]`: the example times the number of ranks, and the
+    rank. None without jagged features: then an entry belongs to the example whose row it is in."""
+    factors: jax.Array
+    """By how much sums are multiplied, of this device's examples, float32 `[local batch, slots, 1]`: for a mean one
+    over the number of ids."""
+
+
+def located(buffer: Buffer, ids: jax.Array, lengths: jax.Array | None) -> Located:
+    """Sends the ids of this device's examples, `[local batch, columns]`, to where their rows are.
+
+    `lengths` are those of each feature of the data, `[local batch, features]`, where some are jagged. Examples are in
+    the order of the global batch; where this device has no row of an id, its row is `buffer.local_rows`, one past the
+    end.
     """
     columns, offsets, limits = _entries(buffer, ids.shape[1])
     padded = jnp.concatenate([ids, jnp.full((len(ids), 1), NONE, ids.dtype)], axis=1)
     sent = jnp.take(padded, columns.reshape(-1), axis=1).reshape(len(ids), *columns.shape)
-    found = _gathered(buffer, _to_outer(buffer, jnp.moveaxis(sent, 1, 0)))
+    counts = num_ids(buffer.slots, ids) if lengths is None else lengths[:, [slot.number for slot in buffer.slots]]
+    if buffer.jagged_ranks:
+        sent = jnp.concatenate([sent, _lengths(buffer, counts)], axis=2)
     here = lax.axis_index(buffer.spread.outer) if buffer.spread.outer else 0
+    found = _gathered(buffer, _to_outer(buffer, jnp.moveaxis(sent, 1, 0)))
+    vectors = _vectors(buffer, found[:, buffer.num_entries :], here, len(ids)) if buffer.jagged_ranks else None
+    found = found[:, : buffer.num_entries]
     offset, limit = jnp.asarray(offsets)[here], jnp.asarray(limits)[here]
     device, row = spread_out(found, buffer.row_ways, buffer.groups)
     known = (found >= 0) & (found < limit)
     if buffer.row_ways > 1:
         known &= device == lax.axis_index(buffer.spread.inner)
-    return jnp.where(known, row + offset, buffer.local_rows)
+    means = jnp.asarray([slot.pooling == "mean" for slot in buffer.slots])
+    factors = jnp.where(means, 1 / jnp.maximum(counts.astype(jnp.float32), 1), 1)
+    return Located(jnp.where(known, row + offset, buffer.local_rows), vectors, factors[..., None])
 
 
-def pooled(buffer: Buffer, rows: jax.Array, owned: jax.Array, send: Wire) -> jax.Array:
-    """The sums of the vectors of this device's examples, float32 `[local batch, slots, columns]`.
+def _lengths(buffer: Buffer, counts: jax.Array) -> jax.Array:
+    """Of the slots at jagged ranks of each device along `outer`, `[local batch, outer, jagged ranks]`.
 
-    `rows` are those of this device, `[local rows, local columns]`; `owned` is what `owned_ids` returned.
+    At such a rank, a slot that is not jagged has as many ids in each example as it has columns.
+    """
+    columns = [
+        counts[:, number] if slot.jagged else jnp.full_like(counts[:, number], slot.num_ids)
+        for number, slot in enumerate(buffer.slots)
+    ]
+    columns.append(jnp.zeros_like(columns[0]))
+    places = [
+        [slots[rank] if rank < len(slots) else len(buffer.slots) for rank in buffer.jagged_ranks]
+        for slots in buffer.ranked
+    ]
+    return jnp.stack(columns, axis=1)[:, np.asarray(places)].astype(jnp.int32)
+
+
+def _vectors(buffer: Buffer, lengths: jax.Array, here: jax.Array | int, local_batch: int) -> jax.Array:
+    """`Located.vectors`; `lengths` are `[examples, jagged ranks]` of all examples of the group."""
+    num_ranks, num_blocks = len(buffer.widths), len(lengths) // local_batch
+    blocks = jnp.arange(num_blocks, dtype=jnp.int32)[:, None, None] * local_batch
+    rows = jnp.arange(len(lengths), dtype=jnp.int32)[:, None]
+    parts = []
+    for rank, width in enumerate(buffer.widths):
+        example = jnp.broadcast_to(rows, (len(lengths), width))
+        if rank in buffer.jagged_ranks:
+            mine = lengths[:, buffer.jagged_ranks.index(rank)].reshape(num_blocks, local_batch)
+            room = [buffer.slots[slots[rank]].num_ids if rank < len(slots) else 1 for slots in buffer.ranked]
+            found = examples_of(mine, jnp.asarray(room, jnp.int32)[here], width) + blocks
+            example = found.reshape(len(lengths), width)
+        parts.append(example * num_ranks + rank)
+    return jnp.concatenate(parts, axis=1)
+
+
+def pooled(buffer: Buffer, rows: jax.Array, found: Located, send: Wire) -> jax.Array:
+    """The sums of the vectors of this device's examples, float32 `[local batch, slots, columns]`, times the factors.
+
+    `rows` are those of this device, `[local rows, local columns]`.
     """
     sums, first = [], 0
-    for width in buffer.widths:
-        mine = owned[:, first : first + width]
-        found = [rows.at[mine[:, i]].get(mode="fill", fill_value=0).astype(jnp.float32) for i in range(width)]
-        if width > 1 and buffer.groups > 1:
-            group = mine % buffer.groups
-            parts = [
-                [jnp.where((group[:, i] == k)[:, None], x, 0) for i, x in enumerate(found)]
-                for k in range(buffer.groups)
-            ]
-            sums.append(_in_pairs([_in_order(one) for one in parts]))
+    for rank, width in enumerate(buffer.widths):
+        mine = found.rows[:, first : first + width]
+        if rank in buffer.jagged_ranks:
+            assert found.vectors is not None
+            sums.append(_jagged_sum(buffer, rows, mine, found.vectors[:, first : first + width] // len(buffer.widths)))
         else:
-            sums.append(_in_order(found))
+            sums.append(_sum(buffer, [_vector(rows, mine[:, i]) for i in range(width)], mine))
         first += width
     here = jnp.stack(sums, axis=1)
     back = _scattered(buffer, here, send)
     if buffer.spread.outer:
         back = send(back, lambda x: lax.all_to_all(x, buffer.spread.outer, 0, 0, tiled=False))
     flat = jnp.moveaxis(back, 0, 1).reshape(back.shape[1], -1, back.shape[3])
-    return jnp.take(flat, _ranks(buffer), axis=1)
+    return jnp.take(flat, _ranks(buffer), axis=1) * found.factors
 
 
-def owned_grads(buffer: Buffer, grads: jax.Array, send: Wire) -> jax.Array:
+def _vector(rows: jax.Array, places: jax.Array) -> jax.Array:
+    return rows.at[places].get(mode="fill", fill_value=0).astype(jnp.float32)
+
+
+def _sum(buffer: Buffer, found: Sequence[jax.Array], places: jax.Array) -> jax.Array:
+    """The sum of the vectors of an example's ids, `[examples, columns]`, one after the other in each group of rows."""
+    if len(found) == 1 or buffer.groups == 1:
+        return _in_order(found)
+    group = places % buffer.groups
+    parts = [
+        [jnp.where((group[:, i] == k)[:, None], x, 0) for i, x in enumerate(found)] for k in range(buffer.groups)
+    ]
+    return _in_pairs([_in_order(one) for one in parts])
+
+
+def _jagged_sum(buffer: Buffer, rows: jax.Array, places: jax.Array, examples: jax.Array) -> jax.Array:
+    """The same sums, in the same order, of ids that follow each other; `examples` says whose they are."""
+    flat, owner, count = places.reshape(-1), examples.reshape(-1), len(places)
+    if buffer.groups == 1:
+        return jax.ops.segment_sum(_vector(rows, flat), owner, count, indices_are_sorted=True)
+    found = jax.ops.segment_sum(_vector(rows, flat), owner * buffer.groups + flat % buffer.groups, count * buffer.groups)
+    parts = found.reshape(count, buffer.groups, -1)
+    return _in_pairs([parts[:, k] for k in range(buffer.groups)])
+
+
+def owned_grads(buffer: Buffer, grads: jax.Array, found: Located, send: Wire) -> jax.Array:
     """The gradients of the sums of all examples of this device's group, `[examples, ranks, local columns]`.
 
-    `grads` are those of this device's examples, `[local batch, slots, columns]`.
+    `grads` are those of the pooled vectors of this device's examples, `[local batch, slots, columns]`.
     """
+    grads = grads * found.factors
     places = np.full(buffer.num_outer * len(buffer.widths), len(buffer.slots))
     places[_ranks(buffer)] = np.arange(len(buffer.slots))
     padded = jnp.concatenate([grads, jnp.zeros((len(grads), 1, grads.shape[2]), grads.dtype)], axis=1)

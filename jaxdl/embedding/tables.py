@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -15,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdl.collectives.primitive import key_bits
 from jaxdl.embedding import lookup, update
 from jaxdl.embedding.initial import initial_rows
+from jaxdl.embedding.jagged import Capacity, Feature, buckets, is_jagged
 from jaxdl.embedding.layout import Buffer, make_buffers
 from jaxdl.embedding.places import Places
 from jaxdl.embedding.table import EmbeddingConfig, Table, check_tables
@@ -27,11 +29,23 @@ Found = dict[str, Any]
 ROWS = "rows"
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LocatedIds:
+    """Where the ids of a batch are: what `Tables.located` returns."""
+
+    buffers: dict[str, lookup.Located]
+    """Buffer -> values of each device, along the first dimension."""
+    capacity: Capacity | None = field(default=None, metadata={"static": True})
+    """The bucket of a batch with jagged features."""
+
+
 class Tables:
     """The tables of a run: pure functions of their state, to be traced.
 
     Batches have ids int32 `[batch, ids]`: of each feature of the data, in their order, so many columns; -1 is no id.
-    Pooled vectors are float32 `[batch, all columns]`, of the features in the same order.
+    With jagged features they have lengths int32 `[batch, features]` too, and ids as `jagged.packed` makes them for the
+    examples of a device. Pooled vectors are float32 `[batch, all columns]`, of the features in the same order.
     """
 
     def __init__(
@@ -40,8 +54,11 @@ class Tables:
         num_ids: Mapping[str, int],
         config: EmbeddingConfig,
         mesh: Mesh,
+        jagged: Sequence[Feature] = (),
     ) -> None:
         """`num_ids` are the features of the data, in its order, and how many columns of ids each has.
+
+        Batches with lengths are of `jagged`, the same features; some of them are jagged.
 
         Raises ConfigError for tables that do not fit the features, or cannot be cut as they should.
         """
@@ -52,6 +69,19 @@ class Tables:
         self.columns: dict[str, int] = {feature: columns[feature] for feature in num_ids}
         """The columns of each feature's vector, in the order of the data."""
         self._everywhere = PartitionSpec(tuple(mesh.axis_names))
+        self._features = tuple(jagged)
+
+    def buckets(self, batch_size: int) -> tuple[Capacity, ...]:
+        """The capacities for ids of batches of this size, with jagged features; none without any."""
+        return buckets(self._features, batch_size // self.mesh.size) if self._features else ()
+
+    @functools.cache  # noqa: B019 - as many entries as buckets, and a run has one object
+    def _buffers(self, capacity: Capacity | None) -> tuple[Buffer, ...]:
+        """The buffers for the ids of a bucket."""
+        if capacity is None:
+            return self.buffers
+        jagged = [is_jagged(one) for one in self._features]
+        return tuple(one.with_capacity(capacity, jagged) for one in self.buffers)
 
     @functools.cached_property
     def shapes(self) -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
@@ -87,28 +117,36 @@ class Tables:
         words = jax.random.key_data(jax.random.fold_in(key, 2))
         return self._mapped(one_device, PartitionSpec(), self.specs)(words)
 
-    def lookup(
-        self, rows: Mapping[str, jax.Array], ids: jax.Array, key: jax.Array | None = None
-    ) -> tuple[jax.Array, Found]:
-        """The pooled vectors of a batch, from the rows of each buffer; and where its ids are, for `gradients`.
+    def located(self, ids: jax.Array, lengths: jax.Array | None = None) -> LocatedIds:
+        """Sends the ids of a batch to where their rows are; this depends on no row."""
+        capacity = None
+        if lengths is not None:
+            capacity = next(one for one in self.buckets(len(ids)) if sum(one) == ids.shape[1])
+        buffers, everywhere = self._buffers(capacity), self._everywhere
+
+        def one_device(ids: jax.Array, lengths: jax.Array | None) -> dict[str, lookup.Located]:
+            return {buffer.name: lookup.located(buffer, ids, lengths) for buffer in buffers}
+
+        return LocatedIds(self._mapped(one_device, (everywhere, everywhere), everywhere)(ids, lengths), capacity)
+
+    def lookup(self, rows: Mapping[str, jax.Array], located: LocatedIds, key: jax.Array | None = None) -> jax.Array:
+        """The pooled vectors of a batch, from the rows of each buffer.
 
         `key` is that of rounding at random, where vectors travel so; without one they are rounded to the nearest.
         """
-        draws = key is not None
+        draws, buffers = key is not None, self._buffers(located.capacity)
 
-        def one_device(rows: dict[str, jax.Array], ids: jax.Array, words: jax.Array) -> tuple[jax.Array, Found]:
-            parts, owned = {}, {}
+        def one_device(rows: dict[str, jax.Array], found: dict[str, lookup.Located], words: jax.Array) -> jax.Array:
+            parts = {}
             send = make_wire(self.config.forward_wire, words if draws else None, lax.axis_index(self.mesh.axis_names))
-            for buffer in self.buffers:
-                owned[buffer.name] = lookup.owned_ids(buffer, ids)
-                sums = lookup.pooled(buffer, rows[buffer.name], owned[buffer.name], send)
-                sums = sums * _mean_factors(buffer, ids)
+            for buffer in buffers:
+                sums = lookup.pooled(buffer, rows[buffer.name], found[buffer.name], send)
                 parts |= {slot.vector: sums[:, number] for number, slot in enumerate(buffer.slots)}
-            return jnp.concatenate([parts[first] for first in sorted(parts)], axis=1), owned
+            return jnp.concatenate([parts[first] for first in sorted(parts)], axis=1)
 
         specs, everywhere = {name: one[ROWS] for name, one in self.specs.items()}, self._everywhere
-        run = self._mapped(one_device, (specs, everywhere, PartitionSpec()), (everywhere, everywhere))
-        return run(dict(rows), ids, key_bits(key))
+        run = self._mapped(one_device, (specs, everywhere, PartitionSpec()), everywhere)
+        return run(dict(rows), located.buffers, key_bits(key))
 
     def by_feature(self, vectors: jax.Array) -> dict[str, jax.Array]:
         """Pooled vectors of the features, `[batch, columns]` each, from those that `lookup` returned."""
@@ -116,32 +154,34 @@ class Tables:
         return dict(zip(self.columns, jnp.split(vectors, ends, axis=1), strict=True))
 
     def gradients(
-        self, owned: Found, ids: jax.Array, grads: jax.Array, key: jax.Array | None = None
+        self, located: LocatedIds, grads: jax.Array, key: jax.Array | None = None
     ) -> tuple[Found, jax.Array]:
         """The touched rows with the sums of their gradients, for `updated`; and the sum of squares of all of these.
 
         `grads` are those of the batch's pooled vectors, `[batch, all columns]`; `key` is as in `lookup`, another one.
         """
-        draws = key is not None
+        draws, buffers = key is not None, self._buffers(located.capacity)
 
-        def one_device(owned: Found, ids: jax.Array, grads: jax.Array, words: jax.Array) -> tuple[Found, jax.Array]:
+        def one_device(
+            located: dict[str, lookup.Located], grads: jax.Array, words: jax.Array
+        ) -> tuple[Found, jax.Array]:
             found, square = {}, jnp.float32(0)
             send = make_wire(self.config.backward_wire, words if draws else None, lax.axis_index(self.mesh.axis_names))
-            for buffer in self.buffers:
+            for buffer in buffers:
                 mine = [grads[:, slot.vector : slot.vector + buffer.columns] for slot in buffer.slots]
-                sent = jnp.stack(mine, axis=1) * _mean_factors(buffer, ids)
-                here = lookup.owned_grads(buffer, sent, send)
+                where = located[buffer.name]
+                here = lookup.owned_grads(buffer, jnp.stack(mine, axis=1), where, send)
                 if buffer.scheme.dense_gradient:
-                    one = update.of_all_rows(buffer, owned[buffer.name], here)
+                    one = update.of_all_rows(buffer, where, here)
                 else:
-                    one = update.of_all_copies(buffer, update.touched(buffer, owned[buffer.name], here), send)
+                    one = update.of_all_copies(buffer, update.touched(buffer, where, here), send)
                 found[buffer.name] = one
                 square = square + update.square_sum(buffer, one)
             return found, square
 
         everywhere = self._everywhere
-        run = self._mapped(one_device, (everywhere,) * 3 + (PartitionSpec(),), (everywhere, PartitionSpec()))
-        return run(owned, ids, grads, key_bits(key))
+        run = self._mapped(one_device, (everywhere, everywhere, PartitionSpec()), (everywhere, PartitionSpec()))
+        return run(located.buffers, grads, key_bits(key))
 
     def updated(
         self,
@@ -190,10 +230,3 @@ class Tables:
     def _mapped(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         # Copies are equal because all devices compute the same from the same, which the types do not follow.
         return jax.shard_map(function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def _mean_factors(buffer: Buffer, ids: jax.Array) -> jax.Array:
-    """By how much each sum is multiplied, `[local batch, slots, 1]`: for a mean one over the number of ids."""
-    counts = lookup.num_ids(buffer.slots, ids)
-    means = jnp.asarray([slot.pooling == "mean" for slot in buffer.slots])
-    return jnp.where(means, 1 / jnp.maximum(counts, 1), 1)[..., None]

@@ -19,7 +19,7 @@ class Message:
 
     buffer: str
     what: str
-    """Of what it is: `ids`, `vectors`, `gradients`, `rows` or `numbers`."""
+    """Of what it is: `ids` (and lengths), `vectors`, `gradients`, `rows` or `numbers`."""
     kind: str
     """As in HLO: `all-to-all`, `all-gather`, `reduce-scatter` or `all-reduce`."""
     axes: tuple[str, ...]
@@ -39,6 +39,7 @@ def messages(
     outer, inner = buffer.num_outer, buffer.num_inner
     examples = outer * inner * local_batch
     ranks, entries = len(buffer.widths), buffer.num_entries
+    numbers = entries + len(buffer.jagged_ranks)
     found: list[Message] = []
 
     def add(what: str, kind: str, axes: Sequence[str], num_bytes: int) -> None:
@@ -52,8 +53,8 @@ def messages(
         add(what, "all-gather", others, num_bytes)
 
     whole, part = (buffer.columns, buffer.columns // buffer.column_ways)
-    add("ids", "all-to-all", spread.outer, outer * local_batch * entries * _ID_BYTES)
-    gather("ids", spread.inner, examples * entries * _ID_BYTES)
+    add("ids", "all-to-all", spread.outer, outer * local_batch * numbers * _ID_BYTES)
+    gather("ids", spread.inner, examples * numbers * _ID_BYTES)
     add("vectors", "all-to-all", spread.inner, examples * ranks * vector_bytes(forward, part))
     add("vectors", "all-to-all", spread.outer, outer * local_batch * ranks * vector_bytes(forward, whole))
     add("gradients", "all-to-all", spread.outer, outer * local_batch * ranks * vector_bytes(backward, whole))

@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxdl.embedding import levels
 from jaxdl.embedding.layout import Buffer
+from jaxdl.embedding.lookup import Located
 from jaxdl.embedding.optimizers import RowState
 from jaxdl.embedding.wire import Wire
 
@@ -28,26 +29,40 @@ class Touched(NamedTuple):
     """float32 `[n, local columns]`; zeros past the end."""
 
 
-def touched(buffer: Buffer, owned: jax.Array, grads: jax.Array) -> Touched:
-    """The rows of this device that the examples of its group touch, of `owned_ids` and `owned_grads`.
+def touched(buffer: Buffer, found: Located, grads: jax.Array) -> Touched:
+    """The rows of this device that the examples of its group touch; `grads` are what `owned_grads` returned.
 
     Equal rows are summed in the order of examples, so the bits do not depend on how examples are spread.
     """
-    ranks = np.repeat(np.arange(len(buffer.widths)), buffer.widths)
-    vectors = np.arange(len(owned))[:, None] * len(buffer.widths) + ranks
     flat = grads.reshape(-1, grads.shape[-1])
-    return summed(owned.reshape(-1), jnp.asarray(vectors.reshape(-1), jnp.int32), flat, buffer.local_rows)
+    rows, vectors = found.rows.reshape(-1), _vectors(buffer, found)
+    return summed(rows, vectors, flat, buffer.local_rows, in_order=found.vectors is None)
 
 
-def summed(rows: jax.Array, vectors: jax.Array, grads: jax.Array, num_rows: int) -> Touched:
-    """Each row once, with the sum of `grads[vectors]` over its occurrences in `rows`, `[n]`, in their order.
+def _vectors(buffer: Buffer, found: Located) -> jax.Array:
+    """Of each entry, its place in the gradients of all examples and ranks."""
+    if found.vectors is not None:
+        return found.vectors.reshape(-1)
+    ranks = np.repeat(np.arange(len(buffer.widths)), buffer.widths)
+    vectors = np.arange(len(found.rows))[:, None] * len(buffer.widths) + ranks
+    return jnp.asarray(vectors.reshape(-1), jnp.int32)
 
-    Rows that are `num_rows` or more count as none.
+
+def summed(
+    rows: jax.Array, vectors: jax.Array, grads: jax.Array, num_rows: int, *, in_order: bool = True
+) -> Touched:
+    """Each row once, with the sum of `grads[vectors]` over its occurrences in `rows`, `[n]`, by rising `vectors`.
+
+    Rows that are `num_rows` or more count as none. With `in_order`, `vectors` rise already.
     """
-    keys, order = lax.sort_key_val(rows, jnp.arange(rows.size, dtype=jnp.int32), is_stable=True)
+    if in_order:
+        keys, order = lax.sort_key_val(rows, jnp.arange(rows.size, dtype=jnp.int32), is_stable=True)
+        wanted = jnp.take(vectors, order)
+    else:
+        keys, wanted = lax.sort((rows, vectors), num_keys=2)
     starts = jnp.concatenate([jnp.ones(1, bool), keys[1:] != keys[:-1]])
     segments = jnp.cumsum(starts, dtype=jnp.int32) - 1
-    found = jnp.take(grads, jnp.take(vectors, order), axis=0)
+    found = jnp.take(grads, wanted, axis=0)
     found = jnp.where((keys < num_rows)[:, None], found, 0)
     sums = jax.ops.segment_sum(found, segments, rows.size, indices_are_sorted=True)
     # Places past the end differ from each other, so that a scatter's indices are unique.
@@ -86,11 +101,10 @@ def of_all_copies(buffer: Buffer, found: Touched, send: Wire) -> Touched:
     return lax.cond(most <= room, lambda x: exchanged(room, x), lambda x: exchanged(every, x), found)
 
 
-def of_all_rows(buffer: Buffer, owned: jax.Array, grads: jax.Array) -> Touched:
+def of_all_rows(buffer: Buffer, located: Located, grads: jax.Array) -> Touched:
     """As `touched` and `of_all_copies`, by a sum of gradients of all rows: for tables with few."""
-    ranks = np.repeat(np.arange(len(buffer.widths)), buffer.widths)
-    found = jnp.take(grads, ranks, axis=1).reshape(-1, grads.shape[-1])
-    rows, count = owned.reshape(-1), buffer.local_rows
+    found = jnp.take(grads.reshape(-1, grads.shape[-1]), _vectors(buffer, located), axis=0)
+    rows, count = located.rows.reshape(-1), buffer.local_rows
     marked = jnp.concatenate([found, jnp.ones((rows.size, 1), found.dtype)], axis=1)
     total = jnp.zeros((count, marked.shape[1]), jnp.float32).at[rows].add(marked, mode="drop")
     if buffer.num_copies > 1:

@@ -7,31 +7,39 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxdl.embedding import ROWS, TableState
+from jaxdl.embedding import ROWS, LocatedIds, TableState
 from jaxdl.mesh import Axis
 from jaxdl.optim import num_updates
 from jaxdl.state import TrainState
-from jaxdl.step.parts import IDS, VECTORS, Batch, Metrics, Parts
+from jaxdl.step.parts import IDS, LENGTHS, VECTORS, Batch, Metrics, Parts
 from jaxdl.step.update import clip_factor
 
 _FORWARD, _BACKWARD = 4, 5
 """Folded into the key of a step, from which other parts of the step fold smaller numbers."""
 
 
-def looked_up(parts: Parts, tables: TableState, batch: Batch, key: jax.Array) -> tuple[Batch, Any]:
+def looked_up(
+    parts: Parts, tables: TableState, batch: Batch, key: jax.Array, located: LocatedIds | None = None
+) -> tuple[Batch, LocatedIds | None]:
     """The batch with its pooled vectors, `VECTORS`, and where its ids are; as it is for a network without tables.
 
-    `key` is that of the step.
+    `key` is that of the step; `located` says where the ids are if that is known.
     """
     if parts.tables is None:
         return batch, None
     rows = {name: one[ROWS] for name, one in tables.items()}
-    vectors, places = parts.tables.lookup(rows, batch[IDS], jax.random.fold_in(key, _FORWARD))
-    return {**batch, VECTORS: vectors}, places
+    located = located or located_ids(parts, batch)
+    return {**batch, VECTORS: parts.tables.lookup(rows, located, jax.random.fold_in(key, _FORWARD))}, located
+
+
+def located_ids(parts: Parts, batch: Batch) -> LocatedIds:
+    """Where the ids of a batch are, of a network with tables."""
+    assert parts.tables is not None
+    return parts.tables.located(batch[IDS], batch.get(LENGTHS))
 
 
 def touched_rows(
-    parts: Parts, places: Any, batch: Batch, of_vectors: jax.Array | None, scale: jax.Array, key: jax.Array
+    parts: Parts, located: LocatedIds | None, of_vectors: jax.Array | None, scale: jax.Array, key: jax.Array
 ) -> tuple[Any, jax.Array | None]:
     """The touched rows with the sums of their gradients, and the sum of squares of all of these; None without tables.
 
@@ -41,9 +49,10 @@ def touched_rows(
     if parts.tables is None:
         return None, None
     assert of_vectors is not None
+    assert located is not None
     # Those of a replica are of the mean over replicas.
     grads = of_vectors / (scale * parts.layout.mesh.shape[Axis.REPLICA])
-    return parts.tables.gradients(places, batch[IDS], grads, jax.random.fold_in(key, _BACKWARD))
+    return parts.tables.gradients(located, grads, jax.random.fold_in(key, _BACKWARD))
 
 
 def updated_tables(parts: Parts, tables: TableState, touched: Any, state: TrainState, metrics: Metrics) -> TableState:

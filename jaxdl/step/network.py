@@ -12,7 +12,7 @@ import jax
 from jaxdl.precision import cast_weights
 from jaxdl.sharding import Layout, Params, gather_params, use_layout
 from jaxdl.state import TABLES, ModelState
-from jaxdl.step.parts import IDS, Batch, Parts
+from jaxdl.step.parts import IDS, LENGTHS, Batch, Parts
 
 
 def apply_network(
@@ -37,7 +37,8 @@ def apply_network(
     """
     if parts.tables is not None and vectors is None:
         model_state = dict(model_state)
-        vectors, _ = parts.tables.lookup(model_state.pop(TABLES), batch[IDS])
+        located = parts.tables.located(batch[IDS], batch.get(LENGTHS))
+        vectors = parts.tables.lookup(model_state.pop(TABLES), located)
     with _precise(parts, layout):
         inputs = parts.task.inputs(batch, parts.data_spec)
         if parts.tables is not None and vectors is not None:

@@ -29,6 +29,8 @@ VECTORS = "vectors"
 """The pooled vectors in a batch of a network with embedding tables, `[batch, all columns]`, once they are looked up."""
 IDS = "ids"
 """The ids of a batch for which vectors are looked up, `[batch, ids]`."""
+LENGTHS = "lengths"
+"""How many ids each example has of each feature, `[batch, features]`, if some are jagged (`jaxdl.embedding.jagged`)."""
 Sums = dict[str, jax.Array]
 """Sums over a batch, as `Task.sums` gives them."""
 Metrics = dict[str, jax.Array]

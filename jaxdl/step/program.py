@@ -49,7 +49,7 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
         key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
         augment_key, exchange_key = jax.random.split(key)
         batch = parts.task.augmented(batch, augment_key)
-        batch, places = looked_up(parts, tables, batch, key)
+        batch, located = looked_up(parts, tables, batch, key)
         scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
         # Folded with 2: a split into two folds with 0 and 1.
         model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
@@ -69,7 +69,7 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
         metrics = {f"sums/{name}": of_exchange.pop(f"sums/{name}") for name in sums}
         if staleness is not None:
             metrics["agreement/staleness"] = staleness.astype(jnp.float32).mean()
-        touched, squares = touched_rows(parts, places, batch, of_vectors, scale, key)
+        touched, squares = touched_rows(parts, located, of_vectors, scale, key)
         changed, more = updated(parts, state, mean, parts.layout, rate_factor, squares)
         changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
         more |= {f"exchange/{name}": value for name, value in of_exchange.items()}

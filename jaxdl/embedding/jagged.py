@@ -1,0 +1,107 @@
+"""Ids of features whose examples have different numbers of them: values in a row, and how many belong to each example.
+
+The examples of a device are a block. Of each jagged feature a block has room for so many ids, its capacity; ids follow
+each other there, those of the first example first, so a block is padded once and not in every example. Shapes must be
+static, so there are a few buckets: capacities that hold nearly every batch, then twice as many, up to as many as the
+ids of any batch can be. No id is ever dropped.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Capacity = tuple[int, ...]
+"""Of each feature of the data, in its order, the ids of a block for which there is room, divided by its examples."""
+_DEVIATIONS = 4
+"""The first bucket holds the mean and so many standard deviations of the ids of a block: 1 block in 30,000 has more."""
+
+
+class Feature(Protocol):
+    """What is known of a feature of the data."""
+
+    @property
+    def num_ids(self) -> int:
+        """The most ids of an example."""
+        ...
+
+    @property
+    def mean_ids(self) -> float | None:
+        """How many an example has on average; None where all have `num_ids` columns."""
+        ...
+
+    @property
+    def std_ids(self) -> float:
+        """The standard deviation of that."""
+        ...
+
+
+def is_jagged(feature: Feature) -> bool:
+    """Whether examples have fewer ids of it than columns."""
+    return feature.mean_ids is not None and feature.mean_ids < feature.num_ids
+
+
+def buckets(features: Sequence[Feature], examples: int) -> tuple[Capacity, ...]:
+    """The capacities for blocks of so many examples, each larger than the one before; the last one holds any block."""
+    most = [one.num_ids for one in features]
+    now = [_usual(one, examples) if is_jagged(one) else one.num_ids for one in features]
+    found = [tuple(now)]
+    while now != most:
+        now = [min(2 * one, limit) for one, limit in zip(now, most, strict=True)]
+        found.append(tuple(now))
+    return tuple(found)
+
+
+def _usual(feature: Feature, examples: int) -> int:
+    assert feature.mean_ids is not None
+    wanted = feature.mean_ids + _DEVIATIONS * feature.std_ids / math.sqrt(examples)
+    return min(max(math.ceil(wanted), 1), feature.num_ids)
+
+
+def fitting(several: Sequence[Capacity], counts: np.ndarray, examples: int) -> Capacity:
+    """The first bucket that holds all blocks; `counts` are the ids of each example, `[example, feature]`."""
+    needed = counts.reshape(-1, examples, counts.shape[1]).sum(axis=1, dtype=np.int64).max(axis=0)
+    return next(one for one in several if (needed <= np.asarray(one, np.int64) * examples).all())
+
+
+def packed(ids: np.ndarray, num_ids: Sequence[int], capacity: Capacity, examples: int) -> np.ndarray:
+    """The values of columns of ids, int32 `[example, ids]`, -1 for none: `[example, sum(capacity)]`.
+
+    The rows of a block are one buffer of each feature, row by row; the ids of an example are no longer in its row.
+    Features with as many columns as ids stay as they are.
+    """
+    parts, first = [], 0
+    for most, room in zip(num_ids, capacity, strict=True):
+        blocks = ids[:, first : first + most].reshape(-1, examples * most)
+        first += most
+        there = blocks >= 0
+        made = np.full((len(blocks), examples * room), -1, np.int32)
+        block, place = np.nonzero(there)
+        made[block, (np.cumsum(there, axis=1) - 1)[block, place]] = blocks[block, place]
+        parts.append(made.reshape(-1, room))
+    return np.concatenate(parts, axis=1)
+
+
+def lengths_of(ids: np.ndarray, num_ids: Mapping[str, int] | Sequence[int]) -> np.ndarray:
+    """How many ids each example has of each feature, int32 `[example, feature]`, of columns with -1 for none."""
+    sizes = list(num_ids.values()) if isinstance(num_ids, Mapping) else list(num_ids)
+    first = np.cumsum([0, *sizes[:-1]])
+    return np.add.reduceat(ids >= 0, first, axis=1, dtype=np.int32)
+
+
+def examples_of(lengths: jax.Array, room: jax.Array, width: int) -> jax.Array:
+    """To which example each place of a block's buffer belongs, int32 `[blocks, examples, width]`, rising.
+
+    `lengths` are `[blocks, examples]`. A row has `room` places that are used, of `width`; the others, and those that no
+    id has, belong to the example of a place near by.
+    """
+    ends = jnp.cumsum(lengths, axis=1)
+    columns = jnp.minimum(jnp.arange(width, dtype=jnp.int32), room - 1)
+    places = jnp.arange(lengths.shape[1], dtype=jnp.int32)[:, None] * room + columns
+    found = jax.vmap(lambda one: jnp.searchsorted(one, places.reshape(-1), side="right"))(ends)
+    return jnp.minimum(found, lengths.shape[1] - 1).astype(jnp.int32).reshape(-1, *places.shape)
