@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.config import ConfigError
+from jaxdl.data.tabular import Feature, counted_ids
 from jaxdl.embedding import (
     ColumnWise,
     DataParallel,
@@ -24,6 +25,7 @@ from jaxdl.embedding import (
     Tables,
     TableWise,
 )
+from jaxdl.embedding.jagged import fitting, packed
 from jaxdl.kinds import kinds
 
 TABLES = (
@@ -67,12 +69,12 @@ def gradient(vectors, numpy):
 
 
 @functools.lru_cache
-def program(scheme, optimizer, sizes):
+def program(scheme, optimizer, sizes, jagged=()):
     """`Tables`, and the compiled step of a state, ids and a count."""
-    tables = Tables(TABLES, NUM_IDS, EmbeddingConfig(scheme=scheme, optimizer=optimizer), mesh_of(sizes))
+    tables = Tables(TABLES, NUM_IDS, EmbeddingConfig(scheme=scheme, optimizer=optimizer), mesh_of(sizes), jagged)
 
     def step(state, ids, count, kept):
-        located = tables.located(ids)
+        located = tables.located(*(ids if jagged else (ids,)))
         vectors = tables.lookup({name: one["rows"] for name, one in state.items()}, located)
         found, squares = tables.gradients(located, gradient(vectors, jnp))
         new = tables.updated(
@@ -97,13 +99,29 @@ def whole(tables, state):
     return found
 
 
+JAGGED = tuple(
+    Feature(name, 1, width, *{"three": (1.5, 0.1), "four": (2.5, 0.1)}.get(name, (None, 0.0)))
+    for name, width in NUM_IDS.items()
+)
+"""Of two features examples often have fewer ids than columns; some batches need the second bucket."""
+
+
+def as_jagged(tables, ids):
+    """The ids as values and lengths, in the first bucket that holds them."""
+    examples, lengths = BATCH // tables.mesh.size, counted_ids(ids, JAGGED)
+    capacity = fitting(tables.buckets(BATCH), lengths, examples)
+    return packed(ids, JAGGED, capacity, examples), lengths
+
+
 @functools.lru_cache
-def trained(scheme, optimizer, sizes, steps=STEPS):
+def trained(scheme, optimizer, sizes, steps=STEPS, jagged=()):
     """(tables after some steps, pooled vectors of the first and the last, the last sum of squares)."""
-    tables, step = program(scheme, optimizer, sizes)
+    tables, step = program(scheme, optimizer, sizes, jagged)
     state, vectors, squares = fresh(tables), [], None
     everywhere = NamedSharding(tables.mesh, PartitionSpec(("replica", "fsdp")))
     for number, ids in enumerate(batches()[:steps], start=1):
+        if jagged:
+            ids = as_jagged(tables, ids)
         state, pooled, squares = step(state, jax.device_put(ids, everywhere), jnp.int32(number), jnp.bool_(True))
         vectors.append(np.asarray(pooled))
     check_copies(state)
@@ -202,6 +220,19 @@ def test_weight_decay_counts_in_the_squares_of_all_columns():
 def test_bits_are_those_of_one_device(scheme, sizes):
     one, several = (trained(scheme, RowWiseAdaGrad(), each) for each in (MESHES[0], sizes))
     jax.tree.map(np.testing.assert_array_equal, one[:2], several[:2])
+
+
+@pytest.mark.parametrize("scheme", [TableWise(), RowWise()], ids=lambda x: x.kind)
+def test_jagged_ids_have_the_bits_of_columns(scheme):
+    columns = trained(scheme, RowWiseAdaGrad(), MESHES[0])
+    for sizes in (MESHES[0], MESHES[2]):
+        jagged = trained(scheme, RowWiseAdaGrad(), sizes, jagged=JAGGED)
+        jax.tree.map(np.testing.assert_array_equal, columns[:2], jagged[:2])
+
+
+@pytest.mark.parametrize("scheme", ALL[2:], ids=lambda x: x.kind)
+def test_jagged_ids_on_a_mesh(scheme):
+    assert_like_oracle(trained(scheme, RowWiseAdaGrad(), MESHES[2], jagged=JAGGED), RowWiseAdaGrad(), atol=2e-6)
 
 
 def test_a_step_that_is_not_kept_changes_nothing():

@@ -15,8 +15,8 @@ import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError
-from jaxdl.data.source import Data, Source, Splits
-from jaxdl.data.tabular import Feature, TabularSpec
+from jaxdl.data.source import Data, Splits
+from jaxdl.data.tabular import Feature, TabularSource, TabularSpec
 
 CRITEO_ROWS = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
@@ -80,7 +80,7 @@ class Clicks(Data, kind="clicks"):
         )
 
 
-class ClickSource(Source):
+class ClickSource(TabularSource):
     """A range of the examples of `Clicks`."""
 
     def __init__(self, config: Clicks, spec: TabularSpec, first: int, count: int) -> None:

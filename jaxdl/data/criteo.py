@@ -18,8 +18,8 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data.clicks import CRITEO_ROWS, NUM_NUMBERS
 from jaxdl.data.codec import import_text
-from jaxdl.data.source import Data, Source, Splits
-from jaxdl.data.tabular import Feature, TabularSpec
+from jaxdl.data.source import Data, Splits
+from jaxdl.data.tabular import Feature, TabularSource, TabularSpec
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -114,7 +114,7 @@ class Examples:
         return Examples(self.numbers[some], self.hashes[some], self.labels[some], f"{self.content}:{first}")
 
 
-class CriteoSource(Source):
+class CriteoSource(TabularSource):
     """Stored examples, whose hashes become ids when they are read."""
 
     def __init__(self, examples: Examples, spec: TabularSpec) -> None:

@@ -10,7 +10,7 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data.source import Data, Splits
-from jaxdl.data.tabular import Feature, TabularArrays, TabularSpec
+from jaxdl.data.tabular import Feature, TabularArrays, TabularSpec, with_statistics
 
 Columns = dict[str, list[str]]
 _RECBOLE = {".inter": "ratings", ".user": "people", ".item": "films"}
@@ -56,8 +56,9 @@ class MovieLens(Data, kind="movielens"):
         test, train = np.sort(order[:count]), np.sort(order[count:])
         mean, std = numbers[train].mean(axis=0), numbers[train].std(axis=0)
         scaled = (numbers - mean) / np.maximum(std, 1e-6)
-        spec = TabularSpec(("age", "year"), tuple(features), float(label[train].mean()))
         every = np.concatenate(ids, axis=1)
+        counted = with_statistics(features, every[train])
+        spec = TabularSpec(("age", "year"), counted, float(label[train].mean()))
         return Splits(
             *(TabularArrays(scaled[rows], every[rows], label[rows], spec, str(self.folder)) for rows in (train, test))
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +21,10 @@ class Feature:
     name: str
     rows: int
     num_ids: int = 1
+    mean_ids: float | None = None
+    """How many an example has on average, in training; None where all have `num_ids`, or nobody counted."""
+    std_ids: float = 0.0
+    """The standard deviation of that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +104,38 @@ def check_ids(spec: TabularSpec, ids: np.ndarray, what: str) -> None:
         )
 
 
-class TabularArrays(Source):
+class TabularSource(Source):
+    """Examples of a `TabularSpec`."""
+
+    spec: TabularSpec
+
+    def id_counts(self, indices: np.ndarray) -> np.ndarray:
+        """How many ids examples have of each feature, int32 `[example, feature]`."""
+        return counted_ids(self.batch(indices)["ids"], self.spec.features)
+
+
+def counted_ids(ids: np.ndarray, features: Sequence[Feature]) -> np.ndarray:
+    """How many ids examples have of each feature, int32 `[example, feature]`; `ids` have -1 for none."""
+    first = np.cumsum([0, *(one.num_ids for one in features)])[:-1]
+    return np.add.reduceat(ids >= 0, first, axis=1, dtype=np.int32)
+
+
+def with_statistics(features: Sequence[Feature], ids: np.ndarray) -> tuple[Feature, ...]:
+    """The features with the mean and the standard deviation of how many ids these examples have of each.
+
+    Those of which every example has all its columns stay as they are.
+    """
+    counts = counted_ids(ids, features)
+    means, stds = counts.mean(axis=0), counts.std(axis=0)
+    return tuple(
+        one
+        if mean == one.num_ids
+        else dataclasses.replace(one, mean_ids=round(float(mean), 4), std_ids=round(float(std), 4))
+        for one, mean, std in zip(features, means, stds, strict=True)
+    )
+
+
+class TabularArrays(TabularSource):
     """Examples in memory: numbers float32 [example, numbers], ids int32 [example, ids], labels [example]."""
 
     def __init__(

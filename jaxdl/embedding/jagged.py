@@ -9,7 +9,7 @@ ids of any batch can be. No id is ever dropped.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import jax
@@ -69,29 +69,26 @@ def fitting(several: Sequence[Capacity], counts: np.ndarray, examples: int) -> C
     return next(one for one in several if (needed <= np.asarray(one, np.int64) * examples).all())
 
 
-def packed(ids: np.ndarray, num_ids: Sequence[int], capacity: Capacity, examples: int) -> np.ndarray:
+def packed(ids: np.ndarray, features: Sequence[Feature], capacity: Capacity, examples: int) -> np.ndarray:
     """The values of columns of ids, int32 `[example, ids]`, -1 for none: `[example, sum(capacity)]`.
 
-    The rows of a block are one buffer of each feature, row by row; the ids of an example are no longer in its row.
-    Features with as many columns as ids stay as they are.
+    The rows of a block are one buffer of each jagged feature, row by row; the ids of an example are no longer in its
+    row. Other features keep their columns.
     """
     parts, first = [], 0
-    for most, room in zip(num_ids, capacity, strict=True):
-        blocks = ids[:, first : first + most].reshape(-1, examples * most)
+    for feature, room in zip(features, capacity, strict=True):
+        most, columns = feature.num_ids, ids[:, first : first + feature.num_ids]
         first += most
+        if not is_jagged(feature):
+            parts.append(columns)
+            continue
+        blocks = columns.reshape(-1, examples * most)
         there = blocks >= 0
         made = np.full((len(blocks), examples * room), -1, np.int32)
         block, place = np.nonzero(there)
         made[block, (np.cumsum(there, axis=1) - 1)[block, place]] = blocks[block, place]
         parts.append(made.reshape(-1, room))
     return np.concatenate(parts, axis=1)
-
-
-def lengths_of(ids: np.ndarray, num_ids: Mapping[str, int] | Sequence[int]) -> np.ndarray:
-    """How many ids each example has of each feature, int32 `[example, feature]`, of columns with -1 for none."""
-    sizes = list(num_ids.values()) if isinstance(num_ids, Mapping) else list(num_ids)
-    first = np.cumsum([0, *sizes[:-1]])
-    return np.add.reduceat(ids >= 0, first, axis=1, dtype=np.int32)
 
 
 def examples_of(lengths: jax.Array, room: jax.Array, width: int) -> jax.Array:

@@ -137,9 +137,7 @@ def _sum(buffer: Buffer, found: Sequence[jax.Array], places: jax.Array) -> jax.A
     if len(found) == 1 or buffer.groups == 1:
         return _in_order(found)
     group = places % buffer.groups
-    parts = [
-        [jnp.where((group[:, i] == k)[:, None], x, 0) for i, x in enumerate(found)] for k in range(buffer.groups)
-    ]
+    parts = [[jnp.where((group[:, i] == k)[:, None], x, 0) for i, x in enumerate(found)] for k in range(buffer.groups)]
     return _in_pairs([_in_order(one) for one in parts])
 
 
@@ -148,7 +146,9 @@ def _jagged_sum(buffer: Buffer, rows: jax.Array, places: jax.Array, examples: ja
     flat, owner, count = places.reshape(-1), examples.reshape(-1), len(places)
     if buffer.groups == 1:
         return jax.ops.segment_sum(_vector(rows, flat), owner, count, indices_are_sorted=True)
-    found = jax.ops.segment_sum(_vector(rows, flat), owner * buffer.groups + flat % buffer.groups, count * buffer.groups)
+    found = jax.ops.segment_sum(
+        _vector(rows, flat), owner * buffer.groups + flat % buffer.groups, count * buffer.groups
+    )
     parts = found.reshape(count, buffer.groups, -1)
     return _in_pairs([parts[:, k] for k in range(buffer.groups)])
 

@@ -57,7 +57,12 @@ class EmbeddingConfig(Config):
     backward_wire: WireType = "float32"
     """The type in which their gradients travel, and the touched rows of `replicated` tables. Gradients of whole
     `data_parallel` tables are always float32."""
-
+    jagged: bool = False
+    """Send ids of features with a varying number of them as values and lengths, not in as many columns as the example
+    with most of them needs."""
+    ids_ahead: bool = False
+    """Send the ids of the next batch while the network works on this one: they depend on no row, so nothing is
+    stale."""
     cache: CacheConfig = CacheConfig()
     """Tables that the host holds, of which the devices have the rows that are used."""
 

@@ -153,9 +153,7 @@ class Tables:
         ends = np.cumsum(list(self.columns.values()))[:-1].tolist()
         return dict(zip(self.columns, jnp.split(vectors, ends, axis=1), strict=True))
 
-    def gradients(
-        self, located: LocatedIds, grads: jax.Array, key: jax.Array | None = None
-    ) -> tuple[Found, jax.Array]:
+    def gradients(self, located: LocatedIds, grads: jax.Array, key: jax.Array | None = None) -> tuple[Found, jax.Array]:
         """The touched rows with the sums of their gradients, for `updated`; and the sum of squares of all of these.
 
         `grads` are those of the batch's pooled vectors, `[batch, all columns]`; `key` is as in `lookup`, another one.

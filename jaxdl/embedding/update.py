@@ -48,9 +48,7 @@ def _vectors(buffer: Buffer, found: Located) -> jax.Array:
     return jnp.asarray(vectors.reshape(-1), jnp.int32)
 
 
-def summed(
-    rows: jax.Array, vectors: jax.Array, grads: jax.Array, num_rows: int, *, in_order: bool = True
-) -> Touched:
+def summed(rows: jax.Array, vectors: jax.Array, grads: jax.Array, num_rows: int, *, in_order: bool = True) -> Touched:
     """Each row once, with the sum of `grads[vectors]` over its occurrences in `rows`, `[n]`, by rising `vectors`.
 
     Rows that are `num_rows` or more count as none. With `in_order`, `vectors` rise already.

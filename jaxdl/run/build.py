@@ -46,6 +46,7 @@ from jaxdl.run.exchanged import (
     trained_of,
 )
 from jaxdl.run.initial import Initial
+from jaxdl.run.jagged import in_training, shapes_of
 from jaxdl.run.length import steps_of
 from jaxdl.run.overlap import loop_sum_dtype
 from jaxdl.run.validate import (
@@ -134,17 +135,18 @@ class Plan:
 
         They are for steps from `state` on: see `swapped`.
         """
-        source = self.sources(segment)[0]
+        source = original = self.sources(segment)[0]
         if self.caches is not None and state is not None:
             source = self.caches.begin(state, source)
-        return TrainLoader(
-            source,
-            batch_size=segment.batch_size,
-            seed=self.experiment.seed,
-            sharding=batch_sharding(self.parts.layout.mesh),
-            start=start,
-            num_steps=num_steps,
-        )
+        where = {"batch_size": segment.batch_size, "seed": self.experiment.seed, "start": start}
+        source = in_training(self.parts.tables, source, original, **where)
+        return TrainLoader(source, sharding=batch_sharding(self.parts.layout.mesh), num_steps=num_steps, **where)
+
+    def batch_shapes(self, segment: Segment, *, evaluating: bool) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and types of a batch of a segment; those with jagged features may have more ids."""
+        source = self.sources(segment)[evaluating]
+        size = self.eval_batch_size if evaluating else segment.batch_size
+        return shapes_of(self.parts.tables, source.batch_shapes(size, evaluating=evaluating), evaluating=evaluating)
 
 
 def make_plan(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -18,10 +18,16 @@ from jaxdl.mesh import platform
 from jaxdl.optim import Constant
 from jaxdl.phases import Segment
 from jaxdl.rounds import RoundSteps, lowered_programs, make_local_step, make_own_eval_step
+from jaxdl.run.ahead import AheadStep
 from jaxdl.run.build import Plan
 from jaxdl.state import TrainState, replicated
-from jaxdl.step import Batch, Metrics, Parts, TrainStep, make_train_step
+from jaxdl.step import Batch, Metrics, Parts, TrainStep, make_ahead_step, make_train_step
+from jaxdl.step.lookup import located_ids
+from jaxdl.step.parts import IDS, NEXT
 from jaxdl.user_code import user_code
+
+Shapes = Mapping[str, Any]
+"""Names of the arrays of a batch -> their shapes and types."""
 
 
 class Steps(Protocol):
@@ -72,6 +78,25 @@ class EachStep:
         return False
 
 
+class ForIds:
+    """A program that is compiled anew when the first batch with other shapes of ids comes; the batch is last."""
+
+    def __init__(self, compile: Callable[[Shapes], Any], first: Shapes) -> None:
+        """`compile` makes the program for the shapes of a batch; that for the `first` is made now."""
+        self._make, self._programs = compile, {_shapes_of_ids(first): compile(first)}
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls the program for these arguments."""
+        key = _shapes_of_ids(args[-1])
+        if key not in self._programs:
+            self._programs[key] = self._make({name: jax.typeof(x) for name, x in args[-1].items()})
+        return self._programs[key](*args)
+
+
+def _shapes_of_ids(batch: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(x.shape for name, x in sorted(batch.items()) if name.removeprefix(NEXT) == IDS)
+
+
 class StepFunctions(NamedTuple):
     """The compiled functions of a segment; calls with other shapes are errors."""
 
@@ -88,24 +113,26 @@ class StepFunctions(NamedTuple):
 def compile_steps(plan: Plan, segment: Segment | None = None) -> StepFunctions:
     """The compiled steps of a segment (the first)."""
     segment = segment or plan.timeline.segments[0]
-    state, (train, test) = plan.parts.state_spec.abstract(), plan.sources(segment)
-    evaluating = make_eval_step(plan.parts).lower(
-        state.eval_params, state.eval_state, test.batch_shapes(plan.eval_batch_size, evaluating=True)
-    )
+    state = plan.parts.state_spec.abstract()
+
+    def compile_evaluation(batch: Shapes) -> Any:
+        return make_eval_step(plan.parts).lower(state.eval_params, state.eval_state, batch).compile()
+
+    evaluating = ForIds(compile_evaluation, plan.batch_shapes(segment, evaluating=True))
     norm = None
     if plan.experiment.evaluation.norm_batches is not None:
-        batch = train.batch_shapes(segment.batch_size, evaluating=False)
+        batch = plan.batch_shapes(segment, evaluating=False)
         norm = make_norm_step(plan.parts).lower(state.eval_params, state.model_state, _key(plan), batch).compile()
     if not plan.parts.agreement.keeps_replicas:
-        return StepFunctions(EachStep(compile_train_step(plan, segment)), evaluating.compile(), None, norm)
+        return StepFunctions(make_steps(plan, segment), evaluating, None, norm)
     own, trainable = state.own, plan.parts.trainable
-    batch = test.batch_shapes(plan.eval_batch_size, evaluating=True)
+    batch = plan.batch_shapes(segment, evaluating=True)
     evaluating_own = (
         make_own_eval_step(plan.parts)
         .lower(trainable.merged(own.params, state.params), own.model_state, batch)
         .compile()
     )
-    return StepFunctions(compile_rounds(plan, segment), evaluating.compile(), evaluating_own, norm)
+    return StepFunctions(compile_rounds(plan, segment), evaluating, evaluating_own, norm)
 
 
 def _key(plan: Plan) -> jax.ShapeDtypeStruct:
@@ -114,16 +141,28 @@ def _key(plan: Plan) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=replicated(plan.parts.layout))
 
 
-def compile_train_step(plan: Plan, segment: Segment | None = None) -> jax.stages.Compiled:
+def make_steps(plan: Plan, segment: Segment | None = None) -> Steps:
+    """The steps of replicas that agree in every step, compiled for a segment (the first)."""
+    segment = segment or plan.timeline.segments[0]
+    program = ForIds(functools.partial(compile_train_step, plan, segment), plan.batch_shapes(segment, evaluating=False))
+    return AheadStep(program, plan.parts) if plan.parts.sends_ids_ahead else EachStep(program)
+
+
+def compile_train_step(plan: Plan, segment: Segment | None = None, batch: Shapes | None = None) -> jax.stages.Compiled:
     """The compiled train step of a segment of a plan (the first); of replicas that may differ, the local step.
 
-    Raises ConfigError for a compiler option that XLA does not know.
+    Its batches have the shapes `batch`: by default those of the first bucket, if features are jagged. Raises
+    ConfigError for a compiler option that XLA does not know.
     """
-    segment = segment or plan.timeline.segments[0]
-    batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
-    make = make_local_step if plan.parts.agreement.keeps_replicas else make_train_step
+    segment, parts = segment or plan.timeline.segments[0], plan.parts
+    batch = batch or plan.batch_shapes(segment, evaluating=False)
+    before: list[Any] = [parts.state_spec.abstract()]
+    make = make_local_step if parts.agreement.keeps_replicas else make_train_step
+    if parts.sends_ids_ahead:
+        make = make_ahead_step
+        before.append(jax.eval_shape(functools.partial(located_ids, parts), batch))
     with user_code(plan.exchange.users_name):  # All else has been traced before.
-        lowered = make(plan.parts).lower(plan.parts.state_spec.abstract(), batch)
+        lowered = make(parts).lower(*before, batch)
     return _compiled(plan, lowered)
 
 
@@ -156,7 +195,7 @@ def programs_of(plan: Plan) -> dict[str, Callable[[], jax.stages.Compiled]]:
 def _rounds(plan: Plan, segment: Segment | None = None) -> tuple[Parts, Any, tuple[int, int], int]:
     """The arguments of `lowered_programs` for a segment of a plan (the first)."""
     segment = segment or plan.timeline.segments[0]
-    batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
+    batch = plan.batch_shapes(segment, evaluating=False)
     return plan.parts, batch, (segment.first, segment.first + segment.num_steps), plan.total_steps
 
 

@@ -11,6 +11,7 @@ from jaxdl.report import JOINED, Reporter, Stopwatch
 from jaxdl.run.build import Plan
 from jaxdl.run.compile import StepFunctions
 from jaxdl.run.inference import evaluate_once
+from jaxdl.run.jagged import in_evaluation
 from jaxdl.state import TrainState
 from jaxdl.step import Metrics
 
@@ -50,6 +51,7 @@ class Evaluation:
             evaluate, read = steps.evaluate, source
             if self._plan.caches is not None:
                 evaluate, read = self._plan.caches.evaluating(state, evaluate, source)
+            read = in_evaluation(self._plan.parts.tables, read, source, size)
             found = evaluate_once(
                 self._plan.parts, evaluate, state.eval_params, state.eval_state, read, size, poll=poll
             )

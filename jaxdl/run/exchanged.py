@@ -14,6 +14,7 @@ from jaxdl.agreement import Fragments, make_fragments
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec
 from jaxdl.embedding import EmbeddingConfig, Tables
+from jaxdl.embedding.jagged import is_jagged
 from jaxdl.exchange import (
     Exchange,
     ExchangeConfig,
@@ -96,7 +97,12 @@ def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Tables | 
     # The devices have slots for some rows of tables with a cache.
     slots = {one.name: config.cache.slots(one.name, one.rows) for one in tables}
     on_devices = [one.model_copy(update={"rows": slots[one.name] or one.rows}) for one in tables]
-    return Tables(on_devices, num_ids, config, mesh)
+    if config.jagged and not any(is_jagged(one) for one in features):
+        raise ConfigError(
+            f"--embedding.jagged: in data {experiment.data.kind} every example has as many ids of a feature as any "
+            "other. Remove this option."
+        )
+    return Tables(on_devices, num_ids, config, mesh, features if config.jagged else ())
 
 
 def output_shapes(experiment: Experiment, network: Network, spec: DataSpec) -> Callable[[Any], Any]:

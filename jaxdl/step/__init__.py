@@ -3,7 +3,7 @@
 from jaxdl.step.gradients import local_gradients, one_replica_params, own_param_specs, split
 from jaxdl.step.network import apply_network, run_network
 from jaxdl.step.parts import Batch, Metrics, Parts, StepConfig, Sums, TrainStep
-from jaxdl.step.program import make_train_step, make_update
+from jaxdl.step.program import make_ahead_step, make_train_step, make_update
 from jaxdl.step.update import ema_decay, guarded, updated
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ema_decay",
     "guarded",
     "local_gradients",
+    "make_ahead_step",
     "make_train_step",
     "make_update",
     "one_replica_params",

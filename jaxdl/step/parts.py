@@ -31,6 +31,8 @@ IDS = "ids"
 """The ids of a batch for which vectors are looked up, `[batch, ids]`."""
 LENGTHS = "lengths"
 """How many ids each example has of each feature, `[batch, features]`, if some are jagged (`jaxdl.embedding.jagged`)."""
+NEXT = "next_"
+"""Before the names of the same of the next batch, if its ids are sent ahead."""
 Sums = dict[str, jax.Array]
 """Sums over a batch, as `Task.sums` gives them."""
 Metrics = dict[str, jax.Array]
@@ -80,6 +82,11 @@ class Parts:
     sum_dtype: DTypeLike | None = None
     """The dtype in which the backward pass of a loop over layers itself sums their gradients over replicas; with None
     the exchange does. See `jaxdl.run.overlap`."""
+
+    @property
+    def sends_ids_ahead(self) -> bool:
+        """Whether a step sends the ids of the next batch."""
+        return self.tables is not None and self.tables.config.ids_ahead
 
     @property
     def summed(self) -> Any:

@@ -22,13 +22,14 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdl.collectives.halves import all_reduce_sent_bytes
+from jaxdl.embedding import LocatedIds
 from jaxdl.exchange import by_name, exchanged_on_mesh
 from jaxdl.mesh import Axis, batch_sharding
 from jaxdl.sharding import Grads, named, spec_axes
 from jaxdl.state import TrainState, replicated
 from jaxdl.step.gradients import local_gradients
-from jaxdl.step.lookup import looked_up, touched_rows, updated_tables
-from jaxdl.step.parts import Batch, Metrics, Parts, Sums
+from jaxdl.step.lookup import located_ids, looked_up, touched_rows, updated_tables
+from jaxdl.step.parts import NEXT, Batch, Metrics, Parts, Sums
 from jaxdl.step.stale import drawn_staleness, remedied, remembered, stale_params
 from jaxdl.step.update import guarded, updated
 
@@ -45,41 +46,7 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
     shardings = parts.state_spec.shardings
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        tables, state = state.tables, state.replace(tables={})
-        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-        augment_key, exchange_key = jax.random.split(key)
-        batch = parts.task.augmented(batch, augment_key)
-        batch, located = looked_up(parts, tables, batch, key)
-        scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
-        # Folded with 2: a split into two folds with 0 and 1.
-        model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
-        factor = scale / parts.task.weight(batch)
-        staleness, params, rate_factor = drawn_staleness(parts, state, key), state.params, None
-        if staleness is not None:
-            params = stale_params(parts, state, staleness)
-        grads, sums, model_state, of_vectors = local_gradients(
-            parts, params, state.model_state, batch, factor, model_key, stale=staleness is not None
-        )
-        # Unscaled: the residual must not depend on the loss scale of the step.
-        unscaled = jax.tree.map(lambda g: g / scale, grads) if state.loss_scale else grads
-        if staleness is not None:
-            unscaled, rate_factor = remedied(parts, state, unscaled, params, staleness)
-        mean, exchange_state, of_exchange = _exchange(parts, unscaled, sums, state, exchange_key)
-        finite = of_exchange.pop("nonfinite", jnp.float32(0)) == 0
-        metrics = {f"sums/{name}": of_exchange.pop(f"sums/{name}") for name in sums}
-        if staleness is not None:
-            metrics["agreement/staleness"] = staleness.astype(jnp.float32).mean()
-        touched, squares = touched_rows(parts, located, of_vectors, scale, key)
-        changed, more = updated(parts, state, mean, parts.layout, rate_factor, squares)
-        changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
-        more |= {f"exchange/{name}": value for name, value in of_exchange.items()}
-        if state.loss_scale or state.guard:
-            loss = metrics["sums/loss"] / metrics["sums/weight"]
-            changed, more = guarded(parts, state, changed, more, loss, finite)
-        tables = updated_tables(parts, tables, touched, state, more)
-        # Also after a skipped step: a version's age is the number of steps since.
-        changed = changed.replace(step=state.step + 1, agreement_state=remembered(parts, state), tables=tables)
-        return changed, metrics | more
+        return _step(parts, state, batch, None)
 
     return jax.jit(
         train_step,
@@ -87,6 +54,67 @@ def make_train_step(parts: Parts) -> jax.stages.Wrapped:
         in_shardings=(shardings, batch_sharding(parts.layout.mesh)),
         out_shardings=(shardings, replicated(parts.layout)),
     )
+
+
+def make_ahead_step(parts: Parts) -> jax.stages.Wrapped:
+    """The same of a network with tables, `(state, located, batch) -> (state, metrics, located of the next batch)`.
+
+    `located` are where the ids of the batch are; it also has those of the next batch, which are sent meanwhile.
+    """
+    shardings, mesh = parts.state_spec.shardings, parts.layout.mesh
+    assert parts.tables is not None
+    everywhere = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
+
+    def train_step(state: TrainState, located: LocatedIds, batch: Batch) -> tuple[TrainState, Metrics, LocatedIds]:
+        following = {name.removeprefix(NEXT): x for name, x in batch.items() if name.startswith(NEXT)}
+        batch = {name: x for name, x in batch.items() if not name.startswith(NEXT)}
+        state, metrics = _step(parts, state, batch, located)
+        return state, metrics, located_ids(parts, following)
+
+    return jax.jit(
+        train_step,
+        donate_argnums=0,
+        in_shardings=(shardings, everywhere, batch_sharding(mesh)),
+        out_shardings=(shardings, replicated(parts.layout), everywhere),
+    )
+
+
+def _step(parts: Parts, state: TrainState, batch: Batch, located: LocatedIds | None) -> tuple[TrainState, Metrics]:
+    tables, state = state.tables, state.replace(tables={})
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    augment_key, exchange_key = jax.random.split(key)
+    batch = parts.task.augmented(batch, augment_key)
+    batch, located = looked_up(parts, tables, batch, key, located)
+    scale = state.loss_scale["scale"] if state.loss_scale else jnp.float32(1)
+    # Folded with 2: a split into two folds with 0 and 1.
+    model_key = jax.random.fold_in(key, 2) if parts.network.is_random else None
+    factor = scale / parts.task.weight(batch)
+    staleness, params, rate_factor = drawn_staleness(parts, state, key), state.params, None
+    if staleness is not None:
+        params = stale_params(parts, state, staleness)
+    grads, sums, model_state, of_vectors = local_gradients(
+        parts, params, state.model_state, batch, factor, model_key, stale=staleness is not None
+    )
+    # Unscaled: the residual must not depend on the loss scale of the step.
+    unscaled = jax.tree.map(lambda g: g / scale, grads) if state.loss_scale else grads
+    if staleness is not None:
+        unscaled, rate_factor = remedied(parts, state, unscaled, params, staleness)
+    mean, exchange_state, of_exchange = _exchange(parts, unscaled, sums, state, exchange_key)
+    finite = of_exchange.pop("nonfinite", jnp.float32(0)) == 0
+    metrics = {f"sums/{name}": of_exchange.pop(f"sums/{name}") for name in sums}
+    if staleness is not None:
+        metrics["agreement/staleness"] = staleness.astype(jnp.float32).mean()
+    touched, squares = touched_rows(parts, located, of_vectors, scale, key)
+    changed, more = updated(parts, state, mean, parts.layout, rate_factor, squares)
+    changed = changed.replace(model_state=model_state, exchange_state=exchange_state)
+    more |= {f"exchange/{name}": value for name, value in of_exchange.items()}
+    if state.loss_scale or state.guard:
+        loss = metrics["sums/loss"] / metrics["sums/weight"]
+        changed, more = guarded(parts, state, changed, more, loss, finite)
+    tables = updated_tables(parts, tables, touched, state, more)
+    # Also after a skipped step: a version's age is the number of steps since.
+    changed = changed.replace(step=state.step + 1, agreement_state=remembered(parts, state), tables=tables)
+    return changed, metrics | more
 
 
 def make_update(parts: Parts) -> jax.stages.Wrapped:
