@@ -16,7 +16,7 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data.source import Data, Splits
-from jaxdl.data.tabular import Feature, TabularSource, TabularSpec
+from jaxdl.data.tabular import Feature, TabularSource, TabularSpec, with_statistics
 
 CRITEO_ROWS = (
     40_000_000, 39_060, 17_295, 7_424, 20_265, 3, 7_122, 1_543, 63, 40_000_000, 3_067_956, 405_282, 10, 2_209, 11_938,
@@ -29,7 +29,7 @@ NUM_NUMBERS = 13
 
 _U64 = np.uint64
 _GOLDEN = _U64(0x9E3779B97F4A7C15)
-_ID, _NUMBER, _LABEL, _TEACHER, _PLACE = range(1, 6)
+_ID, _NUMBER, _LABEL, _TEACHER, _PLACE, _COUNT = range(1, 7)
 """What a hash is for."""
 _BIAS, _FACTORS, _NUM_FACTORS = 0.25, 0.15, 4
 _PAIRS, _OFFSET = 0.35, -1.15
@@ -48,6 +48,8 @@ class Clicks(Data, kind="clicks"):
     """The ids of each feature; by default those of Criteo's, 100,000 at most."""
     num_ids: tuple[int, ...] = (1,) * len(CRITEO_ROWS)
     """How many ids an example has of each feature."""
+    jagged: bool = False
+    """Draw how many ids an example has of a feature: 1 to `num_ids`, a quarter of them on average, few most often."""
     skew: float = pydantic.Field(default=1.05, gt=0)
     """Exponent of Zipf's law, not 1: of an id of rank r the probability is about proportional to r ** -skew."""
     train_examples: int = pydantic.Field(default=2_000_000, ge=1)
@@ -71,8 +73,14 @@ class Clicks(Data, kind="clicks"):
         features = tuple(
             Feature(f"feature{i:02d}", *one) for i, one in enumerate(zip(self.rows, self.num_ids, strict=True))
         )
+        if self.jagged and max(self.num_ids) == 1:
+            raise ConfigError(
+                "data clicks: jagged, but no feature has several ids. Give --data.num-ids, or leave it out."
+            )
         numbers = tuple(f"number{i:02d}" for i in range(NUM_NUMBERS))
-        share = _probability(self, *_examples(self, np.arange(_SAMPLE))).mean()
+        sample = _examples(self, np.arange(_SAMPLE))
+        share = _probability(self, *sample).mean()
+        features = with_statistics(features, sample[1])
         spec = TabularSpec(numbers, features, round(float(share), 4))
         return Splits(
             ClickSource(self, spec, 0, self.train_examples),
@@ -101,6 +109,11 @@ class ClickSource(TabularSource):
         drawn = _unit(_hash(self._config.made_seed, _LABEL, 0, examples))
         label = (drawn < _probability(self._config, numbers, ids)).astype(np.float32)
         return {"numbers": numbers, "ids": ids, "label": label}
+
+    def id_counts(self, indices: np.ndarray) -> np.ndarray:
+        """See `TabularSource.id_counts`; no id is drawn."""
+        examples = self._first + np.asarray(indices, np.int64)
+        return np.stack([_count(self._config, feature, examples) for feature in range(len(self._config.rows))], axis=1)
 
     def probabilities(self, indices: np.ndarray) -> np.ndarray:
         """The probabilities of the label 1 that the labels of these examples were drawn with, float64 `[example]`."""
@@ -136,8 +149,18 @@ def _examples(config: Clicks, examples: np.ndarray) -> tuple[np.ndarray, np.ndar
     columns = []
     for feature, (rows, num_ids) in enumerate(zip(config.rows, config.num_ids, strict=True)):
         drawn = _unit(_hash(config.made_seed, _ID, feature, examples[:, None] * num_ids + np.arange(num_ids)))
-        columns.append(shuffled(zipf_rank(drawn, rows, config.skew), rows, config.made_seed + feature))
+        found = shuffled(zipf_rank(drawn, rows, config.skew), rows, config.made_seed + feature)
+        columns.append(np.where(np.arange(num_ids) < _count(config, feature, examples)[:, None], found, -1))
     return numbers, np.concatenate(columns, axis=1).astype(np.int32)
+
+
+def _count(config: Clicks, feature: int, examples: np.ndarray) -> np.ndarray:
+    """How many ids examples have of a feature, int32 `[example]`."""
+    most = config.num_ids[feature]
+    if not config.jagged:
+        return np.full(len(examples), most, np.int32)
+    drawn = _unit(_hash(config.made_seed, _COUNT, feature, examples))
+    return (1 + np.floor(most * drawn**3)).astype(np.int32).clip(1, most)
 
 
 def zipf_rank(drawn: np.ndarray, rows: int, skew: float) -> np.ndarray:
@@ -174,7 +197,9 @@ def _probability(config: Clicks, numbers: np.ndarray, ids: np.ndarray) -> np.nda
     total, squares, first = np.zeros((len(ids), _NUM_FACTORS)), np.zeros((len(ids), _NUM_FACTORS)), 0
     for feature, (rows, num_ids) in enumerate(zip(config.rows, config.num_ids, strict=True)):
         mine = ids[:, first : first + num_ids]
-        known = _teacher(config.made_seed, feature, rows, mine).astype(np.float64).mean(axis=1)
+        there = (mine >= 0)[..., None]
+        known = _teacher(config.made_seed, feature, rows, np.maximum(mine, 0)).astype(np.float64)
+        known = known.sum(axis=1, where=there) / there.sum(axis=1)
         logit += _BIAS * known[:, 0]
         factors = _FACTORS * known[:, 1:]
         total, squares, first = total + factors, squares + factors**2, first + num_ids

@@ -128,6 +128,10 @@ class RoundSteps:
         beside = self._agreement.steps_beside(step, self._total)
         return 1 if beside is None else beside[1]
 
+    def begun(self) -> RoundSteps:
+        """These: they have no memory of batches."""
+        return self
+
     def __call__(self, state: TrainState, batches: Sequence[Batch], step: int) -> tuple[TrainState, list[Metrics]]:
         """The state after a step on each batch, and the merges that follow them; and the metrics of each step.
 

@@ -21,9 +21,13 @@ class AheadStep:
 
     def __init__(self, program: Callable[..., tuple[TrainState, Metrics, LocatedIds]], parts: Parts) -> None:
         """`program` is `jaxdl.step.make_ahead_step`, compiled."""
-        self._program = program
+        self._program, self._parts = program, parts
         self._locate: Callable[[Any], LocatedIds] = jax.jit(lambda batch: located_ids(parts, batch))
         self._located: tuple[int, LocatedIds] | None = None
+
+    def begun(self) -> AheadStep:
+        """See `Steps`."""
+        return AheadStep(self._program, self._parts)
 
     def num_batches(self, step: int) -> int:
         """One."""
@@ -33,7 +37,7 @@ class AheadStep:
     def __call__(self, state: TrainState, batches: Sequence[Batch], step: int) -> tuple[TrainState, Sequence[Metrics]]:
         """See `Steps`."""
         (batch,) = batches
-        if self._located is None or self._located[0] != step:  # The first step, or one after a rollback.
+        if self._located is None or self._located[0] != step:  # The first step, or one after steps that were skipped.
             self._located = step, self._locate(dict(batch))
         state, metrics, following = self._program(state, self._located[1], batch)
         self._located = step + 1, following

@@ -37,6 +37,10 @@ class Steps(Protocol):
         """How many steps the next call takes, after `step` steps."""
         ...
 
+    def begun(self) -> Steps:
+        """The same, without a memory of earlier batches."""
+        ...
+
     def __call__(self, state: TrainState, batches: Sequence[Batch], step: int) -> tuple[TrainState, Sequence[Metrics]]:
         """The state after a step on each batch, and the metrics of each; `step` steps have been taken before."""
         ...
@@ -60,6 +64,10 @@ class EachStep:
         """One."""
         del step
         return 1
+
+    def begun(self) -> EachStep:
+        """These: they have none."""
+        return self
 
     def __call__(self, state: TrainState, batches: Sequence[Batch], step: int) -> tuple[TrainState, Sequence[Metrics]]:
         """See `Steps`."""
@@ -108,6 +116,10 @@ class StepFunctions(NamedTuple):
     """`jaxdl.rounds.make_own_eval_step`, if replicas have parameters of their own; else None."""
     norm: NormStep | None
     """`jaxdl.evaluation.make_norm_step`, where batch norm's statistics are estimated for each evaluation; else None."""
+
+    def begun(self) -> StepFunctions:
+        """The same for batches that do not follow those before, of this run or of another one with the same steps."""
+        return self._replace(train=self.train.begun())
 
 
 def compile_steps(plan: Plan, segment: Segment | None = None) -> StepFunctions:

@@ -99,8 +99,8 @@ def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Tables | 
     on_devices = [one.model_copy(update={"rows": slots[one.name] or one.rows}) for one in tables]
     if config.jagged and not any(is_jagged(one) for one in features):
         raise ConfigError(
-            f"--embedding.jagged: in data {experiment.data.kind} every example has as many ids of a feature as any "
-            "other. Remove this option."
+            f"--embedding.jagged: in data {experiment.data.kind} every feature has as many ids in each example, as "
+            "far as its Feature.mean_ids says. Remove this option."
         )
     return Tables(on_devices, num_ids, config, mesh, features if config.jagged else ())
 

@@ -171,7 +171,8 @@ class Trainer:
         left = min(self.segment.first + self.segment.num_steps, self.end) - self.step
         self.loader = self.plan.batches(self.segment, self.plan.timeline.position(self.step), left, self.state)
         self.stack.callback(self.loader.close)
-        self.first_batch = True
+        assert self.steps is not None
+        self.steps, self.first_batch = self.steps.begun(), True
         self.reporter.status("training")
 
     def _advance(self) -> None:
