@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdl.bench.embedding import slow_bytes
+from jaxdl.bench.embedding import predicted_bytes, slow_bytes
 from jaxdl.collectives.quantized import decode_vectors, encode_vectors
 from jaxdl.config import ConfigError
-from jaxdl.data import Clicks
+from jaxdl.data import Clicks, Feature
 from jaxdl.embedding import EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise
 from jaxdl.errors import OptionError
 from jaxdl.exchange.cost import Link, Machine, Speeds
@@ -46,6 +46,15 @@ def test_bytes_are_those_of_the_compiled_program(kind):
     config = EmbeddingConfig(forward_wire="int8", backward_wire="bfloat16")
     predicted, counted = slow_bytes(work(), with_schemes(config, under_one(work(), scheme)))
     assert predicted == counted > 0
+
+
+@pytest.mark.parametrize("scheme", [TableWise(), RowWise()], ids=lambda one: one.kind)
+def test_bytes_of_values_and_lengths(scheme):
+    features = [Feature(name, 9, count, *((1.5, 0.5) if count == 4 else ())) for name, count in NUM_IDS.items()]
+    config = with_schemes(EmbeddingConfig(), under_one(work(), scheme))
+    predicted, counted = slow_bytes(work(), config, features)
+    assert predicted == counted
+    assert predicted < predicted_bytes(work(), config)
 
 
 def test_the_cheapest_of_all_choices_is_planned():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from jaxdl.bench.scheme import operations
 from jaxdl.bench.shared import check_options, make_table, write_json
 from jaxdl.compiler import hlo
 from jaxdl.config import ConfigError
-from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS
+from jaxdl.data import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks, Feature
 from jaxdl.embedding import ROWS, EmbeddingConfig, Scheme, Table, Tables
 from jaxdl.embedding.traffic import axis_bytes, messages
 from jaxdl.embedding.wire import WireType
@@ -65,6 +65,9 @@ class EmbeddingBench:
     """Rate of a node's network card, for the plan."""
     memory_gib: float = 70.0
     """Memory of a device for tables, for the plan."""
+    jagged: bool = False
+    """Let examples have from 1 id to as many as now of each feature, a quarter of them on average, and send ids as
+    values and lengths, beside ids in columns."""
     wire: WireType = "float32"
     """The type in which vectors and their gradients travel."""
     rates: tuple[str, ...] = ()
@@ -87,6 +90,8 @@ class Row:
     counted_bytes: float
     of_table_wise: float
     """Bytes of `table_wise` over these."""
+    column_bytes: float
+    """Predicted bytes with as many columns as the example with most ids needs."""
     device_gib: float
     """Memory of a device for tables."""
     predicted_ms: float
@@ -111,6 +116,7 @@ def main(args: list[str]) -> None:
     rows, kinds_of = measure(command)
     title = f"MLPerf's tables on {command.nodes} nodes of {command.gpus_per_node}, batch {command.batch_size:,}"
     columns = ("tables", "MB to other nodes", "counted", "fewer than table_wise", "GiB", "predicted ms")
+    columns += ("ids in columns: MB",) if command.jagged else ()
     table = make_table(f"{title}: one device, one step", columns)
     for row in rows:
         table.add_row(
@@ -120,6 +126,7 @@ def main(args: list[str]) -> None:
             f"{row.of_table_wise:.2f}x",
             f"{row.device_gib:,.1f}",
             f"{row.predicted_ms:,.1f}",
+            *([f"{row.column_bytes / 1e6:,.3f}"] if command.jagged else []),
         )
     console.print(table)
     console.print("the plan: " + ", ".join(f"{number} {kind}" for kind, number in kinds_of.most_common()))
@@ -133,6 +140,8 @@ def _time_steps(command: EmbeddingBench) -> None:
     work, base = workload(command), EmbeddingConfig(forward_wire=command.wire, backward_wire=command.wire)
     classes: dict[str, Any] = dict(kinds(Scheme))
     configs = {name: with_schemes(base, under_one(work, one())) for name, one in classes.items()}
+    ahead = configs["table_wise"].model_copy(update={"ids_ahead": True})
+    configs |= {"table_wise, ids ahead": ahead}
     try:
         rows = measure_steps(command, work, configs, Console(width=120))
     except HostFailed as error:
@@ -169,12 +178,15 @@ def measure(command: EmbeddingBench) -> tuple[list[Row], Counter[str]]:
     configs = {name: with_schemes(base, under_one(work, classes[name]())) for name in classes if name in plan.alone}
     costs = dict(plan.alone) | {PLAN: plan.costs}
     configs[PLAN] = plan.config(base)
-    sent = {name: slow_bytes(work, config) for name, config in configs.items()}
+    features = jagged_features(command) if command.jagged else ()
+    sent = {name: slow_bytes(work, config, features) for name, config in configs.items()}
+    in_columns = {name: predicted_bytes(work, config) for name, config in configs.items()}
     rows = [
         Row(
             name,
             *sent[name],
             of_table_wise=sent["table_wise"][0] / sent[name][0],
+            column_bytes=in_columns[name],
             device_gib=costs[name].device_bytes / 2**30,
             predicted_ms=costs[name].total_sec * 1e3,
         )
@@ -183,30 +195,55 @@ def measure(command: EmbeddingBench) -> tuple[list[Row], Counter[str]]:
     return rows, Counter(one.kind for one in plan.schemes.values())
 
 
-def slow_bytes(work: Workload, config: EmbeddingConfig) -> tuple[float, float]:
-    """Bytes that one device sends to other nodes in a step: (predicted, counted in the compiled program)."""
-    slow, sizes = Axis.REPLICA.value, work.sizes
-    devices = jax.devices()[: math.prod(sizes.values())]
-    mesh = Mesh(np.array(devices).reshape(tuple(sizes.values())), tuple(sizes))
-    tables = Tables(work.tables, work.num_ids, config, mesh)
-    predicted = sum(
-        axis_bytes(one.kind, one.axes, one.num_bytes, sizes, slow)
-        for buffer in tables.buffers
-        for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire)
-    )
+def jagged_features(command: EmbeddingBench) -> tuple[Feature, ...]:
+    """The features of the options with the statistics of made-up jagged clicks."""
+    data = Clicks(num_ids=CRITEO_NUM_IDS, jagged=True, train_examples=1, test_examples=2)
+    return data.build().train.spec.id_features()
+
+
+def predicted_bytes(work: Workload, config: EmbeddingConfig, features: Sequence[Feature] = ()) -> float:
+    """Bytes that one device sends to other nodes in a step, with values and lengths of ids if there are `features`."""
+    return _predicted(_tables(work, config, features), work)
+
+
+def slow_bytes(work: Workload, config: EmbeddingConfig, features: Sequence[Feature] = ()) -> tuple[float, float]:
+    """(`predicted_bytes`, the bytes that are counted in the compiled program)."""
+    tables = _tables(work, config, features)
     text = compiled_step(tables, work.batch_size, sum(work.num_ids.values()))
     counted = sum(
-        axis_bytes(kind, axes, num_bytes, sizes, slow) for kind, axes, num_bytes in usual_collectives(text, sizes)
+        axis_bytes(kind, axes, num_bytes, work.sizes, Axis.REPLICA.value)
+        for kind, axes, num_bytes in usual_collectives(text, work.sizes)
     )
-    return predicted, counted
+    return _predicted(tables, work), counted
+
+
+def _tables(work: Workload, config: EmbeddingConfig, features: Sequence[Feature]) -> Tables:
+    devices = jax.devices()[: math.prod(work.sizes.values())]
+    mesh = Mesh(np.array(devices).reshape(tuple(work.sizes.values())), tuple(work.sizes))
+    return Tables(work.tables, work.num_ids, config, mesh, features)
+
+
+def _predicted(tables: Tables, work: Workload) -> float:
+    capacity, config = next(iter(tables.buckets(work.batch_size)), None), tables.config
+    return sum(
+        axis_bytes(one.kind, one.axes, one.num_bytes, work.sizes, Axis.REPLICA.value)
+        for buffer in tables.buffers_for(capacity)
+        for one in messages(buffer, work.local_batch, config.forward_wire, config.backward_wire)
+    )
 
 
 def compiled_step(tables: Tables, batch_size: int, num_ids: int) -> str:
-    """The HLO of lookups and updates, compiled; as pooled vectors' gradients it takes the vectors themselves."""
+    """The HLO of lookups and updates, compiled; as pooled vectors' gradients it takes the vectors themselves.
 
-    def step(state: Any, ids: jax.Array) -> Any:
+    Jagged ids are in the first bucket, others in `num_ids` columns.
+    """
+    shapes = [(batch_size, num_ids)]
+    if found := tables.buckets(batch_size):
+        shapes = [(batch_size, sum(found[0])), (batch_size, len(found[0]))]
+
+    def step(state: Any, *ids: jax.Array) -> Any:
         key = jax.random.key(0)
-        located = tables.located(ids)
+        located = tables.located(*ids)
         vectors = tables.lookup({name: one[ROWS] for name, one in state.items()}, located, key)
         found, square = tables.gradients(located, vectors, key)
         numbers = {"factor": jnp.float32(1), "learning_rate": jnp.float32(0.1), "count": jnp.int32(1)}
@@ -216,9 +253,11 @@ def compiled_step(tables: Tables, batch_size: int, num_ids: int) -> str:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     everywhere = NamedSharding(tables.mesh, PartitionSpec(tuple(tables.mesh.axis_names)))
-    ids = jax.ShapeDtypeStruct((batch_size, num_ids), jnp.int32, sharding=everywhere)
+    ids = [jax.ShapeDtypeStruct(shape, jnp.int32, sharding=everywhere) for shape in shapes]
     state = jax.tree.map(struct, tables.shapes, tables.shardings())
-    return jax.jit(step, donate_argnums=0, out_shardings=tables.shardings()).lower(state, ids).compile().as_text() or ""
+    return (
+        jax.jit(step, donate_argnums=0, out_shardings=tables.shardings()).lower(state, *ids).compile().as_text() or ""
+    )
 
 
 def usual_collectives(text: str, axes: Mapping[str, int]) -> list[tuple[str, tuple[str, ...], float]]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import base64
+import functools
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 import jax
-import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from jaxdl.bench.cluster_worker import serve
@@ -19,10 +20,13 @@ from jaxdl.exchange.cost import Link, Machine, predict
 from jaxdl.exchange.probe import probe_link, start_together
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
+from jaxdl.run.ahead import AheadStep
 from jaxdl.run.build import Plan, make_initial_state, make_plan
-from jaxdl.run.compile import compile_train_step
+from jaxdl.run.compile import EachStep, Steps, compile_train_step
 from jaxdl.run.exchanged import exchanged_gradients
 from jaxdl.state import TrainState
+from jaxdl.step import Batch
+from jaxdl.step.lookup import located_ids
 
 _REPLICA = Axis.REPLICA.value
 _COLLECTIVES = ("all_reduce/float32", "all_gather", "all_to_all")
@@ -33,9 +37,10 @@ class Worker:
 
     def __init__(self) -> None:
         self._plans: dict[str, Plan] = {}
-        self._programs: dict[str, Any] = {}
+        self._steps: dict[str, Steps] = {}
         self._states: dict[str, TrainState] = {}
-        self._batch: dict[str, jax.Array] = {}
+        self._taken: Counter[str] = Counter()
+        self._batches: dict[str, Batch] = {}
         self._links: dict[str, Link] = {}
 
     def setup(self, experiment: str, configs: Mapping[str, Any]) -> None:
@@ -46,27 +51,35 @@ class Worker:
 
     def compile(self, name: str) -> dict[str, Any]:
         """Compiles a train step; returns the arguments of `load`."""
-        self._programs[name] = compile_train_step(self._plans[name])
-        program, _, out_tree = serialize(self._programs[name])
-        _, metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+        compiled = compile_train_step(self._plans[name])
+        self._set(name, compiled)
+        program, _, out_tree = serialize(compiled)
+        metrics = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))[1]
         return {"program": base64.b64encode(program).decode(), "metrics": metrics}
 
     def load(self, name: str, program: str, metrics: Any) -> None:
         """Loads what another host has compiled."""
         plan = self._plans[name]
         state = jax.tree.map(lambda _: 0, plan.parts.state_spec.abstract())
-        batch = jax.tree.map(lambda _: 0, plan.splits.train.batch(np.zeros(1, np.int64)))
-        trees = jax.tree.structure(((state, batch), {})), jax.tree.structure((state, metrics))
-        self._programs[name] = deserialize_and_load(base64.b64decode(program), *trees)
+        shapes = plan.batch_shapes(plan.timeline.segments[0], evaluating=False)
+        batch, between = jax.tree.map(lambda _: 0, dict(shapes)), ()
+        if plan.parts.sends_ids_ahead:
+            located = jax.eval_shape(functools.partial(located_ids, plan.parts), shapes)
+            between = (jax.tree.map(lambda _: 0, located),)
+        trees = jax.tree.structure(((state, *between, batch), {})), jax.tree.structure((state, metrics, *between))
+        self._set(name, deserialize_and_load(base64.b64decode(program), *trees))
+
+    def _set(self, name: str, program: Any) -> None:
+        parts = self._plans[name].parts
+        self._steps[name] = AheadStep(program, parts) if parts.sends_ids_ahead else EachStep(program)
 
     def start(self, names: Sequence[str]) -> None:
         """Makes the states of some configs, and runs each step twice."""
         for name in names:
             plan = self._plans[name]
             self._states[name] = make_initial_state(plan)
-            if not self._batch:
-                with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
-                    self._batch = dict(next(batches))
+            with plan.batches(plan.timeline.segments[0], 0, 1) as batches:
+                self._batches[name] = next(batches)
             self.run(name, 2)
 
     def run(self, name: str, num_steps: int) -> list[float]:
@@ -75,7 +88,9 @@ class Worker:
         for _ in range(num_steps):
             start_together(self._plans[name].parts.layout.mesh)
             begin = time.perf_counter()
-            self._states[name], _ = jax.block_until_ready(self._programs[name](self._states[name], self._batch))
+            number, self._taken[name] = self._taken[name], self._taken[name] + 1
+            made = self._steps[name](self._states[name], [self._batches[name]], number)
+            self._states[name], _ = jax.block_until_ready(made)
             seconds.append(time.perf_counter() - begin)
         return seconds
 

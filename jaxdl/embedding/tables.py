@@ -76,7 +76,7 @@ class Tables:
         return buckets(self._features, batch_size // self.mesh.size) if self._features else ()
 
     @functools.cache  # noqa: B019 - as many entries as buckets, and a run has one object
-    def _buffers(self, capacity: Capacity | None) -> tuple[Buffer, ...]:
+    def buffers_for(self, capacity: Capacity | None) -> tuple[Buffer, ...]:
         """The buffers for the ids of a bucket."""
         if capacity is None:
             return self.buffers
@@ -122,7 +122,7 @@ class Tables:
         capacity = None
         if lengths is not None:
             capacity = next(one for one in self.buckets(len(ids)) if sum(one) == ids.shape[1])
-        buffers, everywhere = self._buffers(capacity), self._everywhere
+        buffers, everywhere = self.buffers_for(capacity), self._everywhere
 
         def one_device(ids: jax.Array, lengths: jax.Array | None) -> dict[str, lookup.Located]:
             return {buffer.name: lookup.located(buffer, ids, lengths) for buffer in buffers}
@@ -134,7 +134,7 @@ class Tables:
 
         `key` is that of rounding at random, where vectors travel so; without one they are rounded to the nearest.
         """
-        draws, buffers = key is not None, self._buffers(located.capacity)
+        draws, buffers = key is not None, self.buffers_for(located.capacity)
 
         def one_device(rows: dict[str, jax.Array], found: dict[str, lookup.Located], words: jax.Array) -> jax.Array:
             parts = {}
@@ -158,7 +158,7 @@ class Tables:
 
         `grads` are those of the batch's pooled vectors, `[batch, all columns]`; `key` is as in `lookup`, another one.
         """
-        draws, buffers = key is not None, self._buffers(located.capacity)
+        draws, buffers = key is not None, self.buffers_for(located.capacity)
 
         def one_device(
             located: dict[str, lookup.Located], grads: jax.Array, words: jax.Array

@@ -275,6 +275,9 @@ class _LearnerSteps:
     def num_batches(self, step: int) -> int:
         return self._inner.num_batches(step)
 
+    def begun(self) -> Steps:
+        return _LearnerSteps(self._inner.begun(), self._learning)
+
     def __call__(self, state: TrainState, batches: Sequence[Batch], step: int) -> tuple[TrainState, Sequence[Metrics]]:
         state = self._learning.before(state, step)
         state, metrics = self._inner(state, batches, step)
