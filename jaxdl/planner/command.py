@@ -1,8 +1,8 @@
 """The options of `python -m jaxdl.planner`, and what it prints.
 
 Steps of one replica are compiled for H100, which needs no GPU but JAX's CUDA compiler; nothing runs. What is given on
-the command line, such as --mesh.tensor 2, or in the config with another value than the default, stays, and the rest is planned around it. The global batch, the order of the
-data and the optimizer are never changed.
+the command line, such as --mesh.tensor 2, or in the config with another value than the default, stays, and the rest is
+planned around it. The global batch, the order of the data and the optimizer are never changed.
 """
 
 from __future__ import annotations
@@ -126,9 +126,11 @@ def _print_tables(command: PlanCommand, cluster: Cluster, console: Console, best
     if work is None:
         return False
     memory = MOST_OF_DEVICE * cluster.device_bytes
-    if best is not None:
+    planned = command.experiment
+    if best is not None and best.tables is not None:
         memory -= best.memory.total - best.memory.tables
-    plan = plan_of(command.experiment, work, cluster.machine, memory)
+        planned = planned.replaced({"embedding": best.tables.embedding})
+    plan = plan_of(planned, work, cluster.machine, memory)
     console.print(table_of(work, plan, command.experiment.embedding, cluster.machine))
     for line in [*remarks_of_tables(work, plan, memory), "in the config: EmbeddingConfig(", *config_lines(plan), ")"]:
         console.print(line, highlight=False, soft_wrap=True)

@@ -70,4 +70,5 @@ def on_mesh(work: Workload, config: EmbeddingConfig) -> TablesOnMesh:
         ]
         return {axis: sent_bytes(found, work.sizes, axis) for axis in work.sizes}
 
-    return TablesOnMesh(config, traffic, float(sum(map(device_bytes, buffers))))
+    schemes = {one.name: config.scheme_of(one.name) for one in work.tables}
+    return TablesOnMesh(config, schemes, traffic, float(sum(map(device_bytes, buffers))))

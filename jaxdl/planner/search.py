@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from jaxdl.config import ConfigError
-from jaxdl.embedding import EmbeddingConfig
+from jaxdl.embedding import EmbeddingConfig, Scheme
 from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Gradients, Machine, predict
@@ -64,6 +64,8 @@ class TablesOnMesh:
 
     embedding: EmbeddingConfig
     """With the scheme of each."""
+    schemes: Mapping[str, Scheme]
+    """Table -> its scheme."""
     traffic: TableTraffic
     device_bytes: float
     """Of one device, with what is kept of their rows."""
@@ -218,9 +220,8 @@ def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: Tables
     time = with_exchange(own, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
     step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
-    need = memory(
-        workload.parameters, profile.temporary, step, workload.example_bytes, tables.device_bytes if tables else 0.0
-    )
+    table_bytes = tables.device_bytes if tables else 0.0
+    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, table_bytes)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
     return Candidate(choice, exchange, time, need, fits, reasons, tables)
 
