@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from runs import tiny_experiment
+from test_planner import cluster, workload
 
 import jaxdl
 from jaxdl.command import parse_command
@@ -18,11 +19,12 @@ from jaxdl.embedding.layout import make_buffers
 from jaxdl.embedding.traffic import messages, sent_bytes
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
 from jaxdl.experiment import identity
-from jaxdl.files import CHOICE_FILE, PLAN_FILE
+from jaxdl.files import PLAN_FILE
 from jaxdl.mesh import Axis, MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.planner import auto
 from jaxdl.planner.mesh_tables import tables_on_meshes
+from jaxdl.planner.search import search
 from jaxdl.planner.table_report import measured_workload
 from jaxdl.planner.workload import fixed_fields
 from jaxdl.plans import PlanAuto
@@ -36,7 +38,7 @@ SIZES = {"replica": 2, "fsdp": 4, "tensor": 1}
 
 
 def clicks(**changes):
-    data = Clicks(rows=(900, 40, 7, 2000), train_examples=256, test_examples=64)
+    data = Clicks(rows=(900, 40, 7, 2000), num_ids=(1, 1, 2, 1), train_examples=256, test_examples=64)
     model = DLRM(columns=8, bottom=(8,), top=(8,))
     values = {"data": data, "model": model, "task": Binary(), "steps": 4, "batch_size": 64}
     return jaxdl.Experiment(**(values | changes))
@@ -67,7 +69,6 @@ def test_options_of_the_command_line_are_kept():
         ({"latency_us": 5.0}, "without network"),
         ({"network": "fast", "devices_per_node": 1}, r"plan\.network"),
         ({"devices_per_node": 3}, "does not divide the 2 devices"),
-        ({"device_gb": 1e-6, "network": "1gbit"}, "nothing fits"),
     ],
 )
 def test_what_cannot_take_effect_is_one_message(changes, message):
@@ -75,6 +76,14 @@ def test_what_cannot_take_effect_is_one_message(changes, message):
         jaxdl.train(
             tiny_experiment(mesh=MeshConfig(tensor=1), plan=PlanAuto(**changes)), quiet=True, devices=jax.devices()[:2]
         )
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match=r"nothing fits: the least memory is .* of a device's 0\.001"):
+        auto.planned(search(workload(), cluster(device_bytes=1e6), {}), tiny_experiment())
+    best = auto.planned(search(workload(), cluster(), {"mesh.tensor": 2}), tiny_experiment())
+    assert best.settings["mesh.tensor"] == 2
+    assert best.exchange is None  # It was not left open.
 
 
 def test_only_training_plans_and_only_what_it_knows():
@@ -129,20 +138,31 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
         jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
 
 
-def test_the_exchange_of_a_plan_is_kept(tmp_path, monkeypatch):
+def test_the_exchange_of_a_plan_is_kept(monkeypatch):
     layout = {"mesh.replica": 2, "mesh.fsdp": 1, "mesh.tensor": 1, "step.microbatches": 2}
-    exchange = jaxdl.load("digits", {"exchange": "topk"}).exchange
-    monkeypatch.setattr(auto, "plan", lambda *_: Planned(layout, ("made up",), exchange))
-    experiment = tiny_experiment(mesh=MESH, plan=GIVEN, exchange=jaxdl.load("digits", {"exchange": "auto"}).exchange)
-    run = jaxdl.train(experiment, tmp_path, quiet=True, devices=jax.devices()[:2], max_steps=4)
-    assert run.plan.experiment.exchange == exchange
-    assert run.plan.experiment.step.microbatches == 2
-    assert json.loads((tmp_path / CHOICE_FILE).read_text())["exchange"]["kind"] == "topk"
-    seen = []
-    monkeypatch.setattr(auto, "plan", lambda one, *_: seen.append(one.exchange) or Planned(layout, ("again",)))
+    exchange, seen = jaxdl.load("digits", {"exchange": "topk"}).exchange, []
+
+    def plan(experiment, devices, start):
+        seen.append(experiment.exchange)
+        return Planned(layout, ("made up",), exchange if len(seen) == 1 else None)
+
+    monkeypatch.setattr(auto, "plan", plan)
+    open_ = jaxdl.load("digits", {"exchange": "auto"}).exchange
+    experiment = tiny_experiment(mesh=MESH, plan=GIVEN, exchange=open_)
+    first = make_plan(experiment, jax.devices()[:2], stored=lambda: None)
+    assert first.experiment.exchange == exchange
+    assert first.experiment.step.microbatches == 2
+    assert first.asked == experiment
+    # The next plan, on other devices, is made around it.
     changed = experiment.replaced({"plan.network": "2gbit"})
-    jaxdl.train(changed, tmp_path, quiet=True, devices=jax.devices()[:2], max_steps=8)
-    assert seen == [exchange]  # It is planned around.
+    again = make_plan(changed, jax.devices()[:2], stored=lambda: first.kept, chosen=lambda: exchange)
+    assert seen == [open_, exchange]
+    assert again.experiment.exchange == exchange
+    assert any("other settings are given" in one for one in again.reasons)
+    same = make_plan(experiment, jax.devices()[:2], stored=lambda: first.kept, chosen=lambda: exchange)
+    assert len(seen) == 2
+    assert same.kept == first.kept
+    assert same.experiment.exchange == exchange
 
 
 def machine(slow=1e8):

@@ -86,7 +86,8 @@ def with_plan(
     planner: Planner = import_object(experiment.plan.planner, "the planner")
     planned = planner(experiment if before is None else experiment.replaced({"exchange": before}), found, start)
     _check_equal(planned)
-    for number, line in enumerate((described(planned.settings), *planned.reasons)):
+    exchange = f", exchange {planned.exchange.label}" if planned.exchange is not None else ""
+    for number, line in enumerate((described(planned.settings) + exchange, *planned.reasons)):
         start.fact("plan" if number == 0 else "", line)
     notes = () if earlier is None else (f"the layout is planned anew: {_changed(earlier.made_for, made_for)}",)
     changes = dict(planned.settings)
