@@ -77,9 +77,8 @@ def train(
         try:
             chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
             begin = functools.partial(beginning, workdir, init, over, model=experiment.model)
-            stored = functools.partial(read_plan, workdir)
             make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=take)
-            plan = stop.run(lambda: make(initial=begin, start=start, stored=stored))
+            plan = stop.run(lambda: make(initial=begin, start=start, stored=lambda: read_plan(workdir)))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:

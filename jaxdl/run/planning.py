@@ -15,7 +15,7 @@ from jaxdl.config import ConfigError
 from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import import_object, without_source
-from jaxdl.mesh import Device
+from jaxdl.mesh import Axis, Device
 from jaxdl.report import Start
 
 _PLAN, _DEVICES = "plan", "devices"
@@ -98,7 +98,7 @@ def with_plan(
 
 def described(settings: Mapping[str, Any]) -> str:
     """The settings of a plan in a line."""
-    mesh = [f"{name} {settings[f'mesh.{name}']}" for name in ("replica", "fsdp", "tensor")]
+    mesh = [f"{name} {settings[f'mesh.{name}']}" for name in (axis.value for axis in Axis)]
     others = [
         f"{name.rpartition('.')[2]} {value}"
         for name, value in settings.items()
