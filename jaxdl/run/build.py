@@ -164,8 +164,8 @@ def make_plan(
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh. All processes call `stored` (see `with_plan`), `started` when JAX
-    has started, `chosen` and `recorded`, which return the exchange that `auto` chose earlier in this workdir and the spec
-    of its data, then `initial` (see `beginning`). `start` prints the progress and the findings.
+    has started, `chosen` and `recorded`, which return the exchange that `auto` chose earlier in this workdir
+    and the spec of its data, then `initial` (see `beginning`). `start` prints the progress and the findings.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if not any(getattr(experiment, name) for name in LENGTH):
