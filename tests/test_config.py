@@ -67,7 +67,7 @@ def test_every_choice_of_the_design_is_there():
     assert named["optimizer"] == ["sgd", "adamw", "sign_sgd", "lars", "lamb", "optax", "muon"]
     assert named["exchange"][0] == "dense"
     inner = {"embedding.optimizer", "embedding.scheme"}
-    outer = {"model", "data", "task", "optimizer", "schedule", "exchange", "agreement", "precision"}
+    outer = {"model", "data", "task", "optimizer", "schedule", "exchange", "agreement", "precision", "plan"}
     assert set(named) == outer | inner
 
 

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from jaxdl.config import ConfigError
+from jaxdl.embedding import EmbeddingConfig
 from jaxdl.exchange import Dense, TopK
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine, predict
 from jaxdl.mesh import Axis
 from jaxdl.planner import placement
 from jaxdl.planner.memory import Fit, Parameters, Step, described_layout, fitted, memory, sharding_of
-from jaxdl.planner.search import Cluster, Workload, binding, choices, costed, search
+from jaxdl.planner.search import Cluster, TablesOnMesh, Workload, binding, choices, costed, search
 from jaxdl.planner.steptime import Efficiency, Profile, nodes_that_pay, own_time, parameter_servers, with_exchange
 from jaxdl.sharding import ShardingConfig
 
@@ -140,13 +141,22 @@ def test_a_line_goes_through_what_was_measured():
 
 def test_tables_count_in_the_time_of_a_step():
     where = cluster()
-    work = workload(tables=lambda examples: {"replica": 1e6 * examples, "fsdp": 0.0}, table_bytes=1e8)
+
+    def on_mesh(sizes, room):
+        if room < 1e8:
+            raise ConfigError("too little room")
+        return TablesOnMesh(EmbeddingConfig(), {}, lambda examples: {"replica": 1e6 * examples, "fsdp": 0.0}, 1e8)
+
+    work = workload(tables=on_mesh)
     (choice, *_) = choices(work, where, {})
     plain, tabled = costed(workload(), where, choice), costed(work, where, choice)
     examples = 64 // (choice.replica * choice.fsdp)
     assert tabled.time.slow_sec - plain.time.slow_sec == pytest.approx(1e6 * examples / 1e9 + 2e-5)
     assert tabled.time.exposed_sec > plain.time.exposed_sec
     assert tabled.memory.total - plain.memory.total == pytest.approx(1e8)
+    tight = cluster(device_bytes=(plain.memory.total + 0.5e8) / 0.9)
+    assert costed(workload(), tight, choice).fits
+    assert not costed(work, tight, choice).fits
 
 
 def test_how_many_nodes_pay():

@@ -1,0 +1,213 @@
+"""`--plan auto`: what stays as given, the plan of a run on these devices, and how it is kept."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from runs import tiny_experiment
+from test_planner import cluster, workload
+
+import jaxdl
+from jaxdl.command import parse_command
+from jaxdl.config import ConfigError
+from jaxdl.data import Clicks
+from jaxdl.embedding import DataParallel, EmbeddingConfig, RowWise, TableWise
+from jaxdl.embedding.layout import make_buffers
+from jaxdl.embedding.traffic import messages, sent_bytes
+from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
+from jaxdl.experiment import identity
+from jaxdl.files import PLAN_FILE
+from jaxdl.mesh import Axis, MeshConfig
+from jaxdl.models import DLRM
+from jaxdl.planner import auto
+from jaxdl.planner.mesh_tables import tables_on_meshes
+from jaxdl.planner.search import search
+from jaxdl.planner.table_report import measured_workload
+from jaxdl.planner.workload import fixed_fields
+from jaxdl.plans import PlanAuto
+from jaxdl.run.build import make_plan
+from jaxdl.run.planning import Planned
+from jaxdl.tasks import Binary
+
+MESH = MeshConfig()
+GIVEN = PlanAuto(devices_per_node=1, network="1gbit")
+SIZES = {"replica": 2, "fsdp": 4, "tensor": 1}
+
+
+def clicks(**changes):
+    data = Clicks(rows=(900, 40, 7, 2000), num_ids=(1, 1, 2, 1), train_examples=256, test_examples=64)
+    model = DLRM(columns=8, bottom=(8,), top=(8,))
+    values = {"data": data, "model": model, "task": Binary(), "steps": 4, "batch_size": 64}
+    return jaxdl.Experiment(**(values | changes))
+
+
+def test_what_differs_from_its_default_is_fixed():
+    experiment = tiny_experiment(mesh=MESH)
+    assert fixed_fields(experiment, ()) == {}
+    assert fixed_fields(experiment, ("mesh.tensor", "step.microbatches")) == {"mesh.tensor": 1, "step.microbatches": 1}
+    changed = experiment.replaced({"mesh.replica": 2, "step.microbatches": 2, "sharding.param_sharding": "replicated"})
+    wanted = {"mesh.replica": 2, "step.microbatches": 2, "sharding.param_sharding": "replicated"}
+    assert fixed_fields(changed, ("mesh.fsdp",)) == wanted  # -1 is planned.
+
+
+def test_options_of_the_command_line_are_kept():
+    line = ["--config", "digits", "--plan", "auto", "--mesh.tensor", "1", "--step.microbatches=1", "--batch-size", "32"]
+    assert parse_command(line).experiment.plan == PlanAuto(keep=("mesh.tensor", "step.microbatches"))
+    same = parse_command(["--config", "digits", "--mesh.tensor", "1"]).experiment
+    assert same.plan.kind == "none"
+    dumped = [one.model_dump(mode="json") for one in (same, parse_command(line[:-2]).experiment)]
+    assert identity(dumped[0]) == identity(dumped[1])  # A run may resume with a plan, and without.
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"keep": ("batch_size",)}, "nothing that a plan decides: mesh.replica"),
+        ({"latency_us": 5.0}, "without network"),
+        ({"network": "fast", "devices_per_node": 1}, r"plan\.network"),
+        ({"devices_per_node": 3}, "does not divide the 2 devices"),
+    ],
+)
+def test_what_cannot_take_effect_is_one_message(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        jaxdl.train(
+            tiny_experiment(mesh=MeshConfig(tensor=1), plan=PlanAuto(**changes)), quiet=True, devices=jax.devices()[:2]
+        )
+
+
+def test_a_plan_that_does_not_fit_is_refused():
+    with pytest.raises(ConfigError, match=r"nothing fits: the least memory is .* of a device's 0\.001"):
+        auto.planned(search(workload(), cluster(device_bytes=1e6), {}), tiny_experiment())
+    best = auto.planned(search(workload(), cluster(), {"mesh.tensor": 2}), tiny_experiment())
+    assert best.settings["mesh.tensor"] == 2
+    assert best.exchange is None  # It was not left open.
+
+
+def test_only_training_plans_and_only_what_it_knows():
+    experiment = tiny_experiment(mesh=MESH, plan=GIVEN)
+    with pytest.raises(ConfigError, match="only a training run plans"):
+        make_plan(experiment, jax.devices()[:2])
+    other = experiment.replaced({"agreement": "periodic"})
+    with pytest.raises(ConfigError, match="agree in every step"):
+        jaxdl.train(other, quiet=True, devices=jax.devices()[:2])
+    odd = experiment.replaced({"mesh.replica": 3})
+    with pytest.raises(ConfigError, match=r"no layout: .*mesh\.replica 3"):
+        jaxdl.train(odd, quiet=True, devices=jax.devices()[:2])
+
+
+def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
+    planned, found = auto.plan, []
+
+    def counted(experiment, devices, start):
+        found.append(planned(experiment, devices, start))
+        return found[-1]
+
+    monkeypatch.setattr(auto, "plan", counted)
+    experiment = tiny_experiment(mesh=MESH, plan=GIVEN, model=tiny_experiment().model)
+    first = jaxdl.train(experiment, tmp_path / "a", quiet=True, devices=jax.devices()[:2], max_steps=4)
+    assert first.plan.mesh_sizes == {"replica": 2, "fsdp": 1, "tensor": 1}
+    kept = json.loads((tmp_path / "a" / PLAN_FILE).read_text())
+    assert kept["settings"] == found[0].settings
+    assert kept["reasons"][1].startswith("what binds: ")
+
+    def refused(*_):
+        raise AssertionError("planned again")
+
+    monkeypatch.setattr(auto, "plan", refused)
+    resumed = jaxdl.train(experiment, tmp_path / "a", quiet=True, devices=jax.devices()[:2])
+    layout = experiment.replaced({**found[0].settings, "plan": "none"})
+    whole = jaxdl.train(layout, quiet=True, devices=jax.devices()[:2])
+    assert resumed.metrics == whole.metrics
+    pairs = zip(jax.tree.leaves(resumed.state.params), jax.tree.leaves(whole.state.params), strict=True)
+    assert all(np.array_equal(one, other) for one, other in pairs)
+
+    other = Planned({"mesh.replica": 1, "mesh.fsdp": 1, "mesh.tensor": 1}, ("made up",))
+    monkeypatch.setattr(auto, "plan", lambda *_: other)
+    longer = experiment.replaced({"steps": 16})
+    anew = jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
+    assert anew.plan.mesh_sizes == {"replica": 1, "fsdp": 1, "tensor": 1}
+    assert anew.summary["steps"] == 16
+    [note] = [one for one in anew.plan.reasons if "planned anew" in one]
+    assert "the run has 1 devices" in note
+    assert "was made for 2 devices" in note
+    (tmp_path / "a" / PLAN_FILE).write_text("{}")
+    with pytest.raises(ConfigError, match="this is no plan"):
+        jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
+
+
+def test_the_exchange_of_a_plan_is_kept(monkeypatch):
+    layout = {"mesh.replica": 2, "mesh.fsdp": 1, "mesh.tensor": 1, "step.microbatches": 2}
+    exchange, seen = jaxdl.load("digits", {"exchange": "topk"}).exchange, []
+
+    def plan(experiment, devices, start):
+        seen.append(experiment.exchange)
+        return Planned(layout, ("made up",), exchange if len(seen) == 1 else None)
+
+    monkeypatch.setattr(auto, "plan", plan)
+    open_ = jaxdl.load("digits", {"exchange": "auto"}).exchange
+    experiment = tiny_experiment(mesh=MESH, plan=GIVEN, exchange=open_)
+    first = make_plan(experiment, jax.devices()[:2], stored=lambda: None)
+    assert first.experiment.exchange == exchange
+    assert first.experiment.step.microbatches == 2
+    assert first.asked == experiment
+    # The next plan, on other devices, is made around it.
+    changed = experiment.replaced({"plan.network": "2gbit"})
+    again = make_plan(changed, jax.devices()[:2], stored=lambda: first.kept, chosen=lambda: exchange)
+    assert seen == [open_, exchange]
+    assert again.experiment.exchange == exchange
+    assert any("other settings are given" in one for one in again.reasons)
+    same = make_plan(experiment, jax.devices()[:2], stored=lambda: first.kept, chosen=lambda: exchange)
+    assert len(seen) == 2
+    assert same.kept == first.kept
+    assert same.experiment.exchange == exchange
+
+
+def machine(slow=1e8):
+    links = {"replica": Link(2e-5, slow), "fsdp": Link(5e-6, 1e11), "tensor": Link(5e-6, 1e11)}
+    return Machine(links, NOMINAL_SPEEDS["gpu"])
+
+
+def test_tables_are_planned_for_each_mesh():
+    experiment = clicks()
+    work = measured_workload(experiment, SIZES)
+    on_mesh = tables_on_meshes(experiment, SIZES, machine, ())
+    found = on_mesh(SIZES, 1e9)
+    assert {one.name for one in work.tables} == set(found.schemes)
+    buffers = make_buffers(work.tables, work.num_ids, found.embedding, SIZES)
+    for axis in Axis:
+        sent = sum(sent_bytes(messages(one, 8), SIZES, axis.value) for one in buffers)
+        assert found.traffic(8)[axis.value] == sent
+    assert found.traffic(8)["replica"] > 0
+    whole = tables_on_meshes(clicks(embedding=EmbeddingConfig(scheme=DataParallel())), SIZES, machine, ())
+    rows = sum(one.rows for one in work.tables)
+    assert whole(SIZES, 1e9).device_bytes == rows * 9 * 4  # 8 columns and a number of row-wise AdaGrad.
+    split = tables_on_meshes(clicks(embedding=EmbeddingConfig(scheme=RowWise())), SIZES, machine, ())
+    assert split(SIZES, 1e9).device_bytes < whole(SIZES, 1e9).device_bytes / 7
+    with pytest.raises(ConfigError, match="the tables need"):
+        on_mesh(SIZES, 1e3)
+    assert tables_on_meshes(tiny_experiment(), SIZES, machine, ()) is None
+
+
+def test_schemes_that_are_given_stay():
+    names = [one.name for one in measured_workload(clicks(), SIZES).tables]
+    some = EmbeddingConfig(schemes=((names[0], RowWise()), (names[1], TableWise())), places=((names[1], 3),))
+    found = tables_on_meshes(clicks(embedding=some), SIZES, machine, ())(SIZES, 1e9)
+    assert found.schemes[names[0]] == RowWise()
+    assert dict(found.embedding.places)[names[1]] == 3
+    kept = tables_on_meshes(clicks(), SIZES, machine, ("embedding.scheme",))(SIZES, 1e9)
+    assert kept.embedding == EmbeddingConfig()
+    one = dict.fromkeys(SIZES, 1)
+    assert tables_on_meshes(clicks(), one, machine, ())(one, 1e9).embedding == EmbeddingConfig()
+
+
+def test_nodes_are_processes_or_as_given():
+    devices = jax.devices()
+    assert auto.nodes_of(PlanAuto(), devices) == (1, 8)
+    assert auto.nodes_of(PlanAuto(devices_per_node=2), devices) == (4, 2)
+    one = dataclasses.make_dataclass("One", ["process_index"])
+    with pytest.raises(ConfigError, match="1 and 2 devices"):
+        auto.nodes_of(PlanAuto(), [one(0), one(0), one(1)])
+    assert math.isclose(auto.network_rate("8mbit"), 1e6)
