@@ -137,13 +137,13 @@ def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> I
     inner = devices // replica if replica > 0 and devices % replica == 0 else 0
     if not inner or cluster.gpus_per_node % inner:
         return
-    for tensor in _divisors(inner):
+    for tensor in divisors(inner):
         fsdp = inner // tensor
         if not workload.tensor_fits(tensor) or workload.batch_size % (replica * fsdp):
             continue
         if not _kept(fixed, "mesh.tensor", tensor) or not _kept(fixed, "mesh.fsdp", fsdp):
             continue
-        for microbatches in _divisors(workload.batch_size // (replica * fsdp)):
+        for microbatches in divisors(workload.batch_size // (replica * fsdp)):
             if workload.batch_size // (replica * microbatches) % (workload.norm_span or 1):
                 continue
             for remat in workload.remats:
@@ -157,7 +157,8 @@ def _kept(fixed: Mapping[str, Any], name: str, value: Any) -> bool:
     return fixed.get(name, value) in (value, -1)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Of a positive number, in their order."""
     return [one for one in range(1, number + 1) if number % one == 0]
 
 
