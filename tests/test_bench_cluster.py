@@ -37,7 +37,6 @@ from jaxdl.bench.cluster_variants import (
     FLOOR,
     LOCAL,
     VARIANTS,
-    NoExchange,
     floor_of,
     merges_of_round,
 )
