@@ -17,6 +17,7 @@ from jaxdl.errors import print_out
 from jaxdl.experiment import Experiment, load_experiment, parse_command_line
 from jaxdl.mesh import Axis
 from jaxdl.optim import param_names
+from jaxdl.plans import typed_fields
 from jaxdl.report import Start, explain, print_explanation
 from jaxdl.run.build import make_plan
 from jaxdl.run.compile import compile_train_step, ordered_for, own_options
@@ -24,7 +25,7 @@ from jaxdl.run.entry import train
 from jaxdl.run.exchanged import describe_traffic
 from jaxdl.run.initial import InitFrom
 from jaxdl.run.result import exit_codes
-from jaxdl.run.workdir import check_workdir, read_choice, read_spec
+from jaxdl.run.workdir import check_workdir, read_choice, read_plan, read_spec
 from jaxdl.startup import PROG
 
 
@@ -68,6 +69,9 @@ def run(args: list[str], prog: str = PROG) -> None:
 def parse_command(args: list[str], prog: str = PROG) -> Command:
     """The parsed command line. Raises ConfigError; exits after `--help`."""
     command, experiment = parse_command_line(Command, args, about=str(__doc__), prog=prog)
+    plan = command.experiment.plan
+    if (kept := plan.keeping(typed_fields(args))) != plan:
+        command = dataclasses.replace(command, experiment=command.experiment.replaced({"plan": kept}))
     given, launched = command.experiment.mesh.cpu_devices, launched_cpu_devices()
     asked = command.devices or (given if given != experiment.mesh.cpu_devices else None)
     if launched is not None and asked not in (None, launched):
@@ -112,6 +116,7 @@ def print_plan(experiment: Experiment, workdir: str | Path | None = None) -> Non
     folder = check_workdir(workdir)
     start = Start()
     there = {"chosen": lambda: read_choice(folder), "recorded": lambda: read_spec(folder)}
+    there |= {"stored": lambda: read_plan(folder)}
     plan = make_plan(experiment, **there, start=start)
     for reason in plan.reasons:
         print(reason)

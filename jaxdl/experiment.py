@@ -31,6 +31,7 @@ from jaxdl.modules import load_file
 from jaxdl.optim import SGD, Cosine, Optimizer, Schedule
 from jaxdl.options import choices_help, parse, parse_options, take_choices
 from jaxdl.phases import Phase
+from jaxdl.plans import AsGiven, Plan
 from jaxdl.precision import Float32, Precision
 from jaxdl.report import ReportConfig
 from jaxdl.sharding import ShardingConfig
@@ -78,6 +79,8 @@ class Experiment(Config):
     """Seed of the initial parameters, the data order, and all random numbers in a step."""
     mesh: MeshConfig = MeshConfig()
     """The device mesh: how many devices each axis has."""
+    plan: Plan = AsGiven()
+    """Who chooses the mesh and all else that decides how fast a step is: the config, or a planner."""
     sharding: ShardingConfig = ShardingConfig()
     """How parameters are sharded over the mesh."""
     step: StepConfig = StepConfig()
@@ -145,9 +148,9 @@ def identity(config: Mapping[str, Any]) -> dict[str, Any]:
     For photographs, the number of workers and the place of the cache may change, but not the form in which images are
     cached, since crops are cut from it. The folder with the tokens of documents may change. `guard.max_rollbacks` may
     be raised to resume a run that gave up, and the files of kinds outside jaxdl may move. Embedding tables may be
-    spread otherwise.
+    spread otherwise, and another plan be made.
     """
-    others = (*LENGTH, "mesh", "sharding", "compiler", "checkpoint", "report", "cluster")
+    others = (*LENGTH, "mesh", "plan", "sharding", "compiler", "checkpoint", "report", "cluster")
     found = without_source({name: value for name, value in config.items() if name not in others})
     photos = (found.get("data") or {}).get("photos")
     if photos:
@@ -296,13 +299,19 @@ def _moved(text: str, error: str, workdir: Path) -> list[str]:
 
 
 def parse_command_line(
-    command: Callable[[Path, Experiment], CommandT], args: Sequence[str], *, about: str, prog: str, intro: str = ""
+    command: Callable[[Path, Experiment], CommandT],
+    args: Sequence[str],
+    *,
+    about: str,
+    prog: str,
+    intro: str = "",
+    gpus: bool | None = None,
 ) -> tuple[CommandT, Experiment]:
     """(the parsed command, the config file's experiment with its choices switched) of a program with `--config`.
 
     `command` is a dataclass whose first fields are the config's path and the experiment; its other fields are the
-    program's own options. `--help` prints `intro` and all options, or `about` if there is no `--config`, and exits.
-    Raises ConfigError for an invalid command line.
+    program's own options; `gpus` as in `load`. `--help` prints `intro` and all options, or `about` if there is no
+    `--config`, and exits. Raises ConfigError for an invalid command line.
     """
     path = given_config(args)
     if path is None:
@@ -310,7 +319,7 @@ def parse_command_line(
             print(f"{about}\n\nWith --config FILE --help: every option, with its default in that file.")
             raise SystemExit(0)
         raise ConfigError(no_config(prog))
-    experiment, left = take_choices(load_experiment(path), args)
+    experiment, left = take_choices(load_experiment(path, gpus=gpus), args)
     default = command(Path(path), experiment)
     description = intro + choices_help(experiment)
     return parse_options(type(default), left, default=default, prog=prog, description=description), experiment

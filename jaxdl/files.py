@@ -12,6 +12,8 @@ CODEC_FILE = "codec.json"
 """Which tokenizer the run has, by its content; none for bytes and for what is not text."""
 CHOICE_FILE = "exchange.json"
 """The exchange that `--exchange auto` chose, and why."""
+PLAN_FILE = "plan.json"
+"""The layout that `--plan auto` chose, for which devices, and why."""
 
 INIT_FILE = "init.json"
 """What the run took from another run's checkpoint when it began, with `--init-from`."""

@@ -22,7 +22,7 @@ FLOORS = [
     {"reference"},
     {"mesh", "options"},
     {"cluster"},
-    {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases", "asynchrony"},
+    {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases", "plans", "asynchrony"},
     {"embedding"},
     {"models", "optim", "exchange", "data", "decoding"},
     {"report", "agreement"},

@@ -10,14 +10,15 @@ from rich.console import Console
 
 from jaxdl.bench.shared import make_table, write_json
 from jaxdl.config import ConfigError
+from jaxdl.data import TabularSpec
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
-from jaxdl.planner.command import workload_of
 from jaxdl.planner.h100 import DEVICE, NUM_DEVICES, compile_step, h100_devices
 from jaxdl.planner.machine import nominal_machine
 from jaxdl.planner.memory import sharding_of
 from jaxdl.planner.search import Candidate, Choice, Cluster, Workload, costed, divisors
 from jaxdl.planner.trial import planned_bytes, stand_in
+from jaxdl.planner.workload import workload_of
 from jaxdl.run.build import make_plan
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     experiment = command.experiment
     machine = nominal_machine("25gbit", NUM_DEVICES)
     cluster = Cluster(1, NUM_DEVICES, machine, float(DEVICE["device_memory_size"]))
-    work = workload_of(experiment, cluster)
+    if experiment.model.modality == TabularSpec.modality:
+        raise ConfigError(f"model {experiment.model.kind}: the memory of tables is measured by `bench embedding`.")
+    work = workload_of(experiment, h100_devices(1, NUM_DEVICES), 1)
     rows = []
     for one in layouts(work, cluster)[: command.layouts or None]:
         found = _compiled_bytes(experiment, one)

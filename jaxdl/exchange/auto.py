@@ -21,7 +21,7 @@ from jaxdl.mesh import Axis, platform
 MIN_SPEEDUP = 1.2
 """So many times faster than dense an exchange has to be, to be worth what it changes in the gradients."""
 _MOST_PROBED = {"cpu": 2**20, "gpu": 2**23}
-_INNER_LINKS = {"cpu": Link(2e-5, 2e9), "gpu": Link(5e-6, 1.5e11)}
+INNER_LINKS = {"cpu": Link(2e-5, 2e9), "gpu": Link(5e-6, 1.5e11)}
 """Inside a replica, when only the figures of the slow network are given: orders of magnitude (of NVLink)."""
 
 
@@ -152,7 +152,7 @@ class Auto(ExchangeChoice, kind="auto"):
     def _machine(self, gradients: Gradients, mesh: Mesh) -> Machine:
         kind = "cpu" if platform(mesh) == "cpu" else "gpu"
         if self.bandwidth_gbps is not None and self.latency_us is not None:
-            links = dict.fromkeys(gradients.layout.inner, _INNER_LINKS[kind])
+            links = dict.fromkeys(gradients.layout.inner, INNER_LINKS[kind])
             links[Axis.REPLICA.value] = Link(self.latency_us * 1e-6, self.bandwidth_gbps * 1e9 / 8)
             source = "given; speeds of the devices from a table"
             return Machine(links, NOMINAL_SPEEDS[kind], source, overlaps=kind == "gpu")

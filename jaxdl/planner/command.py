@@ -1,20 +1,17 @@
 """The options of `python -m jaxdl.planner`, and what it prints.
 
 Steps of one replica are compiled for H100, which needs no GPU but JAX's CUDA compiler; nothing runs. What is given on
-the command line, such as --mesh.tensor 2, stays, and the rest is planned around it. The global batch, the order of the
-data and the optimizer are never changed.
+the command line, such as --mesh.tensor 2, or in the config with another value than the default, stays, and the rest is
+planned around it. The global batch, the order of the data and the optimizer are never changed.
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
-import jax
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -22,33 +19,28 @@ from rich.table import Table
 from jaxdl.config import ConfigError
 from jaxdl.data import TabularSpec
 from jaxdl.errors import OptionError
-from jaxdl.exchange import Auto, ExchangeConfig
-from jaxdl.exchange.base import by_name
+from jaxdl.exchange import Auto
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
 from jaxdl.experiment import Experiment, parse_command_line
 from jaxdl.launch.netns import parse_rate
 from jaxdl.mesh import Axis
 from jaxdl.planner.h100 import DEVICE, h100_devices
-from jaxdl.planner.memory import MOST_OF_DEVICE, Parameters
+from jaxdl.planner.memory import MOST_OF_DEVICE
+from jaxdl.planner.mesh_tables import tables_on_meshes
 from jaxdl.planner.search import (
-    FREE,
     Candidate,
     Cluster,
     Found,
-    Workload,
     binding,
     named,
     search,
     why_slower,
 )
-from jaxdl.planner.steptime import Efficiency, Profile, nodes_that_pay, parameter_servers
+from jaxdl.planner.steptime import Efficiency, nodes_that_pay, parameter_servers
 from jaxdl.planner.table_report import config_lines, measured_workload, plan_of, table_of
 from jaxdl.planner.table_report import remarks as remarks_of_tables
-from jaxdl.planner.trial import Setting, profile, stand_in, trial_plan
-from jaxdl.run.build import Plan
-from jaxdl.run.exchanged import trained_of
-from jaxdl.sharding import has_names, is_names
-from jaxdl.step import Parts
+from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
+from jaxdl.plans import typed_fields
 
 _SHOWN = 12
 _PAYS = 0.8
@@ -95,22 +87,25 @@ ABOUT = """Plans mesh, micro-batches, what activations are kept, sharding and ex
 
 def run(args: list[str], prog: str) -> None:
     """Runs the command line. Raises ConfigError for what cannot be planned."""
-    command, _ = parse_command_line(PlanCommand, args, about=ABOUT, prog=prog)
+    command, _ = parse_command_line(PlanCommand, args, about=ABOUT, prog=prog, gpus=True)
     cluster = cluster_of(command)
-    fixed = given(command.experiment, args)
+    keep = typed_fields(args) | set(getattr(command.experiment.plan, "keep", ()))
+    fixed = fixed_fields(command.experiment, keep)
     console = Console(width=170)
-    planned = _print_tables(command, cluster, console)
     if command.only_tables:
-        if not planned:
+        if not _print_tables(command, cluster, console):
             raise OptionError(f"--only-tables: model {command.experiment.model.kind} has no embedding tables.")
         return
-    found = search(workload_of(command.experiment, cluster), cluster, fixed)
+    replica = int(fixed.get("mesh.replica", command.nodes))
+    total = command.nodes * command.gpus_per_node
+    sizes = {Axis.REPLICA.value: replica, Axis.FSDP.value: max(1, total // replica), Axis.TENSOR.value: 1}
+    tables = tables_on_meshes(command.experiment, sizes, lambda: cluster.machine, keep)
+    devices = h100_devices(1, cluster.gpus_per_node)
+    found = search(workload_of(command.experiment, devices, replica, tables), cluster, fixed)
     if not found.candidates:
-        raise ConfigError(
-            f"no layout: batch_size {command.experiment.batch_size} has to be divided by replica x fsdp on "
-            f"{command.nodes} nodes of {command.gpus_per_node} GPUs, with what is given ({_listed(fixed)}). Give fewer "
-            "options, or another --batch-size."
-        )
+        raise no_layout(command.experiment, fixed, f"{command.nodes} nodes of {command.gpus_per_node} GPUs")
+    if found.best is not None and tables is not None:
+        _print_tables(command, cluster, console, found.best)
     console.print(table(found, command))
     for line in remarks(found, command):
         console.print(line, highlight=False)
@@ -122,16 +117,20 @@ def run(args: list[str], prog: str) -> None:
         )
 
 
-def _print_tables(command: PlanCommand, cluster: Cluster, console: Console) -> bool:
-    """Plans the embedding tables, if there are any, on all devices; whether there are."""
+def _print_tables(command: PlanCommand, cluster: Cluster, console: Console, best: Candidate | None = None) -> bool:
+    """Plans the embedding tables, if there are any, for the mesh of a plan, or on all devices; whether there are."""
     sizes = {Axis.REPLICA.value: command.nodes, Axis.FSDP.value: command.gpus_per_node}
     if command.experiment.model.modality != TabularSpec.modality:  # No data need be read.
         return False
-    work = measured_workload(command.experiment, sizes)
+    work = measured_workload(command.experiment, sizes if best is None else best.choice.sizes)
     if work is None:
         return False
     memory = MOST_OF_DEVICE * cluster.device_bytes
-    plan = plan_of(command.experiment, work, cluster.machine, memory)
+    planned = command.experiment
+    if best is not None and best.tables is not None:
+        memory -= best.memory.total - best.memory.tables
+        planned = planned.replaced({"embedding": best.tables.embedding})
+    plan = plan_of(planned, work, cluster.machine, memory)
     console.print(table_of(work, plan, command.experiment.embedding, cluster.machine))
     for line in [*remarks_of_tables(work, plan, memory), "in the config: EmbeddingConfig(", *config_lines(plan), ")"]:
         console.print(line, highlight=False, soft_wrap=True)
@@ -165,119 +164,6 @@ def _network_rate(command: PlanCommand) -> float:
         return parse_rate(command.network) / 8
     except ConfigError as error:
         raise OptionError(f"--network: {error}") from None
-
-
-def given(experiment: Experiment, args: Sequence[str]) -> dict[str, Any]:
-    """The planned fields that the command line sets, with their values."""
-    typed = {arg.partition("=")[0].removeprefix("--").replace("-", "_") for arg in args if arg.startswith("--")}
-    found = {}
-    for name in FREE:
-        part, _, field = name.partition(".")
-        if name in typed:
-            found[name] = getattr(getattr(experiment, part), field)
-    return found
-
-
-def workload_of(experiment: Experiment, cluster: Cluster) -> Workload:
-    """What is planned of an experiment. Raises ConfigError where the data is missing or JAX's CUDA compiler is."""
-    if experiment.agreement.keeps_replicas:
-        raise ConfigError(
-            f"--agreement {experiment.agreement.kind}: the planner knows replicas that agree in every step alone. Plan "
-            "with --agreement every_step."
-        )
-    exchange = experiment.exchange
-    if not isinstance(exchange, ExchangeConfig | Auto):
-        raise ConfigError(f"exchange {exchange.kind}: the planner does not know what it costs. Choose another one.")
-    devices = h100_devices(1, cluster.gpus_per_node)
-    remat = getattr(experiment.model, "remat", None)
-    resident = stand_in(experiment)
-    base = trial_plan(resident, Setting(1, 1, 1, remat, "replicated"), devices)
-    return Workload(
-        batch_size=experiment.batch_size,
-        parameters=parameters_of(base),
-        profiles=_profiles(resident, devices, experiment.batch_size // cluster.nodes),
-        remats=("",) if remat is None else ("none", "dots", "block"),
-        sharding=experiment.sharding,
-        exchange=exchange,
-        norm_span=span if isinstance(span := getattr(experiment.model, "norm_span", None), int) else None,
-        example_bytes=example_bytes(base),
-        table_bytes=table_bytes(base.parts),
-        tensor_fits=functools.partial(tensor_fits, base.parts, experiment.sharding.tensor_dims),
-    )
-
-
-def parameters_of(plan: Plan) -> Parameters:
-    """What the state of a plan has, from its shapes."""
-    experiment, parts = plan.experiment, plan.parts
-    axes, trained = trained_of(experiment, parts.network)
-    size = _bytes(trained)
-    shapes = parts.state_spec.shapes
-    rest = _bytes(shapes.params) - size + _bytes(shapes.model_state)
-    return Parameters(
-        axes,
-        trained,
-        optimizer_copies=_bytes(shapes.opt_state) / max(size, 1),
-        average=bool(jax.tree.leaves(shapes.ema_params)),
-        other_bytes=rest,
-        order=tuple(reversed(list(by_name(trained)))),
-    )
-
-
-def _bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-def example_bytes(plan: Plan) -> float:
-    """Bytes of an example of a batch."""
-    segment = plan.timeline.segments[0]
-    batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
-    return _bytes(batch) / segment.batch_size
-
-
-def _listed(fixed: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in fixed.items()) or "nothing"
-
-
-def table_bytes(parts: Parts) -> float:
-    """Bytes of embedding tables on one device alone."""
-    return float(_bytes(parts.state_spec.shapes.tables))
-
-
-def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
-    """Whether `tensor` of this size divides every named dimension that it is to split."""
-    if size == 1:
-        return True
-    network = parts.network
-    if not has_names(network.axes):
-        return False
-    axes = jax.tree.leaves(network.axes, is_leaf=is_names)
-    shapes = jax.tree.leaves(network.param_shapes)
-    found = [
-        number
-        for names, x in zip(axes, shapes, strict=True)
-        for name, number in zip(names, x.shape, strict=True)
-        if name in dims
-    ]
-    return bool(found) and all(number % size == 0 for number in found)
-
-
-def _profiles(experiment: Experiment, devices: Sequence[Any], most_examples: int) -> Any:
-    """Profiles by tensor, remat and sharding, each compiled once."""
-    few = max(1, min(8, most_examples // 2))
-
-    @functools.cache
-    def found(tensor: int, remat: str, param_sharding: str) -> Profile:
-        return profile(
-            experiment,
-            devices,
-            tensor=tensor,
-            most_fsdp=len(devices) // tensor,
-            remat=remat or None,
-            param_sharding=param_sharding,
-            examples=(few, 2 * few),
-        )
-
-    return found
 
 
 def table(found: Found, command: PlanCommand) -> Table:

@@ -6,20 +6,21 @@ that the same input always gives the same plan. The global batch, the order of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from jaxdl.config import ConfigError
+from jaxdl.embedding import EmbeddingConfig, Scheme
 from jaxdl.exchange import Auto, Dense, ExchangeConfig
 from jaxdl.exchange.auto import recommend
 from jaxdl.exchange.cost import Gradients, Machine, predict
 from jaxdl.mesh import Axis
 from jaxdl.planner.memory import MOST_OF_DEVICE, Memory, Parameters, Step, described_layout, memory, sharding_of
 from jaxdl.planner.steptime import Efficiency, Profile, StepTime, TableTraffic, own_time, with_exchange
+from jaxdl.plans import LAYOUT
 from jaxdl.sharding import ShardingConfig
-
-FREE = ("mesh.replica", "mesh.fsdp", "mesh.tensor", "step.microbatches", "model.remat", "sharding.param_sharding")
-"""What a plan decides, besides the exchange. A value that is given stays."""
 
 
 class Choice(NamedTuple):
@@ -42,7 +43,7 @@ class Choice(NamedTuple):
     def settings(self) -> dict[str, Any]:
         """The fields of an experiment that it sets."""
         values = (self.replica, self.fsdp, self.tensor, self.microbatches, self.remat, self.param_sharding)
-        found: dict[str, Any] = dict(zip(FREE, values, strict=True))
+        found: dict[str, Any] = dict(zip(LAYOUT, values, strict=True))
         return {name: value for name, value in found.items() if value != ""}
 
 
@@ -58,6 +59,23 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class TablesOnMesh:
+    """The embedding tables on one mesh."""
+
+    embedding: EmbeddingConfig
+    """With the scheme of each."""
+    schemes: Mapping[str, Scheme]
+    """Table -> its scheme."""
+    traffic: TableTraffic
+    device_bytes: float
+    """Of one device, with what is kept of their rows."""
+
+
+PlanTables = Callable[[Mapping[str, int], float], TablesOnMesh]
+"""(sizes of the mesh axes, bytes of a device that tables may have) -> the tables; ConfigError if they need more."""
+
+
+@dataclass(frozen=True)
 class Workload:
     """What is planned: a model, its batch, and what a compiled step says of both."""
 
@@ -70,9 +88,12 @@ class Workload:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     exchange: ExchangeConfig | Auto = field(default_factory=Dense)
     example_bytes: float = 0.0
-    table_bytes: float = 0.0
-    """Of a device."""
-    tables: TableTraffic | None = None
+    tables: PlanTables | None = None
+    """Plans the embedding tables for a mesh; None without any."""
+    batch_sizes: Sequence[int] = ()
+    """Of phases of the run with another one: each is divided as `batch_size` is."""
+    eval_batch_size: int | None = None
+    """Of the evaluation, which is spread over `replica` and `fsdp`; None: as `batch_size`."""
     norm_span: int | None = None
     """Examples over which batch norm takes its statistics, if that is given as a number."""
     tensor_fits: Callable[[int], bool] = lambda size: size == 1
@@ -90,6 +111,7 @@ class Candidate:
     fits: bool
     reasons: tuple[str, ...] = ()
     """Why this exchange."""
+    tables: TablesOnMesh | None = None
 
 
 @dataclass(frozen=True)
@@ -108,7 +130,7 @@ class Found:
 
 
 def search(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Found:
-    """All layouts, costed and ordered; `fixed` are fields of the experiment, as in `FREE`, that keep their values.
+    """All layouts, costed and ordered; `fixed` are fields of the experiment, as in `LAYOUT`, that keep their values.
 
     Splitting layers over `tensor` is tried where no layout without it fits, or where it is given.
     """
@@ -133,7 +155,8 @@ def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> I
     `fsdp` and `tensor` together stay inside a node.
     """
     devices = cluster.nodes * cluster.gpus_per_node
-    replica = int(fixed.get("mesh.replica", cluster.nodes))
+    replica = int(fixed.get("mesh.replica", -1))
+    replica = cluster.nodes if replica == -1 else replica
     inner = devices // replica if replica > 0 and devices % replica == 0 else 0
     if not inner or cluster.gpus_per_node % inner:
         return
@@ -143,7 +166,11 @@ def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> I
             continue
         if not _kept(fixed, "mesh.tensor", tensor) or not _kept(fixed, "mesh.fsdp", fsdp):
             continue
+        if (workload.eval_batch_size or 0) % (replica * fsdp) or (workload.tables and workload.batch_size % devices):
+            continue
         for microbatches in divisors(workload.batch_size // (replica * fsdp)):
+            if any(size % (replica * fsdp * microbatches) for size in workload.batch_sizes):
+                continue
             if workload.batch_size // (replica * microbatches) % (workload.norm_span or 1):
                 continue
             for remat in workload.remats:
@@ -163,22 +190,41 @@ def divisors(number: int) -> list[int]:
 
 
 def costed(workload: Workload, cluster: Cluster, choice: Choice) -> Candidate:
-    """A layout with its exchange, its time and its memory."""
+    """A layout with its exchange, its time and its memory; with the tables that are best on its mesh, if they fit.
+
+    Raises ConfigError where tables do not fit into a device that has nothing else.
+    """
+    most = MOST_OF_DEVICE * cluster.device_bytes
+    if workload.tables is None:
+        return _costed(workload, cluster, choice, None)
+    found = _costed(workload, cluster, choice, workload.tables(choice.sizes, most))
+    left = most - (found.memory.total - found.memory.tables)
+    if found.fits or left <= 0:
+        return found
+    try:  # Other schemes need less memory. Few amounts of it are tried, since each is a plan of its own.
+        return _costed(workload, cluster, choice, workload.tables(choice.sizes, 2 ** math.floor(math.log2(left))))
+    except ConfigError:
+        return found
+
+
+def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
     machine, efficiency = cluster.machine, cluster.efficiency
     examples = workload.batch_size // (choice.replica * choice.fsdp * choice.microbatches)
     profile = workload.profiles(choice.tensor, choice.remat, choice.param_sharding)
     sharding = sharding_of(workload.sharding, choice.param_sharding)
     layout = described_layout(sharding, choice.sizes)
-    own = own_time(profile, choice.sizes, examples, choice.microbatches, machine, efficiency, workload.tables)
+    traffic = tables and tables.traffic
+    own = own_time(profile, choice.sizes, examples, choice.microbatches, machine, efficiency, traffic)
     gradients = workload.parameters.gradients(layout)
     exchange, reasons = _exchange(workload, gradients, machine, own)
     cost = predict(exchange, gradients, machine)
     time = with_exchange(own, cost, machine, efficiency, delayed=bool(exchange.delay_steps))
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
     step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
-    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, workload.table_bytes)
+    table_bytes = tables.device_bytes if tables else 0.0
+    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, table_bytes)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
-    return Candidate(choice, exchange, time, need, fits, reasons)
+    return Candidate(choice, exchange, time, need, fits, reasons, tables)
 
 
 def _exchange(

@@ -12,6 +12,7 @@ import jax
 
 from jaxdl.compiler import hlo, overlap, roofline
 from jaxdl.data import Documents, SyntheticImages, SyntheticText
+from jaxdl.embedding.traffic import Message, axis_bytes, messages
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, MeshConfig
@@ -19,6 +20,7 @@ from jaxdl.optim import Constant
 from jaxdl.planner.h100 import compile_step
 from jaxdl.planner.memory import Fit, fitted, sharding_of
 from jaxdl.planner.steptime import Profile
+from jaxdl.plans import AsGiven
 from jaxdl.run.build import Plan, make_plan
 
 _IMAGENET_CLASSES = 1000
@@ -35,6 +37,7 @@ def resident(experiment: Experiment, image_size: int | None) -> Experiment:
         "steps": 10**6,
         "phases": (),
         "schedule": Constant(),
+        "plan": AsGiven(),
         "evaluation.norm_batches": None,
         "report.profile_start_step": None,
         "report.profile_steps": 3,
@@ -100,6 +103,17 @@ def trial_plan(experiment: Experiment, setting: Setting, devices: Sequence[Any])
     return make_plan(experiment.replaced(changes), devices[: setting.fsdp * setting.tensor])
 
 
+def table_messages(plan: Plan) -> list[Message]:
+    """What a plan's step sends for its embedding tables."""
+    tables, mesh = plan.parts.tables, plan.parts.layout.mesh
+    if tables is None:
+        return []
+    config, batch = tables.config, plan.experiment.batch_size // mesh.size
+    return [
+        one for buffer in tables.buffers for one in messages(buffer, batch, config.forward_wire, config.backward_wire)
+    ]
+
+
 class Measured(NamedTuple):
     """What one compiled step needs."""
 
@@ -115,22 +129,30 @@ class Measured(NamedTuple):
 
 
 def measured(plan: Plan) -> Measured:
-    """The figures of a plan's compiled step."""
-    compiled = compile_step(plan)
+    """The figures of a plan's step, which is compiled."""
+    return figures(plan, compile_step(plan))
+
+
+def figures(plan: Plan, compiled: jax.stages.Compiled) -> Measured:
+    """The figures of a plan's compiled step; what it sends is less what its embedding tables send."""
     analysis, module = compiled.memory_analysis(), hlo.parse(compiled.as_text() or "")
     seconds: dict[bool, float] = {False: 0.0, True: 0.0}
     for one in roofline.kernels(module):
         seconds[one.part == "rest"] += one.times * max(one.least_sec, _LAUNCH_SEC)
     sent: dict[str, float] = defaultdict(float)
-    messages: dict[str, float] = defaultdict(float)
+    num_messages: dict[str, float] = defaultdict(float)
     sizes = dict(plan.parts.layout.mesh.shape)
     if math.prod(sizes.values()) > 1:
         for one in overlap.play(module, sizes, overlap.Links(math.inf)).messages:
             for axis in one.axes[:1]:
                 sent[axis] += one.sent_bytes * one.times
-                messages[axis] += one.times
+                num_messages[axis] += one.times
+        for one in table_messages(plan):
+            axis = one.axes[0]
+            num_messages[axis] = max(0.0, num_messages[axis] - 1)
+            sent[axis] = max(0.0, sent[axis] - axis_bytes(one.kind, one.axes, one.num_bytes, sizes, axis))
     temporary = float(analysis.temp_size_in_bytes) if analysis else 0.0
-    return Measured(temporary, seconds[False], seconds[True], dict(sent), dict(messages))
+    return Measured(temporary, seconds[False], seconds[True], dict(sent), dict(num_messages))
 
 
 def profile(
@@ -142,12 +164,16 @@ def profile(
     remat: str | None,
     param_sharding: str,
     examples: tuple[int, int],
+    measure: Callable[[Plan], Measured] = measured,
 ) -> Profile:
-    """What steps need, from three that are compiled: with these two numbers of examples, and with `most_fsdp`."""
+    """What steps need, from three that are compiled: with these two numbers of examples, and with `most_fsdp`.
+
+    `measure` takes the figures of each.
+    """
     few, many = examples
     wanted = dict.fromkeys([(1, few), (1, many), (most_fsdp, few)])
     found = {
-        (fsdp, number): measured(trial_plan(experiment, Setting(fsdp, tensor, number, remat, param_sharding), devices))
+        (fsdp, number): measure(trial_plan(experiment, Setting(fsdp, tensor, number, remat, param_sharding), devices))
         for fsdp, number in wanted
     }
 

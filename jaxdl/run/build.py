@@ -48,6 +48,7 @@ from jaxdl.run.exchanged import (
 from jaxdl.run.initial import Initial
 from jaxdl.run.length import steps_of
 from jaxdl.run.overlap import loop_sum_dtype
+from jaxdl.run.planning import Kept, with_plan
 from jaxdl.run.validate import (
     built_schedule,
     check_agreement,
@@ -85,6 +86,8 @@ class Plan:
     """Why this exchange was chosen, or that with one replica it sends nothing; other notes for the user."""
     initial: Initial | None = None
     """What the run takes from another run when it begins at step 0."""
+    kept: Kept | None = None
+    """The layout that was planned for it."""
 
     @property
     def exchange(self) -> ExchangeConfig:
@@ -156,16 +159,19 @@ def make_plan(
     started: Callable[[], None] = lambda: None,
     initial: Callable[[TrainState], tuple[Initial | None, str]] = lambda _: (None, ""),
     start: Start | None = None,
+    stored: Callable[[], Kept | None] | None = None,
 ) -> Plan:
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh. All processes call `started` when JAX has started, then `chosen`,
     and `recorded`, which return the exchange that `auto` chose earlier in this workdir and the spec of its data, then
-    `initial` (see `beginning`). `start` prints the progress and the findings.
+    `initial` (see `beginning`); before all these `stored`, see `with_plan`. `start` prints
+    the progress and the findings.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if not any(getattr(experiment, name) for name in LENGTH):
         raise ConfigError("the length of the run is not set. Give --epochs or --steps.")
+    asked, (experiment, notes, kept) = experiment, with_plan(experiment, devices, chosen, stored, start)
     with start.doing("starting the devices"):
         mesh = make_devices(experiment, devices)
     start.devices(mesh)
@@ -188,9 +194,8 @@ def make_plan(
             "recorded. Choose a smaller one, or None."
         )
     check_warmup(experiment, total_steps)
-    asked = experiment
-    with start.doing("choosing the exchange" if isinstance(asked.exchange, Auto) else "tracing the model"):
-        experiment, reasons = settled(asked, splits.train.spec, mesh, before)
+    with start.doing("choosing the exchange" if isinstance(experiment.exchange, Auto) else "tracing the model"):
+        experiment, reasons = settled(experiment, splits.train.spec, mesh, before)
         parts = make_parts(experiment, splits.train.spec, mesh, timeline)
     check_rates(experiment.schedule, parts.rates, timeline.scheduled_steps)
     check_memory(experiment, parts.state_spec, splits.train.spec)
@@ -201,8 +206,8 @@ def make_plan(
     begin_with, note = initial(parts.state_spec.abstract())
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
     reasons += experiment.agreement.remarks(total_steps, mesh.shape[Axis.REPLICA])
-    reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
-    plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with)
+    reasons += notes + idle_tensor(parts.network, mesh) + ((note,) if note else ())
+    plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with, kept)
     _check_sizes(plan)
     return plan
 

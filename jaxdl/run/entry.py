@@ -25,7 +25,7 @@ from jaxdl.run.length import check_max_steps, end_step
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.run.trainer import Trainer
-from jaxdl.run.workdir import check_workdir, make_lease, read_choice, read_spec, take_lease
+from jaxdl.run.workdir import check_workdir, make_lease, read_choice, read_plan, read_spec, take_lease
 
 
 @without_frames
@@ -77,8 +77,9 @@ def train(
         try:
             chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
             begin = functools.partial(beginning, workdir, init, over, model=experiment.model)
+            stored = functools.partial(read_plan, workdir)
             make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=take)
-            plan = stop.run(lambda: make(initial=begin, start=start))
+            plan = stop.run(lambda: make(initial=begin, start=start, stored=stored))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:

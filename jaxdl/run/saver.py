@@ -10,6 +10,7 @@ from pathlib import Path
 from jaxdl.checkpoint import Checkpoints, Earlier, Restored, Unreadable, Unusable
 from jaxdl.cluster.agree import from_first_process
 from jaxdl.experiment import LENGTH, identity
+from jaxdl.files import PLAN_FILE
 from jaxdl.mesh import Axis
 from jaxdl.report import EventKind, Reporter, in_ipython
 from jaxdl.run.build import Plan, make_exchange_state
@@ -27,9 +28,9 @@ class Saver:
     def __init__(self, plan: Plan, workdir: Path, reporter: Reporter) -> None:
         """Claims the workdir for the run. Raises ConfigError when it belongs to another, or cannot be written."""
         self._plan, self._workdir, self._reporter = plan, workdir, reporter
-        files = {}
-        if plan.asked != plan.experiment and plan.parts.layout.mesh.shape[Axis.REPLICA] > 1:
-            files = choice_file(workdir, plan.experiment.exchange, plan.reasons)
+        files = {} if plan.kept is None else {PLAN_FILE: plan.kept.to_json().encode()}
+        if plan.asked.exchange != plan.experiment.exchange and plan.parts.layout.mesh.shape[Axis.REPLICA] > 1:
+            files |= choice_file(workdir, plan.experiment.exchange, plan.reasons)
         self._earlier = Earlier(workdir)
         self._earlier.check_kinds()
         # start_over belongs to one command, not to the run.

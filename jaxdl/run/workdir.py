@@ -17,10 +17,11 @@ from jaxdl.data import DataSpec, spec_from_json, spec_to_json
 from jaxdl.errors import as_typed
 from jaxdl.exchange import ExchangeConfig
 from jaxdl.fields import SOURCE
-from jaxdl.files import CHOICE_FILE, CONFIG_FILE, DATA_FILE, EXAMPLES_FILE
+from jaxdl.files import CHOICE_FILE, CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, PLAN_FILE
 from jaxdl.kinds import find
 from jaxdl.lease import Lease, check_shared
 from jaxdl.report import replace_file
+from jaxdl.run.planning import Kept
 
 
 def check_workdir(workdir: str | Path | None) -> Path | None:
@@ -264,6 +265,17 @@ def read_choice(workdir: Path | None) -> ExchangeConfig | None:
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
             f"{path}: this is not a choice of an exchange. Restore it, or choose another --workdir."
+        ) from None
+
+
+def read_plan(workdir: Path | None) -> Kept | None:
+    """The layout that was planned for the run in a workdir, or None. Raises ConfigError when it cannot be read."""
+    content = b"" if workdir is None else read_file(workdir / PLAN_FILE)
+    try:
+        return Kept.from_json(content.decode()) if content else None
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            f"{workdir}/{PLAN_FILE}: this is no plan. Restore it, or remove it: the layout is then planned anew."
         ) from None
 
 

@@ -1,0 +1,163 @@
+"""`--plan auto`: the layout of a run, planned when it begins, for the devices that it has.
+
+Steps of one replica are compiled for the devices of a node, and run where they are small; links and speeds are
+measured as exchange `auto` measures them. All processes plan alike, from the same figures.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxdl.cluster import host_memory_bytes, wait_for_all
+from jaxdl.config import ConfigError
+from jaxdl.exchange import Auto, ExchangeConfig
+from jaxdl.exchange.auto import INNER_LINKS
+from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, Machine
+from jaxdl.exchange.probe import probe
+from jaxdl.experiment import Experiment
+from jaxdl.launch.netns import parse_rate
+from jaxdl.mesh import Axis, Device, MeshConfig, make_mesh, platform
+from jaxdl.planner.mesh_tables import tables_on_meshes
+from jaxdl.planner.search import Cluster, Found, Workload, binding, named, search
+from jaxdl.planner.steptime import Efficiency
+from jaxdl.planner.timed import Timed, agreed, memory_of
+from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
+from jaxdl.plans import PlanAuto
+from jaxdl.report import Start
+from jaxdl.run.planning import Planned
+
+_LATENCY_US = 20.0
+_PROBED = {"cpu": 2**18, "gpu": 2**23}
+"""The numbers on which a device works while it is measured."""
+
+
+def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Planned:
+    """The layout with the least predicted time of a step on these devices, see `jaxdl.run.planning.Planner`."""
+    asked = experiment.plan
+    assert isinstance(asked, PlanAuto)
+    fixed = fixed_fields(experiment, asked.keep)
+    nodes, of_each = nodes_of(asked, devices)
+    replica = int(fixed.get("mesh.replica", nodes))
+    if replica < 1 or len(devices) % replica:
+        raise no_layout(experiment, fixed, f"{nodes} nodes of {of_each} devices")
+    sizes = {Axis.REPLICA.value: replica, Axis.FSDP.value: len(devices) // replica, Axis.TENSOR.value: 1}
+    mesh = make_mesh(MeshConfig(replica=replica, fsdp=sizes[Axis.FSDP.value]), devices)
+    here = [one for one in devices if one.process_index == jax.process_index()][:of_each]
+    device_bytes = 1e9 * (asked.device_gb or 0) or agreed(memory_of(here[0]) or _of_host(), min)
+    described = functools.cache(lambda: machine_of(experiment, asked, mesh))
+    with start.doing("planning the layout: reading the data, measuring the links"):
+        tables = tables_on_meshes(experiment, sizes, described, asked.keep)
+        cluster = Cluster(nodes, of_each, described(), device_bytes, Efficiency(compute=1.0))
+    with start.doing("planning the layout: compiling steps"):
+        work = workload_of(experiment, here, replica, tables, Timed(device_bytes))
+        found = searched(work, cluster, fixed)
+    if not found.candidates:
+        raise no_layout(experiment, fixed, f"{nodes} nodes of {of_each} devices")
+    return planned(found, experiment)
+
+
+def nodes_of(asked: PlanAuto, devices: Sequence[Device]) -> tuple[int, int]:
+    """(nodes, devices of each): processes, or as given. Raises ConfigError where nodes would differ."""
+    counts = set(collections.Counter(one.process_index for one in devices).values())
+    if len(counts) > 1:
+        raise ConfigError(
+            f"--plan auto: the processes have {' and '.join(map(str, sorted(counts)))} devices. Give each as many."
+        )
+    of_each = asked.devices_per_node or next(iter(counts))
+    if len(devices) % of_each:
+        raise ConfigError(
+            f"--plan.devices-per-node {of_each}: does not divide the {len(devices)} devices of the run. Choose another."
+        )
+    return len(devices) // of_each, of_each
+
+
+def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
+    """The links and speeds of the run's devices: given by the plan or by exchange `auto`, else measured."""
+    kind, exchange = "cpu" if platform(mesh) == "cpu" else "gpu", experiment.exchange
+    inner = mesh.shape[Axis.FSDP.value]
+    given: Link | None = None
+    if asked.network is not None:
+        latency = _LATENCY_US if asked.latency_us is None else asked.latency_us
+        given = Link(1e-6 * latency, network_rate(asked.network) / inner)
+    elif isinstance(exchange, Auto) and exchange.bandwidth_gbps is not None and exchange.latency_us is not None:
+        given = Link(1e-6 * exchange.latency_us, exchange.bandwidth_gbps * 1e9 / 8)
+    if given is not None or mesh.size == 1:
+        links = dict.fromkeys((axis.value for axis in Axis), INNER_LINKS[kind])
+        links[Axis.REPLICA.value] = given or INNER_LINKS[kind]
+        return Machine(links, NOMINAL_SPEEDS[kind], "given; speeds of the devices from a table", kind == "gpu")
+    replicas = mesh.shape[Axis.REPLICA.value]
+    configs = exchange.configs(replicas) if isinstance(exchange, Auto) else [exchange]
+    needed = Figures.of([one for one in configs if isinstance(one, ExchangeConfig)])
+    needed |= Figures(collectives=(*ALWAYS_MEASURED, "all_to_all"))
+    wait_for_all()  # Gloo gives up when a process measures 30 s after another.
+    found = probe(
+        mesh,
+        num_elements=_PROBED[kind],
+        density=min(max(exchange.densities), 0.25) if isinstance(exchange, Auto) else 0.01,
+        methods=needed.methods,
+        bits=needed.bits,
+        collectives=needed.collectives,
+        num_repeats=3,
+    )
+    links = dict(found.links)
+    inside = links.get(Axis.FSDP.value, INNER_LINKS[kind])
+    links = {Axis.REPLICA.value: inside, Axis.FSDP.value: inside, Axis.TENSOR.value: inside} | links
+    return dataclasses.replace(found, links=links)
+
+
+def network_rate(network: str) -> float:
+    """Bytes a second of a node. Raises ConfigError for a rate that is none."""
+    try:
+        return parse_rate(network) / 8
+    except ConfigError as error:
+        raise ConfigError(f"--plan.network: {error}") from None
+
+
+def _of_host() -> float:
+    return host_memory_bytes() / jax.local_device_count()
+
+
+def searched(work: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Found:
+    """The layouts; those that keep fewer activations are compiled only where memory is what binds without them."""
+    kept = work.remats[:1] if "model.remat" not in fixed else work.remats
+    found = search(dataclasses.replace(work, remats=kept), cluster, fixed)
+    best = found.best
+    binds = best is None or any(not one.fits and one.time.total_sec < best.time.total_sec for one in found.candidates)
+    return search(work, cluster, fixed) if binds and len(kept) < len(work.remats) else found
+
+
+def planned(found: Found, experiment: Experiment) -> Planned:
+    """What to set, and why. Raises ConfigError if nothing fits."""
+    best, size = found.best, found.cluster.device_bytes
+    if best is None:
+        least = found.candidates[0]
+        raise ConfigError(
+            f"--plan auto: nothing fits: the least memory is {least.memory.total / 1e9:.3g} GB ({named(least)}) of a "
+            f"device's {size / 1e9:.3g}. Take more devices, or a smaller --batch-size."
+        )
+    settings = dict(best.choice.settings)
+    if best.tables is not None and best.tables.embedding != experiment.embedding:
+        values = best.tables.embedding.model_dump(mode="json")
+        settings |= {f"embedding.{name}": values[name] for name in ("schemes", "places")}
+    t = best.time
+    parts = {"compute": t.compute_sec, "messages inside a node": t.inner_sec, "between nodes": t.slow_sec}
+    times = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in parts.items())
+    lines = [
+        f"best of {len(found.candidates)} layouts: {1e3 * t.total_sec:.3g} ms a step predicted ({times}; waiting for "
+        f"messages {1e3 * t.exposed_sec:.3g}), {best.memory.total / 1e9:.3g} GB of {size / 1e9:.3g}",
+        f"what binds: {binding(found)}",
+    ]
+    second = next((one for one in found.candidates[1:] if one.fits), None)
+    if second is not None:
+        lines.append(f"next: {named(second)}, {1e3 * second.time.total_sec:.3g} ms")
+    if best.tables is not None:
+        counts = collections.Counter(scheme.kind for scheme in best.tables.schemes.values())
+        lines.append("tables: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+    chosen = best.exchange if isinstance(experiment.exchange, Auto) and best.choice.replica > 1 else None
+    return Planned(settings, (*lines, *best.reasons), chosen)

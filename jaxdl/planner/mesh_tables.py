@@ -1,0 +1,74 @@
+"""Embedding tables in the search for a mesh: their schemes on each mesh, what they send, and their memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping
+
+from jaxdl.data import TabularSpec
+from jaxdl.embedding import EmbeddingConfig, make_buffers
+from jaxdl.embedding.cache import CacheConfig
+from jaxdl.embedding.traffic import messages, sent_bytes
+from jaxdl.exchange.cost import Machine
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import Axis
+from jaxdl.planner.search import PlanTables, TablesOnMesh
+from jaxdl.planner.table_report import fixed_schemes, measured_workload
+from jaxdl.planner.tables import Workload, device_bytes, plan_tables
+from jaxdl.plans import TABLES
+
+
+def tables_on_meshes(
+    experiment: Experiment, sizes: Mapping[str, int], machine: Callable[[], Machine], keep: Collection[str]
+) -> PlanTables | None:
+    """Plans an experiment's tables for meshes with as many replicas as `sizes`; None without tables.
+
+    Schemes and places that the config gives stay: those of tables by name, and of all where `embedding.scheme` is not
+    the default, or in `keep`, or where the host holds tables. Raises ConfigError for data that cannot be read.
+    """
+    if experiment.model.modality != TabularSpec.modality:  # No data need be read.
+        return None
+    found = measured_workload(experiment, sizes)
+    if found is None:
+        return None
+    base, work = experiment.embedding, with_slots(found, experiment.embedding)
+    whole = base.scheme != EmbeddingConfig().scheme or TABLES in keep or base.cache != CacheConfig()
+    placed = {name for name, _ in base.places}
+    fixed = fixed_schemes(work, base)
+    fixed |= {one.name: base.scheme_of(one.name) for one in work.tables if whole or one.name in placed}
+
+    @functools.cache
+    def planned(axes: tuple[tuple[str, int], ...], room: float) -> TablesOnMesh:
+        here = dataclasses.replace(work, sizes=dict(axes))
+        config = base
+        if len(fixed) < len(work.tables) and math.prod(here.sizes.values()) > 1:
+            config = plan_tables(here, machine(), room, base, fixed).config(base)
+            config = config.replaced({"places": tuple((dict(config.places) | dict(base.places)).items())})
+        return on_mesh(here, config)
+
+    return lambda sizes, room: planned(tuple(sizes.items()), room)
+
+
+def with_slots(work: Workload, config: EmbeddingConfig) -> Workload:
+    """The tables as devices have them: with slots for some rows where the host holds the table."""
+    slots = {one.name: config.cache.slots(one.name, one.rows) for one in work.tables}
+    return dataclasses.replace(
+        work, tables=tuple(one.replaced({"rows": slots[one.name] or one.rows}) for one in work.tables)
+    )
+
+
+def on_mesh(work: Workload, config: EmbeddingConfig) -> TablesOnMesh:
+    """The tables of a workload under a config: bytes that a device sends in a step, and that it keeps."""
+    buffers = make_buffers(work.tables, work.num_ids, config, work.sizes)
+
+    def traffic(examples: int) -> dict[str, float]:
+        local = examples // work.sizes[Axis.TENSOR.value]  # Ids are spread over all devices.
+        found = [
+            one for buffer in buffers for one in messages(buffer, local, config.forward_wire, config.backward_wire)
+        ]
+        return {axis: sent_bytes(found, work.sizes, axis) for axis in work.sizes}
+
+    schemes = {one.name: config.scheme_of(one.name) for one in work.tables}
+    return TablesOnMesh(config, schemes, traffic, float(sum(map(device_bytes, buffers))))

@@ -1,0 +1,164 @@
+"""What a planner has to know of an experiment: what is fixed, the parameters, and what a compiled step says."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jaxdl.config import ConfigError, field_at
+from jaxdl.exchange import Auto, ExchangeConfig
+from jaxdl.exchange.base import by_name, leaf_names
+from jaxdl.experiment import Experiment
+from jaxdl.planner.memory import Parameters
+from jaxdl.planner.search import PlanTables, Workload
+from jaxdl.planner.steptime import Profile
+from jaxdl.planner.trial import Measured, Setting, measured, profile, stand_in, trial_plan
+from jaxdl.plans import LAYOUT
+from jaxdl.run.build import Plan
+from jaxdl.run.exchanged import trained_of
+from jaxdl.sharding import has_names, is_names
+from jaxdl.step import Parts
+
+
+def fixed_fields(experiment: Experiment, keep: Collection[str]) -> dict[str, Any]:
+    """The fields of `LAYOUT` that a plan does not change, with their values.
+
+    They are those in `keep`, and those with another value than the default. An axis of the mesh that is -1 is free.
+    """
+    found = {}
+    for name in LAYOUT:
+        part, _, field = name.partition(".")
+        fields = type(getattr(experiment, part)).model_fields
+        if field not in fields:
+            continue
+        value = field_at(experiment, name)
+        if (name in keep or value != fields[field].default) and value != -1:
+            found[name] = value
+    return found
+
+
+def listed(fixed: Mapping[str, Any]) -> str:
+    """What is fixed, in words."""
+    return ", ".join(f"{name} {value}" for name, value in fixed.items()) or "nothing"
+
+
+def no_layout(experiment: Experiment, fixed: Mapping[str, Any], devices: str) -> ConfigError:
+    """The error of a search without any candidate."""
+    return ConfigError(
+        f"no layout: batch_size {experiment.batch_size} (and that of the evaluation) has to be divided by replica x "
+        f"fsdp on {devices}, with what is given ({listed(fixed)}). Give fewer options (an axis of the mesh that is -1 "
+        "is planned), or another --batch-size."
+    )
+
+
+def workload_of(
+    experiment: Experiment,
+    devices: Sequence[Any],
+    nodes: int,
+    tables: PlanTables | None = None,
+    measure: Callable[[Plan], Measured] = measured,
+) -> Workload:
+    """What is planned of an experiment; steps are compiled for `devices`, those of a node, and taken by `measure`.
+
+    Raises ConfigError where the data is missing, and for settings that no plan is made for.
+    """
+    if experiment.agreement.keeps_replicas:
+        raise ConfigError(
+            f"--agreement {experiment.agreement.kind}: the planner knows replicas that agree in every step alone. Plan "
+            "with --agreement every_step."
+        )
+    exchange = experiment.exchange
+    if not isinstance(exchange, ExchangeConfig | Auto):
+        raise ConfigError(f"exchange {exchange.kind}: the planner does not know what it costs. Choose another one.")
+    remat = getattr(experiment.model, "remat", None)
+    resident = stand_in(experiment)
+    base = trial_plan(resident, Setting(1, 1, 1, remat, "replicated"), devices)
+    return Workload(
+        batch_size=experiment.batch_size,
+        parameters=parameters_of(base),
+        profiles=_profiles(resident, devices, experiment.batch_size // (nodes * len(devices)), measure),
+        remats=("",) if remat is None else ("none", "dots", "block"),
+        sharding=experiment.sharding,
+        exchange=exchange,
+        norm_span=span if isinstance(span := getattr(experiment.model, "norm_span", None), int) else None,
+        example_bytes=example_bytes(base),
+        tables=tables,
+        batch_sizes=[one.batch_size for one in experiment.phases if one.batch_size is not None],
+        eval_batch_size=experiment.evaluation.batch_size,
+        tensor_fits=functools.partial(tensor_fits, base.parts, experiment.sharding.tensor_dims),
+    )
+
+
+def parameters_of(plan: Plan) -> Parameters:
+    """What the state of a plan has, from its shapes."""
+    experiment, parts = plan.experiment, plan.parts
+    axes, trained = trained_of(experiment, parts.network)
+    size = _bytes(trained)
+    shapes = parts.state_spec.shapes
+    names = set(leaf_names(trained))
+    every = zip(jax.tree.leaves(parts.network.axes, is_leaf=is_names), jax.tree.leaves(shapes.params), strict=True)
+    frozen = [one for name, one in zip(leaf_names(shapes.params), every, strict=True) if name not in names]
+    return Parameters(
+        axes,
+        trained,
+        optimizer_copies=_bytes(shapes.opt_state) / max(size, 1),
+        average=bool(jax.tree.leaves(shapes.ema_params)),
+        other_bytes=_bytes(shapes.model_state),
+        frozen=tuple(frozen),
+        order=tuple(reversed(list(by_name(trained)))),
+    )
+
+
+def _bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def example_bytes(plan: Plan) -> float:
+    """Bytes of an example of a batch."""
+    segment = plan.timeline.segments[0]
+    batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
+    return _bytes(batch) / segment.batch_size
+
+
+def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
+    """Whether `tensor` of this size divides every named dimension that it is to split."""
+    if size == 1:
+        return True
+    network = parts.network
+    if not has_names(network.axes):
+        return False
+    axes = jax.tree.leaves(network.axes, is_leaf=is_names)
+    shapes = jax.tree.leaves(network.param_shapes)
+    found = [
+        number
+        for names, x in zip(axes, shapes, strict=True)
+        for name, number in zip(names, x.shape, strict=True)
+        if name in dims
+    ]
+    return bool(found) and all(number % size == 0 for number in found)
+
+
+def _profiles(
+    experiment: Experiment, devices: Sequence[Any], most_examples: int, measure: Callable[[Plan], Measured]
+) -> Callable[[int, str, str], Profile]:
+    """Profiles by tensor, remat and sharding, each compiled once."""
+    few = max(1, min(8, most_examples // 2))
+
+    @functools.cache
+    def found(tensor: int, remat: str, param_sharding: str) -> Profile:
+        return profile(
+            experiment,
+            devices,
+            tensor=tensor,
+            most_fsdp=len(devices) // tensor,
+            remat=remat or None,
+            param_sharding=param_sharding,
+            examples=(few, 2 * few),
+            measure=measure,
+        )
+
+    return found
