@@ -1,7 +1,7 @@
 """The planner's predictions beside the truth.
 
-Every layout of 8 devices of this machine (mesh, micro-batches, sharding, exchange) is predicted from links and from steps
-without messages that are measured first, and then timed, all of them in turns.
+Every layout of 8 devices of this machine (mesh, micro-batches, sharding, exchange) is predicted from links and from
+steps without messages that are measured first, and then timed, all of them in turns.
 
 With --memory: the memory of a device for several layouts of 8 x H100 beside what XLA plans for the compiled step.
 """
