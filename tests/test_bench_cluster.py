@@ -37,7 +37,6 @@ from jaxdl.bench.cluster_variants import (
     FLOOR,
     LOCAL,
     VARIANTS,
-    NoExchange,
     floor_of,
     merges_of_round,
 )
@@ -45,6 +44,7 @@ from jaxdl.bench.wire import collectives, lower
 from jaxdl.config import ConfigError
 from jaxdl.data import SyntheticImages
 from jaxdl.exchange import Dense, GradientLayout, exchanged_on_mesh
+from jaxdl.exchange.idle import NoExchange
 from jaxdl.launch.host import Host
 from jaxdl.launch.netns import parse_rate
 from jaxdl.mesh import Axis, MeshConfig, make_mesh

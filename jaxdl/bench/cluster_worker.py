@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from jaxdl.bench.cluster_variants import AGREEMENTS, BASELINE, FLAT, VARIANTS, NoExchange, merges_of_round
+from jaxdl.bench.cluster_variants import AGREEMENTS, BASELINE, FLAT, VARIANTS, merges_of_round
 from jaxdl.compiler import compiled
 from jaxdl.config import ConfigError
 from jaxdl.errors import command_line
 from jaxdl.exchange import Dense
 from jaxdl.exchange.cost import PERMUTE, Figures, Gradients, Link, Machine, Speeds
+from jaxdl.exchange.idle import NoExchange
 from jaxdl.exchange.probe import probe_link, probe_speeds, start_together
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis

@@ -37,7 +37,9 @@ class Parameters:
     average: bool = False
     """Whether an average of the parameters is kept."""
     other_bytes: int = 0
-    """Frozen parameters and model state, whole on every device."""
+    """Model state, whole on every device."""
+    frozen: tuple[tuple[Any, Any], ...] = ()
+    """Logical axes and shape of each parameter that is not trained; it is kept as trained ones are."""
     order: tuple[str, ...] = ()
     """Their names in the order in which the backward pass finishes their gradients."""
 
@@ -52,6 +54,16 @@ class Parameters:
         stacked = frozenset(name for name, one in zip(names, axes, strict=True) if STACKED in one)
         found = GradientLayout(dict(zip(names, specs, strict=True)), inner, self.order, stacked)
         return Gradients(local, sizes[Axis.REPLICA.value], found)
+
+    def frozen_bytes(self, layout: Layout) -> float:
+        """Bytes on a device of the parameters that are not trained."""
+        sizes = layout.mesh.shape
+        return float(
+            sum(
+                x.dtype.itemsize * math.prod(shard_shape(x.shape, layout.param_spec(names, x.shape), sizes))
+                for names, x in self.frozen
+            )
+        )
 
     def bytes(self, layout: Layout) -> dict[str, float]:
         """Bytes on a device of float32 parameters, as they are kept, exchanged (`gradients`) and updated (`update`)."""
@@ -171,7 +183,7 @@ def memory(
     """
     sizes = parameters.bytes(step.layout)
     state = sizes["parameters"] * (2 if parameters.average else 1) + sizes["update"] * parameters.optimizer_copies
-    state += parameters.other_bytes
+    state += parameters.other_bytes + parameters.frozen_bytes(step.layout)
     if step.exchange is not None:
         state += exchange_bytes(step.exchange, parameters.gradients(step.layout))
     running = temporary.at(step.sizes[Axis.FSDP.value], step.examples)

@@ -160,7 +160,7 @@ def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> I
     inner = devices // replica if replica > 0 and devices % replica == 0 else 0
     if not inner or cluster.gpus_per_node % inner:
         return
-    for tensor in _divisors(inner):
+    for tensor in divisors(inner):
         fsdp = inner // tensor
         if not workload.tensor_fits(tensor) or workload.batch_size % (replica * fsdp):
             continue
@@ -168,7 +168,7 @@ def choices(workload: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> I
             continue
         if (workload.eval_batch_size or 0) % (replica * fsdp) or (workload.tables and workload.batch_size % devices):
             continue
-        for microbatches in _divisors(workload.batch_size // (replica * fsdp)):
+        for microbatches in divisors(workload.batch_size // (replica * fsdp)):
             if any(size % (replica * fsdp * microbatches) for size in workload.batch_sizes):
                 continue
             if workload.batch_size // (replica * microbatches) % (workload.norm_span or 1):
@@ -184,7 +184,8 @@ def _kept(fixed: Mapping[str, Any], name: str, value: Any) -> bool:
     return fixed.get(name, value) in (value, -1)
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Of a positive number, in their order."""
     return [one for one in range(1, number + 1) if number % one == 0]
 
 

@@ -99,18 +99,18 @@ def own_time(
     inner = 0.0
     if fsdp > 1:
         inner += _seconds(
-            machine, Axis.FSDP.value, profile.fsdp_messages * (fsdp - 1), profile.fsdp_bytes * (fsdp - 1) / fsdp
+            machine, Axis.FSDP.value, profile.fsdp_messages, fsdp - 1, profile.fsdp_bytes * (fsdp - 1) / fsdp
         )
     if tensor > 1:
-        num_messages = 2 * profile.tensor_messages * (tensor - 1)
-        inner += _seconds(machine, Axis.TENSOR.value, num_messages, profile.tensor_bytes.at(fsdp, examples))
+        num_bytes = profile.tensor_bytes.at(fsdp, examples)
+        inner += _seconds(machine, Axis.TENSOR.value, profile.tensor_messages, 2 * (tensor - 1), num_bytes)
     inner *= microbatches
     hidden = efficiency.overlap * compute if machine.overlaps else 0.0
     exposed, slow = max(0.0, inner - hidden), 0.0
     # Vectors of tables are needed before the forward pass, and their gradients come after the backward pass.
     for axis, num_bytes in (tables(examples * microbatches) if tables else {}).items():
         ways = sizes[axis]
-        seconds = _seconds(machine, axis, ways - 1, num_bytes) if ways > 1 else 0.0
+        seconds = _seconds(machine, axis, 1, ways - 1, num_bytes) if ways > 1 else 0.0
         exposed += seconds
         if axis == Axis.REPLICA.value:
             slow += seconds
@@ -133,8 +133,14 @@ def with_exchange(own: StepTime, cost: Cost, machine: Machine, efficiency: Effic
     )
 
 
-def _seconds(machine: Machine, axis: str, num_messages: float, num_bytes: float) -> float:
-    return sum(machine.link(axis).seconds(num_messages, num_bytes))
+def _seconds(machine: Machine, axis: str, collectives: float, num_messages: float, num_bytes: float) -> float:
+    """Of collectives of equal size, one after the other, each of so many messages, that send these bytes in all.
+
+    Each is looked up by its own size: a curve as measured is far from a line where collectives are short.
+    """
+    if not collectives:
+        return 0.0
+    return collectives * sum(machine.link(axis).seconds(num_messages, num_bytes / collectives))
 
 
 def nodes_that_pay(overhead: float, efficiency: float = 0.8) -> float:

@@ -11,7 +11,7 @@ import jax
 
 from jaxdl.config import ConfigError, field_at
 from jaxdl.exchange import Auto, ExchangeConfig
-from jaxdl.exchange.base import by_name
+from jaxdl.exchange.base import by_name, leaf_names
 from jaxdl.experiment import Experiment
 from jaxdl.planner.memory import Parameters
 from jaxdl.planner.search import PlanTables, Workload
@@ -80,7 +80,7 @@ def workload_of(
     return Workload(
         batch_size=experiment.batch_size,
         parameters=parameters_of(base),
-        profiles=_profiles(resident, devices, experiment.batch_size // nodes, measure),
+        profiles=_profiles(resident, devices, experiment.batch_size // (nodes * len(devices)), measure),
         remats=("",) if remat is None else ("none", "dots", "block"),
         sharding=experiment.sharding,
         exchange=exchange,
@@ -99,13 +99,16 @@ def parameters_of(plan: Plan) -> Parameters:
     axes, trained = trained_of(experiment, parts.network)
     size = _bytes(trained)
     shapes = parts.state_spec.shapes
-    rest = _bytes(shapes.params) - size + _bytes(shapes.model_state)
+    names = set(leaf_names(trained))
+    every = zip(jax.tree.leaves(parts.network.axes, is_leaf=is_names), jax.tree.leaves(shapes.params), strict=True)
+    frozen = [one for name, one in zip(leaf_names(shapes.params), every, strict=True) if name not in names]
     return Parameters(
         axes,
         trained,
         optimizer_copies=_bytes(shapes.opt_state) / max(size, 1),
         average=bool(jax.tree.leaves(shapes.ema_params)),
-        other_bytes=rest,
+        other_bytes=_bytes(shapes.model_state),
+        frozen=tuple(frozen),
         order=tuple(reversed(list(by_name(trained)))),
     )
 

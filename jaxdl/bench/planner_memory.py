@@ -1,0 +1,140 @@
+"""The planner's memory of a device beside XLA's, for layouts of 8 x H100 that are only described."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from jaxdl.bench.shared import make_table, write_json
+from jaxdl.config import ConfigError
+from jaxdl.data import TabularSpec
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig
+from jaxdl.planner.h100 import DEVICE, NUM_DEVICES, compile_step, h100_devices
+from jaxdl.planner.machine import nominal_machine
+from jaxdl.planner.memory import sharding_of
+from jaxdl.planner.search import Candidate, Choice, Cluster, Workload, costed, divisors
+from jaxdl.planner.trial import planned_bytes, stand_in
+from jaxdl.planner.workload import workload_of
+from jaxdl.run.build import make_plan
+
+if TYPE_CHECKING:
+    from jaxdl.bench.planner import PlannerBench
+
+_MESHES = ((1, 8, 1), (8, 1, 1), (2, 4, 1), (1, 4, 2), (2, 2, 2))
+"""Devices of replica x fsdp x tensor: pure data and FSDP, over one or several replicas, with and without tensor."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The memory of one layout."""
+
+    layout: str
+    microbatches: int
+    kept: str
+    parameters: str
+    estimate_bytes: float
+    xla_bytes: float
+    parts: dict[str, float]
+    """Of the estimate."""
+
+    @property
+    def ratio(self) -> float:
+        """The estimate over XLA's."""
+        return self.estimate_bytes / self.xla_bytes
+
+
+def compare_memory(command: PlannerBench, console: Console) -> None:
+    """Compiles each layout, and prints and writes the table. Raises ConfigError if none can be compiled."""
+    experiment = command.experiment
+    machine = nominal_machine("25gbit", NUM_DEVICES)
+    cluster = Cluster(1, NUM_DEVICES, machine, float(DEVICE["device_memory_size"]))
+    if experiment.model.modality == TabularSpec.modality:
+        raise ConfigError(f"model {experiment.model.kind}: the memory of tables is measured by `bench embedding`.")
+    work = workload_of(experiment, h100_devices(1, NUM_DEVICES), 1)
+    rows = []
+    for one in layouts(work, cluster)[: command.layouts or None]:
+        found = _compiled_bytes(experiment, one)
+        c = one.choice
+        rows.append(
+            Row(
+                f"{c.replica} x {c.fsdp} x {c.tensor}",
+                c.microbatches,
+                c.remat,
+                c.param_sharding,
+                one.memory.total,
+                found,
+                dataclasses.asdict(one.memory),
+            )
+        )
+        row = rows[-1]
+        console.print(
+            f"{row.layout}, {row.microbatches} micro-batches, {row.kept} {row.parameters}: XLA "
+            f"{row.xla_bytes / 1e6:,.2f} MB, estimate {row.estimate_bytes / 1e6:,.2f}, ratio {row.ratio:.3f}",
+            highlight=False,
+        )
+    if not rows:
+        raise ConfigError(f"{command.config}: no layout of {NUM_DEVICES} x H100 fits or divides the batch.")
+    columns = ("replica x fsdp x tensor", "micro-batches", "kept", "parameters", "XLA, MB", "estimate, MB", "ratio")
+    table = make_table(f"{command.config}, batch {experiment.batch_size:,}, for 8 x H100", columns)
+    for row in rows:
+        sizes = (f"{row.xla_bytes / 1e6:,.2f}", f"{row.estimate_bytes / 1e6:,.2f}", f"{row.ratio:.3f}")
+        table.add_row(row.layout, str(row.microbatches), row.kept, row.parameters, *sizes)
+    console.print(table)
+    worst = max(rows, key=lambda row: abs(row.ratio - 1))
+    console.print(f"the worst of {len(rows)}: {worst.ratio - 1:+.1%}", highlight=False)
+    write_json(command.json, [dataclasses.asdict(row) for row in rows])
+
+
+def layouts(work: Workload, cluster: Cluster) -> list[Candidate]:
+    """One candidate of each mesh, way to keep activations and sharding, in turns: with few micro-batches, and more."""
+    found: list[Candidate] = []
+    for mesh in _MESHES:
+        kinds = [(work.remats[0], one) for one in (work.shardings if mesh[1] > 1 else work.shardings[:1])]
+        if mesh == _MESHES[0]:
+            kinds += [(remat, "sharded") for remat in work.remats[1:]]
+        for remat, sharding in kinds:
+            fitting = _fitting(work, cluster, mesh, remat, sharding)
+            # Every second layout has more micro-batches than it needs.
+            found += fitting[-1:] if len(found) % 2 else fitting[:1]
+    return found
+
+
+def _fitting(
+    work: Workload, cluster: Cluster, mesh: tuple[int, int, int], remat: str, sharding: str
+) -> list[Candidate]:
+    """By micro-batches, the first two that divide the batch and fit."""
+    replica, fsdp, tensor = mesh
+    if not work.tensor_fits(tensor) or work.batch_size % (replica * fsdp):
+        return []
+    found: list[Candidate] = []
+    for microbatches in divisors(work.batch_size // (replica * fsdp)):
+        if work.batch_size // (replica * microbatches) % (work.norm_span or 1):
+            continue
+        one = costed(work, cluster, Choice(microbatches, tensor, remat, sharding, replica, fsdp))
+        found += [one] if one.fits else []
+        if len(found) == 2:
+            break
+    return found
+
+
+def _compiled_bytes(experiment: Experiment, one: Candidate) -> float:
+    """What XLA plans for the step of a layout."""
+    c = one.choice
+    changes = {
+        "mesh": MeshConfig(replica=c.replica, fsdp=c.fsdp, tensor=c.tensor),
+        "step.microbatches": c.microbatches,
+        "sharding": sharding_of(experiment.sharding, c.param_sharding),
+        "exchange": one.exchange,
+    }
+    changes |= {"model.remat": c.remat} if c.remat else {}
+    resident = stand_in(experiment)
+    if getattr(resident.data, "num_train", experiment.batch_size) < experiment.batch_size:
+        changes["data.num_train"] = experiment.batch_size
+    plan = make_plan(resident.replaced(changes), h100_devices(c.replica, NUM_DEVICES // c.replica))
+    found = planned_bytes(compile_step(plan))
+    assert found is not None, "XLA plans memory for GPUs"
+    return float(found)

@@ -1,0 +1,34 @@
+"""The planner's times from measured steps, and the comparison with timed layouts, on closed forms."""
+
+import pytest
+
+from jaxdl.bench.planner_layouts import make_rows, rank_correlation
+from jaxdl.exchange.cost import Link, Machine
+from jaxdl.planner.calibrate import fitted_steps
+from jaxdl.planner.memory import Fit
+from jaxdl.planner.steptime import Efficiency, Profile, own_time
+
+
+def test_steps_fall_apart_into_micro_batches_examples_and_the_rest():
+    parts = (2e-3, 5e-4, 7e-3)
+    steps = {(m, e): m * (parts[0] + parts[1] * e) + parts[2] for m, e in ((1, 8), (2, 4), (4, 2), (1, 4))}
+    assert fitted_steps(steps) == pytest.approx(parts, rel=1e-6)
+    falling = {(1, 8): 1.0, (2, 4): 0.9, (4, 2): 0.8}
+    assert min(fitted_steps(falling)) >= 0
+
+
+def test_collectives_are_looked_up_by_their_own_size():
+    curve = ((1e3, 1e-3), (1e4, 1e-3), (1e5, 5e-3))
+    machine = Machine({"fsdp": Link(1e-4, 1e8, curve=curve)})
+    profile = Profile(Fit(), Fit(), Fit(), fsdp_bytes=20 * 1e4 * 2, fsdp_messages=20)
+    sizes = {"replica": 1, "fsdp": 2, "tensor": 1}
+    assert own_time(profile, sizes, 1, 1, machine, Efficiency()).inner_sec == pytest.approx(20 * 1e-3)
+
+
+def test_the_choice_is_first_and_noise_ties():
+    times = {"a": [1.0, 1.1, 1.0, 1.1], "b": [1.1, 1.0, 1.1, 1.0], "c": [2.0, 2.0, 2.0, 2.1]}
+    rows = make_rows({"a": 1.2, "b": 1.0, "c": 3.0}, times)
+    assert [row.layout for row in rows] == ["b", "a", "c"]
+    assert [row.tied for row in rows] == [True, True, False]
+    assert rows[2].error == pytest.approx(0.5)
+    assert rank_correlation(make_rows({"a": 1.0, "c": 3.0}, {"a": [1.0], "c": [2.0]})) == 1
