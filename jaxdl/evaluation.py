@@ -152,7 +152,7 @@ def total_sums(
     batches: Iterable[Batch],
     *,
     poll: Callable[[], None] = lambda: None,
-) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the task's sums over all batches, floats or float64 arrays; what it needs of each example, of all batches).
 
     The sums are fetched once, at the end; the rest leaves the devices batch by batch. `poll` is called before each

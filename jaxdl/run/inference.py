@@ -139,8 +139,8 @@ def evaluate_once(
         if name:
             own = task.metrics(sums | of_each, one.spec)
             found |= {f"{metric}/{name}": own[metric] for metric in dict.fromkeys(("loss", task.best_metric))}
-    joined = {what: np.concatenate(x) for what, x in every.items()}
-    return task.metrics(dict(totals) | joined, parts.data_spec) | found
+    joined: dict[str, Any] = {what: np.concatenate(x) for what, x in every.items()}
+    return task.metrics({**totals, **joined}, parts.data_spec) | found
 
 
 @contextlib.contextmanager
