@@ -17,7 +17,8 @@ from jaxdl.sharding import Params
 from jaxdl.state import ModelState, TrainState, replicated
 from jaxdl.step import Batch, Parts, apply_network, split
 
-EvalStep = Callable[[Params, ModelState, Batch], Mapping[str, jax.Array]]
+EvalStep = Callable[[Params, ModelState, Batch], tuple[Mapping[str, jax.Array], Mapping[str, jax.Array]]]
+"""(the task's sums over a batch, what it needs of each example: `Task.of_each`)."""
 NormStep = Callable[[Params, ModelState, jax.Array, Batch], ModelState]
 
 _MODEL = 2**31 + 1
@@ -46,22 +47,25 @@ class EvaluationConfig(Periodic):
 
 
 def make_eval_step(parts: Parts) -> jax.stages.Wrapped:
-    """The jitted function `(params, model_state, batch) -> sums` of the task, float32 scalars.
+    """The jitted function `(params, model_state, batch) -> (sums, of_each)` of the task.
 
-    The state is `TrainState.eval_state`.
+    Sums are float32 scalars; of each example there is something in one process alone. The state is
+    `TrainState.eval_state`.
     Padding in the batch is masked out by the task. Batch leaves are sharded over `(replica, fsdp)`.
     """
     shardings = parts.state_spec.shardings
 
-    def eval_step(params: Params, model_state: ModelState, batch: Batch) -> dict[str, jax.Array]:
+    def eval_step(params: Params, model_state: ModelState, batch: Batch) -> Any:
         whole = parts.task.takes_arrays
         outputs, _ = apply_network(parts, parts.layout, params, model_state, batch, train=False, whole=whole)
-        return parts.task.sums(outputs, batch, train=False)
+        of_each = parts.task.of_each(outputs, batch) if jax.process_count() == 1 else {}
+        return parts.task.sums(outputs, batch, train=False), of_each
 
+    examples = batch_sharding(parts.layout.mesh)
     return jax.jit(
         eval_step,
-        in_shardings=(shardings.params, shardings.eval_state, batch_sharding(parts.layout.mesh)),
-        out_shardings=replicated(parts.layout),
+        in_shardings=(shardings.params, shardings.eval_state, examples),
+        out_shardings=(replicated(parts.layout), examples),
     )
 
 
@@ -137,7 +141,8 @@ def evaluate(
     poll: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """The task's metrics over all batches; see `total_sums`."""
-    return parts.task.metrics(total_sums(eval_step, params, model_state, batches, poll=poll), parts.data_spec)
+    sums, of_each = total_sums(eval_step, params, model_state, batches, poll=poll)
+    return parts.task.metrics(sums | of_each, parts.data_spec)
 
 
 def total_sums(
@@ -147,19 +152,24 @@ def total_sums(
     batches: Iterable[Batch],
     *,
     poll: Callable[[], None] = lambda: None,
-) -> dict[str, Any]:
-    """The task's sums over all batches, floats or float64 arrays. They are fetched once, at the end.
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the task's sums over all batches, floats or float64 arrays; what it needs of each example, of all batches).
 
-    `poll` is called before each batch; what it raises ends the evaluation.
+    The sums are fetched once, at the end; the rest leaves the devices batch by batch. `poll` is called before each
+    batch; what it raises ends the evaluation.
     """
-    sums, most = [], max_in_flight()
+    sums, of_each, most = [], [], max_in_flight()
     for batch in batches:
         if len(sums) >= most:
             jax.block_until_ready(sums[-most])
+            of_each[-most] = jax.device_get(of_each[-most])
         if not sums:
             wait_for_all()
         poll()
-        sums.append(eval_step(params, model_state, batch))
-    fetched = jax.device_get(sums)
+        one, rest = eval_step(params, model_state, batch)
+        sums.append(one)
+        of_each.append(rest)
+    fetched, of_each = jax.device_get((sums, of_each))
     totals = {name: np.sum([one[name] for one in fetched], axis=0, dtype=np.float64) for name in fetched[0]}
-    return {name: x if np.ndim(x) else float(x) for name, x in totals.items()}
+    joined = {name: np.concatenate([one[name] for one in of_each]) for name in of_each[0]}
+    return {name: x if np.ndim(x) else float(x) for name, x in totals.items()}, joined

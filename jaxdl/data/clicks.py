@@ -15,6 +15,7 @@ import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError
+from jaxdl.data.ranks import area_by_ranks
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.tabular import Feature, TabularSource, TabularSpec, with_statistics
 
@@ -132,14 +133,9 @@ class ClickSource(TabularSource):
 
 def auc_and_loss(predicted: np.ndarray, label: np.ndarray) -> tuple[float, float]:
     """The AUC by ranks, equal predictions counted half, and the mean log loss, of probabilities of the label 1."""
-    values, place, count = np.unique(predicted, return_inverse=True, return_counts=True)
-    del values
-    ranks = (np.cumsum(count) - (count - 1) / 2)[place]
     positive = label > 0.5
-    one, zero = int(positive.sum()), int((~positive).sum())
-    area = (ranks[positive].sum() - one * (one + 1) / 2) / (one * zero) if one and zero else math.nan
     right = np.where(positive, predicted, 1 - predicted)
-    return float(area), float(-np.log(np.maximum(right, 1e-300)).mean())
+    return area_by_ranks(predicted, positive), float(-np.log(np.maximum(right, 1e-300)).mean())
 
 
 def _examples(config: Clicks, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -78,9 +78,11 @@ class SlotPlan:
         Raises ConfigError for a batch with more ids than there are slots.
         """
         if len(now) > len(self.id_of):
+            least = math.ceil(1e4 * len(now) / len(self.slot_of)) / 1e4
             raise ConfigError(
                 f"table {self._name}: a batch touches {len(now):,} of its rows, and its cache has {len(self.id_of):,} "
-                "slots. Give a larger --embedding.cache.fraction, or a smaller batch."
+                f"slots. Give --embedding.cache.fraction {least:g} or more, or a smaller batch. "
+                "A run goes on from its newest checkpoint with a larger fraction."
             )
         self._clock += 1
         slots = self.slot_of[now]

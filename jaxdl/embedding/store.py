@@ -36,6 +36,19 @@ class _Leaving(NamedTuple):
     values: Any
 
 
+class _Holding(NamedTuple):
+    """What a device has of a buffer; devices with the same are copies."""
+
+    part: int
+    """The number of its part of the rows, as `Places` counts them."""
+    columns: slice
+    """Its columns of these rows."""
+
+    def of(self, x: np.ndarray) -> tuple[Any, ...]:
+        """Its columns, as an index after that of the rows, of rows or of one number a row."""
+        return (self.columns,) if x.ndim > 1 else ()
+
+
 class _Piece(NamedTuple):
     """Rows of a table on one device."""
 
@@ -72,15 +85,12 @@ class Store:
         self._buffers = {
             table.name: buffer for buffer in tables.buffers for table in buffer.tables if table.name in self.whole
         }
-        for name, buffer in self._buffers.items():
-            if buffer.spread.cut == "columns":
-                raise ConfigError(f"table {name}: a cache does not work with its scheme. Choose another one.")
         self.rows: dict[str, dict[str, np.ndarray]] = {}
         """Table -> `rows` `[rows, columns]` and what its optimizer keeps, float32."""
         self._slots = slots
         self._columns = _columns_of(self.whole.values(), num_ids)
         self._swap = jax.jit(functools.partial(_swapped, tables), donate_argnums=0)
-        self._devices = {buffer.name: _owners(buffer) for buffer in self._buffers.values()}
+        self._devices = {buffer.name: _holdings(buffer) for buffer in self._buffers.values()}
         self._id_of: dict[str, np.ndarray] = {}
         self._leaving: deque[_Leaving] = deque()
         self._in_flight = {name: np.zeros(one.rows, bool) for name, one in self.whole.items()}
@@ -152,6 +162,7 @@ class Store:
         lists = {name: self._blank(name, room, only) for name in self._devices}
         taken: dict[str, list[Any]] = {}
         used: Counter[tuple[str, int, bool]] = Counter()
+        holdings = self._devices
         for one in pieces:
             key = (one.buffer, one.device, one.leaves)
             places = used[key] + np.arange(len(one.rows))
@@ -160,11 +171,11 @@ class Store:
             if not one.leaves:
                 mine["loaded"][one.device, places] = one.rows
                 for what, x in mine["values"].items():
-                    x[one.device, places] = self.rows[one.table][what][swaps[one.table].loaded[one.numbers]]
+                    source, loaded = self.rows[one.table][what], swaps[one.table].loaded[one.numbers]
+                    x[one.device, places] = source[loaded, *holdings[one.buffer][one.device].of(source)]
                 continue
             mine["evicted"][one.device, places] = one.rows
-            owners = self._devices[one.buffer]
-            if owners.index(owners[one.device]) == one.device:  # Of copies the first is read.
+            if holdings[one.buffer].index(holdings[one.buffer][one.device]) == one.device:  # Of copies the first.
                 taken.setdefault(one.buffer, []).append((one.table, one.device, one.numbers, places))
         everywhere = NamedSharding(self.tables.mesh, PartitionSpec(tuple(self.tables.mesh.axis_names)))
         return jax.device_put(lists, everywhere), taken
@@ -173,18 +184,18 @@ class Store:
         """The rows of a table's swap by device."""
         buffer = self._buffers[name]
         for slots, leaves in ((swap.evicted_slots, True), (swap.loaded_slots, False)):
-            owners, rows = np.divmod(buffer.places.of(name, slots), buffer.local_rows)
-            for device, owner in enumerate(self._devices[buffer.name]):
-                mine = np.flatnonzero(owners == owner)
+            parts, rows = np.divmod(buffer.places.of(name, slots), buffer.local_rows)
+            for device, one in enumerate(self._devices[buffer.name]):
+                mine = np.flatnonzero(parts == one.part)
                 if len(mine):
                     yield _Piece(buffer.name, name, device, mine, rows[mine], leaves)
 
     def _blank(self, buffer: str, room: int, only: Sequence[str] | None) -> dict[str, Any]:
         num, shapes = self.tables.mesh.size, self.tables.shapes[buffer]
-        local_rows = next(one.local_rows for one in self._buffers.values() if one.name == buffer)
-        beyond = np.tile(local_rows + np.arange(room, dtype=np.int32), (num, 1))
+        here = next(one for one in self._buffers.values() if one.name == buffer)
+        beyond = np.tile(here.local_rows + np.arange(room, dtype=np.int32), (num, 1))
         values = {
-            what: np.zeros((num, room, *x.shape[1:]), np.float32)
+            what: np.zeros((num, room, *(size // here.column_ways for size in x.shape[1:])), np.float32)
             for what, x in shapes.items()
             if only is None or what in only
         }
@@ -212,7 +223,8 @@ class Store:
             for name, device, mine, places in pieces:
                 ids = one.ids[name][mine]
                 for what, x in values.items():
-                    self.rows[name][what][ids] = x[device, places]
+                    kept = self.rows[name][what]
+                    kept[ids, *self._devices[buffer][device].of(kept)] = x[device, places]
         for name, ids in one.ids.items():
             self._in_flight[name][ids] = False
 
@@ -305,14 +317,23 @@ def _columns_of(tables: Any, num_ids: Mapping[str, int]) -> dict[str, np.ndarray
     }
 
 
-def _owners(buffer: Buffer) -> list[int]:
-    """Of each device of the mesh, in its order, which part of the buffer's rows it has."""
-    sizes = buffer.sizes
+def _holdings(buffer: Buffer) -> list[_Holding]:
+    """What each device of the mesh has of the buffer, in the order of the mesh."""
+    sizes, spread = buffer.sizes, buffer.spread
     places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-    owner = np.zeros(places.shape[1], np.int64)
-    for axis in buffer.spread.owners:
-        owner = owner * sizes[axis] + places[list(sizes).index(axis)]
-    return owner.tolist()
+
+    def numbers(axes: Sequence[str]) -> list[int]:
+        found = np.zeros(places.shape[1], np.int64)
+        for axis in axes:
+            found = found * sizes[axis] + places[list(sizes).index(axis)]
+        return found.tolist()
+
+    width = buffer.columns // buffer.column_ways
+    if spread.cut == "columns":
+        pairs = zip(numbers(spread.outer), numbers(spread.inner), strict=True)
+    else:
+        pairs = ((part, 0) for part in numbers(spread.owners))
+    return [_Holding(part, slice(first * width, (first + 1) * width)) for part, first in pairs]
 
 
 def _swapped(tables: Tables, state: TableState, lists: Any) -> tuple[TableState, Any]:

@@ -15,7 +15,9 @@ from jaxdl.step import Batch, Parts, apply_network, one_replica_params, own_para
 
 
 def make_own_eval_step(parts: Parts) -> jax.stages.Wrapped:
-    """The jitted function `(params, model_state, batch) -> sums` of the task; trained parameters are `[replica, ...]`.
+    """The jitted function `(params, model_state, batch) -> (sums, {})` of the task.
+
+    Trained parameters are `[replica, ...]`.
 
     Each replica evaluates its own rows of the batch with its own parameters. As `make_eval_step` of
     `jaxdl.evaluation` otherwise.
@@ -32,9 +34,9 @@ def make_own_eval_step(parts: Parts) -> jax.stages.Wrapped:
         outputs, _ = apply_network(parts, layout, params, model_state, batch, train=False, whole=whole)
         return jax.tree.map(lambda x: lax.psum(x, replica), parts.task.sums(outputs, batch, train=False))
 
-    def own_eval_step(params: Any, model_state: Any, batch: Batch) -> dict[str, jax.Array]:
+    def own_eval_step(params: Any, model_state: Any, batch: Batch) -> Any:
         each = PartitionSpec(replica)
-        return jax.shard_map(
+        sums = jax.shard_map(
             one_replica,
             mesh=mesh,
             in_specs=(own_param_specs(parts), each, each),
@@ -42,6 +44,7 @@ def make_own_eval_step(parts: Parts) -> jax.stages.Wrapped:
             axis_names={replica},
             check_vma=False,
         )(params, model_state, dict(batch))
+        return sums, {}
 
     return jax.jit(
         own_eval_step,

@@ -129,14 +129,18 @@ def evaluate_once(
     sharding, task = batch_sharding(parts.layout.mesh), parts.task
     found: dict[str, float] = {}
     totals: Counter[str] = Counter()
+    every: dict[str, list[np.ndarray]] = {}
     for name, one in (source.parts or {"": source}).items():
         with eval_batches(one, batch_size=batch_size, sharding=sharding) as batches:
-            sums = total_sums(eval_step, params, model_state, batches, poll=poll)
+            sums, of_each = total_sums(eval_step, params, model_state, batches, poll=poll)
         totals.update(sums)
+        for what, x in of_each.items():
+            every.setdefault(what, []).append(x)
         if name:
-            own = task.metrics(sums, one.spec)
+            own = task.metrics(sums | of_each, one.spec)
             found |= {f"{metric}/{name}": own[metric] for metric in dict.fromkeys(("loss", task.best_metric))}
-    return task.metrics(totals, parts.data_spec) | found
+    joined: dict[str, Any] = {what: np.concatenate(x) for what, x in every.items()}
+    return task.metrics({**totals, **joined}, parts.data_spec) | found
 
 
 @contextlib.contextmanager

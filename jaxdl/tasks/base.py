@@ -125,6 +125,15 @@ class Task(Choice):
     def sums(self, outputs: Any, batch: Mapping[str, jax.Array], *, train: bool) -> dict[str, jax.Array]:
         """Sums over the examples (or tokens) that count, float32 scalars: "loss", "weight" and those of `metrics`."""
 
+    def of_each(self, outputs: Any, batch: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """What `metrics` needs of each example of an evaluation, `[batch, ...]`: nothing.
+
+        In one process `metrics` gets these arrays, of all examples and of padding, among the sums. The host collects
+        them. With several processes it does not: no host has all of them.
+        """
+        del outputs, batch
+        return {}
+
     def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
         """The metrics, from sums over any number of batches: each sum divided by the weight.
 
