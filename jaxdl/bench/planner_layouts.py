@@ -127,7 +127,8 @@ def rank_correlation(rows: Sequence[Row]) -> float:
     """Kendall's tau of predicted and measured times."""
     import scipy.stats
 
-    return float(scipy.stats.kendalltau([one.predicted_sec for one in rows], [one.measured_sec for one in rows])[0])
+    found: Any = scipy.stats.kendalltau([one.predicted_sec for one in rows], [one.measured_sec for one in rows])
+    return float(found.statistic)
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
