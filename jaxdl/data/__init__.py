@@ -28,7 +28,7 @@ from jaxdl.data.photos import Cache, Photos, PhotoSource
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
 from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
 from jaxdl.data.synthetic import SyntheticImages, SyntheticPairs, SyntheticText
-from jaxdl.data.tabular import Feature, TabularArrays, TabularSpec
+from jaxdl.data.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
 from jaxdl.data.tars import ImageTars
 from jaxdl.data.text import TextFiles, TokenWindows, standard_library_files
 from jaxdl.data.tfds import TFDS
@@ -70,6 +70,7 @@ __all__ = [
     "SyntheticText",
     "TFDSPairs",
     "TabularArrays",
+    "TabularSource",
     "TabularSpec",
     "TextFiles",
     "TextSpec",
@@ -79,4 +80,5 @@ __all__ = [
     "spec_from_json",
     "spec_to_json",
     "standard_library_files",
+    "with_statistics",
 ]
