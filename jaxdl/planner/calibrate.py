@@ -24,8 +24,8 @@ from jaxdl.exchange.probe import probe
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.planner.memory import Fit
-from jaxdl.planner.steptime import Efficiency, Profile
-from jaxdl.planner.trial import Setting, measured, profile, stand_in, trial_plan
+from jaxdl.planner.steptime import Profile
+from jaxdl.planner.trial import profile, stand_in
 from jaxdl.run.build import Plan, make_initial_state, make_plan
 from jaxdl.run.compile import compile_train_step
 
@@ -79,21 +79,6 @@ def measured_profiles(
         )
 
     return found
-
-
-def measured_efficiency(experiment: Experiment, devices: Sequence[Any], *, num_rounds: int = _ROUNDS) -> Efficiency:
-    """The share of the roofline that the kernels of a step of this experiment reach on these devices.
-
-    The roofline is an H100's (`jaxdl.compiler.roofline`), so the share of another device is also its share of that.
-    `overlap` stays the guess: one step alone does not show it.
-    """
-    resident = stand_in(experiment)
-    local = max(1, experiment.batch_size // len(devices))
-    remat = getattr(experiment.model, "remat", None)
-    plan = trial_plan(resident, Setting(1, 1, local, remat, "replicated"), devices)
-    counted = measured(plan)
-    [seconds] = timed_plans({"step": local_plan(resident, devices, remat, local, 1)}, num_rounds).values()
-    return Efficiency(compute=min(1.0, (counted.passes + counted.other) / statistics.median(seconds)))
 
 
 def timed_steps(

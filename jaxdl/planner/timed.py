@@ -60,8 +60,7 @@ def _devices_per_core() -> float:
 
 def _seconds(plan: Plan, compiled: jax.stages.Compiled) -> float:
     """The median time of the step, on a state and a batch of zeros."""
-    segment = plan.timeline.segments[0]
-    batch = plan.sources(segment)[0].batch_shapes(segment.batch_size, evaluating=False)
+    batch = plan.batch_shapes(plan.timeline.segments[0], evaluating=False)
     state_at, batch_at = compiled.input_shardings[0]
     state: Any = jax.tree.map(_zeros, plan.parts.state_spec.abstract(), state_at)
     batch, times = jax.tree.map(_zeros, batch, batch_at), []

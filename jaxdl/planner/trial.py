@@ -29,7 +29,10 @@ _LAUNCH_SEC = 3e-6
 
 
 def resident(experiment: Experiment, image_size: int | None) -> Experiment:
-    """The experiment without phases and schedule, and with synthetic images instead of photographs."""
+    """The experiment without phases and schedule, and with synthetic images instead of photographs.
+
+    Ids of embedding tables are sent in the step of their batch, as nothing comes before it.
+    """
     photos = getattr(experiment.data, "photos", None)
     changes: dict[str, Any] = {
         "epochs": None,
@@ -38,6 +41,7 @@ def resident(experiment: Experiment, image_size: int | None) -> Experiment:
         "phases": (),
         "schedule": Constant(),
         "plan": AsGiven(),
+        "embedding.ids_ahead": False,
         "evaluation.norm_batches": None,
         "report.profile_start_step": None,
         "report.profile_steps": 3,
