@@ -127,10 +127,10 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     other = Planned({"mesh.replica": 1, "mesh.fsdp": 1, "mesh.tensor": 1}, ("made up",))
     monkeypatch.setattr(auto, "plan", lambda *_: other)
     longer = experiment.replaced({"steps": 16})
-    anew = jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
-    assert anew.plan.mesh_sizes == {"replica": 1, "fsdp": 1, "tensor": 1}
-    assert anew.summary["steps"] == 16
-    [note] = [one for one in anew.plan.reasons if "planned anew" in one]
+    again = jaxdl.train(longer, tmp_path / "a", quiet=True, devices=jax.devices()[:1])
+    assert again.plan.mesh_sizes == {"replica": 1, "fsdp": 1, "tensor": 1}
+    assert again.summary["steps"] == 16
+    [note] = [one for one in again.plan.reasons if "planned again" in one]
     assert "the run has 1 devices" in note
     assert "was made for 2 devices" in note
     (tmp_path / "a" / PLAN_FILE).write_text("{}")

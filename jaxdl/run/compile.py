@@ -87,7 +87,7 @@ class EachStep:
 
 
 class ForIds:
-    """A program that is compiled anew when the first batch with other shapes of ids comes; the batch is last."""
+    """A program that is compiled again when the first batch with other shapes of ids comes; the batch is last."""
 
     def __init__(self, compile: Callable[[Shapes], Any], first: Shapes) -> None:
         """`compile` makes the program for the shapes of a batch; that for the `first` is made now."""

@@ -89,7 +89,7 @@ def with_plan(
     exchange = f", exchange {planned.exchange.label}" if planned.exchange is not None else ""
     for number, line in enumerate((described(planned.settings) + exchange, *planned.reasons)):
         start.fact("plan" if number == 0 else "", line)
-    notes = () if earlier is None else (f"the layout is planned anew: {_changed(earlier.made_for, made_for)}",)
+    notes = () if earlier is None else (f"the layout is planned again: {_changed(earlier.made_for, made_for)}",)
     changes = dict(planned.settings)
     if planned.exchange is not None:
         changes["exchange"] = planned.exchange

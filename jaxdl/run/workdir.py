@@ -275,7 +275,7 @@ def read_plan(workdir: Path | None) -> Kept | None:
         return Kept.from_json(content.decode()) if content else None
     except (ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"{workdir}/{PLAN_FILE}: this is no plan. Restore it, or remove it: the layout is then planned anew."
+            f"{workdir}/{PLAN_FILE}: this is no plan. Restore it, or remove it: the layout is then planned again."
         ) from None
 
 
