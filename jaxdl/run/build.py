@@ -298,8 +298,8 @@ def settled(
 ) -> tuple[Experiment, tuple[str, ...]]:
     """The experiment with its exchange chosen, if it left that open, and the reasons; all processes call it alike.
 
-    With one replica there is nothing to choose. `chosen` is the earlier choice, and is taken again, also with one
-    replica: the state of the exchange must survive until there are several again.
+    With one replica there is nothing to choose, but `chosen`, the earlier choice, is taken again: the state of the
+    exchange must survive until there are several replicas again.
     """
     auto = experiment.exchange
     one_replica = mesh.shape[Axis.REPLICA] == 1
