@@ -16,6 +16,7 @@ from jaxdl.planner import placement
 from jaxdl.planner.memory import Fit, Parameters, Step, described_layout, fitted, memory, sharding_of
 from jaxdl.planner.search import Cluster, TablesOnMesh, Workload, binding, choices, costed, search
 from jaxdl.planner.steptime import Efficiency, Profile, nodes_that_pay, own_time, parameter_servers, with_exchange
+from jaxdl.planner.workload import _profiles
 from jaxdl.sharding import ShardingConfig
 
 SHAPES = {"kernel": jax.ShapeDtypeStruct((1024, 4096), "float32"), "bias": jax.ShapeDtypeStruct((4096,), "float32")}
@@ -186,3 +187,15 @@ def test_every_shard_is_placed_once_and_phases_are_balanced_apart():
         placement.place(costs, sizes, 6, sizes.max() / 2)
     with pytest.raises(ConfigError, match="Take more devices"):
         placement.place(costs, sizes, 6, 0.9 * sizes.sum() / 6)
+
+
+def test_a_tensor_size_that_xla_cannot_compile_is_an_error(monkeypatch):
+    def refused(*args, **options):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
+
+    monkeypatch.setattr("jaxdl.planner.workload.profile", refused)
+    profiles = _profiles(None, jax.devices(), 4, None)
+    with pytest.raises(ConfigError, match=r"mesh.tensor 2: .*RET_CHECK failure\).*--mesh.tensor 1"):
+        profiles(2, "", "sharded")
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        profiles(1, "", "sharded")

@@ -97,7 +97,11 @@ def layouts(work: Workload, cluster: Cluster) -> list[Candidate]:
         if mesh == _MESHES[0]:
             kinds += [(remat, "sharded") for remat in work.remats[1:]]
         for remat, sharding in kinds:
-            fitting = _fitting(work, cluster, mesh, remat, sharding)
+            try:
+                fitting = _fitting(work, cluster, mesh, remat, sharding)
+            except ConfigError as error:
+                print(f"{' x '.join(map(str, mesh))}, {sharding}: left out. {error}")
+                continue
             # Every second layout has more micro-batches than it needs.
             found += fitting[-1:] if len(found) % 2 else fitting[:1]
     return found

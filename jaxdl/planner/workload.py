@@ -145,20 +145,28 @@ def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
 def _profiles(
     experiment: Experiment, devices: Sequence[Any], most_examples: int, measure: Callable[[Plan], Measured]
 ) -> Callable[[int, str, str], Profile]:
-    """Profiles by tensor, remat and sharding, each compiled once."""
+    """Profiles by tensor, remat and sharding, each compiled once; ConfigError for a `tensor` that XLA cannot compile."""
     few = max(1, min(8, most_examples // 2))
 
     @functools.cache
     def found(tensor: int, remat: str, param_sharding: str) -> Profile:
-        return profile(
-            experiment,
-            devices,
-            tensor=tensor,
-            most_fsdp=len(devices) // tensor,
-            remat=remat or None,
-            param_sharding=param_sharding,
-            examples=(few, 2 * few),
-            measure=measure,
-        )
+        try:
+            return profile(
+                experiment,
+                devices,
+                tensor=tensor,
+                most_fsdp=len(devices) // tensor,
+                remat=remat or None,
+                param_sharding=param_sharding,
+                examples=(few, 2 * few),
+                measure=measure,
+            )
+        except jax.errors.JaxRuntimeError as error:
+            if tensor == 1:
+                raise
+            why = str(error).splitlines()[0][:200]
+            raise ConfigError(
+                f"mesh.tensor {tensor}: XLA does not compile this model's step with it ({why}). Plan with --mesh.tensor 1."
+            ) from None
 
     return found
