@@ -195,7 +195,7 @@ def test_a_tensor_size_that_xla_cannot_compile_is_an_error(monkeypatch):
 
     monkeypatch.setattr("jaxdl.planner.workload.profile", refused)
     profiles = _profiles(None, jax.devices(), 4, None)
-    with pytest.raises(ConfigError, match=r"mesh.tensor 2: .*RET_CHECK failure\).*--mesh.tensor 1"):
+    with pytest.raises(ConfigError, match=r"mesh.tensor 2: .*RET_CHECK failure\).*mesh.tensor.1"):
         profiles(2, "", "sharded")
     with pytest.raises(jax.errors.JaxRuntimeError):
         profiles(1, "", "sharded")

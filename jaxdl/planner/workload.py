@@ -145,7 +145,7 @@ def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
 def _profiles(
     experiment: Experiment, devices: Sequence[Any], most_examples: int, measure: Callable[[Plan], Measured]
 ) -> Callable[[int, str, str], Profile]:
-    """Profiles by tensor, remat and sharding, each compiled once; ConfigError for a `tensor` that XLA cannot compile."""
+    """Profiles by tensor, remat and sharding, each compiled once; ConfigError if XLA cannot compile `tensor`."""
     few = max(1, min(8, most_examples // 2))
 
     @functools.cache
@@ -166,7 +166,8 @@ def _profiles(
                 raise
             why = str(error).splitlines()[0][:200]
             raise ConfigError(
-                f"mesh.tensor {tensor}: XLA does not compile this model's step with it ({why}). Plan with --mesh.tensor 1."
+                f"mesh.tensor {tensor}: XLA does not compile this model's step with it ({why}). Plan with "
+                "--mesh.tensor 1."
             ) from None
 
     return found
