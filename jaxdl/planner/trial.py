@@ -160,24 +160,22 @@ def figures(plan: Plan, compiled: jax.stages.Compiled) -> Measured:
 
 
 def profile(
-    experiment: Experiment,
-    devices: Sequence[Any],
+    measure: Callable[[Setting], Measured],
     *,
     tensor: int,
     most_fsdp: int,
     remat: str | None,
     param_sharding: str,
     examples: tuple[int, int],
-    measure: Callable[[Plan], Measured] = measured,
 ) -> Profile:
-    """What steps need, from three that are compiled: with these two numbers of examples, and with `most_fsdp`.
+    """What steps need, from three of them: with these two numbers of examples, and with `most_fsdp`.
 
     `measure` takes the figures of each.
     """
     few, many = examples
     wanted = dict.fromkeys([(1, few), (1, many), (most_fsdp, few)])
-    found = {
-        (fsdp, number): measure(trial_plan(experiment, Setting(fsdp, tensor, number, remat, param_sharding), devices))
+    found = {  # One device of `fsdp` has all parameters either way.
+        (fsdp, number): measure(Setting(fsdp, tensor, number, remat, param_sharding if fsdp > 1 else "replicated"))
         for fsdp, number in wanted
     }
 
