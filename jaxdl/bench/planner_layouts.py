@@ -16,6 +16,7 @@ from jaxdl.bench.shared import make_table, write_json
 from jaxdl.config import ConfigError
 from jaxdl.data import TabularSpec
 from jaxdl.exchange import Dense, ExchangeConfig, Quantized
+from jaxdl.mesh import MeshConfig
 from jaxdl.planner.auto import layout_plan, prepared, searched
 from jaxdl.planner.h100 import compile_step
 from jaxdl.planner.search import Candidate
@@ -86,7 +87,8 @@ def compare_times(command: PlannerBench, console: Console) -> None:
 def _candidates(command: PlannerBench, devices: Sequence[Any], nodes: int) -> dict[str, Candidate]:
     """The layouts on so many nodes that fit, by name, the fastest by prediction first: as `--plan auto` costs them."""
     plan = PlanAuto(devices_per_node=NUM_DEVICES // nodes)
-    asked = command.experiment.replaced({"exchange": _EXCHANGES[-1], "plan": plan})
+    changes = {"exchange": _EXCHANGES[-1], "plan": plan, "mesh": MeshConfig(replica=nodes)}
+    asked = command.experiment.replaced(changes)
     work, cluster, fixed = prepared(asked, devices, Start(quiet=True))
     found: list[Candidate] = []
     for exchange in _EXCHANGES if nodes > 1 else _EXCHANGES[:1]:

@@ -18,6 +18,7 @@ from jaxdl.data.packing import PackedRows
 from jaxdl.data.shards import SHARDS, Plan, TokenStore
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.spec import TextSpec
+from jaxdl.data.synthetic import SyntheticText
 from jaxdl.data.text import TokenWindows
 from jaxdl.data.tokenizing import prepare, prepared
 
@@ -65,6 +66,12 @@ class Documents(Data, kind="documents"):
     def build(self) -> Splits:
         """Training and held-out rows. Raises ConfigError for what cannot be read, or takes long to tokenize."""
         return self.rows(*self.split())
+
+    def stand_in(self, vocab_size: int | None) -> Data | None:
+        """See `Data.stand_in`: sequences of the same length. Packed rows have no stand-in."""
+        if vocab_size is None or self.packing:
+            return None
+        return SyntheticText(vocab_size=vocab_size, length=self.length, num_train=8, num_test=8)
 
     def prepare(self, console: Console) -> str:
         """Tokenizes what is missing; see `Data.prepare`."""
@@ -205,6 +212,10 @@ class Mixture(Data, kind="mixture"):
         )
         train = MixedRows({name: one.train for name, one in splits.items()}, weights, spec)
         return Splits(train, MixedRows({name: one.test for name, one in splits.items()}, weights, spec))
+
+    def stand_in(self, vocab_size: int | None) -> Data | None:
+        """See `Data.stand_in`: that of any source, as all have the same shapes."""
+        return next(iter(self._sources().values())).stand_in(vocab_size)
 
     def prepare(self, console: Console) -> str:
         """Tokenizes what is missing of each source; see `Data.prepare`."""

@@ -57,6 +57,14 @@ class Data(Choice):
         del folder
         return self
 
+    def stand_in(self, vocab_size: int | None) -> Data | None:
+        """Made-up data with batches of the same shapes, from no files; `vocab_size` is that of the model, if set.
+
+        None where the shapes are not known without a look at the files.
+        """
+        del vocab_size
+        return None
+
     def codec(self) -> Codec:
         """Between text and this data's tokens. Raises ConfigError for data that are not text."""
         raise ConfigError(f"data {type(self).__name__}: it is not text, so there is nothing to encode or sample.")

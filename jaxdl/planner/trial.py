@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdl.compiler import hlo, overlap, roofline
-from jaxdl.data import Documents, SyntheticImages, SyntheticText
+from jaxdl.data import SyntheticImages
 from jaxdl.embedding.traffic import Message, axis_bytes, messages
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment
@@ -65,12 +65,11 @@ def planned_bytes(program: jax.stages.Compiled) -> int | None:
 
 
 def stand_in(experiment: Experiment) -> Experiment:
-    """The experiment on synthetic data of the same shapes, where those need no look at the files."""
+    """The experiment on made-up data of the same shapes, where those need no look at the files."""
     changed = resident(experiment, None)
-    data, words = changed.data, getattr(changed.model, "vocab_size", None)
-    if words and isinstance(data, Documents):
-        text = SyntheticText(vocab_size=words, length=data.length, num_train=8, num_test=8)
-        changed = changed.replaced({"data": text})
+    data = changed.data.stand_in(getattr(changed.model, "vocab_size", None))
+    if data is not None:
+        changed = changed.replaced({"data": data})
     if isinstance(getattr(changed.model, "norm_span", None), int):  # It needs more examples than a trial has.
         changed = changed.replaced({"model.norm_span": Axis.REPLICA.value})
     return changed
