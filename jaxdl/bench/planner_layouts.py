@@ -57,7 +57,7 @@ class Row:
 
 def compare_times(command: PlannerBench, console: Console) -> None:
     """Plans for each number of nodes, times every layout in turns, and prints and writes the tables."""
-    experiment = command.experiment
+    experiment = command.experiment.replaced({"mesh": MeshConfig()})  # It may say how many devices a CPU has.
     if experiment.model.modality == TabularSpec.modality:
         raise ConfigError(f"model {experiment.model.kind}: steps with tables are timed by `bench embedding`.")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
