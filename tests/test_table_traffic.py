@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -15,13 +14,12 @@ from jaxdl.collectives.quantized import decode_vectors, encode_vectors
 from jaxdl.config import ConfigError
 from jaxdl.data import Clicks, Feature
 from jaxdl.embedding import EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise
-from jaxdl.embedding.traffic import Message
 from jaxdl.errors import OptionError
-from jaxdl.exchange.cost import ALL_TO_ALL_OF_MESH, Link, Machine, Speeds
+from jaxdl.exchange.cost import Link, Machine, Speeds
 from jaxdl.kinds import kinds
 from jaxdl.planner.command import run
 from jaxdl.planner.table_report import distinct_of
-from jaxdl.planner.tables import Workload, costs_of, message_sec, plan_tables, under_one, with_schemes
+from jaxdl.planner.tables import Workload, costs_of, plan_tables, under_one, with_schemes
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TABLES = (
@@ -158,15 +156,3 @@ def test_distinct_rows_are_counted_in_the_data():
     assert found["both"] == len(np.unique(ids))
     more = distinct_of(source, tables, {"feature00": 2, "feature01": 1}, 8000)
     assert found["both"] <= more["both"] <= 1000
-
-
-def test_an_all_to_all_among_all_devices_takes_its_own_measured_time():
-    sizes = {"replica": 2, "fsdp": 2, "tensor": 1}
-    whole = Message("buffer", "vectors", "all-to-all", ("replica", "fsdp"), 4000)
-    between = Message("buffer", "vectors", "all-to-all", ("replica",), 4000)
-    apart = machine()
-    assert message_sec(whole, sizes, apart) == pytest.approx((1e-4 + 2000 / 1e6, 1e-5 + 2000 / 1e9))
-    slow = replace(apart.links["replica"], collectives={ALL_TO_ALL_OF_MESH: Link(2e-4, 5e5)})
-    together = replace(apart, links={**apart.links, "replica": slow})
-    assert message_sec(whole, sizes, together) == pytest.approx((3 * 2e-4 + 2000 / 5e5, 0.0))
-    assert message_sec(between, sizes, together) == message_sec(between, sizes, apart)

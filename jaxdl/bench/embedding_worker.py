@@ -16,7 +16,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jaxdl.bench.cluster_worker import serve
 from jaxdl.embedding import EmbeddingConfig
 from jaxdl.exchange import Dense
-from jaxdl.exchange.cost import ALL_TO_ALL_OF_MESH, Link, Machine, predict
+from jaxdl.exchange.cost import Link, Machine, predict
 from jaxdl.exchange.probe import probe_link, start_together
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
@@ -29,7 +29,7 @@ from jaxdl.step import Batch
 from jaxdl.step.lookup import located_ids
 
 _REPLICA = Axis.REPLICA.value
-_COLLECTIVES = ("all_reduce/float32", "all_gather", "all_to_all", ALL_TO_ALL_OF_MESH)
+_COLLECTIVES = ("all_reduce/float32", "all_gather", "all_to_all")
 
 
 class Worker:

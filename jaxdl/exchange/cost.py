@@ -32,9 +32,6 @@ ALWAYS_MEASURED = ("all_reduce/float32", "all_gather")
 PERMUTE = "permute"
 """The collective by which each device sends one message to another one."""
 
-ALL_TO_ALL_OF_MESH = "all_to_all/mesh"
-"""The all-to-all among all devices of the mesh, in one group; its bytes are those that a device sends over the axis."""
-
 KeyT = TypeVar("KeyT", str, int)
 
 _FLOAT_BYTES = 4

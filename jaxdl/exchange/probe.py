@@ -22,11 +22,11 @@ from jaxdl.collectives import packing
 from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.collectives.quantized import quantized_all_reduce
 from jaxdl.collectives.select import Method, select_top_k
-from jaxdl.exchange.cost import ALL_TO_ALL_OF_MESH, PERMUTE, Link, Machine, Speeds
+from jaxdl.exchange.cost import PERMUTE, Link, Machine, Speeds
 from jaxdl.mesh import platform
 
 COLLECTIVES = ("all_reduce/float32", "all_reduce/bfloat16", "all_reduce/float16", "all_gather", "all_to_all")
-"""What is measured on each axis, by the names of `Link.collectives`: all but `PERMUTE` and `ALL_TO_ALL_OF_MESH`."""
+"""What is measured on each axis, by the names of `Link.collectives`; of those that exist all but `PERMUTE`."""
 
 _RANK, _NUM_MESSAGES, _NUM_OPERATIONS = 4, 16, 64
 _SMALLEST_BYTES, _GROWTH, _LONG_SEC = 2**12, 4, 0.25
@@ -80,12 +80,13 @@ def probe_link(
     compiled = {} if compiled is None else compiled
     if "idle" not in compiled:
         compiled["idle"] = _compiled(mesh, lambda x: x[:1], _normal(mesh, _SMALLEST_BYTES // 4))
+    num_devices = mesh.shape[axis]
     largest = 2**22 if platform(mesh) == "cpu" else 2**26
     found = {}
     for kind in collectives:
         size, sent, times = _SMALLEST_BYTES, [], []
         while True:
-            work, num_bytes = _collective(kind, axis, mesh, size)
+            work, num_bytes = _collective(kind, axis, num_devices, size)
             if (kind, axis, size) not in compiled:
                 compiled[kind, axis, size] = _compiled(mesh, work, _normal(mesh, size // 4))
             sent.append(num_bytes)
@@ -93,8 +94,7 @@ def probe_link(
             if size >= largest or times[-1] > _LONG_SEC:
                 break
             size *= _GROWTH
-        ways = mesh.size if kind == ALL_TO_ALL_OF_MESH else mesh.shape[axis]
-        found[kind] = fit_link(num_messages(kind, ways), sent, times)
+        found[kind] = fit_link(num_messages(kind, num_devices), sent, times)
     base = found.get("all_reduce/float32", next(iter(found.values())))
     return Link(base.latency_sec, base.bytes_per_sec, found, base.curve)
 
@@ -141,19 +141,17 @@ def _positive_least_squares(columns: np.ndarray, wanted: np.ndarray) -> np.ndarr
     return min(alone, key=lambda solution: float(np.linalg.norm(columns @ solution - wanted)))
 
 
-def _collective(kind: str, axis: str, mesh: Mesh, size: int) -> tuple[Work, float]:
-    """A function of `size` bytes (float32) on each device, and the bytes that it makes a device send over the axis."""
-    num_devices = mesh.shape[axis]
+def _collective(kind: str, axis: str, num_devices: int, size: int) -> tuple[Work, float]:
+    """A function of `size` bytes (float32) on each device, and the bytes that it makes a device send."""
     share = (num_devices - 1) / num_devices
     if kind == "all_gather":
         part = size // 4 // num_devices
         return lambda x: lax.all_gather(x[:part], axis, tiled=True), (num_devices - 1) * 4 * part
-    if kind in ("all_to_all", ALL_TO_ALL_OF_MESH):
-        axes, ways = (axis, num_devices) if kind == "all_to_all" else (tuple(mesh.axis_names), mesh.size)
-        part = size // 4 // ways
+    if kind == "all_to_all":
+        part = size // 4 // num_devices
         return (
-            lambda x: lax.all_to_all(x[: part * ways].reshape(ways, part), axes, 0, 0, tiled=True),
-            share * 4 * part * ways,
+            lambda x: lax.all_to_all(x[: part * num_devices].reshape(num_devices, part), axis, 0, 0, tiled=True),
+            share * 4 * part * num_devices,
         )
     if kind == PERMUTE:
         return lambda x: lax.ppermute(x, axis, [(i, (i + 1) % num_devices) for i in range(num_devices)]), size

@@ -18,10 +18,9 @@ import jax
 
 from jaxdl.cluster import host_memory_bytes, wait_for_all
 from jaxdl.config import ConfigError
-from jaxdl.data import TabularSpec
 from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.auto import INNER_LINKS
-from jaxdl.exchange.cost import ALL_TO_ALL_OF_MESH, ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, Machine
+from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, Machine
 from jaxdl.exchange.probe import probe
 from jaxdl.experiment import Experiment
 from jaxdl.launch.netns import parse_rate
@@ -131,8 +130,7 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
     replicas = mesh.shape[Axis.REPLICA.value]
     configs = exchange.configs(replicas) if isinstance(exchange, Auto) else [exchange]
     needed = Figures.of([one for one in configs if isinstance(one, ExchangeConfig)])
-    of_tables = ("all_to_all", ALL_TO_ALL_OF_MESH) if experiment.model.modality == TabularSpec.modality else ()
-    needed |= Figures(collectives=(*ALWAYS_MEASURED, *of_tables))
+    needed |= Figures(collectives=(*ALWAYS_MEASURED, "all_to_all"))
     wait_for_all()  # Gloo gives up when a process measures 30 s after another.
     found = probe(
         mesh,

@@ -25,7 +25,7 @@ from jaxdl.embedding import (
     make_buffers,
 )
 from jaxdl.embedding.traffic import Message, axis_bytes, messages
-from jaxdl.exchange.cost import ALL_TO_ALL_OF_MESH, Machine
+from jaxdl.exchange.cost import Machine
 from jaxdl.kinds import kinds
 from jaxdl.mesh import Axis
 from jaxdl.planner.placement import place
@@ -124,17 +124,8 @@ def costs_of(work: Workload, config: EmbeddingConfig, machine: Machine) -> Costs
 
 
 def message_sec(one: Message, sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:
-    """Seconds of a message (between nodes, inside a node).
-
-    An all-to-all among all devices takes the time that was measured for such a one, if there is any: each device sends
-    to more others than over one axis, which can take longer for the same bytes.
-    """
+    """Seconds of a message (between nodes, inside a node)."""
     found = {True: 0.0, False: 0.0}
-    whole = machine.link(_SLOW).collectives.get(ALL_TO_ALL_OF_MESH)
-    if whole is not None and one.kind == "all-to-all" and len(one.axes) > 1 and _SLOW in one.axes:
-        rounds = math.prod(sizes[axis] for axis in one.axes) - 1
-        sent = axis_bytes(one.kind, one.axes, one.num_bytes, sizes, _SLOW)
-        return sum(whole.seconds(rounds, sent)), 0.0
     for axis in one.axes:
         link = machine.link(axis).of(_COLLECTIVES[one.kind])
         rounds = (sizes[axis] - 1) * (2 if one.kind == "all-reduce" else 1)
