@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxdl.bench.embedding import EmbeddingBench
 
 PLAN = "plan"
+_AHEAD = ", ids ahead"
 _PATIENCE_SEC = 600.0
 _SLOW = Axis.REPLICA.value
 
@@ -55,7 +56,7 @@ def measure_steps(
 ) -> list[StepRow]:
     """The rows of all rates; `configs` are those of the schemes, to which a plan for each rate is added."""
     experiment = _experiment(command)
-    known, base = dict(configs), next(iter(configs.values()))
+    known, base = _variants(configs, command), next(iter(configs.values()))
     rows: list[StepRow] = []
     with (
         Network(command.nodes) as network,
@@ -74,13 +75,13 @@ def measure_steps(
             probed = workers.ask("probe", axes=[_SLOW], num_repeats=command.num_repeats)[0]
             machine = _machine(fast["links"] | probed["links"], work)
             plan = plan_tables(work, machine, command.memory_gib * 2**30, base)
-            name = f"{PLAN} for {rate}"
-            known[name] = plan.config(base)
+            planned = _variants({f"{PLAN} for {rate}": plan.config(base)}, command)
             network.set_rate(None)
-            _add(workers, experiment, {name: known[name]}, console)
-            floors |= {key: x for key, x in _floors(workers, network, [name], command, []).items() if key}
+            _add(workers, experiment, planned, console)
+            floors |= {key: x for key, x in _floors(workers, network, [*planned], command, []).items() if key}
             network.set_rate(rate)
-            names = [one for one in known if not one.startswith(PLAN) or one == name]
+            names = [one for one in known if not one.startswith(PLAN)] + [*planned]
+            known |= planned
             seconds: dict[str, list[float]] = {one: [] for one in names}
             for number in range(command.num_rounds):
                 for one in names[::-1] if number % 2 else names:
@@ -117,6 +118,12 @@ def _experiment(command: EmbeddingBench) -> Experiment:
     )
 
 
+def _variants(configs: Mapping[str, EmbeddingConfig], command: EmbeddingBench) -> dict[str, EmbeddingConfig]:
+    """The configs, and if it is asked for each also with ids sent ahead."""
+    ahead = {name + _AHEAD: one.model_copy(update={"ids_ahead": True}) for name, one in configs.items()}
+    return dict(configs) | (ahead if command.ids_ahead else {})
+
+
 def _add(workers: Workers, experiment: Experiment, configs: Mapping[str, EmbeddingConfig], console: Console) -> None:
     """Makes further variants ready to run."""
     given = {name: pydantic.TypeAdapter(EmbeddingConfig).dump_python(one, mode="json") for name, one in configs.items()}
@@ -148,8 +155,7 @@ def _turn(workers: Workers, name: str, num_steps: int) -> list[float]:
 
 def _machine(links: Mapping[str, Any], work: Workload) -> Machine:
     """The machine of links as hosts report them."""
-    found = {axis: _link(one) for axis, one in links.items()}
-    return Machine({axis: found.get(axis, Link(0.0, 1e12)) for axis in work.sizes})
+    return Machine(dict.fromkeys(work.sizes, Link(0.0, 1e12)) | {axes: _link(one) for axes, one in links.items()})
 
 
 def _link(values: Mapping[str, Any]) -> Link:
