@@ -18,6 +18,7 @@ import jax
 
 from jaxdl.cluster import host_memory_bytes, wait_for_all
 from jaxdl.config import ConfigError
+from jaxdl.data import TabularSpec
 from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.auto import INNER_LINKS
 from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, Machine
@@ -140,6 +141,7 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
         bits=needed.bits,
         collectives=needed.collectives,
         num_repeats=3,
+        together=experiment.model.modality == TabularSpec.modality,  # It may have tables.
     )
     links = dict(found.links)
     inside = links.get(Axis.FSDP.value, INNER_LINKS[kind])
