@@ -31,7 +31,7 @@ from jaxdl.run.build import Plan, make_initial_state, make_plan
 from jaxdl.state import TrainState
 from jaxdl.step import Batch
 
-ROUNDS = 5
+ROUNDS = 15
 _MOST_OF_MEMORY = 0.5
 """A step without messages that needs more than this share of a device's memory is not run: fewer examples will do."""
 _MOST_SEC = 20.0
