@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from jaxdl.cluster import DIVERGED, MISTAKE
+from jaxdl.cluster import DIVERGED, HALTED, MISTAKE
 from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.config import ConfigError
 from jaxdl.launch.attempt import Attempt, Events, format_sec
@@ -25,8 +25,8 @@ from jaxdl.launch.host import Host, HostProcess
 from jaxdl.launch.output import LAUNCHER, Printer
 from jaxdl.launch.reaper import Reaper
 
-NOT_RESTARTED = {MISTAKE: "user error", DIVERGED: "training diverged"}
-"""Exit codes after which a restart would fail in the same way."""
+NOT_RESTARTED = {MISTAKE: "user error", DIVERGED: "training diverged", HALTED: "halted by the file"}
+"""Exit codes after which a restart would fail in the same way, or is not wanted."""
 FAST_SEC = 30.0
 """An attempt that fails sooner than this is followed by a pause."""
 FIRST_PAUSE_SEC, MAX_PAUSE_SEC = 1.0, 30.0
@@ -49,8 +49,8 @@ class Launch:
     of this start (`JAXDL_RUN_TOKEN`), which is in no command line and never printed.
 
     When a process fails, the others are killed after `grace_sec`. Then the command is restarted on all hosts, at most
-    `restarts` times; not after exit codes 2 and 3, nor after `stop`. `pids_file` gets the process ids as JSON at every
-    start: {"launcher": 1, "restart": 0, "hosts": {"host0": 2, ...}}.
+    `restarts` times; not after exit codes 2, 3 and 4, nor after `stop`. `pids_file` gets the process ids as JSON at
+    every start: {"launcher": 1, "restart": 0, "hosts": {"host0": 2, ...}}.
     """
 
     def __init__(

@@ -24,8 +24,9 @@ from jaxdl.run.learning import as_learner
 from jaxdl.run.length import check_max_steps, end_step
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.signals import Stop, StopSignals
+from jaxdl.run.status import RunStatus
 from jaxdl.run.trainer import Trainer
-from jaxdl.run.workdir import check_workdir, make_lease, read_choice, read_plan, read_spec, take_lease
+from jaxdl.run.workdir import check_workdir, read_choice, read_plan, read_spec
 
 
 @without_frames
@@ -58,8 +59,8 @@ def train(
 
     Raises:
       ConfigError: for a config that cannot be run here, before anything is compiled.
-      Interrupted: after SIGTERM or SIGINT, when the state has been saved; or when its end could not be saved.
-        It has the run so far as `run`.
+      Interrupted: after SIGTERM, SIGINT or a halt file in the workdir, when the state has been saved; or when its end
+        could not be saved. It has the run so far as `run`.
       Diverged: when too many consecutive steps are bad and no rollback is possible any more, see `GuardConfig`.
     """
     experiment = as_experiment(experiment)
@@ -70,15 +71,17 @@ def train(
     callbacks.check(workdir)
     init, start, over = as_init(init_from, workdir), Start(quiet=quiet), experiment.checkpoint.start_over
     with StopSignals() as stop, contextlib.ExitStack() as stack:
-        lease = make_lease(workdir) if workdir else None
-        take = functools.partial(take_lease, lease) if lease else lambda: None
+        status = RunStatus(workdir, experiment, stop, start)
+        lease = status.lease
         stack.callback(lease.release if lease else lambda: None)  # After everything that writes there is closed.
+        stack.enter_context(status)
         stack.callback(start.close)
         try:
             chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
             begin = functools.partial(beginning, workdir, init, over, model=experiment.model)
-            make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=take)
-            plan = stop.run(lambda: make(initial=begin, start=start, stored=lambda: read_plan(workdir)))
+            make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded)
+            make = functools.partial(make, started=status.begin, initial=begin, start=start)
+            plan = stop.run(lambda: make(stored=lambda: read_plan(workdir)))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:
@@ -86,8 +89,12 @@ def train(
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
+        status.plan(plan.total_steps, end)
         hooks = stack.enter_context(as_learner(plan, stop, callbacks))
-        return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=hooks).run()
+        trainer = Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=hooks)
+        run = trainer.run()
+        status.ended(trainer)
+        return run
 
 
 def _check(devices: Any, max_steps: Any) -> None:
