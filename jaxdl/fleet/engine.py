@@ -1,4 +1,4 @@
-"""Where the runs of a fleet run. An engine starts and stops them, says what became of them, and which nodes there are."""
+"""Where the runs of a fleet run: an engine starts and stops them, says how they ended, and which nodes there are."""
 
 from __future__ import annotations
 
@@ -85,9 +85,7 @@ class Local(Engine):
             command = self.command(run, nodes)
             keeper = [sys.executable, "-m", "jaxdl.fleet.keeper", str(folder.absolute()), str(lock), *command]
             # In a session of its own: a signal to the server's terminal is not for the runs.
-            subprocess.Popen(
-                keeper, cwd=run.folder, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(lock,)
-            )
+            subprocess.Popen(keeper, cwd=run.folder, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(lock,))
         finally:
             os.close(lock)
         return True

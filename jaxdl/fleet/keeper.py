@@ -15,13 +15,13 @@ import time
 from pathlib import Path
 from types import FrameType
 
-from jaxdl.report import replace_file
+from jaxdl.writing import replace_file
 
 EXIT_FILE, KEEPER_FILE, OUTPUT_FILE = "exit.json", "keeper.json", "output.txt"
 
 
 def main(args: list[str]) -> None:
-    """Runs the command, forwards SIGTERM to it, and writes its exit code (128 + N after signal N)."""
+    """Runs the command, forwards the first SIGTERM to it, and writes its exit code (128 + N after signal N)."""
     folder, lock, command = Path(args[0]), int(args[1]), args[2:]
     asked = False
     running: subprocess.Popen[bytes] | None = None
@@ -29,6 +29,8 @@ def main(args: list[str]) -> None:
     def forward(number: int, frame: FrameType | None) -> None:
         nonlocal asked
         del frame
+        if asked:  # A launcher takes a second signal for an order to end at once.
+            return
         asked = True
         if running is not None and running.poll() is None:
             running.send_signal(number)

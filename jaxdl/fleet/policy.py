@@ -1,9 +1,10 @@
 """How many nodes each run of a fleet has: a pure function of the runs, the nodes, and what each run has now.
 
-The goal and its limits are those of Dorm (Sun et al. 2017, arXiv 1704.06738): utilization, while no run is far from its
-fair share and few runs are resized at a time. Nodes are whole and alike here, and a run uses only the sizes that its
-mesh and batch allow, so the best allocation follows exactly by dynamic programming. In place of utilization it maximizes
-the sum of the runs' speeds, each relative to that at its fair share: more nodes that make a run no faster are of no use.
+The goal and its limits are those of Dorm (Sun et al. 2017, arXiv 1704.06738): utilization, while no run is far from
+its fair share and few runs are resized at a time. Nodes are whole and alike here, and a run uses only the sizes that
+its mesh and batch allow, so the best allocation follows exactly by dynamic programming. In place of utilization it
+maximizes the sum of the runs' speeds, each relative to that at its fair share: more nodes that make a run no faster are
+of no use.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def decide(runs: Sequence[Run], num_nodes: int, rules: Rules | None = None) -> D
 
     Runs are admitted by priority, then in the order of submission, each with its fewest nodes: one that does not fit
     keeps those behind it waiting, so that a large run is not overtaken again and again. Where a newcomer of the lowest
-    priority would need more runs to be resized than the rules allow, it waits; for a higher priority, or when nodes were
-    lost, as few runs more are resized as necessary.
+    priority would need more runs to be resized than the rules allow, it waits; for a higher priority, or when nodes
+    were lost, as few runs more are resized as necessary.
     """
     rules = rules or Rules()
     ordered = sorted(runs, key=lambda run: (-run.priority, run.order))
@@ -88,7 +89,9 @@ def decide(runs: Sequence[Run], num_nodes: int, rules: Rules | None = None) -> D
         # Only a newcomer that preempts nobody can be the reason.
         admitted.remove(next(run for run in reversed(admitted) if not run.nodes))
     nodes = {run.name: found.get(run.name, 0) for run in runs}
-    return Decision(nodes, _reasons(runs, nodes, shares, num_nodes), {run.name: shares.get(run.name, 0) for run in runs})
+    return Decision(
+        nodes, _reasons(runs, nodes, shares, num_nodes), {run.name: shares.get(run.name, 0) for run in runs}
+    )
 
 
 def _admitted(ordered: Sequence[Run], num_nodes: int) -> list[Run]:

@@ -188,10 +188,12 @@ def _shares_of(there: Sequence[Job], num_nodes: int) -> Mapping[str, float]:
 def speed_curve(sizes: Sequence[int], over_computation: float, examples_per_sec: float = 1.0) -> dict[int, float]:
     """Nodes -> examples a second, of a run with a batch of each node and dense exchange, by its cost on 4 nodes.
 
-    On n nodes a ring sends (n - 1) / n of the gradients twice, so the exchange takes (n - 1) / n over 3 / 4 of that on 4.
+    On n nodes a ring sends (n - 1) / n of the gradients twice: the exchange takes (n - 1) / n over 3 / 4 of that on 4.
     """
     return {
-        size: examples_per_sec * size / (1 + over_computation * (size - 1) / size / 0.75) if size > 1 else examples_per_sec
+        size: examples_per_sec * size / (1 + over_computation * (size - 1) / size / 0.75)
+        if size > 1
+        else examples_per_sec
         for size in sizes
     }
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxdl.errors import ConfigError
-from jaxdl.report import replace_file
+from jaxdl.writing import replace_file
 
 Asked = Literal["run", "hold", "cancel"]
 _RUNS, _SUBMISSION, _ASKED, _JOURNAL = "runs", "submission.json", "asked.json", "journal.jsonl"
@@ -75,7 +75,9 @@ class Store:
     ) -> Submission:
         """Accepts a run: when this returns it is on disk. Raises ConfigError for what cannot be."""
         if not command:
-            raise ConfigError("submit: there is no command. Give it after --: submit --max 4 -- python -m jaxdl.train ...")
+            raise ConfigError(
+                "submit: there is no command. Give it after --: submit --max 4 -- python -m jaxdl.train ..."
+            )
         if not sizes or min(sizes) < 1:
             raise ConfigError(f"sizes {list(sizes)}: a run needs 1 node or more. Give --min, --max or --sizes.")
         if not weight > 0:
@@ -172,23 +174,19 @@ class Journal:
         if end < len(whole):  # A server was killed while it wrote: that line was not acted on.
             with self._path.open("rb+") as file:
                 file.truncate(end)
-        self._file = self._path.open("ab")
 
     def write(self, what: str, **values: Any) -> None:
         """Appends an event; returns when it is on disk."""
         line = json.dumps({"what": what, "at": time.time(), **values})
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._path.open("ab") as file:
+            file.write(line.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
     def events(self) -> Iterator[dict[str, Any]]:
         """All events, the first one first."""
         for line in self._path.read_text().splitlines():
             yield json.loads(line)
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
 
 
 def sync_folder(path: Path) -> None:
