@@ -1,6 +1,8 @@
 """The status of real runs: halted by a file, failed, another's workdir, and two processes under a launcher."""
 
 import json
+import os
+import signal
 import time
 
 import jax
@@ -100,7 +102,7 @@ def test_two_processes_under_a_launcher(tmp_path):
     wait_for(launcher, has_step(workdir, 6))
     wait_for(launcher, lambda: read_record(workdir).state == State.PROCESSING)
     assert read_record(workdir).hosts == ("host0", "host1")
-    Started("-c", f"import os; os.kill({json.loads(pids.read_text())['hosts']['host1']}, 9)").wait()
+    os.kill(json.loads(pids.read_text())["hosts"]["host1"], signal.SIGKILL)
     wait_for(launcher, (workdir / "failures" / "1" / "stderr-host1.txt").exists)
     kept = json.loads((workdir / "failures" / "1" / "failure.json").read_text())
     assert kept["exit_code"] == 75
