@@ -114,8 +114,8 @@ def test_what_a_run_leaves_in_its_workdir(finished):
     run, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
         "checkpoints.json",
-        "checkpoints", "config.json", "curves.png", "data.json", "examples.json", "metrics.jsonl", "status.json", "summary.json",
-        "tensorboard",
+        "checkpoints", "config.json", "curves.png", "data.json", "examples.json", "metrics.jsonl", "status.json",
+        "summary.json", "tensorboard",
     }  # fmt: skip
     summary = json.loads((workdir / "summary.json").read_text())
     assert summary["status"] == "finished"

@@ -21,6 +21,7 @@ from jaxdl.cluster import DIVERGED, HALTED, MISTAKE
 from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.config import ConfigError
 from jaxdl.launch.attempt import Attempt, Events, format_sec
+from jaxdl.launch.failures import keep_ends
 from jaxdl.launch.host import Host, HostProcess
 from jaxdl.launch.output import LAUNCHER, Printer
 from jaxdl.launch.reaper import Reaper
@@ -137,7 +138,10 @@ class Launch:
                 began_sec = time.monotonic()
                 attempt = self._run_once(reaper)
                 self._result, took_sec = attempt.code, time.monotonic() - began_sec
-                if not self._should_restart(attempt, took_sec):
+                again = self._should_restart(attempt, took_sec)
+                then = f"restart {self.num_restarts + 1} of {self.restarts} by the launcher" if again else None
+                keep_ends(self.command, attempt, self.pids, self._printer.take_ends(), then)
+                if not again:
                     break
                 pause_sec = min(max(2 * pause_sec, FIRST_PAUSE_SEC), MAX_PAUSE_SEC) if took_sec < FAST_SEC else 0.0
                 soon = f" (in {format_sec(pause_sec)})" if pause_sec else ""

@@ -89,9 +89,9 @@ def train(
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
-        status.plan(plan.total_steps, end)
         hooks = stack.enter_context(as_learner(plan, stop, callbacks))
         trainer = Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=hooks)
+        status.follow(trainer)
         run = trainer.run()
         status.ended(trainer)
         return run

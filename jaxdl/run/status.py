@@ -21,7 +21,7 @@ from jaxdl.errors import ConfigError
 from jaxdl.experiment import Experiment, identity
 from jaxdl.files import HALT_FILE
 from jaxdl.lease import this_process
-from jaxdl.report import Diverged, Start
+from jaxdl.report import Diverged, Start, StepCounter
 from jaxdl.run.result import Interrupted, code_of
 from jaxdl.run.signals import HALT, Stop, StopSignals
 from jaxdl.run.trainer import Trainer
@@ -85,6 +85,7 @@ class RunStatus:
         self._staging: str | None = None
         self._end_step: int | None = None
         self._total_steps: int | None = None
+        self._counter: StepCounter | None = None
         self._ended: Record | None = None
         self._halt_text = ""
         self._halt_ignored: int | None = None
@@ -122,9 +123,10 @@ class RunStatus:
         """The data are being copied, and how far that is; None: they no longer are."""
         self._staging = text
 
-    def plan(self, total_steps: int, end: int) -> None:
-        """The run has `total_steps` and ends, in this start, at `end`."""
-        self._total_steps, self._end_step = total_steps, end
+    def follow(self, trainer: Trainer) -> None:
+        """The loop whose steps are reported."""
+        self._total_steps, self._end_step = trainer.plan.total_steps, trainer.end
+        self._counter = trainer.counter
 
     def ended(self, trainer: Trainer) -> None:
         """The run has come to the end that it was given."""
@@ -249,8 +251,9 @@ class RunStatus:
 
     def _step(self) -> int:
         """Steps completed; before the first one of this start, those of the run before it."""
-        step = heartbeat.step
-        return step if step is not None else 0 if self._earlier is None else self._earlier.step
+        if self._counter is not None and heartbeat.step is not None:
+            return self._counter.step
+        return 0 if self._earlier is None else self._earlier.step
 
     # The halt file.
 
