@@ -32,7 +32,7 @@ FLOORS = [
     {"evaluation"},
     {"experiment"},
     {"run"},
-    {"predictor", "launch", "completion"},
+    {"predictor", "launch", "completion", "fleet"},
     {"trained", "planner"},
     {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert"},
     {"train", "testing"},
@@ -42,7 +42,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
-    "writing", "lease", "status", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained",
+    "writing", "lease", "status", "fleet", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained",
 }  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",
