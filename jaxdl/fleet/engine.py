@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxdl.errors import ConfigError
-from jaxdl.fleet.keeper import EXIT_FILE, KEEPER_FILE
+from jaxdl.fleet.keeper import EXIT_FILE, KEEPER_FILE, OUTPUT_FILE
 from jaxdl.fleet.store import Store, Submission, sync_folder
 
 LOST = -1
@@ -84,8 +84,17 @@ class Local(Engine):
             sync_folder(folder.parent)
             command = self.command(run, nodes)
             keeper = [sys.executable, "-m", "jaxdl.fleet.keeper", str(folder.absolute()), str(lock), *command]
-            # In a session of its own: a signal to the server's terminal is not for the runs.
-            subprocess.Popen(keeper, cwd=run.folder, stdin=subprocess.DEVNULL, start_new_session=True, pass_fds=(lock,))
+            # In a session of its own, and without the server's output: what ends the server is not for the runs.
+            with (folder / OUTPUT_FILE).open("ab") as output:
+                subprocess.Popen(
+                    keeper,
+                    cwd=run.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=(lock,),
+                )
         finally:
             os.close(lock)
         return True
@@ -103,14 +112,12 @@ class Local(Engine):
 
     def poll(self, run: Submission, attempt: int) -> int | None:
         """See `Engine.poll`."""
-        path = self.folder(run, attempt) / EXIT_FILE
-        if not path.exists():
-            lock = self._locked(run)
-            if lock is None:
-                return None
-            os.close(lock)
-        try:  # It may have been written before the lock was released.
-            return int(json.loads(path.read_text())["code"])
+        lock = self._locked(run)
+        if lock is None:  # Also for a moment after the code was written.
+            return None
+        os.close(lock)
+        try:
+            return int(json.loads((self.folder(run, attempt) / EXIT_FILE).read_text())["code"])
         except FileNotFoundError:
             return LOST
 

@@ -37,8 +37,7 @@ def main(args: list[str]) -> None:
 
     signal.signal(signal.SIGTERM, forward)
     replace_file(folder / KEEPER_FILE, json.dumps({"pid": os.getpid()}).encode())
-    with (folder / OUTPUT_FILE).open("ab") as output:
-        running = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=(lock,))
+    running = subprocess.Popen(command, pass_fds=(lock,))
     if asked:  # Before there was a process.
         running.send_signal(signal.SIGTERM)
     code = running.wait()
