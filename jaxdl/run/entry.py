@@ -17,7 +17,7 @@ from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.files import hang_file
 from jaxdl.mesh import Device
 from jaxdl.report import Start, Stopwatch
-from jaxdl.run.build import make_plan
+from jaxdl.run.build import Plan, make_plan
 from jaxdl.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from jaxdl.run.initial import InitFrom, as_init, beginning
 from jaxdl.run.learning import as_learner
@@ -69,21 +69,14 @@ def train(
     watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
     callbacks.check(workdir)
-    init, start, over = as_init(init_from, workdir), Start(quiet=quiet), experiment.checkpoint.start_over
+    init, start = as_init(init_from, workdir), Start(quiet=quiet)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         status = RunStatus(workdir, experiment, stop, start)
         lease = status.lease
         stack.callback(lease.release if lease else lambda: None)  # After everything that writes there is closed.
         stack.enter_context(status)
         stack.callback(start.close)
-        try:
-            chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
-            begin = functools.partial(beginning, workdir, init, over, model=experiment.model)
-            make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded)
-            make = functools.partial(make, started=status.begin, initial=begin, start=start)
-            plan = stop.run(lambda: make(stored=lambda: read_plan(workdir)))
-        except Stop as signal:
-            raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
+        plan = _made(experiment, devices, workdir, init, stop, start, status)
         if jax.process_count() > 1:
             stop.share(every_polls=experiment.report.every_steps)
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
@@ -95,6 +88,26 @@ def train(
         run = trainer.run()
         status.ended(trainer)
         return run
+
+
+def _made(
+    experiment: Experiment,
+    devices: Sequence[Device] | None,
+    workdir: Path | None,
+    init: InitFrom | None,
+    stop: StopSignals,
+    start: Start,
+    status: RunStatus,
+) -> Plan:
+    """The plan of the run; a signal is noticed meanwhile."""
+    chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
+    begin = functools.partial(beginning, workdir, init, experiment.checkpoint.start_over, model=experiment.model)
+    make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded)
+    make = functools.partial(make, started=status.begin, initial=begin, start=start)
+    try:
+        return stop.run(lambda: make(stored=lambda: read_plan(workdir)))
+    except Stop as signal:
+        raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
 
 
 def _check(devices: Any, max_steps: Any) -> None:
