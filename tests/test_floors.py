@@ -34,7 +34,7 @@ FLOORS = [
     {"run"},
     {"predictor", "launch", "completion", "fleet"},
     {"trained", "planner"},
-    {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert"},
+    {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert", "compare"},
     {"train", "testing"},
     {"__main__"},
 ]
@@ -43,6 +43,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
     "writing", "lease", "status", "fleet", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained",
+    "compare",
 }  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",

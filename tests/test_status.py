@@ -104,6 +104,7 @@ def test_a_killed_run_is_told_from_a_live_one(tmp_path, gone):
     assert {name: row.alive for name, row in rows.items()} == {name: alive for name, (_, alive) in cases.items()}
     assert rows["killed"].next_action == "resume"
     assert "killed" in note(rows["killed"])
+    assert "PROCESSING (gone)" in plain([rows["killed"]], [])
     assert "last seen 11 min ago" in note(rows["silent elsewhere"])
     assert rows["complete"].reason == ""
 
@@ -180,7 +181,7 @@ def test_the_command(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[1] for line in lines] == ["state", "FAILED", "PROCESSING"]
     assert "31/100" in lines[2]
-    assert "diverged; exit code 3" in lines[1]
+    assert "exit code 3; diverged" in lines[1]
     main([str(tmp_path / "runs" / "*"), "--json"])
     found = json.loads(capsys.readouterr().out)
     assert [(one["state"], one["exit_code"]) for one in found] == [("PROCESSING", None), ("FAILED", 3)]

@@ -35,7 +35,7 @@ def called_before_end(act: Callable[[str, int], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        _before_end.remove(act)
+        _before_end[:] = [one for one in _before_end if one is not act]
 
 
 def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: None) -> None:

@@ -169,7 +169,7 @@ class RunStatus:
             state = State.PROCESSING if armed else State.DEPLOY
         text = "" if self._end_step is None else f"trains to step {self._end_step}"
         text = "saves, and ends" if state == State.STORING else text
-        doing = self._staging or _WORDS.get(phase, phase)
+        doing = self._staging or ("training" if armed and phase == "other" else _WORDS.get(phase, phase))
         return dataclasses.replace(
             self._base(), state=state, doing=doing, step=step, reason=self._reason, next_text=text
         )
@@ -212,6 +212,8 @@ class RunStatus:
                 step = error.run.summary["steps"] if error.run is not None else self._step()
                 text = f"{Stop(error.signum)}: stopped at step {step}"
                 text += f" ({self._halt_text})" if self._halt_text and error.signum == HALT else ""
+                if error.run is None and self._earlier is not None and self._earlier.state.is_final:
+                    return self._earlier  # Nothing has changed.
                 then = f"the same command resumes from step {step}" if error.run is not None else "the same command"
                 return self._final(State.HALTED, step, Reason(text, code, utc_now()), Action.RESUME, then)
         else:

@@ -6,27 +6,18 @@ import argparse
 import sys
 import time
 from collections.abc import Sequence
-from typing import NoReturn
 
-from jaxdl.errors import ConfigError, OptionError, command_line, print_out
+from jaxdl.errors import ConfigError, command_line, print_out
+from jaxdl.status.arguments import Parser
 from jaxdl.status.rows import find_workdirs, read_row
 from jaxdl.status.table import SORT_KEYS, as_json, plain, rich_table, shown_metrics, sorted_rows
 
 PROG = "python -m jaxdl.status"
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse, whose mistakes are `OptionError`. tyro would take as long as all the rest of the command."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raises OptionError."""
-        raise OptionError(f"{message[0].upper()}{message[1:]}. See {self.prog} --help.")
-
-
 def parser() -> Parser:
     """The options of the command."""
-    found = Parser(prog=PROG, description="Prints a table of runs: state, step, metrics, why they ended, what is next.",
-                   allow_abbrev=False)  # fmt: skip
+    found = Parser(PROG, "Prints a table of runs: state, step, metrics, why they ended, what is next.")
     found.add_argument("workdirs", nargs="*", metavar="WORKDIR", help="workdirs, folders of workdirs, or patterns")
     found.add_argument("--sort", default="workdir", metavar="KEY", help=f"{', '.join(SORT_KEYS)}, or a metric")
     found.add_argument("--reverse", action="store_true", help="sort the other way round")

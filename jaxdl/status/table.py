@@ -19,9 +19,10 @@ METRICS = ("train/loss", "eval/loss", "eval/accuracy")
 """The metrics that have a column, if any of the runs has them and none are asked for."""
 SORT_KEYS = ("workdir", "state", "step", "progress", "since", "seen")
 """What rows are sorted by; or by a metric."""
+_FINAL = (State.COMPLETED, State.HALTED, State.FAILED)
 _ORDER = [*State, "UNKNOWN"]
 _COLORS = {State.COMPLETED: "green", State.FAILED: "red", State.HALTED: "yellow", State.PROCESSING: "cyan"}
-NOTE_WIDTH = 100
+NOTE_WIDTH = 160
 """The note of a plain line is cut to this many characters."""
 
 
@@ -50,9 +51,19 @@ def sorted_rows(rows: Sequence[Row], key: str, *, reverse: bool = False) -> list
     return sorted(there, key=lambda row: (value(row), row.workdir), reverse=reverse) + missing
 
 
+def _end(row: Row) -> int | None:
+    """The step that a run is on its way to; of one that ended, its whole length."""
+    return row.total_steps if row.state in _FINAL else row.end_step or row.total_steps
+
+
 def _progress(row: Row) -> float | None:
-    end = row.end_step or row.total_steps
+    end = _end(row)
     return None if row.step is None or not end else row.step / end
+
+
+def _is_lost(row: Row) -> bool:
+    """Whether a run says that it lives, and does not."""
+    return row.alive is False and row.state not in _FINAL
 
 
 def shown_metrics(rows: Sequence[Row], asked: Sequence[str] = ()) -> list[str]:
@@ -67,10 +78,17 @@ def cells(rows: Sequence[Row], metrics: Sequence[str]) -> list[list[str]]:
 
 
 def _cells(row: Row) -> list[str]:
-    progress, end = _progress(row), row.end_step or row.total_steps
+    progress, end = _progress(row), _end(row)
     step = "" if row.step is None else f"{row.step:,}" + (f"/{end:,}" if end else "")
     share = "" if progress is None else f"{math.floor(100 * min(1.0, progress))}%"
-    return [row.workdir, row.state, step, share, _duration(row.since_sec), _duration(row.seen_sec)]
+    return [
+        row.workdir,
+        row.state + " (gone)" * _is_lost(row),
+        step,
+        share,
+        _duration(row.since_sec),
+        _duration(row.seen_sec),
+    ]
 
 
 def _ends(row: Row) -> list[str]:
@@ -81,7 +99,7 @@ def note(row: Row) -> str:
     """What else there is to say about a run, in one line: what it does, why it ended, what happens next."""
     if row.problem:
         return row.problem
-    if row.alive is False and row.state not in (State.COMPLETED, State.HALTED, State.FAILED):
+    if _is_lost(row):
         last = f"last seen {_duration(row.seen_sec)} ago: {row.reason}; {row.next_text}"
         return " ".join(last.split())
     if row.alive or row.state == State.QUEUED:
@@ -89,7 +107,7 @@ def note(row: Row) -> str:
         before = f" (before: {row.reason})" if row.reason else ""
         return " ".join(f"{row.doing}{again}{before}".strip(", ").split())
     code = "" if row.exit_code is None else f"exit code {row.exit_code}"
-    return " ".join("; ".join(part for part in (row.reason, code, row.next_text) if part).split())
+    return " ".join("; ".join(part for part in (code, row.reason, row.next_text) if part).split())
 
 
 def plain(rows: Sequence[Row], metrics: Sequence[str]) -> str:
@@ -117,8 +135,7 @@ def rich_table(rows: Sequence[Row], metrics: Sequence[str], title: str = "") -> 
         last = place == len(head) - 1
         table.add_column(name, justify="right" if 2 <= place < len(head) - 1 else "left", no_wrap=not last)
     for row, line in zip(rows, lines, strict=True):
-        lost = row.alive is False and row.state not in (State.COMPLETED, State.HALTED, State.FAILED)
-        color = "red" if row.problem or lost else _COLORS.get(row.state, "")  # pyright: ignore[reportArgumentType]
+        color = "red" if row.problem or _is_lost(row) else _COLORS.get(row.state, "")  # pyright: ignore[reportArgumentType]
         table.add_row(*(Text(cell, style=color if place == 1 else "") for place, cell in enumerate(line)))
     return table
 
