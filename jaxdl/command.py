@@ -42,6 +42,8 @@ class Command:
     """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
     max_steps: int | None = None
     """Stop after this many steps, for a trial. The same command without this option resumes."""
+    stage_data: str | None = None
+    """Copy the data into this folder, on the disk of each node, once, and read them from there."""
     init_from: str | None = None
     """Begin with the parameters of another run, of which this is the folder. A run that resumes ignores it."""
     init_names: tuple[str, ...] = ()
@@ -63,7 +65,8 @@ def run(args: list[str], prog: str = PROG) -> None:
         elif command.explain:
             print_plan(command.experiment, command.workdir)
         else:
-            train(command.experiment, command.workdir, max_steps=command.max_steps, init_from=_init_from(command))
+            options = {"max_steps": command.max_steps, "stage_data": command.stage_data}
+            train(command.experiment, command.workdir, **options, init_from=_init_from(command))
 
 
 def parse_command(args: list[str], prog: str = PROG) -> Command:

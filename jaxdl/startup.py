@@ -50,6 +50,7 @@ VALUED = {
     "workdir": "the folder of the run",
     "devices": "a number of virtual CPU devices",
     "max-steps": "a number of steps",
+    "stage-data": "a folder on the disk of each node",
     "init-from": "the folder of another run",
     "init-step": "newest, best or the number of a step",
 }

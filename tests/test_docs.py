@@ -35,7 +35,7 @@ from jaxdl.__main__ import main as commands_of_jaxdl
 from jaxdl.bench.__main__ import BENCHES
 from jaxdl.bench.__main__ import main as bench
 from jaxdl.checkpoint.items import ITEMS
-from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
+from jaxdl.cluster.exits import BROKEN, DIVERGED, HALTED, MISTAKE
 from jaxdl.command import parse_command
 from jaxdl.config import Config
 from jaxdl.experiment import Experiment
@@ -309,7 +309,7 @@ def test_the_page_of_files_has_what_a_run_writes(digits_run):
 
 def test_the_page_of_exit_codes_has_those_of_the_code():
     codes = re.findall(r"^\| (\d+) \|", page("reference/exit-codes.md"), re.M)
-    assert {BROKEN, MISTAKE, DIVERGED, 0, 1, 130, 143} == {int(code) for code in codes}
+    assert {BROKEN, MISTAKE, DIVERGED, HALTED, 0, 1, 130, 143} == {int(code) for code in codes}
 
 
 def test_the_architecture_names_every_room():

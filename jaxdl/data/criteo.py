@@ -19,6 +19,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data.clicks import CRITEO_ROWS, NUM_NUMBERS
 from jaxdl.data.codec import import_text
 from jaxdl.data.source import Data, Splits
+from jaxdl.data.staging import Stage
 from jaxdl.data.tabular import Feature, TabularSource, TabularSpec
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ class Criteo(Data, kind="criteo"):
             round(float(train.labels[: 2**20].mean()), 4),
         )
         return Splits(CriteoSource(train, spec), CriteoSource(test, spec))
+
+    def staged(self, stage: Stage) -> Criteo:
+        """See `Data.staged`: the files of `train` and `test`."""
+        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
     def prepare(self, console: Console) -> str | None:
         """Reads the files into `folder`, with progress; None without a folder."""

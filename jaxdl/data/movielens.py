@@ -10,6 +10,7 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data.source import Data, Splits
+from jaxdl.data.staging import Stage
 from jaxdl.data.tabular import Feature, TabularArrays, TabularSpec, with_statistics
 
 Columns = dict[str, list[str]]
@@ -33,6 +34,10 @@ class MovieLens(Data, kind="movielens"):
     """Fraction of the ratings that is held out for evaluation."""
     split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
     """Seed of the choice of held-out ratings."""
+
+    def staged(self, stage: Stage) -> MovieLens:
+        """See `Data.staged`."""
+        return self if self.folder is None else self.replaced({"folder": stage.folder(self.folder)})
 
     def build(self) -> Splits:
         """Training and held-out ratings. Raises ConfigError for a folder that has no such files."""

@@ -20,7 +20,7 @@ from rich.console import Console
 from jaxdl.cluster import start_devices, wait_for_all
 from jaxdl.collectives.select import agree_on_kernels
 from jaxdl.config import ConfigError
-from jaxdl.data import DataSpec, PhotoSource, Source, Splits, TrainLoader
+from jaxdl.data import Data, DataSpec, PhotoSource, Source, Splits, TrainLoader
 from jaxdl.exchange import (
     Auto,
     Dense,
@@ -162,12 +162,14 @@ def make_plan(
     initial: Callable[[TrainState], tuple[Initial | None, str]] = lambda _: (None, ""),
     start: Start | None = None,
     stored: Callable[[], Kept | None] | None = None,
+    read: Callable[[Data, DataSpec | None], Splits] = read_splits,
 ) -> Plan:
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh. All processes call `stored` (see `with_plan`), `started` when JAX
     has started, `chosen` and `recorded`, which return the exchange that `auto` chose earlier in this workdir
-    and the spec of its data, then `initial` (see `beginning`). `start` prints the progress and the findings.
+    and the spec of its data, then `initial` (see `beginning`). `start` prints the progress and the findings, and
+    `read` reads the data.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if not any(getattr(experiment, name) for name in LENGTH):
@@ -181,7 +183,7 @@ def make_plan(
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
     check_batches(experiment, batch_ways(mesh), eval_batch_size)
     with start.doing("reading the data"):
-        splits = read_splits(experiment.data, recorded())
+        splits = read(experiment.data, recorded())
     start.data(experiment.data, splits)
     check_phases(experiment, splits)
     epochs, phases = experiment.epochs, experiment.phases
