@@ -42,8 +42,8 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
-    "writing", "lease", "status", "fleet", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained",
-    "compare",
+    "writing", "lease", "status", "fleet", "run", "report", "checkpoint", "launch", "data", "export", "convert",
+    "trained", "compare",
 }  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",
