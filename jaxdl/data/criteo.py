@@ -140,6 +140,14 @@ class CriteoSource(TabularSource):
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See `Source.batch`."""
+        return {
+            "numbers": self._examples.numbers[indices],
+            "ids": self.ids(indices),
+            "label": self._examples.labels[indices].astype(np.float32),
+        }
+
+    def ids(self, indices: np.ndarray) -> np.ndarray:
+        """See `TabularSource.ids`; nothing else is read."""
         hashes = self._examples.hashes[indices]
         columns = []
         for number, feature in enumerate(self._features):
@@ -147,11 +155,7 @@ class CriteoSource(TabularSource):
             more = _mixed(mine * np.uint64(1_000_003) + np.arange(1, feature.num_ids, dtype=np.uint64))
             ids = np.concatenate([mine, more], axis=1) % np.uint64(feature.rows)
             columns.append(np.where(mine == _NONE, -1, ids.astype(np.int64)))
-        return {
-            "numbers": self._examples.numbers[indices],
-            "ids": np.concatenate(columns, axis=1).astype(np.int32),
-            "label": self._examples.labels[indices].astype(np.float32),
-        }
+        return np.concatenate(columns, axis=1).astype(np.int32)
 
 
 def hash_of(values: np.ndarray) -> np.ndarray:

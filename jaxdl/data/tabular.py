@@ -109,9 +109,13 @@ class TabularSource(Source):
 
     spec: TabularSpec
 
+    def ids(self, indices: np.ndarray) -> np.ndarray:
+        """The ids of examples, int32 `[example, ids]`: those of `batch`, which may make more than these."""
+        return self.batch(indices)["ids"]
+
     def id_counts(self, indices: np.ndarray) -> np.ndarray:
         """How many ids examples have of each feature, int32 `[example, feature]`."""
-        return counted_ids(self.batch(indices)["ids"], self.spec.features)
+        return counted_ids(self.ids(indices), self.spec.features)
 
 
 def counted_ids(ids: np.ndarray, features: Sequence[Feature]) -> np.ndarray:
@@ -160,3 +164,7 @@ class TabularArrays(TabularSource):
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Copies of the examples' rows."""
         return {name: np.take(array, indices, axis=0) for name, array in self._arrays.items()}
+
+    def ids(self, indices: np.ndarray) -> np.ndarray:
+        """See `TabularSource.ids`."""
+        return np.take(self._arrays["ids"], indices, axis=0)

@@ -139,9 +139,9 @@ class Plan:
         They are for steps from `state` on: see `swapped`.
         """
         source = original = self.sources(segment)[0]
-        if self.caches is not None and state is not None:
-            source = self.caches.begin(state, source)
         where = {"batch_size": segment.batch_size, "seed": self.experiment.seed, "start": start}
+        if self.caches is not None and state is not None:
+            source = self.caches.begin(state, source, **where)
         source = in_training(self.parts.tables, source, original, **where)
         return TrainLoader(source, sharding=batch_sharding(self.parts.layout.mesh), num_steps=num_steps, **where)
 
