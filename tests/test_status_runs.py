@@ -106,6 +106,7 @@ def test_two_processes_under_a_launcher(tmp_path):
     wait_for(launcher, (workdir / "failures" / "1" / "stderr-host1.txt").exists)
     kept = json.loads((workdir / "failures" / "1" / "failure.json").read_text())
     assert kept["exit_code"] == 75
+    assert "jaxdl.train" in kept["command"] or "train.py" in kept["command"], "the process itself has written it"
     assert "host1 (process 1) exited" in (workdir / "failures" / "1" / "stderr-host0.txt").read_text()
     wait_for(launcher, lambda: read_row(workdir).restart == 1 and read_record(workdir).state == State.PROCESSING)
     assert "SIGKILL" in read_record(workdir).reason.text

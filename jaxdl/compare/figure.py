@@ -12,6 +12,7 @@ from jaxdl.compare.curves import By, Curves
 from jaxdl.report.style import dress, legend, legend_inches, line_entry, new_figure
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#2b2d33", "#7b4fc9")
@@ -47,7 +48,7 @@ def plot_runs(runs: Sequence[Curves], names: Sequence[str], metrics: Sequence[st
     return figure
 
 
-def _limit(axes, curves: Sequence[np.ndarray]) -> None:
+def _limit(axes: Axes, curves: Sequence[np.ndarray]) -> None:
     """Limits the vertical axis to nearly all values, so that one spike does not flatten the curves."""
     values = np.concatenate(curves)
     if len(values) < 50:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxdl.errors import OptionError
@@ -21,7 +21,12 @@ SORT_KEYS = ("workdir", "state", "step", "progress", "since", "seen")
 """What rows are sorted by; or by a metric."""
 _FINAL = (State.COMPLETED, State.HALTED, State.FAILED)
 _ORDER = [*State, "UNKNOWN"]
-_COLORS = {State.COMPLETED: "green", State.FAILED: "red", State.HALTED: "yellow", State.PROCESSING: "cyan"}
+_COLORS: Mapping[str, str] = {
+    State.COMPLETED: "green",
+    State.FAILED: "red",
+    State.HALTED: "yellow",
+    State.PROCESSING: "cyan",
+}
 NOTE_WIDTH = 160
 """The note of a plain line is cut to this many characters."""
 
@@ -135,7 +140,7 @@ def rich_table(rows: Sequence[Row], metrics: Sequence[str], title: str = "") -> 
         last = place == len(head) - 1
         table.add_column(name, justify="right" if 2 <= place < len(head) - 1 else "left", no_wrap=not last)
     for row, line in zip(rows, lines, strict=True):
-        color = "red" if row.problem or _is_lost(row) else _COLORS.get(row.state, "")  # pyright: ignore[reportArgumentType]
+        color = "red" if row.problem or _is_lost(row) else _COLORS.get(row.state, "")
         table.add_row(*(Text(cell, style=color if place == 1 else "") for place, cell in enumerate(line)))
     return table
 
