@@ -168,8 +168,7 @@ def make_plan(
 
     `devices` (default: all) are those of the mesh. All processes call `stored` (see `with_plan`), `started` when JAX
     has started, `chosen` and `recorded`, which return the exchange that `auto` chose earlier in this workdir
-    and the spec of its data, then `initial` (see `beginning`). `start` prints the progress and the findings, and
-    `read` reads the data.
+    and the spec of its data, then `initial` (see `beginning`). `start` prints progress and findings; `read` reads.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if not any(getattr(experiment, name) for name in LENGTH):
@@ -186,9 +185,9 @@ def make_plan(
         splits = read(experiment.data, recorded())
     start.data(experiment.data, splits)
     check_phases(experiment, splits)
-    epochs, phases = experiment.epochs, experiment.phases
     steps = experiment.steps or steps_of(experiment.tokens, experiment.batch_size, experiment.task, splits.train.spec)
-    timeline = make_timeline(len(splits.train), experiment.batch_size, epochs=epochs, steps=steps, phases=phases)
+    length: dict[str, Any] = {"epochs": experiment.epochs, "steps": steps, "phases": experiment.phases}
+    timeline = make_timeline(len(splits.train), experiment.batch_size, **length)
     total_steps = timeline.total_steps
     profile_start = experiment.report.profile_start_step
     if profile_start is not None and profile_start >= total_steps:
@@ -208,11 +207,9 @@ def make_plan(
     )
     begin_with, note = initial(parts.state_spec.abstract())
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
-    reasons += experiment.agreement.remarks(total_steps, mesh.shape[Axis.REPLICA])
-    reasons += notes + idle_tensor(parts.network, mesh) + ((note,) if note else ())
-    plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with, kept)
-    _check_sizes(plan)
-    return plan
+    reasons += experiment.agreement.remarks(total_steps, mesh.shape[Axis.REPLICA]) + notes
+    reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
+    return _checked(Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with, kept))
 
 
 def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
@@ -325,14 +322,14 @@ def settled(
     return experiment.replaced({"exchange": found.best}), found.reasons
 
 
-def _check_sizes(plan: Plan) -> None:
-    """Raises ConfigError when the model does not take the images of a phase, or of the evaluation.
+def _checked(plan: Plan) -> Plan:
+    """The plan. Raises ConfigError when the model does not take the images of a phase, or of the evaluation.
 
     Otherwise that would be seen when they come, hours later.
     """
     _ = plan.caches  # Raises for settings that do not fit.
     if not isinstance(plan.splits.train, PhotoSource):
-        return
+        return plan
     state = plan.parts.state_spec.abstract()
     for segment in plan.timeline.segments:
         for source, evaluating in zip(plan.sources(segment), (False, True), strict=True):
@@ -347,6 +344,7 @@ def _check_sizes(plan: Plan) -> None:
                 raise ConfigError(
                     f"{where}: the model does not take images of {size} x {size} pixels ({error}). Choose another size."
                 ) from None
+    return plan
 
 
 def make_initial_state(plan: Plan) -> TrainState:

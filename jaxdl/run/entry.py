@@ -24,7 +24,7 @@ from jaxdl.run.learning import as_learner
 from jaxdl.run.length import check_max_steps, end_step
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.signals import Stop, StopSignals
-from jaxdl.run.staged import Reader, make_reader
+from jaxdl.run.staged import make_reader
 from jaxdl.run.status import RunStatus
 from jaxdl.run.trainer import Trainer
 from jaxdl.run.workdir import check_workdir, read_choice, read_plan, read_spec
@@ -75,19 +75,17 @@ def train(
     init, start = as_init(init_from, workdir), Start(quiet=quiet)
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         status = RunStatus(workdir, experiment, stop, start)
-        lease = status.lease
-        stack.callback(lease.release if lease else lambda: None)  # After everything that writes there is closed.
+        stack.callback(status.release)  # After everything that writes there is closed.
         stack.enter_context(status)
         stack.callback(start.close)
-        read = make_reader(stage_data, status.stages, start)
-        plan = _made(experiment, devices, workdir, init, stop, start, status, read)
+        plan = _made(experiment, devices, workdir, init, stop, start, status, stage_data)
         if jax.process_count() > 1:
             stop.share(every_polls=experiment.report.every_steps)
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
         stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
         end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
         hooks = stack.enter_context(as_learner(plan, stop, callbacks))
-        trainer = Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=hooks)
+        trainer = Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=status.lease, callbacks=hooks)
         status.follow(trainer)
         run = trainer.run()
         status.ended(trainer)
@@ -102,12 +100,13 @@ def _made(
     stop: StopSignals,
     start: Start,
     status: RunStatus,
-    read: Reader,
+    stage_data: str | Path | None,
 ) -> Plan:
     """The plan of the run; a signal is noticed meanwhile."""
     chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
     begin = functools.partial(beginning, workdir, init, experiment.checkpoint.start_over, model=experiment.model)
     make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded)
+    read = make_reader(stage_data, status.stages, start)
     make = functools.partial(make, started=status.begin, initial=begin, start=start, read=read)
     try:
         return stop.run(lambda: make(stored=lambda: read_plan(workdir)))

@@ -96,6 +96,11 @@ class RunStatus:
         self._stack.enter_context(called_before_end(self._end_by_others))
         return self
 
+    def release(self) -> None:
+        """Returns the lease, if there is one."""
+        if self.lease is not None:
+            self.lease.release()
+
     def begin(self) -> None:
         """Takes the lease of the workdir; from here on its status is this run's. All processes call it."""
         if self.lease is not None:
