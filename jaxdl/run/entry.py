@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxdl.files import hang_file
 from jaxdl.mesh import Device
 from jaxdl.report import Start, Stopwatch
 from jaxdl.run.build import make_plan
+from jaxdl.run.changes import check_may_change
 from jaxdl.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from jaxdl.run.initial import InitFrom, as_init, beginning
 from jaxdl.run.learning import as_learner
@@ -40,6 +42,7 @@ def train(
     on_evaluation: OnEvaluation | Sequence[OnEvaluation] = (),
     on_checkpoint: OnCheckpoint | Sequence[OnCheckpoint] = (),
     init_from: InitFrom | str | Path | None = None,
+    may_change: Sequence[str] = (),
 ) -> Run:
     """Trains, and returns the run. With a `workdir`, everything is kept there, and the same call resumes.
 
@@ -55,6 +58,8 @@ def train(
       on_evaluation: functions that are called after each evaluation with an `EvaluationInfo`.
       on_checkpoint: functions that are called when a checkpoint is complete on disk, with a `CheckpointInfo`.
       init_from: the folder of another run, or an `InitFrom`, with whose parameters a new run begins.
+      may_change: fields such as `optimizer.learning_rate` that may have other values than the run in the workdir had;
+        from the step that is resumed on they apply, and an event of the history says so.
 
     Raises:
       ConfigError: for a config that cannot be run here, before anything is compiled.
@@ -64,10 +69,13 @@ def train(
     """
     experiment = as_experiment(experiment)
     _check(devices, max_steps)
+    changing = tuple(check_may_change(may_change, experiment))
     callbacks = Callbacks.of(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
     watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
     callbacks.check(workdir)
+    if changing and workdir is None:
+        raise ConfigError("--may-change: it has no effect without --workdir, where the run's earlier settings are.")
     init, start, over = as_init(init_from, workdir), Start(quiet=quiet), experiment.checkpoint.start_over
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         lease = make_lease(workdir) if workdir else None
@@ -79,6 +87,7 @@ def train(
             begin = functools.partial(beginning, workdir, init, over, model=experiment.model)
             make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=take)
             plan = stop.run(lambda: make(initial=begin, start=start, stored=lambda: read_plan(workdir)))
+            plan = dataclasses.replace(plan, may_change=changing)
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
         if jax.process_count() > 1:
