@@ -34,7 +34,7 @@ FLOORS = [
     {"run"},
     {"predictor", "launch", "completion"},
     {"trained", "planner"},
-    {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert"},
+    {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert", "search"},
     {"train", "testing"},
     {"__main__"},
 ]
@@ -42,7 +42,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
-    "lease", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained",
+    "lease", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained", "search",
 }  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",
@@ -61,7 +61,7 @@ READ_FILES = {
 }
 HEAVY = {
     "tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "sentencepiece", "pyarrow", "datasets",
-    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec",
+    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "optuna",
 }  # fmt: skip
 WRITING_CALLS = {
     "open", "write_text", "write_bytes", "mkdir", "makedirs", "unlink", "remove", "rename", "rmtree", "rmdir", "touch",

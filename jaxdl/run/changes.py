@@ -36,6 +36,14 @@ def check_may_change(names: Sequence[str], config: Config | None = None, option:
     return fields
 
 
+def checked_changes(names: Sequence[str], config: Config, workdir: Any) -> tuple[str, ...]:
+    """The fields that `may_change` names, for a run in a workdir. Raises ConfigError."""
+    fields = check_may_change(names, config)
+    if fields and workdir is None:
+        raise ConfigError("--may-change: it has no effect without --workdir, where the run's earlier settings are.")
+    return tuple(fields)
+
+
 def _check_field(config: Config, name: str, option: str) -> None:
     found: Any = config
     for one in name.split("."):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.files import hang_file
 from jaxdl.mesh import Device
 from jaxdl.report import Start, Stopwatch
-from jaxdl.run.build import make_plan
-from jaxdl.run.changes import check_may_change
+from jaxdl.run.build import Plan, make_plan
+from jaxdl.run.changes import checked_changes
 from jaxdl.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from jaxdl.run.initial import InitFrom, as_init, beginning
 from jaxdl.run.learning import as_learner
@@ -58,8 +58,7 @@ def train(
       on_evaluation: functions that are called after each evaluation with an `EvaluationInfo`.
       on_checkpoint: functions that are called when a checkpoint is complete on disk, with a `CheckpointInfo`.
       init_from: the folder of another run, or an `InitFrom`, with whose parameters a new run begins.
-      may_change: fields such as `optimizer.learning_rate` that may have other values than the run in the workdir had;
-        from the step that is resumed on they apply, and an event of the history says so.
+      may_change: fields such as `optimizer.learning_rate` that may have other values than the run in the workdir had.
 
     Raises:
       ConfigError: for a config that cannot be run here, before anything is compiled.
@@ -69,27 +68,22 @@ def train(
     """
     experiment = as_experiment(experiment)
     _check(devices, max_steps)
-    changing = tuple(check_may_change(may_change, experiment))
+    changing = checked_changes(may_change, experiment, workdir)
     callbacks = Callbacks.of(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
     watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
     callbacks.check(workdir)
-    if changing and workdir is None:
-        raise ConfigError("--may-change: it has no effect without --workdir, where the run's earlier settings are.")
     init, start, over = as_init(init_from, workdir), Start(quiet=quiet), experiment.checkpoint.start_over
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         lease = make_lease(workdir) if workdir else None
         take = functools.partial(take_lease, lease) if lease else lambda: None
         stack.callback(lease.release if lease else lambda: None)  # After everything that writes there is closed.
         stack.callback(start.close)
-        try:
-            chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
-            begin = functools.partial(beginning, workdir, init, over, model=experiment.model)
-            make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=take)
-            plan = stop.run(lambda: make(initial=begin, start=start, stored=lambda: read_plan(workdir)))
-            plan = dataclasses.replace(plan, may_change=changing)
-        except Stop as signal:
-            raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
+        chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
+        begin = functools.partial(beginning, workdir, init, over, model=experiment.model)
+        make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=take)
+        made = _planned(stop, lambda: make(initial=begin, start=start, stored=lambda: read_plan(workdir)))
+        plan = dataclasses.replace(made, may_change=changing)
         if jax.process_count() > 1:
             stop.share(every_polls=experiment.report.every_steps)
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
@@ -97,6 +91,13 @@ def train(
         end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
         hooks = stack.enter_context(as_learner(plan, stop, callbacks))
         return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=hooks).run()
+
+
+def _planned(stop: StopSignals, make: Callable[[], Plan]) -> Plan:
+    try:
+        return stop.run(make)
+    except Stop as signal:
+        raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
 
 
 def _check(devices: Any, max_steps: Any) -> None:
