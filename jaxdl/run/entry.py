@@ -82,8 +82,7 @@ def train(
         chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
         begin = functools.partial(beginning, workdir, init, over, model=experiment.model)
         make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=take)
-        made = _planned(stop, lambda: make(initial=begin, start=start, stored=lambda: read_plan(workdir)))
-        plan = dataclasses.replace(made, may_change=changing)
+        plan = _planned(stop, lambda: make(initial=begin, start=start, stored=lambda: read_plan(workdir)), changing)
         if jax.process_count() > 1:
             stop.share(every_polls=experiment.report.every_steps)
         log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
@@ -93,9 +92,9 @@ def train(
         return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=hooks).run()
 
 
-def _planned(stop: StopSignals, make: Callable[[], Plan]) -> Plan:
+def _planned(stop: StopSignals, make: Callable[[], Plan], may_change: tuple[str, ...]) -> Plan:
     try:
-        return stop.run(make)
+        return dataclasses.replace(stop.run(make), may_change=may_change)
     except Stop as signal:
         raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
 
