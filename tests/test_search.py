@@ -266,7 +266,7 @@ def test_mistakes_are_one_message_and_leave_no_trial(config, tmp_path, words, me
     assert not (tmp_path / "search" / "trials").exists()
 
 
-@pytest.mark.long(reason="starts some ten processes that train, and kills some")
+@pytest.mark.long("starts some ten processes that train, and kills some of them")
 def test_a_search_and_a_trial_that_are_killed_go_on(config, tmp_path):
     line = ["--config", str(config), "--workdir", str(tmp_path), "--metric", "evaluation/loss", "--vary", RATES]
     line += ["--trials", "4", "--parallel", "2", "--scheduler.min-steps", "2", "--scheduler.reduction", "2"]

@@ -1,5 +1,6 @@
 """Decisions of a search, without runs: ASHA against a second implementation, populations, samplers, the journal."""
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -75,7 +76,7 @@ def promotions_by_hand(trials, rungs, reduction, direction):
     """
     sign = 1 if direction == "maximize" else -1
     allowed = []
-    for rung, following in reversed(list(zip(rungs, rungs[1:], strict=False))):
+    for rung, following in reversed(list(itertools.pairwise(rungs))):
         results = {one.number: sign * one.values[rung] for one in trials if rung in one.values}
         worst = sum(one.state == "failed" and one.target == rung for one in trials if rung not in one.values)
         quota = (len(results) + worst) // reduction

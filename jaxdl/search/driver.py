@@ -180,7 +180,7 @@ class Search:
         trials = self.journal.trials()
         parent, lost = trials[action.parent], trials[action.replaces]
         values = {step: value for step, value in parent.values.items() if step <= action.from_step}
-        origin = {"parent": parent.number, "from_step": action.from_step, "replaces": lost.number}
+        origin: dict[str, Any] = {"parent": parent.number, "from_step": action.from_step, "replaces": lost.number}
         number = self.journal.add(action.settings, action.from_step, values=values, **origin)
         if lost.state == "open":
             self.journal.replace(lost.number)

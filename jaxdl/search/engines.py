@@ -139,7 +139,7 @@ def start_process(job: Job, environment: Mapping[str, str]) -> subprocess.Popen[
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=os.environ | {"PYTHONUNBUFFERED": "1"} | dict(job.environment) | environment,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **job.environment, **environment},
             start_new_session=True,  # Ctrl-C in a terminal comes to the search alone, which stops its trials.
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -24,7 +25,7 @@ class OnRay(Engine, kind="ray"):
     def open(self, parallel: int, devices_per_trial: int | None) -> Workers:
         """See `Engine`."""
         try:
-            import ray
+            ray = importlib.import_module("ray")
         except ImportError:
             raise ConfigError("--engine ray: Ray is not installed. Install it: pip install 'jaxdl[ray]'.") from None
         if not ray.is_initialized():
