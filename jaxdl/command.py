@@ -50,6 +50,8 @@ class Command:
     """Take only the parameters whose names match one of these patterns, such as `stage*` (see --explain)."""
     init_step: Literal["newest", "best"] | int = "newest"
     """The checkpoint of the other run: the newest, the one with the best evaluation, or the one of a step."""
+    may_change: tuple[str, ...] = ()
+    """Fields such as optimizer.learning-rate that may have other values than the run in the workdir had."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the resolved config as JSON, and on stderr what the options change in the file's, then exit."""
     explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -65,8 +67,12 @@ def run(args: list[str], prog: str = PROG) -> None:
         elif command.explain:
             print_plan(command.experiment, command.workdir)
         else:
-            options = {"max_steps": command.max_steps, "stage_data": command.stage_data}
-            train(command.experiment, command.workdir, **options, init_from=_init_from(command))
+            options = {
+                "max_steps": command.max_steps,
+                "may_change": command.may_change,
+                "stage_data": command.stage_data,
+            }
+            train(command.experiment, command.workdir, init_from=_init_from(command), **options)
 
 
 def parse_command(args: list[str], prog: str = PROG) -> Command:

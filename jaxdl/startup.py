@@ -56,7 +56,7 @@ VALUED = {
 }
 """Options of training that are not fields of the experiment -> the value that each takes."""
 
-OTHERS = ("explain", "print-config", "init-names")
+OTHERS = ("explain", "print-config", "init-names", "may-change")
 """Options of training that are not fields of the experiment, without a value or with several."""
 
 WHOLE_NUMBERS = ("devices", "max-steps")

@@ -43,6 +43,8 @@ from jaxdl.kinds import choices, forgotten
 from jaxdl.launch import __main__ as launch
 from jaxdl.launch import asynchronous
 from jaxdl.launch.learners import numbered
+from jaxdl.search import command as searching
+from jaxdl.search.config import SearchConfig
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_site
@@ -170,6 +172,9 @@ def check_module(module, args):
     """Reads the arguments of one of jaxdl's programs by its own parser."""
     if module == "jaxdl.train":
         assert parse_command(args).experiment
+    elif module == "jaxdl.search":
+        given = searching.parse_command(args, module)
+        searching.check_settings(given.search, given.experiment, searching.parse_settings(given.search.vary))
     elif module == "jaxdl.launch" and args[0] in launch.HERE:
         kind = {"local": launch.Local, "netns": launch.Netns}[args[0]]
         check(launch.parse(args[0], kind, args[1:])[1])
@@ -210,7 +215,7 @@ def option_paths(cls, prefix="", inside=()):
 
 
 def test_options_in_the_text_exist():
-    known = set(option_paths(Experiment)) | set(option_paths(asynchronous.Asynchronous))
+    known = {path for one in (Experiment, asynchronous.Asynchronous, SearchConfig) for path in option_paths(one)}
     named = {
         (name, one)
         for name, text in PAGES.items()
@@ -240,8 +245,8 @@ def test_names_of_the_api_exist():
 def test_the_config_reference_has_every_config_class_and_field():
     # The options of a program of its own; its --help has them.
     programs = (
-        "jaxdl.asynchrony.", "jaxdl.bench", "jaxdl.evaluate.", "jaxdl.export.", "jaxdl.launch", "jaxdl.trained",
-        "jaxdl.translate.",
+        "jaxdl.asynchrony.", "jaxdl.bench", "jaxdl.evaluate.", "jaxdl.export.", "jaxdl.launch", "jaxdl.search",
+        "jaxdl.trained", "jaxdl.translate.",
     )  # fmt: skip
     for one in pkgutil.walk_packages(jaxdl.__path__, "jaxdl."):
         if not one.name.endswith("__main__") and not one.name.startswith(programs):

@@ -34,7 +34,7 @@ FLOORS = [
     {"run"},
     {"predictor", "launch", "completion", "fleet"},
     {"trained", "planner"},
-    {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert", "compare"},
+    {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert", "compare", "search"},
     {"train", "testing"},
     {"__main__"},
 ]
@@ -43,7 +43,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
     "writing", "lease", "status", "fleet", "run", "report", "checkpoint", "launch", "data", "export", "convert",
-    "trained", "compare",
+    "trained", "compare", "search",
 }  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",
@@ -62,7 +62,7 @@ READ_FILES = {
 }
 HEAVY = {
     "tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "sentencepiece", "pyarrow", "datasets",
-    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec",
+    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "optuna",
 }  # fmt: skip
 WRITING_CALLS = {
     "open", "write_text", "write_bytes", "mkdir", "makedirs", "unlink", "remove", "rename", "rmtree", "rmdir", "touch",

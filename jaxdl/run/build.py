@@ -89,6 +89,8 @@ class Plan:
     """What the run takes from another run when it begins at step 0."""
     kept: Kept | None = None
     """The layout that was planned for it."""
+    may_change: tuple[str, ...] = ()
+    """The fields whose values may be others than those in the workdir, see `jaxdl.run.changes`."""
 
     @property
     def exchange(self) -> ExchangeConfig:

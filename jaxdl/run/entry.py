@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxdl.files import hang_file
 from jaxdl.mesh import Device
 from jaxdl.report import Start, Stopwatch
 from jaxdl.run.build import Plan, make_plan
+from jaxdl.run.changes import checked_changes
 from jaxdl.run.hooks import Callbacks, OnCheckpoint, OnEvaluation, OnStep
 from jaxdl.run.initial import InitFrom, as_init, beginning
 from jaxdl.run.learning import as_learner
@@ -43,6 +45,7 @@ def train(
     on_evaluation: OnEvaluation | Sequence[OnEvaluation] = (),
     on_checkpoint: OnCheckpoint | Sequence[OnCheckpoint] = (),
     init_from: InitFrom | str | Path | None = None,
+    may_change: Sequence[str] = (),
 ) -> Run:
     """Trains, and returns the run. With a `workdir`, everything is kept there, and the same call resumes.
 
@@ -59,6 +62,7 @@ def train(
       on_evaluation: functions that are called after each evaluation with an `EvaluationInfo`.
       on_checkpoint: functions that are called when a checkpoint is complete on disk, with a `CheckpointInfo`.
       init_from: the folder of another run, or an `InitFrom`, with whose parameters a new run begins.
+      may_change: fields such as `optimizer.learning_rate` that may have other values than the run in the workdir had.
 
     Raises:
       ConfigError: for a config that cannot be run here, before anything is compiled.
@@ -68,6 +72,7 @@ def train(
     """
     experiment = as_experiment(experiment)
     _check(devices, max_steps)
+    changing = checked_changes(may_change, experiment, workdir)
     callbacks = Callbacks.of(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
     watch = Stopwatch(on_change=heartbeat.enter)
     workdir = check_workdir(workdir)
@@ -79,17 +84,33 @@ def train(
         stack.enter_context(status)
         stack.callback(start.close)
         plan = _made(experiment, devices, workdir, init, stop, start, status, stage_data)
-        if jax.process_count() > 1:
-            stop.share(every_polls=experiment.report.every_steps)
-        log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
-        stack.enter_context(Watchdog(experiment.cluster.hang_timeout_sec, log))
-        end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
-        hooks = stack.enter_context(as_learner(plan, stop, callbacks))
-        trainer = Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=status.lease, callbacks=hooks)
-        status.follow(trainer)
-        run = trainer.run()
-        status.ended(trainer)
-        return run
+        plan = dataclasses.replace(plan, may_change=changing)
+        return _trained(plan, workdir, max_steps, stop, watch, stack, start, status, callbacks)
+
+
+def _trained(
+    plan: Plan,
+    workdir: Path | None,
+    max_steps: int | None,
+    stop: StopSignals,
+    watch: Stopwatch,
+    stack: contextlib.ExitStack,
+    start: Start,
+    status: RunStatus,
+    callbacks: Callbacks,
+) -> Run:
+    """The run of a plan, watched."""
+    if jax.process_count() > 1:
+        stop.share(every_polls=plan.experiment.report.every_steps)
+    log = functools.partial(open, workdir / hang_file(jax.process_index()), "a") if workdir else None
+    stack.enter_context(Watchdog(plan.experiment.cluster.hang_timeout_sec, log))
+    end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
+    hooks = stack.enter_context(as_learner(plan, stop, callbacks))
+    trainer = Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=status.lease, callbacks=hooks)
+    status.follow(trainer)
+    run = trainer.run()
+    status.ended(trainer)
+    return run
 
 
 def _made(
