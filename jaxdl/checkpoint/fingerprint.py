@@ -76,7 +76,7 @@ def host_fingerprints(arrays: Sequence[jax.Array]) -> np.ndarray:
                 starts = [one.indices(size)[0] for one, size in zip(shard.index, x.shape, strict=True)]
                 own[number] += np.asarray(_fingerprint(shard.data, tuple(x.shape), np.asarray(starts, np.uint32)))
     every = [np.frombuffer(one, np.uint32) for one in from_each_process(own.tobytes())]
-    return np.sum(every, axis=0, dtype=np.uint32).reshape(own.shape)
+    return np.asarray(np.sum(every, axis=0, dtype=np.uint32)).reshape(own.shape)
 
 
 def row_fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
