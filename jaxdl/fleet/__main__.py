@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -132,8 +133,6 @@ def serve(args: list[str]) -> None:
     def lost(reason: str) -> None:
         sys.stderr.write(f"error: {reason}\n")
         sys.stderr.flush()
-        import os
-
         os._exit(75)  # Another server has the fleet: this one must do nothing more.
 
     lease = Lease(store.folder / SERVER_FOLDER, lost)
