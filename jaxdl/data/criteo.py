@@ -197,7 +197,7 @@ def _read(paths: Sequence[Path]) -> Iterator[Mapping[str, np.ndarray]]:
                 made = _converted(block, path, count)
                 count += len(made["label"])
                 yield made
-        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError.
+        except (OSError, ValueError, NotImplementedError, TypeError) as error:  # Arrow's errors are some of these.
             if isinstance(error, ConfigError):
                 raise
             what = " ".join(str(error).split())[:300]
@@ -244,6 +244,7 @@ def _converted(block: Any, path: Path, first: int) -> dict[str, np.ndarray]:
         compute.fill_null(block.column(i).cast(pyarrow.float64()), 0).to_numpy(zero_copy_only=False)
         for i in range(1, 1 + NUM_NUMBERS)
     ]
+    numbers = [np.where(np.isfinite(one), one, 0) for one in numbers]  # Parquet files have NaN for what is missing.
     hashes = []
     for i in range(1 + NUM_NUMBERS, len(_NAMES)):
         coded = block.column(i).cast(pyarrow.string()).dictionary_encode()

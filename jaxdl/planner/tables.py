@@ -33,8 +33,8 @@ from jaxdl.planner.placement import place
 _SLOW = Axis.REPLICA.value
 _ROOM_SLACK = 1.1
 """Room of messages with touched rows over the mean number of rows: batches differ."""
-_READS, _UPDATES = 4, 3
-"""How often a vector of the batch is read or written (looked up; its gradient sorted and summed), and a touched row."""
+_READS = 4
+"""How often a vector of the batch is read or written: looked up; its gradient sorted and summed."""
 _COLLECTIVES = {
     "all-to-all": "all_to_all",
     "all-gather": "all_gather",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import urllib.parse
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -101,7 +102,7 @@ class Caches:
         try:
             if self._folder is None:
                 self._folder = tempfile.mkdtemp(prefix="tables-", dir=Path(self._parent).expanduser())
-            path = Path(self._folder) / f"{name.replace('/', '_')}.f32"
+            path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}.f32"  # One file for each name.
             return np.memmap(path, np.float32, "w+", shape=shape)
         except OSError as error:
             raise ConfigError(
