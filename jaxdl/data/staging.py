@@ -81,12 +81,12 @@ class Stage:
             with _locked(home / LOCK, lambda: self._say(f"waiting for another process to copy {target.name}")):
                 self._bring(home, target, found)
         except remote.Outage as error:
-            raise ConfigError(f"--stage-data: {error}. The same command goes on with the copy.") from None
+            raise ConfigError(f"--stage-data: {error}. The same command continues the copy.") from None
         except OSError as error:
             where, why = error.filename or self._root, error.strerror or error
             raise ConfigError(
                 f"--stage-data {self._root}: {where}: {why}. Choose a folder on a disk of this machine with room for "
-                "the data; the same command goes on with the copy."
+                "the data; the same command continues the copy."
             ) from None
         return str(target)
 
