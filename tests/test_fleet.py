@@ -123,7 +123,8 @@ def test_what_is_held_cancelled_or_without_its_node_stops(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("code", "attempts", "state"), [(2, 1, "failed"), (3, 1, "failed"), (1, 4, "failed"), (75, 4, "failed")]
+    ("code", "attempts", "state"),
+    [(2, 1, "failed"), (3, 1, "failed"), (1, 4, "failed"), (75, 4, "failed"), (4, 1, "cancelled")],
 )
 def test_failures_start_again_unless_they_would_come_again(tmp_path, code, attempts, state):
     store, engine, _ = fleet(tmp_path / "fleet", work=1)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxdl.cluster.exits import DELIBERATE
+from jaxdl.cluster.exits import DELIBERATE, HALTED
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.engine import LOST, Engine
 from jaxdl.fleet.policy import Decision, Rules, Run, decide
@@ -146,6 +146,9 @@ class Server:
         """An attempt has ended with a code."""
         if code == 0:
             self._write(_ENDED, member, state=COMPLETED, code=0, reason="finished")
+        elif code == HALTED:
+            reason = "halted by the file in its workdir; submit it again to resume"
+            self._write(_ENDED, member, state=CANCELLED, code=code, reason=reason)
         elif code in DELIBERATE:
             self._write(_ENDED, member, state=FAILED, code=code, reason=f"exit code {code}: it would fail again")
         elif member.state == STOPPING:
