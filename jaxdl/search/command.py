@@ -31,7 +31,7 @@ ABOUT = """Searches settings of an experiment: a sampler proposes the settings o
   python -m jaxdl.search --config configs/digits.py --workdir runs/search \\
       --vary optimizer.learning-rate=log:1e-3:1 --vary optimizer.momentum=0.8,0.9,0.95 --trials 20 --parallel 2
 
-The same command goes on with a search that was killed. Options of the experiment hold for all trials. --json prints the
+The same command continues a search that was killed. Options of the experiment hold for all trials. --json prints the
 result as JSON."""
 SEARCH_FILE, JOURNAL_FILE = "search.json", "journal.log"
 
