@@ -120,11 +120,18 @@ def make_host_mesh(mesh: Mesh) -> Mesh:
     """The CPUs of the processes of a mesh, one each, for arrays in the memory of hosts.
 
     The processes along `HostAxis.NODE` have other replicas, those along `HostAxis.PART` other devices of the same ones.
-    Raises ConfigError as `host_sizes` does.
+    Raises ConfigError as `host_sizes` does, and where JAX has no CPUs.
     """
     processes = np.array([device.process_index for device in mesh.devices.flat]).reshape(len(mesh.devices), -1)
     sizes = host_sizes(processes)
-    cpus = {device.process_index: device for device in reversed(jax.devices("cpu"))}
+    try:
+        cpus = {device.process_index: device for device in reversed(jax.devices("cpu"))}
+    except RuntimeError:
+        platforms = os.environ.get("JAX_PLATFORMS", "")
+        raise ConfigError(
+            f"JAX_PLATFORMS={platforms}: it leaves out the CPUs, and rows are kept in their memory. Give "
+            f"JAX_PLATFORMS={platforms},cpu."
+        ) from None
     found = np.array([cpus[process] for process in dict.fromkeys(processes.ravel().tolist())])
     return Mesh(found.reshape(sizes), _HOST_AXES, axis_types=(AxisType.Auto,) * len(sizes))
 

@@ -1,50 +1,84 @@
-"""Tables that the hosts of two processes hold: the bits of tables that the devices hold whole, also over a resume."""
+"""Tables that the hosts of two processes hold: the bits of one process without a cache, also when they change places."""
 
+from types import SimpleNamespace
+
+import jax
 import numpy as np
 import pytest
-from runs import finish, write_config
-from test_processes import start_pair
+from runs import finish, rows, write_config
+from test_processes import ACROSS, start_pair
+from test_table_cache import assert_same_network, experiment
 
 import jaxdl
 from jaxdl.data import Clicks
-from jaxdl.embedding import EmbeddingConfig
-from jaxdl.evaluation import EvaluationConfig
-from jaxdl.experiment import Experiment
-from jaxdl.mesh import MeshConfig
-from jaxdl.models import DLRM
-from jaxdl.optim import SGD, Constant
-from jaxdl.report import ReportConfig
-from jaxdl.tasks import Binary
+from jaxdl.embedding import ColumnWise, EmbeddingConfig, Replicated, RowWise, RowWiseAdaGrad, TableRowWise, TableWise
+from jaxdl.files import step_dir
 
-CACHE = ("--embedding.cache.fraction", "0.15", "--embedding.cache.min-rows", "1000", "--embedding.cache.window", "3")
-EXPERIMENT = Experiment(
-    model=DLRM(columns=8, bottom=(8,), top=(8,)),
-    data=Clicks(rows=(5000, 3000, 2000, 50), num_ids=(2, 1, 3, 1), train_examples=3000, test_examples=96),
-    task=Binary(),
-    optimizer=SGD(learning_rate=0.1, momentum=0.9),
-    schedule=Constant(),
-    batch_size=32,
-    steps=10,
-    embedding=EmbeddingConfig(),
-    mesh=MeshConfig(replica=2, fsdp=2, cpu_devices=2),
-    evaluation=EvaluationConfig(every_steps=5, batch_size=48),
-    checkpoint={"every_steps": 5},
-    report=ReportConfig(every_steps=1, tensorboard=False, curves=False),
+SCHEMES = (ColumnWise(), Replicated(), RowWise(), TableWise(), TableWise(), TableRowWise(), TableWise())
+EXPERIMENT = experiment(
+    data=Clicks(
+        rows=(9000, 3000, 4000, 2000, 2500, 1500, 50),
+        num_ids=(4, 1, 1, 2, 3, 1, 2),
+        jagged=True,
+        train_examples=3000,
+        test_examples=200,
+    ),
+    steps=14,
+    embedding=EmbeddingConfig(
+        schemes=tuple((f"feature{number:02d}", scheme) for number, scheme in enumerate(SCHEMES)),
+        optimizer=RowWiseAdaGrad(),
+    ),
+    mesh={"replica": 2, "fsdp": 2, "cpu_devices": 2},
+    checkpoint={"every_steps": 2, "differential_tables": 2, "keep": 4},
+    report={"every_steps": 1, "tensorboard": False, "curves": False},
 )
+HALF = 7
+CACHE = ("--embedding.cache.fraction", "0.15", "--embedding.cache.min-rows", "1000", "--embedding.cache.window", "3")
 
 
-@pytest.mark.long("two processes train three times")
-def test_two_hosts_hold_tables_bit_equal(tmp_path):
-    config = write_config(tmp_path, EXPERIMENT)
+def trained(config, workdir, *args):
+    """Both processes train with a cache."""
+    ended = [finish(process) for process in start_pair(config, workdir, *CACHE, *args)]
+    assert [code for code, _ in ended] == [0, 0], ended
 
-    def trained(name, *args):
-        ended = [finish(process) for process in start_pair(config, tmp_path / name, *args)]
-        assert [code for code, _ in ended] == [0, 0], ended
 
-    trained("whole")
-    trained("cached", *CACHE, "--max-steps", "6")
-    trained("cached", *CACHE)
-    whole, cached = (jaxdl.restore(tmp_path / name) for name in ("whole", "cached"))
-    for name, expected in whole.model_state["tables"].items():
-        found = cached.model_state["tables"][name]
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected), err_msg=name)
+@pytest.fixture(scope="module")
+def story(tmp_path_factory):
+    """Two runs that change places halfway: one begins in two processes with a cache, one in one process without.
+
+    The first half is on a mesh whose nodes are the processes, the second on one whose only node has both.
+    """
+    two, one = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
+    config = write_config(tmp_path_factory.mktemp("config"), EXPERIMENT)
+    alone = EXPERIMENT.replaced({"mesh.cpu_devices": None})
+    options = {"quiet": True, "devices": jax.devices()[:4]}
+    trained(config, two, "--max-steps", str(HALF))
+    jaxdl.train(alone, workdir=one, max_steps=HALF, **options)
+    half = [jaxdl.restore(folder).model_state["tables"] for folder in (two, one)]
+    trained(config, one, *ACROSS, "--embedding.jagged", "--embedding.ids-ahead")
+    jaxdl.train(alone.replaced({"mesh.replica": 1, "mesh.fsdp": 4}), workdir=two, **options)
+    return SimpleNamespace(begun_by_two=two, begun_by_one=one, half=half)
+
+
+@pytest.mark.long("two processes train twice, and this one twice")
+def test_two_processes_with_a_cache_have_the_bits_of_one_without(story):
+    two, one = story.half
+    for name, x in one.items():
+        np.testing.assert_array_equal(two[name], x, err_msg=name)
+    assert_same_network(story.begun_by_two, story.begun_by_one)
+
+
+def test_they_measure_the_same(story):
+    for step in (10, 14):
+        two, one = (
+            next(row for row in rows(folder) if row.get("step") == step and "eval/loss" in row)
+            for folder in (story.begun_by_two, story.begun_by_one)
+        )
+        assert two["train/loss"] == one["train/loss"]
+        np.testing.assert_allclose(two["eval/loss"], one["eval/loss"], rtol=1e-6)
+
+
+def test_their_checkpoints_have_the_rows_that_changed(story):
+    last = step_dir(story.begun_by_one, 14)
+    assert not (last / "tables").exists()
+    assert len(list((last / "changed_rows").glob("process_*.npz"))) == 2

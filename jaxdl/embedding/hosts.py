@@ -38,15 +38,14 @@ class Device(NamedTuple):
 
 
 class HostRows:
-    """Where rows of a buffer's tables are in the memory of processes; `rows` has the number of all ids of each table.
+    """Where rows of a buffer's tables are in the memory of one process, whose devices have slots as `buffer` says."""
 
-    It says it for this process, whose devices have slots as `buffer` says.
-    """
-
-    def __init__(self, buffer: Buffer, rows: Mapping[str, int], mesh: Mesh, host_mesh: Mesh) -> None:
+    def __init__(self, buffer: Buffer, rows: Mapping[str, int], mesh: Mesh, host_mesh: Mesh, process: int) -> None:
+        """`rows` has the number of all ids of each table, `process` is the place of the process in `host_mesh`."""
         self.buffer, self._mesh = buffer, host_mesh
         spread, by_rows = buffer.spread, buffer.spread.cut == "rows"
         self._sizes = dict(host_mesh.shape)
+        self._here = dict(zip(self._sizes, np.unravel_index(process, tuple(self._sizes.values())), strict=True))
         num_outer, num_inner = self._ways(spread.outer), self._ways(spread.inner)
         row_ways = num_inner if by_rows else 1
         each = buffer.num_outer // num_outer
@@ -55,16 +54,16 @@ class HostRows:
         groups = buffer.groups * (buffer.row_ways // row_ways)
         self.places = Places(buffer.name, dict(rows), owner, num_outer, row_ways, groups)
         """Where rows are in the array of all processes: what a checkpoint has."""
-        processes = [device.process_index for device in host_mesh.devices.flat]
-        me = np.unravel_index(processes.index(jax.process_index()), host_mesh.devices.shape)
-        self._here = dict(zip(host_mesh.axis_names, map(int, me), strict=True))
         self._outer, inner = self._number(spread.outer), self._number(spread.inner)
         self._inner = inner if by_rows else 0
         width = buffer.columns // (1 if by_rows else num_inner)
         self.columns = slice(0, width) if by_rows else slice(inner * width, (inner + 1) * width)
         """The columns of a row that this process has."""
+        num_devices = mesh.size // host_mesh.size
+        self.device_numbers = range(process * num_devices, (process + 1) * num_devices)
+        """The places of its devices in the mesh."""
         self.devices = tuple(self._devices(mesh))
-        """Those of this process."""
+        """Its devices, in this order."""
 
     def _ways(self, axes: Sequence[str]) -> int:
         """Over how many processes these axes of the devices' mesh are spread."""
@@ -74,28 +73,19 @@ class HostRows:
         """The place of this process along them."""
         found = 0
         for axis in host_axes(axes):
-            found = found * self._sizes[axis] + self._here[axis]
+            found = found * self._sizes[axis] + int(self._here[axis])
         return found
 
     def _devices(self, mesh: Mesh) -> Iterator[Device]:
         sizes, spread, seen = self.buffer.sizes, self.buffer.spread, set()
         width = self.buffer.columns // self.buffer.column_ways
-        for number, device in enumerate(mesh.devices.flat):
-            if device.process_index != jax.process_index():
-                continue
+        for number in self.device_numbers:
             place = dict(zip(sizes, np.unravel_index(number, tuple(sizes.values())), strict=True))
-
-            def along(axes: Sequence[str], place: Mapping[str, Any] = place) -> int:
-                found = 0
-                for axis in axes:
-                    found = found * sizes[axis] + int(place[axis])
-                return found
-
+            outer, inner, part = (_along(axes, place, sizes) for axes in (spread.outer, spread.inner, spread.owners))
+            first = 0
             if spread.cut == "columns":
-                part, first = along(spread.outer), along(spread.inner) * width - self.columns.start
-            else:
-                part, first = along(spread.owners), 0
-            yield Device(device, part, slice(first, first + width), (part, first) not in seen)
+                part, first = outer, inner * width - self.columns.start
+            yield Device(mesh.devices.flat[number], part, slice(first, first + width), (part, first) not in seen)
             seen.add((part, first))
 
     @property
@@ -168,3 +158,11 @@ def local_part(x: jax.Array) -> np.ndarray:
     """What this process has of an array of all processes, see `HostRows.array`; a view."""
     [shard] = x.addressable_shards
     return np.asarray(shard.data)
+
+
+def _along(axes: Sequence[str], place: Mapping[str, Any], sizes: Mapping[str, int]) -> int:
+    """The number of a place in the mesh along these axes."""
+    found = 0
+    for axis in axes:
+        found = found * sizes[axis] + int(place[axis])
+    return found

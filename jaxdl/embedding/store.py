@@ -80,8 +80,10 @@ class Store:
             host_mesh = make_host_mesh(self.tables.mesh)
         except ConfigError as error:
             raise ConfigError(f"--embedding.cache: {error}") from None
+        processes = [device.process_index for device in host_mesh.devices.flat]
+        here = self.tables.mesh, host_mesh, processes.index(jax.process_index())
         return {
-            one.name: HostRows(one, {table.name: rows[table.name] for table in one.tables}, self.tables.mesh, host_mesh)
+            one.name: HostRows(one, {table.name: rows[table.name] for table in one.tables}, *here)
             for one in self.tables.buffers
             if any(table.name in self.whole for table in one.tables)
         }

@@ -45,8 +45,8 @@ class Swapper:
         self._program = jax.jit(functools.partial(_swapped, tables), donate_argnums=0)
         mesh = tables.mesh
         self._everywhere = NamedSharding(mesh, PartitionSpec(tuple(mesh.axis_names)))
-        mine = [number for number, one in enumerate(mesh.devices.flat) if one.process_index == jax.process_index()]
-        self._place = {number: place for place, number in enumerate(mine)}
+        [one, *_] = hosts.values()
+        self._place = {number: place for place, number in enumerate(one.device_numbers)}
 
     def __call__(self, state: TableState, lists: Any) -> tuple[TableState, Any]:
         """(the state, which is donated, after the swap; buffer -> rows that leave `[device, row, ...]`)."""
