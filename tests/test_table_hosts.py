@@ -1,4 +1,4 @@
-"""Where several processes keep the rows of tables with a cache, without starting any: who has what, and who can load it."""
+"""Where several processes keep the rows of tables with a cache, without starting any: who has what, and may load it."""
 
 import jax
 import numpy as np
