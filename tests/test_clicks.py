@@ -18,6 +18,7 @@ def test_examples_do_not_depend_on_their_batch():
     for name, values in some.items():
         np.testing.assert_array_equal(values, whole[name][[2999, 5, 5, 17]])
     assert whole["ids"].shape == (3000, 6)
+    np.testing.assert_array_equal(source.ids(np.arange(3000)), whole["ids"])
     assert len(np.unique(whole["ids"][:, 0])) > 100
 
 
