@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -159,7 +158,7 @@ def _page(request: Request, trials: Sequence[Trial], found: Mapping[str, Any], p
         state = state_of(one, []) + (f": {one.reason}" if one.reason else "")
         cells = [str(one.number), *(_cell(one.settings[name]) for name in names), state, str(one.step), value]
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return os.linesep.join(lines) + os.linesep
+    return "\n".join(lines) + "\n"
 
 
 def _rank(trial: Trial, request: Request) -> float:
