@@ -261,7 +261,8 @@ class Search:
 def check_any(trials: Sequence[Trial]) -> None:
     """Raises ConfigError when every trial has failed."""
     if trials and all(one.state == "failed" for one in trials):
+        last = trials[-1].reason.rstrip(".")
         raise ConfigError(
-            f"all {len(trials)} trials failed, the last one: {trials[-1].reason}. Change the ranges of --vary; the "
-            "folder logs has what the trials printed."
+            f"all {len(trials)} trials failed, the last one: {last}. Change the ranges of --vary; the folder logs has what "
+            "the trials printed."
         )

@@ -18,9 +18,9 @@ from jaxdl.search.workdirs import curve, last_step
 
 REPORT_FILE, RESULT_FILE = "report.md", "result.json"
 PLOTS = {
-    "history.png": "Every trial in the order of their start, and the best value so far",
-    "curves.png": "The metric of all trials over steps",
-    "slices.png": "The last value of each trial over each setting",
+    "history.png": "Every trial in the order of their start, and the best value so far. Far outliers stand at the edge",
+    "curves.png": "The metric of all trials over steps. Far outliers are cut off",
+    "slices.png": "The last value of each trial over each setting. Far outliers stand at the edge",
     "parallel.png": "Parallel coordinates: a line for each trial",
     "importances.png": "How much of the variance at the first stop each setting explains (PED-ANOVA)",
 }
