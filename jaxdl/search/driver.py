@@ -263,6 +263,6 @@ def check_any(trials: Sequence[Trial]) -> None:
     if trials and all(one.state == "failed" for one in trials):
         last = trials[-1].reason.rstrip(".")
         raise ConfigError(
-            f"all {len(trials)} trials failed, the last one: {last}. Change the ranges of --vary; the folder logs has what "
-            "the trials printed."
+            f"all {len(trials)} trials failed, the last one: {last}. Change the ranges of --vary; the folder logs has "
+            "what the trials printed."
         )
