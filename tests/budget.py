@@ -70,6 +70,7 @@ BUDGETS = {
     "test_measure_gpu.py": 60,
     "test_quantized.py": 30,
     "test_callbacks.py": 30,
+    "test_search.py": 150,
     "test_fit.py": 30,
     "test_exchange_edges.py": 30,
     "test_predictor.py": 30,

@@ -250,6 +250,23 @@ def test_a_grid_has_every_combination_once():
         Grid().check([RATE])
 
 
+@pytest.mark.parametrize("name", ["random", "tpe", "qmc", "cmaes"])
+def test_a_proposal_is_a_function_of_the_journal_and_the_seed(name):
+    sampler, trials = kinds(Sampler)[name](), {0: [], 1: []}
+    for seed, found in trials.items():
+        attributes = {}
+        for number in range(14):
+            asked = [sampler.propose([RATE, MOMENTUM], found, "maximize", seed, attributes) for _ in range(2)]
+            assert asked[0] == asked[1]
+            attributes, values = asked[0].study_attributes, {1: -abs(asked[0].settings[RATE.name] - 0.1)}
+            state = "failed" if number % 5 == 3 else "open"
+            found.append(Trial(number, asked[0].settings, 1, values, state, attributes=asked[0].attributes))
+    first, second = ({one.settings[RATE.name] for one in found} for found in trials.values())
+    assert len(first) > 10
+    if name != "qmc":  # Its points are those of --sampler.sequence, whatever the seed.
+        assert not first & second, "a seed and the next one have nothing in common"
+
+
 def test_a_sampler_that_needs_a_package_says_so(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install torch"):

@@ -21,7 +21,7 @@ from jaxdl.search.samplers import Proposal, Sampler
 from jaxdl.search.schedulers import Action, Clone, New, Policy, Promote
 from jaxdl.search.space import Setting, shown, words_of
 from jaxdl.search.trial import Direction, Trial
-from jaxdl.search.workdirs import copy_workdir, value_at, wait_until_free, why_failed
+from jaxdl.search.workdirs import copy_workdir, is_free, value_at, why_failed
 
 TRIALS_FOLDER, LOGS_FOLDER, PROGRAMS_FOLDER = "trials", "logs", "programs"
 PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
@@ -111,12 +111,13 @@ class Search:
         self.running: set[int] = set()
         self.signum: int | None = None
         self._tries: dict[int, int] = {}
+        self._waited: set[int] = set()
+        self._handlers: dict[int, Any] = {}
 
     def run(self) -> int | None:
         """Runs until nothing is left to do; the number of the signal that stopped it, or None."""
-        before = {}
         if threading.current_thread() is threading.main_thread():
-            before = {one: signal.signal(one, self._note) for one in (signal.SIGTERM, signal.SIGINT)}
+            self._handlers = {one: signal.signal(one, self._note) for one in (signal.SIGTERM, signal.SIGINT)}
         try:
             for trial in self.journal.trials():  # A killed search may have recorded a copy and not made it.
                 self._copy(trial)
@@ -129,14 +130,20 @@ class Search:
                 self._collect(stopping=True)
         finally:
             self.workers.close()
-            for one, handler in before.items():
-                signal.signal(one, handler)
+            self._restore()
         self.shows.refresh(self.journal.trials(), [])
         return self.signum
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        """The first signal lets the trials save; a second one acts at once."""
         del frame
         self.signum = signum
+        self._restore()
+
+    def _restore(self) -> None:
+        for signum, handler in self._handlers.items():
+            signal.signal(signum, handler)
+        self._handlers = {}
 
     def _step(self) -> bool:
         """Collects and starts what can be; False when the search is over."""
@@ -202,9 +209,13 @@ class Search:
             self.journal.fail(trial.number, f"trial {trial.parent} has no checkpoint of step {trial.from_step}")
 
     def _start(self, trial: Trial) -> None:
-        workdir = self.request.workdir(trial.number)
-        wait_until_free(workdir, lambda: self.shows.refresh(self.journal.trials(), sorted(self.running)))
+        """Starts a trial, unless another process trains in its folder: then it is tried again later."""
         request, number = self.request, trial.number
+        if not is_free(request.workdir(number)):
+            if number not in self._waited:
+                self._waited.add(number)
+                self.shows.event(f"trial {number} waits: another process trains in {request.workdir(number)}")
+            return
         self.workers.start(Job(number, request.train(trial), request.log(number), request.environment()))
         self.running.add(trial.number)
 
@@ -250,7 +261,8 @@ class Search:
 def check_any(trials: Sequence[Trial]) -> None:
     """Raises ConfigError when every trial has failed."""
     if trials and all(one.state == "failed" for one in trials):
+        last = trials[-1].reason.rstrip(".")
         raise ConfigError(
-            f"all {len(trials)} trials failed, the last one: {trials[-1].reason}. Change the ranges of --vary; the "
-            "folder logs has what the trials printed."
+            f"all {len(trials)} trials failed, the last one: {last}. Change the ranges of --vary; the folder logs has "
+            "what the trials printed."
         )

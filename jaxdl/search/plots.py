@@ -27,16 +27,19 @@ def history(trials: Sequence[Trial], request: Request) -> bytes | None:
     figure = style.new_figure(8, 4, "Trials of the search")
     axes = figure.subplots()
     most = max(one.step for one in seen)
+    limits = _limits([_value(one) for one in seen], request)
     sizes = [15 + 65 * one.step / most for one in seen]
-    axes.scatter([one.number for one in seen], [_value(one) for one in seen], s=sizes, color=_GOOD, alpha=0.75)
+    heights = [min(max(_value(one), limits[0]), limits[1]) for one in seen]
+    axes.scatter([one.number for one in seen], heights, s=sizes, color=_GOOD, alpha=0.75)
     longest = [one for one in seen if one.step == most]
     values = itertools.accumulate((_value(one) for one in longest), max if request.direction == "maximize" else min)
     axes.step([one.number for one in longest], list(values), where="post", color=style.INK, lw=1)
-    failed = [one.number for one in trials if one.state == "failed"]
-    low, high = axes.get_ylim()
-    axes.plot(failed, [low] * len(failed), "x", color="#d55e00", ms=6, clip_on=False)
-    axes.set_ylim(low, high)
+    worst = limits[0 if request.direction == "maximize" else 1]
+    for one in trials:
+        if one.state == "failed":
+            axes.plot(one.number, worst, "x", color="#d55e00", ms=6)
     style.dress(axes, x="trial", y=request.metric)
+    axes.locator_params(axis="x", integer=True)
     style.legend(figure, [
         style.line_entry("a trial; larger: more steps", _GOOD, "o", ls=""),
         style.line_entry("best so far of those that trained longest", style.INK),
@@ -61,6 +64,7 @@ def curves(
         if points:
             axes.plot(*zip(*points, strict=True), color=shades[trial.number], lw=1.2)
             axes.plot(*points[-1], "o", color=shades[trial.number], ms=3.5)
+    axes.set_ylim(*_with_margin(_limits([value for one in found.values() for _, value in one], request)))
     for step in stops:
         axes.axvline(step, color=style.SPINE, lw=0.8, ls=":")
     style.dress(axes, x="step", y=request.metric)
@@ -80,11 +84,12 @@ def slices(trials: Sequence[Trial], request: Request) -> bytes | None:
         return None
     num = len(request.settings)
     figure = style.new_figure(max(5, 3.6 * num), 3.8, "Settings and values")
-    shades = _shades(seen, request)
+    shades, (low, high) = _shades(seen, request), _limits([_value(one) for one in seen], request)
     for axes, setting in zip(figure.subplots(1, num, squeeze=False, sharey=True)[0], request.settings, strict=True):
         colors = [shades[one.number] for one in seen]
         at = [place_of(setting, one.settings[setting.name]) for one in seen]
-        axes.scatter(at, [_value(one) for one in seen], c=colors, s=28, edgecolors=style.GREY, linewidths=0.3)
+        heights = [min(max(_value(one), low), high) for one in seen]
+        axes.scatter(at, heights, c=colors, s=28, edgecolors=style.GREY, linewidths=0.3)
         style.dress(axes, x=short(setting.name), y=request.metric)
         _ticks(axes, setting, "x")
     return style.png(figure)
@@ -97,10 +102,10 @@ def parallel(trials: Sequence[Trial], request: Request) -> bytes | None:
         return None
     figure = style.new_figure(max(6, 2.2 * (len(request.settings) + 1)), 4.2, "Parallel coordinates")
     axes, shades = figure.subplots(), _shades(seen, request)
-    low, high = min(map(_value, seen)), max(map(_value, seen))
+    low, high = _limits([_value(one) for one in seen], request)
     for trial in sorted(seen, key=lambda one: (one.step, -key(_value(one), request.direction))):
         heights = [_share(one, trial.settings[one.name]) for one in request.settings]
-        heights.append((_value(trial) - low) / (high - low) if high > low else 0.5)
+        heights.append((min(max(_value(trial), low), high) - low) / (high - low) if high > low else 0.5)
         axes.plot(range(len(heights)), heights, color=shades[trial.number], lw=1.3)
     names = [*(short(one.name) for one in request.settings), request.metric]
     style.dress(axes)
@@ -166,6 +171,25 @@ def _shades(trials: Sequence[Trial], request: Request) -> dict[int, str]:
         one.number: to_hex(tuple(a + share**2 * (b - a) for a, b in zip(poor, good, strict=True)))  # pyright: ignore
         for one, share in zip(ranked, shares, strict=True)
     }
+
+
+def _limits(values: Sequence[float], request: Request) -> tuple[float, float]:
+    """The lowest and the highest value that are shown as they are: poor ones beyond the whisker of a box plot are not.
+
+    The whisker is 1.5 times the distance of the quartiles (Tukey 1977).
+    """
+    import numpy as np
+
+    first, third = np.quantile(values, [0.25, 0.75])
+    reach = 1.5 * (third - first)
+    if request.direction == "maximize":
+        return float(max(min(values), first - reach)), max(values)
+    return min(values), float(min(max(values), third + reach))
+
+
+def _with_margin(limits: tuple[float, float]) -> tuple[float, float]:
+    margin = 0.05 * (limits[1] - limits[0]) or 1e-6
+    return limits[0] - margin, limits[1] + margin
 
 
 def _value(trial: Trial) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +31,9 @@ class OnRay(Engine, kind="ray"):
             raise ConfigError("--engine ray: Ray is not installed. Install it: pip install 'jaxdl[ray]'.") from None
         if not ray.is_initialized():
             try:
-                ray.init(self.address, log_to_driver=False, include_dashboard=False)
+                with warnings.catch_warnings():  # It starts its processes by fork, which does nothing of JAX there.
+                    warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+                    ray.init(self.address, log_to_driver=False, include_dashboard=False)
             except (ConnectionError, ValueError, OSError) as error:
                 raise ConfigError(f"--engine.address {self.address}: {error}. Give that of a Ray cluster.") from None
         total = ray.cluster_resources()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,9 @@ from jaxdl.search.workdirs import curve, last_step
 
 REPORT_FILE, RESULT_FILE = "report.md", "result.json"
 PLOTS = {
-    "history.png": "Every trial in the order of their start, and the best value so far",
-    "curves.png": "The metric of all trials over steps",
-    "slices.png": "The last value of each trial over each setting",
+    "history.png": "Every trial in the order of their start, and the best value so far. Far outliers stand at the edge",
+    "curves.png": "The metric of all trials over steps. Far outliers are cut off",
+    "slices.png": "The last value of each trial over each setting. Far outliers stand at the edge",
     "parallel.png": "Parallel coordinates: a line for each trial",
     "importances.png": "How much of the variance at the first stop each setting explains (PED-ANOVA)",
 }
@@ -159,7 +158,7 @@ def _page(request: Request, trials: Sequence[Trial], found: Mapping[str, Any], p
         state = state_of(one, []) + (f": {one.reason}" if one.reason else "")
         cells = [str(one.number), *(_cell(one.settings[name]) for name in names), state, str(one.step), value]
         lines.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
-    return os.linesep.join(lines) + os.linesep
+    return "\n".join(lines) + "\n"
 
 
 def _rank(trial: Trial, request: Request) -> float:

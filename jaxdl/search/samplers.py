@@ -10,6 +10,7 @@ from __future__ import annotations
 import abc
 import importlib.util
 import itertools
+import random
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -68,7 +69,7 @@ class Sampler(Choice):
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            sampler = self.make(seed + len(trials))
+            sampler = self.make(random.Random(f"{seed} {len(trials)}").randrange(2**31))
             study = as_study(trials, settings, direction, sampler, ranks_pruned=self.ranks_pruned)
             storage = study._storage
             for name, value in study_attributes.items():

@@ -102,7 +102,7 @@ class Display:
     """A live table, with the last events below it."""
 
     def __init__(self, shown: Shown) -> None:
-        self._shown, self._events, self._at = shown, [""], 0.0
+        self._shown, self._at = shown, 0.0
         self._live = Live(console=Console(), auto_refresh=False, transient=False)
 
     def event(self, text: str) -> None:

@@ -7,8 +7,7 @@ import json
 import os
 import re
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,18 +92,13 @@ def copy_workdir(source: Path, target: Path, step: int) -> bool:
     return True
 
 
-def wait_until_free(workdir: Path, waiting: Callable[[], None], poll_sec: float = 0.2) -> None:
-    """Returns when no process of this machine trains in a workdir: one of a killed search may be about to end."""
-    path = workdir / LEASE_FILE
-    while True:
-        try:
-            holder = Holder.from_bytes(path.read_bytes())
-        except (OSError, ValueError):
-            return
-        if holder.released or not is_alive(holder) or holder.pid == os.getpid():
-            return
-        waiting()
-        time.sleep(poll_sec)
+def is_free(workdir: Path) -> bool:
+    """Whether no process of this machine trains in a workdir: one of a killed search may be about to end."""
+    try:
+        holder = Holder.from_bytes((workdir / LEASE_FILE).read_bytes())
+    except OSError:
+        return True
+    return holder.released or not is_alive(holder) or holder.pid == os.getpid()
 
 
 def why_failed(log: Path) -> str:
