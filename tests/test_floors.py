@@ -20,9 +20,10 @@ FLOORS = [
     {"config", "modules", "overview", "patterns"},
     {"kinds"},
     {"reference"},
-    {"mesh", "options"},
+    {"mesh", "option_values"},
+    {"options"},
     {"cluster"},
-    {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases", "plans", "asynchrony"},
+    {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases", "plans", "asynchrony", "trackers"},
     {"embedding"},
     {"models", "optim", "exchange", "data", "decoding"},
     {"report", "agreement"},
@@ -42,7 +43,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
-    "lease", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained",
+    "lease", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained", "trackers",
 }  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",
@@ -61,7 +62,7 @@ READ_FILES = {
 }
 HEAVY = {
     "tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "sentencepiece", "pyarrow", "datasets",
-    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec",
+    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "mlflow", "wandb", "trackio",
 }  # fmt: skip
 WRITING_CALLS = {
     "open", "write_text", "write_bytes", "mkdir", "makedirs", "unlink", "remove", "rename", "rmtree", "rmdir", "touch",

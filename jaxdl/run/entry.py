@@ -15,6 +15,7 @@ from jaxdl.config import ConfigError
 from jaxdl.errors import without_frames
 from jaxdl.experiment import Experiment, as_experiment
 from jaxdl.files import hang_file
+from jaxdl.lease import Lease
 from jaxdl.mesh import Device
 from jaxdl.report import Start, Stopwatch
 from jaxdl.run.build import make_plan
@@ -25,7 +26,15 @@ from jaxdl.run.length import check_max_steps, end_step
 from jaxdl.run.result import Interrupted, Run
 from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.run.trainer import Trainer
-from jaxdl.run.workdir import check_workdir, make_lease, read_choice, read_plan, read_spec, take_lease
+from jaxdl.run.workdir import (
+    check_trackers,
+    check_workdir,
+    make_lease,
+    read_choice,
+    read_plan,
+    read_spec,
+    take_lease,
+)
 
 
 @without_frames
@@ -71,13 +80,13 @@ def train(
     init, start, over = as_init(init_from, workdir), Start(quiet=quiet), experiment.checkpoint.start_over
     with StopSignals() as stop, contextlib.ExitStack() as stack:
         lease = make_lease(workdir) if workdir else None
-        take = functools.partial(take_lease, lease) if lease else lambda: None
+        started = functools.partial(_started, experiment, workdir, lease)
         stack.callback(lease.release if lease else lambda: None)  # After everything that writes there is closed.
         stack.callback(start.close)
         try:
             chosen, recorded = functools.partial(read_choice, workdir), functools.partial(read_spec, workdir)
             begin = functools.partial(beginning, workdir, init, over, model=experiment.model)
-            make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=take)
+            make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded, started=started)
             plan = stop.run(lambda: make(initial=begin, start=start, stored=lambda: read_plan(workdir)))
         except Stop as signal:
             raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
@@ -88,6 +97,13 @@ def train(
         end = plan.parts.agreement.boundary(end_step(plan.timeline, max_steps), plan.total_steps)
         hooks = stack.enter_context(as_learner(plan, stop, callbacks))
         return Trainer(plan, workdir, stop, watch, stack, start, end=end, lease=lease, callbacks=hooks).run()
+
+
+def _started(experiment: Experiment, workdir: Path | None, lease: Lease | None) -> None:
+    """What comes first when the processes of the run have met."""
+    check_trackers(experiment.report.trackers, workdir)
+    if lease is not None:
+        take_lease(lease)
 
 
 def _check(devices: Any, max_steps: Any) -> None:
