@@ -393,6 +393,6 @@ print(json.dumps(found))
     assert found["load"] == ["jaxdl.experiment", True]
     assert set(found) == {
         "Arrays", "ConfigError", "Data", "ExchangeConfig", "Experiment", "FromFunctions", "FromModule", "InitFrom",
-        "Interrupted", "Loss", "Model", "Optax", "Optimizer", "Predictor", "Run", "Schedule", "Task", "fit", "load",
-        "module", "restore", "train",
+        "Interrupted", "Loss", "Model", "Optax", "Optimizer", "Predictor", "Run", "Schedule", "Task", "Tracker", "fit",
+        "load", "module", "restore", "train",
     }  # fmt: skip

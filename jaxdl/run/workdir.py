@@ -59,7 +59,7 @@ def check_trackers(trackers: Sequence[Tracker], workdir: Path | None) -> None:
         return b""
 
     if trackers:
-        of_first_process(check)
+        of_first_process(check, slow=True)
 
 
 def make_lease(workdir: Path) -> Lease:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -82,13 +83,26 @@ class Tracker(Choice):
     """At the end of a run, wait at most so long for what is not yet written."""
 
     def check(self, workdir: Path | None) -> None:
-        """Raises ConfigError, before anything is trained, if the run cannot be tracked: here, for a missing package."""
+        """Raises ConfigError, before anything is trained, if the run cannot be tracked: here, for a missing package.
+
+        That is imported here, in the thread of the run: before Python 3.11.8, classes that are made in several threads
+        at once could fail in any of them (CPython issue 106905).
+        """
         del workdir
-        if self.package is not None and importlib.util.find_spec(self.package) is None:
+        if self.package is None:
+            return
+        option, advice = f"--report.trackers {self.kind}", f"pip install 'jaxdl[{self.package}]', or leave it out"
+        if importlib.util.find_spec(self.package) is None:
             raise ConfigError(
-                f"--report.trackers {self.kind}: it needs the package {self.package}, which is not installed. Install "
-                f"it with pip install 'jaxdl[{self.package}]', or leave {self.kind} out."
+                f"{option}: it needs the package {self.package}, which is not installed. Install it with {advice}."
             )
+        try:
+            importlib.import_module(self.package)
+        except Exception as error:
+            raise ConfigError(
+                f"{option}: the package {self.package} cannot be imported: {type(error).__name__}: {error}. Install it "
+                f"again with {advice}."
+            ) from None
 
     @abc.abstractmethod
     def open(self, run: TrackedRun) -> Writer:

@@ -74,7 +74,8 @@ class _Run(Writer):
     """One run of MLflow. All its calls name the server and the run; what a program sets globally is not touched."""
 
     def __init__(self, uri: str, experiment: str, run: TrackedRun, words: tuple[str, ...]) -> None:
-        logging.getLogger("alembic").setLevel(logging.WARNING)  # Each new database would print its 30 migrations.
+        for name in ("alembic", "mlflow.store.db.utils"):  # Each new database would print how it is made.
+            logging.getLogger(name).setLevel(logging.WARNING)
         import mlflow
 
         if uri.startswith("sqlite:///"):
@@ -91,7 +92,7 @@ class _Run(Writer):
             self._client.update_run(found.info.run_id, status="RUNNING")
         self.run_id = found.info.run_id
         self.num_rows = int(found.data.metrics.get(ROW, 0))
-        self._written = self.num_rows
+        self._written, self._time_ms = self.num_rows, 0
         self._describe(run, found.data.params, words)
 
     def _there(self, run_id: str) -> Any:
@@ -130,10 +131,11 @@ class _Run(Writer):
         from mlflow.entities import Metric
 
         self._written += 1
-        now, step = int(time.time() * 1000), row["step"]
+        # MLflow keeps equal values of one step and time once; two rows may be of one step.
+        self._time_ms, step = max(int(time.time() * 1000), self._time_ms + 1), row["step"]
         found = {name: finite(value) for name, value in row.items() if name != "step"} | {ROW: float(self._written)}
         # The number of the row last, so that a row is there whole if its number is.
-        made = [Metric(name, value, now, step) for name, value in found.items() if value is not None]
+        made = [Metric(name, value, self._time_ms, step) for name, value in found.items() if value is not None]
         if len(self._metrics) + len(made) > MAX_METRICS:
             self.flush()
         self._metrics += made

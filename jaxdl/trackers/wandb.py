@@ -95,7 +95,9 @@ class _Run(Writer):
 
     def keep(self, path: Path) -> None:
         """See `Writer.keep`."""
-        self._run.save(str(path), base_path=str(path.parent), policy="now")
+        folder = Path(self._run.dir)
+        shutil.copyfile(path, folder / path.name)  # A link would be a warning, and change with the file.
+        self._run.save(str(folder / path.name), base_path=str(folder), policy="now")
 
     def close(self, state: State | None = None) -> None:
         """See `Writer.close`."""
