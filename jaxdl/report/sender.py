@@ -25,6 +25,11 @@ FAILING_SEC = 3.0
 """At the end of a run, wait at most so long for a tracker that has just failed."""
 
 
+def num_measured(rows: Rows) -> int:
+    """How many of the rows are no events."""
+    return sum("event" not in row for row in rows)
+
+
 class Opening(NamedTuple):
     """A run as a tracker opens it."""
 
@@ -42,6 +47,7 @@ class Sender(threading.Thread):
     Args:
       tracker: the tracker.
       rows: gives the rows of the history; another list after a rollback.
+      num_earlier: how many rows, events not counted, earlier processes have left: the tracker has no others yet.
       opening: gives the rows and the run, as they are now.
       opened: is told the id of the run there, once it is open, and how often rows had been dropped before.
       warn: called once, when the tracker fails or is far behind.
@@ -51,6 +57,7 @@ class Sender(threading.Thread):
         self,
         tracker: Tracker,
         rows: Callable[[], Rows],
+        num_earlier: int,
         opening: Callable[[], Opening],
         opened: Callable[[str | None, int], None],
         warn: Callable[[str], None],
@@ -59,6 +66,7 @@ class Sender(threading.Thread):
         self._tracker, self._warn = tracker, warn
         self._history, self._opening, self._opened = rows, opening, opened
         self._writer: Writer | None = None
+        self._num_earlier: int | None = num_earlier
         self._rows: Rows = ()
         self._next = 0
         self._files: list[Path] = []
@@ -103,7 +111,7 @@ class Sender(threading.Thread):
         if self._written:
             return f"tracker {self._tracker.kind}: all rows have been written after all" if self._warned else None
         rows = self._history()
-        every, left = (sum("event" not in row for row in some) for some in (rows, rows[self._next :]))
+        every, left = num_measured(rows), num_measured(rows[self._next :])
         if not left:
             return f"tracker {self._tracker.kind}: the end of the run could not be noted there"
         return f"tracker {self._tracker.kind}: {left:,} of {every:,} rows were not written"
@@ -133,11 +141,12 @@ class Sender(threading.Thread):
         if earlier is not None:
             earlier.close(None)
         rows, num_cuts, run = self._opening()
-        num_rows = sum("event" not in row for row in rows)
+        num_rows = num_measured(rows) if self._num_earlier is None else self._num_earlier
         writer = self._tracker.open(run)
         if writer.num_rows > num_rows:  # It got a row that metrics.jsonl lost with the process.
             writer.close(None)
             writer = self._tracker.open(dataclasses.replace(run, run_id=writer.run_id, rows_changed=True))
+        self._num_earlier = None
         self._opened(writer.run_id, num_cuts)
         self._writer, self._rows, self._next = writer, rows, 0
         left = writer.num_rows

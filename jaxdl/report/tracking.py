@@ -16,7 +16,7 @@ from jaxdl.cluster.consistency import flat
 from jaxdl.config import Config
 from jaxdl.files import CURVES_FILE, REPORT_FILE, SUMMARY_FILE, TRACKERS_FILE, TRACKERS_FOLDER
 from jaxdl.report.history import replace_file
-from jaxdl.report.sender import Opening, Rows, Sender
+from jaxdl.report.sender import Opening, Rows, Sender, num_measured
 from jaxdl.report.summary import Devices, describe_devices, versions
 from jaxdl.trackers import State, TrackedRun, Tracker
 
@@ -112,7 +112,7 @@ class Trackers:
             self._kept.on_devices(describe_devices(), step)
         for one in self._trackers:
             opening, opened = functools.partial(self._opening, one), functools.partial(self._kept.opened, one.kind)
-            sender = Sender(one, lambda: self._rows, opening, opened, self._warn)
+            sender = Sender(one, lambda: self._rows, num_measured(rows), opening, opened, self._warn)
             self._senders.append(sender)
             sender.start()
 
