@@ -20,7 +20,7 @@ import tyro
 
 from jaxdl.config import Config, ConfigError, ConfigT, describe, field_at, several_of
 from jaxdl.errors import OptionError
-from jaxdl.kinds import choices
+from jaxdl.kinds import Choice, choices
 from jaxdl.option_values import convert, members, plain, takes_many, wanted
 from jaxdl.reference import Reference
 from jaxdl.startup import USUAL_NAMES
@@ -121,6 +121,14 @@ def _own_types() -> tyro.constructors.ConstructorRegistry:
             metavar = "|".join(dict.fromkeys(shapes.get(one, "NAME") for one in alternatives))
             return shown(metavar, lambda value: [getattr(value, "__qualname__", str(value))])
         return None
+
+    @registry.struct_rule
+    def _(info: tyro.constructors.StructTypeInfo) -> Any:
+        given = info.default
+        if not (isinstance(given, tuple) and given and all(isinstance(one, Choice) for one in given)):
+            return None
+        fields = (tyro.constructors.StructFieldSpec(name=one.kind, type=type(one), default=one) for one in given)
+        return tyro.constructors.StructConstructorSpec(instantiate=dict, fields=tuple(fields))
 
     return registry
 

@@ -1,4 +1,4 @@
-"""Trackers: they get the rows of metrics.jsonl, whatever fails on their side, and over a resume. With a tracker of our own."""
+"""Trackers get the rows of metrics.jsonl, whatever fails on their side, and over a resume. With one in this process."""
 
 import json
 import threading
