@@ -68,7 +68,7 @@ class Sender(threading.Thread):
         self._writer: Writer | None = None
         self._num_earlier: int | None = num_earlier
         self._rows: Rows = ()
-        self._next = 0
+        self._next = self._num_events = 0
         self._files: list[Path] = []
         self._ending, self._written = threading.Event(), False
         self._state: State = "failed"
@@ -110,6 +110,7 @@ class Sender(threading.Thread):
         self.join(max(0.0, since + allowed - time.monotonic()))
         if self._written:
             return f"tracker {self._tracker.kind}: all rows have been written after all" if self._warned else None
+        self._warned = True  # What comes later interests nobody.
         rows = self._history()
         every, left = num_measured(rows), num_measured(rows[self._next :])
         if not left:
@@ -127,7 +128,7 @@ class Sender(threading.Thread):
                 if "event" not in row:
                     self._writer.write(row)
             self._writer.flush()
-            self._note_events(self._next, self._next + len(part))
+            self._note_events(part)
             self._next += len(part)
             if self._history() is not self._rows:
                 return
@@ -146,23 +147,23 @@ class Sender(threading.Thread):
         if writer.num_rows > num_rows:  # It got a row that metrics.jsonl lost with the process.
             writer.close(None)
             writer = self._tracker.open(dataclasses.replace(run, run_id=writer.run_id, rows_changed=True))
+        self._writer, self._rows, self._next, self._num_events = writer, rows, 0, 0
         self._num_earlier = None
         self._opened(writer.run_id, num_cuts)
-        self._writer, self._rows, self._next = writer, rows, 0
         left = writer.num_rows
         while left:
             left -= "event" not in rows[self._next]
             self._next += 1
-        self._note_events(0, self._next)
+        self._note_events(rows[: self._next])
 
-    def _note_events(self, begin: int, end: int) -> None:
-        """Notes the events among these rows as tags, numbered from the first of the run."""
-        number = sum("event" in row for row in self._rows[:begin])
-        events = [row for row in self._rows[begin:end] if "event" in row]
+    def _note_events(self, rows: Rows) -> None:
+        """Notes the events among these rows, the next ones, as tags, numbered from the first of the run."""
+        events = [row for row in rows if "event" in row]
         if events:
             assert self._writer is not None
-            named = {f"event.{n}": f"step {row['step']}: {row['event']}" for n, row in enumerate(events, number + 1)}
-            self._writer.tag(named)
+            numbered = enumerate(events, self._num_events + 1)
+            self._writer.tag({f"event.{n}": f"step {row['step']}: {row['event']}" for n, row in numbered})
+            self._num_events += len(events)
 
     def _failed(self, error: BaseException) -> None:
         self._failing = True
