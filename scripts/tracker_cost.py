@@ -17,6 +17,7 @@ import contextlib
 import io
 import socket
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ def main() -> None:
         for _ in range(args.repeats):
             for name, experiment in variants.items():
                 found[name].append(measured(experiment))
+                print(f"{name}: {found[name][-1][0] * 1000:.2f} ms", file=sys.stderr, flush=True)
     rest = statistics.median(one[1] for one in found["none"])
     print(f"{'variant':14} {'ms a step':>10} {'range':>16} {'rest, s':>8}  warnings")
     for name, every in found.items():

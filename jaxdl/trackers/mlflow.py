@@ -24,8 +24,10 @@ MAX_METRICS, MAX_OTHERS = 1000, 100
 """The most metrics, and the most parameters or tags, that MLflow takes in one call."""
 MAX_VALUE = 5000
 """The most characters of a parameter or a tag."""
-PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-"""How long MLflow itself tries to reach a server, in place of about 4 minutes, unless the user has set it."""
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+"""How long MLflow itself tries to reach a server, unless the user has set it; jaxdl tries again itself.
+
+Its default is minutes, with a line on stderr for each try."""
 STATUS = {"finished": "FINISHED", "stopped": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
