@@ -20,7 +20,14 @@ COMMANDS = {
     "score": ("jaxdl.score.__main__", "perplexity of texts, multiple-choice questions: --workdir FOLDER --text FILE"),
     "translate": ("jaxdl.translate.__main__", "translates texts with a trained network: --workdir FOLDER"),
     "data": ("jaxdl.data.__main__", "prepares the data of an experiment before it trains"),
+    "search": (
+        "jaxdl.search.__main__",
+        "searches settings: --config FILE --workdir FOLDER --vary NAME=VALUES --trials N",
+    ),
     "launch": ("jaxdl.launch.__main__", "starts several processes: on this machine, or by a job file for a cluster"),
+    "status": ("jaxdl.status.__main__", "a table of runs, also of many, and live: FOLDER..."),
+    "compare": ("jaxdl.compare.__main__", "curves of runs over each other, and how their configs differ: FOLDER..."),
+    "fleet": ("jaxdl.fleet.__main__", "lets several runs share the nodes of a cluster, and resizes them"),
     "bench": ("jaxdl.bench.__main__", "measures exchanges, steps, the input pipeline, start-up"),
 }
 """Name -> (module with a function main(args), description)."""

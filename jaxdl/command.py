@@ -42,12 +42,16 @@ class Command:
     """Run on this many virtual CPU devices (short for --mesh.cpu-devices)."""
     max_steps: int | None = None
     """Stop after this many steps, for a trial. The same command without this option resumes."""
+    stage_data: str | None = None
+    """Copy the data into this folder, on the disk of each node, once, and read them from there."""
     init_from: str | None = None
     """Begin with the parameters of another run, of which this is the folder. A run that resumes ignores it."""
     init_names: tuple[str, ...] = ()
     """Take only the parameters whose names match one of these patterns, such as `stage*` (see --explain)."""
     init_step: Literal["newest", "best"] | int = "newest"
     """The checkpoint of the other run: the newest, the one with the best evaluation, or the one of a step."""
+    may_change: tuple[str, ...] = ()
+    """Fields such as optimizer.learning-rate that may have other values than the run in the workdir had."""
     print_config: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Print the resolved config as JSON, and on stderr what the options change in the file's, then exit."""
     explain: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -63,7 +67,12 @@ def run(args: list[str], prog: str = PROG) -> None:
         elif command.explain:
             print_plan(command.experiment, command.workdir)
         else:
-            train(command.experiment, command.workdir, max_steps=command.max_steps, init_from=_init_from(command))
+            options = {
+                "max_steps": command.max_steps,
+                "may_change": command.may_change,
+                "stage_data": command.stage_data,
+            }
+            train(command.experiment, command.workdir, init_from=_init_from(command), **options)
 
 
 def parse_command(args: list[str], prog: str = PROG) -> Command:

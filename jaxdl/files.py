@@ -46,6 +46,15 @@ REPORT_FILE = "diverged.md"
 LEASE_FILE = "lease.json"
 """Which process trains in the workdir."""
 
+STATUS_FILE = "status.json"
+"""What the run does, since when, and why it ended, see `jaxdl.status`."""
+HALT_FILE = "halt"
+"""Made by a user: the run saves and ends, as after SIGTERM. Its content, if any, is the reason."""
+FAILURES_FOLDER = "failures"
+"""What is left of each time that the run failed, in a folder with its number."""
+FAILURE_FILE = "failure.json"
+"""In the folder of a failure: reason, exit code, versions, last metrics."""
+
 
 def step_folder(step: int) -> str:
     """The name of the checkpoint of a step."""

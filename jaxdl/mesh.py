@@ -38,6 +38,16 @@ BATCH_AXES = (Axis.REPLICA.value, Axis.FSDP.value)
 """The axes over which the leading dimension of a batch is sharded."""
 
 
+class HostAxis(enum.StrEnum):
+    """The axes of the mesh of the CPUs of a run's processes, one each: see `make_host_mesh`."""
+
+    NODE = "node"
+    PART = "part"
+
+
+_HOST_AXES = tuple(axis.value for axis in HostAxis)
+
+
 class MeshConfig(Config):
     """Sizes of the mesh axes; one of them may be -1 and takes the remaining devices."""
 
@@ -104,6 +114,55 @@ def make_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Me
     return Mesh(
         np.asarray(found).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
     )
+
+
+def make_host_mesh(mesh: Mesh) -> Mesh:
+    """The CPUs of the processes of a mesh, one each, for arrays in the memory of hosts.
+
+    The processes along `HostAxis.NODE` have other replicas, those along `HostAxis.PART` other devices of the same ones.
+    Raises ConfigError as `host_sizes` does.
+    """
+    processes = np.array([device.process_index for device in mesh.devices.flat]).reshape(len(mesh.devices), -1)
+    sizes = host_sizes(processes)
+    cpus = {device.process_index: device for device in reversed(jax.devices("cpu"))}
+    found = np.array([cpus[process] for process in dict.fromkeys(processes.ravel().tolist())])
+    return Mesh(found.reshape(sizes), _HOST_AXES, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def host_sizes(processes: np.ndarray) -> tuple[int, int]:
+    """The sizes of `make_host_mesh`, for the process of each device, `[replica, device of it]`.
+
+    Raises ConfigError when the devices of a process are neither whole replicas nor an equal part of one.
+    """
+    num_replicas, inside = processes.shape
+    order, counts = np.unique(processes, return_counts=True)
+    each = int(counts[0])
+    if (counts != each).any() or (inside % each and each % inside):
+        raise ConfigError(
+            f"a process has {int(counts.max())} devices and a replica {inside} (--mesh.fsdp x --mesh.tensor). What is "
+            "kept in the memory of hosts needs processes with whole replicas, or with equal parts of one. Change the "
+            "mesh."
+        )
+    return (num_replicas, inside // each) if inside % each == 0 else (len(order), 1)
+
+
+def host_axes(axes: Sequence[str]) -> tuple[str, ...]:
+    """Over which axes of a `make_host_mesh` lies what is spread over these axes of its mesh: each host has what its own
+    devices have. They are all axes inside a replica, or none of these, with `replica` or without.
+    """
+    nodes = (HostAxis.NODE.value,) if Axis.REPLICA in axes else ()
+    return nodes + ((HostAxis.PART.value,) if Axis.FSDP in axes else ())
+
+
+def host_spec(spec: PartitionSpec) -> PartitionSpec:
+    """How an array with this spec on a mesh lies on its `make_host_mesh`: see `host_axes`."""
+    return PartitionSpec(*(host_axes((axes,) if isinstance(axes, str) else axes or ()) for axes in spec))
+
+
+def on_hosts(x: Any) -> bool:
+    """Whether an array is in the memory of hosts, on a `make_host_mesh`."""
+    sharding = x.sharding if isinstance(x, jax.Array) else None
+    return isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == _HOST_AXES
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

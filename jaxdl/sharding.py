@@ -144,8 +144,11 @@ class Layout:
         return PartitionSpec(*entries)
 
     def batch_axes(self, num: int) -> tuple[str, ...]:
-        """The automatic mesh axes over which a batch of `num` examples is split; none where they cannot divide it."""
-        return spec_axes(self.activation_spec(("batch",), (num,)))
+        """The automatic mesh axes over which a batch of `num` examples is split; none where they cannot divide it.
+
+        An axis of one device splits nothing.
+        """
+        return tuple(axis for axis in spec_axes(self.activation_spec(("batch",), (num,))) if self.mesh.shape[axis] > 1)
 
     def constrained(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """`x` sharded as `spec`, in plain `jit` as well as inside a partly manual `shard_map`."""

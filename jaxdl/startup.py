@@ -50,12 +50,13 @@ VALUED = {
     "workdir": "the folder of the run",
     "devices": "a number of virtual CPU devices",
     "max-steps": "a number of steps",
+    "stage-data": "a folder on the disk of each node",
     "init-from": "the folder of another run",
     "init-step": "newest, best or the number of a step",
 }
 """Options of training that are not fields of the experiment -> the value that each takes."""
 
-OTHERS = ("explain", "print-config", "init-names")
+OTHERS = ("explain", "print-config", "init-names", "may-change")
 """Options of training that are not fields of the experiment, without a value or with several."""
 
 WHOLE_NUMBERS = ("devices", "max-steps")

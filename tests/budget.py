@@ -38,6 +38,7 @@ BUDGETS = {
     "test_translate.py": 25,
     "test_dawnbench.py": 110,
     "test_processes.py": 100,
+    "test_status_runs.py": 80,
     "test_exchange_state.py": 80,
     "test_norms.py": 60,
     "test_resume.py": 90,

@@ -12,7 +12,7 @@ from test_checkpoint_faults import damage
 
 import jaxdl
 from jaxdl.checkpoint import reading
-from jaxdl.files import CHECKPOINTS_FOLDER, MANIFEST_FILE, step_dir, step_folder
+from jaxdl.files import CHECKPOINTS_FOLDER, FAILURES_FOLDER, MANIFEST_FILE, STATUS_FILE, step_dir, step_folder
 from jaxdl.mesh import MeshConfig
 
 TINY = tiny_experiment(mesh=MeshConfig(), steps=4, checkpoint={"every_steps": 2}, evaluation={"every_steps": 2})
@@ -47,7 +47,10 @@ def refused(finished, workdir, capsys):
 
 
 def contents(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+    """The files of a workdir, but for those that say how its last run ended."""
+    files = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    kept = [path for path in files if path.name != STATUS_FILE and FAILURES_FOLDER not in path.parts]
+    return {path: (folder / path).read_bytes() for path in kept}
 
 
 def empty_all(workdir):

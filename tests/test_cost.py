@@ -31,6 +31,7 @@ from jaxdl.exchange.cost import (
     Machine,
     Speeds,
     inner_step_sec,
+    joined,
     predict,
 )
 from jaxdl.exchange.probe import fit_link, probe
@@ -330,10 +331,16 @@ def test_times_never_fall_with_the_bytes():
 
 def test_the_probe_measures_what_there_is():
     mesh = make_mesh(MeshConfig(replica=4, fsdp=2))
-    machine = probe(mesh, num_elements=2**14, methods=("block",), collectives=("all_gather",), num_repeats=2)
+    machine = probe(
+        mesh, num_elements=2**14, methods=("block",), collectives=("all_gather",), num_repeats=2, together=True
+    )
     assert machine.source == "measured"
-    assert set(machine.links) == {REPLICA, Axis.FSDP.value}
-    for link in machine.links.values():
+    links, both = dict(machine.links), (REPLICA, Axis.FSDP.value)
+    assert set(links) == {*both, joined(both)}
+    # Of 4,096 bytes and more on a device, 7 of 8 go to the others.
+    assert machine.link_over(both) is links[joined(both)]
+    assert [num_bytes for num_bytes, _ in links.pop(joined(both)).of("all_to_all").curve][:2] == [3584, 14336]
+    for link in links.values():
         assert set(link.collectives) == {"all_gather"}
         assert 0 <= link.latency_sec < 1
         assert 1e4 < link.bytes_per_sec < 1e15

@@ -35,7 +35,7 @@ from jaxdl.__main__ import main as commands_of_jaxdl
 from jaxdl.bench.__main__ import BENCHES
 from jaxdl.bench.__main__ import main as bench
 from jaxdl.checkpoint.items import ITEMS
-from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
+from jaxdl.cluster.exits import BROKEN, DIVERGED, HALTED, MISTAKE
 from jaxdl.command import parse_command
 from jaxdl.config import Config, several_of
 from jaxdl.experiment import Experiment
@@ -43,6 +43,8 @@ from jaxdl.kinds import choices, forgotten
 from jaxdl.launch import __main__ as launch
 from jaxdl.launch import asynchronous
 from jaxdl.launch.learners import numbered
+from jaxdl.search import command as searching
+from jaxdl.search.config import SearchConfig
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import docs_site
@@ -170,6 +172,9 @@ def check_module(module, args):
     """Reads the arguments of one of jaxdl's programs by its own parser."""
     if module == "jaxdl.train":
         assert parse_command(args).experiment
+    elif module == "jaxdl.search":
+        given = searching.parse_command(args, module)
+        searching.check_settings(given.search, given.experiment, searching.parse_settings(given.search.vary))
     elif module == "jaxdl.launch" and args[0] in launch.HERE:
         kind = {"local": launch.Local, "netns": launch.Netns}[args[0]]
         check(launch.parse(args[0], kind, args[1:])[1])
@@ -212,7 +217,7 @@ def option_paths(cls, prefix="", inside=()):
 
 
 def test_options_in_the_text_exist():
-    known = set(option_paths(Experiment)) | set(option_paths(asynchronous.Asynchronous))
+    known = {path for one in (Experiment, asynchronous.Asynchronous, SearchConfig) for path in option_paths(one)}
     named = {
         (name, one)
         for name, text in PAGES.items()
@@ -242,8 +247,8 @@ def test_names_of_the_api_exist():
 def test_the_config_reference_has_every_config_class_and_field():
     # The options of a program of its own; its --help has them.
     programs = (
-        "jaxdl.asynchrony.", "jaxdl.bench", "jaxdl.evaluate.", "jaxdl.export.", "jaxdl.launch", "jaxdl.trained",
-        "jaxdl.translate.",
+        "jaxdl.asynchrony.", "jaxdl.bench", "jaxdl.evaluate.", "jaxdl.export.", "jaxdl.launch", "jaxdl.search",
+        "jaxdl.trained", "jaxdl.translate.",
     )  # fmt: skip
     for one in pkgutil.walk_packages(jaxdl.__path__, "jaxdl."):
         if not one.name.endswith("__main__") and not one.name.startswith(programs):
@@ -311,7 +316,7 @@ def test_the_page_of_files_has_what_a_run_writes(digits_run):
 
 def test_the_page_of_exit_codes_has_those_of_the_code():
     codes = re.findall(r"^\| (\d+) \|", page("reference/exit-codes.md"), re.M)
-    assert {BROKEN, MISTAKE, DIVERGED, 0, 1, 130, 143} == {int(code) for code in codes}
+    assert {BROKEN, MISTAKE, DIVERGED, HALTED, 0, 1, 130, 143} == {int(code) for code in codes}
 
 
 def test_the_architecture_names_every_room():

@@ -14,7 +14,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 # From the ground up. A room may use the floors below its own; rooms on one floor do not know each other.
 FLOORS = [
-    {"errors", "files"},
+    {"errors", "files", "writing"},
     {"fields", "runs", "user_code"},
     {"startup"},
     {"config", "modules", "overview", "patterns"},
@@ -24,7 +24,7 @@ FLOORS = [
     {"options"},
     {"cluster"},
     {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases", "plans", "asynchrony", "trackers"},
-    {"embedding"},
+    {"embedding", "status"},
     {"models", "optim", "exchange", "data", "decoding"},
     {"report", "agreement"},
     {"state", "tasks"},
@@ -33,9 +33,9 @@ FLOORS = [
     {"evaluation"},
     {"experiment"},
     {"run"},
-    {"predictor", "launch", "completion"},
+    {"predictor", "launch", "completion", "fleet"},
     {"trained", "planner"},
-    {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert"},
+    {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert", "compare", "search"},
     {"train", "testing"},
     {"__main__"},
 ]
@@ -43,7 +43,8 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
 MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
-    "lease", "run", "report", "checkpoint", "launch", "data", "export", "convert", "trained", "trackers",
+    "writing", "lease", "status", "fleet", "run", "report", "checkpoint", "launch", "data", "export", "convert",
+    "trained", "compare", "search", "trackers",
 }  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",
@@ -62,7 +63,7 @@ READ_FILES = {
 }
 HEAVY = {
     "tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "sentencepiece", "pyarrow", "datasets",
-    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "mlflow", "wandb", "trackio",
+    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "mlflow", "wandb", "trackio", "optuna",
 }  # fmt: skip
 WRITING_CALLS = {
     "open", "write_text", "write_bytes", "mkdir", "makedirs", "unlink", "remove", "rename", "rmtree", "rmdir", "touch",

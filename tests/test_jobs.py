@@ -122,7 +122,7 @@ def test_the_config_is_read_as_the_nodes_will_read_it():
 def test_the_options_of_a_run_are_known():
     """The others belong to the experiment; a new one with one value must be added to `VALUED`."""
     own = {name.replace("_", "-") for name in Command.__dataclass_fields__}
-    assert own - {"experiment", "explain", "print-config", "init-names"} == set(VALUED)
+    assert own - {"experiment", "explain", "print-config", "init-names", "may-change"} == set(VALUED)
     found, left = own_options(["--config", "c", "--workdir=w", "--devices", "2", "--mesh.fsdp", "2"])
     assert found == {"config": "c", "workdir": "w", "devices": "2"}
     assert left == ["--mesh.fsdp", "2"]

@@ -83,7 +83,7 @@ def test_the_job_set_saves_and_restarts():
     read = job_set("--restarts", "3", "--save-sec", "77")
     job = read["spec"]["replicatedJobs"][0]["template"]["spec"]
     assert read["spec"]["failurePolicy"]["maxRestarts"] == 3
-    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3]
+    assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 3, 4]
     assert job["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == pod_of(read)["containers"][0]["name"]
     assert read["spec"]["failurePolicy"]["rules"][0]["onJobFailureReasons"] == ["PodFailurePolicy"]
     assert (job["backoffLimit"], pod_of(read)["restartPolicy"]) == (0, "Never")

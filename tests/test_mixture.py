@@ -170,3 +170,13 @@ def leaves(tree):
     import jax
 
     return jax.tree.leaves(tree)
+
+
+def test_made_up_windows_stand_in_for_documents_that_are_not_there():
+    windows = Documents(paths=("missing",), length=32, packing=False)
+    for data in (windows, Mixture(sources={"code": windows, "prose": windows})):
+        stand_in = data.stand_in(1000)
+        spec = stand_in.build().train.spec
+        assert (spec.length, spec.vocab_size) == (32, 1000)
+        assert data.stand_in(None) is None
+    assert windows.replaced({"packing": True}).stand_in(1000) is None

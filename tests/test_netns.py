@@ -149,12 +149,15 @@ def test_hosts_have_names_and_addresses_and_reach_each_other():
         code = """
 import json, socket
 names = [name for _, name in socket.if_nameindex()]
-print(json.dumps([socket.gethostname(), [socket.gethostbyname(f"host{index}") for index in range(3)], names]))
+addresses = [socket.gethostbyname(f"host{index}") for index in range(3)]
+control = socket.socket().getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
+print(json.dumps([socket.gethostname(), addresses, names, control.decode()]))
 """
         for host in network.hosts:
             out, err = inside(host, code).communicate(timeout=LONG_SEC)
             assert not err
-            own_name, addresses, names = json.loads(out)
+            own_name, addresses, names, control = json.loads(out)
+            assert control.strip("\0") == "reno", "whatever the machine has"
             assert own_name == host.name
             assert addresses == [other.address for other in network.hosts]
             assert names == ["lo", "eth0"]

@@ -33,7 +33,7 @@ from jaxdl.run.planning import Planned
 from jaxdl.tasks import Binary
 
 MESH = MeshConfig()
-GIVEN = PlanAuto(devices_per_node=1, network="1gbit")
+GIVEN = PlanAuto(devices_per_node=1, network="1gbit", timed=2)
 SIZES = {"replica": 2, "fsdp": 4, "tensor": 1}
 
 
@@ -86,6 +86,18 @@ def test_a_plan_that_does_not_fit_is_refused():
     assert best.exchange is None  # It was not left open.
 
 
+def test_the_fastest_of_the_layouts_that_were_timed_is_taken():
+    found = search(workload(), cluster(), {})
+    first, second, third = (one.choice for one in found.candidates[:3])
+    times = {first: 2e-3, second: 1e-3, third: math.inf}
+    chosen = auto.planned(found, tiny_experiment(), times)
+    assert chosen.settings == second.settings
+    [line] = [one for one in chosen.reasons if one.startswith("timed: ")]
+    assert [part.rpartition(", ")[2] for part in line.split("; ")] == ["1 ms", "2 ms", "not: too large"]
+    with pytest.raises(ConfigError, match=r"best 1 layouts need more memory by XLA's plan .*plan\.timed"):
+        auto.planned(found, tiny_experiment(), {first: math.inf})
+
+
 def test_only_training_plans_and_only_what_it_knows():
     experiment = tiny_experiment(mesh=MESH, plan=GIVEN)
     with pytest.raises(ConfigError, match="only a training run plans"):
@@ -112,6 +124,7 @@ def test_a_run_plans_once_for_its_devices(tmp_path, monkeypatch):
     kept = json.loads((tmp_path / "a" / PLAN_FILE).read_text())
     assert kept["settings"] == found[0].settings
     assert kept["reasons"][1].startswith("what binds: ")
+    assert kept["reasons"][2].startswith("timed: ")
 
     def refused(*_):
         raise AssertionError("planned again")

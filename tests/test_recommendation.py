@@ -14,14 +14,17 @@ from jaxdl.config import ConfigError
 from jaxdl.data import Data, Feature, MovieLens, Splits, TabularArrays, TabularSpec
 from jaxdl.data.ranks import area_by_ranks
 from jaxdl.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowSGD, RowWise, Table
+from jaxdl.embedding.layout import make_buffers
+from jaxdl.embedding.table import check_tables
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import forgotten
-from jaxdl.mesh import MeshConfig, batch_sharding
+from jaxdl.mesh import MeshConfig, batch_sharding, make_mesh
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
 from jaxdl.report import ReportConfig
 from jaxdl.run.build import make_initial_state, make_plan
+from jaxdl.run.exchanged import make_tables
 from jaxdl.step import StepConfig, make_train_step
 from jaxdl.tasks import Binary
 from jaxdl.tasks.binary import area_under_curve
@@ -243,3 +246,50 @@ def test_settings_that_do_not_work_with_tables(movielens, capsys, options, messa
     folder = ["--data.folder", str(movielens), "--batch-size", "8", "--epochs", "None", "--steps", "2"]
     folder += ["--mesh.cpu-devices", "None", "--mesh.replica", "2", "--mesh.fsdp", "4"]
     assert message in refusal(capsys, "--config", "configs/movielens_dlrm.py", *folder, *options)
+
+
+def spec_of(rows=9):
+    return TabularSpec(("n",), (Feature("one", rows, 1), Feature("two", 5, 2)), 0.5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": np.array([0.0, 5.0])}, "neither 0 nor 1"),
+        ({"numbers": np.array([[0.0], [np.nan]])}, "not finite"),
+        ({"numbers": np.zeros((3, 1))}, r"numbers have the shape \[3, 1\], not \[2, 1\]"),
+        ({"ids": np.zeros((2, 1), np.int32)}, r"ids have the shape \[2, 1\], not \[2, 3\]"),
+        ({"ids": np.zeros((2, 3))}, "ids are float64"),
+    ],
+)
+def test_arrays_that_are_no_examples(changes, message):
+    arrays = {"numbers": np.zeros((2, 1)), "ids": np.zeros((2, 3), np.int32), "labels": np.array([0.0, 1.0])} | changes
+    with pytest.raises(ConfigError, match=message):
+        TabularArrays(**arrays, spec=spec_of())
+
+
+def test_ids_are_checked_before_they_are_cut_to_32_bits():
+    with pytest.raises(ConfigError, match="has the id 4294967301 of one"):
+        spec_of().to_predict({"numbers": np.zeros((1, 1)), "ids": np.array([[2**32 + 5, 0, 1]])}, "predict")
+    with pytest.raises(ConfigError, match="numbers of 3 examples, and ids of 1"):
+        spec_of().to_predict({"numbers": np.zeros((3, 1)), "ids": np.zeros((1, 3), np.int32)}, "predict")
+
+
+def test_tables_that_cannot_hold_their_ids():
+    arrays = {"numbers": np.zeros((2, 1)), "ids": np.zeros((2, 3), np.int32), "labels": np.array([0.0, 1.0])}
+    source = TabularArrays(**arrays, spec=spec_of())
+    small = DLRM(columns=4, own_tables=(Table(name="both", rows=6, columns=4, features=("one", "two")),))
+    experiment = Experiment(model=small, task=Binary(), steps=1, batch_size=2)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    with pytest.raises(ConfigError, match="table both: it has 6 rows, and feature one has 9 ids"):
+        make_tables(experiment, source.spec, mesh)
+    huge = [Table(name=name, rows=6 * 10**8, columns=4, features=(name,)) for name in ("one", "two")]
+    with pytest.raises(ConfigError, match=r"a device has 1,200,000,000 rows .* may have 1,073,741,823"):
+        make_buffers(huge, {"one": 1, "two": 2}, EmbeddingConfig(), {"replica": 1, "fsdp": 1, "tensor": 1})
+    for place in ((("one", -3),), (("one", 0), ("one", 1))):
+        with pytest.raises(ConfigError, match=r"embedding.places 'one' .*one place, 0 or more"):
+            check_tables(huge, ["one", "two"], EmbeddingConfig(places=place))
+    with pytest.raises(ConfigError, match="a layer has 1 unit or more"):
+        DLRM(bottom=(0,))
+    with pytest.raises(ConfigError, match=r"no pairs\. Choose dcnv2"):
+        DLRM(columns=4).build(num_numbers=0, features=(Feature("one", 9, 1),), dtype="float32")

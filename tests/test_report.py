@@ -15,7 +15,7 @@ from jaxdl.report import (
     History,
     ReportConfig,
 )
-from jaxdl.report.history import replace_file
+from jaxdl.writing import replace_file
 
 
 def lines_of(workdir):

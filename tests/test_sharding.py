@@ -288,3 +288,10 @@ def test_the_gradient_of_a_lookup_is_summed_in_float32():
     table = jnp.ones((3, 2), jnp.bfloat16)
     assert gradient(table).dtype == jnp.bfloat16
     np.testing.assert_array_equal(gradient(table).astype(jnp.float32), [[1000, 1000], [0, 0], [0, 0]])
+
+
+def test_axes_of_one_device_split_no_batch():
+    assert layout(2, 4, 1).batch_axes(16) == ("replica", "fsdp")
+    assert layout(1, 4, 2).batch_axes(16) == ("fsdp",)
+    assert layout(1, 1, 2, num_devices=2).batch_axes(16) == ()
+    assert layout(2, 4, 1).batch_axes(3) == ()

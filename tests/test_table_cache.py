@@ -92,7 +92,7 @@ def test_slots_take_the_place_of_ids():
     plan = SlotPlan("t", ROWS, SLOTS, "lru")
     window = Window({"t": plan}, {"t": np.array([1, 2])}, 1)
     ids = np.array([[7, 5, -1], [8, 5, 40]], np.int32)
-    window.add(ids)
+    window.add(ids, ids)
     slots, swaps = window.planned()
     np.testing.assert_array_equal(slots[:, 0], [7, 8])
     assert slots[0, 2] == -1

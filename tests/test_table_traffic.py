@@ -9,17 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxdl.bench.embedding import main as bench
 from jaxdl.bench.embedding import predicted_bytes, slow_bytes
 from jaxdl.collectives.quantized import decode_vectors, encode_vectors
 from jaxdl.config import ConfigError
 from jaxdl.data import Clicks, Feature
 from jaxdl.embedding import EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise
+from jaxdl.embedding.traffic import Message
 from jaxdl.errors import OptionError
-from jaxdl.exchange.cost import Link, Machine, Speeds
+from jaxdl.exchange.cost import Link, Machine, Speeds, joined
 from jaxdl.kinds import kinds
 from jaxdl.planner.command import run
 from jaxdl.planner.table_report import distinct_of
-from jaxdl.planner.tables import Workload, costs_of, plan_tables, under_one, with_schemes
+from jaxdl.planner.tables import Workload, costs_of, message_sec, plan_tables, under_one, with_schemes
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TABLES = (
@@ -93,6 +95,38 @@ def test_twice_the_batch_sends_twice_the_bytes():
     one, two = (costs_of(work(batch_size=size), config, machine()).slow_bytes for size in (64, 128))
     scalar = costs_of(work(batch_size=0), config, machine()).slow_bytes
     assert two - scalar == pytest.approx(2 * (one - scalar))
+
+
+def test_an_all_to_all_over_two_axes_takes_what_was_measured_of_such_ones():
+    apart, both, sizes = machine(), ("replica", "fsdp"), {"replica": 4, "fsdp": 2, "tensor": 1}
+    other = Link(9.0, 9.0, {"all_to_all": Link(1e-3, 2e5)})
+    whole = Machine(dict(apart.links) | {joined(both): other}, apart.speeds)
+    sent = Message("one", "vectors", "all-to-all", both, 8_000)
+    # To 7 of 8 devices a message each, of an eighth of the bytes.
+    assert message_sec(sent, sizes, whole) == (pytest.approx(7 * 1e-3 + 7_000 / 2e5), 0.0)
+    assert message_sec(sent, sizes, apart) == (
+        pytest.approx(3 * 1e-4 + 6_000 / 1e6),
+        pytest.approx(1e-5 + 4_000 / 1e9),
+    )
+    for one in (
+        Message("one", "vectors", "all-to-all", ("replica",), 8_000),
+        Message("one", "numbers", "all-reduce", both, 8_000),
+    ):
+        assert message_sec(one, sizes, whole) == message_sec(one, sizes, apart)
+
+
+@pytest.mark.usefixtures("on_command_line")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--schemes", "table_wise"], "--schemes: only steps on an emulated network"),
+        (["--ids-ahead"], "--ids-ahead: only steps on an emulated network"),
+        (["--rates", "1gbit", "--schemes", "no_such"], "--schemes no_such: there is no such scheme; choose from"),
+    ],
+)
+def test_options_of_the_measurement_that_have_no_effect_are_refused(args, message):
+    with pytest.raises(ConfigError, match=message):
+        bench(args)
 
 
 def test_a_plan_is_a_config():

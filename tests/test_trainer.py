@@ -22,13 +22,14 @@ import jaxdl
 from jaxdl.checkpoint import Unreadable, reading
 from jaxdl.data import SyntheticImages, eval_batches
 from jaxdl.evaluation import evaluate, make_eval_step
-from jaxdl.files import CHECKPOINTS_FOLDER, step_dir
+from jaxdl.files import CHECKPOINTS_FOLDER, STATUS_FILE, step_dir
 from jaxdl.mesh import MeshConfig, batch_sharding
 from jaxdl.optim import SGD
 from jaxdl.report import Diverged
 from jaxdl.report.lines import format_number
 from jaxdl.run.build import make_initial_state, make_plan
 from jaxdl.run.signals import StopSignals
+from jaxdl.status import read_record
 from jaxdl.train import main
 
 FOUR = jax.devices()[:4]
@@ -114,8 +115,8 @@ def test_what_a_run_leaves_in_its_workdir(finished):
     run, workdir, _ = finished
     assert {path.name for path in workdir.iterdir()} == {
         "checkpoints.json",
-        "checkpoints", "config.json", "curves.png", "data.json", "examples.json", "metrics.jsonl", "summary.json",
-        "tensorboard",
+        "checkpoints", "config.json", "curves.png", "data.json", "examples.json", "metrics.jsonl", "status.json",
+        "summary.json", "tensorboard",
     }  # fmt: skip
     summary = json.loads((workdir / "summary.json").read_text())
     assert summary["status"] == "finished"
@@ -169,7 +170,11 @@ def test_what_is_not_damage_moves_no_checkpoint(finished, monkeypatch, error):
     monkeypatch.setattr(reading, "read_items", read)
     with pytest.raises(Unreadable, match="the disk responds again"):
         jaxdl.train(TINY, workdir, quiet=True, devices=FOUR)
-    assert contents(workdir) == before
+    assert read_record(workdir).reason.exit_code == 75
+    kept = [path for path in before if path.name != STATUS_FILE and "failures" not in path.parts]
+    after = contents(workdir)
+    assert [before[path] for path in kept] == [after[path] for path in kept]
+    assert all("failures" in path.parts for path in after.keys() - before.keys())
 
 
 def test_a_checkpoint_of_another_network_is_refused_and_kept(tmp_path):

@@ -12,8 +12,9 @@ from runs import assert_bit_equal, finish, measured, nothing_is_written, start, 
 
 import jaxdl
 from jaxdl.cluster import exits
-from jaxdl.files import LEASE_FILE
+from jaxdl.files import LEASE_FILE, STATUS_FILE
 from jaxdl.mesh import MeshConfig
+from jaxdl.status import read_record
 
 ONE = jax.devices()[:1]
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), steps=6, checkpoint={"every_steps": 2}, evaluation={"every_steps": 3})
@@ -36,7 +37,7 @@ def contents(workdir):
     return {
         path: path.read_bytes()
         for path in workdir.rglob("*")
-        if path.is_file() and "tensorboard" not in path.parts and path.name != LEASE_FILE
+        if path.is_file() and "tensorboard" not in path.parts and path.name not in (LEASE_FILE, STATUS_FILE)
     }
 
 
@@ -60,6 +61,7 @@ def test_a_second_run_is_refused_and_changes_nothing(tmp_path, monkeypatch, alon
             thread.start()
             thread.join()
             assert contents(workdir) == before
+            assert read_record(workdir).process.pid == os.getpid()
             (workdir / ".claim.of-another.tmp").unlink()
 
     run = train(workdir, intrude)

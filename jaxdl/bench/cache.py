@@ -109,7 +109,7 @@ class _Side:
         for buffer in tables.buffers:
             for table in buffer.tables:
                 if caches is not None and table.name in caches.store.rows:
-                    found[table.name] = caches.store.rows[table.name]
+                    found[table.name] = caches.store.in_order(table.name)
                     continue
                 places = buffer.places.of(table.name, np.arange(table.rows))
                 found[table.name] = {what: np.asarray(x)[places] for what, x in self.state.tables[buffer.name].items()}

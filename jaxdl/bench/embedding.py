@@ -72,6 +72,10 @@ class EmbeddingBench:
     """The type in which vectors and their gradients travel."""
     rates: tuple[str, ...] = ()
     """Rates of the links of an emulated cluster of --nodes hosts, such as 25mbit, on which steps are timed instead."""
+    schemes: tuple[str, ...] = ()
+    """The schemes whose steps are timed beside the plan; all of them if none is given."""
+    ids_ahead: bool = False
+    """Time each also with the ids of the next batch sent ahead."""
     num_rounds: int = 7
     """Steps of each config at each rate, in turns. Medians are reported."""
     num_repeats: int = 5
@@ -110,6 +114,9 @@ def main(args: list[str]) -> None:
     if command.rates:
         _time_steps(command)
         return
+    for option, given in (("--schemes", command.schemes), ("--ids-ahead", command.ids_ahead)):
+        if given:
+            raise ConfigError(f"{option}: only steps on an emulated network depend on it. Give --rates as well.")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", count)
     console = Console(width=150)
@@ -134,14 +141,15 @@ def main(args: list[str]) -> None:
 
 
 def _time_steps(command: EmbeddingBench) -> None:
-    check_possible()
     for rate in command.rates:
         parse_rate(rate)
-    work, base = workload(command), EmbeddingConfig(forward_wire=command.wire, backward_wire=command.wire)
     classes: dict[str, Any] = dict(kinds(Scheme))
-    configs = {name: with_schemes(base, under_one(work, one())) for name, one in classes.items()}
-    ahead = configs["table_wise"].model_copy(update={"ids_ahead": True})
-    configs |= {"table_wise, ids ahead": ahead}
+    for name in command.schemes:
+        if name not in classes:
+            raise ConfigError(f"--schemes {name}: there is no such scheme; choose from {', '.join(classes)}.")
+    check_possible()
+    work, base = workload(command), EmbeddingConfig(forward_wire=command.wire, backward_wire=command.wire)
+    configs = {name: with_schemes(base, under_one(work, classes[name]())) for name in command.schemes or classes}
     try:
         rows = measure_steps(command, work, configs, Console(width=120))
     except HostFailed as error:

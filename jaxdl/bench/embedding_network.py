@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pydantic
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from jaxdl.bench.embedding import EmbeddingBench
 
 PLAN = "plan"
+_AHEAD = ", ids ahead"
 _PATIENCE_SEC = 600.0
 _SLOW = Axis.REPLICA.value
 
@@ -40,6 +41,8 @@ class StepRow:
     name: str
     step_sec: float
     """The median."""
+    unlimited_sec: float
+    """The same without a limit of the links."""
     predicted_sec: float
     of_best: float
     """Over that of the fastest scheme that all tables can have, or of the plan."""
@@ -55,7 +58,7 @@ def measure_steps(
 ) -> list[StepRow]:
     """The rows of all rates; `configs` are those of the schemes, to which a plan for each rate is added."""
     experiment = _experiment(command)
-    known, base = dict(configs), next(iter(configs.values()))
+    known, base = _variants(configs, command), next(iter(configs.values()))
     rows: list[StepRow] = []
     with (
         Network(command.nodes) as network,
@@ -66,31 +69,29 @@ def measure_steps(
         # Links inside a host are as fast as its memory, whatever the rate.
         inside = {axis: size for axis, size in work.sizes.items() if size > 1 and axis != _SLOW}
         _add(workers, experiment, known, console)
-        floors = _floors(workers, network, list(known), command, [*inside])
-        fast = floors.pop("")
+        fast = _probed(workers, command, [_SLOW, *inside])
         for rate in command.rates:
             network.set_rate(rate)
             console.print(f"{rate}: measuring the network")
-            probed = workers.ask("probe", axes=[_SLOW], num_repeats=command.num_repeats)[0]
+            probed = _probed(workers, command, [_SLOW])
             machine = _machine(fast["links"] | probed["links"], work)
             plan = plan_tables(work, machine, command.memory_gib * 2**30, base)
-            name = f"{PLAN} for {rate}"
-            known[name] = plan.config(base)
+            planned = _variants({f"{PLAN} for {rate}": plan.config(base)}, command)
             network.set_rate(None)
-            _add(workers, experiment, {name: known[name]}, console)
-            floors |= {key: x for key, x in _floors(workers, network, [name], command, []).items() if key}
-            network.set_rate(rate)
-            names = [one for one in known if not one.startswith(PLAN) or one == name]
-            seconds: dict[str, list[float]] = {one: [] for one in names}
-            for number in range(command.num_rounds):
-                for one in names[::-1] if number % 2 else names:
-                    seconds[one] += _turn(workers, one, 1)
-            medians = {one: statistics.median(found) for one, found in seconds.items()}
+            _add(workers, experiment, planned, console)
+            names = [one for one in known if not one.startswith(PLAN)] + [*planned]
+            known |= planned
+            floors, seconds = _in_turns(workers, network, names, (None, rate), command.num_rounds)
+            before, medians = (
+                {one: statistics.median(some) for one, some in times.items()} for times in (floors, seconds)
+            )
             started = _machine(fast["links"], work)
             for one in names:
                 added = [costs_of(work, known[one], machine).slow_sec, -costs_of(work, known[one], started).slow_sec]
-                predicted = floors[one] + sum(added) + probed["exchange_sec"] - fast["exchange_sec"]
-                rows.append(StepRow(rate, one, medians[one], predicted, medians[one] / min(medians.values())))
+                predicted = before[one] + sum(added) + probed["exchange_sec"] - fast["exchange_sec"]
+                rows.append(
+                    StepRow(rate, one, medians[one], before[one], predicted, medians[one] / min(medians.values()))
+                )
             console.print(_table([row for row in rows if row.rate == rate]))
     return rows
 
@@ -117,6 +118,12 @@ def _experiment(command: EmbeddingBench) -> Experiment:
     )
 
 
+def _variants(configs: Mapping[str, EmbeddingConfig], command: EmbeddingBench) -> dict[str, EmbeddingConfig]:
+    """The configs, and if it is asked for each also with ids sent ahead."""
+    ahead = {name + _AHEAD: one.model_copy(update={"ids_ahead": True}) for name, one in configs.items()}
+    return dict(configs) | (ahead if command.ids_ahead else {})
+
+
 def _add(workers: Workers, experiment: Experiment, configs: Mapping[str, EmbeddingConfig], console: Console) -> None:
     """Makes further variants ready to run."""
     given = {name: pydantic.TypeAdapter(EmbeddingConfig).dump_python(one, mode="json") for name, one in configs.items()}
@@ -128,17 +135,27 @@ def _add(workers: Workers, experiment: Experiment, configs: Mapping[str, Embeddi
     workers.ask("start", names=list(configs))
 
 
-def _floors(
-    workers: Workers, network: Network, names: list[str], command: EmbeddingBench, inside: list[str]
-) -> dict[str, Any]:
-    """The median step of each without a limit of the links; under "" what is probed then."""
-    network.set_rate(None)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(command.num_rounds):
-        for name in names:
-            seconds[name] += _turn(workers, name, 1)
-    probed = workers.ask("probe", axes=[_SLOW, *inside], num_repeats=command.num_repeats)[0]
-    return {name: statistics.median(found) for name, found in seconds.items()} | {"": probed}
+def _probed(workers: Workers, command: EmbeddingBench, axes: Sequence[str]) -> dict[str, Any]:
+    """See `embedding_worker.Worker.probe`."""
+    return workers.ask("probe", axes=list(axes), num_repeats=command.num_repeats)[0]
+
+
+def _in_turns(
+    workers: Workers, network: Network, names: Sequence[str], rates: Sequence[str | None], num_rounds: int
+) -> list[dict[str, list[float]]]:
+    """For each rate the seconds of a step of each config, one a round.
+
+    Every round has all rates, so that what else the machine does disturbs them alike.
+    """
+    found: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in rates]
+    for number in range(num_rounds):
+        order = names[::-1] if number % 2 else names
+        for rate, seconds in zip(rates, found, strict=True):
+            network.set_rate(rate)
+            _turn(workers, order[0], 1)  # Connections get used to the rate.
+            for one in order:
+                seconds[one] += _turn(workers, one, 1)
+    return found
 
 
 def _turn(workers: Workers, name: str, num_steps: int) -> list[float]:
@@ -148,8 +165,7 @@ def _turn(workers: Workers, name: str, num_steps: int) -> list[float]:
 
 def _machine(links: Mapping[str, Any], work: Workload) -> Machine:
     """The machine of links as hosts report them."""
-    found = {axis: _link(one) for axis, one in links.items()}
-    return Machine({axis: found.get(axis, Link(0.0, 1e12)) for axis in work.sizes})
+    return Machine(dict.fromkeys(work.sizes, Link(0.0, 1e12)) | {axes: _link(one) for axes, one in links.items()})
 
 
 def _link(values: Mapping[str, Any]) -> Link:
@@ -159,9 +175,14 @@ def _link(values: Mapping[str, Any]) -> Link:
 
 
 def _table(rows: list[StepRow]) -> Any:
-    table = make_table(rows[0].rate, ("tables", "step s", "of the best", "predicted s", "error"))
+    table = make_table(rows[0].rate, ("tables", "step s", "of the best", "without a limit", "predicted s", "error"))
     for row in rows:
         table.add_row(
-            row.name, f"{row.step_sec:.3f}", f"{row.of_best:.2f}", f"{row.predicted_sec:.3f}", f"{row.error:+.1%}"
+            row.name,
+            f"{row.step_sec:.3f}",
+            f"{row.of_best:.2f}",
+            f"{row.unlimited_sec:.3f}",
+            f"{row.predicted_sec:.3f}",
+            f"{row.error:+.1%}",
         )
     return table

@@ -16,7 +16,7 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 from jaxdl.bench.cluster_worker import serve
 from jaxdl.embedding import EmbeddingConfig
 from jaxdl.exchange import Dense
-from jaxdl.exchange.cost import Link, Machine, predict
+from jaxdl.exchange.cost import Link, Machine, joined, predict
 from jaxdl.exchange.probe import probe_link, start_together
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
@@ -30,6 +30,8 @@ from jaxdl.step.lookup import located_ids
 
 _REPLICA = Axis.REPLICA.value
 _COLLECTIVES = ("all_reduce/float32", "all_gather", "all_to_all")
+_LONG_SEC = 0.5
+"""As long as most messages of a step on a slow link: what is measured need not be extrapolated far."""
 
 
 class Worker:
@@ -42,6 +44,7 @@ class Worker:
         self._taken: Counter[str] = Counter()
         self._batches: dict[str, Batch] = {}
         self._links: dict[str, Link] = {}
+        self._compiled: dict[Any, Any] = {}
 
     def setup(self, experiment: str, configs: Mapping[str, Any]) -> None:
         """Joins the other hosts, and plans the run under each config of embeddings."""
@@ -95,10 +98,18 @@ class Worker:
         return seconds
 
     def probe(self, axes: Sequence[str], num_repeats: int) -> dict[str, Any]:
-        """The links as measured, those of `axes` now; and predicted seconds of the exchange of other parameters."""
+        """The links as measured, those of `axes` now; and predicted seconds of the exchange of other parameters.
+
+        All-to-alls over all axes at once are measured too.
+        """
         plan = next(iter(self._plans.values()))
         mesh = plan.parts.layout.mesh
-        self._links |= {axis: probe_link(mesh, axis, _COLLECTIVES, num_repeats=num_repeats) for axis in axes}
+        timed = functools.partial(
+            probe_link, mesh, num_repeats=num_repeats, long_sec=_LONG_SEC, compiled=self._compiled
+        )
+        self._links |= {axis: timed(axis, _COLLECTIVES) for axis in axes}
+        if len(every := tuple(axis for axis, size in mesh.shape.items() if size > 1)) > 1:
+            self._links[joined(every)] = timed(every, ("all_to_all",))
         gradients = exchanged_gradients(plan.experiment, plan.splits.train.spec, mesh)
         cost = predict(Dense(), gradients, Machine(self._links))
         return {"links": {axis: asdict(link) for axis, link in self._links.items()}, "exchange_sec": cost.total_sec}

@@ -1,7 +1,7 @@
 """The planner's predictions beside the truth.
 
-Every layout of 8 devices of this machine (mesh, micro-batches, sharding, exchange) is predicted from links and from
-steps without messages that are measured first, and then timed, all of them in turns.
+The layouts of 8 devices of this machine (mesh, micro-batches, sharding, exchange) are predicted, and one is chosen, as
+by `--plan auto`, for several numbers of nodes; then all of them are timed in turns.
 
 With --memory: the memory of a device for several layouts of 8 x H100 beside what XLA plans for the compiled step.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxdl.bench.planner_layouts import compare_times
+from jaxdl.bench.planner_layouts import NUM_DEVICES, compare_times
 from jaxdl.bench.planner_memory import compare_memory
 from jaxdl.bench.shared import ExperimentBench, check_options
 from jaxdl.errors import OptionError
@@ -30,6 +30,8 @@ class PlannerBench(ExperimentBench):
     """Compare the memory of layouts, compiled for 8 x H100, and run nothing."""
     layouts: int = 0
     """The most layouts, to save time; 0: all."""
+    nodes: tuple[int, ...] = (1, 2, 4, 8)
+    """Numbers of nodes that the devices are taken for."""
     microbatches: tuple[int, ...] = (1, 2)
     """Those of the layouts that are timed."""
     num_rounds: int = 15
@@ -44,5 +46,7 @@ def main(args: list[str]) -> None:
     check_options(command, num_rounds=3, layouts=0)
     if wrong := [one for one in command.microbatches if one < 1]:
         raise OptionError(f"--microbatches {wrong[0]}: give 1 or more.")
+    if wrong := [one for one in command.nodes if one < 1 or NUM_DEVICES % one]:
+        raise OptionError(f"--nodes {wrong[0]}: {NUM_DEVICES} devices are not divided by it. Give 1, 2, 4 or 8.")
     compare = compare_memory if command.memory else compare_times
     compare(command, Console(width=150))

@@ -1,4 +1,4 @@
-"""Every layout of 8 devices of this machine: predicted by the planner, and timed."""
+"""Layouts of 8 devices of this machine: what the planner predicts and chooses, and how long each one takes."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from jaxdl.bench.shared import make_table, write_json
 from jaxdl.config import ConfigError
 from jaxdl.data import TabularSpec
 from jaxdl.exchange import Dense, ExchangeConfig, Quantized
-from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
-from jaxdl.planner.calibrate import measured_machine, measured_profiles, timed_plans
-from jaxdl.planner.memory import sharding_of
-from jaxdl.planner.search import Candidate, Choice, Cluster, Workload, costed
-from jaxdl.planner.steptime import Efficiency
-from jaxdl.planner.trial import stand_in
-from jaxdl.planner.workload import workload_of
-from jaxdl.run.build import Plan, make_plan
+from jaxdl.planner.auto import layout_plan, prepared, searched
+from jaxdl.planner.h100 import compile_step
+from jaxdl.planner.search import Candidate
+from jaxdl.planner.timed import ROUNDS, rounds_of, timed_steps
+from jaxdl.plans import PlanAuto
+from jaxdl.report import Start
 
 if TYPE_CHECKING:
     from jaxdl.bench.planner import PlannerBench
@@ -38,13 +36,18 @@ class Row:
     """One layout."""
 
     layout: str
+    nodes: int
+    """As the planner was told."""
     predicted_sec: float
     measured_sec: float
     """The median."""
     spread: float
     """Half the distance of the quartiles, over the median."""
+    chosen: bool
+    """Whether `--plan auto` takes it on so many nodes."""
     tied: bool
-    """Whether noise hides that it is slower than the fastest one: of its rounds a quarter or more are as fast."""
+    """Whether noise hides that it is slower than the fastest one of these nodes: of its rounds a quarter or more are as
+    fast."""
 
     @property
     def error(self) -> float:
@@ -53,73 +56,63 @@ class Row:
 
 
 def compare_times(command: PlannerBench, console: Console) -> None:
-    """Measures the machine, predicts and times each layout, and prints and writes the table."""
-    experiment = command.experiment
+    """Plans for each number of nodes, times every layout in turns, and prints and writes the tables."""
+    experiment = command.experiment.replaced({"mesh": MeshConfig()})  # It may say how many devices a CPU has.
     if experiment.model.modality == TabularSpec.modality:
         raise ConfigError(f"model {experiment.model.kind}: steps with tables are timed by `bench embedding`.")
     jax.config.update("jax_num_cpu_devices", NUM_DEVICES)
     devices = jax.devices()[:NUM_DEVICES]
     if len(devices) < NUM_DEVICES:
         raise ConfigError(f"there are {len(devices)} devices. Give {NUM_DEVICES}, or virtual ones of the CPU.")
-    console.print("measuring links, and steps without messages")
-    work = dataclasses.replace(
-        workload_of(experiment, devices, 1),
-        profiles=measured_profiles(experiment, devices, num_rounds=command.num_rounds),
-    )
-    candidates = {_named(one): one for one in _candidates(work, devices, command)}
-    console.print(f"timing {len(candidates)} layouts")
-    plans = {name: _planned(experiment, one, devices) for name, one in candidates.items()}
-    rows = make_rows(
-        {name: one.time.total_sec for name, one in candidates.items()}, timed_plans(plans, command.num_rounds)
-    )
-    console.print(_table(command, rows))
-    for line in remarks(rows):
-        console.print(line, highlight=False)
-    write_json(command.json, [dataclasses.asdict(row) for row in rows])
+    every: list[Row] = []
+    for nodes in command.nodes:
+        console.print(f"{nodes} nodes of {NUM_DEVICES // nodes}: planning")
+        candidates = _candidates(command, devices, nodes)
+        plans = {name: layout_plan(experiment, one, devices) for name, one in candidates.items()}
+        console.print(f"compiling {len(plans)} layouts")
+        programs = {name: (plan, compile_step(plan)) for name, plan in plans.items()}
+        timed = timed_steps({name: programs[name] for name in list(plans)[: PlanAuto().timed]}, ROUNDS)
+        chosen = min(timed, key=lambda name: timed[name])
+        console.print("timing them")
+        times = rounds_of(programs, command.num_rounds, most_sec=float("inf"))
+        predicted = {name: one.time.total_sec for name, one in candidates.items()}
+        rows = make_rows(predicted, times, nodes=nodes, chosen=chosen)
+        console.print(_table(command, rows))
+        for line in remarks(rows):
+            console.print(line, highlight=False)
+        every += rows
+        write_json(command.json, [dataclasses.asdict(row) for row in every])
 
 
-def _candidates(work: Workload, devices: Sequence[Any], command: PlannerBench) -> list[Candidate]:
-    found = []
-    for replica in (1, 2, 4, 8):
-        fsdp = NUM_DEVICES // replica
-        machine = measured_machine(devices, replica)
-        cluster = Cluster(replica, fsdp, machine, float("inf"), Efficiency(compute=1.0))
-        for exchange in _EXCHANGES if replica > 1 else _EXCHANGES[:1]:
-            for sharding in work.shardings if fsdp > 1 else work.shardings[:1]:
-                for microbatches in command.microbatches:
-                    if work.batch_size % (NUM_DEVICES * microbatches):
-                        continue
-                    choice = Choice(microbatches, 1, work.remats[0], sharding, replica, fsdp)
-                    found.append(costed(dataclasses.replace(work, exchange=exchange), cluster, choice))
-    return found
+def _candidates(command: PlannerBench, devices: Sequence[Any], nodes: int) -> dict[str, Candidate]:
+    """The layouts on so many nodes that fit, by name, the fastest by prediction first: as `--plan auto` costs them."""
+    plan = PlanAuto(devices_per_node=NUM_DEVICES // nodes)
+    changes = {"exchange": _EXCHANGES[-1], "plan": plan, "mesh": MeshConfig(replica=nodes)}
+    asked = command.experiment.replaced(changes)
+    work, cluster, fixed = prepared(asked, devices, Start(quiet=True))
+    found: list[Candidate] = []
+    for exchange in _EXCHANGES if nodes > 1 else _EXCHANGES[:1]:
+        found += searched(dataclasses.replace(work, exchange=exchange), cluster, fixed).candidates
+    found = [one for one in found if one.fits and one.choice.microbatches in command.microbatches]
+    return {_named(one): one for one in sorted(found, key=lambda one: one.time.total_sec)}
 
 
 def _named(one: Candidate) -> str:
     c = one.choice
-    exchange = f", {one.exchange.label}" if c.replica > 1 else ""
-    return f"{c.replica} x {c.fsdp}, {c.microbatches} micro-batches, {c.param_sharding}{exchange}"
+    parts = [f"{c.replica} x {c.fsdp} x {c.tensor}", f"{c.microbatches} micro-batches", c.param_sharding]
+    return ", ".join([*parts, one.exchange.label] if c.replica > 1 else parts)
 
 
-def _planned(experiment: Experiment, one: Candidate, devices: Sequence[Any]) -> Plan:
-    c = one.choice
-    changes: dict[str, Any] = {
-        "mesh": MeshConfig(replica=c.replica, fsdp=c.fsdp, tensor=1),
-        "step.microbatches": c.microbatches,
-        "sharding": sharding_of(experiment.sharding, c.param_sharding),
-        "exchange": one.exchange,
-    }
-    changes |= {"model.remat": c.remat} if c.remat else {}
-    return make_plan(stand_in(experiment).replaced(changes), devices)
-
-
-def make_rows(predicted: Mapping[str, float], times: Mapping[str, Sequence[float]]) -> list[Row]:
-    """The layouts by predicted time: the planner's choice is the first."""
+def make_rows(
+    predicted: Mapping[str, float], times: Mapping[str, Sequence[float]], *, nodes: int, chosen: str
+) -> list[Row]:
+    """The layouts by predicted time."""
     fastest = min(times, key=lambda name: statistics.median(times[name]))
     rows = []
     for name in sorted(predicted, key=lambda name: predicted[name]):
-        low, middle, high = np.quantile(times[name], (0.25, 0.5, 0.75))
-        slower = np.quantile(np.divide(times[name], times[fastest]), 0.25)
-        rows.append(Row(name, predicted[name], float(middle), float((high - low) / 2 / middle), bool(slower <= 1)))
+        low, middle, high = (float(one) for one in np.quantile(times[name], (0.25, 0.5, 0.75)))
+        tied = bool(np.quantile(np.divide(times[name], times[fastest]), 0.25) <= 1)
+        rows.append(Row(name, nodes, predicted[name], middle, (high - low) / 2 / middle, name == chosen, tied))
     return rows
 
 
@@ -132,13 +125,15 @@ def rank_correlation(rows: Sequence[Row]) -> float:
 
 
 def remarks(rows: Sequence[Row]) -> list[str]:
-    """The choice against the fastest layout, ties, and errors."""
-    chosen, best = rows[0], min(rows, key=lambda row: row.measured_sec)
+    """The choice against the fastest layout, with and without timing the best; ties, and errors."""
+    first, best = rows[0], min(rows, key=lambda row: row.measured_sec)
+    [chosen] = [row for row in rows if row.chosen]
     errors = sorted(abs(row.error) for row in rows)
     tied = [row.layout for row in rows if row.tied]
     return [
         f"the choice ({chosen.layout}) takes {chosen.measured_sec / best.measured_sec:.3f} times as long as the "
-        f"fastest ({best.layout})",
+        f"fastest ({best.layout}); by prediction alone ({first.layout}) it would be "
+        f"{first.measured_sec / best.measured_sec:.3f}",
         f"not told apart from the fastest by noise: {'; '.join(tied)}",
         f"error of the prediction: {chosen.error:+.1%} for the choice; median {statistics.median(errors):.1%}, "
         f"largest {errors[-1]:.1%}; {sum(one <= 0.15 for one in errors)} of {len(errors)} within 15 %; Kendall's tau "
@@ -148,13 +143,13 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 
 def _table(command: PlannerBench, rows: Sequence[Row]) -> Any:
     best = min(row.measured_sec for row in rows)
-    columns = ("replica x fsdp", "predicted, ms", "measured, ms", "error", "spread", "of the best")
+    columns = ("replica x fsdp x tensor", "predicted, ms", "measured, ms", "error", "spread", "of the best")
     batch = command.experiment.batch_size
-    title = f"{command.config}, batch {batch:,}, {NUM_DEVICES} devices, {command.num_rounds} rounds"
-    table = make_table(title, columns)
+    title = f"{command.config}, batch {batch:,}, {rows[0].nodes} nodes of {NUM_DEVICES // rows[0].nodes} devices"
+    table = make_table(f"{title}, {command.num_rounds} rounds", columns)
     for row in rows:
         table.add_row(
-            row.layout,
+            row.layout + (" (chosen)" if row.chosen else ""),
             f"{1e3 * row.predicted_sec:.2f}",
             f"{1e3 * row.measured_sec:.2f}",
             f"{row.error:+.1%}",

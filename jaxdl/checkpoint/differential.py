@@ -27,6 +27,7 @@ from orbax.checkpoint import future
 
 from jaxdl.checkpoint.fingerprint import row_fingerprints
 from jaxdl.cluster.agree import from_each_process
+from jaxdl.mesh import on_hosts
 
 CHANGED = "changed_rows"
 """The item of a checkpoint with the changed rows: a file of each process, with the rows of its devices."""
@@ -140,7 +141,8 @@ class Differences:
         buffers: dict[str, list[jax.Array]] = {}
         for name in sorted(tables):
             buffers.setdefault(_buffer(name), []).append(tables[name])
-        waiting = {name: self._program(arrays)(arrays) for name, arrays in buffers.items()}
+        on_devices = {name: arrays for name, arrays in buffers.items() if not on_hosts(arrays[0])}
+        waiting = {name: self._program(arrays)(arrays) for name, arrays in on_devices.items()}
         found: Prints = {}
         for name, words in waiting.items():
             shards = found[name] = {}
@@ -148,6 +150,9 @@ class Differences:
                 place = _place(shard.index, words.shape)
                 if place not in shards:
                     shards[place] = np.array(shard.data)
+        for name, arrays in buffers.items():
+            if name not in on_devices:
+                found[name] = _prints_here(arrays)
         return found
 
     def _program(self, arrays: Sequence[jax.Array]) -> Any:
@@ -159,6 +164,20 @@ class Differences:
         if key not in self._programs:
             self._programs[key] = jax.jit(row_fingerprints, out_shardings=NamedSharding(sharding.mesh, spec))
         return self._programs[key]
+
+
+@jax.jit
+def _of_rows(arrays: Sequence[jax.Array]) -> jax.Array:
+    return row_fingerprints(arrays)
+
+
+def _prints_here(arrays: Sequence[jax.Array]) -> dict[tuple[int, int], np.ndarray]:
+    """The fingerprints of the columns that this process has of rows in the memory of hosts.
+
+    Where processes share the columns, each writes those of its own that have changed: no messages between CPUs.
+    """
+    parts = [x.addressable_shards[0] for x in arrays]
+    return {_place(parts[0].index, arrays[0].shape): np.array(_of_rows([one.data for one in parts]))}
 
 
 def whole_bytes(tables: Mapping[str, jax.Array]) -> int:

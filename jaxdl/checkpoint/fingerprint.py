@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jaxdl.cluster.agree import from_each_process
 
 _WORDS = (
     (0x9E3779B9, ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None))),
@@ -38,14 +41,19 @@ def as_text(tree: Any) -> Any:
     """Fingerprints fetched from the devices, each as 16 hexadecimal digits."""
     # Waited for first: once in some 700 checkpoints on two CPU devices, the words fetched were those of the checkpoint
     # before, as if their memory had been read before it was written.
-    words = jax.device_get(jax.block_until_ready(tree))
-    return jax.tree.map(lambda words: f"{int(words[0]):08x}{int(words[1]):08x}", words)
+    return jax.tree.map(text, jax.device_get(jax.block_until_ready(tree)))
 
 
-@jax.jit  # Traced and lowered once for all arrays of one shape and dtype, of which a state has many.
-def _fingerprint(x: jax.Array) -> jax.Array:
+def text(words: np.ndarray) -> str:
+    """A fingerprint, two uint32, as 16 hexadecimal digits."""
+    return f"{int(words[0]):08x}{int(words[1]):08x}"
+
+
+@functools.partial(jax.jit, static_argnums=1)  # Traced once for all arrays of one shape and dtype: a state has many.
+def _fingerprint(x: jax.Array, shape: tuple[int, ...] | None = None, starts: Any = None) -> jax.Array:
+    """Of an array, or of its part that begins at `starts` of an array of this `shape`, of types up to 4 bytes."""
     bits = _bits(x)
-    places = _places(bits.shape)
+    places = _places(bits.shape) if shape is None else _places(bits.shape, shape, starts)
     sums = []
     for seed, rounds in _WORDS:
         mixed = jnp.uint32(seed)
@@ -53,6 +61,22 @@ def _fingerprint(x: jax.Array) -> jax.Array:
             mixed = _mix(place ^ mixed, rounds)
         sums.append(jnp.sum(_mix(bits ^ mixed, rounds), dtype=jnp.uint32))
     return jnp.stack(sums)
+
+
+def host_fingerprints(arrays: Sequence[jax.Array]) -> np.ndarray:
+    """`fingerprints` of arrays in the memory of hosts, uint32 `[array, 2]`; all processes call it.
+
+    Each process sums the parts of its own host, of equal copies the first, and sends two numbers for each array. So the
+    CPUs need no collectives between each other, which are Gloo's, also where the run is on GPUs.
+    """
+    own = np.zeros((len(arrays), 2), np.uint32)
+    for number, x in enumerate(arrays):
+        for shard in x.addressable_shards:
+            if shard.replica_id == 0:
+                starts = [one.indices(size)[0] for one, size in zip(shard.index, x.shape, strict=True)]
+                own[number] += np.asarray(_fingerprint(shard.data, tuple(x.shape), np.asarray(starts, np.uint32)))
+    every = [np.frombuffer(one, np.uint32) for one in from_each_process(own.tobytes())]
+    return np.asarray(np.sum(every, axis=0, dtype=np.uint32)).reshape(own.shape)
 
 
 def row_fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:
@@ -87,12 +111,17 @@ def _bits(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[size]).astype(jnp.uint32)
 
 
-def _places(shape: Sequence[int]) -> list[jax.Array]:
-    """The row-major index of each element: one uint32, or several for arrays of more than 2**32 elements."""
+def _places(part: Sequence[int], shape: Sequence[int] | None = None, starts: Any = None) -> list[jax.Array]:
+    """The row-major index of each element: one uint32, or several for arrays of more than 2**32 elements.
+
+    Of the elements of a `part` of so many, which begins at `starts` of an array of this `shape`; else of all.
+    """
     groups: list[jax.Array] = []
     count = 1
-    for dim, size in enumerate(shape):
-        index = lax.broadcasted_iota(jnp.uint32, shape, dim)
+    for dim, size in enumerate(part if shape is None else shape):
+        index = lax.broadcasted_iota(jnp.uint32, part, dim)
+        if starts is not None:
+            index = index + starts[dim]
         if groups and count * size <= 2**32:
             groups[-1] = groups[-1] * jnp.uint32(size) + index
             count *= size

@@ -18,13 +18,15 @@ import numpy as np
 from jaxdl.checkpoint.agree import Finding, findings, raise_worst
 from jaxdl.checkpoint.differential import Rows, read_changed, with_changed
 from jaxdl.checkpoint.errors import Damaged, Unreadable, Unusable, read_refused, unreadable
-from jaxdl.checkpoint.fingerprint import as_text, fingerprints, first_sums
+from jaxdl.checkpoint.fingerprint import as_text, fingerprints, first_sums, host_fingerprints, text
 from jaxdl.checkpoint.items import read_items, stored_arrays
 from jaxdl.checkpoint.manifest import check_files, read_everything
 from jaxdl.checkpoint.meta import Meta, Stored, read_meta
+from jaxdl.cluster import wait_for_all
 from jaxdl.embedding import places
 from jaxdl.exchange import resplit
 from jaxdl.files import step_folder
+from jaxdl.mesh import on_hosts
 from jaxdl.state import TABLES
 
 Items = dict[str, dict[str, Any]]
@@ -35,20 +37,25 @@ _first_sums = jax.jit(first_sums)
 
 
 def fingerprint_texts(items: Items) -> dict[str, dict[str, str]]:
-    """The fingerprint of each array."""
+    """The fingerprint of each array; all processes call it."""
     groups: dict[Any, Items] = {}
     total = 0
+    hosted = [(item, name) for item, leaves in items.items() for name, x in leaves.items() if on_hosts(x)]
     for item, leaves in items.items():
         for name, x in leaves.items():
-            # One program is for the same devices; tables that the host holds are on its CPU.
-            devices = x.sharding.device_set if isinstance(x, jax.Array) else None
-            key = (total // _GROUP_BYTES, frozenset(devices or ()))
-            groups.setdefault(key, {}).setdefault(item, {})[name] = x
-            total += x.nbytes
+            if (item, name) not in hosted:
+                devices = x.sharding.device_set if isinstance(x, jax.Array) else ()  # One program is for the same ones.
+                key = total // _GROUP_BYTES, frozenset(devices)
+                groups.setdefault(key, {}).setdefault(item, {})[name] = x
+                total += x.nbytes
     found: dict[str, dict[str, str]] = {item: {} for item in items}
     for group in groups.values():
         for item, texts in as_text(_fingerprints(group)).items():
             found[item] |= texts
+    if hosted:
+        wait_for_all()  # One host may have been slower than Gloo waits.
+        for (item, name), words in zip(hosted, host_fingerprints([items[i][n] for i, n in hosted]), strict=True):
+            found[item][name] = text(words)
     return found
 
 

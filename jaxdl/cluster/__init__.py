@@ -1,6 +1,6 @@
 """Many processes as one run: they meet before JAX starts, monitor each other, and exit together."""
 
-from jaxdl.cluster.exits import BROKEN, DIVERGED, MISTAKE
+from jaxdl.cluster.exits import BROKEN, DIVERGED, HALTED, MISTAKE
 from jaxdl.cluster.heartbeat import heartbeat
 from jaxdl.cluster.machine import host_memory_bytes
 from jaxdl.cluster.meeting import ClusterError
@@ -12,6 +12,7 @@ from jaxdl.cluster.watchdog import Watchdog
 __all__ = [
     "BROKEN",
     "DIVERGED",
+    "HALTED",
     "MISTAKE",
     "ClusterConfig",
     "ClusterError",

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from jaxdl.errors import as_typed
 
@@ -17,12 +17,25 @@ MISTAKE = 2
 """Exit code after a user error."""
 DIVERGED = 3
 """Exit code of a run that diverged: a restart would diverge again."""
+HALTED = 4
+"""Exit code of a run that a file `halt` in its workdir has stopped: it is saved, and a restart would undo the wish."""
 DELIBERATE = (MISTAKE, DIVERGED)
 """Exit codes that all processes reach alike: a user error, a diverged run."""
 FAREWELL_SEC = 2.0
 """How long an exiting process waits until its reason is sent, and until it is printed."""
 
 _ending = threading.Lock()
+_before_end: list[Callable[[str, int], None]] = []
+
+
+@contextlib.contextmanager
+def called_before_end(act: Callable[[str, int], None]) -> Iterator[None]:
+    """Context in which `end_process` first calls `act(reason, code)`, and waits for it at most `FAREWELL_SEC`."""
+    _before_end.append(act)
+    try:
+        yield
+    finally:
+        _before_end[:] = [one for one in _before_end if one is not act]
 
 
 def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: None) -> None:
@@ -39,10 +52,15 @@ def end_process(reason: str, code: int, *, last: Callable[[], None] = lambda: No
         # JAX's threads notice the loss of process 0 a moment later and print a page about it: discard that.
         os.dup2(os.pipe()[1], 2)
 
-    # The thread that holds the lock of a stream may be blocked by a reader that is gone; do not wait for it.
-    speaker = threading.Thread(target=speak, daemon=True)
-    speaker.start()
-    speaker.join(FAREWELL_SEC)
+    # The thread that holds the lock of a stream may be blocked by a reader that is gone; do not wait for it. Nor for a
+    # disk that does not answer.
+    threads = [threading.Thread(target=speak, daemon=True)]
+    threads += [threading.Thread(target=act, args=(reason, code), daemon=True) for act in _before_end]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + FAREWELL_SEC
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
     try:
         last()
     finally:

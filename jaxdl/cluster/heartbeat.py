@@ -39,6 +39,15 @@ class Heartbeat:
         """Disarms the watchdog until the next beat: the run has ended."""
         self._armed = False
 
+    def forget(self) -> None:
+        """Forgets the step of an earlier run of this process."""
+        self.step = None
+
+    @property
+    def armed(self) -> bool:
+        """Whether steps are being made: true from the first beat of a run to its end."""
+        return self._armed
+
     def idle_sec(self) -> float | None:
         """Seconds since the last beat or change of phase; None while disarmed or in a phase of `WITHOUT_STEPS`."""
         if not self._armed or self.phase in WITHOUT_STEPS:

@@ -8,7 +8,7 @@ import sys
 import traceback
 from types import TracebackType
 
-from jaxdl.cluster.exits import BROKEN, end_process, flush
+from jaxdl.cluster.exits import BROKEN, HALTED, end_process, flush
 from jaxdl.cluster.membership import current
 
 _NETWORK = re.compile(
@@ -71,11 +71,11 @@ def report_and_exit(error: BaseException) -> None:
 def leave_and_exit(code: int) -> None:
     """Exits at once, as all processes do now: background threads may still be compiling.
 
-    A `code` of 128 + N stands for signal N. If the processes have not agreed to stop, the signal came before the run
-    began and is reported to the others.
+    A `code` of 128 + N stands for signal N, `HALTED` for the halt file. If the processes have not agreed to stop, it
+    came before the run began and is reported to the others.
     """
     member = current()
-    if member is not None and code > 128 and not member.agreed:
+    if member is not None and (code > 128 or code == HALTED) and not member.agreed:
         member.report_failure("was stopped by a signal before the run began", code)
     elif member is not None:
         member.leave()

@@ -27,6 +27,7 @@ from jaxdl.data.pairs import PairData, Pairs, TFDSPairs
 from jaxdl.data.photos import Cache, Photos, PhotoSource
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
 from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
+from jaxdl.data.staging import Stage
 from jaxdl.data.synthetic import SyntheticImages, SyntheticPairs, SyntheticText
 from jaxdl.data.tabular import Feature, TabularArrays, TabularSource, TabularSpec, with_statistics
 from jaxdl.data.tars import ImageTars
@@ -65,6 +66,7 @@ __all__ = [
     "Photos",
     "Source",
     "Splits",
+    "Stage",
     "SyntheticImages",
     "SyntheticPairs",
     "SyntheticText",

@@ -111,6 +111,10 @@ class ClickSource(TabularSource):
         label = (drawn < _probability(self._config, numbers, ids)).astype(np.float32)
         return {"numbers": numbers, "ids": ids, "label": label}
 
+    def ids(self, indices: np.ndarray) -> np.ndarray:
+        """See `TabularSource.ids`; no number and no label is drawn."""
+        return _ids(self._config, self._first + np.asarray(indices, np.int64))
+
     def id_counts(self, indices: np.ndarray) -> np.ndarray:
         """See `TabularSource.id_counts`; no id is drawn."""
         examples = self._first + np.asarray(indices, np.int64)
@@ -141,13 +145,16 @@ def auc_and_loss(predicted: np.ndarray, label: np.ndarray) -> tuple[float, float
 def _examples(config: Clicks, examples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers float32 `[example, 13]`, and ids int32 `[example, ids]`."""
     places = examples[:, None] * NUM_NUMBERS + np.arange(NUM_NUMBERS)
-    numbers = _normal(config.made_seed, _NUMBER, 0, places).astype(np.float32)
+    return _normal(config.made_seed, _NUMBER, 0, places).astype(np.float32), _ids(config, examples)
+
+
+def _ids(config: Clicks, examples: np.ndarray) -> np.ndarray:
     columns = []
     for feature, (rows, num_ids) in enumerate(zip(config.rows, config.num_ids, strict=True)):
         drawn = _unit(_hash(config.made_seed, _ID, feature, examples[:, None] * num_ids + np.arange(num_ids)))
         found = shuffled(zipf_rank(drawn, rows, config.skew), rows, config.made_seed + feature)
         columns.append(np.where(np.arange(num_ids) < _count(config, feature, examples)[:, None], found, -1))
-    return numbers, np.concatenate(columns, axis=1).astype(np.int32)
+    return np.concatenate(columns, axis=1).astype(np.int32)
 
 
 def _count(config: Clicks, feature: int, examples: np.ndarray) -> np.ndarray:

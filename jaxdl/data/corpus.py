@@ -15,9 +15,11 @@ from jaxdl.data.documents import EVERY_FILE, PlainDocument, Reading, document_te
 from jaxdl.data.draws import example_seeds
 from jaxdl.data.mixture import MixedRows
 from jaxdl.data.packing import PackedRows
-from jaxdl.data.shards import SHARDS, Plan, TokenStore
+from jaxdl.data.shards import SHARDS, Plan, TokenStore, staged_shards
 from jaxdl.data.source import Data, Splits
 from jaxdl.data.spec import TextSpec
+from jaxdl.data.staging import Stage
+from jaxdl.data.synthetic import SyntheticText
 from jaxdl.data.text import TokenWindows
 from jaxdl.data.tokenizing import prepare, prepared
 
@@ -66,15 +68,26 @@ class Documents(Data, kind="documents"):
         """Training and held-out rows. Raises ConfigError for what cannot be read, or takes long to tokenize."""
         return self.rows(*self.split())
 
+    def stand_in(self, vocab_size: int | None) -> Data | None:
+        """See `Data.stand_in`: sequences of the same length. Packed rows have no stand-in."""
+        if vocab_size is None or self.packing:
+            return None
+        return SyntheticText(vocab_size=vocab_size, length=self.length, num_train=8, num_test=8)
+
     def prepare(self, console: Console) -> str:
         """Tokenizes what is missing; see `Data.prepare`."""
-        return "\n".join(prepare(plan, console) for plan in self._plans())
+        return "\n".join(prepare(plan, console) for plan in self.plans())
 
     def codec(self) -> Codec:
         """Between text and this data's tokens."""
         return Codec(self.tokenizer)
 
-    def _plans(self) -> list[Plan]:
+    def staged(self, stage: Stage) -> Documents:
+        """See `Data.staged`: the tokens, which have been prepared."""
+        return self.replaced({"shards": staged_shards(stage, self.shards, self.plans())})
+
+    def plans(self) -> list[Plan]:
+        """What is tokenized, and where the tokens are kept. Raises ConfigError for what cannot be found."""
         if not self.paths:
             raise ConfigError("--data.paths: it is empty. Name files or folders of text.")
         reading = Reading(self.column, self.document)
@@ -88,7 +101,7 @@ class Documents(Data, kind="documents"):
 
     def split(self) -> tuple[Part, Part]:
         """The documents to train on, and the held-out ones. Raises ConfigError as `build` does."""
-        store, *others = [prepared(plan, f"data {', '.join(self.paths)}") for plan in self._plans()]
+        store, *others = [prepared(plan, f"data {', '.join(self.paths)}") for plan in self.plans()]
         every = np.arange(len(store))
         if others:
             return Part(store, every), Part(others[0], np.arange(len(others[0])))
@@ -205,6 +218,17 @@ class Mixture(Data, kind="mixture"):
         )
         train = MixedRows({name: one.train for name, one in splits.items()}, weights, spec)
         return Splits(train, MixedRows({name: one.test for name, one in splits.items()}, weights, spec))
+
+    def stand_in(self, vocab_size: int | None) -> Data | None:
+        """See `Data.stand_in`: that of any source, as all have the same shapes."""
+        return next(iter(self._sources().values())).stand_in(vocab_size)
+
+    def staged(self, stage: Stage) -> Mixture:
+        """See `Data.staged`: the tokens of each source, which have been prepared."""
+        if not self.paths:
+            return self.replaced({"sources": {name: one.staged(stage) for name, one in self._sources().items()}})
+        plans = [plan for source in self._read_alike().values() for plan in source.plans()]
+        return self.replaced({"each.shards": staged_shards(stage, self.each.shards, plans)})
 
     def prepare(self, console: Console) -> str:
         """Tokenizes what is missing of each source; see `Data.prepare`."""

@@ -19,6 +19,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data.clicks import CRITEO_ROWS, NUM_NUMBERS
 from jaxdl.data.codec import import_text
 from jaxdl.data.source import Data, Splits
+from jaxdl.data.staging import Stage
 from jaxdl.data.tabular import Feature, TabularSource, TabularSpec
 
 if TYPE_CHECKING:
@@ -72,6 +73,10 @@ class Criteo(Data, kind="criteo"):
             round(float(train.labels[: 2**20].mean()), 4),
         )
         return Splits(CriteoSource(train, spec), CriteoSource(test, spec))
+
+    def staged(self, stage: Stage) -> Criteo:
+        """See `Data.staged`: the files of `train` and `test`."""
+        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
     def prepare(self, console: Console) -> str | None:
         """Reads the files into `folder`, with progress; None without a folder."""
@@ -135,6 +140,14 @@ class CriteoSource(TabularSource):
 
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """See `Source.batch`."""
+        return {
+            "numbers": self._examples.numbers[indices],
+            "ids": self.ids(indices),
+            "label": self._examples.labels[indices].astype(np.float32),
+        }
+
+    def ids(self, indices: np.ndarray) -> np.ndarray:
+        """See `TabularSource.ids`; nothing else is read."""
         hashes = self._examples.hashes[indices]
         columns = []
         for number, feature in enumerate(self._features):
@@ -142,11 +155,7 @@ class CriteoSource(TabularSource):
             more = _mixed(mine * np.uint64(1_000_003) + np.arange(1, feature.num_ids, dtype=np.uint64))
             ids = np.concatenate([mine, more], axis=1) % np.uint64(feature.rows)
             columns.append(np.where(mine == _NONE, -1, ids.astype(np.int64)))
-        return {
-            "numbers": self._examples.numbers[indices],
-            "ids": np.concatenate(columns, axis=1).astype(np.int32),
-            "label": self._examples.labels[indices].astype(np.float32),
-        }
+        return np.concatenate(columns, axis=1).astype(np.int32)
 
 
 def hash_of(values: np.ndarray) -> np.ndarray:
@@ -188,7 +197,7 @@ def _read(paths: Sequence[Path]) -> Iterator[Mapping[str, np.ndarray]]:
                 made = _converted(block, path, count)
                 count += len(made["label"])
                 yield made
-        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError.
+        except (OSError, ValueError, NotImplementedError, TypeError) as error:  # Arrow's errors are some of these.
             if isinstance(error, ConfigError):
                 raise
             what = " ".join(str(error).split())[:300]
@@ -235,6 +244,7 @@ def _converted(block: Any, path: Path, first: int) -> dict[str, np.ndarray]:
         compute.fill_null(block.column(i).cast(pyarrow.float64()), 0).to_numpy(zero_copy_only=False)
         for i in range(1, 1 + NUM_NUMBERS)
     ]
+    numbers = [np.where(np.isfinite(one), one, 0) for one in numbers]  # Parquet files have NaN for what is missing.
     hashes = []
     for i in range(1 + NUM_NUMBERS, len(_NAMES)):
         coded = block.column(i).cast(pyarrow.string()).dictionary_encode()

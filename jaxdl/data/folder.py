@@ -12,6 +12,7 @@ from jaxdl.data import remote
 from jaxdl.data.photos import Photos
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.source import Data, Splits
+from jaxdl.data.staging import Stage
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 
@@ -61,6 +62,12 @@ class ImageFolder(Data, kind="image_folder"):
             )
         train, test = (FolderRecords(one, classes) for one in found)
         return self.photos.build(train, test, len(classes), name=root.rsplit("/", 1)[-1])
+
+    def staged(self, stage: Stage) -> ImageFolder:
+        """See `Data.staged`."""
+        if not self.path:
+            return self
+        return self.replaced({"path": stage.folder(self.path, (self.train_folder, self.test_folder))})
 
     def _find(self, folder: str) -> list[remote.Found]:
         found = [one for one in remote.find(folder, IMAGE_SUFFIXES) if "/" in one.name]

@@ -10,10 +10,17 @@ import pydantic
 
 from jaxdl.config import ConfigError
 from jaxdl.data.source import Data, Splits
+from jaxdl.data.staging import Stage
 from jaxdl.data.tabular import Feature, TabularArrays, TabularSpec, with_statistics
 
 Columns = dict[str, list[str]]
 _RECBOLE = {".inter": "ratings", ".user": "people", ".item": "films"}
+_NEEDED = {
+    ".inter": ("user_id", "item_id", "rating", "timestamp"),
+    ".user": ("user_id", "age", "gender", "occupation", "zip_code"),
+    ".item": ("item_id", "release_year", "class"),
+}
+"""The columns that are read."""
 """Endings of the files with a typed header line, as RecBole has them."""
 _DAY_SEC, _YEAR_SEC = 86_400, 31_556_952
 
@@ -34,10 +41,21 @@ class MovieLens(Data, kind="movielens"):
     split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
     """Seed of the choice of held-out ratings."""
 
+    def staged(self, stage: Stage) -> MovieLens:
+        """See `Data.staged`."""
+        return self if self.folder is None else self.replaced({"folder": stage.folder(self.folder)})
+
     def build(self) -> Splits:
         """Training and held-out ratings. Raises ConfigError for a folder that has no such files."""
         ratings, people, films = (self._read(ending) for ending in _RECBOLE)
-        numbers, values = _numbers(ratings, people), _values(ratings, people, films)
+        try:
+            numbers, values = _numbers(ratings, people), _values(ratings, people, films)
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"{self.folder}: an age or a time is no number ({error}). Download the files again."
+            ) from None
         features, ids = [], []
         for name, lists in values.items():
             known = {value: number for number, value in enumerate(sorted({one for some in lists for one in some}))}
@@ -85,6 +103,10 @@ class MovieLens(Data, kind="movielens"):
         if wrong is not None or not rows:
             raise ConfigError(
                 f"{path}: line {wrong or 1} does not have the {len(names)} columns of the first line. Get it again."
+            )
+        if missing := [name for name in _NEEDED[ending] if name not in names]:
+            raise ConfigError(
+                f"{path}: it has no column {', '.join(missing)}; it has {', '.join(names)}. Get it again."
             )
         return {name: [row[i] for row in rows] for i, name in enumerate(names)}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 import numpy as np
 import pydantic
@@ -15,8 +15,9 @@ from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
 from jaxdl.data.pair_files import Pair, PairTexts, has_fields, pair_files
 from jaxdl.data.pair_rows import PairRows, PairSpec, packed
-from jaxdl.data.shards import SHARDS, Plan
+from jaxdl.data.shards import SHARDS, Plan, staged_shards
 from jaxdl.data.source import Data, Splits
+from jaxdl.data.staging import Stage
 from jaxdl.data.tfds import TFDSPairTexts
 from jaxdl.data.tokenizing import prepare, prepared
 
@@ -55,6 +56,10 @@ class PairData(Data, kind=None):
         """Tokenizes what is missing; see `Data.prepare`."""
         self.codec()
         return "\n".join(f"{split}: {prepare(plan, console)}" for split, plan in self._plans().items())
+
+    def staged(self, stage: Stage) -> Self:
+        """See `Data.staged`: the tokens, which have been prepared."""
+        return self.replaced({"shards": staged_shards(stage, self.shards, list(self._plans().values()))})
 
     def _plans(self) -> dict[str, Plan]:
         splits: tuple[Split, ...] = ("train", "valid")

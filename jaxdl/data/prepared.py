@@ -25,6 +25,7 @@ from jaxdl.cluster import ClusterError
 from jaxdl.config import ConfigError
 from jaxdl.data import remote
 from jaxdl.data.records import BadRecord
+from jaxdl.data.staging import Stage
 
 _READERS = 16
 """Record files checked concurrently, because the checks wait for disks and networks, not for the CPU."""
@@ -83,6 +84,13 @@ def _open_builder(name: str, data_dir: str | None) -> Any:
             f"TensorFlow. Move that folder away. {_advice(name, data_dir)}"
         )
     return builder
+
+
+def staged_folder(stage: Stage, name: str, data_dir: str | None) -> str:
+    """The copy of the folder of prepared data sets that has this one. Raises ConfigError as `open_builder` does."""
+    builder = open_builder(name, data_dir or os.environ.get("TFDS_DATA_DIR"))
+    inner = builder.info.full_name
+    return stage.folder(str(builder.data_dir).rstrip("/").removesuffix(f"/{inner}"), (inner,))
 
 
 def _check_root(name: str, data_dir: str) -> None:

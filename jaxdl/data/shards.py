@@ -28,6 +28,7 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import Codec
+from jaxdl.data.staging import Stage
 
 MANIFEST = "manifest.json"
 SHARDS = "~/.cache/jaxdl/tokens"
@@ -122,6 +123,18 @@ class Plan:
     def dtype(self) -> np.dtype[Any]:
         """Of a token on disk."""
         return np.dtype("<u2" if self.codec.vocab_size <= 1 << 16 else "<u4")
+
+
+def staged_shards(stage: Stage, root: str, plans: Iterable[Plan]) -> str:
+    """The copy of the folder `root` with the shards of these plans. Raises ConfigError if they are not there yet."""
+    folders = [plan.folder for plan in plans]
+    for folder in folders:
+        if not (folder / MANIFEST).is_file():
+            raise ConfigError(
+                f"--stage-data: the tokens are not in {folder} yet. Prepare them first, with python -m jaxdl.data "
+                "prepare."
+            )
+    return stage.folder(root, [folder.name for folder in folders])
 
 
 class Shard(NamedTuple):

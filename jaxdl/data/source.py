@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import jax
     from rich.console import Console
 
+    from jaxdl.data.staging import Stage
+
 STD_FLOOR = 1.0
 """Smallest standard deviation of a channel, in grey levels: a constant channel must not divide by zero."""
 
@@ -56,6 +58,22 @@ class Data(Choice):
         """
         del folder
         return self
+
+    def stand_in(self, vocab_size: int | None) -> Data | None:
+        """Made-up data with batches of the same shapes, from no files; `vocab_size` is that of the model, if set.
+
+        None where the shapes are not known without a look at the files.
+        """
+        del vocab_size
+        return None
+
+    def staged(self, stage: Stage) -> Data:
+        """The config of the same data, which reads the copies of its files that `stage` makes: for `--stage-data`.
+
+        Raises ConfigError for data without files.
+        """
+        del stage
+        raise ConfigError(f"--stage-data: data {self.kind} reads no files, so it has no effect. Leave it out.")
 
     def codec(self) -> Codec:
         """Between text and this data's tokens. Raises ConfigError for data that are not text."""

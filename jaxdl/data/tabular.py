@@ -86,9 +86,14 @@ class TabularSpec(DataSpec):
                     f"{what}: {name} is {array.dtype} {list(array.shape)}; this network reads {what}({{'numbers': "
                     f"[batch, {len(self.numbers)}], 'ids': whole numbers [batch, {wanted['ids'].shape[1]}]}})."
                 )
-            found[name] = array.astype(like.dtype)
+            found[name] = array
+        if len(found["numbers"]) != len(found["ids"]):
+            raise ConfigError(
+                f"{what}: there are numbers of {len(found['numbers'])} examples, and ids of {len(found['ids'])}. Give "
+                "as many."
+            )
         check_ids(self, found["ids"], what)
-        return found
+        return {name: array.astype(wanted[name].dtype) for name, array in found.items()}
 
 
 def check_ids(spec: TabularSpec, ids: np.ndarray, what: str) -> None:
@@ -104,14 +109,36 @@ def check_ids(spec: TabularSpec, ids: np.ndarray, what: str) -> None:
         )
 
 
+def _check_arrays(spec: TabularSpec, arrays: Mapping[str, np.ndarray], what: str) -> None:
+    """Raises ConfigError for arrays that are no examples of the spec."""
+    count = len(arrays["labels"])
+    shapes = {"numbers": (count, len(spec.numbers)), "ids": (count, sum(spec.num_ids.values())), "labels": (count,)}
+    for name, array in arrays.items():
+        if np.shape(array) != shapes[name]:
+            raise ConfigError(
+                f"{what}: {name} have the shape {list(np.shape(array))}, not {list(shapes[name])}: a row for each of "
+                f"the {count:,} labels, and a column for each of the data's {name}."
+            )
+    if arrays["ids"].dtype.kind not in "iu":
+        raise ConfigError(f"{what}: ids are {arrays['ids'].dtype}. Give whole numbers.")
+    if not np.isfinite(arrays["numbers"]).all():
+        raise ConfigError(f"{what}: some of the numbers are not finite. Give 0, or the mean, for what is missing.")
+    if not np.isin(arrays["labels"], (0, 1)).all():
+        raise ConfigError(f"{what}: some labels are neither 0 nor 1. Give 1 for what was liked or clicked, else 0.")
+
+
 class TabularSource(Source):
     """Examples of a `TabularSpec`."""
 
     spec: TabularSpec
 
+    def ids(self, indices: np.ndarray) -> np.ndarray:
+        """The ids of examples, int32 `[example, ids]`: those of `batch`, which may make more than these."""
+        return self.batch(indices)["ids"]
+
     def id_counts(self, indices: np.ndarray) -> np.ndarray:
         """How many ids examples have of each feature, int32 `[example, feature]`."""
-        return counted_ids(self.batch(indices)["ids"], self.spec.features)
+        return counted_ids(self.ids(indices), self.spec.features)
 
 
 def counted_ids(ids: np.ndarray, features: Sequence[Feature]) -> np.ndarray:
@@ -141,7 +168,8 @@ class TabularArrays(TabularSource):
     def __init__(
         self, numbers: np.ndarray, ids: np.ndarray, labels: np.ndarray, spec: TabularSpec, what: str = "data"
     ) -> None:
-        """Raises ConfigError for ids that are out of range."""
+        """Raises ConfigError for ids that are out of range, and for arrays of other shapes or values."""
+        _check_arrays(spec, {"numbers": numbers, "ids": ids, "labels": labels}, what)
         check_ids(spec, ids, what)
         self._arrays = {
             "numbers": np.ascontiguousarray(numbers, np.float32),
@@ -160,3 +188,7 @@ class TabularArrays(TabularSource):
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Copies of the examples' rows."""
         return {name: np.take(array, indices, axis=0) for name, array in self._arrays.items()}
+
+    def ids(self, indices: np.ndarray) -> np.ndarray:
+        """See `TabularSource.ids`."""
+        return np.take(self._arrays["ids"], indices, axis=0)

@@ -20,6 +20,7 @@ from jaxdl.data.folder import IMAGE_SUFFIXES
 from jaxdl.data.photos import Photos
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.source import Data, Splits
+from jaxdl.data.staging import Stage
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _READERS = 16
@@ -48,6 +49,10 @@ class ImageTars(Data, kind="image_tars"):
         if largest >= num_classes:
             raise ConfigError(f"label {largest}: there are {num_classes} classes, 0 to {num_classes - 1}.")
         return self.photos.build(train, test, num_classes, name=Path(self.train[0]).name.split(".")[0])
+
+    def staged(self, stage: Stage) -> ImageTars:
+        """See `Data.staged`."""
+        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
 
     def _records(self, patterns: Sequence[str]) -> TarRecords:
         found = [one for pattern in patterns for one in remote.expand(pattern)]

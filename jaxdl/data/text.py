@@ -16,6 +16,7 @@ from jaxdl.data.codec import Codec
 from jaxdl.data.remote import reading
 from jaxdl.data.source import Data, Source, Splits
 from jaxdl.data.spec import TextSpec
+from jaxdl.data.staging import Stage
 
 STANDARD_LIBRARY = "python:stdlib"
 """In `TextFiles.paths`: the source of the running Python's standard library."""
@@ -65,6 +66,20 @@ class TextFiles(Data, kind="text"):
             train = [_read(file) for file in files if file.name not in held_out]
             test = [_read(file) for file in files if file.name in held_out]
         return text_splits(train, test, self.length, self.tokenizer)
+
+    def staged(self, stage: Stage) -> TextFiles:
+        """See `Data.staged`: the files and folders of `paths`; Python's standard library is on each node."""
+
+        def copy(path: str) -> str:
+            if path == STANDARD_LIBRARY:
+                return path
+            folder = Path(path).expanduser()
+            if not folder.is_dir():
+                return stage.files(path)
+            names = [file.relative_to(folder).as_posix() for file in _matching(folder, self.glob)]
+            return stage.folder(path, only=(self.glob, names))
+
+        return self.replaced({"paths": tuple(map(copy, self.paths))})
 
     def codec(self) -> Codec:
         """Between text and this data's tokens."""

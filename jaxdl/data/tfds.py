@@ -22,7 +22,7 @@ from jaxdl.data.codec import Codec
 from jaxdl.data.lines import Span
 from jaxdl.data.pair_files import PairTexts
 from jaxdl.data.photos import Photos, num_cpus
-from jaxdl.data.prepared import Stored, Unreadable, find_test_split, open_builder, open_split
+from jaxdl.data.prepared import Stored, Unreadable, find_test_split, open_builder, open_split, staged_folder
 from jaxdl.data.records import BadRecord, Records
 from jaxdl.data.remote import Outage
 from jaxdl.data.source import Data, ImageArrays, Source, Splits, channel_statistics, check_classes
@@ -91,6 +91,10 @@ class TFDS(Data, kind="tfds"):
         if self.photos is not None:
             return _build_photos(self, self.photos, builder, test_split)
         return _build_images(self, builder, test_split)
+
+    def staged(self, stage: Any) -> TFDS:
+        """See `Data.staged`."""
+        return self.replaced({"data_dir": staged_folder(stage, self.name, self.data_dir)})
 
     def codec(self) -> Codec:
         """Between text and this data's tokens; for data read as text."""

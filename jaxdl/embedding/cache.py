@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -59,10 +59,25 @@ class Swap(NamedTuple):
 
 
 class SlotPlan:
-    """Which ids are in which slots of one table, batch after batch."""
+    """Which ids are in which slots of one table, batch after batch.
 
-    def __init__(self, name: str, rows: int, slots: int, policy: Policy) -> None:
-        self._name, self._policy = name, policy
+    Where processes share the rows of a table, each id has a home: the process that holds its row, whose devices have
+    the slots of the same home. An id is in slots of its home alone, so no row ever travels between processes.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        rows: int,
+        slots: int,
+        policy: Policy,
+        num_homes: int = 1,
+        home_of: Callable[[np.ndarray], np.ndarray] = np.zeros_like,
+    ) -> None:
+        """`home_of` gives the homes, from 0 to `num_homes` - 1, of slots and of ids."""
+        self._name, self._policy, self._home_of = name, policy, home_of
+        self._home_of_slot = home_of(np.arange(slots))
+        self._room = np.bincount(self._home_of_slot, minlength=num_homes)
         self.slot_of = np.full(rows, -1, np.int32)
         """Of each id its slot, -1 for none."""
         self.id_of = np.full(slots, -1, np.int64)
@@ -75,21 +90,17 @@ class SlotPlan:
     def planned(self, now: np.ndarray, ahead: Sequence[np.ndarray]) -> Swap:
         """What changes before a batch with the distinct ids `now`; `ahead` are those of the batches after it, in order.
 
-        Raises ConfigError for a batch with more ids than there are slots.
+        Raises ConfigError for a batch with more ids than there are slots, in all or of one home.
         """
-        if len(now) > len(self.id_of):
-            least = math.ceil(1e4 * len(now) / len(self.slot_of)) / 1e4
-            raise ConfigError(
-                f"table {self._name}: a batch touches {len(now):,} of its rows, and its cache has {len(self.id_of):,} "
-                f"slots. Give --embedding.cache.fraction {least:g} or more, or a smaller batch. "
-                "A run goes on from its newest checkpoint with a larger fraction."
-            )
+        homes = self._home_of(now)
+        self._check_room(homes)
         self._clock += 1
         slots = self.slot_of[now]
-        missing = now[slots < 0]
+        absent = slots < 0
+        missing = now[absent]
         self.num_lookups += len(now)
         self.num_hits += len(now) - len(missing)
-        places = self._places(slots[slots >= 0], len(missing), ahead)
+        places = self._places(slots[~absent], homes[absent], ahead)
         old = self.id_of[places]
         left = old >= 0
         self.slot_of[old[left]] = -1
@@ -100,13 +111,38 @@ class SlotPlan:
         self._count[mine] += 1
         return Swap(old[left], places[left], missing, places)
 
-    def _places(self, kept: np.ndarray, num: int, ahead: Sequence[np.ndarray]) -> np.ndarray:
-        """So many slots for new rows: free ones, then those whose rows are missed least; never those `kept`."""
-        if not num:
-            return np.zeros(0, np.int64)
-        free = np.flatnonzero(self.id_of < 0)[:num]
-        if len(free) == num:
-            return free
+    def _check_room(self, homes: np.ndarray) -> None:
+        touched = np.bincount(homes, minlength=len(self._room))
+        fullest = int((touched - self._room).argmax())
+        count, room = int(touched[fullest]), int(self._room[fullest])
+        if count <= room:
+            return
+        least = math.ceil(1e4 * count * len(touched) / len(self.slot_of)) / 1e4
+        where = "" if len(touched) == 1 else f" for rows of process {fullest} of the {len(touched)} that share it"
+        raise ConfigError(
+            f"table {self._name}: a batch touches {count:,} of its rows, and its cache has {room:,} slots{where}. Give "
+            f"--embedding.cache.fraction {least:g} or more, or a smaller batch. "
+            "A run goes on from its newest checkpoint with a larger fraction."
+        )
+
+    def _places(self, kept: np.ndarray, homes: np.ndarray, ahead: Sequence[np.ndarray]) -> np.ndarray:
+        """A slot for each new row, of these homes: free ones, then those whose rows are missed least; never `kept`."""
+        found = np.zeros(len(homes), np.int64)
+        free = np.flatnonzero(self.id_of < 0)
+        candidates: np.ndarray | None = None
+        for home in np.unique(homes):
+            wanted = np.flatnonzero(homes == home)
+            mine = free[self._home_of_slot[free] == home][: len(wanted)]
+            if len(mine) < len(wanted):
+                if candidates is None:
+                    candidates = self._by_loss(kept, ahead)
+                others = candidates[self._home_of_slot[candidates] == home]
+                mine = np.concatenate([mine, others[: len(wanted) - len(mine)]])
+            found[wanted] = mine
+        return found
+
+    def _by_loss(self, kept: np.ndarray, ahead: Sequence[np.ndarray]) -> np.ndarray:
+        """Slots with a row, but for those `kept`, beginning with those whose rows are missed least."""
         next_use = np.full(len(self.id_of), _NEVER)
         for step in range(len(ahead) - 1, -1, -1):
             here = self.slot_of[ahead[step]]
@@ -117,12 +153,14 @@ class SlotPlan:
         allowed = self.id_of >= 0
         allowed[kept] = False
         candidates = np.flatnonzero(allowed)
-        order = np.lexsort((candidates, history[candidates], -soon[candidates]))
-        return np.concatenate([free, candidates[order[: num - len(free)]]])
+        return candidates[np.lexsort((candidates, history[candidates], -soon[candidates]))]
 
 
 class Window:
-    """Batches of ids, and those that follow: the plan of each, with ids replaced by slots."""
+    """Batches of ids, and those that follow: the plan of each, with ids replaced by slots.
+
+    The plan follows from the ids of whole batches, so that of every process is the same.
+    """
 
     def __init__(self, plans: Mapping[str, SlotPlan], columns: Mapping[str, np.ndarray], size: int) -> None:
         """`plans` and the columns of ids, of each table with a cache."""
@@ -144,20 +182,29 @@ class Window:
         """Those of them that were in a slot."""
         return sum(one.num_hits for one in self._plans.values())
 
-    def add(self, ids: np.ndarray) -> None:
-        """A further batch, int32 `[batch, ids]`."""
+    def add(self, ids: np.ndarray, whole: np.ndarray) -> None:
+        """A further batch, int32 `[examples, ids]`: `ids` are those of this process, `whole` those of all."""
         distinct = {}
         for name, columns in self._columns.items():
-            found = np.unique(ids[:, columns])
+            found = np.unique(whole[:, columns])
             distinct[name] = found[found >= 0].astype(np.int64)
         self._batches.append((ids, distinct))
 
     def planned(self) -> tuple[np.ndarray, dict[str, Swap]]:
-        """The first batch with slots in place of ids, and what changes before it."""
+        """The ids of this process in the first batch with slots in their place, and what changes before it.
+
+        Raises ConfigError for a batch that does not fit, and where its ids are not those of the whole batch.
+        """
         ids, now = self._batches.popleft()
         swaps, slots = {}, ids.copy()
         for name, plan in self._plans.items():
             swaps[name] = plan.planned(now[name], [others[name] for _, others in self._batches])
             mine = ids[:, self._columns[name]]
-            slots[:, self._columns[name]] = np.where(mine >= 0, plan.slot_of[np.maximum(mine, 0)], -1)
+            found = np.where(mine >= 0, plan.slot_of[np.maximum(mine, 0)], -1)
+            if ((found < 0) & (mine >= 0)).any():
+                raise ConfigError(
+                    f"table {name}: the data has other ids for an example in its batch than where ids are read alone. "
+                    "A source of your own that changes `batch` changes `ids` too, and both return the same each time."
+                )
+            slots[:, self._columns[name]] = found
         return slots, swaps

@@ -18,6 +18,9 @@ from jaxdl.embedding.schemes import Scheme, Spread
 from jaxdl.embedding.table import EmbeddingConfig, Pooling, Table
 from jaxdl.errors import ConfigError
 
+MOST_LOCAL_ROWS = 2**30
+"""A device has fewer rows of a buffer: places past their end, for what is not written, are int32 as well."""
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -183,7 +186,7 @@ def make_buffers(
 ) -> tuple[Buffer, ...]:
     """The buffers of tables. `num_ids` are the features of the data, in its order, and how many ids each has.
 
-    Raises ConfigError for columns that cannot be cut.
+    Raises ConfigError for columns that cannot be cut, and for more rows than a device can address.
     """
     first = dict(zip(num_ids, np.cumsum([0, *num_ids.values()]).tolist(), strict=False))
     columns = {feature: table.columns for table in tables for feature in table.features}
@@ -219,6 +222,11 @@ def make_buffers(
             raise ConfigError(
                 f"table {members[0].name}: {made.columns} columns cannot be cut evenly over {made.column_ways} devices "
                 "of a node (column_wise). Choose another scheme, or a multiple."
+            )
+        if made.local_rows >= MOST_LOCAL_ROWS:
+            raise ConfigError(
+                f"table {members[0].name} and others of its kind: a device has {made.local_rows:,} rows of them, and "
+                f"may have {MOST_LOCAL_ROWS - 1:,} (int32). Spread them over more devices: another scheme, or mesh."
             )
         found.append(made)
     return tuple(found)

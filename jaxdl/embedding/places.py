@@ -66,13 +66,13 @@ class Places:
         for table, rows in self.rows.items():
             owner = self.owner[table]
             found[table] = used[owner]
-            used[owner] += self._on_device(rows)
+            used[owner] += self.on_device(rows)
         return found
 
     @functools.cached_property
     def local_rows(self) -> int:
         """Rows on a device; those with fewer have rows that nobody uses."""
-        return max(offset + self._on_device(self.rows[table]) for table, offset in self.offsets.items())
+        return max(offset + self.on_device(self.rows[table]) for table, offset in self.offsets.items())
 
     @property
     def num_rows(self) -> int:
@@ -84,7 +84,7 @@ class Places:
         inner, row = spread_out(ids.astype(np.int64), self.row_ways, self.groups)
         return (self.owner[table] * self.row_ways + inner) * self.local_rows + self.offsets[table] + row
 
-    def _on_device(self, rows: int) -> int:
+    def on_device(self, rows: int) -> int:
         """Rows on a device of a table with so many."""
         return math.ceil(rows / (self.row_ways * self.groups)) * self.groups
 

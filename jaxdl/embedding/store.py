@@ -1,79 +1,54 @@
-"""Tables in the host's memory, or in memory-mapped files; the devices have some of their rows in slots."""
+"""Tables in the memory of hosts, or in memory-mapped files; the devices have some of their rows in slots."""
 
 from __future__ import annotations
 
 import functools
-from collections import Counter, deque
+import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxdl.cluster import wait_for_all
+from jaxdl.cluster.agree import from_each_process
 from jaxdl.config import ConfigError
 from jaxdl.embedding.cache import SlotPlan, Swap, Window
+from jaxdl.embedding.hosts import HostRows, local_part
 from jaxdl.embedding.initial import rows_of_ids
-from jaxdl.embedding.layout import Buffer
-from jaxdl.embedding.places import Places
+from jaxdl.embedding.places import Places, id_of
+from jaxdl.embedding.swap import Swapper, Taken, of_devices
 from jaxdl.embedding.table import Table
 from jaxdl.embedding.tables import ROWS, Tables, TableState
+from jaxdl.mesh import make_host_mesh
 
 Allocate = Callable[[str, tuple[int, ...]], np.ndarray]
 """Makes a float32 array for a name and a shape."""
 _CHUNK_ROWS = 2**17
-_LEAST_SWAPPED = 64
-"""Rows swapped on a device are padded to a power of two, at least this: few programs are compiled."""
 
 
 class _Leaving(NamedTuple):
-    """Rows that a step read out of their slots; `values` are still being computed."""
+    """Rows that a step read out of their slots on this process's devices; `values` are still being computed."""
 
     ids: Mapping[str, np.ndarray]
     """Table -> ids."""
-    taken: Mapping[str, Sequence[tuple[str, int, np.ndarray, np.ndarray]]]
-    """Buffer -> (table, device, positions among the table's ids, positions on the device)."""
+    taken: Mapping[str, Sequence[Taken]]
+    """Buffer -> where what its devices give up belongs."""
     values: Any
 
 
-class _Holding(NamedTuple):
-    """What a device has of a buffer; devices with the same are copies."""
-
-    part: int
-    """The number of its part of the rows, as `Places` counts them."""
-    columns: slice
-    """Its columns of these rows."""
-
-    def of(self, x: np.ndarray) -> tuple[Any, ...]:
-        """Its columns, as an index after that of the rows, of rows or of one number a row."""
-        return (self.columns,) if x.ndim > 1 else ()
-
-
-class _Piece(NamedTuple):
-    """Rows of a table on one device."""
-
-    buffer: str
-    table: str
-    device: int
-    numbers: np.ndarray
-    """Which of the rows of the swap."""
-    rows: np.ndarray
-    """Their row numbers on the device."""
-    leaves: bool
-
-
 class Store:
-    """All rows of some tables, and what is kept of them, on the host. For one process.
+    """All rows of some tables, and what is kept of them, in the memory of hosts: each process has those it needs.
 
-    `tables` has as many rows of these on the devices as they have slots; `whole` are their configs.
+    `tables` has as many rows of these on the devices as they have slots; `whole` are their configs. All processes call
+    the methods in the same order, with the same swaps.
     """
 
     def __init__(self, tables: Tables, whole: Sequence[Table], num_ids: Mapping[str, int], allocate: Allocate) -> None:
         """`allocate` makes the arrays of the rows. Raises ConfigError for what a cache does not work with."""
         self._allocated = allocate
         self.tables, self.config = tables, tables.config.cache
-        if jax.process_count() > 1:
-            raise ConfigError("--embedding.cache: it works in one process with its devices. Leave out the cache.")
         slots = {one.name: one.rows for one in tables.tables}
         self.whole = {one.name: one for one in whole if slots[one.name] != one.rows}
         if not self.whole:
@@ -82,19 +57,39 @@ class Store:
                 f"--embedding.cache: no table that may have one has {self.config.min_rows:,} rows or more; the "
                 f"largest, {most.name}, has {most.rows:,}. Set --embedding.cache.min-rows, or leave out the cache."
             )
-        self._buffers = {
-            table.name: buffer for buffer in tables.buffers for table in buffer.tables if table.name in self.whole
+        self._hosts = self._make_hosts({one.name: one.rows for one in whole})
+        self._cached = {
+            table.name: host
+            for host in self._hosts.values()
+            for table in host.buffer.tables
+            if table.name in self.whole
         }
         self.rows: dict[str, dict[str, np.ndarray]] = {}
-        """Table -> `rows` `[rows, columns]` and what its optimizer keeps, float32."""
+        """Table -> `rows` `[rows, columns]` and what its optimizer keeps, float32: what `HostRows` says is here."""
         self._slots = slots
         self._columns = _columns_of(self.whole.values(), num_ids)
-        self._swap = jax.jit(functools.partial(_swapped, tables), donate_argnums=0)
-        self._devices = {buffer.name: _holdings(buffer) for buffer in self._buffers.values()}
+        self._swap = Swapper(tables, self._cached)
         self._id_of: dict[str, np.ndarray] = {}
         self._leaving: deque[_Leaving] = deque()
-        self._in_flight = {name: np.zeros(one.rows, bool) for name, one in self.whole.items()}
+        self._in_flight = {name: np.zeros(self.whole[name].rows, bool) for name in self._here}
         self.reset()
+
+    def _make_hosts(self, rows: Mapping[str, int]) -> dict[str, HostRows]:
+        """The buffers with tables that have a cache."""
+        try:
+            host_mesh = make_host_mesh(self.tables.mesh)
+        except ConfigError as error:
+            raise ConfigError(f"--embedding.cache: {error}") from None
+        return {
+            one.name: HostRows(one, {table.name: rows[table.name] for table in one.tables}, self.tables.mesh, host_mesh)
+            for one in self.tables.buffers
+            if any(table.name in self.whole for table in one.tables)
+        }
+
+    @property
+    def _here(self) -> list[str]:
+        """The tables of which this process has rows."""
+        return [name for name, host in self._cached.items() if host.has(name)]
 
     def reset(self) -> None:
         """All slots are empty from now on: what they had is in the store."""
@@ -112,94 +107,60 @@ class Store:
         """Fills the store with the initial rows of a run with this key, those of `Tables.init`."""
         self._begin()
         words = np.asarray(jax.random.key_data(jax.random.fold_in(key, 2)))
-        for name, table in self.whole.items():
-            for first in range(0, table.rows, _CHUNK_ROWS):
-                ids = np.arange(first, min(first + _CHUNK_ROWS, table.rows))
-                self.rows[name][ROWS][ids] = rows_of_ids(table, words, ids)
-            for what, x in self.rows[name].items():
+        for name in self._here:
+            host, arrays = self._cached[name], self.rows[name]
+            for first in range(0, len(arrays[ROWS]), _CHUNK_ROWS):
+                stop = min(first + _CHUNK_ROWS, len(arrays[ROWS]))
+                numbers, ids = host.ids(name, np.arange(first, stop))
+                arrays[ROWS][first:stop] = 0
+                arrays[ROWS][numbers] = rows_of_ids(self.whole[name], words, ids)[:, host.columns]
+            for what, x in arrays.items():
                 if what != ROWS:
                     x[:] = 0
+        wait_for_all()  # One process may have more rows to make than another, and Gloo does not wait this long.
 
     def _allocate(self) -> None:
         if self.rows:
             return
-        for name, table in self.whole.items():
-            kept = self._buffers[name].optimizer.row_numbers
-            shapes = {ROWS: (table.rows, table.columns)}
-            shapes |= {what: (table.rows,) if one else (table.rows, table.columns) for what, one in kept.items()}
-            self.rows[name] = {what: self._allocated(f"{name}.{what}", shape) for what, shape in shapes.items()}
+        for name in self._here:
+            host = self._cached[name]
+            kept = {ROWS: False} | dict(host.buffer.optimizer.row_numbers)
+            self.rows[name] = {
+                what: self._allocated(f"{name}.{what}", host.shape(name, one_number=one)) for what, one in kept.items()
+            }
+
+    def in_order(self, name: str) -> dict[str, np.ndarray]:
+        """The rows of a table, and what is kept of them, in the order of ids, where one process has all of them."""
+        numbers = self._cached[name].numbers(np.arange(self.whole[name].rows))
+        return {what: x[numbers] for what, x in self.rows[name].items()}
 
     def window(self) -> Window:
         """A plan for batches from here on, whose slots are empty."""
         plans = {
-            name: SlotPlan(name, table.rows, self._slots[name], self.config.policy)
-            for name, table in self.whole.items()
+            name: SlotPlan(
+                name, self.whole[name].rows, self._slots[name], self.config.policy, host.num_homes, host.home_of
+            )
+            for name, host in self._cached.items()
         }
         return Window(plans, self._columns, self.config.window)
 
     def swapped(self, state: TableState, swaps: Mapping[str, Swap]) -> TableState:
         """The state after a swap of each table; it is donated."""
         self._settle(swaps)
-        lists, taken = self._lists(swaps, None)
+        lists, taken = self._swap.lists(swaps, self.rows)
         state, values = self._swap(state, lists)
-        leaving = {name: swap.evicted for name, swap in swaps.items()}
-        for name, ids in leaving.items():
-            self._in_flight[name][ids] = True
         if taken:
-            self._leaving.append(_Leaving(leaving, taken, values))
+            leaving = {name: swaps[name].evicted[self._is_here(name, swaps[name].evicted)] for name in self._here}
+            for name, ids in leaving.items():
+                self._in_flight[name][ids] = True
+            self._leaving.append(_Leaving({name: swaps[name].evicted for name in self._here}, taken, values))
         for name, swap in swaps.items():
             self._id_of[name][swap.evicted_slots] = -1
             self._id_of[name][swap.loaded_slots] = swap.loaded
         return state
 
-    def _lists(self, swaps: Mapping[str, Swap], only: Sequence[str] | None) -> tuple[Any, dict[str, list[Any]]]:
-        """(what each device gives up and gets, `[device, row, ...]`; where what it gives up belongs)."""
-        pieces = [piece for name, swap in swaps.items() for piece in self._pieces(name, swap)]
-        counts: Counter[tuple[str, int, bool]] = Counter()
-        for one in pieces:
-            counts[one.buffer, one.device, one.leaves] += len(one.rows)
-        room = 1 << (max(_LEAST_SWAPPED, *counts.values(), 1) - 1).bit_length()
-        lists = {name: self._blank(name, room, only) for name in self._devices}
-        taken: dict[str, list[Any]] = {}
-        used: Counter[tuple[str, int, bool]] = Counter()
-        holdings = self._devices
-        for one in pieces:
-            key = (one.buffer, one.device, one.leaves)
-            places = used[key] + np.arange(len(one.rows))
-            used[key] += len(one.rows)
-            mine = lists[one.buffer]
-            if not one.leaves:
-                mine["loaded"][one.device, places] = one.rows
-                for what, x in mine["values"].items():
-                    source, loaded = self.rows[one.table][what], swaps[one.table].loaded[one.numbers]
-                    x[one.device, places] = source[loaded, *holdings[one.buffer][one.device].of(source)]
-                continue
-            mine["evicted"][one.device, places] = one.rows
-            if holdings[one.buffer].index(holdings[one.buffer][one.device]) == one.device:  # Of copies the first.
-                taken.setdefault(one.buffer, []).append((one.table, one.device, one.numbers, places))
-        everywhere = NamedSharding(self.tables.mesh, PartitionSpec(tuple(self.tables.mesh.axis_names)))
-        return jax.device_put(lists, everywhere), taken
-
-    def _pieces(self, name: str, swap: Swap) -> Iterator[_Piece]:
-        """The rows of a table's swap by device."""
-        buffer = self._buffers[name]
-        for slots, leaves in ((swap.evicted_slots, True), (swap.loaded_slots, False)):
-            parts, rows = np.divmod(buffer.places.of(name, slots), buffer.local_rows)
-            for device, one in enumerate(self._devices[buffer.name]):
-                mine = np.flatnonzero(parts == one.part)
-                if len(mine):
-                    yield _Piece(buffer.name, name, device, mine, rows[mine], leaves)
-
-    def _blank(self, buffer: str, room: int, only: Sequence[str] | None) -> dict[str, Any]:
-        num, shapes = self.tables.mesh.size, self.tables.shapes[buffer]
-        here = next(one for one in self._buffers.values() if one.name == buffer)
-        beyond = np.tile(here.local_rows + np.arange(room, dtype=np.int32), (num, 1))
-        values = {
-            what: np.zeros((num, room, *(size // here.column_ways for size in x.shape[1:])), np.float32)
-            for what, x in shapes.items()
-            if only is None or what in only
-        }
-        return {"evicted": beyond.copy(), "loaded": beyond, "values": values}
+    def _is_here(self, name: str, ids: np.ndarray) -> np.ndarray:
+        return self._cached[name].is_here(name, ids)
 
     def with_rows(self, rows: Mapping[str, jax.Array], swaps: Mapping[str, Swap]) -> dict[str, jax.Array]:
         """Rows of each buffer in slots of their own, for evaluation, after those of a swap have come; donated."""
@@ -207,106 +168,144 @@ class Store:
             name: swap._replace(evicted=swap.evicted[:0], evicted_slots=swap.evicted_slots[:0])
             for name, swap in swaps.items()
         }
-        lists, _ = self._lists(loads, (ROWS,))
+        lists, _ = self._swap.lists(loads, self.rows, (ROWS,))
         state = {name: {ROWS: x} for name, x in rows.items()}
         return {name: one[ROWS] for name, one in self._swap(state, lists)[0].items()}
 
     def _settle(self, swaps: Mapping[str, Swap]) -> None:
         """Rows that left arrive in the store: those of long ago, and all if one of them is loaded again."""
-        again = any(self._in_flight[name][swap.loaded].any() for name, swap in swaps.items())
+        again = any(self._in_flight[name][swaps[name].loaded].any() for name in self._here)
         while self._leaving and (again or len(self._leaving) > self.config.window):
             self._arrive(self._leaving.popleft())
 
     def _arrive(self, one: _Leaving) -> None:
         for buffer, pieces in one.taken.items():
-            values = {what: np.asarray(x) for what, x in one.values[buffer].items()}
+            values = {what: of_devices(x) for what, x in one.values[buffer].items()}
             for name, device, mine, places in pieces:
-                ids = one.ids[name][mine]
+                numbers = self._cached[name].numbers(one.ids[name][mine])
                 for what, x in values.items():
                     kept = self.rows[name][what]
-                    kept[ids, *self._devices[buffer][device].of(kept)] = x[device, places]
+                    kept[numbers, *device.of(kept)] = x[device.device][places]
         for name, ids in one.ids.items():
             self._in_flight[name][ids] = False
 
     def write_back(self, state: TableState) -> None:
-        """Everything that the devices have is in the store afterwards; the slots stay as they are."""
+        """Everything that the devices have is in the store afterwards; the slots stay as they are.
+
+        Raises ConfigError, on all processes, where they have other rows in their slots.
+        """
         while self._leaving:
             self._arrive(self._leaving.popleft())
-        for name, buffer in self._buffers.items():
-            slots = np.flatnonzero(self._id_of[name] >= 0)
-            places = buffer.places.of(name, slots)
-            for what, x in state[buffer.name].items():
-                self.rows[name][what][self._id_of[name][slots]] = np.asarray(x)[places]
+        for host in self._hosts.values():
+            for device, arrays in host.on_devices(state[host.buffer.name]):
+                for name in self._of(host):
+                    slots = np.flatnonzero(self._id_of[name] >= 0)
+                    parts, places = np.divmod(host.buffer.places.of(name, slots), host.buffer.local_rows)
+                    mine = parts == device.part
+                    numbers = host.numbers(self._id_of[name][slots[mine]])
+                    for what, x in arrays.items():
+                        kept = self.rows[name][what]
+                        kept[numbers, *device.of(kept)] = x[places[mine]]
+        self._check_same()
 
-    # What a checkpoint has: whole tables, as arrays of the host's own CPU.
+    def _of(self, host: HostRows) -> list[str]:
+        """The tables of a buffer that have a cache, and rows in this process."""
+        return [table.name for table in host.buffer.tables if table.name in self.whole and host.has(table.name)]
+
+    def _check_same(self) -> None:
+        """Each process plans for itself, from the ids of whole batches: if they differed, rows would get mixed up."""
+        if jax.process_count() == 1:
+            return
+        own = 0
+        for ids in self._id_of.values():
+            own = zlib.crc32(ids.data, own)
+        wait_for_all()  # One process may have more to copy than another, and Gloo does not wait this long.
+        if len(set(from_each_process(own.to_bytes(4, "big")))) > 1:
+            raise ConfigError(
+                "--embedding.cache: the processes have other rows in their slots, so they read other ids for the same "
+                "examples. Check that the data are the same on all hosts, and that a source of your own returns the "
+                "same for equal indices; or leave out the cache. The newest checkpoint is intact."
+            )
+
+    # What a checkpoint has: whole tables, as arrays on the CPUs of all processes.
 
     @property
     def layout(self) -> tuple[Places, ...]:
-        """Where rows are in checkpoints: those of tables with a cache in the order of ids, others as on the devices.
-
-        A buffer with tables of both sorts is stored table by table.
-        """
-        found = [one for one in self.tables.layout if not any(name in self.whole for name in one.rows)]
-        mixed = [one for one in self.tables.layout if any(name in self.whole for name in one.rows)]
-        for one in mixed:
-            for name in one.rows:
-                rows = self.whole[name].rows if name in self.whole else one.rows[name]
-                found.append(Places(f"table_{name}", {name: rows}, {name: 0}, 1, 1))
-        return tuple(found)
-
-    @property
-    def _home(self) -> NamedSharding:
-        return NamedSharding(Mesh(np.array(jax.devices("cpu")[:1]), ("host",)), PartitionSpec())
+        """Where rows are in checkpoints: those of buffers with a cache as processes hold them, others as devices do."""
+        return tuple(self._hosts[one.buffer].places if one.buffer in self._hosts else one for one in self.tables.layout)
 
     def abstract(self, state: Mapping[str, Any]) -> Any:
         """The shapes of what a checkpoint has for a state of shapes."""
-        found: dict[str, Any] = {name: one for name, one in state.items() if name not in self._mixed}
-        for name, buffer in self._mixed_tables:
-            count = self.whole[name].rows if name in self.whole else buffer.places.rows[name]
-            found[f"table_{name}"] = {
-                what: jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=self._home)
-                for what, x in state[buffer.name].items()
-            }
+        found: dict[str, Any] = dict(state)
+        for name, host in self._hosts.items():
+            specs = self.tables.specs[name]
+            found[name] = {what: host.abstract(x, specs[what]) for what, x in state[name].items()}
         return found
 
     def stored(self, state: TableState) -> TableState:
         """What a checkpoint has: a copy, which further steps do not change."""
         self.write_back(state)
-        found = {name: one for name, one in state.items() if name not in self._mixed}
-        for name, buffer in self._mixed_tables:
-            if name in self.whole:
-                values = {what: np.array(x) for what, x in self.rows[name].items()}
-            else:
-                places = buffer.places.of(name, np.arange(buffer.places.rows[name]))
-                values = {what: np.asarray(x)[places] for what, x in state[buffer.name].items()}
-            found[f"table_{name}"] = {what: jax.device_put(x, self._home) for what, x in values.items()}
+        found = dict(state)
+        for buffer, host in self._hosts.items():
+            arrays = {
+                what: np.zeros((host.places.local_rows, *host.width(x)), np.float32)
+                for what, x in state[buffer].items()
+            }
+            for name in self._of(host):
+                for what, x in arrays.items():
+                    host.part_of(name, x)[:] = self.rows[name][what]
+            for device, values in host.on_devices(state[buffer]):
+                for name, ids, places in self._uncached(host, device.part):
+                    numbers = host.numbers(ids)
+                    for what, x in arrays.items():
+                        host.part_of(name, x)[numbers, *device.of(x)] = values[what][places]
+            found[buffer] = {what: host.array(x, self.tables.specs[buffer][what]) for what, x in arrays.items()}
         return found
+
+    def _uncached(self, host: HostRows, part: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """(table, ids, their rows) of the tables without a cache in a part of a buffer that also has others."""
+        places = host.buffer.places
+        owner, inner = divmod(part, places.row_ways)
+        for name, rows in places.rows.items():
+            if name not in self.whole and places.owner[name] == owner:
+                numbers = np.arange(places.on_device(rows))
+                ids = id_of(inner, numbers, places.row_ways, places.groups)
+                used = (ids >= 0) & (ids < rows)
+                yield name, ids[used], places.offsets[name] + numbers[used]
 
     def live(self, stored: TableState) -> TableState:
         """The state on the devices for what a checkpoint had, with empty slots; fills the store."""
         self._begin()
-        found = {name: one for name, one in stored.items() if name in self.tables.specs and name not in self._mixed}
-        shardings = self.tables.shardings()
-        for one in self._mixed:
-            buffer = next(buffer for buffer in self._buffers.values() if buffer.name == one)
-            arrays = {what: np.zeros(x.shape, x.dtype) for what, x in self.tables.shapes[one].items()}
-            for name in buffer.places.rows:
-                for what, x in stored[f"table_{name}"].items():
-                    if name in self.whole:
-                        self.rows[name][what][:] = np.asarray(x)
-                    else:
-                        arrays[what][buffer.places.of(name, np.arange(len(x)))] = np.asarray(x)
-            found[one] = {what: jax.device_put(x, shardings[one][what]) for what, x in arrays.items()}
+        found, shardings = dict(stored), self.tables.shardings()
+        for buffer, host in self._hosts.items():
+            arrays = {what: local_part(x) for what, x in stored[buffer].items()}
+            for name in self._of(host):
+                for what, x in arrays.items():
+                    self.rows[name][what][:] = host.part_of(name, x)
+            found[buffer] = {
+                what: jax.make_array_from_callback(
+                    self.tables.shapes[buffer][what].shape,
+                    shardings[buffer][what],
+                    functools.partial(self._without_slots, host, x),
+                )
+                for what, x in arrays.items()
+            }
         return found
 
-    @functools.cached_property
-    def _mixed(self) -> set[str]:
-        """Buffers with tables that have a cache."""
-        return {buffer.name for buffer in self._buffers.values()}
-
-    @property
-    def _mixed_tables(self) -> list[tuple[str, Buffer]]:
-        return [(table.name, one) for one in self.tables.buffers if one.name in self._mixed for table in one.tables]
+    def _without_slots(self, host: HostRows, x: np.ndarray, index: tuple[slice, ...] | None) -> np.ndarray:
+        """What a device has of a buffer while all slots are empty; `x` is this process's part of the buffer's array."""
+        assert index is not None
+        start, stop, _ = index[0].indices(host.buffer.places.num_rows)
+        columns = [
+            slice((one.start or 0) - host.columns.start, None if one.stop is None else one.stop - host.columns.start)
+            for one in index[1:]
+        ]
+        made = np.zeros((stop - start, *x[:0, *columns].shape[1:]), np.float32)
+        for part in range(start // host.buffer.local_rows, stop // host.buffer.local_rows):
+            mine = made[part * host.buffer.local_rows - start :]
+            for name, ids, places in self._uncached(host, part):
+                mine[places] = host.part_of(name, x)[host.numbers(ids), *columns]
+        return made
 
 
 def _columns_of(tables: Any, num_ids: Mapping[str, int]) -> dict[str, np.ndarray]:
@@ -315,47 +314,3 @@ def _columns_of(tables: Any, num_ids: Mapping[str, int]) -> dict[str, np.ndarray
     return {
         table.name: np.concatenate([first[one] + np.arange(num_ids[one]) for one in table.features]) for table in tables
     }
-
-
-def _holdings(buffer: Buffer) -> list[_Holding]:
-    """What each device of the mesh has of the buffer, in the order of the mesh."""
-    sizes, spread = buffer.sizes, buffer.spread
-    places = np.indices(tuple(sizes.values())).reshape(len(sizes), -1)
-
-    def numbers(axes: Sequence[str]) -> list[int]:
-        found = np.zeros(places.shape[1], np.int64)
-        for axis in axes:
-            found = found * sizes[axis] + places[list(sizes).index(axis)]
-        return found.tolist()
-
-    width = buffer.columns // buffer.column_ways
-    if spread.cut == "columns":
-        pairs = zip(numbers(spread.outer), numbers(spread.inner), strict=True)
-    else:
-        pairs = ((part, 0) for part in numbers(spread.owners))
-    return [_Holding(part, slice(first * width, (first + 1) * width)) for part, first in pairs]
-
-
-def _swapped(tables: Tables, state: TableState, lists: Any) -> tuple[TableState, Any]:
-    """(the state after the swap, the rows that leave) of lists `[device, row, ...]`."""
-
-    def one_device(state: TableState, lists: Any) -> tuple[TableState, Any]:
-        after, values = dict(state), {}
-        for name, one in lists.items():
-            leave, come = one["evicted"][0], one["loaded"][0]
-            values[name] = {
-                what: x.at[leave].get(mode="fill", fill_value=0, unique_indices=True)[None]
-                for what, x in state[name].items()
-            }
-            after[name] = {
-                what: x.at[come].set(one["values"][what][0], mode="drop", unique_indices=True)
-                for what, x in state[name].items()
-            }
-        return after, values
-
-    everywhere = PartitionSpec(tuple(tables.mesh.axis_names))
-    specs = {name: {what: tables.specs[name][what] for what in one} for name, one in state.items()}
-    mapped: Any = jax.shard_map(
-        one_device, mesh=tables.mesh, in_specs=(specs, everywhere), out_specs=(specs, everywhere), check_vma=False
-    )
-    return mapped(state, lists)

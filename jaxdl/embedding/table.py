@@ -24,8 +24,8 @@ class Table(Config):
 
     name: str = pydantic.Field(min_length=1)
     """Its name in checkpoints, plans and messages."""
-    rows: int = pydantic.Field(ge=1, lt=2**31)
-    """How many ids it has a vector for."""
+    rows: int = pydantic.Field(ge=1, lt=2**31 - 2**10)
+    """How many ids it has a vector for; ids are int32, also with the number of a shard added."""
     columns: int = pydantic.Field(ge=1)
     """Numbers of a vector."""
     features: tuple[str, ...] = pydantic.Field(min_length=1)
@@ -89,7 +89,9 @@ def check_tables(tables: Sequence[Table], features: Sequence[str], config: Embed
     for feature in features:
         if feature not in known:
             raise ConfigError(f"tables: no table has the feature {feature!r} of the data. Add one.")
-    for name, _ in config.places:
+    for name, place in config.places:
+        if place < 0 or [one for one, _ in config.places].count(name) > 1:
+            raise ConfigError(f"--embedding.places {name!r} {place}: give each table one place, 0 or more.")
         table = next((one for one in tables if one.name == name), None)
         if table is None or not config.scheme_of(name).assigned:
             reason = "there is no such table" if table is None else f"{config.scheme_of(name).kind} has no place"

@@ -34,6 +34,12 @@ PERMUTE = "permute"
 
 KeyT = TypeVar("KeyT", str, int)
 
+
+def joined(axes: Iterable[str]) -> str:
+    """The key in `Machine.links` of collectives over several mesh axes at once."""
+    return "+".join(axes)
+
+
 _FLOAT_BYTES = 4
 # What a device reads and writes of its part of the gradients, in float32 numbers an element.
 JOIN, SPLIT, NORM = 2, 2, 1
@@ -128,7 +134,7 @@ class Machine:
     """The figures of the devices and of what connects them."""
 
     links: Mapping[str, Link]
-    """Mesh axis -> how a device sends over it."""
+    """Mesh axis -> how a device sends over it; where it was measured also several axes at once, by `joined`."""
     speeds: Speeds = Speeds()
     source: str = "given"
     """Where the figures come from: measured or given."""
@@ -142,6 +148,10 @@ class Machine:
                 f"no link for mesh axis {axis}: the machine has {', '.join(self.links)}. Measure it again."
             )
         return self.links[axis]
+
+    def link_over(self, axes: Iterable[str]) -> Link | None:
+        """How a device sends over several mesh axes at once; None if that was not measured."""
+        return self.links.get(joined(axes))
 
     @property
     def slow(self) -> Link:

@@ -7,6 +7,7 @@ this alike, and gets the numbers of the slowest one.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from jaxdl.collectives import packing
 from jaxdl.collectives.halves import all_reduce_sent_bytes, half_all_reduce
 from jaxdl.collectives.quantized import quantized_all_reduce
 from jaxdl.collectives.select import Method, select_top_k
-from jaxdl.exchange.cost import PERMUTE, Link, Machine, Speeds
+from jaxdl.exchange.cost import PERMUTE, Link, Machine, Speeds, joined
 from jaxdl.mesh import platform
 
 COLLECTIVES = ("all_reduce/float32", "all_reduce/bfloat16", "all_reduce/float16", "all_gather", "all_to_all")
@@ -47,8 +48,11 @@ def probe(
     bits: Sequence[int] = (8,),
     collectives: Sequence[str] = COLLECTIVES,
     num_repeats: int = 5,
+    together: bool = False,
 ) -> Machine:
     """The figures of a mesh's devices: links of its axes of several devices, and speeds.
+
+    With `together` also all-to-alls over all of these axes at once, which embedding tables send.
 
     `num_elements` (default 2**20 on a CPU, 2**24 elsewhere) float32 numbers are what one device works on, and of them
     the share `density` is selected by each of `methods`; give those of the largest bucket for the best predictions.
@@ -60,27 +64,31 @@ def probe(
         for axis, num_devices in mesh.shape.items()
         if num_devices > 1
     }
+    if together and len(links) > 1:
+        axes = tuple(links)
+        links[joined(axes)] = probe_link(mesh, axes, ("all_to_all",), num_repeats=num_repeats)
     speeds = probe_speeds(mesh, num_elements, density, methods, bits, num_repeats=num_repeats)
     return Machine(links, speeds, source="measured", overlaps=platform(mesh) != "cpu")
 
 
 def probe_link(
     mesh: Mesh,
-    axis: str,
+    axis: str | tuple[str, ...],
     collectives: Sequence[str] = COLLECTIVES,
     *,
     num_repeats: int = 5,
     compiled: dict[Any, Run] | None = None,
+    long_sec: float = _LONG_SEC,
 ) -> Link:
-    """How a device of the mesh sends over an axis, by these collectives, while all devices do.
+    """How a device of the mesh sends over an axis, or several at once, by these collectives, while all devices do.
 
-    Each is timed for longer and longer messages, until one takes a quarter of a second or is as long as any bucket.
-    `compiled` keeps the functions for another call, after the network has changed.
+    Each is timed for longer and longer messages, until one takes `long_sec` or is as long as any bucket; times of
+    longer ones are extrapolated. `compiled` keeps the functions for another call, after the network has changed.
     """
     compiled = {} if compiled is None else compiled
     if "idle" not in compiled:
         compiled["idle"] = _compiled(mesh, lambda x: x[:1], _normal(mesh, _SMALLEST_BYTES // 4))
-    num_devices = mesh.shape[axis]
+    num_devices = mesh.shape[axis] if isinstance(axis, str) else math.prod(mesh.shape[one] for one in axis)
     largest = 2**22 if platform(mesh) == "cpu" else 2**26
     found = {}
     for kind in collectives:
@@ -91,7 +99,7 @@ def probe_link(
                 compiled[kind, axis, size] = _compiled(mesh, work, _normal(mesh, size // 4))
             sent.append(num_bytes)
             times += _timed(mesh, [compiled[kind, axis, size]], compiled["idle"], num_repeats)
-            if size >= largest or times[-1] > _LONG_SEC:
+            if size >= largest or times[-1] > long_sec:
                 break
             size *= _GROWTH
         found[kind] = fit_link(num_messages(kind, num_devices), sent, times)
@@ -141,7 +149,7 @@ def _positive_least_squares(columns: np.ndarray, wanted: np.ndarray) -> np.ndarr
     return min(alone, key=lambda solution: float(np.linalg.norm(columns @ solution - wanted)))
 
 
-def _collective(kind: str, axis: str, num_devices: int, size: int) -> tuple[Work, float]:
+def _collective(kind: str, axis: str | tuple[str, ...], num_devices: int, size: int) -> tuple[Work, float]:
     """A function of `size` bytes (float32) on each device, and the bytes that it makes a device send."""
     share = (num_devices - 1) / num_devices
     if kind == "all_gather":

@@ -35,7 +35,7 @@ class Local:
     devices_per_host: int = 1
     """Number of virtual CPU devices of each process."""
     restarts: int = 0
-    """Most restarts of all hosts after failures. None follows exit code 2 (user error) or 3 (diverged)."""
+    """Most restarts of all hosts after failures. None follows exit code 2 (user error), 3 (diverged) or 4 (halted)."""
     grace_sec: float = 10.0
     """Seconds until the other hosts are killed after one has failed."""
     pids: Path | None = None

@@ -31,7 +31,7 @@ class Asynchronous(Service):
     devices_per_learner: Annotated[int, Field(ge=1)] = 1
     """Number of virtual CPU devices of each learner."""
     restarts: Annotated[int, Field(ge=0)] = 0
-    """Most restarts of each process. None follows exit code 2 (user error) or 3 (diverged)."""
+    """Most restarts of each process. None follows exit code 2 (user error), 3 (diverged) or 4 (halted)."""
     pids: Path | None = None
     """JSON file for the process ids, written at every start: {"launcher": 1, "processes": {"syncer": 2}}."""
 
@@ -44,7 +44,7 @@ class Node(Service):
     """
 
     restarts: Annotated[int, Field(ge=0)] = 0
-    """Most restarts of each process. None follows exit code 2 (user error) or 3 (diverged)."""
+    """Most restarts of each process. None follows exit code 2 (user error), 3 (diverged) or 4 (halted)."""
 
 
 class Replay(Config):

@@ -37,6 +37,10 @@ _KILL_SEC = 5.0
 # Devices of one host also communicate over its loopback: with the usual MTU of 65,536 bytes, Gloo's messages of some
 # sizes stall for tens of milliseconds.
 _LOOPBACK_MTU = 9000
+# A new namespace takes over the machine's setting. Under `bbr`, which does not slow down when the short queues of slow
+# links drop packets, messages to all peers at once lose thousands, and some of them wait for timeouts of a second.
+# Every Linux has `reno`, and it is allowed in every namespace.
+_CONGESTION_CONTROL = "reno"
 _HELD: set[int] = set()  # The pid of this process while it has a network.
 # `sudo` and cron leave these out.
 _PATH = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
@@ -163,6 +167,8 @@ class Network:
                 f"link set {_DEVICE} addrgenmode none up",
                 f"addr add {host.address}/16 dev {_DEVICE}",
             )
+            setting = f"echo {_CONGESTION_CONTROL} >/proc/sys/net/ipv4/tcp_congestion_control"
+            _run("ip", "netns", "exec", namespace, "sh", "-c", setting)
         if self._rate is not None:
             self.set_rate(self._rate)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TextIO
 
@@ -16,9 +17,12 @@ DRAFT_SEC = 5.0
 """Seconds between two prints of a line that is overwritten all the time, such as a progress bar."""
 MAX_LINE_BYTES = 1 << 16
 """Longer lines are broken here."""
+KEPT_LINES, KEPT_CHARACTERS = 400, 2000
+"""Of each host's stderr so many lines are remembered, and so much of each."""
 LAUNCHER = "launcher"
 """The name before the launcher's own lines."""
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
+_COLOURS_OF_LINES = re.compile(r"\x1b\[[0-9;]*m")
 _MOVES = re.compile(r"\x1b\[[0-9;?]*[A-LPSTXf-ln-u]|\x1b[78cDEHM]|[\b\x07]")
 
 
@@ -81,6 +85,7 @@ class Printer:
         self._on_closed = on_closed
         self._closed: list[TextIO] = []
         self._lock = threading.Lock()
+        self._ends: dict[str, deque[str]] = {name: deque(maxlen=KEPT_LINES) for name in names}
         width = max(len(name) for name in (*names, LAUNCHER))
         self._prefixes: dict[tuple[str, TextIO], str] = {}
         for stream in self._streams:
@@ -98,6 +103,8 @@ class Printer:
             return
         stream = self._streams[error]
         with self._lock:
+            if error and name in self._ends:
+                self._ends[name].append(_COLOURS_OF_LINES.sub("", line[:KEPT_CHARACTERS]))
             if stream in self._closed:
                 return
             encoding = stream.encoding or "utf-8"
@@ -111,3 +118,11 @@ class Printer:
                     self._on_closed()
             except OSError:
                 pass  # An error would end the thread that reads this host, which would block on a full pipe.
+
+    def take_ends(self) -> dict[str, list[str]]:
+        """The last lines that each host printed on stderr since the last call, without colours."""
+        with self._lock:
+            taken = {name: list(lines) for name, lines in self._ends.items()}
+            for lines in self._ends.values():
+                lines.clear()
+        return taken

@@ -17,16 +17,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from jaxdl.cluster import DIVERGED, MISTAKE
+from jaxdl.cluster import DIVERGED, HALTED, MISTAKE
 from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.config import ConfigError
 from jaxdl.launch.attempt import Attempt, Events, format_sec
+from jaxdl.launch.failures import keep_ends
 from jaxdl.launch.host import Host, HostProcess
 from jaxdl.launch.output import LAUNCHER, Printer
 from jaxdl.launch.reaper import Reaper
 
-NOT_RESTARTED = {MISTAKE: "user error", DIVERGED: "training diverged"}
-"""Exit codes after which a restart would fail in the same way."""
+NOT_RESTARTED = {MISTAKE: "user error", DIVERGED: "training diverged", HALTED: "halted by the file"}
+"""Exit codes after which a restart would fail in the same way, or is not wanted."""
 FAST_SEC = 30.0
 """An attempt that fails sooner than this is followed by a pause."""
 FIRST_PAUSE_SEC, MAX_PAUSE_SEC = 1.0, 30.0
@@ -49,8 +50,8 @@ class Launch:
     of this start (`JAXDL_RUN_TOKEN`), which is in no command line and never printed.
 
     When a process fails, the others are killed after `grace_sec`. Then the command is restarted on all hosts, at most
-    `restarts` times; not after exit codes 2 and 3, nor after `stop`. `pids_file` gets the process ids as JSON at every
-    start: {"launcher": 1, "restart": 0, "hosts": {"host0": 2, ...}}.
+    `restarts` times; not after exit codes 2, 3 and 4, nor after `stop`. `pids_file` gets the process ids as JSON at
+    every start: {"launcher": 1, "restart": 0, "hosts": {"host0": 2, ...}}.
     """
 
     def __init__(
@@ -137,7 +138,10 @@ class Launch:
                 began_sec = time.monotonic()
                 attempt = self._run_once(reaper)
                 self._result, took_sec = attempt.code, time.monotonic() - began_sec
-                if not self._should_restart(attempt, took_sec):
+                again = self._should_restart(attempt, took_sec)
+                then = f"restart {self.num_restarts + 1} of {self.restarts} by the launcher" if again else None
+                keep_ends(self.command, attempt, self.pids, self._printer.take_ends(), then)
+                if not again:
                     break
                 pause_sec = min(max(2 * pause_sec, FIRST_PAUSE_SEC), MAX_PAUSE_SEC) if took_sec < FAST_SEC else 0.0
                 soon = f" (in {format_sec(pause_sec)})" if pause_sec else ""

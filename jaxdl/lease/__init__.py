@@ -13,6 +13,5 @@ taken over. The holder is the last of the chain lease.json -> its successor -> .
 
 from jaxdl.lease.holder import Holder, is_alive, this_process
 from jaxdl.lease.lease import BEAT_SEC, FULL, LEASE_SEC, Lease
-from jaxdl.lease.shared import check_shared
 
-__all__ = ["BEAT_SEC", "FULL", "LEASE_SEC", "Holder", "Lease", "check_shared", "is_alive", "this_process"]
+__all__ = ["BEAT_SEC", "FULL", "LEASE_SEC", "Holder", "Lease", "is_alive", "this_process"]

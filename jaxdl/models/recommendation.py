@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,13 @@ class Recommendation(Model, kind=None):
     own_tables: tuple[Table, ...] = ()
     """The embedding tables, each with `columns`. Without any, each feature has one of its own, called like it."""
 
+    @pydantic.model_validator(mode="after")
+    def _has_units(self) -> Self:
+        for name in ("bottom", "top"):
+            if min(getattr(self, name), default=1) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: a layer has 1 unit or more.")
+        return self
+
     def tables(self, features: Features) -> tuple[Table, ...]:
         """See `Model.tables`."""
         for table in self.own_tables:
@@ -55,6 +62,10 @@ class DLRM(Recommendation, kind="dlrm"):
         """A function that makes the module from random keys; it computes in `dtype`."""
         count = len(features) + bool(num_numbers)
         width = self.columns * bool(num_numbers) + count * (count - 1) // 2
+        if not width:
+            raise ConfigError(
+                "model dlrm: the data has one feature and no numbers, so there are no pairs. Choose dcnv2."
+            )
         return lambda rngs: RecommendationModule(self, num_numbers, width, None, rngs, dtype=dtype)
 
 

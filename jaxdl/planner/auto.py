@@ -1,7 +1,8 @@
 """`--plan auto`: the layout of a run, planned when it begins, for the devices that it has.
 
-Steps of one replica are compiled for the devices of a node, and run where they are small; links and speeds are
-measured as exchange `auto` measures them. All processes plan alike, from the same figures.
+Steps of one replica are compiled for the devices of a node, and steps without messages are run; links and speeds are
+measured as exchange `auto` measures them. That gives each layout a predicted time. The best of them are then timed on
+the run's devices, and the fastest is taken. All processes plan alike, from the same figures.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ import jax
 
 from jaxdl.cluster import host_memory_bytes, wait_for_all
 from jaxdl.config import ConfigError
+from jaxdl.data import TabularSpec
 from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.auto import INNER_LINKS
 from jaxdl.exchange.cost import ALWAYS_MEASURED, NOMINAL_SPEEDS, Figures, Link, Machine
@@ -24,12 +27,14 @@ from jaxdl.experiment import Experiment
 from jaxdl.launch.netns import parse_rate
 from jaxdl.mesh import Axis, Device, MeshConfig, make_mesh, platform
 from jaxdl.planner.mesh_tables import tables_on_meshes
-from jaxdl.planner.search import Cluster, Found, Workload, binding, named, search
+from jaxdl.planner.search import Candidate, Choice, Cluster, Found, Workload, binding, named, search
 from jaxdl.planner.steptime import Efficiency
-from jaxdl.planner.timed import Timed, agreed, memory_of
+from jaxdl.planner.timed import ROUNDS, agreed, memory_of, step_parts, timed_layouts
+from jaxdl.planner.trial import stand_in
 from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
 from jaxdl.plans import PlanAuto
 from jaxdl.report import Start
+from jaxdl.run.build import Plan, make_plan
 from jaxdl.run.planning import Planned
 
 _LATENCY_US = 20.0
@@ -38,7 +43,28 @@ _PROBED = {"cpu": 2**18, "gpu": 2**23}
 
 
 def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Planned:
-    """The layout with the least predicted time of a step on these devices, see `jaxdl.run.planning.Planner`."""
+    """The layout with the fastest step on these devices, see `jaxdl.run.planning.Planner`."""
+    asked = experiment.plan
+    assert isinstance(asked, PlanAuto)
+    work, cluster, fixed = prepared(experiment, devices, start)
+    with start.doing("planning the layout: compiling and timing steps"):
+        found = searched(work, cluster, fixed)
+    if not found.candidates:
+        raise no_layout(experiment, fixed, f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices")
+    best = [one for one in found.candidates if one.fits][: asked.timed]
+    if len(best) < 2:
+        return planned(found, experiment)
+    with start.doing(f"planning the layout: timing the best {len(best)}"):
+        times = timed_layouts(
+            {one.choice: layout_plan(experiment, one, devices) for one in best}, found.cluster.device_bytes, ROUNDS
+        )
+    return planned(found, experiment, times)
+
+
+def prepared(
+    experiment: Experiment, devices: Sequence[Device], start: Start
+) -> tuple[Workload, Cluster, dict[str, Any]]:
+    """What is searched on these devices: (the workload, the devices and their links, fields that keep their values)."""
     asked = experiment.plan
     assert isinstance(asked, PlanAuto)
     fixed = fixed_fields(experiment, asked.keep)
@@ -48,18 +74,29 @@ def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Pla
         raise no_layout(experiment, fixed, f"{nodes} nodes of {of_each} devices")
     sizes = {Axis.REPLICA.value: replica, Axis.FSDP.value: len(devices) // replica, Axis.TENSOR.value: 1}
     mesh = make_mesh(MeshConfig(replica=replica, fsdp=sizes[Axis.FSDP.value]), devices)
-    here = [one for one in devices if one.process_index == jax.process_index()][:of_each]
-    device_bytes = 1e9 * (asked.device_gb or 0) or agreed(memory_of(here[0]) or _of_host(), min)
+    own = [one for one in devices if one.process_index == jax.process_index()]
+    device_bytes = 1e9 * (asked.device_gb or 0) or agreed(memory_of(own[0]) or _of_host(), min)
     described = functools.cache(lambda: machine_of(experiment, asked, mesh))
     with start.doing("planning the layout: reading the data, measuring the links"):
         tables = tables_on_meshes(experiment, sizes, described, asked.keep)
         cluster = Cluster(nodes, of_each, described(), device_bytes, Efficiency(compute=1.0))
-    with start.doing("planning the layout: compiling steps"):
-        work = workload_of(experiment, here, replica, tables, Timed(device_bytes))
-        found = searched(work, cluster, fixed)
-    if not found.candidates:
-        raise no_layout(experiment, fixed, f"{nodes} nodes of {of_each} devices")
-    return planned(found, experiment)
+    parts = step_parts(stand_in(experiment), own, max(1, experiment.batch_size // len(devices)), device_bytes)
+    return workload_of(experiment, own[:of_each], replica, tables, parts), cluster, fixed
+
+
+def layout_plan(experiment: Experiment, one: Candidate, devices: Sequence[Device]) -> Plan:
+    """The step of a layout, on data of the run's shapes."""
+    changes = settings_of(one, experiment) | {"exchange": one.exchange}
+    return make_plan(stand_in(experiment).replaced(changes), devices)
+
+
+def settings_of(one: Candidate, experiment: Experiment) -> dict[str, Any]:
+    """The fields of an experiment that a layout sets, besides the exchange, with their values as in JSON."""
+    settings = dict(one.choice.settings)
+    if one.tables is not None and one.tables.embedding != experiment.embedding:
+        values = one.tables.embedding.model_dump(mode="json")
+        settings |= {f"embedding.{name}": values[name] for name in ("schemes", "places")}
+    return settings
 
 
 def nodes_of(asked: PlanAuto, devices: Sequence[Device]) -> tuple[int, int]:
@@ -104,6 +141,7 @@ def machine_of(experiment: Experiment, asked: PlanAuto, mesh: Any) -> Machine:
         bits=needed.bits,
         collectives=needed.collectives,
         num_repeats=3,
+        together=experiment.model.modality == TabularSpec.modality,  # It may have tables.
     )
     links = dict(found.links)
     inside = links.get(Axis.FSDP.value, INNER_LINKS[kind])
@@ -132,32 +170,47 @@ def searched(work: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Foun
     return search(work, cluster, fixed) if binds and len(kept) < len(work.remats) else found
 
 
-def planned(found: Found, experiment: Experiment) -> Planned:
-    """What to set, and why. Raises ConfigError if nothing fits."""
-    best, size = found.best, found.cluster.device_bytes
-    if best is None:
+def planned(found: Found, experiment: Experiment, times: Mapping[Choice, float] | None = None) -> Planned:
+    """What to set, and why; the fastest of the layouts that were timed. Raises ConfigError if nothing fits."""
+    size = found.cluster.device_bytes
+    if found.best is None:
         least = found.candidates[0]
         raise ConfigError(
             f"--plan auto: nothing fits: the least memory is {least.memory.total / 1e9:.3g} GB ({named(least)}) of a "
             f"device's {size / 1e9:.3g}. Take more devices, or a smaller --batch-size."
         )
-    settings = dict(best.choice.settings)
-    if best.tables is not None and best.tables.embedding != experiment.embedding:
-        values = best.tables.embedding.model_dump(mode="json")
-        settings |= {f"embedding.{name}": values[name] for name in ("schemes", "places")}
+    if times and min(times.values()) == math.inf:
+        raise ConfigError(
+            f"--plan auto: the best {len(times)} layouts need more memory by XLA's plan than a device has, "
+            f"{size / 1e9:.3g} GB. Time more of them (--plan.timed), take more devices, or a smaller --batch-size."
+        )
+    number = len(found.candidates)
+    found = _timed_first(found, times or {})
+    best = found.candidates[0]
     t = best.time
     parts = {"compute": t.compute_sec, "messages inside a node": t.inner_sec, "between nodes": t.slow_sec}
-    times = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in parts.items())
+    inside = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in parts.items())
     lines = [
-        f"best of {len(found.candidates)} layouts: {1e3 * t.total_sec:.3g} ms a step predicted ({times}; waiting for "
+        f"best of {number} layouts: {1e3 * t.total_sec:.3g} ms a step predicted ({inside}; waiting for "
         f"messages {1e3 * t.exposed_sec:.3g}), {best.memory.total / 1e9:.3g} GB of {size / 1e9:.3g}",
         f"what binds: {binding(found)}",
     ]
+    if times:
+        timed = [(named(one), times[one.choice]) for one in found.candidates if one.choice in times]
+        words = [f"{name}, " + (f"{1e3 * sec:.4g} ms" if sec < math.inf else "not: too large") for name, sec in timed]
+        lines.append("timed: " + "; ".join(words))
     second = next((one for one in found.candidates[1:] if one.fits), None)
-    if second is not None:
+    if second is not None and not times:
         lines.append(f"next: {named(second)}, {1e3 * second.time.total_sec:.3g} ms")
     if best.tables is not None:
         counts = collections.Counter(scheme.kind for scheme in best.tables.schemes.values())
         lines.append("tables: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
     chosen = best.exchange if isinstance(experiment.exchange, Auto) and best.choice.replica > 1 else None
-    return Planned(settings, (*lines, *best.reasons), chosen)
+    return Planned(settings_of(best, experiment), (*lines, *best.reasons), chosen)
+
+
+def _timed_first(found: Found, times: Mapping[Choice, float]) -> Found:
+    """The candidates with those that were timed before the others, the fastest first."""
+    first = sorted((one for one in found.candidates if one.choice in times), key=lambda one: times[one.choice])
+    others = [one for one in found.candidates if one.choice not in times]
+    return dataclasses.replace(found, candidates=(*first, *others))

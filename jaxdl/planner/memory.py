@@ -115,6 +115,10 @@ class Fit:
         """In a step with so many devices of `fsdp`, and so many examples of a device in a micro-batch."""
         return max(0.0, self.fixed + self.divided / fsdp + self.of_example * examples)
 
+    def scaled(self, factor: float) -> Fit:
+        """So many times as much."""
+        return Fit(factor * self.fixed, factor * self.divided, factor * self.of_example)
+
 
 def fitted(runs: Mapping[tuple[int, int], float]) -> Fit:
     """The line through measurements, by the size of `fsdp` and the examples of a device.

@@ -33,8 +33,8 @@ from jaxdl.planner.placement import place
 _SLOW = Axis.REPLICA.value
 _ROOM_SLACK = 1.1
 """Room of messages with touched rows over the mean number of rows: batches differ."""
-_READS, _UPDATES = 4, 3
-"""How often a vector of the batch is read or written (looked up; its gradient sorted and summed), and a touched row."""
+_READS = 4
+"""How often a vector of the batch is read or written: looked up; its gradient sorted and summed."""
 _COLLECTIVES = {
     "all-to-all": "all_to_all",
     "all-gather": "all_gather",
@@ -124,7 +124,16 @@ def costs_of(work: Workload, config: EmbeddingConfig, machine: Machine) -> Costs
 
 
 def message_sec(one: Message, sizes: Mapping[str, int], machine: Machine) -> tuple[float, float]:
-    """Seconds of a message (between nodes, inside a node)."""
+    """Seconds of a message (between nodes, inside a node).
+
+    An all-to-all over several axes is one collective among all of their devices. It takes what was measured of such
+    ones, or without that as long as one along each axis, one after the other.
+    """
+    over = machine.link_over(one.axes) if one.kind == "all-to-all" and len(one.axes) > 1 else None
+    if over is not None:
+        others = math.prod(sizes[axis] for axis in one.axes) - 1
+        seconds = sum(over.of(_COLLECTIVES[one.kind]).seconds(others, one.num_bytes * others / (others + 1)))
+        return (seconds, 0.0) if _SLOW in one.axes else (0.0, seconds)
     found = {True: 0.0, False: 0.0}
     for axis in one.axes:
         link = machine.link(axis).of(_COLLECTIVES[one.kind])

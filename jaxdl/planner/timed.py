@@ -1,13 +1,18 @@
-"""The figures of a step on the devices at hand: it is compiled for them, and one that is small enough is run."""
+"""Steps that are run on the devices at hand: those without messages, for predictions, and whole layouts, to choose.
+
+The kernels of a step are timed on all devices of a process at once, each of them a replica that exchanges nothing: what
+devices share, such as the cores under virtual ones, is shared. What messages take comes from `jaxdl.exchange.probe`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
-import os
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +20,36 @@ import numpy as np
 
 from jaxdl.cluster import wait_for_all
 from jaxdl.cluster.agree import from_each_process
-from jaxdl.mesh import Device, platform
+from jaxdl.exchange import Dense
+from jaxdl.exchange.idle import NoExchange
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import Device, MeshConfig
 from jaxdl.planner.h100 import compile_step
-from jaxdl.planner.steptime import Efficiency
-from jaxdl.planner.trial import Measured, figures, planned_bytes
-from jaxdl.run.build import Plan
+from jaxdl.planner.memory import MOST_OF_DEVICE
+from jaxdl.planner.trial import planned_bytes
+from jaxdl.run.build import Plan, make_initial_state, make_plan
+from jaxdl.state import TrainState
+from jaxdl.step import Batch
 
-_REPEATS = 5
+ROUNDS = 15
 _MOST_OF_MEMORY = 0.5
-"""A step that needs more than this share of a device's memory is not run."""
+"""A step without messages that needs more than this share of a device's memory is not run: fewer examples will do."""
+_MOST_SEC = 20.0
+"""No further round begins when all steps together were timed for so long."""
+_LEAST_ROUNDS = 3
+
+Name = TypeVar("Name", bound=Hashable)
+
+
+class StepParts(NamedTuple):
+    """The seconds of a step without messages: of m micro-batches of e examples it takes m (a + b e) + c."""
+
+    microbatch: float
+    """a"""
+    example: float
+    """b"""
+    rest: float
+    """c"""
 
 
 def agreed(value: float, of_all: Callable[..., float]) -> float:
@@ -32,54 +58,121 @@ def agreed(value: float, of_all: Callable[..., float]) -> float:
     return of_all(float(one) for one in from_each_process(repr(float(value)).encode()))
 
 
-class Timed:
-    """Takes the figures of steps: kernels in proportion to their least times, as long as the steps of one device ran.
-
-    What was never run takes the time of `Efficiency`. Virtual devices of a CPU share its cores: there the time is as
-    many times longer as devices come on a core. All processes call it alike, and get the time of the slowest.
-    """
-
-    def __init__(self, device_bytes: float) -> None:
-        self._device_bytes = device_bytes
-        self._factor = 1 / Efficiency().compute
-
-    def __call__(self, plan: Plan) -> Measured:
-        """The figures of a plan's step."""
-        compiled, mesh = compile_step(plan), plan.parts.layout.mesh
-        found = figures(plan, compiled)
-        needed = planned_bytes(compiled)
-        if mesh.size == 1 and needed is not None and needed <= _MOST_OF_MEMORY * self._device_bytes:
-            seconds = _seconds(plan, compiled) * (_devices_per_core() if platform(mesh) == "cpu" else 1.0)
-            self._factor = agreed(seconds / (found.passes + found.other), max)
-        return found._replace(passes=found.passes * self._factor, other=found.other * self._factor)
-
-
-def _devices_per_core() -> float:
-    return max(1.0, jax.local_device_count() / len(os.sched_getaffinity(0)))
-
-
-def _seconds(plan: Plan, compiled: jax.stages.Compiled) -> float:
-    """The median time of the step, on a state and a batch of zeros."""
-    batch = plan.batch_shapes(plan.timeline.segments[0], evaluating=False)
-    state_at, batch_at = compiled.input_shardings[0]
-    state: Any = jax.tree.map(_zeros, plan.parts.state_spec.abstract(), state_at)
-    batch, times = jax.tree.map(_zeros, batch, batch_at), []
-    for _ in range(1 + _REPEATS):
-        start = time.perf_counter()
-        state, metrics = compiled(state, batch)
-        jax.block_until_ready((state, metrics))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[1:])
-
-
-def _zeros(x: Any, sharding: Any) -> jax.Array:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        keys = jax.random.split(jax.random.key(0), math.prod(x.shape)).reshape(x.shape)
-        return jax.device_put(keys, sharding)
-    return jax.device_put(np.zeros(x.shape, x.dtype), sharding)
-
-
 def memory_of(device: Device) -> float | None:
     """The bytes that programs may use on a device; None where it does not say."""
     found = device.memory_stats()
     return float(found["bytes_limit"]) if found and "bytes_limit" in found else None
+
+
+def step_parts(
+    experiment: Experiment, devices: Sequence[Device], local: int, device_bytes: float = math.inf
+) -> Callable[[str], StepParts]:
+    """remat (empty for a model without the setting) -> what its steps take on these devices; three steps are run.
+
+    They have up to `local` examples of a device, or as many fewer as fit. `devices` are those of this process; all
+    processes call it alike, at once, and get the times of the slowest.
+    """
+
+    @functools.cache
+    def found(remat: str) -> StepParts:
+        examples = local
+        while True:
+            wanted = [(1, examples), (1, max(1, examples // 2)), (2, max(1, examples // 2))]
+            plans = {one: local_plan(experiment, devices, remat or None, *one) for one in dict.fromkeys(wanted)}
+            programs = {one: compile_step(plan) for one, plan in plans.items()}
+            most = max(planned_bytes(program) or 0 for program in programs.values())
+            if examples == 1 or most <= _MOST_OF_MEMORY * device_bytes:
+                times = timed_steps({one: (plans[one], programs[one]) for one in plans}, ROUNDS)
+                return fitted_steps(times)
+            examples = max(1, examples // 2)
+
+    return found
+
+
+def fitted_steps(steps: Mapping[tuple[int, int], float]) -> StepParts:
+    """What steps take, of (micro-batches, examples of a device in one) -> seconds; no part is negative.
+
+    The sum of squares of relative errors is the least.
+    """
+    import scipy.optimize
+
+    rows = np.array([[m, m * e, 1.0] for m, e in steps])
+    seconds = np.array(list(steps.values()))
+    weighted = rows / seconds[:, None]
+    scale = np.linalg.norm(weighted, axis=0)
+    found, _ = scipy.optimize.nnls(weighted / scale, np.ones(len(seconds)))
+    return StepParts(*(found / scale).tolist())
+
+
+def local_plan(
+    experiment: Experiment, devices: Sequence[Device], remat: str | None, microbatches: int, examples: int
+) -> Plan:
+    """A step in which every device is a replica that exchanges nothing."""
+    batch = examples * microbatches * len(devices)
+    changes: dict[str, Any] = {
+        "mesh": MeshConfig(replica=len(devices), fsdp=1, tensor=1),
+        "batch_size": batch,
+        "step.microbatches": microbatches,
+        "exchange": Dense(),
+    }
+    if remat is not None:
+        changes["model.remat"] = remat
+    if isinstance(number := getattr(experiment.data, "num_train", None), int):
+        changes["data.num_train"] = max(batch, number)
+    plan = make_plan(experiment.replaced(changes), devices)
+    return dataclasses.replace(plan, parts=dataclasses.replace(plan.parts, exchange=NoExchange()))
+
+
+def timed_layouts(plans: Mapping[Name, Plan], device_bytes: float, num_rounds: int) -> dict[Name, float]:
+    """Median seconds of the steps of whole layouts, of the slowest process.
+
+    They are infinite for a layout that needs more memory by XLA's plan than a plan may, which is not run.
+    """
+    most = MOST_OF_DEVICE * device_bytes
+    programs = {name: compile_step(plan) for name, plan in plans.items()}
+    needed = {name: planned_bytes(program) or 0 for name, program in programs.items()}
+    fitting = {name: (plans[name], programs[name]) for name in plans if needed[name] <= most}
+    turns = [fitting] if sum(needed[name] for name in fitting) <= most else [{name: fitting[name]} for name in fitting]
+    times = dict.fromkeys(plans, math.inf)
+    for some in turns:
+        times |= timed_steps(some, num_rounds)
+    return times
+
+
+def timed_steps(programs: Mapping[Name, tuple[Plan, jax.stages.Compiled]], num_rounds: int) -> dict[Name, float]:
+    """Median seconds of each step, of the slowest process."""
+    return {name: agreed(statistics.median(times), max) for name, times in rounds_of(programs, num_rounds).items()}
+
+
+def rounds_of(
+    programs: Mapping[Name, tuple[Plan, jax.stages.Compiled]], num_rounds: int, most_sec: float = _MOST_SEC
+) -> dict[Name, list[float]]:
+    """Seconds of the steps on one batch of zeros, one a round, in turns, after two rounds that warm up.
+
+    Rounds end early, but not before the third, when all took longer than `most_sec`.
+    """
+    states: dict[Name, TrainState] = {name: make_initial_state(plan) for name, (plan, _) in programs.items()}
+    batches = {name: _zeros(plan, program) for name, (plan, program) in programs.items()}
+    times: dict[Name, list[float]] = {name: [] for name in programs}
+    for number in range(num_rounds + 2):
+        for name in _turns(programs, number):
+            start = time.perf_counter()
+            states[name], _ = jax.block_until_ready(programs[name][1](states[name], batches[name]))
+            if number > 1:
+                times[name].append(time.perf_counter() - start)
+        timed = number - 1
+        if _LEAST_ROUNDS <= timed < num_rounds and agreed(sum(map(sum, times.values())), max) > most_sec:
+            break
+    return times
+
+
+def _turns(names: Iterable[Name], number: int) -> list[Name]:
+    return list(names)[:: -1 if number % 2 else 1]
+
+
+def _zeros(plan: Plan, program: jax.stages.Compiled) -> Batch:
+    """A batch of zeros as the program takes it, on all processes."""
+    shapes = plan.batch_shapes(plan.timeline.segments[0], evaluating=False)
+    _, sharding = program.input_shardings[0]
+    make = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), dict(shapes)), out_shardings=sharding)
+    return make()

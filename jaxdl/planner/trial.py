@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jaxdl.compiler import hlo, overlap, roofline
-from jaxdl.data import Documents, SyntheticImages, SyntheticText
+from jaxdl.data import SyntheticImages
 from jaxdl.embedding.traffic import Message, axis_bytes, messages
 from jaxdl.exchange import Dense
 from jaxdl.experiment import Experiment
@@ -65,12 +65,11 @@ def planned_bytes(program: jax.stages.Compiled) -> int | None:
 
 
 def stand_in(experiment: Experiment) -> Experiment:
-    """The experiment on synthetic data of the same shapes, where those need no look at the files."""
+    """The experiment on made-up data of the same shapes, where those need no look at the files."""
     changed = resident(experiment, None)
-    data, words = changed.data, getattr(changed.model, "vocab_size", None)
-    if words and isinstance(data, Documents):
-        text = SyntheticText(vocab_size=words, length=data.length, num_train=8, num_test=8)
-        changed = changed.replaced({"data": text})
+    data = changed.data.stand_in(getattr(changed.model, "vocab_size", None))
+    if data is not None:
+        changed = changed.replaced({"data": data})
     if isinstance(getattr(changed.model, "norm_span", None), int):  # It needs more examples than a trial has.
         changed = changed.replaced({"model.norm_span": Axis.REPLICA.value})
     return changed
@@ -160,24 +159,22 @@ def figures(plan: Plan, compiled: jax.stages.Compiled) -> Measured:
 
 
 def profile(
-    experiment: Experiment,
-    devices: Sequence[Any],
+    measure: Callable[[Setting], Measured],
     *,
     tensor: int,
     most_fsdp: int,
     remat: str | None,
     param_sharding: str,
     examples: tuple[int, int],
-    measure: Callable[[Plan], Measured] = measured,
 ) -> Profile:
-    """What steps need, from three that are compiled: with these two numbers of examples, and with `most_fsdp`.
+    """What steps need, from three of them: with these two numbers of examples, and with `most_fsdp`.
 
     `measure` takes the figures of each.
     """
     few, many = examples
     wanted = dict.fromkeys([(1, few), (1, many), (most_fsdp, few)])
-    found = {
-        (fsdp, number): measure(trial_plan(experiment, Setting(fsdp, tensor, number, remat, param_sharding), devices))
+    found = {  # One device of `fsdp` has all parameters either way.
+        (fsdp, number): measure(Setting(fsdp, tensor, number, remat, param_sharding if fsdp > 1 else "replicated"))
         for fsdp, number in wanted
     }
 

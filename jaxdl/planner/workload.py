@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,9 +14,10 @@ from jaxdl.config import ConfigError, field_at
 from jaxdl.exchange import Auto, ExchangeConfig
 from jaxdl.exchange.base import by_name, leaf_names
 from jaxdl.experiment import Experiment
-from jaxdl.planner.memory import Parameters
+from jaxdl.planner.memory import Fit, Parameters
 from jaxdl.planner.search import PlanTables, Workload
 from jaxdl.planner.steptime import Profile
+from jaxdl.planner.timed import StepParts
 from jaxdl.planner.trial import Measured, Setting, measured, profile, stand_in, trial_plan
 from jaxdl.plans import LAYOUT
 from jaxdl.run.build import Plan
@@ -60,9 +62,11 @@ def workload_of(
     devices: Sequence[Any],
     nodes: int,
     tables: PlanTables | None = None,
-    measure: Callable[[Plan], Measured] = measured,
+    parts: Callable[[str], StepParts] | None = None,
 ) -> Workload:
-    """What is planned of an experiment; steps are compiled for `devices`, those of a node, and taken by `measure`.
+    """What is planned of an experiment; steps are compiled for `devices`, those of a node.
+
+    Kernels take the times in `parts`, by remat, as measured by `jaxdl.planner.timed`; without it those of the roofline.
 
     Raises ConfigError where the data is missing, and for settings that no plan is made for.
     """
@@ -80,7 +84,7 @@ def workload_of(
     return Workload(
         batch_size=experiment.batch_size,
         parameters=parameters_of(base),
-        profiles=_profiles(resident, devices, experiment.batch_size // (nodes * len(devices)), measure),
+        profiles=_profiles(resident, devices, experiment.batch_size // (nodes * len(devices)), parts),
         remats=("",) if remat is None else ("none", "dots", "block"),
         sharding=experiment.sharding,
         exchange=exchange,
@@ -143,23 +147,28 @@ def tensor_fits(parts: Parts, dims: Sequence[str], size: int) -> bool:
 
 
 def _profiles(
-    experiment: Experiment, devices: Sequence[Any], most_examples: int, measure: Callable[[Plan], Measured]
+    experiment: Experiment,
+    devices: Sequence[Any],
+    most_examples: int,
+    parts: Callable[[str], StepParts] | None,
 ) -> Callable[[int, str, str], Profile]:
     """Profiles by tensor, remat and sharding, each compiled once; ConfigError if XLA cannot compile `tensor`."""
     few = max(1, min(8, most_examples // 2))
 
     @functools.cache
-    def found(tensor: int, remat: str, param_sharding: str) -> Profile:
+    def measure(setting: Setting) -> Measured:
+        return measured(trial_plan(experiment, setting, devices))
+
+    @functools.cache
+    def counted(tensor: int, remat: str, param_sharding: str) -> Profile:
         try:
             return profile(
-                experiment,
-                devices,
+                measure,
                 tensor=tensor,
                 most_fsdp=len(devices) // tensor,
                 remat=remat or None,
                 param_sharding=param_sharding,
                 examples=(few, 2 * few),
-                measure=measure,
             )
         except jax.errors.JaxRuntimeError as error:
             if tensor == 1:
@@ -170,4 +179,27 @@ def _profiles(
                 "--mesh.tensor 1."
             ) from None
 
+    def found(tensor: int, remat: str, param_sharding: str) -> Profile:
+        one = counted(tensor, remat, param_sharding)
+        if parts is None:
+            return one
+        alone = one if tensor == 1 else counted(1, remat, param_sharding)
+        return with_measured(one, parts(remat), alone, few, divided=param_sharding == "sharded")
+
     return found
+
+
+def with_measured(counted: Profile, parts: StepParts, alone: Profile, examples: int, *, divided: bool) -> Profile:
+    """A profile whose kernels take as long as measured ones did, of one device of `fsdp` and `tensor`.
+
+    `alone` is the profile of these. Kernels of another size of `tensor` are as much slower than their least times as
+    those of `alone` are, with so many examples. `divided` says whether the update is split over `fsdp`.
+    """
+    if counted is alone:
+        rest = Fit(0.0, parts.rest) if divided else Fit(parts.rest)
+        return dataclasses.replace(counted, passes_sec=Fit(parts.microbatch, 0.0, parts.example), other_sec=rest)
+    passes = (parts.microbatch + parts.example * examples) / alone.passes_sec.at(1, examples)
+    rest = parts.rest / alone.other_sec.at(1, 0)
+    return dataclasses.replace(
+        counted, passes_sec=counted.passes_sec.scaled(passes), other_sec=counted.other_sec.scaled(rest)
+    )

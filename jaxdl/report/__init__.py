@@ -3,7 +3,7 @@
 from jaxdl.report.events import Event, EventKind, event_of
 from jaxdl.report.explanation import explain, print_explanation
 from jaxdl.report.fetching import JOINED, OWN, joined, metric_here
-from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step, replace_file
+from jaxdl.report.history import History, ReportConfig, last_evaluated_step, last_step
 from jaxdl.report.lines import format_row
 from jaxdl.report.notebook import in_ipython
 from jaxdl.report.plots import plot_history
@@ -13,6 +13,7 @@ from jaxdl.report.start import Start
 from jaxdl.report.stopwatch import Stopwatch
 from jaxdl.report.subject import Report, Subject
 from jaxdl.report.summary import Status, Summary, make_summary, print_summary, read_summary, write_summary
+from jaxdl.writing import replace_file
 
 __all__ = [
     "JOINED",

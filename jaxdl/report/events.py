@@ -6,12 +6,23 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 EventKind = Literal[
-    "resume", "restart", "rollback", "damaged", "length", "start_over", "exchange", "checkpoint", "init", "other"
+    "resume",
+    "restart",
+    "rollback",
+    "damaged",
+    "length",
+    "settings",
+    "start_over",
+    "exchange",
+    "checkpoint",
+    "init",
+    "other",
 ]
 """- resume: a process resumed from a checkpoint; restart: the launcher started the process again;
 - rollback: back to an earlier checkpoint after a streak of bad steps;
 - damaged: a checkpoint was damaged and quarantined; start_over: the checkpoints were unusable, and the run began again;
-- length: the run was made longer or shorter; exchange: the state of the exchange was changed to fit this mesh;
+- length: the run was made longer or shorter; settings: those that `may_change` names have changed;
+- exchange: the state of the exchange was changed to fit this mesh;
 - checkpoint: one was not written; init: the run began with parameters of another run;
 - other: a row of the first format that no kind is known of.
 """

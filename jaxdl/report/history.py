@@ -19,6 +19,7 @@ from jaxdl.files import METRICS_FILE, TENSORBOARD_FOLDER
 from jaxdl.report.events import Event, EventKind, event_of
 from jaxdl.report.scalars import Scalars
 from jaxdl.trackers import State, Tracker, Writer
+from jaxdl.writing import replace_file
 
 
 class ReportConfig(Config):
@@ -223,19 +224,6 @@ def last_step(workdir: Path) -> int:
     """The last step of which the workdir's metrics.jsonl has a measurement; 0 when there is none."""
     path = Path(workdir) / METRICS_FILE
     return max((row["step"] for row in _load(path) if "event" not in row), default=0)
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes a file whole or not at all: a reader, or a run killed here, sees the old content or the new one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _is_evaluation(row: Mapping[str, Any]) -> bool:

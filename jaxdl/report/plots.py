@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxdl.report.history import replace_file
+from jaxdl.writing import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

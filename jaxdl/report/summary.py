@@ -18,8 +18,9 @@ from rich.text import Text
 
 from jaxdl.errors import as_typed
 from jaxdl.files import CHECKPOINTS_FOLDER, CURVES_FILE
-from jaxdl.report.history import json_value, replace_file
+from jaxdl.report.history import json_value
 from jaxdl.report.lines import format_duration, format_number, is_live
+from jaxdl.writing import replace_file
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "jaxdl")
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from jaxdl.cluster import start_devices, wait_for_all
 from jaxdl.collectives.select import agree_on_kernels
 from jaxdl.config import ConfigError
-from jaxdl.data import DataSpec, PhotoSource, Source, Splits, TrainLoader
+from jaxdl.data import Data, DataSpec, PhotoSource, Source, Splits, TrainLoader
 from jaxdl.exchange import (
     Auto,
     Dense,
@@ -89,6 +89,8 @@ class Plan:
     """What the run takes from another run when it begins at step 0."""
     kept: Kept | None = None
     """The layout that was planned for it."""
+    may_change: tuple[str, ...] = ()
+    """The fields whose values may be others than those in the workdir, see `jaxdl.run.changes`."""
 
     @property
     def exchange(self) -> ExchangeConfig:
@@ -139,9 +141,9 @@ class Plan:
         They are for steps from `state` on: see `swapped`.
         """
         source = original = self.sources(segment)[0]
-        if self.caches is not None and state is not None:
-            source = self.caches.begin(state, source)
         where = {"batch_size": segment.batch_size, "seed": self.experiment.seed, "start": start}
+        if self.caches is not None and state is not None:
+            source = self.caches.begin(state, source, **where)
         source = in_training(self.parts.tables, source, original, **where)
         return TrainLoader(source, sharding=batch_sharding(self.parts.layout.mesh), num_steps=num_steps, **where)
 
@@ -162,12 +164,13 @@ def make_plan(
     initial: Callable[[TrainState], tuple[Initial | None, str]] = lambda _: (None, ""),
     start: Start | None = None,
     stored: Callable[[], Kept | None] | None = None,
+    read: Callable[[Data, DataSpec | None], Splits] = read_splits,
 ) -> Plan:
     """Starts the devices, reads the data and joins the parts. Raises ConfigError for everything that cannot be run.
 
     `devices` (default: all) are those of the mesh. All processes call `stored` (see `with_plan`), `started` when JAX
     has started, `chosen` and `recorded`, which return the exchange that `auto` chose earlier in this workdir
-    and the spec of its data, then `initial` (see `beginning`). `start` prints the progress and the findings.
+    and the spec of its data, then `initial` (see `beginning`). `start` prints progress and findings; `read` reads.
     """
     experiment, start = as_experiment(experiment), start or Start(Console(quiet=True))
     if not any(getattr(experiment, name) for name in LENGTH):
@@ -181,12 +184,12 @@ def make_plan(
     eval_batch_size = experiment.evaluation.batch_size or experiment.batch_size
     check_batches(experiment, batch_ways(mesh), eval_batch_size)
     with start.doing("reading the data"):
-        splits = read_splits(experiment.data, recorded())
+        splits = read(experiment.data, recorded())
     start.data(experiment.data, splits)
     check_phases(experiment, splits)
-    epochs, phases = experiment.epochs, experiment.phases
     steps = experiment.steps or steps_of(experiment.tokens, experiment.batch_size, experiment.task, splits.train.spec)
-    timeline = make_timeline(len(splits.train), experiment.batch_size, epochs=epochs, steps=steps, phases=phases)
+    length: dict[str, Any] = {"epochs": experiment.epochs, "steps": steps, "phases": experiment.phases}
+    timeline = make_timeline(len(splits.train), experiment.batch_size, **length)
     total_steps = timeline.total_steps
     profile_start = experiment.report.profile_start_step
     if profile_start is not None and profile_start >= total_steps:
@@ -206,11 +209,9 @@ def make_plan(
     )
     begin_with, note = initial(parts.state_spec.abstract())
     reasons += experiment.model.remarks(mesh, experiment.precision.dtype)
-    reasons += experiment.agreement.remarks(total_steps, mesh.shape[Axis.REPLICA])
-    reasons += notes + idle_tensor(parts.network, mesh) + ((note,) if note else ())
-    plan = Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with, kept)
-    _check_sizes(plan)
-    return plan
+    reasons += experiment.agreement.remarks(total_steps, mesh.shape[Axis.REPLICA]) + notes
+    reasons += idle_tensor(parts.network, mesh) + ((note,) if note else ())
+    return _checked(Plan(experiment, parts, splits, timeline, eval_batch_size, asked, reasons, begin_with, kept))
 
 
 def make_devices(experiment: Experiment, devices: Sequence[Device] | None = None) -> Mesh:
@@ -323,14 +324,14 @@ def settled(
     return experiment.replaced({"exchange": found.best}), found.reasons
 
 
-def _check_sizes(plan: Plan) -> None:
-    """Raises ConfigError when the model does not take the images of a phase, or of the evaluation.
+def _checked(plan: Plan) -> Plan:
+    """The plan. Raises ConfigError when the model does not take the images of a phase, or of the evaluation.
 
     Otherwise that would be seen when they come, hours later.
     """
     _ = plan.caches  # Raises for settings that do not fit.
     if not isinstance(plan.splits.train, PhotoSource):
-        return
+        return plan
     state = plan.parts.state_spec.abstract()
     for segment in plan.timeline.segments:
         for source, evaluating in zip(plan.sources(segment), (False, True), strict=True):
@@ -345,6 +346,7 @@ def _check_sizes(plan: Plan) -> None:
                 raise ConfigError(
                     f"{where}: the model does not take images of {size} x {size} pixels ({error}). Choose another size."
                 ) from None
+    return plan
 
 
 def make_initial_state(plan: Plan) -> TrainState:

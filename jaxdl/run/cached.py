@@ -1,9 +1,15 @@
-"""Tables with a cache in a run: batches get slots in place of ids, and rows are swapped before each step."""
+"""Tables with a cache in a run: batches get slots in place of ids, and rows are swapped before each step.
+
+Every process makes the same plan for itself, of the ids of whole batches, which it reads from the source. Messages with
+the ids of the processes would do too, but they would have to come in the same order on all processes as those of the
+steps, from the thread that reads ahead; and planning takes the time of whole batches in any case.
+"""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
+import urllib.parse
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,6 +26,7 @@ from jaxdl.embedding.cache import Swap, Window
 from jaxdl.embedding.store import Store
 from jaxdl.evaluation import EvalStep
 from jaxdl.experiment import Experiment
+from jaxdl.run.whole import evaluation_batches, ids_of, training_batches
 from jaxdl.state import TABLES, TrainState
 from jaxdl.step.parts import IDS
 
@@ -39,15 +46,16 @@ class Caches:
         self.counted: Counter[str] = Counter()
         """Distinct rows of training batches that were in a slot (`device`), and that were not (`host`)."""
 
-    def begin(self, state: TrainState, source: Source) -> Source:
+    def begin(self, state: TrainState, source: Source, **where: int) -> Source:
         """The source with slots in place of ids in its training batches, for which all slots of the state are empty.
 
-        The swaps of these batches wait for `swapped`, in their order. Those of earlier batches are forgotten.
+        `where` says which batches they are, see `training_batches`. The swaps of these batches wait for `swapped`, in
+        their order. Those of earlier batches are forgotten.
         """
         self.store.write_back(state.tables)
         self.store.reset()
         self._queue = deque()
-        return _Planned(source, self.store.window(), self._queue, self.counted)
+        return _Planned(source, training_batches(source, **where), self.store.window(), self._queue, self.counted)
 
     def swapped(self, state: TrainState, num_batches: int) -> TrainState:
         """The state before the next batches; it is donated."""
@@ -55,14 +63,16 @@ class Caches:
             state = state.replace(tables=self.store.swapped(state.tables, self._queue.popleft()))
         return state
 
-    def evaluating(self, state: TrainState, eval_step: EvalStep, source: Source) -> tuple[EvalStep, Source]:
+    def evaluating(
+        self, state: TrainState, eval_step: EvalStep, source: Source, batch_size: int
+    ) -> tuple[EvalStep, Source]:
         """(the evaluation step, the source with slots in place of ids), with rows of the state's tables.
 
         They come into slots of their own, which are as large as those of training, and are dropped at the end.
         """
         self.store.write_back(state.tables)
         queue: deque[Swaps] = deque()
-        planned = _Planned(source, self.store.window(), queue, Counter())
+        planned = _Planned(source, evaluation_batches(batch_size), self.store.window(), queue, Counter())
         rows: dict[str, Any] = {name: jnp.copy(one[ROWS]) for name, one in state.tables.items()}
 
         def step(params: Any, model_state: Any, batch: Any) -> Any:
@@ -92,7 +102,7 @@ class Caches:
         try:
             if self._folder is None:
                 self._folder = tempfile.mkdtemp(prefix="tables-", dir=Path(self._parent).expanduser())
-            path = Path(self._folder) / f"{name.replace('/', '_')}.f32"
+            path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}.f32"  # One file for each name.
             return np.memmap(path, np.float32, "w+", shape=shape)
         except OSError as error:
             raise ConfigError(
@@ -125,8 +135,17 @@ def without_caches(experiment: Experiment) -> Experiment:
 class _Planned(Source):
     """A source whose batches have slots in place of ids; the swap of each is in a queue before it is yielded."""
 
-    def __init__(self, source: Source, window: Window, queue: deque[Swaps], counted: Counter[str]) -> None:
-        self._source, self._window, self._queue, self.counted = source, window, queue, counted
+    def __init__(
+        self,
+        source: Source,
+        every: Iterator[np.ndarray],
+        window: Window,
+        queue: deque[Swaps],
+        counted: Counter[str],
+    ) -> None:
+        """`every` has the examples of each whole batch."""
+        self._source, self._every, self._window = source, every, window
+        self._queue, self.counted = queue, counted
         self.spec = source.spec
 
     def __len__(self) -> int:
@@ -156,7 +175,9 @@ class _Planned(Source):
         waiting: deque[dict[str, np.ndarray]] = deque()
         for batch in batches:
             waiting.append(batch)
-            self._window.add(batch[IDS])
+            mine, whole = batch[IDS], next(self._every)
+            # Other processes have the rest.
+            self._window.add(mine, mine if len(mine) == len(whole) else ids_of(self._source, whole))
             if self._window.is_full:
                 yield self._next(waiting.popleft())
         while waiting:

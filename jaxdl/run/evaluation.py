@@ -50,7 +50,7 @@ class Evaluation:
         with self._watch("eval"):
             evaluate, read = steps.evaluate, source
             if self._plan.caches is not None:
-                evaluate, read = self._plan.caches.evaluating(state, evaluate, source)
+                evaluate, read = self._plan.caches.evaluating(state, evaluate, source, size)
             read = in_evaluation(self._plan.parts.tables, read, source, size)
             found = evaluate_once(
                 self._plan.parts, evaluate, state.eval_params, state.eval_state, read, size, poll=poll

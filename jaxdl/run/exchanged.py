@@ -93,6 +93,13 @@ def make_tables(experiment: Experiment, spec: DataSpec, mesh: Mesh) -> Tables | 
             )
         return None
     check_with_tables(experiment, mesh.size)
+    owner = {feature: table for table in tables for feature in table.features}
+    for one in features:  # Whether each feature has a table is seen later.
+        if one.name in owner and owner[one.name].rows < one.rows:
+            raise ConfigError(
+                f"table {owner[one.name].name}: it has {owner[one.name].rows:,} rows, and feature {one.name} has "
+                f"{one.rows:,} ids. Give it as many rows."
+            )
     num_ids = {one.name: one.num_ids for one in features}
     # The devices have slots for some rows of tables with a cache.
     slots = {one.name: config.cache.slots(one.name, one.rows) for one in tables}

@@ -5,7 +5,6 @@ All processes choose the same bucket for a batch, without a message: each counts
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxdl.data.source import Activity, TrainRows
 from jaxdl.data.tabular import TabularSource, counted_ids
 from jaxdl.embedding import Tables
 from jaxdl.embedding.jagged import fitting, packed
+from jaxdl.run.whole import evaluation_batches, training_batches
 from jaxdl.step.parts import IDS, LENGTHS, NEXT
 
 Rows = dict[str, np.ndarray]
@@ -31,8 +31,7 @@ def in_training(
     """
     if tables is None:
         return source
-    order = original.order(seed)
-    every = (order.rows(place, batch_size)[0] for place in itertools.count(start, batch_size))
+    every = training_batches(original, batch_size=batch_size, seed=seed, start=start)
     return _Prepared(source, _packing(tables, original, batch_size, every), ahead=tables.config.ids_ahead)
 
 
@@ -40,8 +39,8 @@ def in_evaluation(tables: Tables | None, source: Source, original: Source, batch
     """The same for the batches of an evaluation; none of them has the next one's ids."""
     if tables is None or not tables.config.jagged:
         return source
-    every = (np.arange(place, place + batch_size) for place in itertools.count(0, batch_size))
-    return _Prepared(source, _packing(tables, original, batch_size, every), ahead=False)
+    packing = _packing(tables, original, batch_size, evaluation_batches(batch_size))
+    return _Prepared(source, packing, ahead=False)
 
 
 def shapes_of(tables: Tables | None, shapes: Mapping[str, Any], *, evaluating: bool) -> dict[str, Any]:

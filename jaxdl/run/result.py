@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxdl.checkpoint import Unreadable
-from jaxdl.cluster import BROKEN, DIVERGED, MISTAKE, ClusterError, leave_and_exit
-from jaxdl.errors import as_typed, command_line
+from jaxdl.cluster import BROKEN, DIVERGED, HALTED, MISTAKE, ClusterError, leave_and_exit
+from jaxdl.errors import ConfigError, as_typed, command_line
 from jaxdl.report import Diverged, Summary, in_ipython, plot_history
 from jaxdl.report.summary import summary_lines
 from jaxdl.run.build import Plan
 from jaxdl.run.cached import no_inference
 from jaxdl.run.inference import Inference, held_out, of_phase
+from jaxdl.run.signals import HALT
 from jaxdl.state import TrainState
 
 if TYPE_CHECKING:
@@ -79,8 +80,9 @@ class Interrupted(BaseException):
     """The run ended early. In a program it is a SystemExit too; in IPython and in notebooks it shows as one line.
 
     Attributes:
-      signum: the signal that stopped it; None when its end could not be saved.
-      code: the exit code: 128 + the signal's number, as a shell has it, or 1 when the end is not saved.
+      signum: the signal that stopped it, `HALT` for the halt file; None when its end could not be saved.
+      code: the exit code: 128 + the signal's number, as a shell has it, 4 after the halt file, or 1 when the end is not
+        saved.
       message: what happened, and how the run goes on.
       run: the run so far; None when it was stopped before its first step.
     """
@@ -92,7 +94,7 @@ class Interrupted(BaseException):
         return super().__new__(cls if in_ipython() else _Exit, *args)  # pyright: ignore[reportArgumentType]
 
     def __init__(self, signum: int | None, message: str, run: Run | None = None) -> None:
-        self.code = 1 if signum is None else 128 + signum
+        self.code = 1 if signum is None else HALTED if signum == HALT else 128 + signum
         super().__init__(self.code)
         self.signum, self.message, self.run = signum, as_typed(message), run
 
@@ -109,23 +111,30 @@ class _Exit(Interrupted, SystemExit):
     """Ends a program with its exit code, and without a traceback."""
 
 
+def code_of(error: BaseException) -> int:
+    """The exit code of a program that trains when this ends it, see `exit_codes`; 1 for an unexpected error."""
+    if isinstance(error, Interrupted | SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    if isinstance(error, Unreadable):
+        return MISTAKE if error.lasting else BROKEN
+    codes = {Diverged: DIVERGED, ClusterError: BROKEN, ConfigError: MISTAKE, KeyboardInterrupt: 130}
+    return next((code for kind, code in codes.items() if isinstance(error, kind)), 1)
+
+
 @contextlib.contextmanager
 def exit_codes() -> Iterator[None]:
     """Context of a program that trains: what ends it early becomes a message and an exit code.
 
-    2 for the user's mistakes, 3 if training diverges, 128 + N after signal N, 75 if it broke off because of another
-    process, the network, a hang or a disk that does not answer, 1 if its end could not be saved. What other processes
-    must know of it is `jaxdl.cluster.end_together`'s.
+    2 for the user's mistakes, 3 if training diverges, 4 after the halt file, 128 + N after signal N, 75 if it broke off
+    because of another process, the network, a hang or a disk that does not answer, 1 if its end could not be saved.
+    What other processes must know of it is `jaxdl.cluster.end_together`'s.
     """
     with command_line():
         try:
             yield
-        except Unreadable as error:
+        except (Unreadable, Diverged, ClusterError) as error:
             print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(MISTAKE if error.lasting else BROKEN) from None
-        except (Diverged, ClusterError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(DIVERGED if isinstance(error, Diverged) else BROKEN) from None
+            raise SystemExit(code_of(error)) from None
         except Interrupted as stopped:
             print(stopped.message, file=sys.stderr, flush=True)
             leave_and_exit(int(stopped.code or 0))

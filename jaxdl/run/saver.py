@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from jaxdl.files import PLAN_FILE
 from jaxdl.mesh import Axis
 from jaxdl.report import EventKind, Reporter, in_ipython
 from jaxdl.run.build import Plan, make_exchange_state
+from jaxdl.run.changes import change_of_settings, parts_of, without
 from jaxdl.run.codec import check_kept_codec, keep_codec
 from jaxdl.run.initial import keep_initial, no_effect, read_initial
 from jaxdl.run.length import change_of_length
@@ -35,7 +37,9 @@ class Saver:
         self._earlier.check_kinds()
         # start_over belongs to one command, not to the run.
         self._config = plan.asked.replaced({"checkpoint.start_over": False})
-        earlier_length = claim_workdir(workdir, self._config, identity, files, LENGTH)
+        fields = plan.may_change
+        later = (*LENGTH, *parts_of(fields))
+        earlier = claim_workdir(workdir, self._config, lambda config: without(identity(config), fields), files, later)
         check_kept_codec(workdir, plan.asked.data)  # Before what it decides: this says why the examples differ.
         keep_examples(workdir, plan.splits.content())
         keep_spec(workdir, plan.parts.data_spec)
@@ -48,18 +52,24 @@ class Saver:
             self._start_over(reason)
         self.checkpoints = self._open()
         self._new_length: str | None = None
-        self._rewrite = earlier_length is not None
-        if earlier_length is not None:
+        self._new_settings: str | None = None
+        self._rewrite = earlier is not None
+        if earlier is not None:
             done = int(from_first_process(lambda: str(max(self.checkpoints.steps, default=0)).encode()))
-            self._new_length = change_of_length(earlier_length, plan.asked, plan.timeline, done, plan.parts.data_spec)
+            self._new_length = change_of_length(earlier, plan.asked, plan.timeline, done, plan.parts.data_spec)
+            self._new_settings = change_of_settings(earlier, json.loads(self._config.to_json()), fields)
 
-    def keep_length(self) -> None:
-        """Writes a length that changed to the history, as an event of the step that is resumed, and to `config.json`.
+    def keep_changes(self) -> None:
+        """Writes a length or settings that changed to the history, as events of the step that is resumed.
+
+        Then to `config.json`.
 
         In this order: a run that is killed in between does the same again.
         """
         if self._new_length is not None:
             self._reporter.event("length", self._new_length)
+        if self._new_settings is not None:
+            self._reporter.event("settings", self._new_settings)
         if self._rewrite:
             write_config(self._workdir, self._config)
 
@@ -190,7 +200,7 @@ def report_start_events(
 ) -> None:
     """Shows how this process got to the state that it starts from, `recorded` in the history or not."""
     if saver is not None:
-        saver.keep_length()
+        saver.keep_changes()
     if recorded:
         rollbacks.record(reporter.history)
     for kind, text in _start_events(saver, restored):

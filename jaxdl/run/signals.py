@@ -1,7 +1,8 @@
 """SIGTERM and SIGINT at any moment: noticed while training, evaluating and compiling, and turned into an exception.
 
-In a run of several processes a signal to one stops all of them at the same poll: at once through the membership
-(`jaxdl.cluster`), or else at the next poll at which they ask each other through a collective.
+So is a file `halt` in the workdir, where no signal can be sent (`jaxdl.run.status` looks for it). In a run of several
+processes a signal to one stops all of them at the same poll: at once through the membership (`jaxdl.cluster`), or else
+at the next poll at which they ask each other through a collective.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from jaxdl.cluster import Membership, current, heartbeat
 
 Result = TypeVar("Result")
 
+HALT = 64
+"""Stands for the halt file where the number of a signal is expected. No signal that is handled here has it."""
 _POLL_SEC = 0.05
 
 
@@ -26,7 +29,7 @@ class Stop(BaseException):
     """A signal asked the run to stop. Not an Exception, so that no handler of errors swallows it."""
 
     def __init__(self, signum: int) -> None:
-        super().__init__(signal.Signals(signum).name)
+        super().__init__("halt file" if signum == HALT else signal.Signals(signum).name)
         self.signum = signum
 
 
@@ -38,6 +41,8 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.signum: int | None = None
+        self.stopping = False
+        """Whether Stop has been raised: the run saves, and ends."""
         self._num_polls = 0
         self._shared_every: int | None = None
         self._member: Membership | None = None
@@ -56,6 +61,10 @@ class StopSignals:
         del frame
         self.signum = signum
         self._restore()
+
+    def halt(self) -> None:
+        """The halt file has been found: as if a signal had come, unless one has. For any thread."""
+        self.signum = self.signum or HALT
 
     def _restore(self) -> None:
         for signum, handler in self._before.items():
@@ -90,6 +99,7 @@ class StopSignals:
 
             signum = int(np.max(multihost_utils.process_allgather(np.int32(signum))))
         if signum:
+            self.stopping = True
             raise Stop(signum)
 
     def run(self, function: Callable[[], Result]) -> Result:

@@ -19,7 +19,8 @@ from jaxdl.exchange import ExchangeConfig
 from jaxdl.fields import SOURCE
 from jaxdl.files import CHOICE_FILE, CONFIG_FILE, DATA_FILE, EXAMPLES_FILE, PLAN_FILE
 from jaxdl.kinds import find
-from jaxdl.lease import Lease, check_shared
+from jaxdl.lease import Lease
+from jaxdl.lease.shared import check_shared
 from jaxdl.report import replace_file
 from jaxdl.run.planning import Kept
 from jaxdl.trackers import Tracker
@@ -62,10 +63,14 @@ def check_trackers(trackers: Sequence[Tracker], workdir: Path | None) -> None:
         of_first_process(check, slow=True)
 
 
-def make_lease(workdir: Path) -> Lease:
-    """The lease of a workdir, which ends the process (code 75), with the reason, when another run takes it over."""
+def make_lease(workdir: Path, on_loss: Callable[[], None] = lambda: None) -> Lease:
+    """The lease of a workdir, which ends the process (code 75), with the reason, when another run takes it over.
+
+    `on_loss` is called first.
+    """
 
     def end(reason: str) -> None:
+        on_loss()
         member = current()
         if member is not None:
             member.report_failure(reason, BROKEN)
@@ -74,17 +79,26 @@ def make_lease(workdir: Path) -> Lease:
     return Lease(workdir, end, lambda text: print(as_typed(text), flush=True))
 
 
-def take_lease(lease: Lease) -> None:
-    """Takes the lease on the first process, for the whole run; the others wait.
+def take_lease(lease: Lease, then: Callable[[], bytes] = lambda: b"") -> bytes:
+    """Takes the lease on the first process, for the whole run; the others wait. What `then` returns there, on all.
 
     Raises ConfigError, on all processes, when another run holds it or the workdir cannot be written.
     """
 
     def acquire() -> bytes:
         lease.acquire()
-        return b""
+        return then()
 
-    of_first_process(acquire, slow=True)
+    return of_first_process(acquire, slow=True)
+
+
+def is_of_this_run(workdir: Path, config: Config, identity: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
+    """Whether the workdir is new, or has a run of the same config, as `claim_workdir` will find it. Raises nothing."""
+    path = workdir / CONFIG_FILE
+    try:
+        return not path.exists() or identity(json.loads(path.read_bytes())) == identity(json.loads(config.to_json()))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return False
 
 
 def claim_workdir(

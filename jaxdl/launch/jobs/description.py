@@ -13,7 +13,7 @@ from typing import Annotated, TypeVar
 
 import pydantic
 
-from jaxdl.cluster.exits import DELIBERATE
+from jaxdl.cluster.exits import DELIBERATE, HALTED
 from jaxdl.config import Config, ConfigError
 from jaxdl.experiment import Experiment, load
 from jaxdl.launch.asynchronous import parse
@@ -28,8 +28,8 @@ JobT = TypeVar("JobT", bound="Job")
 COORDINATOR_PORT = 8476
 """The port of process 0 in clusters that give each job separate addresses; below the ports of outgoing connections."""
 
-NEVER_RESTARTED = DELIBERATE
-"""Exit codes that a restart would only repeat: a user error in the command or config, and training that diverged."""
+NEVER_RESTARTED = (*DELIBERATE, HALTED)
+"""Exit codes after which a job is not restarted: a user error, training that diverged, a run halted by its user."""
 
 STOPPED = (130, 143)
 """Exit codes after SIGINT and SIGTERM: the run was stopped on purpose, and all processes have saved the same step."""

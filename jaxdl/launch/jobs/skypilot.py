@@ -87,7 +87,7 @@ def _resources(job: SkyPilotJob) -> str:
         lines.append(f"  image_id: {json.dumps(job.image)}\n")
     if job.spot:
         lines.append("  use_spot: true\n")
-    never = " and ".join(str(code) for code in NEVER_RESTARTED)
+    never = ", ".join(str(code) for code in NEVER_RESTARTED)
     lines.append("  job_recovery:  # Preempted machines are replaced without limit; failures of the run:\n")
     lines.append(f"    max_restarts_on_errors: {job.restarts}  # Also after {never}, where a restart does not help.\n")
     return "resources:\n" + "".join(lines)

@@ -1,0 +1,134 @@
+"""What runs measured, by step, by examples or by time, read from their workdirs; and how their configs differ."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from jaxdl.cluster.consistency import flat
+from jaxdl.errors import ConfigError
+from jaxdl.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
+from jaxdl.report.plots import LOWER_IS_BETTER
+
+By = Literal["step", "examples", "time"]
+"""What curves are drawn over: steps; training examples seen; seconds of training, without compiling and evaluating."""
+
+DEFAULT_PREFIXES = ("train/loss", "eval/")
+
+
+@dataclass(frozen=True)
+class Curves:
+    """The measurements of one run. Rows are those of metrics.jsonl without events, in the order of their steps."""
+
+    workdir: Path
+    rows: Sequence[Mapping[str, Any]]
+    config: Mapping[str, Any]
+    """The config as requested, dotted name -> value."""
+    train_examples: int | None
+    """Size of the training data; None if the workdir does not say."""
+
+    def points(self, metric: str, by: By = "step") -> tuple[np.ndarray, np.ndarray]:
+        """(where, value) of a metric, float64 each, where it is a finite number; both empty if it has none.
+
+        Raises ConfigError when the workdir does not say how many examples the run has seen, or how fast it was.
+        """
+        found = [
+            (number, float(row[metric]))
+            for number, row in enumerate(self.rows)
+            if isinstance(row.get(metric), int | float) and math.isfinite(row[metric])
+        ]
+        places = self._places(by)
+        return np.asarray([places[number] for number, _ in found]), np.asarray([value for _, value in found])
+
+    def _places(self, by: By) -> np.ndarray:
+        if by == "step":
+            return np.asarray([row["step"] for row in self.rows], float)
+        if self.train_examples is None or not all("epoch" in row for row in self.rows):
+            raise ConfigError(f"{self.workdir}: it does not say how many examples there were. Give --by step.")
+        examples = np.asarray([row["epoch"] * self.train_examples for row in self.rows])
+        return examples if by == "examples" else self._seconds(examples)
+
+    def _seconds(self, examples: np.ndarray) -> np.ndarray:
+        """The seconds that training up to each row took: the sum over reports of their examples by their rate."""
+        rated = [number for number, row in enumerate(self.rows) if row.get("examples_per_sec")]
+        if not rated:
+            raise ConfigError(f"{self.workdir}: it does not say how fast the run was. Give --by step.")
+        rates = np.asarray([self.rows[number]["examples_per_sec"] for number in rated])
+        ends = examples[rated]
+        seconds = np.cumsum(np.diff(ends, prepend=0.0) / rates)
+        return np.interp(examples, np.concatenate([[0.0], ends]), np.concatenate([[0.0], seconds]))
+
+    def last(self, metric: str) -> float | None:
+        """The last value of a metric."""
+        values = self.points(metric)[1]
+        return float(values[-1]) if len(values) else None
+
+    def best(self, metric: str) -> tuple[float, int] | None:
+        """(best value of a metric, its step): the least of a loss and the like, the largest of another."""
+        steps, values = self.points(metric)
+        if not len(values):
+            return None
+        place = int(np.argmin(values) if any(word in metric for word in LOWER_IS_BETTER) else np.argmax(values))
+        return float(values[place]), int(steps[place])
+
+
+def read_curves(workdir: Path) -> Curves:
+    """The measurements of the run in a workdir. Raises ConfigError when they cannot be read, or there are none."""
+    try:
+        lines = (workdir / METRICS_FILE).read_bytes().split(b"\n")
+        config = json.loads((workdir / CONFIG_FILE).read_bytes())
+    except (OSError, ValueError) as error:
+        reason = error.strerror or error if isinstance(error, OSError) else error
+        raise ConfigError(f"{workdir}: its {METRICS_FILE} and {CONFIG_FILE} cannot be read: {reason}.") from None
+    rows = [row for row in map(_row, lines) if row is not None]
+    if not rows:
+        raise ConfigError(f"{workdir}: there is no measurement in its {METRICS_FILE} yet.")
+    try:
+        examples = int(json.loads((workdir / EXAMPLES_FILE).read_bytes())["train"]["examples"])
+    except (OSError, ValueError, KeyError, TypeError):
+        examples = None
+    rows.sort(key=lambda row: row["step"])
+    return Curves(workdir, rows, flat(config) if isinstance(config, dict) else {}, examples)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None  # One that is being written.
+    return row if isinstance(row, dict) and type(row.get("step")) is int and "event" not in row else None
+
+
+def metrics_of(runs: Sequence[Curves], asked: Sequence[str] = ()) -> list[str]:
+    """The metrics that are compared: those `asked` for, or else the training loss and those of evaluations.
+
+    Raises ConfigError for one that no run has.
+    """
+    known = list(dict.fromkeys(name for run in runs for row in run.rows for name in row))
+    if missing := [name for name in asked if name not in known]:
+        there = ", ".join(name for name in known if name not in ("step", "epoch"))
+        raise ConfigError(f"--metric {missing[0]}: none of these runs has it. They have {there}.")
+    return list(asked) or sorted(
+        (name for name in known if name.startswith(DEFAULT_PREFIXES)), key=lambda name: not name.endswith("/loss")
+    )
+
+
+def config_differences(runs: Sequence[Curves]) -> dict[str, list[Any]]:
+    """Dotted field -> its value in each run, of the fields that are not alike in all; None where a run has none."""
+    names = sorted({name for run in runs for name in run.config})
+    found = {name: [run.config.get(name) for run in runs] for name in names}
+    return {name: values for name, values in found.items() if any(value != values[0] for value in values)}
+
+
+def short_names(workdirs: Sequence[Path]) -> list[str]:
+    """The names of runs in figures and tables: their paths without the folder that all are in."""
+    absolute = [os.path.abspath(path) for path in workdirs]
+    common = os.path.commonpath([os.path.dirname(path) for path in absolute])
+    return [os.path.relpath(path, common) for path in absolute]

@@ -1,0 +1,277 @@
+"""Runs that share nodes: submit them, and serve the fleet."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from jaxdl.config import ConfigError
+from jaxdl.errors import OptionError, command_line, fail
+from jaxdl.fleet.store import SERVER_FOLDER, Asked, Store
+from jaxdl.options import parse_options
+
+_PROG = "python -m jaxdl.fleet"
+OptionsT = TypeVar("OptionsT")
+
+
+@dataclass(frozen=True)
+class OfFleet:
+    """What every command needs."""
+
+    state: Path
+    """The folder of the fleet, on a disk that server and users share."""
+
+
+@dataclass(frozen=True)
+class Serve(OfFleet):
+    """Runs what is submitted, until all is done (--until-idle) or a signal. Runs outlive their server."""
+
+    nodes: int = 1
+    """The number of nodes."""
+    engine: str = "local"
+    """Where runs run: `local`, processes on this machine."""
+    fairness: float = 0.2
+    """How far a run may be from its fair share, as a part of all nodes."""
+    resized: float = 0.1
+    """The part of the running runs that one decision may resize, rounded up."""
+    between_sec: float = 600.0
+    """The least time between two changes of a run: ten times what saving and starting it takes is a good choice."""
+    failures: int = 3
+    """A run that fails more often than this in a row is not started again."""
+    poll_sec: float = 1.0
+    """The time between two looks at runs and submissions."""
+    until_idle: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """End when all runs have ended."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print what would be decided now and why, and start and stop nothing."""
+
+
+@dataclass(frozen=True)
+class Submit(OfFleet):
+    """Accepts a run: OPTIONS -- COMMAND, in which {nodes} stands for the number of nodes.
+
+    The command resumes what it began, as `python -m jaxdl.train` does with a workdir. When this command has printed the
+    run's number, the submission is on disk.
+    """
+
+    min: int = 1
+    """The fewest nodes."""
+    max: int = 1
+    """The most nodes."""
+    sizes: tuple[int, ...] = ()
+    """The numbers of nodes that the run may have, in place of --min and --max: those that divide its batch."""
+    weight: float = 1.0
+    """Its fair share, relative to those of others."""
+    priority: int = 0
+    """Runs of a higher priority take nodes from it where they need them."""
+    delay_sec: float = 0.0
+    """Do not start it before so many seconds from now."""
+
+
+@dataclass(frozen=True)
+class Status(OfFleet):
+    """Shows the runs and the nodes."""
+
+    json: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class Simulate:
+    """Plays made-up runs in simulated time, elastic and on static partitions, and draws both."""
+
+    runs: int = 50
+    """The number of runs."""
+    nodes: int = 20
+    """The number of nodes."""
+    seed: int = 0
+    """Another seed gives other runs."""
+    fairness: float = 0.2
+    """As of `serve`."""
+    resized: float = 0.1
+    """As of `serve`."""
+    resize_sec: float = 120.0
+    """What a resize takes; a start takes half of it."""
+    between_sec: float = 1200.0
+    """As of `serve`."""
+    plot: Path | None = None
+    """A PNG file for the picture."""
+    json: Path | None = None
+    """A file for the figures."""
+
+
+def serve(args: list[str]) -> None:
+    """Serves until a signal, or until all is done."""
+    from jaxdl.fleet.engine import make_engine
+    from jaxdl.fleet.policy import Rules
+    from jaxdl.fleet.server import Server, Settings
+    from jaxdl.lease import Lease
+
+    options = _options(Serve, "serve", args)
+    if options.nodes < 1 or options.failures < 0 or options.poll_sec <= 0 or options.between_sec < 0:
+        raise OptionError("--nodes: 1 or more; --failures, --between-sec: 0 or more; --poll-sec: above 0.")
+    if not (0 <= options.fairness <= 1 and 0 <= options.resized <= 1):
+        raise OptionError("--fairness, --resized: from 0 to 1.")
+    store = Store(options.state)
+    store.folder.mkdir(parents=True, exist_ok=True)
+    engine = make_engine(options.engine, store, options.nodes)
+    settings = Settings(Rules(options.fairness, options.resized), options.between_sec, options.failures)
+    if options.dry_run:
+        _print_decision(Server(store, engine, settings))
+        return
+
+    def lost(reason: str) -> None:
+        sys.stderr.write(f"error: {reason}\n")
+        sys.stderr.flush()
+        os._exit(75)  # Another server has the fleet: this one must do nothing more.
+
+    lease = Lease(store.folder / SERVER_FOLDER, lost)
+    lease.acquire()
+    try:
+        _loop(Server(store, engine, settings), options)
+    finally:
+        lease.release()
+
+
+def _loop(server: Any, options: Serve) -> None:
+    said: dict[str, tuple[str, str]] = {}
+    while True:
+        server.turn()
+        for name, member in server.members.items():
+            now = (member.state, member.reason)
+            if said.get(name) != now:
+                said[name] = now
+                nodes = f" on {len(member.nodes)}" if member.nodes else ""
+                print(f"{time.strftime('%H:%M:%S')}  run {name} {member.state}{nodes}: {member.reason}", flush=True)
+        if options.until_idle and server.idle:
+            return
+        time.sleep(options.poll_sec)
+
+
+def _print_decision(server: Any) -> None:
+    decision = server.propose()
+    for name, why in decision.reasons.items():
+        print(f"run {name}: {why}")
+    if not decision.reasons:
+        print("no run is waiting or running")
+
+
+def submit(args: list[str]) -> None:
+    """Prints the number of the run."""
+    own, command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
+    options = _options(Submit, "submit", own)
+    if options.sizes and (options.min != 1 or options.max != 1):
+        raise OptionError("--sizes: give either it or --min and --max.")
+    if options.min > options.max and not options.sizes:
+        raise OptionError(f"--min {options.min}: it is more than --max {options.max}.")
+    sizes = options.sizes or tuple(range(options.min, options.max + 1))
+    not_before = time.time() + options.delay_sec if options.delay_sec else 0.0
+    made = Store(options.state).submit(
+        command, sizes, weight=options.weight, priority=options.priority, not_before=not_before
+    )
+    print(made.name)
+
+
+def status(args: list[str]) -> None:
+    """Prints the table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    options = _options(Status, "status", args)
+    store = Store(options.state)
+    view = store.view()
+    shown = {run["run"] for run in view["runs"]}
+    waiting = [one.name for one in store.submissions() if one.name not in shown]
+    if options.json:
+        print(json.dumps(view | {"not_seen": waiting}, indent=2))
+        return
+    age = time.time() - view["at"]
+    used = sum(bool(run) for run in view["nodes"].values())
+    console = Console()
+    table = Table(title=f"{used} of {len(view['nodes'])} nodes have a run, {age:.0f} s ago")
+    for column in ("run", "state", "nodes", "share", "attempt", "resized", "why"):
+        table.add_column(column, justify="left" if column in ("run", "state", "why") else "right")
+    for run in view["runs"]:
+        counts = (f"{run['share']:.3g}", str(run["attempt"]), str(run["resized"]))
+        table.add_row(run["run"], run["state"], str(len(run["nodes"])), *counts, run["reason"])
+    console.print(table)
+    if waiting:
+        console.print(f"accepted, and not seen by a server yet: {', '.join(waiting)}")
+
+
+def explain(args: list[str]) -> None:
+    """Prints what the last decision said of each run."""
+    options = _options(OfFleet, "explain", args)
+    for run in Store(options.state).view()["runs"]:
+        known = ", ".join(f"{nodes} nodes {speed:,.0f}/s" for nodes, speed in run["speeds"].items()) or "not measured"
+        sizes = ", ".join(map(str, run["sizes"]))
+        print(f"run {run['run']}, {run['state']}: {run['decided'] or run['reason']}")
+        print(f"  it may have {sizes} nodes; weight {run['weight']:g}, priority {run['priority']}; speed: {known}")
+
+
+def _ask(what: Asked) -> Callable[[list[str]], None]:
+    def ask(args: list[str]) -> None:
+        names = [one for one in args if not one.startswith("-") and one.isdigit()]
+        options = _options(OfFleet, what, [one for one in args if one not in names])
+        if not names:
+            raise OptionError("give the number of a run, such as 0003.")
+        for name in names:
+            Store(options.state).ask(name, what)
+
+    return ask
+
+
+def simulate(args: list[str]) -> None:
+    """Prints both results."""
+    from jaxdl.fleet.report import report
+
+    options = _options(Simulate, "simulate", args)
+    if options.runs < 1 or options.nodes < 1:
+        raise OptionError("--runs, --nodes: 1 or more.")
+    report(**{one.name: getattr(options, one.name) for one in dataclasses.fields(options)})
+
+
+COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
+    "serve": ("runs what is submitted, and resizes it", serve),
+    "submit": ("accepts a run", submit),
+    "status": ("shows runs and nodes", status),
+    "explain": ("says why each run has its nodes", explain),
+    "hold": ("saves and stops runs, until `resume`", _ask("hold")),
+    "resume": ("lets held runs run", _ask("run")),
+    "cancel": ("saves and stops runs for good", _ask("cancel")),
+    "simulate": ("plays a fleet in simulated time", simulate),
+}
+
+
+def _options(kind: type[OptionsT], name: str, args: list[str]) -> OptionsT:
+    return parse_options(kind, args, prog=f"{_PROG} {name}", description=inspect.getdoc(kind))
+
+
+def main(args: list[str]) -> None:
+    """Runs one command; exits with code 2 after a user error."""
+    if not args or args[0] in ("-h", "--help"):
+        print(f"usage: {_PROG} NAME --state FOLDER [OPTIONS]\n")
+        for name, (what, _) in COMMANDS.items():
+            print(f"  {name:9} {what}")
+        raise SystemExit(0)
+    with command_line():
+        if args[0] not in COMMANDS:
+            fail(f"{args[0]}: there is no such command; choose one of {', '.join(COMMANDS)}.")
+        try:
+            COMMANDS[args[0]][1](args[1:])
+        except OSError as error:
+            raise ConfigError(f"{error.filename or 'fleet'}: {error.strerror}.") from None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

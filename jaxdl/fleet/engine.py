@@ -1,0 +1,142 @@
+"""Where the runs of a fleet run: an engine starts and stops them, says how they ended, and which nodes there are."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from jaxdl.errors import ConfigError
+from jaxdl.fleet.keeper import EXIT_FILE, KEEPER_FILE, OUTPUT_FILE
+from jaxdl.fleet.store import Store, Submission, sync_folder
+
+LOST = -1
+"""In place of the exit code of an attempt that is gone without one, because it was killed with its keeper."""
+_engines: dict[str, type[Engine]] = {}
+
+
+class Engine(abc.ABC):
+    """The four calls behind which a kind of cluster is. A subclass registers itself by its name."""
+
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _engines[cls.name] = cls
+
+    def __init__(self, store: Store, num_nodes: int) -> None:
+        self.store, self.num_nodes = store, num_nodes
+
+    @abc.abstractmethod
+    def nodes(self) -> list[str]:
+        """The names of the nodes that are in service."""
+
+    @abc.abstractmethod
+    def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
+        """Starts a run on these nodes; False if something of it is still alive, so that nothing was started."""
+
+    @abc.abstractmethod
+    def stop(self, run: Submission, attempt: int) -> None:
+        """Asks an attempt to save and end; returns at once. May be called again."""
+
+    @abc.abstractmethod
+    def poll(self, run: Submission, attempt: int) -> int | None:
+        """The exit code of an attempt, `LOST` without one; None while it lives."""
+
+
+def make_engine(name: str, store: Store, num_nodes: int) -> Engine:
+    """The engine of a name. Raises ConfigError if there is none."""
+    if name not in _engines:
+        raise ConfigError(f"--engine {name}: there is no such engine; choose one of {', '.join(sorted(_engines))}.")
+    return _engines[name](store, num_nodes)
+
+
+class Local(Engine):
+    """Processes on this machine: a run on n nodes is `python -m jaxdl.launch local --hosts n`.
+
+    Each run has a lock, an open file that the processes of an attempt inherit: as long as one lives, no other attempt
+    starts, whatever server asks.
+    """
+
+    name = "local"
+
+    def nodes(self) -> list[str]:
+        """node0, node1, ... but for those that were taken out of service."""
+        lost = self.store.lost_nodes()
+        return [name for name in (f"node{number}" for number in range(self.num_nodes)) if name not in lost]
+
+    def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
+        """See `Engine.start`. A command that cannot be started ends with a code, as others do."""
+        lock = self._locked(run)
+        if lock is None:
+            return False
+        try:
+            folder = self.folder(run, attempt)
+            folder.mkdir(parents=True, exist_ok=True)
+            sync_folder(folder.parent)
+            command = self.command(run, nodes)
+            keeper = [sys.executable, "-m", "jaxdl.fleet.keeper", str(folder.absolute()), str(lock), *command]
+            # In a session of its own, and without the server's output: what ends the server is not for the runs.
+            with (folder / OUTPUT_FILE).open("ab") as output:
+                subprocess.Popen(
+                    keeper,
+                    cwd=run.folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,
+                    pass_fds=(lock,),
+                )
+        finally:
+            os.close(lock)
+        return True
+
+    def command(self, run: Submission, nodes: Sequence[str]) -> list[str]:
+        """What runs on this machine for a run on these nodes."""
+        words = [word.replace("{nodes}", str(len(nodes))) for word in run.command]
+        return [sys.executable, "-m", "jaxdl.launch", "local", "--hosts", str(len(nodes)), "--", *words]
+
+    def stop(self, run: Submission, attempt: int) -> None:
+        """SIGTERM to the keeper, which forwards it."""
+        if self.poll(run, attempt) is None and (pid := self._keeper(run, attempt)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def poll(self, run: Submission, attempt: int) -> int | None:
+        """See `Engine.poll`."""
+        lock = self._locked(run)
+        if lock is None:  # Also for a moment after the code was written.
+            return None
+        os.close(lock)
+        try:
+            return int(json.loads((self.folder(run, attempt) / EXIT_FILE).read_text())["code"])
+        except FileNotFoundError:
+            return LOST
+
+    def folder(self, run: Submission, attempt: int) -> Path:
+        """Where the files of an attempt are."""
+        return self.store.run_folder(run.name) / "attempts" / str(attempt)
+
+    def _keeper(self, run: Submission, attempt: int) -> int | None:
+        try:
+            return int(json.loads((self.folder(run, attempt) / KEEPER_FILE).read_text())["pid"])
+        except FileNotFoundError:
+            return None
+
+    def _locked(self, run: Submission) -> int | None:
+        """The lock of a run as an open file; None if something of the run has it."""
+        descriptor = os.open(self.store.run_folder(run.name) / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        return descriptor

@@ -1,0 +1,112 @@
+"""The report of a simulated fleet: figures, and a picture of which run has which nodes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxdl.fleet.policy import Rules
+from jaxdl.fleet.simulate import Costs, Job, Result, elastic, made_up_jobs, static
+from jaxdl.writing import replace_file
+
+_HOUR = 3600.0
+
+
+def report(
+    *,
+    runs: int,
+    nodes: int,
+    seed: int,
+    fairness: float,
+    resized: float,
+    resize_sec: float,
+    between_sec: float,
+    plot: Path | None,
+    json: Path | None,
+) -> None:
+    """Plays and prints both policies, and writes what is asked for."""
+    jobs = made_up_jobs(runs, nodes, seed)
+    costs = Costs(resize_sec / 2, resize_sec, between_sec)
+    results = [static(jobs, nodes, costs), elastic(jobs, nodes, Rules(fairness, resized), costs)]
+    table = Table(title=f"{runs} runs on {nodes} nodes, seed {seed}")
+    columns = (
+        "policy",
+        "nodes in use",
+        "fairness loss",
+        "completion, h",
+        "median",
+        "lost by resizes",
+        "resizes",
+        "most",
+    )
+    for column in columns:
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for one in results:
+        hours = one.completion_sec(jobs) / _HOUR
+        table.add_row(
+            one.policy,
+            f"{one.utilization:.1%}",
+            f"{one.fairness_loss:.3f}",
+            f"{hours.mean():.2f}",
+            f"{np.median(hours):.2f}",
+            f"{one.lost:.1%}",
+            str(one.num_resized),
+            str(one.most_resized),
+        )
+    console = Console(width=120)
+    console.print(table)
+    faster = results[0].completion_sec(jobs) / results[1].completion_sec(jobs)
+    slower = int((faster < 1).sum())
+    console.print(
+        f"under elastic sizes a run ends {faster.mean():.2f} times as soon on average (median {np.median(faster):.2f}, "
+        f"at most {faster.max():.1f}); {slower} of {runs} end later",
+        highlight=False,
+    )
+    if json is not None:
+        replace_file(json, _as_json(results, jobs))
+    if plot is not None:
+        replace_file(plot, _picture(results, jobs, nodes))
+
+
+def _as_json(results: Sequence[Result], jobs: Sequence[Job]) -> bytes:
+    found = {
+        one.policy: {
+            "utilization": one.utilization,
+            "fairness_loss": one.fairness_loss,
+            "lost": one.lost,
+            "resizes": one.num_resized,
+            "completion_sec": one.completion_sec(jobs).tolist(),
+        }
+        for one in results
+    }
+    return json.dumps(found, indent=1).encode()
+
+
+def _picture(results: Sequence[Result], jobs: Sequence[Job], num_nodes: int) -> bytes:
+    """The nodes of each run over time, stacked, one panel a policy."""
+    from matplotlib import colormaps
+
+    from jaxdl.report.style import dress, new_figure, png
+
+    figure = new_figure(9, 3.0 * len(results), "Nodes of each run over time")
+    last = max(max(one.ended_sec.values()) for one in results) / _HOUR
+    colors = colormaps["tab20"]
+    axes: Any = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, one in zip(axes, results, strict=True):
+        at = np.array([when for when, _ in one.history]) / _HOUR
+        heights = [[nodes.get(job.name, 0) for _, nodes in one.history] for job in jobs]
+        panel.stackplot(
+            at, heights, step="post", colors=[colors(number % 20) for number in range(len(jobs))], lw=0.2, ec="white"
+        )
+        panel.set(xlim=(0, last), ylim=(0, num_nodes))
+        panel.yaxis.get_major_locator().set_params(integer=True)
+        mean = one.completion_sec(jobs).mean() / _HOUR
+        title = f"{one.policy}: {one.utilization:.0%} of the nodes in use, a run takes {mean:.1f} h"
+        dress(panel, title, x="hours" if panel is axes[-1] else "", y="nodes")
+    return png(figure)

@@ -1,0 +1,266 @@
+"""The server of a fleet: one loop that reads what is asked, sees what runs, decides, and starts and stops runs.
+
+All that it has to know after a crash is in the journal, in the files of the attempts, and in the locks of the runs: a
+server that is killed at any moment is followed by one that knows the same. An event is on disk before what it says is
+done. So an attempt may be in the journal that was never started: it is taken for lost, and another follows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxdl.cluster.exits import DELIBERATE, HALTED
+from jaxdl.errors import ConfigError
+from jaxdl.fleet.engine import LOST, Engine
+from jaxdl.fleet.policy import Decision, Rules, Run, decide
+from jaxdl.fleet.speed import Measured, last_speed, speeds
+from jaxdl.fleet.store import Journal, Store, Submission
+
+RUNNING, STOPPING, WAITING, HELD = "running", "stopping", "waiting", "held"
+COMPLETED, FAILED, CANCELLED = "completed", "failed", "cancelled"
+ENDED = (COMPLETED, FAILED, CANCELLED)
+_STARTED, _STOPPING, _LEFT, _ENDED = "started", "stopping", "left", "ended"
+_FIRST_PAUSE_SEC, _LONGEST_PAUSE_SEC = 5.0, 300.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a fleet is run."""
+
+    rules: Rules = field(default_factory=Rules)
+    between_sec: float = 600.0
+    """The least time between two changes of a run; ten times what saving and starting it takes is a good choice."""
+    failures: int = 3
+    """After so many failures in a row, none of which left it running for `between_sec`, a run has failed."""
+
+
+@dataclass
+class Member:
+    """A run as the server knows it."""
+
+    submission: Submission
+    state: str = WAITING
+    attempt: int = 0
+    nodes: tuple[str, ...] = ()
+    """What the current attempt has; empty without one."""
+    changed: float = 0.0
+    """When it got these nodes."""
+    failures: int = 0
+    not_before: float = 0.0
+    reason: str = "submitted"
+    resized: int = 0
+    code: int | None = None
+    decided: str = field(default="", compare=False)
+    """What the last decision said of it."""
+
+    @property
+    def alive(self) -> bool:
+        """Whether an attempt may be running."""
+        return self.state in (RUNNING, STOPPING)
+
+
+class Server:
+    """Serves the fleet of a store, whose lease the caller has."""
+
+    def __init__(
+        self, store: Store, engine: Engine, settings: Settings, *, now: Callable[[], float] = time.time
+    ) -> None:
+        self.store, self.engine, self.settings = store, engine, settings
+        self._now = now
+        self.members: dict[str, Member] = {}
+        self.decision: Decision | None = None
+        self._measured = Measured()
+        self._journal = Journal(store.folder)
+        self._situation: Any = None
+        self._read_submissions()
+        for event in self._journal.events():
+            self._apply(event)
+
+    def turn(self) -> None:
+        """One turn of the loop: reads, polls, decides, acts, and writes what `status` shows."""
+        self._read_submissions()
+        self._poll()
+        self._obey()
+        self._decide()
+        self._act()
+        self.store.write_view(self.view())
+
+    @property
+    def idle(self) -> bool:
+        """Whether all runs have ended."""
+        return all(member.state in ENDED for member in self.members.values())
+
+    def propose(self) -> Decision:
+        """The decision that the next turn would make; nothing is done."""
+        self._read_submissions()
+        return decide(self._runs(), len(self.engine.nodes()), self.settings.rules)
+
+    # What happened: each kind of event changes the members in one place, now and when it is read again.
+
+    def _write(self, what: str, member: Member, **values: Any) -> None:
+        event = {"run": member.submission.name, **values}
+        self._journal.write(what, **event)
+        self._apply({"what": what, "at": self._now(), **event})
+
+    def _apply(self, event: dict[str, Any]) -> None:
+        member = self.members.get(event["run"])
+        if member is None:
+            raise ConfigError(f"{self.store.folder}: the journal has run {event['run']}, whose submission is gone.")
+        what, at = event["what"], event["at"]
+        if what == _STARTED:
+            member.resized += int(event["resized"])
+            member.state, member.attempt = RUNNING, event["attempt"]
+            member.nodes, member.changed = tuple(event["nodes"]), at
+        elif what == _STOPPING:
+            member.state = STOPPING
+        elif what == _LEFT:  # An attempt is over, and another may follow.
+            member.state, member.nodes, member.code = WAITING, (), event["code"]
+            member.failures, member.not_before = event["failures"], event["not_before"]
+        elif what == _ENDED:
+            member.state, member.nodes, member.code = event["state"], (), event.get("code", member.code)
+        else:
+            raise ConfigError(f"{self.store.folder}: the journal has an event {what!r} of another version of jaxdl.")
+        member.reason = event["reason"]
+
+    # The loop, in the order of `turn`.
+
+    def _read_submissions(self) -> None:
+        for one in self.store.submissions():
+            self.members.setdefault(one.name, Member(one, not_before=one.not_before))
+
+    def _poll(self) -> None:
+        for member in self.members.values():
+            if not member.alive:
+                continue
+            workdir = member.submission.workdir
+            if workdir is not None and (speed := last_speed(workdir)) is not None:
+                self._measured.add(member.submission.name, len(member.nodes), speed)
+            code = self.engine.poll(member.submission, member.attempt)
+            if code is not None:
+                self._over(member, code)
+
+    def _over(self, member: Member, code: int) -> None:
+        """An attempt has ended with a code."""
+        if code == 0:
+            self._write(_ENDED, member, state=COMPLETED, code=0, reason="finished")
+        elif code == HALTED:
+            reason = "halted by the file in its workdir; submit it again to resume"
+            self._write(_ENDED, member, state=CANCELLED, code=code, reason=reason)
+        elif code in DELIBERATE:
+            self._write(_ENDED, member, state=FAILED, code=code, reason=f"exit code {code}: it would fail again")
+        elif member.state == STOPPING:
+            self._write(_LEFT, member, code=code, failures=0, not_before=0.0, reason=member.reason)
+        else:
+            lasted = self._now() - member.changed >= self.settings.between_sec
+            failures = 1 if lasted else member.failures + 1
+            what = "killed, or lost with its node" if code == LOST else f"exit code {code}"
+            if failures > self.settings.failures:
+                self._write(_ENDED, member, state=FAILED, code=code, reason=f"{what}, {failures} times in a row")
+                return
+            pause = 0.0 if failures == 1 else min(_FIRST_PAUSE_SEC * 2 ** (failures - 2), _LONGEST_PAUSE_SEC)
+            again = self._now() + pause
+            self._write(_LEFT, member, code=code, failures=failures, not_before=again, reason=f"{what}: starts again")
+
+    def _obey(self) -> None:
+        nodes = set(self.engine.nodes())
+        for member in self.members.values():
+            asked = self.store.asked(member.submission.name)
+            if member.state in ENDED:
+                continue
+            if member.state == RUNNING and asked != "run":
+                self._write(_STOPPING, member, reason={"hold": "held", "cancel": "cancelled"}[asked])
+            elif member.state == RUNNING and not nodes.issuperset(member.nodes):
+                lost = ", ".join(sorted(set(member.nodes) - nodes))
+                self._write(_STOPPING, member, reason=f"{lost} is out of service")
+            elif not member.alive:
+                if asked == "cancel":
+                    self._write(_ENDED, member, state=CANCELLED, reason="cancelled")
+                elif (asked == "hold") != (member.state == HELD):
+                    member.state = HELD if asked == "hold" else WAITING
+
+    def _runs(self) -> list[Run]:
+        """The runs that may run now, as the policy sees them."""
+        now, found = self._now(), []
+        for number, member in enumerate(self.members.values()):
+            one = member.submission
+            may_start = member.state == WAITING and member.not_before <= now
+            if member.state == STOPPING or not (may_start or member.state == RUNNING):
+                continue
+            fixed = member.state == RUNNING and now - member.changed < self.settings.between_sec
+            known = speeds(one.sizes, self._measured.of(one.name))
+            found.append(Run(one.name, known, number, one.weight, one.priority, len(member.nodes), fixed))
+        return found
+
+    def _decide(self) -> None:
+        """A new decision, if something is otherwise than when the last one was made and no run is being stopped.
+
+        What an attempt that is being stopped has is free only when it has ended.
+        """
+        if any(member.state == STOPPING for member in self.members.values()):
+            return
+        runs, nodes = self._runs(), self.engine.nodes()
+        situation = ([(run.name, run.nodes, run.fixed, run.priority) for run in runs], nodes)
+        if situation == self._situation:
+            return
+        self._situation = situation
+        self.decision = decide(runs, len(nodes), self.settings.rules)
+        for name, why in self.decision.reasons.items():
+            self.members[name].decided = why
+
+    def _act(self) -> None:
+        """Brings the fleet nearer to the decision: stops what has to change, then starts what nodes are free for."""
+        if self.decision is None:
+            return
+        wanted = {name: size for name, size in self.decision.nodes.items() if self.members[name].state not in ENDED}
+        for name, size in wanted.items():
+            member = self.members[name]
+            if member.state == RUNNING and size != len(member.nodes):
+                self._write(_STOPPING, member, reason=member.decided)
+        taken = {node for member in self.members.values() if member.alive for node in member.nodes}
+        for name, size in wanted.items():
+            member = self.members[name]
+            free = [node for node in self.engine.nodes() if node not in taken]
+            if member.state == WAITING and 0 < size <= len(free) and member.not_before <= self._now():
+                self._start(member, free[:size])
+                taken |= set(member.nodes)
+        for member in self.members.values():
+            if member.state == STOPPING:
+                self.engine.stop(member.submission, member.attempt)
+
+    def _start(self, member: Member, nodes: list[str]) -> None:
+        attempt = member.attempt + 1
+        resized = member.code is not None and member.failures == 0 and member.attempt > 0
+        self._write(_STARTED, member, attempt=attempt, nodes=nodes, resized=resized, reason=member.decided or "starts")
+        if not self.engine.start(member.submission, attempt, nodes):
+            self._write(_LEFT, member, code=LOST, failures=0, not_before=self._now() + 1.0, reason="still ends")
+
+    # What is shown.
+
+    def view(self) -> dict[str, Any]:
+        """The fleet as JSON."""
+        nodes = self.engine.nodes()
+        used = {node: name for name, member in self.members.items() if member.alive for node in member.nodes}
+        runs = [
+            {
+                "run": name,
+                "state": member.state,
+                "nodes": list(member.nodes),
+                "sizes": list(member.submission.sizes),
+                "weight": member.submission.weight,
+                "priority": member.submission.priority,
+                "share": self.decision.shares.get(name, 0.0) if self.decision else 0.0,
+                "attempt": member.attempt,
+                "resized": member.resized,
+                "since": member.changed or member.submission.submitted,
+                "code": member.code,
+                "reason": member.reason,
+                "decided": member.decided,
+                "workdir": str(member.submission.workdir or ""),
+                "speeds": {str(n): sec for n, sec in sorted(self._measured.of(name).items())},
+            }
+            for name, member in self.members.items()
+        ]
+        return {"at": self._now(), "nodes": {node: used.get(node, "") for node in nodes}, "runs": runs}

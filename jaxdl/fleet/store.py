@@ -1,0 +1,199 @@
+"""The folder of a fleet: what was submitted and asked, by users, and the journal, by the server.
+
+    server/lease.json       which process serves
+    journal.jsonl           what the server did, a line each, on disk before it is done
+    fleet.json              the fleet as the server last saw it, for `status` and `explain`
+    lost.json               nodes that are out of service
+    runs/0007/submission.json, asked.json, lock, attempts/2/{keeper.json, exit.json, output.txt}
+
+A submission is accepted once its file is on disk; no server need run for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxdl.errors import ConfigError
+from jaxdl.writing import replace_file
+
+Asked = Literal["run", "hold", "cancel"]
+_RUNS, _SUBMISSION, _ASKED, _JOURNAL = "runs", "submission.json", "asked.json", "journal.jsonl"
+FLEET_FILE, LOST_FILE, SERVER_FOLDER = "fleet.json", "lost.json", "server"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A run as a user submitted it."""
+
+    name: str
+    """Its number in the fleet, such as 0007."""
+    command: tuple[str, ...]
+    """`{nodes}` stands for the number of nodes."""
+    sizes: tuple[int, ...]
+    """The numbers of nodes that it may have."""
+    folder: str
+    """Where the command is run."""
+    weight: float = 1.0
+    priority: int = 0
+    not_before: float = 0.0
+    """Unix time before which it does not start."""
+    submitted: float = 0.0
+
+    @property
+    def workdir(self) -> Path | None:
+        """The workdir that the command names."""
+        for number, word in enumerate(self.command):
+            name, equals, value = word.partition("=")
+            if name == "--workdir":
+                following = self.command[number + 1 : number + 2]
+                return Path(self.folder) / (value if equals else following[0]) if equals or following else None
+        return None
+
+
+class Store:
+    """The files of a fleet."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def submit(
+        self,
+        command: Sequence[str],
+        sizes: Sequence[int],
+        *,
+        weight: float = 1.0,
+        priority: int = 0,
+        not_before: float = 0.0,
+    ) -> Submission:
+        """Accepts a run: when this returns it is on disk. Raises ConfigError for what cannot be."""
+        if not command:
+            raise ConfigError(
+                "submit: there is no command. Give it after --: submit --max 4 -- python -m jaxdl.train ..."
+            )
+        if not sizes or min(sizes) < 1:
+            raise ConfigError(f"sizes {list(sizes)}: a run needs 1 node or more. Give --min, --max or --sizes.")
+        if not weight > 0:
+            raise ConfigError(f"--weight {weight:g}: it must be above 0.")
+        parent = self.folder / _RUNS
+        parent.mkdir(parents=True, exist_ok=True)
+        made = Submission("", tuple(command), tuple(sorted(set(sizes))), os.getcwd(), weight, priority, not_before)
+        for other in self.submissions():
+            if made.workdir is not None and other.workdir == made.workdir and self.asked(other.name) != "cancel":
+                raise ConfigError(
+                    f"--workdir {made.workdir}: run {other.name} has it. Give another folder, or cancel that run first."
+                )
+        number = 1 + max((int(path.name) for path in parent.iterdir() if path.name.isdigit()), default=0)
+        while True:
+            path = parent / f"{number:04d}"
+            try:
+                path.mkdir()
+                break
+            except FileExistsError:  # Somebody else submits at the same time.
+                number += 1
+        made = dataclasses.replace(made, name=path.name, submitted=time.time())
+        replace_file(path / _SUBMISSION, json.dumps(dataclasses.asdict(made), indent=2).encode())
+        for one in (path, parent, self.folder):
+            sync_folder(one)
+        return made
+
+    def submissions(self) -> list[Submission]:
+        """All that were accepted, in their order. Raises ConfigError for a damaged file."""
+        found = []
+        for path in sorted((self.folder / _RUNS).glob(f"*/{_SUBMISSION}")):
+            try:
+                values = json.loads(path.read_text())
+                lists = {name: tuple(values[name]) for name in ("command", "sizes")}
+                found.append(Submission(**(values | lists)))
+            except (ValueError, TypeError, KeyError) as error:
+                raise ConfigError(f"{path}: this is no submission ({error}). Remove its folder.") from None
+        return found
+
+    def run_folder(self, name: str) -> Path:
+        """The folder of a run. Raises ConfigError if there is none."""
+        path = self.folder / _RUNS / name
+        if not (path / _SUBMISSION).is_file():
+            known = ", ".join(one.name for one in self.submissions()) or "none"
+            raise ConfigError(f"run {name}: there is no such run in {self.folder}. There are: {known}.")
+        return path
+
+    def ask(self, name: str, what: Asked) -> None:
+        """Asks the server to let a run run, to hold or to cancel it. Raises ConfigError if there is none."""
+        path = self.run_folder(name)
+        replace_file(path / _ASKED, json.dumps({"asked": what}).encode())
+        sync_folder(path)
+
+    def asked(self, name: str) -> Asked:
+        """What was asked last."""
+        try:
+            return json.loads((self.folder / _RUNS / name / _ASKED).read_text())["asked"]
+        except FileNotFoundError:
+            return "run"
+
+    def lost_nodes(self) -> set[str]:
+        """Nodes that are out of service."""
+        try:
+            return set(json.loads((self.folder / LOST_FILE).read_text()))
+        except FileNotFoundError:
+            return set()
+
+    def set_lost_nodes(self, names: Sequence[str]) -> None:
+        """Takes these nodes, and no others, out of service."""
+        replace_file(self.folder / LOST_FILE, json.dumps(sorted(names)).encode())
+
+    def write_view(self, view: Mapping[str, Any]) -> None:
+        """What `status` and `explain` show."""
+        replace_file(self.folder / FLEET_FILE, json.dumps(view, indent=1).encode())
+
+    def view(self) -> dict[str, Any]:
+        """What the server wrote last. Raises ConfigError if there is nothing yet."""
+        try:
+            return json.loads((self.folder / FLEET_FILE).read_text())
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self.folder}: no fleet is served there. Start one: python -m jaxdl.fleet serve --state {self.folder}"
+            ) from None
+
+
+class Journal:
+    """What the server did: appended and on disk before it is done, read again by the next server."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / _JOURNAL
+        self._path.touch()
+        sync_folder(folder)
+        whole = self._path.read_bytes()
+        end = whole.rfind(b"\n") + 1
+        if end < len(whole):  # A server was killed while it wrote: that line was not acted on.
+            with self._path.open("rb+") as file:
+                file.truncate(end)
+
+    def write(self, what: str, **values: Any) -> None:
+        """Appends an event; returns when it is on disk."""
+        line = json.dumps({"what": what, "at": time.time(), **values})
+        with self._path.open("ab") as file:
+            file.write(line.encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """All events, the first one first."""
+        for line in self._path.read_text().splitlines():
+            yield json.loads(line)
+
+
+def sync_folder(path: Path) -> None:
+    """Brings new names in a folder to the disk, where the file system can."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,41 @@
+"""Data that are read from copies on the disk of each node: `--stage-data`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from jaxdl.cluster import wait_for_all
+from jaxdl.config import ConfigError
+from jaxdl.data import Data, DataSpec, Splits, Stage
+from jaxdl.report import Start
+from jaxdl.run.validate import read_splits
+
+Reader = Callable[[Data, DataSpec | None], Splits]
+"""Reads the data of a config, see `read_splits`."""
+
+
+def make_reader(folder: str | Path | None, say: Callable[[str | None], None], start: Start) -> Reader:
+    """Reads data from copies in `folder`, which are made first where they are missing; as they are without a folder.
+
+    `say` is told how far the copying is, and None when it is over; `start` shows that copies are read. The returned
+    function raises ConfigError as `read_splits` does, and for data of which nothing can be copied.
+    """
+    if folder is None:
+        return read_splits
+    stage = Stage(folder, say)
+
+    def read(data: Data, recorded: DataSpec | None) -> Splits:
+        try:
+            staged = data.staged(stage)
+        finally:
+            say(None)
+        if not stage.taken:
+            raise ConfigError(
+                f"--stage-data {folder}: data {data.kind} reads no files here, so it has no effect. Leave it out."
+            )
+        start.fact("data", f"read from copies in {folder}")
+        wait_for_all()  # One node may copy for hours while another has its copy already.
+        return read_splits(staged, recorded)
+
+    return read

@@ -1,0 +1,256 @@
+"""The loop of a search: collects the trials that have stopped, asks the policy, starts what it decides."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+from jaxdl.errors import ConfigError
+from jaxdl.search.engines import Job, Workers
+from jaxdl.search.journal import Journal
+from jaxdl.search.samplers import Proposal, Sampler
+from jaxdl.search.schedulers import Action, Clone, New, Policy, Promote
+from jaxdl.search.space import Setting, shown, words_of
+from jaxdl.search.trial import Direction, Trial
+from jaxdl.search.workdirs import copy_workdir, value_at, wait_until_free, why_failed
+
+TRIALS_FOLDER, LOGS_FOLDER, PROGRAMS_FOLDER = "trials", "logs", "programs"
+PROGRAMS = "JAX_COMPILATION_CACHE_DIR"
+DIVERGED, MISTAKE = 3, 2
+POLL_SEC = 0.1
+
+
+class Shows(Protocol):
+    """What shows a search while it runs."""
+
+    def event(self, text: str) -> None:
+        """Something that happened, in a line."""
+        ...
+
+    def refresh(self, trials: Sequence[Trial], running: Sequence[int]) -> None:
+        """The trials as they are now; called often."""
+        ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a search trains, as far as the loop needs it."""
+
+    folder: Path
+    """Of the search."""
+    command: tuple[str, ...]
+    """`--config FILE` and the options that all trials share."""
+    settings: tuple[Setting, ...]
+    metric: str
+    """As in metrics.jsonl, `eval/accuracy`."""
+    direction: Direction
+    length: Callable[[dict[str, Any]], int]
+    """The full length in steps of a trial with these settings."""
+    seed: int = 0
+    retries: int = 3
+    changing: bool = False
+    """Whether settings change within a run."""
+
+    def workdir(self, number: int) -> Path:
+        """The folder of a trial."""
+        return self.folder / TRIALS_FOLDER / f"{number:04d}"
+
+    def log(self, number: int) -> Path:
+        """What a trial's processes have printed."""
+        return self.folder / LOGS_FOLDER / f"{number:04d}.log"
+
+    def environment(self) -> dict[str, str]:
+        """Variables of trials: one that resumes finds its compiled programs here, if there is no other place."""
+        if os.environ.get(PROGRAMS):
+            return {}
+        return {PROGRAMS: str((self.folder / PROGRAMS_FOLDER).absolute())}
+
+    def options(self, trial: Trial) -> list[str]:
+        """The options that train a trial."""
+        return [*self.command, *words_of(trial.settings)]
+
+    def train(self, trial: Trial) -> list[str]:
+        """The command that trains a trial to its target."""
+        words = [
+            sys.executable,
+            "-m",
+            "jaxdl.train",
+            *self.options(trial),
+            "--workdir",
+            str(self.workdir(trial.number)),
+        ]
+        if trial.target < self.length(dict(trial.settings)):
+            words += ["--max-steps", str(trial.target)]
+        if self.changing:
+            words += ["--may-change", *(one.name for one in self.settings)]
+        return words
+
+    def again(self, trial: Trial) -> str:
+        """A command line for the user that trains a trial's settings to the end in a new folder."""
+        words = ["--workdir", f"runs/trial-{trial.number:04d}", *self.options(trial)]
+        return f"python -m jaxdl.train {shlex.join(words)}"
+
+
+class Search:
+    """One process's part of a search; everything that lasts is in the journal and in the workdirs."""
+
+    def __init__(
+        self, request: Request, journal: Journal, sampler: Sampler, policy: Policy, workers: Workers, shows: Shows
+    ) -> None:
+        self.request, self.journal, self.sampler, self.policy = request, journal, sampler, policy
+        self.workers, self.shows = workers, shows
+        self.running: set[int] = set()
+        self.signum: int | None = None
+        self._tries: dict[int, int] = {}
+
+    def run(self) -> int | None:
+        """Runs until nothing is left to do; the number of the signal that stopped it, or None."""
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            before = {one: signal.signal(one, self._note) for one in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            for trial in self.journal.trials():  # A killed search may have recorded a copy and not made it.
+                self._copy(trial)
+            while self.signum is None and self._step():
+                self.shows.refresh(self.journal.trials(), sorted(self.running))
+                time.sleep(POLL_SEC)
+            if self.signum is not None:
+                self.shows.event("stopping: the trials save their state")
+                self.workers.stop()
+                self._collect(stopping=True)
+        finally:
+            self.workers.close()
+            for one, handler in before.items():
+                signal.signal(one, handler)
+        self.shows.refresh(self.journal.trials(), [])
+        return self.signum
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        del frame
+        self.signum = signum
+
+    def _step(self) -> bool:
+        """Collects and starts what can be; False when the search is over."""
+        self._collect()
+        for trial in self.journal.trials():
+            if trial.busy and trial.number not in self.running and self._has_place():
+                self._start(trial)
+        while self._has_place() and (action := self.policy.next(self.journal.trials())) is not None:
+            if (trial := self._act(action)).busy:
+                self._start(trial)
+        return bool(self.running) or any(trial.busy for trial in self.journal.trials())
+
+    def _has_place(self) -> bool:
+        return len(self.running) < self.workers.capacity and self.signum is None
+
+    def _act(self, action: Action) -> Trial:
+        """Records a decision; the trial that it is about."""
+        if isinstance(action, New):
+            return self._new(action)
+        if isinstance(action, Promote):
+            self.journal.send(action.number, action.target)
+            trial = self.journal.trials()[action.number]
+            self.shows.event(f"trial {trial.number} trains on from step {trial.step} to {trial.target}")
+            return trial
+        return self._clone(action)
+
+    def _new(self, action: New) -> Trial:
+        """The next trial; one whose settings no run can have is recorded as failed when it runs."""
+        trials = self.journal.trials()
+        found: Proposal = self.sampler.propose(
+            self.request.settings, trials, self.request.direction, self.request.seed, self.journal.study_attributes()
+        )
+        self.journal.keep_study_attributes(found.study_attributes)
+        target = action.target or self.request.length(found.settings)
+        number = self.journal.add(found.settings, target, attributes=found.attributes)
+        self.shows.event(f"trial {number}: {shown(found.settings)}")
+        return self.journal.trials()[number]
+
+    def _clone(self, action: Clone) -> Trial:
+        """The copy that replaces a trial, which ends; first recorded, then made."""
+        trials = self.journal.trials()
+        parent, lost = trials[action.parent], trials[action.replaces]
+        values = {step: value for step, value in parent.values.items() if step <= action.from_step}
+        origin: dict[str, Any] = {"parent": parent.number, "from_step": action.from_step, "replaces": lost.number}
+        number = self.journal.add(action.settings, action.from_step, values=values, **origin)
+        if lost.state == "open":
+            self.journal.replace(lost.number)
+        self.shows.event(
+            f"trial {number}: {shown(action.settings)}, from trial {parent.number} at step {action.from_step}, in the "
+            f"place of trial {lost.number}"
+        )
+        self._copy(self.journal.trials()[number])
+        return self.journal.trials()[number]
+
+    def _copy(self, trial: Trial) -> None:
+        """Makes the folder of a trial that began as a copy, unless it is there; ends the trial it replaces."""
+        if trial.parent is None or trial.state != "open":
+            return
+        if self.journal.trials()[trial.replaces or 0].state == "open":
+            self.journal.replace(trial.replaces or 0)
+        workdir, source = self.request.workdir(trial.number), self.request.workdir(trial.parent)
+        if not copy_workdir(source, workdir, trial.from_step):
+            self.journal.fail(trial.number, f"trial {trial.parent} has no checkpoint of step {trial.from_step}")
+
+    def _start(self, trial: Trial) -> None:
+        workdir = self.request.workdir(trial.number)
+        wait_until_free(workdir, lambda: self.shows.refresh(self.journal.trials(), sorted(self.running)))
+        request, number = self.request, trial.number
+        self.workers.start(Job(number, request.train(trial), request.log(number), request.environment()))
+        self.running.add(trial.number)
+
+    def _collect(self, *, stopping: bool = False) -> None:
+        """Records what the trials that have ended have reached."""
+        trials = self.journal.trials()
+        for number, code in self.workers.ended().items():
+            self.running.discard(number)
+            if code == 0:
+                self._reached(trials[number])
+            elif not stopping:
+                self._broke_off(trials[number], code)
+
+    def _reached(self, trial: Trial) -> None:
+        value, reason = value_at(self.request.workdir(trial.number), self.request.metric, trial.target)
+        if value is None:
+            self._fail(trial, reason)
+            return
+        self._tries.pop(trial.number, None)
+        self.journal.report(trial.number, trial.target, value)
+        self.shows.event(f"trial {trial.number} at step {trial.target}: {self.request.metric} {value:.6g}")
+        if trial.target >= self.request.length(dict(trial.settings)):
+            self.journal.finish(trial.number, value)
+
+    def _broke_off(self, trial: Trial, code: int) -> None:
+        """Fails a trial that diverged or cannot be run; any other end is tried again."""
+        reason = why_failed(self.request.log(trial.number))
+        elsewhere = code == MISTAKE and "is in use: " in reason
+        if code in (DIVERGED, MISTAKE) and not elsewhere:
+            self._fail(trial, reason if code == MISTAKE else f"diverged: {reason}")
+            return
+        self._tries[trial.number] = self._tries.get(trial.number, 0) + 1
+        if self._tries[trial.number] > self.request.retries:
+            self._fail(trial, f"exit code {code}, {self.request.retries} times started again: {reason}")
+            return
+        self.shows.event(f"trial {trial.number} ended with exit code {code} ({reason}); it is started again")
+
+    def _fail(self, trial: Trial, reason: str) -> None:
+        self.journal.fail(trial.number, reason)
+        self.shows.event(f"trial {trial.number} failed: {reason}")
+
+
+def check_any(trials: Sequence[Trial]) -> None:
+    """Raises ConfigError when every trial has failed."""
+    if trials and all(one.state == "failed" for one in trials):
+        raise ConfigError(
+            f"all {len(trials)} trials failed, the last one: {trials[-1].reason}. Change the ranges of --vary; the "
+            "folder logs has what the trials printed."
+        )

@@ -1,0 +1,166 @@
+"""The journal of a search: Optuna's file journal, from which everything is known after a kill.
+
+An Optuna trial stays RUNNING while a trial trains or waits at a rung, since Optuna's finished ones cannot resume; its
+intermediate values are the metric at the steps where it stopped. The search holds a lease of its folder and is the one
+writer, so the file needs no lock; others, such as optuna-dashboard, may read it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxdl.errors import ConfigError
+from jaxdl.search.space import Setting
+from jaxdl.search.trial import Direction, State, Trial
+
+if TYPE_CHECKING:
+    from optuna.trial import FrozenTrial
+
+STUDY = "jaxdl"
+_OWN = ("target", "reason", "parent", "from_step", "replaces")
+
+
+def check_optuna() -> None:
+    """Raises ConfigError when Optuna is not installed."""
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError(
+            "a search needs Optuna, which is not installed. Install it: pip install 'jaxdl[search]'."
+        ) from None
+    optuna.logging.set_verbosity(logging.WARNING)
+
+
+class _NoLock:
+    """No lock, in Optuna's form: there is one writer, and the lock of a killed process would delay the next one."""
+
+    def acquire(self) -> bool:
+        return True
+
+    def release(self) -> None:
+        return None
+
+
+class Journal:
+    """The trials of a search on disk; every method returns when its record is.
+
+    Raises ConfigError for a file that is no journal of this search.
+    """
+
+    def __init__(self, path: Path, settings: list[Setting], direction: Direction) -> None:
+        check_optuna()
+        import optuna
+        from optuna.storages import JournalStorage
+        from optuna.storages.journal import JournalFileBackend
+
+        _cut_torn_line(path)
+        self._distributions = {one.name: one.distribution() for one in settings}
+        try:
+            self._storage = JournalStorage(JournalFileBackend(str(path), _NoLock()))  # pyright: ignore[reportArgumentType]
+            study = optuna.create_study(
+                storage=self._storage, study_name=STUDY, direction=direction, load_if_exists=True
+            )
+            self._study, self._id = study, self._storage.get_study_id_from_name(STUDY)
+        except (ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{path}: it is no journal of a search ({error}). Restore it, or choose another --workdir."
+            ) from None
+
+    def trials(self) -> list[Trial]:
+        """All trials in order of their numbers."""
+        return [_trial(one) for one in self._storage.get_all_trials(self._id, deepcopy=False)]
+
+    def add(
+        self,
+        settings: Mapping[str, Any],
+        target: int,
+        *,
+        attributes: Mapping[str, Any] | None = None,
+        values: Mapping[int, float] | None = None,
+        **origin: Any,
+    ) -> int:
+        """Records a trial that trains to a step, all in one line of the journal; returns its number.
+
+        `origin` has `parent`, `from_step` and `replaces` of a copy, `attributes` what the sampler keeps with it.
+        """
+        from optuna.trial import TrialState, create_trial
+
+        self._study.add_trial(
+            create_trial(
+                state=TrialState.RUNNING,
+                params=dict(settings),
+                distributions=self._distributions,
+                user_attrs={"target": target, **origin},
+                system_attrs=dict(attributes or {}),
+                intermediate_values=dict(values or {}),
+            )
+        )
+        return len(self._storage.get_all_trials(self._id, deepcopy=False)) - 1
+
+    def send(self, number: int, target: int) -> None:
+        """Records that a trial trains on to a step."""
+        self._storage.set_trial_user_attr(self._at(number), "target", target)
+
+    def report(self, number: int, step: int, value: float) -> None:
+        """Records the metric of a trial at a step where it stopped."""
+        self._storage.set_trial_intermediate_value(self._at(number), step, value)
+
+    def finish(self, number: int, value: float) -> None:
+        """Records that a trial has reached its full length."""
+        self._end(number, "COMPLETE", value)
+
+    def fail(self, number: int, reason: str) -> None:
+        """Records that a trial cannot train on."""
+        self._storage.set_trial_user_attr(self._at(number), "reason", reason)
+        self._end(number, "FAIL")
+
+    def replace(self, number: int) -> None:
+        """Records that another trial continues in the place of this one."""
+        self._end(number, "PRUNED")
+
+    def study_attributes(self) -> dict[str, Any]:
+        """What samplers keep with the study."""
+        return self._storage.get_study_system_attrs(self._id)
+
+    def keep_study_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Records what a sampler keeps with the study, where it has changed."""
+        before = self.study_attributes()
+        for name, value in attributes.items():
+            if before.get(name) != value:
+                self._storage.set_study_system_attr(self._id, name, value)
+
+    def _end(self, number: int, state: str, value: float | None = None) -> None:
+        from optuna.trial import TrialState
+
+        values = None if value is None else [value]
+        self._storage.set_trial_state_values(self._at(number), TrialState[state], values)
+
+    def _at(self, number: int) -> int:
+        return self._storage.get_trial_id_from_study_id_trial_number(self._id, number)
+
+
+def _trial(found: FrozenTrial) -> Trial:
+    states: dict[str, State] = {"COMPLETE": "finished", "FAIL": "failed", "PRUNED": "replaced"}
+    own = {name: found.user_attrs[name] for name in _OWN if name in found.user_attrs}
+    return Trial(
+        number=found.number,
+        settings=dict(found.params),
+        values=dict(found.intermediate_values),
+        state=states.get(found.state.name, "open"),
+        attributes=found.system_attrs,
+        **{"target": 0, **own},
+    )
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Removes what a crash of the machine left of a line behind the last whole one: nobody has acted on it."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return
+    if content and not content.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(content.rfind(b"\n") + 1)

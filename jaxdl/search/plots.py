@@ -1,0 +1,173 @@
+"""The plots of a search, as PNG files."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from jaxdl.report import style
+from jaxdl.search.driver import Request
+from jaxdl.search.space import Number, Setting, short
+from jaxdl.search.trial import Trial, key
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_GOOD, _POOR = "#0072b2", "#d7dbe2"
+"""The colours of the best and the worst trial of those that are compared."""
+
+
+def history(trials: Sequence[Trial], request: Request) -> bytes | None:
+    """The last value of each trial over its number, larger where it trained longer; the best value so far."""
+    seen = [one for one in trials if one.value is not None]
+    if not seen:
+        return None
+    figure = style.new_figure(8, 4, "Trials of the search")
+    axes = figure.subplots()
+    most = max(one.step for one in seen)
+    sizes = [15 + 65 * one.step / most for one in seen]
+    axes.scatter([one.number for one in seen], [_value(one) for one in seen], s=sizes, color=_GOOD, alpha=0.75)
+    longest = [one for one in seen if one.step == most]
+    values = itertools.accumulate((_value(one) for one in longest), max if request.direction == "maximize" else min)
+    axes.step([one.number for one in longest], list(values), where="post", color=style.INK, lw=1)
+    failed = [one.number for one in trials if one.state == "failed"]
+    low, high = axes.get_ylim()
+    axes.plot(failed, [low] * len(failed), "x", color="#d55e00", ms=6, clip_on=False)
+    axes.set_ylim(low, high)
+    style.dress(axes, x="trial", y=request.metric)
+    style.legend(figure, [
+        style.line_entry("a trial; larger: more steps", _GOOD, "o", ls=""),
+        style.line_entry("best so far of those that trained longest", style.INK),
+        style.line_entry("failed", "#d55e00", "x", ls=""),
+    ])  # fmt: skip
+    return style.png(figure)
+
+
+def curves(
+    trials: Sequence[Trial],
+    found: Mapping[int, Sequence[tuple[int, float]]],
+    request: Request,
+    stops: Sequence[int],
+) -> bytes | None:
+    """The metric of all trials over steps; lines at the steps where trials are compared."""
+    if not any(found.values()):
+        return None
+    figure = style.new_figure(9, 4.6, "Curves of all trials")
+    axes, shades = figure.subplots(), _shades(trials, request)
+    for trial in sorted(trials, key=lambda one: one.step):
+        points = [(step, value) for step, value in found[trial.number] if step >= trial.from_step]
+        if points:
+            axes.plot(*zip(*points, strict=True), color=shades[trial.number], lw=1.2)
+            axes.plot(*points[-1], "o", color=shades[trial.number], ms=3.5)
+    for step in stops:
+        axes.axvline(step, color=style.SPINE, lw=0.8, ls=":")
+    style.dress(axes, x="step", y=request.metric)
+    if stops:
+        style.log_axis(axes, "x", [max(1, min(step for one in found.values() for step, _ in one)), stops[-1]])
+    style.legend(figure, [
+        style.line_entry("best", _GOOD), style.line_entry("worst of those that came as far", _POOR),
+        style.line_entry("a stop where trials are compared", style.SPINE, ls=":"),
+    ])  # fmt: skip
+    return style.png(figure)
+
+
+def slices(trials: Sequence[Trial], request: Request) -> bytes | None:
+    """The last value of each trial over each setting."""
+    seen = [one for one in trials if one.value is not None]
+    if not seen:
+        return None
+    num = len(request.settings)
+    figure = style.new_figure(max(5, 3.6 * num), 3.8, "Settings and values")
+    shades = _shades(seen, request)
+    for axes, setting in zip(figure.subplots(1, num, squeeze=False, sharey=True)[0], request.settings, strict=True):
+        colors = [shades[one.number] for one in seen]
+        at = [place_of(setting, one.settings[setting.name]) for one in seen]
+        axes.scatter(at, [_value(one) for one in seen], c=colors, s=28, edgecolors=style.GREY, linewidths=0.3)
+        style.dress(axes, x=short(setting.name), y=request.metric)
+        _ticks(axes, setting, "x")
+    return style.png(figure)
+
+
+def parallel(trials: Sequence[Trial], request: Request) -> bytes | None:
+    """Parallel coordinates: an axis for each setting and one for the metric, a line for each trial."""
+    seen = [one for one in trials if one.value is not None]
+    if len(seen) < 2:
+        return None
+    figure = style.new_figure(max(6, 2.2 * (len(request.settings) + 1)), 4.2, "Parallel coordinates")
+    axes, shades = figure.subplots(), _shades(seen, request)
+    low, high = min(map(_value, seen)), max(map(_value, seen))
+    for trial in sorted(seen, key=lambda one: (one.step, -key(_value(one), request.direction))):
+        heights = [_share(one, trial.settings[one.name]) for one in request.settings]
+        heights.append((_value(trial) - low) / (high - low) if high > low else 0.5)
+        axes.plot(range(len(heights)), heights, color=shades[trial.number], lw=1.3)
+    names = [*(short(one.name) for one in request.settings), request.metric]
+    style.dress(axes)
+    axes.set_xticks(range(len(names)), names)
+    axes.set_yticks([])
+    for place, one in enumerate([*map(_ends, request.settings), (f"{low:.4g}", f"{high:.4g}")]):
+        for height, text in zip((0, 1), one, strict=True):
+            axes.annotate(text, (place, height), (4, 0), textcoords="offset points", fontsize=style.SMALL)
+        axes.axvline(place, color=style.SPINE, lw=0.8)
+    return style.png(figure)
+
+
+def importances(found: Mapping[str, float]) -> bytes | None:
+    """Bars of the importances."""
+    if not found:
+        return None
+    figure = style.new_figure(7, 1.3 + 0.4 * len(found), "Importance of the settings")
+    axes = figure.subplots()
+    axes.barh(range(len(found)), list(found.values()), color=_GOOD, height=0.6)
+    style.dress(axes, x="share of the explained variance")
+    style.rows_of_names(axes, [short(name) for name in found])
+    return style.png(figure)
+
+
+def place_of(setting: Setting, value: Any) -> float:
+    """Where a value is on the axis of a setting: the number itself, its logarithm, or its place in the list."""
+    if isinstance(setting, Number):
+        return math.log10(value) if setting.log else float(value)
+    return float(list(setting.ends()).index(value))
+
+
+def _share(setting: Setting, value: Any) -> float:
+    """The same as a share of the range."""
+    places = [place_of(setting, one) for one in setting.ends()]
+    low, high = min(places), max(places)
+    return (place_of(setting, value) - low) / (high - low) if high > low else 0.5
+
+
+def _ends(setting: Setting) -> tuple[str, str]:
+    first, *_, last = setting.ends() if len(setting.ends()) > 1 else [*setting.ends(), *setting.ends()]
+    return str(first), str(last)
+
+
+def _ticks(axes: Axes, setting: Setting, name: str) -> None:
+    if isinstance(setting, Number):
+        if setting.log:
+            axes.xaxis.set_major_formatter(lambda value, _: style.plain(10**value))
+        return
+    values = list(setting.ends())
+    getattr(axes, f"set_{name}ticks")(range(len(values)), [str(one) for one in values])
+    axes.set_xlim(-0.5, len(values) - 0.5)
+
+
+def _shades(trials: Sequence[Trial], request: Request) -> dict[int, str]:
+    """Trial -> its colour: from grey to blue by rank, those that came further above the others."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    ranked = sorted(trials, key=lambda one: (one.step, float("-inf") if one.value is None
+                                             else -key(one.value, request.direction)))  # fmt: skip
+    poor, good = to_rgb(_POOR), to_rgb(_GOOD)
+    shares = [place / max(1, len(ranked) - 1) for place in range(len(ranked))]
+    return {
+        one.number: to_hex(tuple(a + share**2 * (b - a) for a, b in zip(poor, good, strict=True)))  # pyright: ignore
+        for one, share in zip(ranked, shares, strict=True)
+    }
+
+
+def _value(trial: Trial) -> float:
+    assert trial.value is not None
+    return trial.value

@@ -1,0 +1,65 @@
+"""A trial as the journal has it, and which of two values is better."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+State = Literal["open", "finished", "failed", "replaced"]
+Direction = Literal["maximize", "minimize"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run of the search, as far as it is recorded."""
+
+    number: int
+    settings: Mapping[str, Any]
+    target: int
+    """The step that it trains to now, or has trained to; schedules are those of the full length."""
+    values: Mapping[int, float] = field(default_factory=dict)
+    """Step at which it stopped -> the metric there."""
+    state: State = "open"
+    """open: it trains, or waits at a rung; finished: at its full length; replaced: another continues in its place."""
+    reason: str = ""
+    """Why it failed."""
+    parent: int | None = None
+    """The trial whose checkpoint it began with, at step `from_step`, in the place of the trial `replaces`."""
+    from_step: int = 0
+    replaces: int | None = None
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    """What the sampler keeps with it."""
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has to train on."""
+        return self.state == "open" and self.target not in self.values
+
+    @property
+    def step(self) -> int:
+        """The last step with a value; 0 when there is none."""
+        return max(self.values, default=0)
+
+    @property
+    def value(self) -> float | None:
+        """The last value."""
+        return self.values[self.step] if self.values else None
+
+
+def key(value: float, direction: Direction) -> float:
+    """A number that is lower for a better value."""
+    return -value if direction == "maximize" else value
+
+
+def best_first(trials: list[Trial], step: int, direction: Direction) -> list[Trial]:
+    """The trials with a value at a step, the best first; the lower number first where they are equal."""
+    return sorted((one for one in trials if step in one.values),
+                  key=lambda one: (key(one.values[step], direction), one.number))  # fmt: skip
+
+
+def best(trials: list[Trial], direction: Direction) -> Trial | None:
+    """The best of the trials that came furthest: values at different steps are not compared. None without values."""
+    furthest = max((one.step for one in trials if one.values and one.state != "failed"), default=0)
+    able = [one for one in trials if one.state != "failed" and one.step == furthest]
+    return best_first(able, furthest, direction)[0] if furthest else None

@@ -1,0 +1,117 @@
+"""Runs beside each other: values, places of curves, differences of configs, the command."""
+
+import json
+
+import numpy as np
+import pytest
+from mistakes import refusal
+
+import jaxdl
+from jaxdl.compare import config_differences, plot_runs, read_curves, short_names
+from jaxdl.compare.__main__ import main
+from jaxdl.compare.curves import metrics_of
+from jaxdl.files import CONFIG_FILE, EXAMPLES_FILE, METRICS_FILE
+
+EXAMPLES, BATCH = 200, 20
+
+
+def make_run(folder, losses, rates, config):
+    """A run of a report every 10 steps, and an evaluation after each other report."""
+    folder.mkdir(parents=True)
+    rows = []
+    for number, (loss, rate) in enumerate(zip(losses, rates, strict=True), start=1):
+        place = {"step": 10 * number, "epoch": 10 * number * BATCH / EXAMPLES}
+        rows.append(place | {"train/loss": loss, "examples_per_sec": rate})
+        if number % 2 == 0:
+            rows.append(place | {"eval/accuracy": 1 - loss / 10, "eval/loss": None if loss > 5 else loss})
+    rows.insert(1, {"step": 10, "event": "resumed", "kind": "resume"})
+    text = "".join(json.dumps(row) + "\n" for row in rows) + '{"step": 999, "tra'
+    (folder / METRICS_FILE).write_text(text)
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    (folder / EXAMPLES_FILE).write_text(json.dumps({"train": {"examples": EXAMPLES}}))
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path):
+    one = {"optimizer": {"kind": "sgd", "learning_rate": 0.1}, "seed": 0, "phases": []}
+    other = {"optimizer": {"kind": "lars", "learning_rate": 0.1, "trust": 1}, "seed": 0, "phases": []}
+    return [
+        make_run(tmp_path / "runs" / "a", [4, 3, 2, 2.5], [100, 50, 100, 200], one),
+        make_run(tmp_path / "runs" / "sweep" / "b", [9, 8], [100, 100], other),
+    ]
+
+
+def test_curves_by_step_by_examples_and_by_time(runs):
+    one = read_curves(runs[0])
+    steps, losses = one.points("train/loss")
+    assert (list(steps), list(losses)) == ([10, 20, 30, 40], [4, 3, 2, 2.5])
+    np.testing.assert_allclose(one.points("train/loss", "examples")[0], [200, 400, 600, 800])
+    # 200 examples a report, by its own rate.
+    np.testing.assert_allclose(one.points("train/loss", "time")[0], [2, 6, 8, 9])
+    np.testing.assert_allclose(one.points("eval/accuracy", "time")[0], [6, 9])
+    assert list(read_curves(runs[1]).points("eval/loss")[0]) == [], "a loss that is not finite has no place"
+
+
+def test_last_and_best(runs):
+    one = read_curves(runs[0])
+    assert (one.last("train/loss"), one.best("train/loss")) == (2.5, (2, 30))
+    assert one.best("eval/accuracy") == (0.75, 40)
+    assert (one.last("eval/top5"), one.best("eval/top5")) == (None, None)
+
+
+def test_differences_of_configs(runs):
+    curves = [read_curves(run) for run in runs]
+    assert config_differences(curves) == {"optimizer.kind": ["sgd", "lars"], "optimizer.trust": [None, 1]}
+    assert short_names(runs) == ["a", "sweep/b"]
+    assert metrics_of(curves) == ["train/loss", "eval/loss", "eval/accuracy"]
+
+
+def test_a_figure_has_a_line_for_each_run_that_has_the_metric(runs):
+    curves = [read_curves(run) for run in runs]
+    figure = plot_runs(curves, ["a", "b"], ["train/loss", "eval/loss"], "examples")
+    panels = figure.axes
+    assert [len([line for line in axes.lines if len(line.get_xdata())]) for axes in panels] == [2, 1]
+    assert panels[0].get_xlabel() == "training examples seen"
+
+
+def test_the_command(runs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    main(["runs"])
+    text = capsys.readouterr().out
+    assert "2 at 30" in text
+    assert [line.split() for line in text.splitlines() if line.startswith("optimizer.")] == [
+        ["optimizer.kind", "sgd", "lars"],
+        ["optimizer.trust", "1"],
+    ]
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "compare.png").unlink()
+    main(["runs/a", "runs/sweep/b", "--json", "--metric", "train/loss"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"]["a"]["metrics"] == {"train/loss": {"last": 2.5, "best": 2.0, "best_step": 30}}
+    assert found["config"]["optimizer.kind"] == {"a": "sgd", "sweep/b": "lars"}
+    assert not (tmp_path / "compare.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "no workdir"),
+        (["runs/a"], "this is one run"),
+        (["runs", "--metric", "beauty"], "none of these runs has it"),
+        (["runs", "--by", "moon"], "invalid choice: 'moon'"),
+        (["runs", "--out", "none/x.png"], "there is no folder none"),
+    ],
+)
+def test_mistakes_are_one_message(runs, tmp_path, monkeypatch, capsys, args, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in refusal(capsys, *args, run=main)
+
+
+def test_a_run_that_measured_nothing_is_named(runs):
+    (runs[0] / METRICS_FILE).write_text("")
+    with pytest.raises(jaxdl.ConfigError, match="runs/a: there is no measurement"):
+        read_curves(runs[0])
+    (runs[1] / EXAMPLES_FILE).unlink()
+    with pytest.raises(jaxdl.ConfigError, match="how many examples there were"):
+        read_curves(runs[1]).points("train/loss", "time")

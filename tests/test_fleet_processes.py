@@ -1,0 +1,82 @@
+"""A fleet of real processes: runs are resized, a run and the server are killed, and every step is made once."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from jaxdl.fleet.store import Store
+
+# It makes 150 steps, each a line of a file; the first of its hosts makes them. SIGTERM ends it between two steps.
+WORKER = """
+import os, signal, sys, time
+nodes, path = sys.argv[1:]
+if os.environ["JAX_PROCESS_ID"] == "0":
+    going = True
+    def stop(*_):
+        global going
+        going = False
+    signal.signal(signal.SIGTERM, stop)
+    with open(path, "a+") as file:
+        file.seek(0)
+        step = len(file.read().splitlines())
+        while going and step < 150:
+            file.write(f"{step} {nodes} {os.getppid()}\\n")
+            file.flush()
+            step += 1
+            time.sleep(0.05)
+    sys.exit(0 if step == 150 else 143)
+"""
+
+
+def serve(folder):
+    words = ["serve", "--state", str(folder), "--nodes", "3", "--between-sec", "0", "--resized", "1"]
+    command = [sys.executable, "-m", "jaxdl.fleet", *words, "--poll-sec", "0.1", "--until-idle"]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def wait_for(condition, what, sec=60.0):
+    end = time.monotonic() + sec
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
+def lines(path):
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def test_every_step_is_made_once_whatever_is_killed(tmp_path):
+    folder, script = tmp_path / "fleet", tmp_path / "worker.py"
+    script.write_text(WORKER)
+    folder.mkdir()
+    store, out = Store(folder), [tmp_path / f"steps{number}.txt" for number in range(2)]
+    command = ["python", str(script), "{nodes}"]
+    first = store.submit([*command, str(out[0])], [1, 2, 3])
+    server = serve(folder)
+    wait_for(lambda: len(lines(out[0])) > 5, "the first run makes steps")
+    store.submit([*command, str(out[1])], [1, 2])
+    wait_for(lambda: lines(out[1]), "the second run makes steps")
+    server.send_signal(signal.SIGKILL)  # The runs go on.
+    server.communicate()
+    before = len(lines(out[1]))
+    wait_for(lambda: len(lines(out[1])) > before, "a run outlives its server")
+    server = serve(folder)
+    attempts = folder / "runs" / first.name / "attempts"
+    newest = max(attempts.iterdir(), key=lambda path: int(path.name))
+    os.kill(json.loads((newest / "keeper.json").read_text())["pid"], signal.SIGKILL)
+    said, _ = server.communicate(timeout=120)
+    assert server.returncode == 0, said
+    for path in out:
+        steps = [int(line.split()[0]) for line in lines(path)]
+        assert steps == list(range(150)), said
+    assert {line.split()[1] for line in lines(out[0])} > {"3"}  # It had other sizes, too.
+    view = store.view()
+    assert [run["state"] for run in view["runs"]] == ["completed", "completed"]
+    started = [event for event in map(json.loads, (folder / "journal.jsonl").read_text().splitlines())
+               if event["what"] == "started"]  # fmt: skip
+    assert len({(event["run"], event["attempt"]) for event in started}) == len(started)
+    assert Path(view["runs"][0]["workdir"]) == Path()

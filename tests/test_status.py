@@ -1,0 +1,256 @@
+"""status.json, the table of runs, and what is kept of failures: files alone, no run."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from mistakes import refusal
+from test_floors import in_a_fresh_process
+
+from jaxdl.files import FAILURES_FOLDER, LEASE_FILE, METRICS_FILE, STATUS_FILE, SUMMARY_FILE
+from jaxdl.lease import this_process
+from jaxdl.status import (
+    KEPT_FAILURES,
+    Action,
+    Reason,
+    Record,
+    State,
+    StatusWriter,
+    add_failure,
+    find_workdirs,
+    keep_failure,
+    next_failure,
+    read_record,
+    read_row,
+    tail_rows,
+    utc_now,
+    write_record,
+)
+from jaxdl.status.__main__ import main
+from jaxdl.status.record import SILENT_SEC
+from jaxdl.status.table import note, plain, shown_metrics, sorted_rows
+
+HERE = this_process()
+ELSEWHERE = dataclasses.replace(HERE, place="another boot", host="node7")
+
+
+def ago(seconds):
+    return (datetime.now(UTC) - timedelta(seconds=seconds)).isoformat(timespec="seconds")
+
+
+def record(state=State.PROCESSING, **changes):
+    values = {"since": ago(100), "seen": ago(1), "step": 30, "end_step": 100, "total_steps": 100, "hosts": ("a", "b")}
+    return Record(state, **(values | {"process": HERE, "failure": 1} | changes))
+
+
+def make_run(folder, status=None, rows=()):
+    folder.mkdir(parents=True, exist_ok=True)
+    if status is not None:
+        write_record(folder, status)
+    if rows:
+        (folder / METRICS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def gone():
+    """The record of a process of this machine that has ended."""
+    code = "from jaxdl.lease import this_process; print(this_process().to_bytes().decode())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return type(HERE)(**json.loads(done.stdout))
+
+
+def test_a_record_comes_back_from_its_file(tmp_path):
+    reason = Reason("killed", 137, utc_now())
+    before = record(State.FAILED, reason=reason, next_action=Action.RESTART, next_text="restart 1 of 2", restart=3)
+    write_record(tmp_path, before)
+    assert read_record(tmp_path) == before
+    newer = json.loads((tmp_path / STATUS_FILE).read_text()) | {"added_later": 1}
+    (tmp_path / STATUS_FILE).write_text(json.dumps(newer))
+    assert read_record(tmp_path) == before
+    assert read_record(tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"[]", b'{"state": "PROCESSING"', b'{"state": "DANCING"}', b'{"state": "FAILED", "since": "x"}', b"\xff"],
+)
+def test_a_damaged_status_is_a_row_that_says_so(tmp_path, content):
+    make_run(tmp_path / "a", rows=[{"step": 4, "train/loss": 1.5}])
+    (tmp_path / "a" / STATUS_FILE).write_bytes(content)
+    row = read_row(tmp_path / "a")
+    assert row.state == "UNKNOWN"
+    assert row.problem.startswith("status.json cannot be read")
+    assert (row.step, row.metrics["train/loss"]) == (4, 1.5)
+    assert "status.json cannot be read" in plain([row], [])
+
+
+def test_a_killed_run_is_told_from_a_live_one(tmp_path, gone):
+    """By its process on this machine; by the time of its last status elsewhere."""
+    cases = {
+        "live": (record(), True),
+        "killed": (record(process=gone, seen=ago(1)), False),
+        "live elsewhere": (record(process=ELSEWHERE), True),
+        "silent elsewhere": (record(process=ELSEWHERE, seen=ago(SILENT_SEC + 600)), False),
+        "live here, and slow to write": (record(seen=ago(SILENT_SEC + 600)), True),
+        "not begun": (record(State.QUEUED, process=None), None),
+        "complete": (record(State.COMPLETED), False),
+    }
+    rows = {name: read_row(make_run(tmp_path / name, status)) for name, (status, _) in cases.items()}
+    assert {name: row.alive for name, row in rows.items()} == {name: alive for name, (_, alive) in cases.items()}
+    assert rows["killed"].next_action == "resume"
+    assert "killed" in note(rows["killed"])
+    assert "PROCESSING (gone)" in plain([rows["killed"]], [])
+    assert "last seen 11 min ago" in note(rows["silent elsewhere"])
+    assert rows["complete"].reason == ""
+
+
+def test_a_live_run_has_the_step_of_its_newest_row(tmp_path):
+    rows = [
+        {"step": 50, "train/loss": 0.5},
+        {"step": 50, "eval/accuracy": 0.9},
+        {"step": 99, "event": "x", "kind": "other"},
+    ]
+    assert read_row(make_run(tmp_path / "a", record(), rows)).step == 50
+    assert read_row(make_run(tmp_path / "b", record(State.HALTED), rows)).step == 30, "a rollback may have been later"
+    assert read_row(tmp_path / "a").metrics == {"train/loss": 0.5, "eval/accuracy": 0.9}
+
+
+def test_runs_of_older_versions(tmp_path, gone):
+    summary = {"status": "interrupted", "steps": 7, "total_steps": 9, "time": ago(60)}
+    make_run(tmp_path / "stopped", rows=[{"step": 7, "train/loss": 1.0}])
+    (tmp_path / "stopped" / SUMMARY_FILE).write_text(json.dumps(summary))
+    make_run(tmp_path / "done")
+    (tmp_path / "done" / SUMMARY_FILE).write_text(json.dumps(summary | {"status": "finished", "steps": 9}))
+    for name, holder in (("live", HERE), ("killed", gone)):
+        make_run(tmp_path / name, rows=[{"step": 3, "train/loss": 2.0}])
+        (tmp_path / name / LEASE_FILE).write_bytes(holder.to_bytes())
+    make_run(tmp_path / "diverged", rows=[{"step": 3, "train/loss": 2.0}])
+    (tmp_path / "diverged" / "diverged.md").write_text("# The run diverged\n")
+    make_run(tmp_path / "damaged", rows=[{"step": 3, "train/loss": 2.0}])
+    (tmp_path / "damaged" / SUMMARY_FILE).write_text("{")
+    found = {path.name: read_row(path) for path in find_workdirs([str(tmp_path)])}
+    states = {name: (row.state, row.alive, row.step) for name, row in found.items()}
+    assert states == {
+        "stopped": ("HALTED", False, 7),
+        "done": ("COMPLETED", False, 9),
+        "live": ("PROCESSING", True, 3),
+        "killed": ("PROCESSING", False, 3),
+        "diverged": ("FAILED", False, 3),
+        "damaged": ("UNKNOWN", None, 3),
+    }
+    assert found["diverged"].exit_code == 3
+    assert "summary.json cannot be read" in found["damaged"].problem
+
+
+def test_the_tail_of_a_long_file_is_the_end_of_the_whole(tmp_path):
+    path = tmp_path / METRICS_FILE
+    rows = [{"step": step, "text": "x" * (step % 700)} for step in range(3000)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert tail_rows(path, 40) == rows[-40:]
+    with path.open("a") as file:
+        file.write('{"step": 3000, "tr')  # It is being written.
+    assert tail_rows(path, 40) == rows[-40:]
+    assert tail_rows(tmp_path / "none") == []
+    path.write_text("not a row\n" * 5)
+    assert METRICS_FILE in read_row(tmp_path).problem
+
+
+def test_rows_are_sorted_and_those_without_the_value_come_last(tmp_path):
+    make_run(tmp_path / "b", record(step=10), [{"step": 10, "eval/accuracy": 0.9}])
+    make_run(tmp_path / "a", record(step=40), [{"step": 40, "eval/accuracy": 0.1}])
+    make_run(tmp_path / "c", record(State.FAILED, step=20))
+    rows = [read_row(path) for path in find_workdirs([str(tmp_path)])]
+
+    def order(key, **how):
+        return "".join(row.workdir[-1] for row in sorted_rows(rows, key, **how))
+
+    assert (order("workdir"), order("step"), order("state")) == ("abc", "bca", "abc")
+    assert order("eval/accuracy", reverse=True) == "bac"
+    assert shown_metrics(rows) == ["eval/accuracy"]
+
+
+def test_the_command(tmp_path, capsys):
+    make_run(tmp_path / "runs" / "x" / "trial-1", record(), [{"step": 31, "train/loss": 0.25}])
+    make_run(tmp_path / "runs" / "y", record(State.FAILED, reason=Reason("diverged", 3)))
+    main([str(tmp_path / "runs"), "--sort", "step"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["state", "FAILED", "PROCESSING"]
+    assert "31/100" in lines[2]
+    assert "exit code 3; diverged" in lines[1]
+    main([str(tmp_path / "runs" / "*"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert [(one["state"], one["exit_code"]) for one in found] == [("PROCESSING", None), ("FAILED", 3)]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], "no workdir"),
+        (["nowhere"], "no such folder"),
+        (["."], "no run in it"),
+        (["run", "--sort", "beauty"], "choose one of workdir"),
+        (["run", "--watch", "--json"], "give one of them"),
+        (["run", "--every-sec", "3"], "no effect without --watch"),
+        (["run", "--every", "3"], "See python -m jaxdl.status --help"),
+    ],
+)
+def test_mistakes_are_one_message(tmp_path, monkeypatch, capsys, args, words):
+    monkeypatch.chdir(tmp_path)
+    if "run" in args:
+        make_run(tmp_path / "run", record())
+    assert words in refusal(capsys, *args, run=main)
+
+
+def test_the_command_imports_nothing_slow(tmp_path):
+    make_run(tmp_path, record())
+    code = f"""
+import sys, json
+from jaxdl.status.__main__ import main
+main([{str(tmp_path)!r}])
+print(json.dumps(sorted(sys.modules)))"""
+    assert not {"jax", "numpy", "pydantic", "tyro", "rich", "matplotlib"} & set(in_a_fresh_process(code))
+
+
+def test_a_writer_writes_when_the_state_changes(tmp_path):
+    now = [record(State.DEPLOY, since="", seen="")]
+    writer = StatusWriter(tmp_path, lambda: now[0])
+    writer._look()
+    first = read_record(tmp_path)
+    now[0] = dataclasses.replace(now[0], step=31)
+    writer._look()
+    assert read_record(tmp_path) == first, "a step alone is not worth a write"
+    now[0] = dataclasses.replace(now[0], state=State.PROCESSING)
+    writer._look()
+    assert (read_record(tmp_path).state, read_record(tmp_path).step) == (State.PROCESSING, 31)
+    writer.finish(lambda: record(State.COMPLETED, since="", seen=""))
+    writer._look()
+    assert read_record(tmp_path).state == State.COMPLETED, "nothing is written after the last word"
+
+
+def test_a_writer_on_a_disk_that_refuses_says_nothing(tmp_path):
+    writer = StatusWriter(tmp_path / "none", record)
+    writer._look()
+    writer.finish(record)
+    assert not os.path.exists(tmp_path / "none")
+
+
+def test_only_the_newest_failures_are_kept_and_none_is_written_twice(tmp_path):
+    make_run(tmp_path, rows=[{"step": 5, "train/loss": 3.0}])
+    for number in range(1, KEPT_FAILURES + 3):
+        assert next_failure(tmp_path) == number
+        keep_failure(tmp_path, number, {"reason": f"reason {number}"}, b"{}")
+    keep_failure(tmp_path, KEPT_FAILURES, {"reason": "another"})
+    add_failure(tmp_path, KEPT_FAILURES, "error-0.txt", "Traceback")
+    folder = tmp_path / FAILURES_FOLDER
+    assert sorted(int(path.name) for path in folder.iterdir()) == list(range(3, KEPT_FAILURES + 3))
+    kept = json.loads((folder / str(KEPT_FAILURES) / "failure.json").read_text())
+    assert kept["reason"] == f"reason {KEPT_FAILURES}"
+    assert {"python", "jax", "jaxlib", "jaxdl", "numpy"} == set(kept["versions"])
+    assert kept["last_metrics"] == [{"step": 5, "train/loss": 3.0}]
+    (tmp_path / "file").write_text("")
+    keep_failure(tmp_path / "file", 1, {})  # Raises nothing.
