@@ -210,8 +210,9 @@ class Several(dict[str, Any]):
 
     def made(self, part: type[Config]) -> tuple[Any, ...]:
         """The configs. Raises ConfigError, which names a field as `mlflow.uri`."""
+        mapping: Any = dict
         with one_message():
-            return tuple(pydantic.TypeAdapter(dict[str, part]).validate_python(dict(self)).values())
+            return tuple(pydantic.TypeAdapter(mapping[str, part]).validate_python(dict(self)).values())
 
 
 def several_of(annotation: Any) -> type[Config] | None:

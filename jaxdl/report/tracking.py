@@ -8,7 +8,7 @@ import json
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +172,7 @@ class Trackers:
         return {name: str(value) for name, value in found.items()} | git_commit()
 
 
-def git_commit() -> Mapping[str, str]:
+def git_commit() -> dict[str, str]:
     """The commit of the repository that the process was started in, and whether files differ from it; or nothing."""
     try:
         commit = _git("rev-parse", "HEAD")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import logging
 import os
@@ -81,8 +82,7 @@ class _Run(Writer):
             logging.getLogger(name).setLevel(logging.WARNING)
         for name, value in PATIENCE.items():
             os.environ.setdefault(name, value)
-        import mlflow
-
+        mlflow = importlib.import_module("mlflow")
         if uri.startswith("sqlite:///"):
             Path(uri.removeprefix("sqlite:///")).parent.mkdir(parents=True, exist_ok=True)
         self._client = mlflow.MlflowClient(tracking_uri=uri)
@@ -102,11 +102,10 @@ class _Run(Writer):
 
     def _there(self, run_id: str) -> Any:
         """The run of an earlier process; None if it has been deleted."""
-        from mlflow.exceptions import MlflowException
-
+        exceptions = importlib.import_module("mlflow.exceptions")
         try:
             found = self._client.get_run(run_id)
-        except MlflowException as error:
+        except exceptions.MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
                 return None
             raise
@@ -123,24 +122,22 @@ class _Run(Writer):
 
     def _describe(self, run: TrackedRun, there: Mapping[str, str], words: tuple[str, ...]) -> None:
         """Logs config and tags. A parameter never changes: what a resumed run has changed is a tag."""
-        from mlflow.entities import Param
-
+        entities = importlib.import_module("mlflow.entities")
         config = {name: str(value)[:MAX_VALUE] for name, value in run.config.items()}
-        for part in _parts(Param(name, value) for name, value in config.items() if name not in there):
+        for part in _parts(entities.Param(name, value) for name, value in config.items() if name not in there):
             self._client.log_batch(self.run_id, params=part)
         changed = {f"now.{name}": value for name, value in config.items() if there.get(name, value) != value}
         self.tag({**run.tags, **changed, **dict.fromkeys(words, "true")})
 
     def write(self, row: Mapping[str, Any]) -> None:
         """See `Writer.write`."""
-        from mlflow.entities import Metric
-
+        entities = importlib.import_module("mlflow.entities")
         self._written += 1
         # MLflow keeps equal values of one step and time once; two rows may be of one step.
         self._time_ms, step = max(int(time.time() * 1000), self._time_ms + 1), row["step"]
         found = {name: finite(value) for name, value in row.items() if name != "step"} | {ROW: float(self._written)}
         # The number of the row last, so that a row is there whole if its number is.
-        made = [Metric(name, value, self._time_ms, step) for name, value in found.items() if value is not None]
+        made = [entities.Metric(name, value, self._time_ms, step) for name, value in found.items() if value is not None]
         if len(self._metrics) + len(made) > MAX_METRICS:
             self.flush()
         self._metrics += made
@@ -153,9 +150,8 @@ class _Run(Writer):
 
     def tag(self, tags: Mapping[str, str]) -> None:
         """See `Writer.tag`."""
-        from mlflow.entities import RunTag
-
-        for part in _parts(RunTag(name, value[:MAX_VALUE]) for name, value in tags.items()):
+        entities = importlib.import_module("mlflow.entities")
+        for part in _parts(entities.RunTag(name, value[:MAX_VALUE]) for name, value in tags.items()):
             self._client.log_batch(self.run_id, tags=part)
 
     def keep(self, path: Path) -> None:

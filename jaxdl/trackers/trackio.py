@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -28,14 +29,13 @@ class _Run(Writer):
     """One run of trackio, written to its database at once: `trackio.Run` reports no failure and prints lines."""
 
     def __init__(self, project: str, run: TrackedRun, words: tuple[str, ...]) -> None:
-        from trackio import SQLiteStorage
-
-        self._storage, self._project, self._name = SQLiteStorage, project, run.name
-        SQLiteStorage.validate_project_name(project)
+        storage = importlib.import_module("trackio").SQLiteStorage
+        self._storage, self._project, self._name = storage, project, run.name
+        storage.validate_project_name(project)
         self.run_id = run.run_id or uuid.uuid4().hex
         if run.rows_changed:
-            SQLiteStorage.delete_run(project, run.name, run_id=self.run_id)
-        self.num_rows = self._written = SQLiteStorage.get_log_count(project, run_id=self.run_id)
+            storage.delete_run(project, run.name, run_id=self.run_id)
+        self.num_rows = self._written = storage.get_log_count(project, run_id=self.run_id)
         self._rows: list[dict[str, Any]] = []
         self._config = {**run.config, **({"tags": list(words)} if words else {})}
         self._last: tuple[dict[str, Any], int, str] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import uuid
 from collections.abc import Mapping
@@ -53,8 +54,7 @@ class _Run(Writer):
     """
 
     def __init__(self, tracker: Wandb, run: TrackedRun) -> None:
-        import wandb
-
+        wandb = importlib.import_module("wandb")
         assert run.folder is not None
         offline, folder = tracker.mode == "offline", run.folder
         folder.mkdir(parents=True, exist_ok=True)
