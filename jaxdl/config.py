@@ -141,8 +141,8 @@ class Fields(dict[str, Any]):
     """
 
     def __init__(self, config: Config) -> None:
-        types = type(config).model_fields
-        super().__init__({name: _copied(value, types[name].annotation) for name, value in config})
+        types = {name: field.annotation for name, field in type(config).model_fields.items()}
+        super().__init__({name: _copied(value, types.get(name)) for name, value in config})
         self.cls = type(config)
         self.more: Mapping[str, Any] = config.further_options
 

@@ -29,7 +29,7 @@ class Store:
     def __init__(self):
         self.runs, self.forgotten = {}, 0
         self.failures = []  # Names of calls that fail, the first of them once.
-        self.gate = threading.Event()
+        self.gate, self.reached = threading.Event(), threading.Event()
         self.gate.set()
 
     @property
@@ -39,6 +39,7 @@ class Store:
         return found
 
     def call(self, name):
+        self.reached.set()
         self.gate.wait()
         if name in self.failures:
             self.failures.remove(name)
@@ -204,6 +205,7 @@ def test_one_that_never_answers_is_waited_for_a_bounded_time(tmp_path, warnings,
     monkeypatch.setattr(sender, "MAX_WAITING_ROWS", 3)
     store.gate.clear()
     process = Process(tmp_path, warnings, fake=Fake(wait_sec=0.05))
+    store.reached.wait()  # So that the thread is not in the way of the next test.
     process.train(*range(1, 10))
     process.end()
     assert warnings == [
