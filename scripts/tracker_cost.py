@@ -5,9 +5,9 @@ python scripts/tracker_cost.py --trackers mlflow wandb trackio --steps 600 --rep
 Trains the digits experiment (or `--config`), a row of metrics every 10 steps, without evaluations and checkpoints; the
 variants are interleaved, all in one process with the same compiled program. Each tracker is a variant, and all of them
 together; `mlflow gone` has a server whose port is closed, `mlflow hangs` one that takes connections and never answers.
-Prints, for each variant, the median over the repeats of the mean time of a step (from step 51 on) and its range, the
-seconds that the run took beyond its steps up to that of `none`, and how many warnings it gave. Everything after `--`
-changes the config.
+Prints, for each variant, the median over the repeats of the mean time of a step, and its range, in the first half of
+the run, in which trackers open (MLflow makes a database), and in the second; the seconds that the run took beyond its
+steps more than `none` did; and how many warnings each run gave. Everything after `--` changes the config.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from jaxdl.errors import command_line
 from jaxdl.experiment import Experiment
 from jaxdl.run.compile import shared_programs
 
-FIRST = 50
-"""The steps before are not measured: the trackers open then, at the same time as the run fills its caches."""
+FIRST = 20
+"""The steps before are not measured: the run fills its caches."""
 
 
 def main() -> None:
@@ -55,15 +55,20 @@ def main() -> None:
         for _ in range(args.repeats):
             for name, experiment in variants.items():
                 found[name].append(measured(experiment))
-                print(f"{name}: {found[name][-1][0] * 1000:.2f} ms", file=sys.stderr, flush=True)
-    rest = statistics.median(one[1] for one in found["none"])
-    print(f"{'variant':14} {'ms a step':>10} {'range':>16} {'rest, s':>8}  warnings")
+                first, second, *_ = found[name][-1]
+                print(f"{name}: {first * 1000:.2f}, {second * 1000:.2f} ms", file=sys.stderr, flush=True)
+    rest = statistics.median(one[2] for one in found["none"])
+    print(f"{'variant':14} {'first half, ms a step':>26} {'second half':>26} {'rest, s':>8}  warnings")
     for name, every in found.items():
-        steps = [one[0] * 1000 for one in every]
-        seconds = statistics.median(one[1] for one in every) - rest
-        spread = f"{min(steps):.2f} to {max(steps):.2f}"
-        warnings = " ".join(str(one[2]) for one in every)
-        print(f"{name:14} {statistics.median(steps):10.2f} {spread:>16} {seconds:8.1f}  {warnings}")
+        halves = [middle([one[half] * 1000 for one in every]) for half in (0, 1)]
+        seconds = statistics.median(one[2] for one in every) - rest
+        warnings = " ".join(str(one[3]) for one in every)
+        print(f"{name:14} {halves[0]:>26} {halves[1]:>26} {seconds:8.1f}  {warnings}")
+
+
+def middle(values: list[float]) -> str:
+    """The median and the range."""
+    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
 def tracked(experiment: Experiment, trackers: list[str]) -> Experiment:
@@ -71,15 +76,17 @@ def tracked(experiment: Experiment, trackers: list[str]) -> Experiment:
     return experiment.replaced({"report.trackers": trackers})
 
 
-def measured(experiment: Experiment) -> tuple[float, float, int]:
-    """(mean seconds of a step, seconds that the run took besides, number of warnings) of one run."""
+def measured(experiment: Experiment) -> tuple[float, float, float, int]:
+    """(mean seconds of a step in each half, seconds that the run took besides, number of warnings) of one run."""
     times: list[float] = []
     begin, said = time.perf_counter(), io.StringIO()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(said):
         jaxdl.train(experiment, Path(folder) / "run", quiet=True, on_step=lambda _: times.append(time.perf_counter()))
         spent = time.perf_counter() - begin
     warnings = sum(line.startswith("tracker ") for line in said.getvalue().splitlines())
-    return (times[-1] - times[FIRST]) / (len(times) - 1 - FIRST), spent - (times[-1] - times[0]), warnings
+    half, last = len(times) // 2, len(times) - 1
+    first, second = (times[half] - times[FIRST]) / (half - FIRST), (times[last] - times[half]) / (last - half)
+    return first, second, spent - (times[last] - times[0]), warnings
 
 
 @contextlib.contextmanager
