@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from jaxdl.run.initial import InitFrom
     from jaxdl.run.result import Interrupted, Run
     from jaxdl.tasks import Loss, Task
+    from jaxdl.trackers import Tracker
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ _HOMES = {
     "Schedule": "jaxdl.optim",
     "Loss": "jaxdl.tasks",
     "Task": "jaxdl.tasks",
+    "Tracker": "jaxdl.trackers",
     "InitFrom": "jaxdl.run.initial",
     "Interrupted": "jaxdl.run.result",
     "Run": "jaxdl.run.result",
@@ -70,6 +72,7 @@ __all__ = [
     "Run",
     "Schedule",
     "Task",
+    "Tracker",
     "fit",
     "load",
     "restore",

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jaxdl.config import Config, is_config
+from jaxdl.config import Config, is_config, several_of
 from jaxdl.errors import ConfigError
 from jaxdl.kinds import Choice, kinds
 from jaxdl.startup import OTHERS, VALUED, shipped_configs
@@ -22,6 +22,12 @@ def option_values(cls: type[Config], prefix: str = "", inside: tuple[type, ...] 
     found: dict[str, list[str]] = {}
     for name, field in cls.model_fields.items():
         path, part = f"{prefix}{name}".replace("_", "-"), field.annotation
+        several = several_of(part)
+        if several is not None and issubclass(several, Choice):
+            found[f"--{path}"] = list(kinds(several))
+            for kind, one in kinds(several).items():
+                found |= option_values(one, f"{prefix}{name}.{kind}.", (*inside, one))
+            continue
         if not is_config(part):
             if not any(is_config(one) for one in typing.get_args(part)):
                 found |= _of_field(path, part)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import difflib
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard, TypeVar
 
 import pydantic
@@ -119,10 +120,12 @@ class Config(pydantic.BaseModel):
         """A copy with dotted fields replaced: `{"optimizer.learning_rate": 0.3, "mesh.replica": 4, "model": "resnet"}`.
 
         A choice may be given as a config object, or by the name of its kind: the current kind keeps its values, another
-        one gets its defaults. Raises ConfigError for unknown fields and invalid values.
+        one gets its defaults. A field that takes several kinds is given a list of names, and the fields of one of them
+        by its name, `{"report.trackers": ["mlflow"], "report.trackers.mlflow.experiment": "a"}`. Raises ConfigError for
+        unknown fields and invalid values.
         """
         values = Fields(self)
-        named = {path for path, value in overrides.items() if isinstance(value, str) and values.choose(path, value)}
+        named = {path for path, value in overrides.items() if values.choose(path, value)}
         for path, value in overrides.items():
             if path not in named:
                 values.replace(path, value)
@@ -138,15 +141,24 @@ class Fields(dict[str, Any]):
     """
 
     def __init__(self, config: Config) -> None:
-        super().__init__({name: _copied(value) for name, value in config})
+        types = {name: field.annotation for name, field in type(config).model_fields.items()}
+        super().__init__({name: _copied(value, types.get(name)) for name, value in config})
         self.cls = type(config)
         self.more: Mapping[str, Any] = config.further_options
 
-    def choose(self, path: str, kind: str) -> bool:
-        """Whether the field at a dotted path has kinds; it gets the kind of this name, unless it has that already."""
+    def choose(self, path: str, kind: Any) -> bool:
+        """Whether a value names the kind, or the kinds, of the field at a dotted path; it gets those it has not yet."""
+        if not isinstance(kind, str | list | tuple) or not all(isinstance(one, str) for one in kind):
+            return False
         parent, last = self._parent(path)
         field = parent.cls.model_fields.get(last) if isinstance(parent, Fields) else None
-        if field is None or not is_config(field.annotation) or not field.annotation.has_kinds():
+        part = several_of(field.annotation) if field is not None else None
+        if part is not None:
+            parent[last] = parent[last].chosen(part, [kind] if isinstance(kind, str) else kind, path)
+            return True
+        if field is None or not isinstance(kind, str) or not is_config(field.annotation):
+            return False
+        if not field.annotation.has_kinds():
             return False
         if getattr(parent[last].cls, "kind", None) != kind:
             made = field.annotation.of_kind(kind, path)
@@ -183,15 +195,44 @@ class Fields(dict[str, Any]):
         return found, last
 
 
+class Several(dict[str, Any]):
+    """The configs of a field that takes several kinds, each once, as `Fields` by the names of their kinds."""
+
+    def chosen(self, part: type[Config], names: Sequence[str], path: str) -> Several:
+        """Those of these names alone, in this order; new ones with their defaults. Raises ConfigError."""
+        found = Several()
+        for name in names:
+            if name in found:
+                raise ConfigError(f"--{path.replace('_', '-')} {' '.join(names)}: {name} is named twice. Name it once.")
+            with one_message():
+                found[name] = self[name] if name in self else Fields(part.of_kind(name, path)())
+        return found
+
+    def made(self, part: type[Config]) -> tuple[Any, ...]:
+        """The configs. Raises ConfigError, which names a field as `mlflow.uri`."""
+        mapping: Any = dict
+        with one_message():
+            return tuple(pydantic.TypeAdapter(mapping[str, part]).validate_python(dict(self)).values())
+
+
+def several_of(annotation: Any) -> type[Config] | None:
+    """The part of which a field of this type, `tuple[Part, ...]`, takes several kinds; None for other fields."""
+    inner = typing.get_args(annotation)
+    found = inner[0] if typing.get_origin(annotation) is tuple and inner[1:] == (...,) else None
+    return found if is_config(found) and found.has_kinds() else None
+
+
 def _short(value: Any) -> str:
     """A value in at most some 30 characters, on one line."""
     return " ".join(reprlib.repr(value).split())
 
 
-def _copied(value: Any) -> Any:
-    """A value whose fields or items can be replaced without a change of the config."""
+def _copied(value: Any, annotation: Any) -> Any:
+    """A value of a field whose fields or items can be replaced without a change of the config."""
     if isinstance(value, Config):
         return Fields(value)
+    if several_of(annotation) is not None:
+        return Several({one.kind: Fields(one) for one in value})
     return dict(value) if isinstance(value, dict) else value
 
 

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import pydantic
 from pydantic_core import core_schema
 
-from jaxdl.config import Config, Fields, is_config
+from jaxdl.config import Config, Fields, is_config, several_of
 from jaxdl.errors import ConfigError
 from jaxdl.fields import ENTRY_POINTS, SOURCE
 from jaxdl.modules import import_file
@@ -170,15 +170,18 @@ def kinds(part: type[PartT]) -> dict[str, type[PartT]]:
     return {name: cls for name, cls in found.items() if not inspect.isabstract(cls)}
 
 
-def choices(cls: type[Config], prefix: str = "") -> dict[str, dict[str, type[Choice]]]:
-    """All fields of a config class that have kinds: dotted field -> {name of the kind: class}."""
+def choices(cls: type[Config], prefix: str = "", *, several: bool = False) -> dict[str, dict[str, type[Choice]]]:
+    """All fields of a config class that have kinds: dotted field -> {name of the kind: class}.
+
+    With `several`, the fields that take several kinds.
+    """
     found: dict[str, dict[str, type[Choice]]] = {}
     for name, field in cls.model_fields.items():
-        part = field.annotation
+        part, inner = several_of(field.annotation) if several else field.annotation, field.annotation
         if is_config(part) and issubclass(part, Choice) and part.has_kinds():
             found[prefix + name] = kinds(part)
-        elif is_config(part):
-            found |= choices(part, f"{prefix}{name}.")
+        elif is_config(inner) and not inner.has_kinds():
+            found |= choices(inner, f"{prefix}{name}.", several=several)
     return found
 
 

@@ -7,23 +7,21 @@ in a dataclass; if that has a field `experiment`, the fields of the experiment a
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import difflib
 import re
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union
+from typing import Any, TypeVar
 
 import pydantic
 import tyro
 
-from jaxdl.config import Config, ConfigError, ConfigT, describe, field_at
+from jaxdl.config import Config, ConfigError, ConfigT, describe, field_at, several_of
 from jaxdl.errors import OptionError
-from jaxdl.kinds import choices
+from jaxdl.kinds import Choice, choices
+from jaxdl.option_values import convert, members, plain, takes_many, wanted
 from jaxdl.reference import Reference
 from jaxdl.startup import USUAL_NAMES
 
@@ -34,14 +32,21 @@ CLI_STYLE = (tyro.conf.AvoidSubcommands,)
 
 
 def take_choices(config: ConfigT, args: Sequence[str]) -> tuple[ConfigT, list[str]]:
-    """(the config with `--optimizer lars` and the like applied, the remaining arguments)."""
+    """(the config with options such as `--optimizer lars` and `--report.trackers mlflow wandb` applied, the others)."""
     known, rest, left = choices(type(config)), list(args), []
-    switched: dict[str, str] = {}
+    known_several = choices(type(config), several=True)
+    switched: dict[str, str | list[str]] = {}
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         path = flag.removeprefix("--").replace("-", "_")
-        if not flag.startswith("--") or path not in known:
+        if not flag.startswith("--") or path not in {*known, *known_several}:
             left.append(flag + equals + value)
+            continue
+        if path in known_several:
+            names: list[str] = [value] if equals else []
+            while rest and not rest[0].startswith("--"):
+                names.append(rest.pop(0))
+            switched[path] = [*switched.get(path, []), *names]
             continue
         if not equals and (not rest or rest[0].startswith("-")):
             raise OptionError(f"{flag}: needs a value, one of {', '.join(known[path])}.")
@@ -67,6 +72,9 @@ def choices_help(config: Config) -> str:
         others = [name for name in (*kinds, *current.part.presets) if name != current.kind]
         lines.append(f"  --{path.replace('_', '-')} {current.kind}" + (f" (or {', '.join(others)})" if others else ""))
         lines += [f"    --{path}.{name} {value}" for name, value in current.further_options.items()]
+    for path, kinds in choices(type(config), several=True).items():
+        now = " ".join(one.kind for one in field_at(config, path)) or "none"
+        lines.append(f"  --{path.replace('_', '-')} {now} (or any of {', '.join(kinds)})")
     return "\n".join(lines)
 
 
@@ -105,14 +113,22 @@ def _own_types() -> tyro.constructors.ConstructorRegistry:
 
     @registry.primitive_rule
     def _(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-        members = _members(info.type)
+        alternatives = members(info.type)
         if info.type_origin is dict:
             return shown("[NAME=VALUE ...]", lambda value: [f"{key}={one}" for key, one in value.items()])
-        if Reference in members:
+        if Reference in alternatives:
             shapes = {Reference: "FILE:NAME", type(None): "None"}
-            metavar = "|".join(dict.fromkeys(shapes.get(one, "NAME") for one in members))
+            metavar = "|".join(dict.fromkeys(shapes.get(one, "NAME") for one in alternatives))
             return shown(metavar, lambda value: [getattr(value, "__qualname__", str(value))])
         return None
+
+    @registry.struct_rule
+    def _(info: tyro.constructors.StructTypeInfo) -> Any:
+        given = info.default
+        if not (isinstance(given, tuple) and given and all(isinstance(one, Choice) for one in given)):
+            return None
+        fields = (tyro.constructors.StructFieldSpec(name=one.kind, type=type(one), default=one) for one in given)
+        return tyro.constructors.StructConstructorSpec(instantiate=dict, fields=tuple(fields))
 
     return registry
 
@@ -159,6 +175,9 @@ def _options(kind: Any, value: Any, prefix: str = "") -> dict[str, Any]:
         is_phases = isinstance(inner, tuple) and any(isinstance(one, Config) for one in inner)  # Set in a file alone.
         if isinstance(inner, Config):
             found |= _options(type(inner), inner, prefix + _prefix(name))
+        elif several_of(annotation) is not None:
+            for one in inner or ():
+                found |= _options(type(one), one, f"{prefix}{_prefix(name)}{one.kind}.")
         elif not is_phases and not any(issubclass(one, Config) for one in _classes(annotation)):
             found[prefix + name] = annotation
     return found | {prefix + name: one for name, one in getattr(value, "further_types", {}).items()}
@@ -176,7 +195,7 @@ def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tupl
     values: dict[str, Any] = {}
     typed, every = dict[str, str](), dict[str, list[str]]()
     names = {_flag(path, annotation): path for path, annotation in options.items()}
-    switches = {_off(flag): path for flag, path in names.items() if _plain(options[path]) is bool}
+    switches = {_off(flag): path for flag, path in names.items() if plain(options[path]) is bool}
     rest = list(args)
     while rest:
         word = rest.pop(0)
@@ -188,24 +207,24 @@ def _read(args: Sequence[str], options: Mapping[str, Any], default: Any) -> tupl
         if path is None:
             raise OptionError(_unknown(flag, names, default))
         annotation = options[path]
-        if _plain(annotation) is bool:
+        if plain(annotation) is bool:
             if equals:
                 other = f", or {_off(key)}" if key in names else ""
                 raise OptionError(f"{word}: it takes no value. Give {flag} alone{other}.")
             values[path], typed[path] = key in names, word
             continue
         words = [value] if equals else []
-        many = _takes_many(annotation)
+        many = takes_many(annotation)
         while rest and not rest[0].startswith("--") and (many or not words):
             words.append(rest.pop(0))
-        if _takes_many(annotation, fixed=False):  # `--stop a --stop b` is `--stop a b`.
+        if takes_many(annotation, fixed=False):  # `--stop a --stop b` is `--stop a b`.
             words = every[path] = [*every.get(path, []), *words]
         if not words and not many:
-            raise OptionError(f"{flag}: needs a value, {_wanted(annotation)}.")
+            raise OptionError(f"{flag}: needs a value, {wanted(annotation)}.")
         try:
-            values[path] = _convert(annotation, words)
+            values[path] = convert(annotation, words)
         except ValueError:
-            raise OptionError(f"{flag} {_shown(words)}: not {_wanted(annotation)}.") from None
+            raise OptionError(f"{flag} {_shown(words)}: not {wanted(annotation)}.") from None
         typed[path] = f"{flag} {_shown(words)}"
     return values, typed
 
@@ -267,100 +286,6 @@ def _unknown(flag: str, names: Mapping[str, str], default: Any) -> str:
     near = near[:1] or [one for one in names if one.rpartition(".")[2] == last.replace("_", "-")][:3]
     advice = f"Did you mean {' or '.join(near)}? --help lists all." if near else "--help lists the options."
     return f"{flag}: there is no such option. {advice}"
-
-
-def _plain(annotation: Any) -> Any:
-    return typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
-
-
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """The types of a union, or the one type."""
-    annotation = _plain(annotation)
-    if typing.get_origin(annotation) in (Union, types.UnionType):
-        return tuple(_plain(one) for one in typing.get_args(annotation))
-    return (annotation,)
-
-
-def _takes_many(annotation: Any, *, fixed: bool = True) -> bool:
-    every = [(typing.get_origin(one), typing.get_args(one)) for one in _members(annotation)]
-    return any(origin in (list, dict) or (origin is tuple and (fixed or ... in inner)) for origin, inner in every)
-
-
-def _convert(annotation: Any, words: Sequence[str]) -> Any:
-    """The value of this type that the words spell. Raises ValueError when there is none."""
-    for one in sorted(_members(annotation), key=lambda one: one is not type(None)):  # "None" is not a string.
-        origin, inner = typing.get_origin(one), typing.get_args(one)
-        try:
-            if origin is dict:
-                return dict(_pair(inner[1], word) for word in words)
-            if origin in (tuple, list):
-                each = inner if origin is tuple and inner[-1] is not Ellipsis else [inner[0]] * len(words)
-                return origin(_convert(type_, [word]) for type_, word in zip(each, words, strict=True))
-            if len(words) == 1:
-                return _single(one, words[0])
-        except ValueError:
-            continue
-    raise ValueError
-
-
-def _pair(annotation: Any, word: str) -> tuple[str, Any]:
-    """(name, value) of `NAME=VALUE`. Raises ValueError for another word."""
-    name, equals, value = word.rpartition("=")
-    if not (name and equals):
-        raise ValueError
-    return name, _convert(annotation, [value])
-
-
-def _single(annotation: Any, word: str) -> Any:
-    if annotation is Any:  # A value as in Python, or a text.
-        try:
-            return ast.literal_eval(word)
-        except (ValueError, SyntaxError):
-            return word
-    if annotation is type(None):
-        if word not in ("None", "none"):
-            raise ValueError
-        return None
-    if typing.get_origin(annotation) is Literal:
-        values = typing.get_args(annotation)
-        return values[[str(one) for one in values].index(word)]
-    if annotation is bool:
-        return bool(("false", "true").index(word.lower()))
-    if annotation is Reference:
-        return word
-    assert annotation in (int, float, str, Path), f"options of type {annotation} are not read"
-    return annotation(word)
-
-
-_NOUNS = {
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a string",
-    Path: "a path",
-    Reference: "FILE:NAME or MODULE:NAME",
-    Any: "a value",
-    type(None): "None",
-}
-
-
-def _wanted(annotation: Any) -> str:
-    """`a number or None`: the values that an option of this type takes."""
-    wanted = []
-    if _members(annotation) == (int, float):
-        return _NOUNS[float]
-    for one in sorted(_members(annotation), key=lambda one: one is type(None)):
-        inner = typing.get_args(one)
-        if typing.get_origin(one) is Literal:
-            wanted.append(("one of " if len(inner) > 1 else "") + ", ".join(map(str, inner)))
-        elif typing.get_origin(one) in (tuple, list):
-            count = f"{len(inner)} values" if inner[-1] is not Ellipsis else "values"
-            wanted.append(f"{count}, each {_wanted(inner[0])}")
-        elif typing.get_origin(one) is dict:
-            wanted.append("NAME=VALUE pairs" + ("" if inner[1] is Any else f", each VALUE {_wanted(inner[1])}"))
-        else:
-            wanted.append(_NOUNS.get(one, getattr(one, "__name__", str(one))))
-    return " or ".join(wanted)
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union
 
 import pydantic
 
-from jaxdl.config import Config
+from jaxdl.config import Config, several_of
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import Choice, choices, kinds
 
@@ -98,7 +98,8 @@ def _sections(cls: type[Config], path: str, seen: set[type[Config]], *, switched
     lines += _table(cls, path)
     for name, field in cls.model_fields.items():
         for inner in configs_in(field.annotation):
-            lines += _sections(inner, f"{path}.{name}", seen, switched=bool(getattr(inner, "kind", "")))
+            inner_path = f"{path}.{name}" + (f".{_kind(inner)}" if several_of(field.annotation) else "")
+            lines += _sections(inner, inner_path, seen, switched=bool(getattr(inner, "kind", "")))
     return lines
 
 
@@ -164,6 +165,8 @@ def _type(annotation: Any, page: str = "") -> str:
         return " or ".join(f"`{one!r}`" for one in args)
     if origin in (Union, types.UnionType):
         return " or ".join(_type(one, page) for one in args)
+    if several_of(annotation) is not None:
+        return f"any of {', '.join(_type(one, page) for one in configs_in(annotation))}"
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
         return f"tuple of {_type(args[0], page)}"
     if origin is tuple:

@@ -37,6 +37,10 @@ def test_what_bash_completes(script):
     assert completed(script, "jaxdl", "train", "--optimizer", "la") == [
         name for name in kinds["optimizer"] if name.startswith("la")
     ]
+    assert completed(script, "jaxdl", "train", "--report.trackers", "ml") == ["mlflow"]
+    assert completed(script, "jaxdl", "train", "--report.trackers.ml") == [
+        f"--report.trackers.mlflow.{one}" for one in ("name", "tags", "wait-sec", "uri", "experiment")
+    ]
     assert completed(script, "jaxdl", "train", "--optimizer.trust-c") == ["--optimizer.trust-coefficient"]
     assert completed(script, "jaxdl", "train", "--init-step", "") == ["newest", "best"]
     assert completed(script, "jaxdl", "train", "--config", "digi") == ["digits"]

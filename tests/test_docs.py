@@ -37,7 +37,7 @@ from jaxdl.bench.__main__ import main as bench
 from jaxdl.checkpoint.items import ITEMS
 from jaxdl.cluster.exits import BROKEN, DIVERGED, HALTED, MISTAKE
 from jaxdl.command import parse_command
-from jaxdl.config import Config
+from jaxdl.config import Config, several_of
 from jaxdl.experiment import Experiment
 from jaxdl.kinds import choices, forgotten
 from jaxdl.launch import __main__ as launch
@@ -209,9 +209,11 @@ def option_paths(cls, prefix="", inside=()):
         yield f"--{prefix}{name}".replace("_", "-")
         if field.annotation is bool:
             yield f"--{prefix}no-{name}".replace("_", "-")
+        several = several_of(field.annotation) is not None
         for one in docs_site.configs_in(field.annotation):
             if one not in inside:
-                yield from option_paths(one, f"{prefix}{name}.", (*inside, one))
+                path = f"{prefix}{name}.{one.kind}." if several else f"{prefix}{name}."
+                yield from option_paths(one, path, (*inside, one))
 
 
 def test_options_in_the_text_exist():

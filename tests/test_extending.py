@@ -12,6 +12,7 @@ from runs import ROOT, assert_bit_equal, rows
 import jaxdl
 from jaxdl import kinds
 from jaxdl.experiment import Experiment, load_experiment
+from jaxdl.report.tracking import Trackers
 
 TEXTS = [(ROOT / "docs" / name).read_text() for name in ("extending.md", "howto/coming_from.md")]
 BLOCKS = [block for text in TEXTS for block in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.S)]
@@ -38,7 +39,7 @@ def folder(tmp_path_factory):
 def test_the_page_has_a_file_for_each_part():
     own = [f"own_{name}.py" for name in PARTS]
     own.insert(3, "own_pairs.py")
-    assert ["mine.py", *own, "together.py", "own_experiment.py", *PEERS] == NAMES
+    assert ["mine.py", *own, "own_tracker.py", "together.py", "own_experiment.py", *PEERS] == NAMES
     for name, text in BLOCKS:
         lines = [line for line in text.splitlines() if line]
         assert len(lines) <= (40 if name == "mine.py" else 30), name
@@ -101,6 +102,15 @@ def test_a_task_from_scratch_trains_and_its_inputs_are_known(folder, tmp_path, c
     left = np.eye(5)
     found = jaxdl.restore(tmp_path).predict({"left": left, "right": -left})
     np.testing.assert_array_equal(found, run.predict((left, -left)))
+
+
+def test_a_tracker_of_ones_own_writes_its_table(folder, tmp_path):
+    (tracker,) = load_experiment(folder / "own_tracker.py").report.trackers
+    trackers = Trackers([tracker.replaced({"folder": str(tmp_path)})], None, tracker, pytest.fail)
+    trackers.start([{"step": 1, "train/loss": 0.5}, {"step": 1, "event": "resumed"}, {"step": 2, "eval/loss": 0.25}], 0)
+    trackers.close("finished")
+    (table,) = tmp_path.glob("*.csv")
+    assert table.read_text().split() == ["1,0.5,", "2,,0.25"]
 
 
 def test_the_rates_of_a_schedule_of_ones_own(folder):

@@ -20,9 +20,10 @@ FLOORS = [
     {"config", "modules", "overview", "patterns"},
     {"kinds"},
     {"reference"},
-    {"mesh", "options"},
+    {"mesh", "option_values"},
+    {"options"},
     {"cluster"},
-    {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases", "plans", "asynchrony"},
+    {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases", "plans", "asynchrony", "trackers"},
     {"embedding", "status"},
     {"models", "optim", "exchange", "data", "decoding"},
     {"report", "agreement"},
@@ -43,7 +44,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
     "writing", "lease", "status", "fleet", "run", "report", "checkpoint", "launch", "data", "export", "convert",
-    "trained", "compare", "search",
+    "trained", "compare", "search", "trackers",
 }  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",
@@ -62,7 +63,7 @@ READ_FILES = {
 }
 HEAVY = {
     "tensorflow_datasets", "tensorflow", "sklearn", "tokenizers", "sentencepiece", "pyarrow", "datasets",
-    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "optuna",
+    "tensorboardX", "PIL", "cv2", "simplejpeg", "fsspec", "mlflow", "wandb", "trackio", "optuna",
 }  # fmt: skip
 WRITING_CALLS = {
     "open", "write_text", "write_bytes", "mkdir", "makedirs", "unlink", "remove", "rename", "rmtree", "rmdir", "touch",
@@ -393,6 +394,6 @@ print(json.dumps(found))
     assert found["load"] == ["jaxdl.experiment", True]
     assert set(found) == {
         "Arrays", "ConfigError", "Data", "ExchangeConfig", "Experiment", "FromFunctions", "FromModule", "InitFrom",
-        "Interrupted", "Loss", "Model", "Optax", "Optimizer", "Predictor", "Run", "Schedule", "Task", "fit", "load",
-        "module", "restore", "train",
+        "Interrupted", "Loss", "Model", "Optax", "Optimizer", "Predictor", "Run", "Schedule", "Task", "Tracker", "fit",
+        "load", "module", "restore", "train",
     }  # fmt: skip

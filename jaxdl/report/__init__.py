@@ -8,9 +8,10 @@ from jaxdl.report.lines import format_row
 from jaxdl.report.notebook import in_ipython
 from jaxdl.report.plots import plot_history
 from jaxdl.report.progress import Progress, StepCounter
-from jaxdl.report.reporter import Diverged, Report, Reporter, Subject
+from jaxdl.report.reporter import Diverged, Reporter
 from jaxdl.report.start import Start
 from jaxdl.report.stopwatch import Stopwatch
+from jaxdl.report.subject import Report, Subject
 from jaxdl.report.summary import Status, Summary, make_summary, print_summary, read_summary, write_summary
 from jaxdl.writing import replace_file
 

@@ -8,16 +8,17 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 import pydantic
 
-from jaxdl.config import Config
+from jaxdl.config import Config, Several
 from jaxdl.files import METRICS_FILE, TENSORBOARD_FOLDER
 from jaxdl.report.events import Event, EventKind, event_of
 from jaxdl.report.scalars import Scalars
+from jaxdl.trackers import State, Tracker, Writer
 from jaxdl.writing import replace_file
 
 
@@ -30,10 +31,27 @@ class ReportConfig(Config):
     """Write TensorBoard scalars next to metrics.jsonl."""
     curves: bool = True
     """Draw the run's curves: curves.png when it ends or is interrupted; in a notebook, in the cell while it trains."""
+    trackers: tuple[Tracker, ...] = ()
+    """Where the rows of metrics.jsonl go too: some of `mlflow`, `wandb`, `trackio`, or kinds of yours. Each has fields
+    of its own, such as `--report.trackers.mlflow.uri`."""
     profile_start_step: int | None = pydantic.Field(default=None, ge=1)
     """Record a profiler trace from this step on; none when absent. Choose one after the compilation, e.g. 5."""
     profile_steps: int = pydantic.Field(default=3, ge=1)
     """How many steps the profiler trace covers."""
+
+    @pydantic.field_validator("trackers", mode="before")
+    @classmethod
+    def _made(cls, value: Any) -> Any:
+        return value.made(Tracker) if isinstance(value, Several) else value
+
+    @pydantic.field_validator("trackers")
+    @classmethod
+    def _each_once(cls, trackers: tuple[Tracker, ...]) -> tuple[Tracker, ...]:
+        kinds = [one.kind for one in trackers]
+        for kind in kinds:
+            if kinds.count(kind) > 1:
+                raise ValueError(f"{kind} is there twice. Give one tracker of each kind.")
+        return trackers
 
     @pydantic.model_validator(mode="after")
     def _profile(self) -> ReportConfig:
@@ -43,6 +61,55 @@ class ReportConfig(Config):
                 "Set profile_start_step too, or leave profile_steps out."
             )
         return self
+
+
+class JsonLines(Writer):
+    """metrics.jsonl: a line for each of `rows`, the list that its owner appends to before `write`.
+
+    When it cannot be written, `warn` is called once; missing rows are written when that is possible again.
+    """
+
+    def __init__(self, path: Path, rows: Sequence[Mapping[str, Any]], warn: Callable[[str], None]) -> None:
+        self._path, self._rows, self._warn, self._warned = path, rows, warn, False
+        self._file: IO[bytes] | None = None
+
+    def reopen(self, *, rewrite: bool) -> None:
+        """Opens the file for appending; with `rewrite`, after replacing it by one with all rows. Raises OSError."""
+        if rewrite:
+            replace_file(self._path, "".join(_line(row) for row in self._rows).encode())
+        # Unbuffered: what a full disk refused must not come again with a later line.
+        self._file = self._path.open("ab", buffering=0)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends the last of the rows; it is on disk when this returns, unless the disk refuses it."""
+        try:
+            if self._file is None:
+                self.reopen(rewrite=True)
+            else:
+                line = _line(row).encode()
+                if self._file.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self.lost(error)
+
+    def lost(self, error: OSError) -> None:
+        """The file cannot be written now; the next row tries again, with all that is missing."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
+        if not self._warned:
+            self._warn(f"{METRICS_FILE} could not be written: {error.strerror}; tried again with every report")
+            self._warned = True
+
+    def close(self, state: State | None = None) -> None:
+        """Closes the file, after another try to write what is missing."""
+        with contextlib.suppress(OSError):
+            if self._file is None and self._warned:
+                self.reopen(rewrite=True)
+            if self._file is not None:
+                self._file.close()
+        self._file = None
 
 
 class History:
@@ -57,8 +124,8 @@ class History:
     dropped too, since they will be made again. Events (`{"step": 120, "event": "resumed ...", "kind": "resume"}`) are
     always kept.
 
-    A file that cannot be written ends no run: `warn` is called once; missing rows are written when that is possible
-    again (TensorBoard's scalars end there).
+    A file that cannot be written ends no run, see `JsonLines` and `Scalars`. `before_cut` is called before rows that
+    were on disk are dropped.
     """
 
     def __init__(
@@ -69,30 +136,33 @@ class History:
         evaluated_step: int | None = None,
         tensorboard: bool = True,
         warn: Callable[[str], None] = warnings.warn,
+        before_cut: Callable[[], None] = lambda: None,
     ) -> None:
         self.rows: list[dict[str, Any]] = []
-        self._warn, self._warned = warn, False
-        self._path: Path | None = None
-        self._file: IO[bytes] | None = None
-        self._board: Scalars | None = None
+        self._writers: list[Writer] = []
         if workdir is None:
             return
-        self._path = Path(workdir) / METRICS_FILE
+        path = Path(workdir) / METRICS_FILE
+        lines = JsonLines(path, self.rows, warn)
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            if self._path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
                 evaluated_step = resume_step if evaluated_step is None else evaluated_step
                 limits = {False: resume_step, True: min(resume_step, evaluated_step)}
-                self.rows = [
+                earlier = _load(path)
+                self.rows += [
                     row
-                    for row in _load(self._path)
+                    for row in earlier
                     if "event" in row or (resume_step > 0 and row["step"] <= limits[_is_evaluation(row)])
                 ]
-            self._reopen(rewrite=self._path.exists())
+                if len(self.rows) < len(earlier):
+                    before_cut()
+            lines.reopen(rewrite=path.exists())
         except OSError as error:
-            self._lost(error)
+            lines.lost(error)
+        self._writers.append(lines)
         if tensorboard:
-            self._board = Scalars(self._path.parent / TENSORBOARD_FOLDER, resume_step, self._warn)
+            self._writers.append(Scalars(path.parent / TENSORBOARD_FOLDER, resume_step, warn))
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row. "step" is an int; other values are numbers, 0-d arrays, strings, booleans or None.
@@ -102,18 +172,8 @@ class History:
         plain = {name: plain_value(value) for name, value in row.items()}
         assert type(plain.get("step")) is int, f"a row of the history needs an integer step: {plain}"
         self.rows.append(plain)
-        if self._path is not None:
-            try:
-                if self._file is None:
-                    self._reopen(rewrite=True)
-                else:
-                    line = _line(plain).encode()
-                    if self._file.write(line) != len(line):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            except OSError as error:
-                self._lost(error)
-        if self._board is not None and not self._board.write(plain):
-            self._board = None
+        for writer in self._writers:
+            writer.write(plain)
 
     def event(self, event: Event) -> None:
         """Appends an event, unless one of the same step and text is there already."""
@@ -123,24 +183,6 @@ class History:
     def num_events(self, kind: EventKind) -> int:
         """How many events of this kind there are."""
         return sum(found is not None and found.kind == kind for found in map(event_of, self.rows))
-
-    def _reopen(self, *, rewrite: bool) -> None:
-        """Opens the file for appending; with `rewrite`, after replacing it by one with all rows."""
-        assert self._path is not None
-        if rewrite:
-            replace_file(self._path, "".join(_line(row) for row in self.rows).encode())
-        # Unbuffered: what a full disk refused must not come again with a later line.
-        self._file = self._path.open("ab", buffering=0)
-
-    def _lost(self, error: OSError) -> None:
-        """The file cannot be written now; the next row tries again, with all that is missing."""
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
-        if not self._warned:
-            self._warn(f"{METRICS_FILE} could not be written: {error.strerror}; tried again with every report")
-            self._warned = True
 
     def columns(self) -> dict[str, list[Any]]:
         """Name -> one value per row, "step" first, ready for `pandas.DataFrame(history.columns())`.
@@ -161,17 +203,9 @@ class History:
 
     def close(self) -> None:
         """Writes out what is buffered and closes the files. May be called twice; the rows stay readable."""
-        if self._path is not None and self._file is None and self._warned:
-            with contextlib.suppress(OSError):
-                self._reopen(rewrite=True)
-        self._path = None
-        if self._file is not None:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._file = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.close()
 
     def __enter__(self) -> History:
         return self

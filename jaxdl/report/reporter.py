@@ -4,32 +4,28 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any
 
 import jax
-import numpy as np
 
-from jaxdl.data import DataSpec, Source
 from jaxdl.errors import as_typed
 from jaxdl.files import CURVES_FILE, PROFILE_FOLDER, SUMMARY_FILE
-from jaxdl.phases import Timeline
 from jaxdl.report.events import WARNINGS, Event, EventKind
 from jaxdl.report.fetching import OWN, described, described_totals, fetch, joined
 from jaxdl.report.history import History, ReportConfig
 from jaxdl.report.inputs import InputWatch
 from jaxdl.report.notebook import LivePlot
 from jaxdl.report.plots import plot_history
-from jaxdl.report.progress import Progress, StepCounter
+from jaxdl.report.progress import Progress
 from jaxdl.report.seen import Seen
 from jaxdl.report.start import Start
 from jaxdl.report.stopwatch import Stopwatch
+from jaxdl.report.subject import Report, Subject, worth_a_look
 from jaxdl.report.summary import (
     Status,
     Summary,
@@ -39,6 +35,7 @@ from jaxdl.report.summary import (
     what_next,
     write_summary,
 )
+from jaxdl.report.tracking import Trackers
 
 
 class Diverged(ArithmeticError):
@@ -46,47 +43,6 @@ class Diverged(ArithmeticError):
 
     def __str__(self) -> str:
         return as_typed(super().__str__())
-
-
-class Scored(Protocol):
-    """What is read of a `jaxdl.tasks.Task`."""
-
-    unit: ClassVar[str]
-
-    @property
-    def objective(self) -> str:
-        """How the training loss differs from that of the evaluation."""
-        ...
-
-    def reads(self, spec: DataSpec) -> tuple[str, ...]:
-        """The arrays of a batch that the network reads."""
-        ...
-
-    def units_per_example(self, spec: DataSpec) -> float:
-        """How many of `unit` one training example has."""
-        ...
-
-    def metrics(self, sums: Mapping[str, float], spec: DataSpec) -> dict[str, float]:
-        """From sums over examples to metrics."""
-        ...
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The run that is reported: its steps, its task, its training data, and the seed of their order."""
-
-    timeline: Timeline
-    counter: StepCounter
-    task: Scored
-    source: Source
-    seed: int
-
-
-class Report(NamedTuple):
-    """Steps that have been reported: the first one (1 is the first of a run), and the metrics of each, on the host."""
-
-    first_step: int
-    metrics: Sequence[Mapping[str, np.ndarray]]
 
 
 class Reporter:
@@ -116,6 +72,8 @@ class Reporter:
         self._step_before: int | None = None
         self._earlier: Summary | None = None
         self.history = History(None)
+        trackers = config.trackers if jax.process_index() == 0 else ()
+        self._trackers = Trackers(trackers, folder, subject.config, self.warn)
         self._progress: Progress | None = None
         self._early: list[str] = []
         self._live_plot: LivePlot | None = None
@@ -135,6 +93,7 @@ class Reporter:
             self.note(self._early.pop(0))
         self._open_history(evaluated_step)  # After the display, which shows what the disk refuses.
         self._stack.callback(lambda: self.history.close())
+        self._trackers.start(self.history.rows, self._counter.step)
         console = self._start.console
         if console.is_jupyter and not console.quiet and self._config.curves:
             columns = lambda: self.history.columns()  # noqa: E731  A rollback makes another history.
@@ -160,6 +119,7 @@ class Reporter:
             evaluated_step=evaluated_step,
             tensorboard=self._config.tensorboard,
             warn=self.warn,
+            before_cut=self._trackers.before_cut,
         )
 
     def rolled_back(self, evaluated_step: int) -> None:
@@ -169,6 +129,7 @@ class Reporter:
         self._open_history(evaluated_step)
         if self._folder is None:
             self.history.rows = [row for row in rows if "event" in row or row["step"] <= self._counter.step]
+        self._trackers.restart(self.history.rows)
 
     def event(self, kind: EventKind, text: str, step: int | None = None, *, recorded: bool = True) -> None:
         """Shows a message and records it in the history, where the curves show it; at the present step by default."""
@@ -180,10 +141,11 @@ class Reporter:
             self.history.event(Event(kind, self._counter.step if step is None else step, text))
 
     def close(self) -> None:
-        """Ends a profile under way, closes the files and gives the terminal back."""
+        """Ends a profile under way, closes the files and gives the terminal back. A run that is not finished failed."""
         if self._profile_end is not None:
             self._profile_end = None
             jax.profiler.stop_trace()
+        self._trackers.close("failed")
         self._stack.close()
 
     def status(self, word: str) -> None:
@@ -330,6 +292,9 @@ class Reporter:
                     self.doing("drawing curves")
                     self._try(CURVES_FILE, lambda: self._plot(columns, folder / CURVES_FILE))
                 self._try(SUMMARY_FILE, functools.partial(write_summary, folder / SUMMARY_FILE, summary))
+        if self._trackers:
+            self.doing("writing to trackers")
+            self._trackers.close(status)
         self.doing(status)
         self._show_curves(last=True)
         if self._progress is not None:
@@ -365,8 +330,9 @@ class Reporter:
     def _write(self, step: int, row: Mapping[str, Any]) -> None:
         whole = {"step": step, "epoch": self._timeline.epoch(step), **row}
         self.history.write(whole)
+        self._trackers.look()
         if self._progress is not None:
-            shown = {name: value for name, value in whole.items() if _worth_a_look(name, value)}
+            shown = {name: value for name, value in whole.items() if worth_a_look(name, value)}
             if self._task.objective:  # Beside "eval/loss" its name would make it look like the same quantity.
                 shown = {"train/objective" if name == "train/loss" else name: shown[name] for name in shown}
             self._progress.report(shown)
@@ -376,21 +342,3 @@ class Reporter:
         if self._live_plot is not None:
             with self._watch("plot"):
                 self._live_plot.update(last=last)
-
-
-def _worth_a_look(name: str, value: Any) -> bool:
-    """Whether a metric is for the display too. Of an exchange only its compression and its residual are, if it has any.
-
-    And of the input the share of the time that the step waited for it, when that is worth a look, and of the images
-    that came from the cache.
-    """
-    if name.startswith("input/"):
-        return (name == "input/wait" and value >= 0.05) or (
-            name.startswith("input/hits/") and name != "input/hits/origin" and value > 0
-        )
-    if name.startswith("train/exchange/") and math.isnan(value):  # The gradients of a bad step are not exchanged.
-        return False
-    neutral = {"train/exchange/compression": 1.0, "train/exchange/residual_ratio": 0.0, "train/bad_steps": 0.0}
-    if name in neutral:
-        return not math.isclose(value, neutral[name], rel_tol=1e-5)
-    return not name.startswith(("train/exchange/", "seconds/"))

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxdl.trackers import State, Writer
 
-class Scalars:
+
+class Scalars(Writer):
     """TensorBoard scalars in a folder, from `resume_step` on. `warn` is called once if they cannot be written."""
 
     def __init__(self, folder: Path, resume_step: int, warn: Callable[[str], None]) -> None:
@@ -28,18 +30,17 @@ class Scalars:
         self._file = events._ev_writer = events._worker._record_writer = _Surviving(events._ev_writer)
         self._board: Any = board
 
-    def write(self, row: Mapping[str, Any]) -> bool:
-        """Writes the finite numbers of a row; False if writing has failed, now or before."""
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Writes the finite numbers of a row, unless writing has failed."""
         if self._board is None:
-            return False
+            return
         for name, value in row.items():
             if name != "step" and isinstance(value, int | float) and math.isfinite(value):
                 self._board.add_scalar(name, float(value), row["step"])
         if self._file.error is not None:
             self.close()
-        return self._board is not None
 
-    def close(self) -> None:
+    def close(self, state: State | None = None) -> None:
         """Flushes the buffer and closes the file."""
         if self._board is not None:
             self._board.close()

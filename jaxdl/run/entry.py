@@ -29,7 +29,7 @@ from jaxdl.run.signals import Stop, StopSignals
 from jaxdl.run.staged import make_reader
 from jaxdl.run.status import RunStatus
 from jaxdl.run.trainer import Trainer
-from jaxdl.run.workdir import check_workdir, read_choice, read_plan, read_spec
+from jaxdl.run.workdir import check_trackers, check_workdir, read_choice, read_plan, read_spec
 
 
 @without_frames
@@ -128,11 +128,19 @@ def _made(
     begin = functools.partial(beginning, workdir, init, experiment.checkpoint.start_over, model=experiment.model)
     make = functools.partial(make_plan, experiment, devices, chosen=chosen, recorded=recorded)
     read = make_reader(stage_data, status.stages, start)
-    make = functools.partial(make, started=status.begin, initial=begin, start=start, read=read)
+    make = functools.partial(
+        make, started=functools.partial(_started, experiment, workdir, status), initial=begin, start=start, read=read
+    )
     try:
         return stop.run(lambda: make(stored=lambda: read_plan(workdir)))
     except Stop as signal:
         raise Interrupted(signal.signum, "stopped before the run began; there was nothing to save.") from None
+
+
+def _started(experiment: Experiment, workdir: Path | None, status: RunStatus) -> None:
+    """What comes first when the processes of the run have met."""
+    check_trackers(experiment.report.trackers, workdir)
+    status.begin()
 
 
 def _check(devices: Any, max_steps: Any) -> None:

@@ -53,16 +53,16 @@ class Trainer:
         self.check_lease = lease.check if lease else lambda: None
         self.run_ahead, self.programs = max_in_flight() > 1, programs()
         # What changes while the run trains.
-        self.counter = StepCounter()
         self.end, self.end_asked_by, self.over = end, "--max-steps", False
         self.state: TrainState | None = None
         self.metrics, self.segment = None, plan.timeline.segment(0)
         self.steps: StepFunctions | None = None
         self.loader: TrainLoader | None = None
-        self.evaluated_step, self.num_taken, self.first_batch = -1, 1, True
+        self.counter, self.evaluated_step, self.num_taken, self.first_batch = StepCounter(), -1, 1, True
 
         folder = workdir if jax.process_index() == 0 else None
-        subject = Subject(plan.timeline, self.counter, self.parts.task, plan.splits.train, self.experiment.seed)
+        task, source, experiment = self.parts.task, plan.splits.train, self.experiment
+        subject = Subject(plan.timeline, self.counter, task, source, experiment.seed, experiment)
         self.reporter = Reporter(self.experiment.report, folder, watch, start, subject)
         stack.callback(self.reporter.close)
         self.evaluation = Evaluation(plan, self.reporter, watch, stop.poll)

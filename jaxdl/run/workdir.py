@@ -23,6 +23,8 @@ from jaxdl.lease import Lease
 from jaxdl.lease.shared import check_shared
 from jaxdl.report import replace_file
 from jaxdl.run.planning import Kept
+from jaxdl.trackers import Tracker
+from jaxdl.user_code import user_code
 
 
 def check_workdir(workdir: str | Path | None) -> Path | None:
@@ -46,6 +48,19 @@ def check_workdir(workdir: str | Path | None) -> Path | None:
     if "\0" in text:
         raise ConfigError(f"--workdir {text!r}: a path has no NUL in it. Choose another --workdir.")
     return Path(text)
+
+
+def check_trackers(trackers: Sequence[Tracker], workdir: Path | None) -> None:
+    """Raises ConfigError, on all processes, when one of the trackers cannot track the run on the first process."""
+
+    def check() -> bytes:
+        for one in trackers:
+            with user_code(one.users_name, of=one.check):
+                one.check(workdir)
+        return b""
+
+    if trackers:
+        of_first_process(check, slow=True)
 
 
 def make_lease(workdir: Path, on_loss: Callable[[], None] = lambda: None) -> Lease:

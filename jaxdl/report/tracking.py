@@ -1,0 +1,192 @@
+"""The trackers of a run: started on its first process, told of its config and hosts, opened as the same run again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxdl.cluster.consistency import flat
+from jaxdl.config import Config
+from jaxdl.files import CURVES_FILE, REPORT_FILE, SUMMARY_FILE, TRACKERS_FILE, TRACKERS_FOLDER
+from jaxdl.report.history import replace_file
+from jaxdl.report.sender import Opening, Rows, Sender, num_measured
+from jaxdl.report.summary import Devices, describe_devices, versions
+from jaxdl.trackers import State, TrackedRun, Tracker
+
+KEPT_FILES = (SUMMARY_FILE, CURVES_FILE, REPORT_FILE)
+"""The files of a workdir that trackers get, when the run ends."""
+GIT_SEC = 10.0
+
+
+class Kept:
+    """trackers.json: by which id each tracker knows the run, whether its rows are those of the run, and the hosts."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / TRACKERS_FILE
+        self._lock = threading.Lock()
+        self._runs: dict[str, dict[str, Any]] = {}
+        self._devices: dict[str, Any] = {}
+        self.changes: list[str] = []
+        """How hosts and devices have changed, in words."""
+        self.num_cuts = 0
+        """How often this process has dropped rows."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            if self._path is not None:
+                values = json.loads(self._path.read_bytes())
+                runs = {kind: {"run": run["run"], "whole": bool(run["whole"])} for kind, run in values["runs"].items()}
+                self._runs, self._devices, self.changes = runs, dict(values["devices"]), list(values["changes"])
+
+    def run_of(self, kind: str) -> tuple[str | None, bool]:
+        """(id, whether the rows there are the first rows of the run) of the run of a tracker; no id for a new one."""
+        run = self._runs.get(kind, {"run": None, "whole": True})
+        return run["run"], run["whole"]
+
+    def cut(self) -> None:
+        """Rows are going to be dropped from the history: what trackers have is no longer what they should have."""
+        with self._lock:
+            self.num_cuts += 1
+            for run in self._runs.values():
+                run["whole"] = False
+            with contextlib.suppress(OSError):  # A disk that is full; this process knows.
+                self._write()
+
+    def opened(self, kind: str, run_id: str | None, num_cuts: int) -> None:
+        """A tracker has opened the run under this id; `num_cuts` as it was before. Raises OSError."""
+        with self._lock:
+            run = {"run": run_id, "whole": num_cuts == self.num_cuts}
+            if self._runs.get(kind) != run:
+                self._runs[kind] = run
+                self._write()
+
+    def on_devices(self, devices: Devices, step: int) -> None:
+        """Notes hosts and devices, and how they differ from those of the process before."""
+        now = {"hosts": devices["num_processes"], "devices": devices["num_devices"], "kind": devices["kind"]}
+        with self._lock:
+            then, self._devices = self._devices, now
+            if then and then != now:
+                changed = [
+                    f"{name} {then.get(name)} -> {value}" for name, value in now.items() if then.get(name) != value
+                ]
+                self.changes.append(f"step {step}: {', '.join(changed)}")
+            if then != now:
+                with contextlib.suppress(OSError):
+                    self._write()
+
+    def _write(self) -> None:
+        if self._path is None or not (self._runs or self._devices):
+            return
+        values = {"runs": self._runs, "devices": self._devices, "changes": self.changes}
+        replace_file(self._path, (json.dumps(values, indent=2) + "\n").encode())
+
+
+class Trackers:
+    """All trackers of a run; without any, only that rows were dropped is noted, for a later process that has some.
+
+    Args:
+      trackers: the trackers; none on all processes but the first.
+      folder: the workdir, if the run has one.
+      config: the experiment, resolved.
+      warn: shows a warning; called in other threads too, once for each tracker while the run trains.
+    """
+
+    def __init__(
+        self, trackers: Sequence[Tracker], folder: Path | None, config: Config, warn: Callable[[str], None]
+    ) -> None:
+        self._trackers, self._folder, self._config, self._warn = trackers, folder, config, warn
+        self._kept = Kept(folder)
+        self._rows: Rows = ()
+        self._begun = time.strftime("%Y-%m-%d %H:%M:%S")
+        self._senders: list[Sender] = []
+
+    def start(self, rows: Rows, step: int) -> None:
+        """Starts to write these rows, and those that will be appended; the run is at this step."""
+        self._rows = rows
+        if self._trackers:
+            self._kept.on_devices(describe_devices(), step)
+        for one in self._trackers:
+            opening, opened = functools.partial(self._opening, one), functools.partial(self._kept.opened, one.kind)
+            sender = Sender(one, lambda: self._rows, num_measured(rows), opening, opened, self._warn)
+            self._senders.append(sender)
+            sender.start()
+
+    def before_cut(self) -> None:
+        """Rows of the history are going to be dropped."""
+        self._kept.cut()
+
+    def restart(self, rows: Rows) -> None:
+        """The history is this list now: rows were dropped by a rollback."""
+        self._kept.cut()
+        self._rows = rows
+
+    def look(self) -> None:
+        """Called after each row: warns of a tracker that is far behind."""
+        for sender in self._senders:
+            sender.look()
+
+    def close(self, state: State) -> None:
+        """Hands over the files of the run, waits a bounded time until all is written, and warns of what is missing.
+
+        May be called twice.
+        """
+        senders, self._senders = self._senders, []
+        folder = self._folder
+        files = [] if folder is None else [folder / name for name in KEPT_FILES if (folder / name).is_file()]
+        for sender in senders:
+            sender.end(state, files)
+        since = time.monotonic()
+        for sender in senders:
+            left = sender.wait(since)
+            if left is not None:
+                self._warn(left)
+
+    def __bool__(self) -> bool:
+        return bool(self._senders)
+
+    def _opening(self, tracker: Tracker) -> Opening:
+        num_cuts, rows, folder = self._kept.num_cuts, self._rows, self._folder  # In this order: later cuts are noticed.
+        run_id, whole = self._kept.run_of(tracker.kind)
+        run = TrackedRun(
+            name=tracker.name or (folder.resolve().name if folder is not None else self._begun),
+            run_id=run_id,
+            rows_changed=not whole,
+            folder=None if folder is None else folder / TRACKERS_FOLDER,
+            config=_flat(self._config),
+            tags=self._tags(),
+        )
+        return Opening(rows, num_cuts, run)
+
+    def _tags(self) -> dict[str, str]:
+        devices = describe_devices()
+        found = {"hosts": devices["num_processes"], "devices": devices["num_devices"]}
+        found |= {"device_kind": devices["kind"], "platform": devices["platform"]}
+        found |= {f"version.{package}": version for package, version in versions().items()}
+        found |= {f"elastic.{number}": text for number, text in enumerate(self._kept.changes, 1)}
+        found |= {} if self._folder is None else {"workdir": self._folder.absolute()}
+        return {name: str(value) for name, value in found.items()} | git_commit()
+
+
+def git_commit() -> dict[str, str]:
+    """The commit of the repository that the process was started in, and whether files differ from it; or nothing."""
+    try:
+        commit = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return {"git.commit": commit, "git.changed": "yes" if changed else "no"}
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], capture_output=True, text=True, timeout=GIT_SEC, check=True).stdout.strip()
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    """Dotted field -> value; lists as JSON, which no tracker takes otherwise."""
+    values = flat(config.model_dump(mode="json"))
+    return {name: json.dumps(value) if isinstance(value, list | dict) else value for name, value in values.items()}

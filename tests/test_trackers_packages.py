@@ -1,0 +1,191 @@
+"""MLflow, Weights & Biases and trackio have the rows of metrics.jsonl, also over a resume that drops some.
+
+Each part needs its package, of the extra `mlflow`, `wandb` or `trackio`, and is skipped without.
+"""
+
+import importlib.util
+import json
+import socket
+import struct
+
+import pytest
+
+from jaxdl.config import Config
+from jaxdl.files import METRICS_FILE, TRACKERS_FILE, TRACKERS_FOLDER
+from jaxdl.report import Event, History
+from jaxdl.report.tracking import Trackers
+from jaxdl.trackers import MLflow, Trackio, Wandb
+
+NAN = float("nan")
+
+
+def needs(package):
+    missing = importlib.util.find_spec(package) is None
+    return pytest.mark.skipif(missing, reason=f"needs the package {package}: pip install 'jaxdl[{package}]'")
+
+
+class Parts(Config):
+    """A config."""
+
+    seed: int = 3
+    """A number."""
+    sizes: tuple[int, ...] = (1, 2)
+    """Numbers."""
+
+
+def measured(folder):
+    rows = [json.loads(line) for line in (folder / METRICS_FILE).read_text().splitlines()]
+    return [row for row in rows if "event" not in row]
+
+
+def run_id(folder, kind):
+    return json.loads((folder / TRACKERS_FILE).read_text())["runs"][kind]["run"]
+
+
+def process(tracker, folder, steps, resume_step=0, state="interrupted"):
+    """One process of a run with two rows for each step; its warnings."""
+    warnings = []
+    tracker.check(folder)
+    trackers = Trackers([tracker], folder, Parts(), warnings.append)
+    with History(folder, resume_step=resume_step, tensorboard=False, before_cut=trackers.before_cut) as history:
+        trackers.start(history.rows, resume_step)
+        history.event(Event("resume", resume_step, f"resumed from {resume_step}"))
+        for step in steps:
+            history.write({"step": step, "epoch": step / 2, "train/loss": NAN if step == 2 else 1 / step})
+            history.write({"step": step, "epoch": step / 2, "eval/loss": float(resume_step)})
+        (folder / "summary.json").write_text("{}")
+    trackers.close(state)
+    return warnings
+
+
+def whole_run(tracker, folder):
+    """Three processes: the second continues the first, the third drops the last step of the second."""
+    tracker = tracker.replaced({"wait_sec": 120.0})
+    assert process(tracker, folder, [1, 2]) == []
+    first = run_id(folder, tracker.kind)
+    assert process(tracker, folder, [3, 4], resume_step=2) == []
+    assert run_id(folder, tracker.kind) == first
+    assert process(tracker, folder, [4, 5], resume_step=3, state="finished") == []
+    assert [row["step"] for row in measured(folder)] == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    return first
+
+
+def as_json(value):
+    return None if value in ("NaN", None) or value != value else value
+
+
+# MLflow
+
+
+def rows_of_mlflow(client, run):
+    """The rows of a run: each has a time of its own."""
+    rows = {}
+    for name in run.data.metrics:
+        for metric in client.get_metric_history(run.info.run_id, name):
+            rows.setdefault(metric.timestamp, {"step": metric.step})[name] = as_json(metric.value)
+    ordered = [rows[time] for time in sorted(rows)]
+    assert [row.pop("row") for row in ordered] == list(range(1, len(rows) + 1))
+    return ordered
+
+
+@needs("mlflow")
+def test_mlflow_in_the_workdir(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    folder = tmp_path / "mine"
+    first = whole_run(MLflow(experiment="e", tags=("word",)), folder)
+    client = MlflowClient(f"sqlite:///{folder / TRACKERS_FOLDER / 'mlflow.db'}")
+    run = client.get_run(run_id(folder, "mlflow"))
+    assert rows_of_mlflow(client, run) == measured(folder)
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "mine")
+    assert run.data.params == {"seed": "3", "sizes": "[1, 2]"}
+    assert run.data.tags["event.3"] == "step 3: resumed from 3"
+    assert {"word", "hosts", "version.jax"} <= run.data.tags.keys()
+    assert [file.path for file in client.list_artifacts(run.info.run_id)] == ["summary.json"]
+    # Metrics cannot be removed: the run with the dropped rows is in MLflow's trash, and the other is the only one.
+    assert client.get_run(first).info.lifecycle_stage == "deleted"
+    assert len(client.search_runs([run.info.experiment_id])) == 1
+
+
+@needs("mlflow")
+def test_mlflow_where_nothing_can_be_written(tmp_path):
+    (tmp_path / TRACKERS_FOLDER).write_text("a file")
+    warnings = process(MLflow(wait_sec=60.0), tmp_path, [1, 2])
+    assert len(measured(tmp_path)) == 4
+    assert [one.partition(":")[0] for one in warnings] == ["tracker mlflow"] * 2
+    assert "4 of 4 rows were not written" in warnings[1]
+
+
+@needs("mlflow")
+def test_mlflow_whose_server_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        tracker = MLflow(uri=f"http://127.0.0.1:{taken.getsockname()[1]}", wait_sec=60.0)
+        warnings = process(tracker, tmp_path, [1, 2])
+    assert len(measured(tmp_path)) == 4
+    assert len(warnings) == 2
+    assert "4 of 4 rows were not written" in warnings[1]
+
+
+# Weights & Biases
+
+
+def records(data):
+    """The records of a file of Weights & Biases: LevelDB's log format, after a header of 7 bytes."""
+    at, found = 7, b""
+    while at + 7 <= len(data):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack("<IHB", data[at : at + 7])
+        found += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):
+            yield found
+            found = b""
+
+
+@needs("wandb")
+def test_wandb_offline(tmp_path):
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    first = whole_run(Wandb(project="p"), tmp_path / "mine")
+    (path,) = (tmp_path / "mine" / TRACKERS_FOLDER / "wandb").glob("offline-run-*/*.wandb")
+    found = [Record.FromString(record) for record in records(path.read_bytes())]
+    rows = [
+        {
+            item.nested_key[0] if item.nested_key else item.key: as_json(json.loads(item.value_json))
+            for item in record.history.item
+        }
+        for record in found
+        if record.HasField("history")
+    ]
+    rows = [{name: value for name, value in row.items() if not name.startswith("_")} for row in rows]
+    assert rows == measured(tmp_path / "mine")
+    (run,) = [record.run for record in found if record.HasField("run")]
+    assert (run.run_id, run.project, run.display_name) == (first, "p", "mine")
+    assert [record.exit.exit_code for record in found if record.HasField("exit")] == [0]
+    assert (path.parent / "files" / "summary.json").read_text() == "{}"
+    assert first == run_id(tmp_path / "mine", "wandb")
+
+
+# trackio
+
+
+@needs("trackio")
+def test_trackio(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # Read when trackio is imported.
+    from trackio import SQLiteStorage
+
+    first = whole_run(Trackio(project="p"), tmp_path / "mine")
+    found = [
+        {name: as_json(value) for name, value in row.items() if name != "timestamp"}
+        for row in SQLiteStorage.get_logs("p", run_id=first)
+    ]
+    assert found == measured(tmp_path / "mine")
+    config = SQLiteStorage.get_run_config("p", "mine", run_id=first)
+    assert (config["seed"], config["tags.state"], config["tags.event.3"]) == (3, "finished", "step 3: resumed from 3")
+    assert first == run_id(tmp_path / "mine", "trackio")
