@@ -1,6 +1,6 @@
 """Architectures: flax.nnx modules whose parameters carry logical axis names.
 
-`ResNet`, `AlexNet`, `VGG`, `ViT` and `Transformer` are configs; their `build()` returns a function that makes the
+`ResNet`, `AlexNet`, `VGG`, `ViT`, `MLP` and `Transformer` are configs; their `build()` returns a function that makes the
 module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two functions as they are.
 `preset` makes transformers of published shapes. `Network` is such a module, split once into pure functions and trees of
 arrays.
@@ -9,6 +9,7 @@ arrays.
 from jaxdl.models.config import Model
 from jaxdl.models.encoder_decoder import EncoderDecoder
 from jaxdl.models.lora import LoRA
+from jaxdl.models.mlp import MLP
 from jaxdl.models.network import Network
 from jaxdl.models.own import FromFunctions, FromModule
 from jaxdl.models.plain import VGG, AlexNet
@@ -21,6 +22,7 @@ from jaxdl.models.vit import ViT
 
 __all__ = [
     "DLRM",
+    "MLP",
     "VGG",
     "AlexNet",
     "DCNv2",

@@ -1,0 +1,36 @@
+"""A multilayer perceptron for rows of numbers in Parquet or CSV files; without hidden layers, logistic regression.
+
+Write the columns and a column of class numbers, called label, and train; here of scikit-learn's breast cancer data:
+
+    python -c "from sklearn.datasets import load_breast_cancer as d; d(as_frame=True).frame.rename(columns={'target': 'label'}).to_csv('cancer.csv', index=False)"
+    python -m jaxdl.train --config configs/tabular_mlp.py --data.train cancer.csv --workdir runs/cancer
+    python -m jaxdl.train --config configs/tabular_mlp.py:logistic --data.train cancer.csv
+"""
+
+from jaxdl.data import Tabular
+from jaxdl.evaluation import EvaluationConfig
+from jaxdl.experiment import Experiment
+from jaxdl.mesh import MeshConfig
+from jaxdl.models import MLP
+from jaxdl.optim import AdamW, Cosine
+from jaxdl.tasks import Classification
+
+
+def config() -> Experiment:
+    """Two hidden layers."""
+    return Experiment(
+        data=Tabular(),
+        model=MLP(hidden=(64, 64), dropout=0.2),
+        task=Classification(),
+        optimizer=AdamW(learning_rate=3e-3, weight_decay=1e-2),
+        schedule=Cosine(warmup_epochs=2),
+        batch_size=32,
+        epochs=40,
+        evaluation=EvaluationConfig(every_epochs=10),
+        mesh=MeshConfig(without_gpus=MeshConfig(cpu_devices=1)),
+    )
+
+
+def logistic() -> Experiment:
+    """Logistic regression."""
+    return config().replaced({"model.hidden": (), "model.dropout": 0.0})
