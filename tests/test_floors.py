@@ -36,7 +36,7 @@ FLOORS = [
     {"predictor", "launch", "completion", "fleet"},
     {"trained", "planner"},
     {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert", "compare", "search"},
-    {"train", "testing"},
+    {"train", "testing", "spark"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -44,7 +44,7 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
     "writing", "lease", "status", "fleet", "run", "report", "checkpoint", "launch", "data", "export", "convert",
-    "trained", "compare", "search", "trackers",
+    "trained", "compare", "search", "trackers", "spark",
 }  # fmt: skip
 MEASURES_FILES = {
     "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxdl.data.photo import BadImage
+from jaxdl.data.photo import BadImage, Photo
+from jaxdl.data.photos import Photos
+from jaxdl.data.view import resized, shrunk
 
 _SPARK_CHANNELS = {0: 1, 16: 3, 24: 4}
 """OpenCV's types of uint8 images, which Spark has as `mode` -> channels: grey; blue, green, red; and alpha."""
@@ -93,3 +95,20 @@ def _of_lists(value: Any) -> np.ndarray:
     if not (levels == found).all():
         raise BadImage("it has numbers that are no grey levels, whole numbers from 0 to 255")
     return levels
+
+
+def as_evaluated(value: Any, photos: Photos) -> np.ndarray:
+    """The image of such a value as a run with these `photos` evaluates it, uint8 [size, size, 3]. Raises BadImage."""
+    view, photo = photos.view(train=False), Photo(encoded_of(value))
+    random = view.random(0, 0, 0)  # No number of it is used in evaluation.
+    out = np.empty((view.size, view.size, 3), np.uint8)
+    cache = photos.cache
+    if (cache.memory_bytes or cache.disk) and cache.form == "pixels":
+        pixels = shrunk(photo, cache.short_side)
+        box = view.box(*pixels.shape[:2], random)
+    else:
+        box = view.box(photo.height, photo.width, random)
+        pixels, scale = photo.pixels(max(view.size / box.height, view.size / box.width), box.top + box.height)
+        box = box.scaled(scale)
+    resized(pixels, box, out)
+    return out
