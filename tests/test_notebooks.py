@@ -195,3 +195,14 @@ def test_recommendation(tmp_path, monkeypatch):
     assert "the same loss to the last bit: True" in text_of(outputs["cache-code"])
     assert "predicted: [0." in text_of(outputs["predict-code"])
     assert not warnings_of(outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.long("a notebook starts Spark")
+def test_spark(tmp_path, monkeypatch):
+    pytest.importorskip("pyspark", reason="needs pyspark and Java: pip install 'jaxdl[spark]'")
+    outputs = execute(ROOT / "notebooks" / "spark.ipynb", tmp_path, monkeypatch)
+    [accuracy] = re.findall(r"accuracy (\S+) on the rows", text_of(outputs["score-code"]))
+    [of_features] = re.findall(r"stage3: accuracy (\S+)", text_of(outputs["features-code"]))
+    assert min(float(accuracy), float(of_features)) > 0.9
+    assert "'accuracy': " in text_of(outputs["fit-code"])

@@ -14,15 +14,9 @@ from pyspark.sql import functions as F
 
 from jaxdl.config import ConfigError
 from jaxdl.errors import without_frames
+from jaxdl.files import SPARK_FOLDER
 from jaxdl.spark.distributor import JaxDistributor
-from jaxdl.spark.fitting import (
-    FOLDER,
-    check_workdir,
-    data_of,
-    experiment_of,
-    metrics_of,
-    write_experiment,
-)
+from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, write_experiment
 from jaxdl.spark.frames import IMAGE, check_columns, feature_columns, form_of, write_rows
 from jaxdl.spark.params import ClassifierParams, ScoringParams
 from jaxdl.spark.udf import checked_batch_size, score_udf
@@ -106,7 +100,7 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         check_workdir(workdir, experiment, with_data=False)
         held_out = self.getValidationIndicatorCol() if self.isSet(self.validationIndicatorCol) else ""
         folder, written = write_rows(
-            dataset, features, self.getLabelCol(), held_out, workdir / FOLDER, group_rows or None
+            dataset, features, self.getLabelCol(), held_out, workdir / SPARK_FOLDER, group_rows or None
         )
         train, test = (sorted(map(str, folder.glob(f"{split}-*.parquet"))) for split in ("train", "test"))
         names = [IMAGE] if form == "images" else features

@@ -11,11 +11,9 @@ from jaxdl.cluster.consistency import flat
 from jaxdl.config import ConfigError
 from jaxdl.data import Data, ParquetImages, ParquetPhotos, Photos, Tabular
 from jaxdl.experiment import Experiment, identity, load
-from jaxdl.files import CONFIG_FILE, SUMMARY_FILE
+from jaxdl.files import CONFIG_FILE, SPARK_FOLDER, SUMMARY_FILE
 from jaxdl.report import replace_file
 
-FOLDER = "spark"
-"""In the workdir: the rows that were written, and the experiment that is trained."""
 EXPERIMENT_FILE = "experiment.json"
 _SHOWN = 3
 """Differences that a message lists."""
@@ -83,7 +81,7 @@ def _fields(text: str, *, with_data: bool) -> dict[str, Any]:
 
 def write_experiment(workdir: Path, experiment: Experiment) -> Path:
     """Writes the experiment that the processes train; its file."""
-    path = workdir / FOLDER / EXPERIMENT_FILE
+    path = workdir / SPARK_FOLDER / EXPERIMENT_FILE
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, (experiment.to_json() + "\n").encode())

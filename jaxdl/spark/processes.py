@@ -118,7 +118,8 @@ def run_process(job: Job, place: Place) -> Outcome:
             (folder / CALL_FILE).write_bytes(job.call)
             arguments = ("-m", "jaxdl.spark.call", name)
         command = [sys.executable, "-m", "jaxdl.spark.supervise", "--process", str(place.process)]
-        command += ["--parent", str(os.getpid()), "--driver", job.driver, "--grace-sec", str(job.grace_sec)]
+        command += ["--parent", str(os.getpid()), "--driver", job.driver, "--start", place.coordinator]
+        command += ["--grace-sec", str(job.grace_sec)]
         command += ["--report", str(folder / _REPORT_FILE), "--", sys.executable, *arguments]
         # A session of its own: Ctrl-C in the driver's terminal reaches the driver, which ends the job.
         subprocess.run(command, env=environment_of(job, place, os.environ), stdin=subprocess.DEVNULL,

@@ -13,7 +13,9 @@ from typing import Any, Self
 
 from jaxdl.launch.output import Printer
 from jaxdl.launch.processes import NOT_RESTARTED
-from jaxdl.spark.supervise import STOP
+from jaxdl.spark.supervise import GO, STOP
+
+_PATIENCE_SEC = 120.0
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,13 @@ class Stream:
     def __init__(self, num_processes: int, host: str, secret: str) -> None:
         self.ended: list[Ended] = []
         """In the order in which they ended, those of restarted processes too."""
-        self._secret, self._names = secret, [f"process{number}" for number in range(num_processes)]
+        self._secret, self._numbers = secret, range(num_processes)
+        self._names = [f"process{number}" for number in self._numbers]
         self._printer = Printer(self._names, sys.stdout, sys.stderr)
-        self._connections: dict[int, socket.socket] = {}
+        self._connections: dict[socket.socket, str] = {}
+        """Of the processes that have not ended -> the start that each belongs to."""
         self._lock = threading.Lock()
+        self._gone = threading.Condition(self._lock)
         self._server = socket.create_server((_own(host), 0))
         self.address = f"{host}:{self._server.getsockname()[1]}"
 
@@ -48,7 +53,7 @@ class Stream:
     def __exit__(self, *error: object) -> None:
         self._server.close()
         with self._lock:
-            connections = list(self._connections.values())
+            connections = list(self._connections)
         for one in connections:
             with contextlib.suppress(OSError):
                 one.close()
@@ -61,7 +66,7 @@ class Stream:
     def stop(self) -> None:
         """Tells all processes to save and end."""
         with self._lock:
-            connections = list(self._connections.values())
+            connections = list(self._connections)
         for one in connections:
             with contextlib.suppress(OSError):
                 one.sendall(STOP)
@@ -77,15 +82,22 @@ class Stream:
     def _serve(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError), connection.makefile("rb") as lines:
             hello = json.loads(lines.readline())
-            process = int(hello["process"])
-            known = hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode())
-            if not known or not 0 <= process < len(self._names):
-                connection.close()
-                return
-            with self._lock:
-                self._connections[process] = connection
-            for line in lines:
-                self._take(process, json.loads(line))
+            process, start = int(hello["process"]), str(hello["start"])
+            if hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode()) and process in self._numbers:
+                self._admit(connection, start)
+                for line in lines:
+                    self._take(process, json.loads(line))
+        with self._gone:
+            self._connections.pop(connection, None)
+            self._gone.notify_all()
+        connection.close()
+
+    def _admit(self, connection: socket.socket, start: str) -> None:
+        """Lets a process begin when those of an earlier start have ended: they may be saving in the same workdir."""
+        with self._gone:
+            self._connections[connection] = start
+            self._gone.wait_for(lambda: set(self._connections.values()) <= {start}, _PATIENCE_SEC)
+        connection.sendall(GO)
 
     def _take(self, process: int, fields: dict[str, Any]) -> None:
         if "ended" not in fields:

@@ -27,8 +27,8 @@ from jaxdl.launch.output import KEPT_CHARACTERS, KEPT_LINES, LineReader
 
 SECRET = "JAXDL_SPARK_SECRET"
 """The environment variable with what the driver knows its processes by; the command does not get it."""
-STOP = b"stop\n"
-"""What the driver sends to a process that is to save and end."""
+GO, STOP = b"go\n", b"stop\n"
+"""What the driver sends: the process may start; it is to save and end."""
 _POLL_SEC = 0.1
 _READ_BYTES = 1 << 16
 _CONNECT_SEC = 10.0
@@ -37,9 +37,10 @@ _CONNECT_SEC = 10.0
 class ToDriver:
     """Where the lines of a process go: to the driver, or on this process's own output if that is out of reach."""
 
-    def __init__(self, address: str, secret: str, process: int) -> None:
+    def __init__(self, address: str, secret: str, process: int, start: str) -> None:
+        """`start` is equal in all processes that are started together."""
         self.is_asked_to_stop = False
-        self._process, self._lock = process, threading.Lock()
+        self._may_go, self._lock = threading.Event(), threading.Lock()
         self._socket: socket.socket | None = None
         host, _, port = address.rpartition(":")
         try:
@@ -48,7 +49,7 @@ class ToDriver:
                 self._socket.settimeout(None)
         except OSError as error:
             print(f"the driver at {address} is out of reach ({error}); lines stay here", file=sys.stderr, flush=True)
-        self.send({"secret": secret, "process": process})
+        self.send({"secret": secret, "process": process, "start": start})
         threading.Thread(target=self._listen, daemon=True).start()
 
     def send(self, fields: dict[str, Any]) -> bool:
@@ -69,11 +70,17 @@ class ToDriver:
             with contextlib.suppress(OSError, ValueError):
                 print(text, file=sys.stderr if error else sys.stdout, flush=True)
 
+    def wait_to_go(self, timeout_sec: float) -> None:
+        """Returns when the processes of an earlier start have saved and ended, or the driver does not answer."""
+        self._may_go.wait(timeout_sec)
+
     def _listen(self) -> None:
         connection = self._socket
         with contextlib.suppress(OSError):
-            if connection is not None and connection.makefile("rb").readline() == STOP:
-                self.is_asked_to_stop = True
+            for line in connection.makefile("rb") if connection is not None else ():
+                self.is_asked_to_stop = self.is_asked_to_stop or line == STOP
+                self._may_go.set()
+        self._may_go.set()
 
 
 class Supervised:
@@ -141,12 +148,14 @@ def main(args: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m jaxdl.spark.supervise", description=__doc__)
     parser.add_argument("--process", type=int, required=True, help="number of the process")
     parser.add_argument("--parent", type=int, required=True, help="pid whose end ends the command")
+    parser.add_argument("--start", default="", help="what is equal in all processes that are started together")
     parser.add_argument("--driver", default="", help="host:port where the driver takes lines")
     parser.add_argument("--grace-sec", type=float, default=120.0, help="seconds from SIGTERM to SIGKILL")
     parser.add_argument("--report", type=Path, required=True, help="file for the outcome")
     parser.add_argument("command", nargs="+")
     given = parser.parse_args(args)
-    driver = ToDriver(given.driver, os.environ.get(SECRET, ""), given.process)
+    driver = ToDriver(given.driver, os.environ.get(SECRET, ""), given.process, given.start)
+    driver.wait_to_go(given.grace_sec)
     supervised = Supervised(given.command, driver, given.grace_sec)
     code, told = supervised.wait(given.parent)
     outcome = {"code": code, "told": told, "end": [*supervised.ends]}
