@@ -1,10 +1,10 @@
 """A multilayer perceptron for rows of numbers in Parquet or CSV files; without hidden layers, logistic regression.
 
-Write the columns and a column of class numbers, called label, and train; here of scikit-learn's breast cancer data:
+The files have columns of numbers, and a column of class numbers; here those of scikit-learn's breast cancer data:
 
-    python -c "from sklearn.datasets import load_breast_cancer as d; d(as_frame=True).frame.rename(columns={'target': 'label'}).to_csv('cancer.csv', index=False)"
-    python -m jaxdl.train --config configs/tabular_mlp.py --data.train cancer.csv --workdir runs/cancer
-    python -m jaxdl.train --config configs/tabular_mlp.py:logistic --data.train cancer.csv
+    python -c "from sklearn.datasets import *; load_breast_cancer(as_frame=True).frame.to_csv('cancer.csv', index=False)"
+    python -m jaxdl.train --config configs/tabular_mlp.py --data.train cancer.csv --data.label target
+    python -m jaxdl.train --config configs/tabular_mlp.py:logistic --data.train cancer.csv --data.label target
 """
 
 from jaxdl.data import Tabular

@@ -42,7 +42,9 @@ def numbers(tmp_path_factory):
     """Two files with 25 and 12 rows in groups of 10; x counts all rows."""
     folder = tmp_path_factory.mktemp("numbers")
     for name, rows in (("part-0", range(25)), ("part-1", range(25, 37))):
-        write(folder / f"{name}.parquet", {"x": list(rows), "z": [0.5 * x for x in rows], "label": [x % 3 for x in rows]})
+        write(
+            folder / f"{name}.parquet", {"x": list(rows), "z": [0.5 * x for x in rows], "label": [x % 3 for x in rows]}
+        )
     return folder
 
 
@@ -99,7 +101,9 @@ def test_each_class_is_held_out(numbers):
 
 def test_csv_and_lists_are_the_same_numbers(numbers, tmp_path):
     (tmp_path / "a.csv").write_text("x,z,label\n" + "".join(f"{x},{0.5 * x},{x % 3}\n" for x in range(25)))
-    pairs = write(tmp_path / "lists.parquet", {"v": [[x, 0.5 * x] for x in range(25)], "label": [x % 3 for x in range(25)]})
+    pairs = write(
+        tmp_path / "lists.parquet", {"v": [[x, 0.5 * x] for x in range(25)], "label": [x % 3 for x in range(25)]}
+    )
     files = (f"{numbers}/part-0*", str(tmp_path / "a.csv"), pairs)
     sources = [Tabular(train=(one,)).build().train for one in files]
     assert len({source.content() for source in sources}) == 1
@@ -120,10 +124,14 @@ def test_a_run_of_a_table_learns_and_predicts(tmp_path):
     predictor = jaxdl.restore(tmp_path / "config")
     found = predictor.predict(x[:50])
     assert (found.argmax(axis=1) == y[:50]).mean() > 0.9
-    np.testing.assert_array_equal(predictor.predict({name: columns[name][:50] for name in columns if name != "label"}), found)
+    np.testing.assert_array_equal(
+        predictor.predict({name: columns[name][:50] for name in columns if name != "label"}), found
+    )
     hidden = predictor.features(x[:5], "hidden2")
     assert hidden.shape == (5, 64)
-    with pytest.raises(ConfigError, match=r"layer stage4: the network has no such layer; it has head, hidden1, hidden2\."):
+    with pytest.raises(
+        ConfigError, match=r"layer stage4: the network has no such layer; it has head, hidden1, hidden2\."
+    ):
         predictor.features(x[:5], "stage4")
     with pytest.raises(ConfigError, match=r"predict: got float64 \[2, 3\]; this network reads numbers \[batch, 30\]"):
         predictor.predict(np.zeros((2, 3)))

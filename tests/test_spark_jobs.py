@@ -1,11 +1,7 @@
 """What runs beside Spark, without it: the files of an executor, processes and their ends, fitting, scoring."""
 
 import importlib.util
-import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -17,7 +13,7 @@ from runs import ROOT, Started, wait_for
 
 import jaxdl.spark
 from jaxdl.config import ConfigError
-from jaxdl.data import Digits, ParquetImages, ParquetPhotos, Photos, Tabular, TFDS
+from jaxdl.data import TFDS, Digits, ParquetImages, ParquetPhotos, Photos, Tabular
 from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, write_experiment
 from jaxdl.spark.processes import Job, Outcome, Place, environment_of, failure_message, main_arguments, run_process
 from jaxdl.spark.rows import HELD_OUT, LABEL, PartitionWriter, digest_of
@@ -120,14 +116,21 @@ def test_scripts_and_modules():
 
 
 def test_output_and_exit_code_come_to_the_driver(capsys):
-    code = "import os, sys; print('hello'); print('bad luck', file=sys.stderr); print('JAXDL_SPARK_SECRET' in os.environ); sys.exit(3)"
+    code = "import os, sys; print('hello'); print('JAXDL_SPARK_SECRET' in os.environ); "
+    code += "print('bad luck', file=sys.stderr); sys.exit(3)"
     with Stream(2, "127.0.0.1", SECRET) as stream:
         outcome = run_process(job("-c", code, stream=stream, num_processes=2), place(1))
         deadline = time.monotonic() + 20
         while not stream.ended:
             assert time.monotonic() < deadline
             time.sleep(0.01)
-    assert (outcome.process, outcome.code, outcome.told, outcome.end, outcome.is_final) == (1, 3, False, ("bad luck",), True)
+    assert (outcome.process, outcome.code, outcome.told, outcome.end, outcome.is_final) == (
+        1,
+        3,
+        False,
+        ("bad luck",),
+        True,
+    )
     out, err = capsys.readouterr()
     assert out.splitlines() == ["process1 | hello", "process1 | False"]
     assert "process1 | bad luck" in err
@@ -140,7 +143,7 @@ def test_output_and_exit_code_come_to_the_driver(capsys):
 
 def test_a_user_error_of_one_ends_the_others():
     """Exit code 2 of a process is final: the others are told to save, which they need not answer for."""
-    wait = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(143)); print('on', flush=True); time.sleep(120)"
+    wait = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(143)); time.sleep(120)"
     fail = "import time; time.sleep(2); raise SystemExit(2)"
     found = {}
     with Stream(2, "127.0.0.1", SECRET) as stream:
@@ -231,7 +234,7 @@ def test_a_workdir_of_another_config_or_other_rows(tiny_run, tmp_path):
     with pytest.raises(ConfigError, match=r"run of another config: batch_size was 16, is 8\.") as error:
         check_workdir(tiny_run.workdir, own.replaced({"batch_size": 8}), with_data=False)
     assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"fitted on other rows, or in another way \(data\.num_train\)"):
+    with pytest.raises(ConfigError, match=r"has other rows, or reads them in another way \(data\.num_train\)"):
         check_workdir(tiny_run.workdir, own.replaced({"data.num_train": 7}), with_data=True)
     assert metrics_of(tiny_run.workdir) == tiny_run.metrics
     assert metrics_of(tmp_path) == {}
@@ -253,7 +256,9 @@ def test_scores_are_those_of_the_predictor(tiny_run):
     images = tiny_run.plan.splits.test.batch(np.arange(11))["image"]
     column = pyarrow.array([one.tolist() for one in images])
     scorer.cache_clear()
-    found = list(scored(str(tiny_run.workdir), 4, 4, iter([[column.slice(0, 7)], [column.slice(7)], [column.slice(11)]])))
+    found = list(
+        scored(str(tiny_run.workdir), 4, 4, iter([[column.slice(0, 7)], [column.slice(7)], [column.slice(11)]]))
+    )
     assert [len(one) for one in found] == [7, 4, 0]
     predictor = jaxdl.restore(tiny_run.workdir)
     logits = np.concatenate([np.array(one.field("rawPrediction").to_pylist()).reshape(-1, 4) for one in found])

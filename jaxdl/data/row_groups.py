@@ -106,9 +106,10 @@ class RowGroups:
 
         groups, rows = self.placed(np.asarray(indices, np.int64))
         order = np.argsort(groups, kind="stable")
-        parts = []
-        for group in np.unique(groups).tolist():
-            parts.append(self._group(group).take(pyarrow.array(rows[order][groups[order] == group])))
+        parts = [
+            self._group(group).take(pyarrow.array(rows[order][groups[order] == group]))
+            for group in np.unique(groups).tolist()
+        ]
         if not parts:
             return self._group(0).slice(0, 0)
         return pyarrow.concat_tables(parts).take(pyarrow.array(np.argsort(order, kind="stable")))

@@ -69,7 +69,7 @@ def layer_output(module: nnx.Module, layer: str, *inputs: Any, **modes: Any) -> 
                 raise ConfigError(f"layer {layer}: its output is no array. Name another layer.") from None
             return reached.output
     raise ConfigError(
-        f"layer {layer}: the network does not call it by itself, but inside a loop or another layer. Name another layer."
+        f"layer {layer}: the network does not call it by itself, but inside a loop or another layer. Name another."
     )
 
 

@@ -92,9 +92,9 @@ class Inference:
         return self._of_batch(self._features[key], "features", inputs)
 
     def _layer(self, params: Params, model_state: ModelState, batch: Batch, *, layer: str, pool: bool) -> jax.Array:
-        found = apply_network(
-            self.parts, self.parts.layout, params, model_state, batch, train=False, layer=layer
-        )[0].astype(jnp.float32)
+        found = apply_network(self.parts, self.parts.layout, params, model_state, batch, train=False, layer=layer)[
+            0
+        ].astype(jnp.float32)
         return jnp.mean(found, axis=tuple(range(1, found.ndim - 1))) if pool and found.ndim > 2 else found
 
     def _of_batch(self, function: Callable[..., Any], what: str, inputs: Any) -> Any:

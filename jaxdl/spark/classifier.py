@@ -41,8 +41,8 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
                               gpusPerProcess=8, workdir="/shared/runs/leo", overrides={"epochs": 3})
         model = Pipeline(stages=[indexer, clf]).fit(train_df)
 
-    `fit` writes the rows to Parquet files in the workdir and trains on these, so the order of the data is that of jaxdl:
-    a function of seed and step. The same `fit` again resumes a run that was stopped, and returns the model of one that
+    `fit` writes the rows to Parquet files in the workdir and trains on these, so the order of the data is jaxdl's: a
+    function of seed and step. The same `fit` again resumes a run that was stopped, and returns the model of one that
     has ended. Rows whose `validationIndicatorCol` is true are held out; without one it is a fifth of each class.
 
     The parameters are those of `explainParams()`. `workdir` must be the same folder for the driver and all executors.

@@ -74,7 +74,9 @@ class JaxDistributor:
         session = _session(self.num_processes, use_gpu=self.use_gpu)
         given = session.conf.get("spark.task.resource.gpu.amount", "") or ""
         if gpus is not None and given != str(gpus):
-            raise ConfigError(f"{gpus} GPUs of a process: spark.task.resource.gpu.amount is {given}. Give equal numbers.")
+            raise ConfigError(
+                f"{gpus} GPUs of a process: spark.task.resource.gpu.amount is {given}. Give equal numbers."
+            )
 
     @without_frames
     def run(self, main: Callable[..., Any] | str, *args: Any, **kwargs: Any) -> Any:
@@ -149,8 +151,8 @@ def _session(num_processes: int, *, use_gpu: bool) -> SparkSession:
 
     if setting("spark.ssl.enabled") == "true" and setting(IGNORE_SSL) != "true":
         raise ConfigError(
-            f"spark.ssl.enabled: what the processes print would come to the driver without encryption. Set {IGNORE_SSL} "
-            "to true if that may be."
+            f"spark.ssl.enabled: what the processes print would come to the driver without encryption. Set "
+            f"{IGNORE_SSL} to true if that may be."
         )
     master = setting("spark.master")
     slots = master[len("local[") : -1].partition(",")[0] if master.startswith("local[") else ""

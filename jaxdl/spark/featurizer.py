@@ -18,9 +18,7 @@ from jaxdl.spark.params import HasFeatures, HasOutputCol, HasWorkdir
 from jaxdl.spark.udf import checked_batch_size, feature_udf
 
 
-class JaxdlFeaturizer(
-    Transformer, HasFeatures, HasWorkdir, HasOutputCol, DefaultParamsReadable, DefaultParamsWritable
-):
+class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, DefaultParamsReadable, DefaultParamsWritable):
     """Adds a column of vectors: what a layer of a trained network makes of each row.
 
         JaxdlFeaturizer(workdir="/shared/runs/leo", layer="stage4", featuresCol="image", outputCol="features")
@@ -68,4 +66,6 @@ class JaxdlFeaturizer(
             checked_batch_size(self.getBatchSize()),
             pool=self.getOrDefault(self.pool),
         )
-        return dataset.withColumn(self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, self.features))))
+        return dataset.withColumn(
+            self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, self.features)))
+        )

@@ -62,15 +62,15 @@ def check_workdir(workdir: Path, experiment: Experiment, *, with_data: bool) -> 
     rows = [name for name in differing if name.startswith("data.")]
     if rows and with_data:
         raise ConfigError(
-            f"workdir {workdir}: the run there was fitted on other rows, or in another way ({', '.join(rows[:_SHOWN])}). "
+            f"workdir {workdir}: the run there has other rows, or reads them in another way ({', '.join(rows[:_SHOWN])}). "
             "Choose another workdir, or give the same rows."
         )
     if differing:
         shown = [f"{name} was {there.get(name)}, is {here.get(name)}" for name in differing[:_SHOWN]]
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise ConfigError(
-            f"workdir {workdir}: it has a run of another config: {'; '.join(shown)}{more}. Choose another workdir, or the "
-            "settings of the run there."
+            f"workdir {workdir}: it has a run of another config: {'; '.join(shown)}{more}. Choose another workdir, or "
+            "the settings of the run there."
         )
 
 

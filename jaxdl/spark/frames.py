@@ -46,8 +46,8 @@ def form_of(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") 
         if form is None:
             raise ConfigError(
                 f"{param}={name!r}: its type is {frame.schema[name].dataType.simpleString()}. Give images (files as "
-                "binary, Spark's image rows, arrays of arrays of grey levels) or numbers (numeric columns, a vector, an "
-                "array)."
+                "binary, Spark's image rows, arrays of arrays of grey levels) or numbers (numeric columns, a vector, "
+                "an array)."
             )
     if "images" in found and len(found) > 1:
         raise ConfigError(f"{param}={list(names)}: images are one column alone. Give that.")
@@ -141,8 +141,8 @@ def _check_there(folder: Path, written: Sequence[Written]) -> None:
         while not (folder / one.file).is_file():
             if time.monotonic() > deadline:
                 raise ConfigError(
-                    f"workdir {folder.parent.parent}: the executors wrote {one.file} there, and the driver does not see "
-                    "it. Give a folder on a file system that the driver and all executors share."
+                    f"workdir {folder.parent.parent}: the executors wrote {one.file} there, and the driver does not "
+                    "see it. Give a folder on a file system that the driver and all executors share."
                 )
             time.sleep(0.2)
 

@@ -47,8 +47,8 @@ class HasFeatures(Params):
     featuresCol: Param[Any] = Param(
         Params._dummy(),
         "featuresCol",
-        "column of images (files as binary, Spark's image rows, arrays of arrays) or of numbers (a vector, an array); or "
-        "the list of numeric columns",
+        "column of images (files as binary, Spark's image rows, arrays of arrays) or of numbers (a vector, an array); "
+        "or the list of numeric columns",
         typeConverter=_one_or_several,
     )
 
@@ -97,7 +97,7 @@ class ClassifierParams(ScoringParams, HasLabelCol, HasValidationIndicatorCol):
     config: Param[str] = Param(
         Params._dummy(),
         "config",
-        "config file of the experiment, or the name of one that comes with jaxdl; its data are replaced by the DataFrame",
+        "config file of the experiment, or the name of one that comes with jaxdl; the DataFrame replaces its data",
         typeConverter=TypeConverters.toString,
     )
     overrides: Param[dict[str, Any]] = Param(

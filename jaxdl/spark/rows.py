@@ -1,8 +1,8 @@
 """The rows of a DataFrame as Parquet files in a workdir: what an executor writes. No pyspark here.
 
 Each partition writes a file for training and one for held-out rows, with row groups of one size (the last one of a file
-may be smaller). The digest of rows does not depend on their order, since Spark promises none: a second `fit` on the same
-rows is found to be that, and goes on with the files of the first, in their order.
+may be smaller). The digest of rows does not depend on their order, since Spark promises none: a second `fit` on the
+same rows is found to be that, and goes on with the files of the first, in their order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Written:
 
 
 class PartitionWriter:
-    """Writes the rows of a partition into a folder, whole files or none: a task that Spark repeats replaces its files."""
+    """Writes the rows of a partition into a folder, whole files or none: a task that Spark repeats replaces them."""
 
     def __init__(self, folder: Path, partition: int, group_rows: int) -> None:
         self._folder, self._partition, self._group_rows = folder, partition, group_rows
@@ -52,7 +52,7 @@ class PartitionWriter:
         self._found = {split: [0, 0, 0] for split in SPLITS}
 
     def write(self, batches: Iterator[Any]) -> list[Written]:
-        """Writes all batches of `pyarrow.RecordBatch`; the features, then `LABEL` (numbers), then `HELD_OUT` (booleans).
+        """Writes batches of `pyarrow.RecordBatch`: the features, then `LABEL` (numbers), then `HELD_OUT` (booleans).
 
         Raises ConfigError for a label that is no whole number from 0, a null, and a folder that cannot be written.
         """
@@ -63,8 +63,8 @@ class PartitionWriter:
         except OSError as error:
             host = socket.gethostname()
             raise ConfigError(
-                f"workdir {self._folder}: the executor on {host} cannot write there ({error.strerror or error}). Give a "
-                "folder on a file system that the driver and all executors share."
+                f"workdir {self._folder}: the executor on {host} cannot write there ({error.strerror or error}). Give "
+                "a folder on a file system that the driver and all executors share."
             ) from None
         finally:
             for writer in self._writers.values():

@@ -69,7 +69,7 @@ class Scorer:
         return np.concatenate(found)
 
     def inputs(self, columns: Sequence[Any]) -> np.ndarray:
-        """What the network reads of these columns: images uint8 [row, height, width, channel], or numbers [row, column].
+        """What the network reads of columns: images uint8 [row, height, width, channel], or numbers [row, column].
 
         Raises ConfigError for a null, and for what the network was not trained on.
         """

@@ -23,8 +23,8 @@ def predictor_udf(workdir: str | Path, batch_size: int = 256) -> Callable[..., C
         df.withColumn("y", predictor_udf("/shared/runs/leo", batch_size=256)("image"))
 
     For a classifier these are the probabilities of the classes. It takes one column of images, vectors made arrays
-    (`vector_to_array`) or arrays, or the numeric columns that the network was trained on, in their order. The network is
-    that of the newest checkpoint now. Raises ConfigError for a workdir without one.
+    (`vector_to_array`) or arrays, or the numeric columns that the network was trained on, in their order. The network
+    is that of the newest checkpoint now. Raises ConfigError for a workdir without one.
     """
     place, step, size = str(workdir), newest_step(workdir), checked_batch_size(batch_size)
 
@@ -74,7 +74,7 @@ def columns_of(batch: Any) -> Sequence[Any]:
 
 
 def use_own_gpus() -> None:
-    """Restricts this Python worker to the GPUs of its task, before JAX starts; Spark gives tasks GPUs if it is told to."""
+    """Restricts this Python worker to the GPUs of its task, before JAX starts; Spark gives some if told to."""
     import os
 
     context = TaskContext.get()
