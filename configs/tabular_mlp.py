@@ -2,9 +2,9 @@
 
 The files have columns of numbers, and a column of class numbers; here those of scikit-learn's breast cancer data:
 
-    python -c "from sklearn.datasets import *; load_breast_cancer(as_frame=True).frame.to_csv('cancer.csv', index=False)"
-    python -m jaxdl.train --config configs/tabular_mlp.py --data.train cancer.csv --data.label target
-    python -m jaxdl.train --config configs/tabular_mlp.py:logistic --data.train cancer.csv --data.label target
+    python -c "from sklearn.datasets import *; load_breast_cancer(as_frame=True).frame.to_csv('x.csv', index=False)"
+    python -m jaxdl.train --config configs/tabular_mlp.py --data.train x.csv --data.label target
+    python -m jaxdl.train --config configs/tabular_mlp.py:logistic --data.train x.csv --data.label target
 """
 
 from jaxdl.data import Tabular

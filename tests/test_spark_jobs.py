@@ -234,7 +234,7 @@ def test_a_workdir_of_another_config_or_other_rows(tiny_run, tmp_path):
     with pytest.raises(ConfigError, match=r"run of another config: batch_size was 16, is 8\.") as error:
         check_workdir(tiny_run.workdir, own.replaced({"batch_size": 8}), with_data=False)
     assert "\n" not in str(error.value)
-    with pytest.raises(ConfigError, match=r"has other rows, or reads them in another way \(data\.num_train\)"):
+    with pytest.raises(ConfigError, match=r"has other rows, or reads them otherwise \(data\.num_train\)"):
         check_workdir(tiny_run.workdir, own.replaced({"data.num_train": 7}), with_data=True)
     assert metrics_of(tiny_run.workdir) == tiny_run.metrics
     assert metrics_of(tmp_path) == {}

@@ -62,7 +62,7 @@ def check_workdir(workdir: Path, experiment: Experiment, *, with_data: bool) -> 
     rows = [name for name in differing if name.startswith("data.")]
     if rows and with_data:
         raise ConfigError(
-            f"workdir {workdir}: the run there has other rows, or reads them in another way ({', '.join(rows[:_SHOWN])}). "
+            f"workdir {workdir}: the run there has other rows, or reads them otherwise ({', '.join(rows[:_SHOWN])}). "
             "Choose another workdir, or give the same rows."
         )
     if differing:

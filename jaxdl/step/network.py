@@ -32,8 +32,8 @@ def apply_network(
 ) -> tuple[Any, ModelState]:
     """`(outputs, model_state)` of the network on a batch, in the precision's dtype, sharded by `layout`.
 
-    `train`, `forget`, `key`, `rows`, `whole` and `layer` are those of `Network.apply`. A network with embedding tables has
-    the pooled vectors of each feature as its last input: `vectors`, or else what is looked up in the tables that
+    `train`, `forget`, `key`, `rows`, `whole` and `layer` are those of `Network.apply`. A network with embedding tables
+    has the pooled vectors of each feature as its last input: `vectors`, or else what is looked up in the tables that
     `model_state` then has (`TrainState.eval_state`).
     """
     if parts.tables is not None and vectors is None:
