@@ -2,10 +2,12 @@
 
 import io
 
+import jax
 import numpy as np
 import pyarrow
 import pyarrow.parquet as parquet
 import pytest
+from flax import nnx
 from PIL import Image
 from runs import ROOT
 
@@ -16,6 +18,7 @@ from jaxdl.data.image_values import as_evaluated, encoded_of, pixels_of
 from jaxdl.data.photo import BadImage
 from jaxdl.data.photos import Photos
 from jaxdl.data.row_groups import RowGroups
+from jaxdl.models.features import layer_output
 
 
 def write(path, columns, group=10):
@@ -243,7 +246,7 @@ def test_images_of_other_sizes_are_one_message(tmp_path):
     images = [png(np.zeros((8, 8, 1), np.uint8)), png(np.zeros((8, 9, 1), np.uint8))] * 4
     path = write(tmp_path / "a.parquet", {"picture": images, "label": [0, 0, 1, 1] * 2})
     with pytest.raises(ConfigError, match=r"row 1: its image is 8 x 9, that of the first row 8 x 8\. .*parquet_photos"):
-        ParquetImages(train=(path,), image="picture").build()
+        ParquetImages(train=(path,), test=(path,), image="picture").build()
     with pytest.raises(ConfigError, match=r"no column 'image'; it has picture, label"):
         ParquetImages(train=(path,)).build()
 
@@ -281,5 +284,22 @@ def test_features_of_a_layer(tiny_run):
     np.testing.assert_array_equal(predictor.features(images, "stage1_block1"), pooled)
     with pytest.raises(ConfigError, match="stem_conv, stem_norm"):
         predictor.features(images, "stage2")
-    with pytest.raises(ConfigError, match="does not call it by itself"):
-        predictor.features(images, "stage1_block1.conv1")
+    assert predictor.features(images, "stage1_block1.conv1").shape == (6, 32)
+
+
+class Looped(nnx.Module):
+    """A layer that is only called inside a loop, in which it is another object."""
+
+    def __init__(self, rngs):
+        self.inner = nnx.Linear(2, 2, rngs=rngs)
+
+    def __call__(self, x):
+        graph, state = nnx.split(self.inner)
+        return jax.lax.scan(lambda x, _: (nnx.merge(graph, state)(x), None), x, None, length=3)[0]
+
+
+def test_a_layer_inside_a_loop_has_no_single_output():
+    module = Looped(nnx.Rngs(0))
+    with pytest.raises(ConfigError, match="does not call it by itself, but inside a loop"):
+        layer_output(module, "inner", np.zeros((1, 2), np.float32))
+    assert "__call__" in vars(nnx.Linear), "the class is as it was"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -115,7 +116,7 @@ def lists_of(values: np.ndarray) -> Any:
     """Rows [row, ...] as an Arrow array of lists of float32."""
     import pyarrow
 
-    flat = np.ascontiguousarray(values, np.float32).reshape(len(values), -1)
+    flat = np.ascontiguousarray(values, np.float32).reshape(len(values), math.prod(values.shape[1:]))
     ends = np.arange(len(values) + 1, dtype=np.int32) * flat.shape[1]
     return pyarrow.ListArray.from_arrays(pyarrow.array(ends), pyarrow.array(flat.ravel()))
 
