@@ -4,12 +4,15 @@ These tests need pyspark (pip install 'jaxdl[spark]') and Java. Each Python stag
 they share one session and one trained model.
 """
 
+import contextlib
 import io
 import json
 import os
+import signal
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -260,29 +263,47 @@ def test_a_failing_process_is_one_message_and_not_retried(spark, tmp_path):
         JaxDistributor(2, local_mode=True, use_gpu=False).run(lambda: 1 / 0)
 
 
-def test_a_cancelled_job_saves_and_the_next_fit_resumes(place, digits, spark):
-    workdir = place / "cancelled"
+def kill_the_task(workdir):
+    """Kills the Python process of a task, as Spark or the system does: the parent of what supervises its process."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().split(b"\0")
+            if b"jaxdl.spark.supervise" in words and any(str(workdir).encode() in word for word in words):
+                parent = int((path.parent / "stat").read_text().rpartition(")")[2].split()[1])
+                return os.kill(parent, signal.SIGKILL)
+    raise AssertionError("no process of a task was found")
 
-    def cancel():
-        deadline = time.monotonic() + 240
-        while not (workdir / "metrics.jsonl").exists() and time.monotonic() < deadline:
-            time.sleep(0.1)
-        spark.sparkContext.cancelAllJobs()
 
-    thread = threading.Thread(target=cancel)
-    thread.start()
-    changes = {"epochs": 200, "schedule.warmup_epochs": 1}
-    with pytest.raises(Exception, match="cancel"):
-        classifier(place, "cancelled", overrides=changes).fit(digits)
-    thread.join()
-    deadline = time.monotonic() + 120
-    while not (steps := [*workdir.glob("checkpoints/step_*")]):
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    stopped_at = int(steps[0].name.partition("_")[2])
-    assert 0 < stopped_at < 200 * 22
-    shorter = {"epochs": (stopped_at + 30) / 22.46875, "schedule.warmup_epochs": 1}
-    model = classifier(place, "cancelled", overrides=shorter).fit(digits)
+def test_a_killed_task_and_a_cancelled_job_save_and_the_next_fit_resumes(place, digits, spark):
+    workdir, history = place / "killed", place / "killed" / "metrics.jsonl"
+
+    def fails(end, problem, *, after):
+        """A fit that is ended when `after` rows are there; how many steps are saved, as soon as `fit` has raised."""
+
+        def wait_and_end():
+            deadline = time.monotonic() + 240
+            while not (history.exists() and len(history.read_text().splitlines()) >= after):
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.1)
+            end()
+
+        thread = threading.Thread(target=wait_and_end)
+        thread.start()
+        with pytest.raises(RuntimeError, match=problem) as error:
+            classifier(place, "killed", overrides={"epochs": 200}).fit(digits)
+        thread.join()
+        print(error.value)
+        return max(int(path.name.partition("_")[2]) for path in workdir.glob("checkpoints/step_*"))
+
+    told = r"Its processes were told to save: process \d ended with exit code 143"
+    first = fails(lambda: kill_the_task(workdir), told, after=1)
+    second = fails(
+        spark.sparkContext.cancelAllJobs, rf"cancel.*{told}", after=len(history.read_text().splitlines()) + 5
+    )
+    assert 0 < first < second < 4494
+    shorter = {"epochs": (second + 30) / (1438 / 64)}
+    model = classifier(place, "killed", overrides=shorter).fit(digits)
     assert model.metrics["accuracy"] > 0.5
-    events = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-    assert any(row.get("event") == "resume" for row in events)
+    resumed = [row for line in history.read_text().splitlines() if (row := json.loads(line)).get("event") == "resume"]
+    assert len(resumed) >= 2

@@ -177,6 +177,7 @@ def _run_on(session: SparkSession, job: Job, stream: Stream) -> list[Outcome]:
     try:
         found = rows.mapInArrow(functools.partial(_task, job), "outcome binary", barrier=True).collect()
     except Exception as error:
+        stream.wait_until_ended(job.grace_sec)
         if (failed := stream.failure) is not None:
             raise ProcessFailed(Outcome(**vars(failed)), job.num_processes) from None
         killed = [f"process {one.process} ended with exit code {one.code}" for one in stream.ended if one.told]

@@ -71,6 +71,11 @@ class Stream:
             with contextlib.suppress(OSError):
                 one.sendall(STOP)
 
+    def wait_until_ended(self, timeout_sec: float) -> None:
+        """Returns when no process is left, or none ends any more: those of a killed task may still be saving."""
+        with self._gone:
+            self._gone.wait_for(lambda: not self._connections, timeout_sec)
+
     def _accept(self) -> None:
         while True:
             try:
