@@ -15,7 +15,16 @@ import jaxdl.spark
 from jaxdl.config import ConfigError
 from jaxdl.data import TFDS, Digits, ParquetImages, ParquetPhotos, Photos, Tabular
 from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, write_experiment
-from jaxdl.spark.processes import Job, Outcome, Place, environment_of, failure_message, main_arguments, run_process
+from jaxdl.spark.processes import (
+    Job,
+    Outcome,
+    Place,
+    environment_of,
+    failure_message,
+    main_arguments,
+    reason_of,
+    run_process,
+)
 from jaxdl.spark.rows import HELD_OUT, LABEL, PartitionWriter, digest_of
 from jaxdl.spark.scoring import lists_of, scored, scorer
 from jaxdl.spark.stream import Stream
@@ -167,6 +176,12 @@ def test_a_stranger_is_not_listened_to(capsys):
     assert outcome.code == 0
     assert not stream.ended
     assert "process0 | hello" not in capsys.readouterr().out
+
+
+def test_the_reason_in_an_error_of_spark():
+    text = "An error occurred while calling o1.collect.\n: org.apache.spark.SparkException: Job 3 cancelled\n\tat org."
+    assert reason_of(text) == "Job 3 cancelled"
+    assert reason_of("[ARROW] no") == "[ARROW] no"
 
 
 def test_what_is_retried():

@@ -18,7 +18,7 @@ from jaxdl.cluster.token import make_token
 from jaxdl.errors import ConfigError, without_frames
 from jaxdl.launch.processes import free_port
 from jaxdl.mesh import gpus_visible
-from jaxdl.spark.processes import Job, Outcome, Place, failure_message, main_arguments, run_process
+from jaxdl.spark.processes import Job, Outcome, Place, failure_message, main_arguments, reason_of, run_process
 from jaxdl.spark.stream import Stream
 
 IGNORE_SSL = "spark.jaxdl.distributor.ignoreSsl"
@@ -183,15 +183,11 @@ def _run_on(session: SparkSession, job: Job, stream: Stream) -> list[Outcome]:
         killed = [f"process {one.process} ended with exit code {one.code}" for one in stream.ended if one.told]
         if killed:
             raise RuntimeError(
-                f"Spark ended the job: {_first_line(error)} Its processes were told to save: {', '.join(killed)}."
+                f"Spark ended the job: {reason_of(str(error))} Its processes were told to save: {', '.join(killed)}."
             ) from None
         raise
     outcomes = [pickle.loads(row.outcome) for row in found]
     return _checked(sorted(outcomes, key=lambda one: one.process), stream, job)
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _checked(outcomes: list[Outcome], stream: Stream, job: Job) -> list[Outcome]:

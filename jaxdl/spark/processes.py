@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from jaxdl.spark.supervise import SECRET
 CALL_FILE, RESULT_FILE = "call.pkl", "result.pkl"
 """In the folder of a process that calls a function: the function with its arguments, and what it returned."""
 _REPORT_FILE = "outcome.json"
+_LONGEST_REASON = 300
 _NOT_PASSED_ON = ("JAX_NUM_CPU_DEVICES", "JAX_PLATFORMS")
 """Variables of the driver or the executor that a config, or `use_gpu`, decides for the processes."""
 
@@ -142,3 +144,10 @@ def failure_message(outcome: Outcome, num_processes: int, lines: int = 10) -> st
     end = "\n".join(["; the end of its stderr:", *(f"  {line}" for line in said)]) if said else "; stderr is empty"
     meaning = f" ({why})" if why else ""
     return f"process {outcome.process} of {num_processes} ended with exit code {outcome.code}{meaning}{end}"
+
+
+def reason_of(text: str) -> str:
+    """The line of an error of Spark that says why: without what py4j puts before it, and the name of Java's class."""
+    lines = [line.strip().removeprefix(": ") for line in text.splitlines() if line.strip(" :")]
+    reason = next((line for line in lines if not line.startswith("An error occurred while calling")), text.strip())
+    return re.sub(r"^[\w.$]+(?:Exception|Error): ", "", reason)[:_LONGEST_REASON]
