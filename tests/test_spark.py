@@ -298,9 +298,8 @@ def test_a_killed_task_and_a_cancelled_job_save_and_the_next_fit_resumes(place, 
 
     told = r"Its processes were told to save: process \d ended with exit code 143"
     first = fails(lambda: kill_the_task(workdir), told, after=1)
-    second = fails(
-        spark.sparkContext.cancelAllJobs, rf"cancel.*{told}", after=len(history.read_text().splitlines()) + 5
-    )
+    rows = len(history.read_text().splitlines())
+    second = fails(spark.sparkContext.cancelAllJobs, rf"cancel.*{told}", after=rows + 5)
     assert 0 < first < second < 4494
     shorter = {"epochs": (second + 30) / (1438 / 64)}
     model = classifier(place, "killed", overrides=shorter).fit(digits)
