@@ -304,5 +304,5 @@ def test_a_killed_task_and_a_cancelled_job_save_and_the_next_fit_resumes(place, 
     shorter = {"epochs": (second + 30) / (1438 / 64)}
     model = classifier(place, "killed", overrides=shorter).fit(digits)
     assert model.metrics["accuracy"] > 0.5
-    resumed = [row for line in history.read_text().splitlines() if (row := json.loads(line)).get("event") == "resume"]
+    resumed = [line for line in history.read_text().splitlines() if "resumed" in str(json.loads(line).get("event"))]
     assert len(resumed) >= 2

@@ -183,7 +183,7 @@ def _run_on(session: SparkSession, job: Job, stream: Stream) -> list[Outcome]:
         killed = [f"process {one.process} ended with exit code {one.code}" for one in stream.ended if one.told]
         if killed:
             raise RuntimeError(
-                f"Spark ended the job: {reason_of(str(error))} Its processes were told to save: {', '.join(killed)}."
+                f"Spark ended the job: {reason_of(str(error))}. Its processes were told to save: {', '.join(killed)}."
             ) from None
         raise
     outcomes = [pickle.loads(row.outcome) for row in found]

@@ -150,4 +150,4 @@ def reason_of(text: str) -> str:
     """The line of an error of Spark that says why: without what py4j puts before it, and the name of Java's class."""
     lines = [line.strip().removeprefix(": ") for line in text.splitlines() if line.strip(" :")]
     reason = next((line for line in lines if not line.startswith("An error occurred while calling")), text.strip())
-    return re.sub(r"^[\w.$]+(?:Exception|Error): ", "", reason)[:_LONGEST_REASON]
+    return re.sub(r"^[\w.$]+(?:Exception|Error): ", "", reason)[:_LONGEST_REASON].rstrip(".")
