@@ -11,7 +11,7 @@ from jaxdl.data import Tabular
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
-from jaxdl.models import MLP
+from jaxdl.models import Perceptron
 from jaxdl.optim import AdamW, Cosine
 from jaxdl.tasks import Classification
 
@@ -20,7 +20,7 @@ def config() -> Experiment:
     """Two hidden layers."""
     return Experiment(
         data=Tabular(),
-        model=MLP(hidden=(64, 64), dropout=0.2),
+        model=Perceptron(units=(64, 64), dropout=0.2),
         task=Classification(),
         optimizer=AdamW(learning_rate=3e-3, weight_decay=1e-2),
         schedule=Cosine(warmup_epochs=2),
@@ -33,4 +33,4 @@ def config() -> Experiment:
 
 def logistic() -> Experiment:
     """Logistic regression."""
-    return config().replaced({"model.hidden": (), "model.dropout": 0.0})
+    return config().replaced({"model.units": (), "model.dropout": 0.0})

@@ -1,6 +1,6 @@
 """Architectures: flax.nnx modules whose parameters carry logical axis names.
 
-`ResNet`, `AlexNet`, `VGG`, `ViT`, `MLP` and `Transformer` are configs; their `build()` returns a function that makes
+`ResNet`, `AlexNet`, `VGG`, `ViT`, `Perceptron` and `Transformer` are configs; their `build()` returns a function that makes
 the module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two functions as they are.
 `preset` makes transformers of published shapes. `Network` is such a module, split once into pure functions and trees of
 arrays.
@@ -9,9 +9,9 @@ arrays.
 from jaxdl.models.config import Model
 from jaxdl.models.encoder_decoder import EncoderDecoder
 from jaxdl.models.lora import LoRA
-from jaxdl.models.mlp import MLP
 from jaxdl.models.network import Network
 from jaxdl.models.own import FromFunctions, FromModule
+from jaxdl.models.perceptron import Perceptron
 from jaxdl.models.plain import VGG, AlexNet
 from jaxdl.models.presets import preset
 from jaxdl.models.recommendation import DLRM, DCNv2
@@ -22,7 +22,6 @@ from jaxdl.models.vit import ViT
 
 __all__ = [
     "DLRM",
-    "MLP",
     "VGG",
     "AlexNet",
     "DCNv2",
@@ -32,6 +31,7 @@ __all__ = [
     "LoRA",
     "Model",
     "Network",
+    "Perceptron",
     "ResNet",
     "RopeScaling",
     "Transformer",

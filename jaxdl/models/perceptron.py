@@ -17,44 +17,48 @@ from jaxdl.models.dropout import RowKeys, folded, kept
 from jaxdl.models.layers import Head, Linear
 
 
-class MLP(Model, kind="mlp"):
-    """A multilayer perceptron of rows of numbers, with ReLU; `hidden = ()` is (multinomial) logistic regression.
+class Perceptron(Model, kind="perceptron"):
+    """A multilayer perceptron of rows of numbers, with ReLU; `units = ()` is (multinomial) logistic regression.
 
     Kernels before a ReLU are drawn with variance 2 / fan-in (He et al. 2015), that of the logits is zero.
     """
 
-    hidden: tuple[int, ...] = (64,)
+    units: tuple[int, ...] = (64,)
     """Units of each hidden layer; none for logistic regression."""
     dropout: float = pydantic.Field(default=0.0, ge=0, lt=1)
     """Part of the units of each hidden layer that a training step leaves out (Srivastava et al. 2014)."""
 
     @pydantic.model_validator(mode="after")
-    def _has_units(self) -> MLP:
-        if min(self.hidden, default=1) < 1:
-            raise ValueError(f"hidden = {self.hidden}: a layer has 1 unit or more.")
-        if self.dropout and not self.hidden:
+    def _has_units(self) -> Perceptron:
+        if min(self.units, default=1) < 1:
+            raise ValueError(f"units = {self.units}: a layer has 1 unit or more.")
+        if self.dropout and not self.units:
             raise ValueError(f"dropout = {self.dropout:g}: there is no hidden layer. Give one, or leave dropout out.")
         return self
 
     def build(
         self, *, num_classes: int | None = None, num_features: int | None = None, dtype: DTypeLike
     ) -> Callable[[nnx.Rngs], nnx.Module]:
-        """A function that makes the `MLPModule` from random keys (stream `params`); it computes in `dtype`.
+        """A function that makes the `PerceptronModule` from random keys (stream `params`); it computes in `dtype`.
 
         Raises ConfigError for data that are no rows of numbers with class numbers.
         """
         if num_features is None or num_classes is None:
             missing = "rows of numbers" if num_features is None else "class numbers"
-            raise ConfigError(f"model mlp: the data are no {missing}. Choose data such as tabular, or another --model.")
-        return lambda rngs: MLPModule(self, rngs, num_classes=num_classes, num_features=num_features, dtype=dtype)
+            raise ConfigError(
+                f"model perceptron: the data are no {missing}. Choose data such as tabular, or another --model."
+            )
+        return lambda rngs: PerceptronModule(
+            self, rngs, num_classes=num_classes, num_features=num_features, dtype=dtype
+        )
 
 
-class MLPModule(nnx.Module):
-    """The network of an `MLP` config. Its layers are `hidden1`, `hidden2`, ... and `head`."""
+class PerceptronModule(nnx.Module):
+    """The network of an `Perceptron` config. Its layers are `hidden1`, `hidden2`, ... and `head`."""
 
-    def __init__(self, config: MLP, rngs: nnx.Rngs, *, num_classes: int, num_features: int, dtype: DTypeLike):
-        sizes = (num_features, *config.hidden)
-        self.num_hidden, self.rate = len(config.hidden), config.dropout
+    def __init__(self, config: Perceptron, rngs: nnx.Rngs, *, num_classes: int, num_features: int, dtype: DTypeLike):
+        sizes = (num_features, *config.units)
+        self.num_hidden, self.rate = len(config.units), config.dropout
         for number, (incoming, outgoing) in enumerate(itertools.pairwise(sizes), start=1):
             layer = Linear(
                 incoming,
