@@ -45,9 +45,7 @@ class Perceptron(Model, kind="perceptron"):
         """
         if num_features is None or num_classes is None:
             missing = "rows of numbers" if num_features is None else "class numbers"
-            raise ConfigError(
-                f"model perceptron: the data are no {missing}. Choose data such as tabular, or another --model."
-            )
+            raise ConfigError(f"model perceptron: the data are no {missing}. Choose data tabular, or another --model.")
         return lambda rngs: PerceptronModule(
             self, rngs, num_classes=num_classes, num_features=num_features, dtype=dtype
         )

@@ -1,5 +1,8 @@
 """Calls a function that the driver has pickled: `python -m jaxdl.spark.call FOLDER`."""
 
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import pickle

@@ -1,5 +1,8 @@
 """`JaxdlClassifier` and `JaxdlClassifierModel`: an Estimator of `pyspark.ml`, and the Model that it fits."""
 
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,8 @@
 """`JaxDistributor`: many processes of a script or function, one for each task of a barrier job, as one run of JAX."""
 
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import concurrent.futures

@@ -1,5 +1,8 @@
 """`JaxdlFeaturizer`: the output of a layer of a trained network as a column of vectors, for other estimators."""
 
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any

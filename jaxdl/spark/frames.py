@@ -1,5 +1,8 @@
 """DataFrames: which of their columns are images or numbers, and their rows as Parquet files in a workdir."""
 
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,8 @@
 """The parameters that the Estimator, its Model and the featurizer share, in Spark's names."""
 
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,8 @@
 """User-defined functions of Spark that run a trained network. The network is loaded once in each Python worker."""
 
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
