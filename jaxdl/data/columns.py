@@ -59,9 +59,9 @@ class NumbersSpec(DataSpec):
             check_columns([str(name) for name in values], self.columns, what)
             values = np.stack([np.asarray(values[name]) for name in self.columns], axis=1)
         try:
-            found = np.asarray(values)
+            found: Any = np.asarray(values)
         except ValueError:
-            found = np.zeros(0)
+            found = np.empty((), object)
         if found.ndim != 2 or found.shape[1] != len(self.columns) or found.dtype.kind not in "iuf":
             raise ConfigError(
                 f"{what}: got {found.dtype} {list(found.shape)}; this network reads numbers [batch, "
@@ -102,7 +102,7 @@ class Tabular(Data, kind="tabular"):
         """Training and held-out rows. Raises ConfigError for what cannot be read."""
         names, x, labels = self._read(self.train, "train")
         if self.test:
-            test_names, *test = self._read(self.test, "test")
+            test_names, test_x, test_labels = self._read(self.test, "test")
             if test_names != names:
                 raise ConfigError(f"--data.test: it has the columns {_shown(test_names)}, but --data.train "
                                   f"{_shown(names)}. Both must have the same.")  # fmt: skip
@@ -110,13 +110,13 @@ class Tabular(Data, kind="tabular"):
             if len(labels) < 2:
                 raise ConfigError("data tabular: one row cannot be divided. Give more, or --data.test.")
             rows, held = stratified_split(labels, self.test_fraction, self.split_seed)
-            test, x, labels = [x[held], labels[held]], x[rows], labels[rows]
-        num_classes = self.num_classes or int(max(labels.max(), test[1].max())) + 1
-        check_label_range(np.concatenate([labels, test[1]]), num_classes, "data tabular")
+            test_x, test_labels, x, labels = x[held], labels[held], x[rows], labels[rows]
+        num_classes = self.num_classes or int(max(labels.max(), test_labels.max())) + 1
+        check_label_range(np.concatenate([labels, test_labels]), num_classes, "data tabular")
         check_classes(num_classes, "data tabular")
         mean, std = _statistics(x) if self.normalize else (np.zeros(len(names)), np.ones(len(names)))
         spec = NumbersSpec(names, num_classes, tuple(mean.tolist()), tuple(std.tolist()))
-        return Splits(NumbersSource(x, labels, spec), NumbersSource(*test, spec))
+        return Splits(NumbersSource(x, labels, spec), NumbersSource(test_x, test_labels, spec))
 
     def staged(self, stage: Stage) -> Tabular:
         """See `Data.staged`: the files of `train` and `test`."""

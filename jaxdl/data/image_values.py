@@ -85,9 +85,9 @@ def _of_spark(row: Mapping[str, Any]) -> np.ndarray:
 
 def _of_lists(value: Any) -> np.ndarray:
     try:
-        found = np.asarray(value)
+        found: Any = np.asarray(value)
     except ValueError:
-        found = np.zeros(0)
+        found = np.empty((), object)
     found = found[..., None] if found.ndim == 2 else found
     if found.ndim != 3 or found.shape[2] not in (1, 3) or found.dtype.kind not in "iuf":
         raise BadImage(f"its lists are no [height, width] or [height, width, 1 or 3], but {list(found.shape)}")
@@ -105,7 +105,7 @@ def as_evaluated(value: Any, photos: Photos) -> np.ndarray:
     cache = photos.cache
     if (cache.memory_bytes or cache.disk) and cache.form == "pixels":
         pixels = shrunk(photo, cache.short_side)
-        box = view.box(*pixels.shape[:2], random)
+        box = view.box(pixels.shape[0], pixels.shape[1], random)
     else:
         box = view.box(photo.height, photo.width, random)
         pixels, scale = photo.pixels(max(view.size / box.height, view.size / box.width), box.top + box.height)
