@@ -136,11 +136,17 @@ class Store:
         numbers = self._cached[name].numbers(np.arange(self.whole[name].rows))
         return {what: x[numbers] for what, x in self.rows[name].items()}
 
-    def window(self) -> Window:
-        """A plan for batches from here on, whose slots are empty."""
+    def window(self, size_option: str = "--batch-size") -> Window:
+        """A plan for batches from here on, whose slots are empty; `size_option` sets their size."""
         plans = {
             name: SlotPlan(
-                name, self.whole[name].rows, self._slots[name], self.config.policy, host.num_homes, host.home_of
+                name,
+                self.whole[name].rows,
+                self._slots[name],
+                self.config.policy,
+                host.num_homes,
+                host.home_of,
+                size_option=size_option,
             )
             for name, host in self._cached.items()
         }

@@ -22,15 +22,16 @@ from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, Source
 from jaxdl.data.source import Activity, TrainRows
 from jaxdl.embedding import ROWS, Tables
-from jaxdl.embedding.cache import Swap, Window
+from jaxdl.embedding.cache import CacheConfig, Swap, Window
 from jaxdl.embedding.store import Store
 from jaxdl.evaluation import EvalStep
 from jaxdl.experiment import Experiment
-from jaxdl.run.whole import evaluation_batches, ids_of, training_batches
+from jaxdl.run.whole import check_here, evaluation_batches, ids_of, training_batches
 from jaxdl.state import TABLES, TrainState
 from jaxdl.step.parts import IDS
 
 Swaps = Mapping[str, Swap]
+_EVAL_SIZE = "--evaluation.batch-size"
 
 
 class Caches:
@@ -72,7 +73,8 @@ class Caches:
         """
         self.store.write_back(state.tables)
         queue: deque[Swaps] = deque()
-        planned = _Planned(source, evaluation_batches(batch_size), self.store.window(), queue, Counter())
+        window = self.store.window(_EVAL_SIZE)
+        planned = _Planned(source, evaluation_batches(batch_size), window, queue, Counter())
         rows: dict[str, Any] = {name: jnp.copy(one[ROWS]) for name, one in state.tables.items()}
 
         def step(params: Any, model_state: Any, batch: Any) -> Any:
@@ -81,6 +83,16 @@ class Caches:
             return eval_step(params, {**model_state, TABLES: rows}, batch)
 
         return step, planned
+
+    def check_evaluation(self, source: Source, batch_size: int) -> None:
+        """Raises ConfigError where the slots have no room for the first batch of an evaluation.
+
+        Otherwise that would be seen at the end of the first epoch. Those after it are checked when they come.
+        """
+        window = self.store.window(_EVAL_SIZE)
+        ids = ids_of(source, np.arange(min(batch_size, len(source))))
+        window.add(ids, ids)
+        window.planned()
 
     # What `Checkpoints` asks for.
 
@@ -129,7 +141,7 @@ def without_caches(experiment: Experiment) -> Experiment:
     """The experiment with tables that the devices hold whole."""
     if experiment.embedding.cache.fraction is None:
         return experiment
-    return experiment.replaced({"embedding.cache.fraction": None})
+    return experiment.replaced({"embedding.cache": CacheConfig()})
 
 
 class _Planned(Source):
@@ -177,6 +189,8 @@ class _Planned(Source):
             waiting.append(batch)
             mine, whole = batch[IDS], next(self._every)
             # Other processes have the rest.
+            if len(mine) == len(whole):
+                check_here(self._source, mine, whole)
             self._window.add(mine, mine if len(mine) == len(whole) else ids_of(self._source, whole))
             if self._window.is_full:
                 yield self._next(waiting.popleft())
