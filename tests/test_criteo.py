@@ -129,5 +129,5 @@ def test_files_that_are_not_there():
         Criteo(train=("nowhere/day_*",)).build()
     with pytest.raises(ConfigError, match="rows has 2 values"):
         Criteo(train=("x",), rows=(1, 2)).build()
-    with pytest.raises(ConfigError, match="rows has the value 0. Each is from 1"):
+    with pytest.raises(ConfigError, match=r"rows has the value 0\. Each is from 1"):
         Criteo(train=("x",), rows=(0,) * 26).build()

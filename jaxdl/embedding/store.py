@@ -45,9 +45,19 @@ class Store:
     the methods in the same order, with the same swaps.
     """
 
-    def __init__(self, tables: Tables, whole: Sequence[Table], num_ids: Mapping[str, int], allocate: Allocate) -> None:
-        """`allocate` makes the arrays of the rows. Raises ConfigError for what a cache does not work with."""
-        self._allocated = allocate
+    def __init__(
+        self,
+        tables: Tables,
+        whole: Sequence[Table],
+        num_ids: Mapping[str, int],
+        allocate: Allocate,
+        allocate_copy: Allocate,
+    ) -> None:
+        """`allocate` makes the arrays of the rows, `allocate_copy` those of a checkpoint, of zeros.
+
+        Raises ConfigError for what a cache does not work with.
+        """
+        self._allocated, self._copy = allocate, allocate_copy
         self.tables, self.config = tables, tables.config.cache
         slots = {one.name: one.rows for one in tables.tables}
         self.whole = {one.name: one for one in whole if slots[one.name] != one.rows}
@@ -256,7 +266,7 @@ class Store:
         found = dict(state)
         for buffer, host in self._hosts.items():
             arrays = {
-                what: np.zeros((host.places.local_rows, *host.width(x)), np.float32)
+                what: self._copy(f"{buffer}.{what}", (host.places.local_rows, *host.width(x)))
                 for what, x in state[buffer].items()
             }
             for name in self._of(host):

@@ -42,7 +42,7 @@ class Caches:
         features = spec.id_features()
         num_ids = {one.name: one.num_ids for one in features}
         self._parent, self._folder = tables.config.cache.folder, None
-        self.store = Store(tables, experiment.model.tables(features), num_ids, self._allocate)
+        self.store = Store(tables, experiment.model.tables(features), num_ids, self._rows, self.allocate)
         self._queue: deque[Swaps] = deque()
         self.counted: Counter[str] = Counter()
         """Distinct rows of training batches that were in a slot (`device`), and that were not (`host`)."""
@@ -108,13 +108,20 @@ class Caches:
         """The state for training, of one as a checkpoint has it."""
         return state.replace(tables=self.store.live(state.tables))
 
-    def _allocate(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if self._parent is None:
-            return np.empty(shape, np.float32)
+    def allocate(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Memory for a part of a checkpoint, where the tables are: a file as large as theirs, or memory."""
+        return np.zeros(shape, np.float32) if self._parent is None else self._mapped(name, ".checkpoint", shape)
+
+    def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.empty(shape, np.float32) if self._parent is None else self._mapped(name, ".rows", shape)
+
+    def _mapped(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
+        assert self._parent is not None
         try:
             if self._folder is None:
                 self._folder = tempfile.mkdtemp(prefix="tables-", dir=Path(self._parent).expanduser())
-            path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}.f32"  # One file for each name.
+            path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}{ending}"  # One file for each name.
+            path.unlink(missing_ok=True)  # Whoever still reads the one before keeps its bytes.
             return np.memmap(path, np.float32, "w+", shape=shape)
         except OSError as error:
             raise ConfigError(
