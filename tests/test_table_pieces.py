@@ -14,6 +14,7 @@ import jaxdl
 from jaxdl.checkpoint import NoneLeft, Unusable, fingerprint, pieces
 from jaxdl.checkpoint.fingerprint import as_text, fingerprints, host_fingerprints, text
 from jaxdl.checkpoint.pieces import StoredRows, Summed
+from jaxdl.checkpoint.stored_tables import in_memory
 from jaxdl.embedding import DataParallel, EmbeddingConfig, RowSGD, RowWise, TableRowWise, Tables, TableWise
 from jaxdl.embedding.cache import CacheConfig
 from jaxdl.embedding.places import Moved
@@ -48,7 +49,7 @@ def test_rows_that_come_in_pieces_are_moved(scheme, sizes):
         for buffer, one in after.shapes.items()
         for what, x in one.items()
     }
-    moved, draw = Moved(after.layout, like), np.random.default_rng(0)
+    moved, draw = Moved(after.layout, like, in_memory), np.random.default_rng(0)
     stored = {
         (place.buffer, what): draw.standard_normal(x.shape).astype(np.float32)
         for place in before.layout

@@ -143,7 +143,7 @@ def _read(folder: Path, wanted: Items, layout: places.Layout, allocate: Allocate
         _check_tables(folder, meta, wanted[TABLES], layout)
         others = {name: x for name, x in wanted.items() if name != TABLES}
         found = read_items(folder, _to_read(folder, meta, others, partial=partial), partial=partial)
-        return _Read(found, meta, None, None, read_moved(folder, meta, base, wanted[TABLES], layout))
+        return _Read(found, meta, None, None, read_moved(folder, meta, base, wanted[TABLES], layout, allocate))
     to_read = _to_read(folder, meta, wanted, partial=partial)
     tables = to_read.pop(TABLES, {})
     on_host = {name: x for name, x in tables.items() if on_hosts(x)}

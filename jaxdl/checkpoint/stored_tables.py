@@ -22,6 +22,7 @@ from jaxdl.checkpoint.meta import Meta, read_meta
 from jaxdl.checkpoint.pieces import StoredRows, Summed
 from jaxdl.embedding import places
 from jaxdl.files import step_folder
+from jaxdl.mesh import on_hosts
 from jaxdl.state import TABLES
 
 Allocate = Callable[[str, tuple[int, ...]], np.ndarray]
@@ -76,13 +77,23 @@ def changed_values(names: list[str]) -> ValueError:
 
 
 def read_moved(
-    folder: Path, meta: Meta, base: Base | None, wanted: Mapping[str, Any], layout: places.Layout
+    folder: Path,
+    meta: Meta,
+    base: Base | None,
+    wanted: Mapping[str, Any],
+    layout: places.Layout,
+    allocate: Allocate = in_memory,
 ) -> dict[str, jax.Array]:
     """The tables of a checkpoint in another layout; every process reads all of them, piece by piece.
 
-    Raises ValueError if they have changed since they were written, and what TensorStore raises.
+    `allocate` makes the parts of those in the memory of hosts. Raises ValueError if they have changed since they were
+    written, and what TensorStore raises.
     """
-    made = places.Moved(layout, {_short(name): x for name, x in wanted.items()})
+
+    def part(name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return (allocate if on_hosts(wanted[f"{TABLES}.{name}"]) else in_memory)(name, shape)
+
+    made = places.Moved(layout, {_short(name): x for name, x in wanted.items()}, part)
     rows = by_array([] if base is None else base.changed)
     for one in places.from_json(meta.table_layout):
         for name in (name for name in meta.arrays[TABLES] if _short(name).rpartition(".")[0] == one.buffer):
@@ -120,7 +131,7 @@ class Hosted:
             rows, *columns = self._index(struct)
             start, stop, _ = rows.indices(struct.shape[0])
             widths = [len(range(*one.indices(size))) for one, size in zip(columns, struct.shape[1:], strict=True)]
-            part = self._parts[name] = self._allocate(name, (stop - start, *widths))
+            part = self._parts[name] = self._allocate(_short(name), (stop - start, *widths))
             for first, piece in StoredRows(folder, TABLES, name).pieces(start, stop, columns):
                 part[first - start : first - start + len(piece)] = piece
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,11 +120,16 @@ class Moved:
     A process makes the shards of its own devices.
     """
 
-    def __init__(self, wanted: Layout, like: Mapping[str, Any]) -> None:
-        """`like` are the shape structs, with shardings, of the wanted arrays: `{"buffer.name": struct}`."""
+    def __init__(
+        self, wanted: Layout, like: Mapping[str, Any], allocate: Callable[[str, tuple[int, ...]], np.ndarray]
+    ) -> None:
+        """`like` are the shape structs, with shardings, of the wanted arrays: `{"buffer.name": struct}`.
+
+        `allocate` makes the memory of a shard, of zeros, for the name and the shape.
+        """
         self._holder = {table: one for one in wanted for table in one.rows}
         self._like = dict(like)
-        self._blocks = {path: _blocks(shape) for path, shape in like.items()}
+        self._blocks = {path: _blocks(shape, functools.partial(allocate, path)) for path, shape in like.items()}
 
     def put(self, stored: Places, name: str, first: int, rows: np.ndarray) -> None:
         """Rows of an array `name` of a stored buffer, from row `first` of the array on."""
@@ -149,15 +154,15 @@ _Block = tuple[tuple[int, int], tuple[slice, ...], np.ndarray]
 """(first row, end) of a shard, its columns, its values."""
 
 
-def _blocks(shape: Any) -> list[_Block]:
-    """The different shards that this process has of an array, of zeros."""
+def _blocks(shape: Any, allocate: Callable[[tuple[int, ...]], np.ndarray]) -> list[_Block]:
+    """The different shards that this process has of an array."""
     assert isinstance(shape.sharding, NamedSharding)
     found: dict[Any, _Block] = {}
     for rows, *columns in shape.sharding.addressable_devices_indices_map(shape.shape).values():
         start, stop, _ = rows.indices(shape.shape[0])
         bounds = [one.indices(size)[:2] for one, size in zip(columns, shape.shape[1:], strict=True)]
         if (start, stop, *bounds) not in found:
-            block = np.zeros((stop - start, *(end - begin for begin, end in bounds)), shape.dtype)
+            block = allocate((stop - start, *(end - begin for begin, end in bounds)))
             found[start, stop, *bounds] = (start, stop), tuple(slice(*one) for one in bounds), block
     return list(found.values())
 
