@@ -64,8 +64,7 @@ def handlers() -> dict[str, Any]:
 def save_arguments(items: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What Orbax is given to write the items that are not empty.
 
-    Tables are written in chunks of some MB, which are read one after the other, so that no host needs the memory for a
-    whole table.
+    Tables are written in chunks of some MB, which can be read one after the other.
     """
     found: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
     if items[TABLES]:
