@@ -217,7 +217,7 @@ def test_an_id_out_of_range_of_a_source_of_ones_own(changes, split):
             def build(self):
                 return Splits(_Unchecked(split == "train"), _Unchecked(split == "test"))
 
-        one = experiment(data=Own(), steps=3, evaluation=EvaluationConfig(batch_size=32)).replaced(changes)
+        one = experiment((1, 8, 1), data=Own(), steps=3, evaluation=EvaluationConfig(batch_size=32)).replaced(changes)
         with pytest.raises(ConfigError, match="example 33 has the id 30 of words; its ids are from 0 to 29"):
             jaxdl.train(one)
 
