@@ -15,9 +15,8 @@ from jaxdl.bench.embedding import predicted_bytes, slow_bytes
 from jaxdl.collectives.quantized import decode_vectors, encode_vectors
 from jaxdl.config import ConfigError
 from jaxdl.data import Clicks, Feature
-from jaxdl.embedding import DataParallel, EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise
+from jaxdl.embedding import DataParallel, EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise, wire
 from jaxdl.embedding.traffic import Message
-from jaxdl.embedding.wire import make_wire
 from jaxdl.errors import OptionError
 from jaxdl.exchange.cost import Link, Machine, Speeds, joined
 from jaxdl.kinds import kinds
@@ -172,17 +171,18 @@ def test_a_vector_that_is_not_finite_stays_so():
     np.testing.assert_allclose(found[2], [3, 4], rtol=0.02)
 
 
-def test_messages_of_one_step_are_rounded_apart():
-    mesh = make_mesh(MeshConfig(replica=2, fsdp=2), jax.devices()[:4])
-    x, words = jnp.full((1, 64), 0.37).at[0, 0].set(1.0), jnp.asarray([3, 5], jnp.uint32)
+def test_each_message_of_a_step_is_rounded_by_a_stream_of_its_own(monkeypatch):
+    monkeypatch.setattr(wire, "encode_vectors", lambda x, words, stream: stream[None])
+    monkeypatch.setattr(wire, "decode_vectors", lambda messages: messages)
+    mesh, words = make_mesh(MeshConfig(replica=4, fsdp=2)), jnp.zeros(2, jnp.uint32)
 
     def one_device(x):
-        send = make_wire("int8", words, mesh)
+        send = wire.make_wire("int8", words, mesh)
         return jnp.concatenate([send(x, lambda message: message) for _ in range(70)])
 
     everywhere = PartitionSpec(mesh.axis_names)
-    sent = jax.shard_map(one_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=everywhere, check_vma=False)(x)
-    assert len(np.unique(np.asarray(sent), axis=0)) == 4 * 70
+    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=everywhere, check_vma=False)
+    assert len(np.unique(np.asarray(jax.jit(mapped)(jnp.zeros(3))))) == 8 * 70
 
 
 def test_room_follows_the_distinct_rows():
