@@ -158,7 +158,9 @@ def _blocks(shape: Any, allocate: Callable[[tuple[int, ...]], np.ndarray]) -> li
     """The different shards that this process has of an array."""
     assert isinstance(shape.sharding, NamedSharding)
     found: dict[Any, _Block] = {}
-    for rows, *columns in shape.sharding.addressable_devices_indices_map(shape.shape).values():
+    for index in shape.sharding.addressable_devices_indices_map(shape.shape).values():
+        assert index is not None
+        rows, *columns = index
         start, stop, _ = rows.indices(shape.shape[0])
         bounds = [one.indices(size)[:2] for one, size in zip(columns, shape.shape[1:], strict=True)]
         if (start, stop, *bounds) not in found:
