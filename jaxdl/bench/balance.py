@@ -40,7 +40,7 @@ from jaxdl.bench.balance_report import (
     sets_table,
 )
 from jaxdl.bench.balance_run import Clock, Side, first_devices, hosts_of, measure, step_side
-from jaxdl.bench.balance_thresholds import Thresholds, check_about, compared, of_rows, parse_thresholds, file_bytes
+from jaxdl.bench.balance_thresholds import Thresholds, check_about, compared, file_bytes, of_rows, parse_thresholds
 from jaxdl.bench.balance_work import PATIENCE_SEC, RELATIVE, Size, Work, block, chosen, planned, work_of
 from jaxdl.bench.cluster_variants import EXCHANGES, VARIANTS
 from jaxdl.bench.shared import Imports, check_options, import_exchanges, write_json
