@@ -257,10 +257,13 @@ class Measurement:
 
     def rows(self, regime: str, work: Work, replicas: int, scaling: str = "") -> list[Row]:
         """The second and the third kernel: the local step, and the whole step with each exchange."""
-        self.say(f"timing {scaling} {regime} on {replicas} of {self.replicas} replicas".replace("  ", " "))
+        what = f"{scaling} {regime} on {replicas} of {self.replicas} replicas".strip()
+        self.say(f"compiling {what}")
         chosen_sides = {LOCAL: None, **(self.exchanges if replicas > 1 else {})}
         plans = {name: self._plan(work, config, replicas) for name, config in chosen_sides.items()}
-        times = self._timed({name: step_side(plan) for name, plan in plans.items()})
+        sides = {name: step_side(plan) for name, plan in plans.items()}
+        self.say(f"timing {what}")
+        times = self._timed(sides)
         plan, devices = plans[LOCAL], replicas * self.inner
         size = 4.0 * exchanged_gradients(plan.experiment, plan.splits.train.spec, plan.parts.layout.mesh).num_elements
         common: dict[str, Any] = {
