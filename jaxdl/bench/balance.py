@@ -244,14 +244,15 @@ class Measurement:
 
     def works(self, machine: Mapping[str, float], earlier: Thresholds | None) -> dict[str, Work]:
         """The network and batch of each regime; with thresholds, the batches that they have been measured with."""
-        found = {}
-        for regime in dict.fromkeys((*self.command.regimes, *([self.command.set_regime] if self.command.sets else []))):
+        wanted: list[str] = [*self.command.regimes, *([self.command.set_regime] if self.command.sets else [])]
+        found: dict[str, Work] = {}
+        for regime in wanted:
             work = work_of(regime, self.command.size)
             if earlier is not None and regime in earlier.examples:
                 work = dataclasses.replace(work, examples=earlier.examples[regime])
             elif regime in RELATIVE:
-                wanted = RELATIVE[regime] * machine["balance"]
-                work = chosen(work, wanted, machine["gradient_bytes"], self.command.most_examples)
+                intensity = RELATIVE[regime] * machine["balance"]
+                work = chosen(work, intensity, machine["gradient_bytes"], self.command.most_examples)
             found[regime] = work
         return found
 

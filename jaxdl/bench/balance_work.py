@@ -60,22 +60,21 @@ class Work:
         return float(_PASSES * per_token * self.length * examples)
 
 
-_BLOCK = {"num_layers": 1}
 # Texts of the blocks for CPUs are short: virtual devices share their memory, so that their balance point is low, and a
 # text is the least by which a batch can change.
 _WORKS: dict[Size, dict[str, Work]] = {
     "tiny": {
-        "block": Work(Transformer(embed_dim=64, num_heads=2, **_BLOCK), length=2, vocab_size=32),
-        "comms": Work(Transformer(embed_dim=96, num_heads=2, **_BLOCK), length=8, vocab_size=32),
-        "compute": Work(Transformer(embed_dim=32, num_heads=2, **_BLOCK), length=8, vocab_size=32, examples=16),
+        "block": Work(Transformer(embed_dim=64, num_heads=2, num_layers=1), length=2, vocab_size=32),
+        "comms": Work(Transformer(embed_dim=96, num_heads=2, num_layers=1), length=8, vocab_size=32),
+        "compute": Work(Transformer(embed_dim=32, num_heads=2, num_layers=1), length=8, vocab_size=32, examples=16),
     },
     "small": {
-        "block": Work(Transformer(embed_dim=256, num_heads=4, **_BLOCK), length=2),
-        "comms": Work(Transformer(embed_dim=512, num_heads=8, **_BLOCK), length=16),
-        "compute": Work(Transformer(embed_dim=128, num_heads=2, **_BLOCK), length=16, examples=64),
+        "block": Work(Transformer(embed_dim=256, num_heads=4, num_layers=1), length=2),
+        "comms": Work(Transformer(embed_dim=512, num_heads=8, num_layers=1), length=16),
+        "compute": Work(Transformer(embed_dim=128, num_heads=2, num_layers=1), length=16, examples=64),
     },
     "large": {
-        "block": Work(Transformer(embed_dim=1024, num_heads=16, **_BLOCK), length=128),
+        "block": Work(Transformer(embed_dim=1024, num_heads=16, num_layers=1), length=128),
         "comms": Work(preset("gpt2-124m", dropout=0.0, attention_dropout=0.0), 1024, 50_257),
         "compute": Work(preset("gpt2-124m", dropout=0.0, attention_dropout=0.0), 1024, 50_257, examples=8),
     },
