@@ -214,6 +214,7 @@ def test_classics(tmp_path, monkeypatch):
     assert not warnings_of(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.long("a notebook starts Spark")
 def test_spark(tmp_path, monkeypatch):
     pytest.importorskip("pyspark", reason="needs pyspark and Java: pip install 'jaxdl[spark]'")
