@@ -43,6 +43,7 @@ def test_noise_leaves_the_choice_to_the_prediction():
     fast, slow = [1.0, 1.0, 1.0, 1.0, 1.0], [1.1, 1.1, 1.1, 1.1, 0.9]
     assert quickest({"a": slow, "b": fast}) == "b"
     assert quickest({"a": [1.1, 1.1, 1.1, 0.9, 1.0], "b": fast}) == "a"
+    assert quickest({"a": slow + slow, "b": fast}) == "b"
     assert quickest({"a": [math.inf], "b": slow}) == "b"
     assert quickest({"a": [math.inf], "b": [math.inf]}) == "a"
     assert slowest({"a": slow, "b": fast}) == {"a": slow, "b": fast}

@@ -1,17 +1,22 @@
 """Embedding tables read and written in pieces of rows: another layout, fingerprints, tables in files."""
 
+import errno
+import os
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from test_differential import ONE, assert_is, restored, save, tables_on
+from test_differential import ONE, assert_is, restored, save, state_of, tables_on
 from test_embedding import NUM_IDS, TABLES, mesh_of
 from test_table_cache import experiment
 
-from jaxdl.checkpoint import Unreadable, Unusable, fingerprint, pieces
+from jaxdl.checkpoint import CheckpointConfig, Checkpoints, Unreadable, Unusable, fingerprint, pieces
 from jaxdl.checkpoint.fingerprint import as_text, fingerprints, host_fingerprints, text
+from jaxdl.checkpoint.form import Form
+from jaxdl.checkpoint.items import chunk_bytes
 from jaxdl.checkpoint.pieces import StoredRows, Summed
-from jaxdl.checkpoint.stored_tables import in_memory
+from jaxdl.checkpoint.stored_tables import aligned, in_memory
 from jaxdl.embedding import DataParallel, EmbeddingConfig, RowSGD, RowWise, TableRowWise, Tables, TableWise
 from jaxdl.embedding.cache import CacheConfig
 from jaxdl.embedding.places import Moved
@@ -120,10 +125,55 @@ def test_moved_tables_are_checked(tmp_path, small_pieces, monkeypatch, steps, ba
         restored(tmp_path, other)
 
 
+def test_no_room_for_a_copy_of_the_tables_is_a_note(tmp_path):
+    class Full(Form):
+        def stored(self, state):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    arguments = {"best_metric": "accuracy", "best_mode": "max"}
+    checkpoints = Checkpoints(tmp_path, CheckpointConfig(), table_layout=ONE.layout, form=Full(), **arguments)
+    checkpoints.save(state_of(ONE, 1), 1, evaluated_step=-1, metrics=None)
+    [note] = checkpoints.take_notes()
+    checkpoints.close()
+    assert note.startswith("the checkpoint of step 1 could not be written: No space left on device")
+    assert checkpoints.steps == []
+
+
+@pytest.mark.parametrize("shape", [(1000, 64), (2**20, 4)])
+def test_memory_of_parts_is_not_copied(shape):
+    part = aligned(shape)
+    assert part.shape == shape
+    assert np.shares_memory(np.asarray(jax.device_put(part, jax.devices("cpu")[0])), part)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        (2**22, 16, 2**20),
+        (3 * 2**19, 16, 3 * 2**18),
+        (2**20 * 5, 16, 2**20),
+        (10_000_019, 16, None),
+        (1000, 16, None),
+    ],
+)
+def test_chunks_divide_the_rows(rows, columns, expected):
+    x = jax.ShapeDtypeStruct((rows, columns), "float32", sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    found = chunk_bytes(x)
+    assert found == (None if expected is None else expected * columns * 4)
+    assert found is None or rows % expected == 0
+
+
+def test_a_workdir_may_have_any_name(tmp_path):
+    folder = tmp_path / "a#b %20?c"
+    save(folder, [1])
+    other = tables_on(RowWise(), (2, 2, 2))
+    assert_is(restored(folder, other), other, 1)
+
+
 def test_other_numbers_of_rows_are_another_network(tmp_path):
     save(tmp_path, [0])
     other = Tables(TABLES, NUM_IDS, EmbeddingConfig(scheme=RowWise(), optimizer=RowSGD()), mesh_of((2, 2, 2)))
-    with pytest.raises(Unusable, match=r"table .* has .*rows.* in it, and rows here"):
+    with pytest.raises(Unusable, match=r"the optimizer of table \S+ keeps \S+ of a row in it, and nothing here"):
         restored(tmp_path, other)
 
 

@@ -212,7 +212,7 @@ def test_a_plan_keeps_given_places_and_says_what_given_schemes_cost():
     assert dict(plan.config(base).places)["large"] == 1
     slow = plan_tables(work(), machine(slow=1e5), 1e9, fixed={one.name: DataParallel() for one in TABLES})
     [line] = [one for one in remarks(slow, 1e9, ["large", "small"]) if "for all tables would be faster" in one]
-    assert line.endswith("the schemes that are given (large, small) cost it that")
+    assert line.endswith("these have a scheme that is given: large, small")
     free = plan_tables(work(), machine(slow=1e5), 1e9)
     assert not [one for one in remarks(free, 1e9) if "would be faster" in one]
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import jax
 
+from jaxdl.checkpoint.errors import read_refused, unreadable
+from jaxdl.config import ConfigError
+
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EIO)
 """The errno of a refused write: full, over quota, read-only, no permission, I/O error."""
 
@@ -35,3 +38,19 @@ def check_room(folder: Path, num_bytes: int) -> None:
     disk = shutil.disk_usage(folder)
     if jax.process_count() > 1 and disk.total and disk.free < num_bytes:  # Some file systems report 0 of 0.
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def check_folder(folder: Path) -> None:
+    """Raises ConfigError for a folder of checkpoints that is a file, Unreadable for one that cannot be read."""
+    try:
+        os.listdir(folder)
+    except FileNotFoundError:
+        return
+    except NotADirectoryError:
+        raise ConfigError(
+            f"{folder} is a file, but a run keeps its checkpoints in a folder of that name. Move it away, or "
+            "choose another --workdir."
+        ) from None
+    except OSError as error:
+        number = read_refused(error)
+        raise error if number is None else unreadable(folder, number) from None

@@ -17,7 +17,7 @@ class Form(Protocol):
         ...
 
     def stored(self, state: TrainState) -> TrainState:
-        """A state as a checkpoint has it."""
+        """A state as a checkpoint has it. Raises OSError for a disk without room, on the processes that lack it."""
         ...
 
     def allocate(self, name: str, shape: tuple[int, ...]) -> np.ndarray:

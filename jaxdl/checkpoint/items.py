@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ ITEMS = {
     TABLES: (TABLES,),
 }
 """Item of a checkpoint -> the fields of the train state in it. Prediction reads only `model`."""
+_SMALLER = 64
+"""Chunks may be so many times smaller than asked for."""
 
 
 def to_items(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -64,13 +67,28 @@ def handlers() -> dict[str, Any]:
 def save_arguments(items: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What Orbax is given to write the items that are not empty.
 
-    Tables are written in chunks of some MB, which can be read one after the other.
+    Tables are written in chunks of some MB where their shape allows it; these can be read one after the other.
     """
     found: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
     if items[TABLES]:
-        chunks = {name: ocp.SaveArgs(chunk_byte_size=PIECE_BYTES) for name in items[TABLES]}
+        chunks = {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes(x)) for name, x in items[TABLES].items()}
         found[TABLES] = ocp.args.PyTreeSave(items[TABLES], save_args=chunks)
     return found
+
+
+def chunk_bytes(x: jax.Array) -> int | None:
+    """The size of the chunks in which rows are written; None for one chunk a shard.
+
+    Orbax makes chunks of equal size, so their rows divide those of a shard. A prime number of rows would be written row
+    by row.
+    """
+    rows, *columns = x.sharding.shard_shape(x.shape)
+    row_bytes = x.dtype.itemsize * math.prod(columns)
+    if tuple(columns) != x.shape[1:] or rows * row_bytes <= PIECE_BYTES:
+        return None
+    most = max(1, PIECE_BYTES // row_bytes)
+    height = next(height for height in range(most, 0, -1) if rows % height == 0)
+    return height * row_bytes if height >= most // _SMALLER else None
 
 
 def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:

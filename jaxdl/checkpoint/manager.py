@@ -18,8 +18,8 @@ import orbax.checkpoint as ocp
 import pydantic
 
 from jaxdl.checkpoint.differential import CHANGED, Differences, SaveChanged, WrittenTables, whole_bytes
-from jaxdl.checkpoint.disk import check_room, disk_reason
-from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable, read_refused, unreadable
+from jaxdl.checkpoint.disk import check_folder, check_room, disk_reason
+from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable
 from jaxdl.checkpoint.form import Form
 from jaxdl.checkpoint.items import ITEMS, fresh_exchange, handlers, save_arguments, to_items, to_state
 from jaxdl.checkpoint.manifest import write_manifest
@@ -102,7 +102,7 @@ class Checkpoints:
         self._notes: list[str] = []
         hush_orbax()
         self._writing = -1
-        self._check_folder()
+        check_folder(self.folder)
         if not read_only:
             self._clear()
         options = ocp.CheckpointManagerOptions(
@@ -119,20 +119,6 @@ class Checkpoints:
         except OSError as error:
             raise ConfigError(f"{self.folder}: {error.strerror}. Choose a writable folder.") from None
 
-    def _check_folder(self) -> None:
-        try:
-            os.listdir(self.folder)
-        except FileNotFoundError:
-            return
-        except NotADirectoryError:
-            raise ConfigError(
-                f"{self.folder} is a file, but a run keeps its checkpoints in a folder of that name. Move it away, or "
-                "choose another --workdir."
-            ) from None
-        except OSError as error:
-            number = read_refused(error)
-            raise error if number is None else unreadable(self.folder, number) from None
-
     def save(self, state: TrainState, step: int, *, evaluated_step: int, metrics: dict[str, float] | None) -> None:
         """Starts writing `state`; returns once it is copied, so that training may continue.
 
@@ -141,7 +127,11 @@ class Checkpoints:
         self.wait()
         if step in self.steps:
             return
-        items, self.written_tables = to_items(self._form.stored(state) if self._form else state), None
+        self._writing = step
+        stored = self._stored(state, step)
+        if stored is None:
+            return
+        items, self.written_tables = to_items(stored), None
         score = None if metrics is None else metrics[self._metric]
         self._best.add(step, score)
         prints = fingerprint_texts(items)
@@ -165,13 +155,19 @@ class Checkpoints:
             self._manager.save(step, args=ocp.args.Composite(**arguments), force=True)
 
         room = functools.partial(check_room, self.folder, num_bytes)
-        self._writing = step
         self._clear()
         # Checked before anything is written: otherwise processes wait long for one that cannot write its part.
         if all(self._settled(step, act) for act in (self._probe, room, start)):
             self._under_way = step
             self._started.append(step)
             self.written_tables = self._differences.written(items[TABLES], changed)
+
+    def _stored(self, state: TrainState, step: int) -> TrainState | None:
+        """The state as a checkpoint has it; None where a process has no room for it, which becomes a note."""
+        form, made = self._form, []
+        if form is None:
+            return state
+        return made[0] if self._settled(step, lambda: made.append(form.stored(state))) else None
 
     def _list_files(self) -> None:
         """Writes the manifest. Orbax calls this on the first process before the folder gets its final name."""

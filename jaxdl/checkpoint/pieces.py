@@ -1,7 +1,8 @@
-"""Arrays of a checkpoint read in pieces of rows: no host needs the memory for a whole embedding table."""
+"""Arrays of a checkpoint read in pieces of rows: no host needs the memory for tables besides what it keeps of them."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ class StoredRows:
 
     def __init__(self, folder: Path, item: str, name: str) -> None:
         """Raises what TensorStore raises for files that are damaged or cannot be read."""
-        database = {"driver": "ocdbt", "base": f"file://{(folder / item).absolute()}/", "path": f"{name}/"}
+        files = {"driver": "file", "path": f"{(folder / item).absolute()}/"}  # A URL would not have all names.
+        database = {"driver": "ocdbt", "base": files, "path": f"{name}/"}
         self._stored: Any = tensorstore.open({"driver": "zarr", "kvstore": database}, open=True, read=True).result()
         self.shape: tuple[int, ...] = tuple(self._stored.shape)
         self.dtype: np.dtype[Any] = self._stored.dtype.numpy_dtype
@@ -37,6 +39,13 @@ class StoredRows:
             yield begin, np.asarray(self._stored[(slice(begin, end), *columns)].read().result())
 
 
+def _device() -> jax.Device:
+    """A CPU, if JAX may use one: rows need not travel."""
+    with contextlib.suppress(RuntimeError):
+        return jax.local_devices(backend="cpu")[0]
+    return jax.local_devices()[0]
+
+
 class Summed:
     """The fingerprint of an array that is seen in pieces, each once."""
 
@@ -45,9 +54,8 @@ class Summed:
 
     def add(self, first: int, rows: np.ndarray) -> None:
         """Adds whole rows from number `first` on."""
-        device = jax.local_devices(backend="cpu")[0]
         starts = (first, *(0 for _ in self._shape[1:]))
-        self._words += part_fingerprint(jax.device_put(rows, device), self._shape, starts)
+        self._words += part_fingerprint(jax.device_put(rows, _device()), self._shape, starts)
 
     @property
     def words(self) -> np.ndarray:

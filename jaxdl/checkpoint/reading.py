@@ -32,6 +32,7 @@ from jaxdl.checkpoint.stored_tables import (
     read_moved,
 )
 from jaxdl.cluster import wait_for_all
+from jaxdl.config import ConfigError
 from jaxdl.embedding import places
 from jaxdl.exchange import resplit
 from jaxdl.files import step_folder
@@ -188,7 +189,7 @@ def _diagnosed(folder: Path, error: Exception, last: bool) -> Exception:
     Orbax and TensorStore raise many kinds of errors for a damaged file, and the same ones for a refused read, so the
     files are read here without them.
     """
-    if isinstance(error, Damaged | Unreadable | Unusable):
+    if isinstance(error, Damaged | Unreadable | ConfigError):
         return error
     try:
         vouched = check_files(folder)
@@ -229,7 +230,7 @@ def _to_read(folder: Path, meta: Meta, wanted: Items, *, partial: bool = False) 
 
 
 def _check_tables(folder: Path, meta: Meta, wanted: Mapping[str, Any], layout: places.Layout) -> None:
-    """Raises Unusable for embedding tables that are not in a checkpoint, or of which others numbers are kept."""
+    """Raises Unusable for other embedding tables than those in a checkpoint, or other optimizers of theirs."""
     stored = {name: (one["buffer"], rows) for one in meta.table_layout for name, rows in one["rows"].items()}
     there, here = (_kept(names) for names in (meta.arrays.get(TABLES, {}), wanted))
     for one in layout:
@@ -239,8 +240,12 @@ def _check_tables(folder: Path, meta: Meta, wanted: Mapping[str, Any], layout: p
                 what = "is not" if known is None else f"has {known:,} rows"
                 raise _of_another(folder, f"table {name} {what} in it, and has {rows:,} here")
             if there[buffer] != here[one.buffer]:
-                texts = (", ".join(sorted(kept)) for kept in (there[buffer], here[one.buffer]))
-                raise _of_another(folder, "table {} has {} in it, and {} here".format(name, *texts))
+                texts = (", ".join(sorted(kept - {"rows"})) or "nothing" for kept in (there[buffer], here[one.buffer]))
+                what = "the optimizer of table {} keeps {} of a row in it, and {} here".format(name, *texts)
+                raise _of_another(folder, what)
+    more = sorted(stored.keys() - {name for one in layout for name in one.rows})
+    if more:
+        raise _of_another(folder, f"table {more[0]} is in it, and not here")
 
 
 def _kept(names: Iterable[str]) -> dict[str, set[str]]:

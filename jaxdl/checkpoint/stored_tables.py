@@ -7,6 +7,7 @@ each device, and tables with a cache are in files, so both are read in pieces, a
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ from jaxdl.files import step_folder
 from jaxdl.mesh import on_hosts
 from jaxdl.state import TABLES
 
+_ALIGNED = 64
+"""Bytes."""
 Allocate = Callable[[str, tuple[int, ...]], np.ndarray]
 """Makes a float32 array of zeros for a name and a shape."""
 
@@ -32,7 +35,15 @@ Allocate = Callable[[str, tuple[int, ...]], np.ndarray]
 def in_memory(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """See `Allocate`."""
     del name
-    return np.zeros(shape, np.float32)
+    return aligned(shape)
+
+
+def aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """A float32 array of zeros that JAX takes as it is on a CPU: others are copied."""
+    count = math.prod(shape)
+    room = np.zeros(count + _ALIGNED // 4, np.float32)
+    start = -room.ctypes.data % _ALIGNED // 4
+    return room[start : start + count].reshape(shape)
 
 
 class Base(NamedTuple):

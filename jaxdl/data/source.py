@@ -101,7 +101,7 @@ class Source(abc.ABC):
 
     spec: DataSpec
     """Shapes and statistics; the same for the training and the held-out source."""
-    reuses_memory: ClassVar[bool] = False
+    reuses_memory: bool = False
     """Whether `train_batches` and `eval_batches` overwrite what they yielded."""
 
     @abc.abstractmethod

@@ -109,7 +109,7 @@ def remarks(plan: TablePlan, memory: float, given: Collection[str] = ()) -> list
     fastest = min(fitting, key=lambda name: fitting[name], default=None)
     if fastest is not None and fitting[fastest] < _SLOWER * plan.costs.total_sec:
         times = f"{1e3 * fitting[fastest]:.3f} ms against {1e3 * plan.costs.total_sec:.3f}"
-        named = f"the schemes that are given ({', '.join(sorted(given))}) cost it that" if given else "it was not found"
+        named = f"these have a scheme that is given: {', '.join(sorted(given))}" if given else "the search missed it"
         lines.append(f"{fastest} for all tables would be faster than the plan, {times}: {named}")
     parts = {
         "the network between nodes": plan.costs.slow_sec,

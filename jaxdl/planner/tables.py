@@ -170,7 +170,7 @@ def plan_tables(
     """The plan with the least `Costs.total_sec` that was found, with at most `memory` bytes of tables on a device.
 
     The tables in `fixed` have the schemes given there, and those with a place in `base` keep it. The same input gives
-    the same plan. Raises ConfigError if no plan fits.
+    the same plan. Raises ConfigError if no plan fits; with given places more may be needed than `memory`.
     """
     base = base or EmbeddingConfig()
     given_places, base = dict(base.places), base.model_copy(update={"schemes": (), "places": ()})

@@ -7,6 +7,8 @@ steps, from the thread that reads ahead; and planning takes the time of whole ba
 
 from __future__ import annotations
 
+import math
+import os
 import shutil
 import tempfile
 import urllib.parse
@@ -18,6 +20,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jaxdl.checkpoint.stored_tables import aligned
 from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, Source
 from jaxdl.data.source import Activity, TrainRows
@@ -109,25 +112,32 @@ class Caches:
         return state.replace(tables=self.store.live(state.tables))
 
     def allocate(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Memory for a part of a checkpoint, where the tables are: a file as large as theirs, or memory."""
-        return np.zeros(shape, np.float32) if self._parent is None else self._mapped(name, ".checkpoint", shape)
+        """Memory for a part of a checkpoint, where the tables are: a file as large as theirs, or memory.
+
+        Raises OSError for a disk without room.
+        """
+        return aligned(shape) if self._parent is None else self._mapped(name, ".checkpoint", shape)
 
     def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        return np.empty(shape, np.float32) if self._parent is None else self._mapped(name, ".rows", shape)
-
-    def _mapped(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
-        assert self._parent is not None
+        if self._parent is None:
+            return np.empty(shape, np.float32)
         try:
-            if self._folder is None:
-                self._folder = tempfile.mkdtemp(prefix="tables-", dir=Path(self._parent).expanduser())
-            path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}{ending}"  # One file for each name.
-            path.unlink(missing_ok=True)  # Whoever still reads the one before keeps its bytes.
-            return np.memmap(path, np.float32, "w+", shape=shape)
+            return self._mapped(name, ".rows", shape)
         except OSError as error:
             raise ConfigError(
                 f"--embedding.cache.folder {self._parent}: {error.strerror}. Give a writable folder with room for the "
                 "tables."
             ) from None
+
+    def _mapped(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A file of zeros with its room on the disk. Raises OSError."""
+        if self._folder is None:
+            self._folder = tempfile.mkdtemp(prefix="tables-", dir=Path(self._parent or "").expanduser())
+        path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}{ending}"  # One file for each name.
+        path.unlink(missing_ok=True)  # Whoever still reads the one before keeps its bytes.
+        with path.open("wb") as file:  # Without room, writing to its pages would kill the process.
+            os.posix_fallocate(file.fileno(), 0, max(1, 4 * math.prod(shape)))
+        return np.memmap(path, np.float32, "r+", shape=shape)
 
     def close(self) -> None:
         """Removes the files."""
@@ -193,7 +203,7 @@ class _Planned(Source):
     def _planned(self, batches: Iterator[dict[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
         waiting: deque[dict[str, np.ndarray]] = deque()
         for batch in batches:
-            waiting.append(batch)
+            waiting.append({name: x.copy() for name, x in batch.items()} if self._source.reuses_memory else batch)
             mine, whole = batch[IDS], next(self._every)
             # Other processes have the rest.
             if len(mine) == len(whole):

@@ -97,6 +97,7 @@ class _Prepared(Source):
     def __init__(self, source: Source, packing: _Packing | None, *, ahead: bool, check: bool) -> None:
         self._source, self._packing, self._ahead, self._check = source, packing, ahead, check
         self.spec = source.spec
+        self.reuses_memory = source.reuses_memory
 
     def __len__(self) -> int:
         return len(self._source)
@@ -128,7 +129,7 @@ class _Prepared(Source):
         if self._check:
             batches = self._checked(batches, asked)
         made = batches if self._packing is None else map(self._packing, batches)
-        return _with_next(made) if self._ahead else made
+        return _with_next(made, copy=self.reuses_memory) if self._ahead else made
 
     def _checked(self, batches: Iterator[Rows], asked: deque[np.ndarray]) -> Iterator[Rows]:
         for batch in batches:
@@ -145,12 +146,13 @@ def _noted(
         yield request
 
 
-def _with_next(batches: Iterator[Rows]) -> Iterator[Rows]:
+def _with_next(batches: Iterator[Rows], *, copy: bool) -> Iterator[Rows]:
+    """`copy`: their memory is used again for later ones."""
     last: Rows | None = None
     for batch in batches:
         if last is not None:
             yield _followed(last, batch)
-        last = batch
+        last = {name: x.copy() for name, x in batch.items()} if copy else batch
     if last is not None:
         yield _followed(last, last)
 
