@@ -13,7 +13,7 @@ from jaxdl.fleet.engine import LOST, Engine, make_engine
 from jaxdl.fleet.policy import Rules
 from jaxdl.fleet.server import Server, Settings
 from jaxdl.fleet.simulate import Costs, Job, elastic, made_up_jobs, speed_curve, static
-from jaxdl.fleet.speed import last_speed, speeds
+from jaxdl.fleet.speed import last_speed, last_step, speeds
 from jaxdl.fleet.store import Journal, Store
 
 SETTINGS = Settings(Rules(fairness=1.0, resized=1.0), between_sec=0.0, failures=3)
@@ -32,6 +32,7 @@ class MadeUp(Engine):
         super().__init__(store, num_nodes)
         self.work, self.done, self.ends_at = work, {}, {}
         self.live, self.codes, self.starts = {}, {}, []
+        self.deaf = set()  # Runs that ignore SIGTERM.
 
     def nodes(self):
         lost = self.store.lost_nodes()
@@ -47,9 +48,13 @@ class MadeUp(Engine):
         return True
 
     def stop(self, run, attempt):
-        if self.live.get(run.name, (0,))[0] == attempt:
+        if self.live.get(run.name, (0,))[0] == attempt and run.name not in self.deaf:
             del self.live[run.name]
             self.codes[run.name, attempt] = 143
+
+    def kill(self, run, attempt):
+        if self.live.get(run.name, (0,))[0] == attempt:
+            del self.live[run.name]
 
     def poll(self, run, attempt):
         if self.live.get(run.name, (0,))[0] == attempt:
@@ -124,7 +129,7 @@ def test_what_is_held_cancelled_or_without_its_node_stops(tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "attempts", "state"),
-    [(2, 1, "failed"), (3, 1, "failed"), (1, 4, "failed"), (75, 4, "failed"), (4, 1, "cancelled")],
+    [(2, 1, "failed"), (3, 1, "failed"), (1, 4, "failed"), (75, 4, "failed"), (4, 1, "halted")],
 )
 def test_failures_start_again_unless_they_would_come_again(tmp_path, code, attempts, state):
     store, engine, _ = fleet(tmp_path / "fleet", work=1)
@@ -139,6 +144,89 @@ def test_failures_start_again_unless_they_would_come_again(tmp_path, code, attem
     assert states(server) == {name: state}
     assert len(engine.starts) == attempts
     assert server.members[name].code == code
+    engine.ends_at[name] = 0
+    again = Server(store, engine, patient, now=lambda: next(clock))  # As it was asked before: it does not run again.
+    again.turn()
+    assert states(again) == {name: state}
+    store.ask(name, "run")
+    for _ in range(3):
+        again.turn()
+        engine.tick()
+    assert states(again) == {name: "completed"}
+
+
+def test_a_run_that_does_not_end_is_killed_after_its_grace(tmp_path, capsys):
+    store, engine, _ = fleet(tmp_path / "fleet", work=1000)
+    clock = itertools.count(1000.0, 0.25)
+    settings = Settings(SETTINGS.rules, between_sec=0.0, failures=3, grace_sec=20.0)
+
+    def make():
+        return Server(store, engine, settings, now=lambda: next(clock))
+
+    server, name = make(), submit(store, (1,))
+    server.turn()
+    engine.deaf.add(name)
+    store.ask(name, "hold")
+    server.turn()
+    asked = server.members[name].stopping
+    server = make()  # Its journal says since when.
+    for _ in range(200):
+        server.turn()
+        if name not in engine.live:
+            break
+        assert states(server) == {name: "stopping"}
+    assert 20.0 <= next(clock) - asked < 25.0
+    told = "held; killed: it did not save and end within 20 s"
+    assert server.members[name].reason == told
+    main(["explain", "--state", str(store.folder)])
+    assert told in capsys.readouterr().out
+    server.turn()
+    assert states(server) == {name: "held"}
+    assert server.members[name].killed == 1
+    assert [event["what"] for event in Journal(store.folder).events()] == ["started", "stopping", "killed", "left"]
+
+
+def test_a_lost_node_is_no_failure_of_its_run(tmp_path, capsys):
+    store, engine, make = fleet(tmp_path / "fleet", work=1000)
+    server, name = make(), submit(store, (2,))
+    server.turn()
+    for _ in range(5):  # Each time its nodes are lost, and all processes with them.
+        nodes = engine.live.pop(name)[1]
+        main(["nodes", "--state", str(store.folder), "--lost", nodes[0]])
+        for _ in range(3):
+            server.turn()
+        assert states(server) == {name: "running"}
+        assert nodes[0] not in engine.live[name][1]
+        main(["nodes", "--state", str(store.folder), "--back", nodes[0]])
+    assert server.members[name].failures == 0
+    assert server.members[name].resized == 0
+    with pytest.raises(SystemExit):
+        main(["nodes", "--state", str(store.folder), "--lost", "moon"])
+    assert "moon: there is no such node. There are: node0, node1" in capsys.readouterr().err
+
+
+def test_a_speed_belongs_to_the_nodes_on_which_it_was_reached(tmp_path):
+    store, engine, make = fleet(tmp_path / "fleet", work=10_000)
+    work = tmp_path / "run"
+    work.mkdir()
+
+    def report(steps, rate):
+        with (work / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps({"step": step, "examples_per_sec": rate}) + "\n" for step in steps)
+
+    server = make()
+    first = store.submit(["python", "-m", "jaxdl.train", "--workdir", str(work)], [1, 4]).name
+    server.turn()
+    report(range(1, 4), 40.0)
+    submit(store, (3,))
+    for _ in range(4):
+        server.turn()
+    assert len(engine.live[first][1]) == 1
+    assert dict(server._measured.of(first)) == {4: 40.0}  # Nothing was reported yet on one node.
+    report(range(4, 6), 10.0)
+    server.turn()
+    assert dict(server._measured.of(first)) == {4: 40.0, 1: 10.0}
+    assert dict(make()._measured.of(first)) == {4: 40.0}  # The journal has what an attempt reached by its end.
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -229,6 +317,9 @@ def test_submissions_keep_their_words(tmp_path):
         (["status"], "no fleet is served there"),
         (["serve", "--engine", "moon"], "--engine moon: there is no such engine; choose one of"),
         (["serve", "--fairness", "2"], "from 0 to 1"),
+        (["serve", "--grace-sec", "-1"], "0 or more"),
+        (["serve", "--rate", "50mbit"], "--rate 50mbit: the engine local has no such option. It is for netns"),
+        (["nodes", "--lost", "node0"], "no fleet is served there"),
         (["stop"], "there is no such command; choose one of serve"),
     ],
 )
@@ -251,6 +342,9 @@ def test_the_last_speed_of_a_run_is_read_from_its_metrics(tmp_path):
     rows = [{"step": step, "examples_per_sec": float(step)} for step in range(1, 8)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "exam')
     assert last_speed(tmp_path) == 5.0  # The median of 3 to 7.
+    assert last_speed(tmp_path, after_step=5) == 6.5
+    assert last_speed(tmp_path, after_step=7) is None
+    assert last_step(tmp_path) == 7
 
 
 def test_a_lock_keeps_a_second_attempt_away(tmp_path):
