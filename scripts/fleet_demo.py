@@ -48,7 +48,7 @@ CHANGES = {
     "--report.curves": False,
     "--checkpoint.every-steps": 10,
 }
-"""Group norm: batch norm takes its statistics over one replica's batch, so that with it the mesh is a part of the model."""
+"""Group norm: with batch norm, whose statistics are of one replica's batch, the mesh would be a part of the model."""
 
 
 @dataclass(frozen=True)

@@ -263,7 +263,7 @@ def nodes(args: list[str]) -> None:
     store = Store(options.state)
     view = store.view()
     lost = store.lost_nodes()
-    known = {*view["nodes"], *lost}
+    known = {*view["nodes"], *view.get("lost", ()), *lost}
     for name in (*options.lost, *options.back):
         if name not in known:
             raise OptionError(f"{name}: there is no such node. There are: {', '.join(sorted(known))}.")

@@ -88,6 +88,10 @@ class Local(Engine):
     launcher: ClassVar[str] = "local"
     """The command of `python -m jaxdl.launch`."""
 
+    def __init__(self, store: Store, num_nodes: int) -> None:
+        super().__init__(store, num_nodes)
+        self._keepers: list[subprocess.Popen[bytes]] = []
+
     def nodes(self) -> list[str]:
         """node0, node1, ... but for those that were taken out of service."""
         lost = self.store.lost_nodes()
@@ -106,7 +110,7 @@ class Local(Engine):
             keeper = [sys.executable, "-m", "jaxdl.fleet.keeper", str(folder.absolute()), str(lock), *command]
             # In a session of its own, and without the server's output: what ends the server is not for the runs.
             with (folder / OUTPUT_FILE).open("ab") as output:
-                subprocess.Popen(
+                started = subprocess.Popen(
                     keeper,
                     cwd=run.folder,
                     stdin=subprocess.DEVNULL,
@@ -115,6 +119,7 @@ class Local(Engine):
                     start_new_session=True,
                     pass_fds=(lock,),
                 )
+            self._keepers.append(started)
         finally:
             os.close(lock)
         return True
@@ -143,6 +148,8 @@ class Local(Engine):
 
     def poll(self, run: Submission, attempt: int) -> int | None:
         """See `Engine.poll`."""
+        # Keepers that have ended are waited for: they would be zombies until the server ends.
+        self._keepers = [one for one in self._keepers if one.poll() is None]
         lock = self._locked(run)
         if lock is None:  # Also for a moment after the code was written.
             return None

@@ -248,9 +248,8 @@ class Server:
 
     def _act(self) -> None:
         """Brings the fleet nearer to the decision: stops what has to change, then starts what nodes are free for."""
-        if self.decision is None:
-            return
-        wanted = {name: size for name, size in self.decision.nodes.items() if self.members[name].state not in ENDED}
+        decided = {} if self.decision is None else self.decision.nodes
+        wanted = {name: size for name, size in decided.items() if self.members[name].state not in ENDED}
         for name, size in wanted.items():
             member = self.members[name]
             if member.state == RUNNING and size != len(member.nodes):
