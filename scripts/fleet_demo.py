@@ -2,11 +2,11 @@
 
 python scripts/fleet_demo.py --out runs/fleet_demo
 
-Ten runs of configs/digits.py share six emulated nodes of this machine, under the policy of `jaxdl.fleet` and then on
-fixed equal shares of two nodes, with the same arrivals. In both, runs, all processes of a node, and the server are
-killed at the same times. Each run is made once more on two nodes, never resized or killed, to compare with. Ends with
-code 1 if a run was lost, an attempt was started twice, a step is missing or there twice, or a result differs; prints a
-table, and writes fleet_demo.json and fleet_demo.png.
+Ten runs on digits (scripts/fleet_demo_config.py) share six emulated nodes of this machine, under the policy of
+`jaxdl.fleet` and then on fixed equal shares of two nodes, with the same arrivals. In both, runs, all processes of a
+node, and the server are killed at the same times. Each run is made once more on two devices of one process, never
+resized or killed, to compare with. Ends with code 1 if a run was lost, an attempt was started twice, a step is missing
+or there twice, or a result differs; prints a table, and writes fleet_demo.json and fleet_demo.png.
 
 All nodes share the cores of this machine, so steps are paced (scripts/paced_train.py): a node works --step-sec for a
 step. Starting a process costs real time of these cores, more than on nodes of their own.
@@ -30,25 +30,14 @@ from typing import Any
 
 from fleet_demo_report import Asked, check, measure, write_report
 
+import jaxdl
 from jaxdl.fleet.engine import PIDS_FILE
 from jaxdl.fleet.store import Store
+from jaxdl.run.compile import shared_programs
 
 ROOT = Path(__file__).resolve().parent.parent
-NUM_NODES, STATIC_NODES, BATCH = 6, 2, 48
-CHANGES = {
-    "--batch-size": BATCH,
-    "--epochs": "None",
-    "--model.width": 8,
-    "--model.norm": "group",
-    "--schedule.warmup-epochs": 0,
-    "--mesh.fsdp": 1,
-    "--mesh.cpu-devices": 1,
-    "--report.every-steps": 1,
-    "--report.tensorboard": False,
-    "--report.curves": False,
-    "--checkpoint.every-steps": 10,
-}
-"""Group norm: with batch norm, whose statistics are of one replica's batch, the mesh would be a part of the model."""
+CONFIG = ROOT / "scripts" / "fleet_demo_config.py"
+NUM_NODES, STATIC_NODES = 6, 2
 
 
 @dataclass(frozen=True)
@@ -62,10 +51,7 @@ class Harm:
     """How long the node, or the server, is away."""
 
 
-HARMS = (
-    Harm(25, "run"), Harm(40, "server", 4), Harm(55, "node", 30), Harm(75, "host"), Harm(90, "server", 4),
-    Harm(92, "run"), Harm(110, "node", 25), Harm(130, "host"),
-)  # fmt: skip
+HARMS = (Harm(25, "run"), Harm(45, "server", 3), Harm(65, "node", 30), Harm(90, "host"), Harm(105, "server", 3))
 
 
 def made_up(seed: int, steps: int) -> list[Asked]:
@@ -73,9 +59,9 @@ def made_up(seed: int, steps: int) -> list[Asked]:
     draw = random.Random(seed)
     found, at = [], 0.0
     for number in range(10):
-        sizes = (2,) if number % 3 == 2 else draw.choice([(1, 2, 3), (1, 2, 4), (1, 2, 3, 4)])
+        sizes = (2,) if number % 3 == 2 else draw.choice([(1, 2, 3), (1, 2, 4), (2, 3, 4)])
         found.append(Asked(f"run{number}", number, at, draw.randrange(steps // 2, 2 * steps, 10), sizes))
-        at += draw.expovariate(1 / 9)
+        at += draw.expovariate(1 / 10)
     return found
 
 
@@ -137,7 +123,7 @@ class Played:
             self._server = None
 
     def _submit(self, one: Asked) -> None:
-        command = train_command(one, self.folder, self._args.step_sec, "{nodes}")
+        command = train_command(one, self.folder, self._args.step_sec)
         made = self.store.submit(command, (STATIC_NODES,) if self._static else one.sizes)
         self.names[made.name] = one.name
 
@@ -174,31 +160,26 @@ class Played:
         ]
 
 
-def train_command(one: Asked, folder: Path, step_sec: float, nodes: str) -> list[str]:
-    """The command of a run; `nodes` is their number, or stands for it."""
+def options_of(one: Asked) -> dict[str, object]:
+    """What of the config is a run's own."""
+    return {"--seed": one.seed, "--steps": one.steps}
+
+
+def train_command(one: Asked, folder: Path, step_sec: float) -> list[str]:
+    """The command of a run, as it is submitted."""
     log, workdir = folder / "steps" / f"{one.name}.jsonl", folder / one.name
-    options = {**CHANGES, "--seed": one.seed, "--steps": one.steps, "--mesh.replica": nodes}
     words = ["python", str(ROOT / "scripts" / "paced_train.py"), str(step_sec), str(log)]
-    words += ["--config", str(ROOT / "configs" / "digits.py"), "--workdir", str(workdir)]
-    return words + [str(word) for pair in options.items() for word in pair]
+    words += ["--config", str(CONFIG), "--workdir", str(workdir), "--mesh.replica", "{nodes}"]
+    return words + [str(word) for pair in options_of(one).items() for word in pair]
 
 
 def whole(asked: list[Asked], folder: Path) -> None:
-    """Trains each run on two nodes, without pace, harm or fleet; two runs at a time."""
-    (folder / "steps").mkdir(parents=True)
-    waiting, running = list(asked), list[subprocess.Popen[bytes]]()
-    while waiting or running:
-        while waiting and len(running) < 2:
-            one = waiting.pop(0)
-            words = ["local", "--hosts", str(STATIC_NODES), "--", *train_command(one, folder, 0.0, str(STATIC_NODES))]
-            with (folder / f"{one.name}.txt").open("wb") as log:
-                command = [sys.executable, "-m", "jaxdl.launch", *words]
-                running.append(subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL))
-        for process in [process for process in running if process.poll() is not None]:
-            running.remove(process)
-            if process.returncode:
-                raise SystemExit(f"{process.args}: exit code {process.returncode}, see {folder}")
-        time.sleep(0.1)
+    """Trains each run on two devices of this process, without pace, harm, fleet or launcher."""
+    with shared_programs():
+        for one in asked:
+            options = {**options_of(one), "--mesh.replica": STATIC_NODES, "--mesh.cpu-devices": STATIC_NODES}
+            words = [str(word) for pair in options.items() for word in pair]
+            jaxdl.train(jaxdl.load(CONFIG, words), folder / one.name, quiet=True)
 
 
 def main() -> None:
@@ -208,7 +189,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and lengths")
     parser.add_argument("--steps", type=int, default=60, help="the runs have half to twice as many")
     parser.add_argument("--step-sec", type=float, default=1.0, help="what a step takes on one node")
-    parser.add_argument("--between-sec", type=float, default=20.0, help="the least time between two changes of a run")
+    parser.add_argument("--between-sec", type=float, default=30.0, help="the least time between two changes of a run")
     parser.add_argument("--limit-sec", type=float, default=600.0, help="when a play is given up")
     args = parser.parse_args()
     if args.out.exists():
