@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of arrivals and lengths")
     parser.add_argument("--steps", type=int, default=60, help="the runs have half to twice as many")
     parser.add_argument("--step-sec", type=float, default=1.0, help="what a step takes on one node")
-    parser.add_argument("--between-sec", type=float, default=30.0, help="the least time between two changes of a run")
+    parser.add_argument("--between-sec", type=float, default=40.0, help="the least time between two changes of a run")
     parser.add_argument("--limit-sec", type=float, default=600.0, help="when a play is given up")
     args = parser.parse_args()
     if args.out.exists():

@@ -115,7 +115,7 @@ def test_what_is_held_cancelled_or_without_its_node_stops(tmp_path):
     store.ask(names[1], "cancel")
     node = engine.live[names[2]][1][0]
     store.set_lost_nodes([node])
-    for _ in range(4):
+    for _ in range(5):
         server.turn()
     assert states(server) == {names[0]: "held", names[1]: "cancelled", names[2]: "running"}
     assert engine.live[names[2]][1] != (node,)
@@ -205,6 +205,31 @@ def test_a_lost_node_is_no_failure_of_its_run(tmp_path, capsys):
     assert "moon: there is no such node. There are: node0, node1" in capsys.readouterr().err
 
 
+def test_a_decision_starts_nothing_when_something_has_happened_since(tmp_path):
+    """A run leaves its lost node while another saves: its nodes are not for those behind it."""
+    store, engine, make = fleet(tmp_path / "fleet", work=1000)
+    server = make()
+    first, second = submit(store, (1, 3)), submit(store, (1,))
+    server.turn()
+    engine.deaf.add(first)  # It takes long to save.
+    third, fourth = submit(store, (1,)), submit(store, (1,))
+    server.turn()
+    assert states(server) == {first: "stopping", second: "running", third: "waiting", fourth: "waiting"}
+    node = engine.live[second][1][0]
+    store.set_lost_nodes([node])
+    engine.live.pop(second)
+    for _ in range(3):
+        server.turn()
+    store.set_lost_nodes([])
+    server.turn()
+    assert states(server) == {first: "stopping", second: "waiting", third: "waiting", fourth: "waiting"}
+    engine.deaf.clear()
+    for _ in range(2):
+        server.turn()
+    assert set(states(server).values()) == {"running"}
+    assert [run for run, _, _ in engine.starts] == [first, second, first, second, third, fourth]
+
+
 def test_a_speed_belongs_to_the_nodes_on_which_it_was_reached(tmp_path):
     store, engine, make = fleet(tmp_path / "fleet", work=10_000)
     work = tmp_path / "run"
@@ -217,13 +242,13 @@ def test_a_speed_belongs_to_the_nodes_on_which_it_was_reached(tmp_path):
     server = make()
     first = store.submit(["python", "-m", "jaxdl.train", "--workdir", str(work)], [1, 4]).name
     server.turn()
-    report(range(1, 4), 40.0)
+    report(range(1, 5), 40.0)
     submit(store, (3,))
     for _ in range(4):
         server.turn()
     assert len(engine.live[first][1]) == 1
     assert dict(server._measured.of(first)) == {4: 40.0}  # Nothing was reported yet on one node.
-    report(range(4, 6), 10.0)
+    report(range(5, 9), 10.0)
     server.turn()
     assert dict(server._measured.of(first)) == {4: 40.0, 1: 10.0}
     assert dict(make()._measured.of(first)) == {4: 40.0}  # The journal has what an attempt reached by its end.
@@ -342,8 +367,8 @@ def test_the_last_speed_of_a_run_is_read_from_its_metrics(tmp_path):
     rows = [{"step": step, "examples_per_sec": float(step)} for step in range(1, 8)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "exam')
     assert last_speed(tmp_path) == 5.0  # The median of 3 to 7.
-    assert last_speed(tmp_path, after_step=5) == 6.5
-    assert last_speed(tmp_path, after_step=7) is None
+    assert last_speed(tmp_path, after_step=3) == 5.5
+    assert last_speed(tmp_path, after_step=4) is None  # The first steps after a start are no measure.
     assert last_step(tmp_path) == 7
 
 

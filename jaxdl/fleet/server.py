@@ -89,6 +89,7 @@ class Server:
         self._measured = Measured()
         self._journal = Journal(store.folder)
         self._situation: Any = None
+        self._may_start = False
         self._read_submissions()
         for event in self._journal.events():
             self._apply(event)
@@ -233,9 +234,11 @@ class Server:
     def _decide(self) -> None:
         """A new decision, if something is otherwise than when the last one was made and no run is being stopped.
 
-        What an attempt that is being stopped has is free only when it has ended.
+        What an attempt that is being stopped has is free only when it has ended. Until then nothing more is started: the
+        last decision does not know what has happened since.
         """
-        if any(member.state == STOPPING for member in self.members.values()):
+        self._may_start = not any(member.state == STOPPING for member in self.members.values())
+        if not self._may_start:
             return
         runs, nodes = self._runs(), self.engine.nodes()
         situation = ([(run.name, run.nodes, run.fixed, run.priority) for run in runs], nodes)
@@ -255,7 +258,7 @@ class Server:
             if member.state == RUNNING and size != len(member.nodes):
                 self._write(_STOPPING, member, reason=member.decided)
         taken = {node for member in self.members.values() if member.alive for node in member.nodes}
-        for name, size in wanted.items():
+        for name, size in wanted.items() if self._may_start else ():
             member = self.members[name]
             free = [node for node in self.engine.nodes() if node not in taken]
             if member.state == WAITING and 0 < size <= len(free) and member.not_before <= self._now():

@@ -14,7 +14,7 @@ from jaxdl.files import METRICS_FILE
 
 GUESS = 0.9
 """n nodes are taken for n ** GUESS times as fast as one where nothing was measured: half as many lose 7 %."""
-_TAIL_BYTES, _LAST = 65_536, 5
+_TAIL_BYTES, _LAST, _LEAST = 65_536, 5, 4
 
 
 def speeds(sizes: Sequence[int], measured: Mapping[int, float]) -> dict[int, float]:
@@ -31,12 +31,13 @@ def speeds(sizes: Sequence[int], measured: Mapping[int, float]) -> dict[int, flo
 
 
 def last_speed(workdir: Path, after_step: int = 0) -> float | None:
-    """Examples a second in the last reports of a run, of steps after `after_step`; None where there are none.
+    """The median of examples a second in the last reports of a run, of steps after `after_step`; None for too few.
 
-    A run that was resized was as fast as its earlier reports say on the nodes that it had then.
+    A run that was resized was as fast as its earlier reports say on the nodes that it had then. Its first steps after a
+    start are no measure.
     """
     found = [row["examples_per_sec"] for row in _last_rows(workdir) if row["step"] > after_step]
-    return statistics.median(found[-_LAST:]) if found else None
+    return statistics.median(found[-_LAST:]) if len(found) >= _LEAST else None
 
 
 def last_step(workdir: Path) -> int:
