@@ -234,8 +234,8 @@ class Server:
     def _decide(self) -> None:
         """A new decision, if something is otherwise than when the last one was made and no run is being stopped.
 
-        What an attempt that is being stopped has is free only when it has ended. Until then nothing more is started: the
-        last decision does not know what has happened since.
+        What an attempt that is being stopped has is free only when it has ended. Until then nothing more is started,
+        since the last decision does not know what has happened meanwhile.
         """
         self._may_start = not any(member.state == STOPPING for member in self.members.values())
         if not self._may_start:
