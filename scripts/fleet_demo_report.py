@@ -18,7 +18,7 @@ from jaxdl.fleet.policy import fairness_loss
 from jaxdl.fleet.simulate import Job, shares_of
 from jaxdl.writing import replace_file
 
-TOLERANCE = 1e-3
+TOLERANCE = 1e-5
 """Largest difference of a loss, relative to the larger of it and 1, after the mesh has changed: sums of float32 in
 another order, which training amplifies."""
 
