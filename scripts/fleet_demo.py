@@ -59,7 +59,7 @@ def made_up(seed: int, steps: int) -> list[Asked]:
     draw = random.Random(seed)
     found, at = [], 0.0
     for number in range(10):
-        sizes = (2,) if number % 3 == 2 else draw.choice([(1, 2, 3), (1, 2, 4), (2, 3, 4)])
+        sizes = (2,) if number % 3 == 2 else draw.choice([(1, 2, 4), (1, 2, 3, 4), (1, 2, 3, 4, 6)])
         found.append(Asked(f"run{number}", number, at, draw.randrange(steps // 2, 2 * steps, 10), sizes))
         at += draw.expovariate(1 / 10)
     return found
@@ -128,13 +128,16 @@ class Played:
         self.names[made.name] = one.name
 
     def _harm(self, harm: Harm) -> None:
-        """Kills what there is; of several runs or nodes always the same one in the order of their names."""
+        """Kills what there is, a run that makes steps: it waits until there is one."""
         attempts = self._attempts()
+        if harm.what != "server" and not attempts:
+            self._later.append((time.time() - self.began + 1.0, lambda: self._harm(harm)))
+            return
         told: dict[str, Any] = {"what": harm.what, "at": time.time()}
         if harm.what == "server":
             self._end_server()
             self._later.append((harm.at_sec + harm.down_sec, self._serve))
-        elif attempts:
+        else:
             run, nodes, pids = attempts[len(self.harmed) % len(attempts)]
             index = len(self.harmed) % len(nodes)
             told |= {"run": self.names[run], "node": nodes[index]}
@@ -143,11 +146,12 @@ class Played:
                 os.kill(whose, signal.SIGKILL)
             if harm.what == "node":
                 self.store.set_lost_nodes([nodes[index]])
-                self._later.append((harm.at_sec + harm.down_sec, lambda: self.store.set_lost_nodes([])))
+                back = time.time() - self.began + harm.down_sec
+                self._later.append((back, lambda: self.store.set_lost_nodes([])))
         self.harmed.append(told)
 
     def _attempts(self) -> list[tuple[str, list[str], dict[str, Any]]]:
-        """Runs, nodes and process ids of the attempts that run now, as the journal says."""
+        """Runs, nodes and process ids of the attempts that run now, as the journal says, and have made steps."""
         found = {}
         for event in map(json.loads, (self.store.folder / "journal.jsonl").read_text().splitlines()):
             folder = self.store.folder / "runs" / event["run"] / "attempts" / str(event.get("attempt"))
@@ -155,9 +159,12 @@ class Played:
                 found[event["run"]] = (event["nodes"], folder / PIDS_FILE)
             elif event["what"] != "killed":
                 found.pop(event["run"], None)
-        return [
-            (run, nodes, json.loads(path.read_text())) for run, (nodes, path) in sorted(found.items()) if path.exists()
-        ]
+        ready = []
+        for run, (nodes, path) in sorted(found.items()):
+            log = self.folder / "steps" / f"{self.names[run]}.jsonl"
+            if path.exists() and log.exists() and log.stat().st_mtime > path.stat().st_mtime + 5:
+                ready.append((run, nodes, json.loads(path.read_text())))
+        return ready
 
 
 def options_of(one: Asked) -> dict[str, object]:

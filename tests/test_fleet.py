@@ -230,6 +230,26 @@ def test_a_decision_starts_nothing_when_something_has_happened_since(tmp_path):
     assert [run for run, _, _ in engine.starts] == [first, second, first, second, third, fourth]
 
 
+def test_a_run_that_starts_keeps_its_nodes_until_it_has_made_steps_for_a_while(tmp_path):
+    store, engine, _ = fleet(tmp_path / "fleet", work=10_000)
+    work, clock = tmp_path / "run", [1000.0]
+    work.mkdir()
+    server = Server(store, engine, Settings(SETTINGS.rules, between_sec=50.0), now=lambda: clock[0])
+    first = store.submit(["python", "-m", "jaxdl.train", "--workdir", str(work)], [1, 4]).name
+    server.turn()
+    submit(store, (3,))
+    clock[0] += 400  # It starts slowly.
+    server.turn()
+    (work / "metrics.jsonl").write_text(json.dumps({"step": 1, "examples_per_sec": 1.0}) + "\n")
+    server.turn()
+    clock[0] += 49
+    server.turn()
+    assert states(server)[first] == "running"
+    clock[0] += 2
+    server.turn()
+    assert states(server)[first] == "stopping"
+
+
 def test_a_speed_belongs_to_the_nodes_on_which_it_was_reached(tmp_path):
     store, engine, make = fleet(tmp_path / "fleet", work=10_000)
     work = tmp_path / "run"

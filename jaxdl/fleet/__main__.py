@@ -50,7 +50,8 @@ class Serve(OfFleet):
     resized: float = 0.1
     """The part of the running runs that one decision may resize, rounded up."""
     between_sec: float = 600.0
-    """The least time between two changes of a run: ten times what saving and starting it takes is a good choice."""
+    """The least time between the first step of a run on its nodes and its next change: ten times what saving and
+    starting it takes is a good choice."""
     failures: int = 3
     """A run that fails more often than this in a row is not started again."""
     grace_sec: float = 120.0

@@ -26,6 +26,8 @@ RESUMABLE = (FAILED, HALTED)
 """States from which `resume` lets a run run again."""
 _STARTED, _STOPPING, _KILLED, _LEFT, _ENDED, _RESUMED = "started", "stopping", "killed", "left", "ended", "resumed"
 _FIRST_PAUSE_SEC, _LONGEST_PAUSE_SEC = 5.0, 300.0
+_START_SEC = 600.0
+"""How long a run that reports nothing yet counts as starting; to resize it then would lose its whole start."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Settings:
 
     rules: Rules = field(default_factory=Rules)
     between_sec: float = 600.0
-    """The least time between two changes of a run; ten times what saving and starting it takes is a good choice."""
+    """The least time between the first step of a run on its nodes and its next change; ten times what saving and
+    starting it takes is a good choice."""
     failures: int = 3
     """After so many failures in a row, none of which left it running for `between_sec`, a run has failed."""
     grace_sec: float = 120.0
@@ -52,6 +55,8 @@ class Member:
     """What the current attempt has; empty without one."""
     changed: float = 0.0
     """When it got these nodes."""
+    begun: float = 0.0
+    """When the server first saw a report of a step of the current attempt; 0 before."""
     size: int = 0
     """The nodes of the current attempt, or of the last one."""
     from_step: int = 0
@@ -130,6 +135,7 @@ class Server:
             member.state, member.attempt = RUNNING, event["attempt"]
             member.nodes, member.changed = tuple(event["nodes"]), at
             member.size, member.from_step = len(member.nodes), event.get("from_step", 0)
+            member.begun = 0.0
         elif what == _STOPPING:
             member.state, member.stopping = STOPPING, at
         elif what == _KILLED:  # It did not save and end in time.
@@ -162,6 +168,10 @@ class Server:
             speed = None if workdir is None else last_speed(workdir, member.from_step)
             if speed is not None:
                 self._measured.add(member.submission.name, member.size, speed)
+            if workdir is None:
+                member.begun = member.changed
+            elif not member.begun and last_step(workdir) > member.from_step:
+                member.begun = self._now()
             code = self.engine.poll(member.submission, member.attempt)
             if code is not None:
                 self._over(member, code, speed)
@@ -226,7 +236,9 @@ class Server:
             may_start = member.state == WAITING and member.not_before <= now
             if member.state == STOPPING or not (may_start or member.state == RUNNING):
                 continue
-            fixed = member.state == RUNNING and now - member.changed < self.settings.between_sec
+            least = self.settings.between_sec
+            lately = now - member.begun < least if member.begun else now - member.changed < max(least, _START_SEC)
+            fixed = member.state == RUNNING and lately
             known = speeds(one.sizes, self._measured.of(one.name))
             found.append(Run(one.name, known, number, one.weight, one.priority, len(member.nodes), fixed))
         return found
