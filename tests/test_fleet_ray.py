@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import warnings
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,12 @@ def cluster():
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     small = {"object_store_memory": 80_000_000}
-    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
-    for _ in range(2):
-        made.add_node(num_cpus=1, **small)
-    ray.init(made.address, log_to_driver=False)
+    with warnings.catch_warnings():  # Ray starts its processes by fork, which does nothing of JAX there.
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+        for _ in range(2):
+            made.add_node(num_cpus=1, **small)
+        ray.init(made.address, log_to_driver=False)
     yield made
     ray.shutdown()
     made.shutdown()
@@ -128,5 +131,5 @@ def test_a_cluster_that_is_not_there_is_one_message(tmp_path, monkeypatch):
         raise ConnectionError("nobody answers")
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ConfigError, match="--address nowhere: nobody answers"):
+    with pytest.raises(ConfigError, match="address nowhere: nobody answers"):
         OnRay(Store(Path(tmp_path)), 2, "nowhere")

@@ -34,7 +34,7 @@ from jaxdl.writing import replace_file
 
 RESERVE_SEC = 600.0
 """How long an attempt waits for its nodes, if others than the fleet use them."""
-_OTHERS_SEC, _CALL_SEC, _POLL_SEC = 30.0, 60.0, 0.5
+_OTHERS_SEC, _CALL_SEC, _LEAVE_SEC, _POLL_SEC = 30.0, 60.0, 30.0, 0.5
 _NODE_LABEL = "ray.io/node-id"
 
 
@@ -134,12 +134,16 @@ class Keeper:
         self._folder, self._directory, self._command = Path(folder), directory, list(command)
         self._nodes, self._environment = dict(nodes), dict(environment)
         self._stop = threading.Event()
-        threading.Thread(target=self._keep, name="jaxdl-fleet-keeper").start()
+        threading.Thread(target=self._keep, name="jaxdl-fleet-keeper", daemon=True).start()
 
     def stop(self, attempt: int) -> None:
         """Asks the processes of this attempt to save and end."""
         if self._folder.name == str(attempt):
             self._stop.set()
+
+    def leave(self) -> None:
+        """Ends the actor."""
+        self._ray.actor.exit_actor()
 
     def _keep(self) -> None:
         """Runs the attempt, writes its exit code, and ends the actor."""
@@ -154,7 +158,10 @@ class Keeper:
             with (self._folder / OUTPUT_FILE).open("a") as output:
                 output.write(f"fleet: {said}\n")
         replace_file(self._folder / EXIT_FILE, json.dumps({"code": code, "at": time.time()}).encode())
-        os._exit(0)  # With the owner of the node's actors and of the placement group they end, too.
+        # An actor may end itself in one of its calls only. Its end would free what it has reserved, too.
+        self._ray.get_runtime_context().current_actor.leave.remote()
+        time.sleep(_LEAVE_SEC)
+        os._exit(0)
 
     def _run(self) -> int:
         placing = importlib.import_module("ray.util.placement_group")
