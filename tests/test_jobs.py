@@ -232,7 +232,7 @@ def test_the_slurm_header():
 
 def test_slurm_may_start_on_fewer_nodes(tmp_path, no_cluster):
     """The processes are as many as Slurm gives nodes; the mesh is checked for each number."""
-    elastic = [*TRAIN[:-1], "-1"]
+    elastic = [*TRAIN[:-1], "-1", "--mesh.fsdp", "8"]
     text = job_file("slurm", "--fewest-nodes", "2", command=elastic)
     assert "#SBATCH --nodes=2-4\n" in text
     assert [nodes for nodes in (1, 2, 3, 4) if f"on {nodes} nodes with 8 GPUs" in text] == [2, 3, 4]

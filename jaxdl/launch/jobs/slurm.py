@@ -40,7 +40,7 @@ class SlurmJob(Job):
     """A container image; needs the Slurm plugin pyxis."""
     fewest_nodes: int | None = pydantic.Field(default=None, ge=1)
     """Start on as few nodes as this, if --nodes are not free: each start of the job then has what Slurm gives it, and
-    resumes there. The mesh of the command must fit all sizes: --mesh.replica -1."""
+    resumes there. The mesh of the command must fit all sizes: --mesh.replica -1 --mesh.fsdp 8 with 8 GPUs a node."""
     requeue: bool = False
     """Requeue the job at its time limit; the run resumes from its last save."""
 
