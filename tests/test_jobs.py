@@ -238,7 +238,7 @@ def test_slurm_may_start_on_fewer_nodes(tmp_path, no_cluster):
     assert [nodes for nodes in (1, 2, 3, 4) if f"on {nodes} nodes with 8 GPUs" in text] == [2, 3, 4]
     _, _, environments = run_slurm(text, tmp_path)
     assert {environment["JAX_NUM_PROCESSES"] for environment in environments} == {"4"}  # As the stub says.
-    with pytest.raises(ConfigError, match="2 nodes with 8 GPUs each"):
+    with pytest.raises(ConfigError, match="3 nodes with 8 GPUs each"):
         job_file("slurm", "--fewest-nodes", "2", command=[*TRAIN[:-1], "4", "--mesh.fsdp", "8"])
     with pytest.raises(ConfigError, match="it is more than nodes = 4"):
         job_file("slurm", "--fewest-nodes", "5")
