@@ -29,6 +29,9 @@ TRACKERS_FILE = "trackers.json"
 TRACKERS_FOLDER = "trackers"
 """What trackers keep in the workdir."""
 
+SPARK_FOLDER = "spark"
+"""The rows of a DataFrame that a run is fitted on, and the experiment that is trained, see `jaxdl.spark`."""
+
 CHECKPOINTS_FOLDER = "checkpoints"
 DAMAGED_FOLDER = "damaged"
 """In the folder of checkpoints: those whose bytes differ from those written."""

@@ -167,8 +167,8 @@ def host_spec(spec: PartitionSpec) -> PartitionSpec:
 
 
 def on_hosts(x: Any) -> bool:
-    """Whether an array is in the memory of hosts, on a `make_host_mesh`."""
-    sharding = x.sharding if isinstance(x, jax.Array) else None
+    """Whether an array, or a shape struct's, is in the memory of hosts, on a `make_host_mesh`."""
+    sharding = getattr(x, "sharding", None)
     return isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == _HOST_AXES
 
 

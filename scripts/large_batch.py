@@ -10,7 +10,8 @@ over as many images as the small batch has in each. LARS has a trust coefficient
 near those of SGD, which its biases and normalization are trained with; "LARS no masks", only at the first large batch,
 has weight decay and trust ratios on those too.
 
-Each run has its own folder in the workdir; a run that finished or diverged is not repeated, a stopped one resumes.
+The tuning of a variant is a search over a grid (`jaxdl.search`) in a folder of its own; so is each run at the best
+rate. A run that finished or diverged is not repeated, a stopped one resumes.
 Prints a table and writes `large_batch.json` and `large_batch.png`. Everything after `--` changes the config of all
 runs: `-- --epochs 3`.
 """
@@ -33,6 +34,7 @@ from jaxdl.experiment import Experiment
 from jaxdl.optim import LARS, SGD, Cosine
 from jaxdl.report import Diverged, style
 from jaxdl.run.result import exit_codes
+from jaxdl.search.command import run as search
 
 REFERENCE = 0.2 / 256
 """The learning rate an image of the batch that the factors multiply."""
@@ -87,6 +89,7 @@ def main() -> None:
     parser.add_argument("--large", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--factors", type=float, nargs="+", default=[0.25, 0.5, 1.0, 2.0, 4.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--parallel", type=int, default=1, help="runs of the tuning at a time")
     args, changes = parse(parser)
     if any(size <= args.small or size % args.small for size in args.large):
         fail(f"--large {args.large}: they are multiples of --small {args.small}.")
@@ -95,7 +98,9 @@ def main() -> None:
             fail(f"{change}: the script sets that itself, for every variant. Leave it out.")
     with exit_codes():
         base = common(args, jaxdl.load(args.config, changes))
-        report(args, {one.name: measure(args, base, one) for one in variants(args.small, args.large)})
+        every = variants(args.small, args.large)
+        tuned = {one: tune(args, base, one) for one in every}  # First: later this process has the devices.
+        report(args, {one.name: measure(args, base, one, tuned[one]) for one in every})
 
 
 def variants(small: int, large: list[int]) -> list[Variant]:
@@ -115,13 +120,8 @@ def common(args: argparse.Namespace, base: Experiment) -> Experiment:
     return base.replaced({"schedule": warmup} | evaluation)
 
 
-def measure(args: argparse.Namespace, base: Experiment, variant: Variant) -> dict[str, Any]:
+def measure(args: argparse.Namespace, base: Experiment, variant: Variant, tuned: dict[float, float]) -> dict[str, Any]:
     """The tuning of a variant and its runs at the best rate."""
-    data = base.data.model_copy(update={"train_split": "train[:90%]", "test_split": "train[90%:]"})
-    tuned = {}
-    for factor in args.factors:
-        experiment = base.replaced({"data": data, **variant.changes(factor, args.small)})
-        tuned[factor] = accuracy(args.workdir / f"{variant.folder}_x{factor:g}", experiment)["final"]
     best = max(tuned, key=tuned.__getitem__)
     runs = [
         accuracy(
@@ -132,6 +132,26 @@ def measure(args: argparse.Namespace, base: Experiment, variant: Variant) -> dic
     ]
     rate = variant.changes(best, args.small)["optimizer"].learning_rate
     return {"variant": variant._asdict(), "tuned": tuned, "learning_rate": rate, "runs": runs}
+
+
+def tune(args: argparse.Namespace, base: Experiment, variant: Variant) -> dict[float, float]:
+    """Factor -> final accuracy on the held-out 10 %, 0 if it diverged: a grid search over the learning rate."""
+    data = base.data.model_copy(update={"train_split": "train[:90%]", "test_split": "train[90%:]"})
+    rates = {factor: variant.changes(factor, args.small)["optimizer"].learning_rate for factor in args.factors}
+    experiment = base.replaced({"data": data, **variant.changes(args.factors[0], args.small)})
+    folder = args.workdir / f"{variant.folder}_tuning"
+    config = folder / "experiment.json"
+    folder.mkdir(parents=True, exist_ok=True)
+    config.write_text(experiment.to_json() + "\n")
+    words = ["--config", str(config), "--workdir", str(folder), "--parallel", str(args.parallel)]
+    words += ["--vary", f"optimizer.learning-rate={','.join(map(str, rates.values()))}", "--metric", "eval/accuracy"]
+    if (signum := search([*words, "--sampler", "grid", "--scheduler", "none"], "large_batch.py")) is not None:
+        raise SystemExit(128 + signum)
+    trials = json.loads((folder / "result.json").read_text())["trials"]
+    for one in trials:
+        if one["state"] == "failed" and not one["reason"].startswith("diverged"):
+            raise ConfigError(f"{folder}: trial {one['number']}: {one['reason']}")
+    return {factor: one["value"] or 0.0 for factor, one in zip(rates, trials, strict=True)}
 
 
 def accuracy(workdir: Path, experiment: Experiment) -> dict[str, Any]:

@@ -116,6 +116,12 @@ def test_files_that_are_wrong(tmp_path, text, message):
     assert not list((tmp_path / "kept").iterdir())
 
 
+def test_one_example_cannot_be_held_out(tmp_path):
+    (tmp_path / "one.tsv").write_text(lines([0]))
+    with pytest.raises(ConfigError, match="the files have one example, so none can be held out"):
+        Criteo(train=(str(tmp_path / "one.tsv"),)).build()
+
+
 def test_files_that_are_not_there():
     with pytest.raises(ConfigError, match="no files are given"):
         Criteo().build()
@@ -123,3 +129,5 @@ def test_files_that_are_not_there():
         Criteo(train=("nowhere/day_*",)).build()
     with pytest.raises(ConfigError, match="rows has 2 values"):
         Criteo(train=("x",), rows=(1, 2)).build()
+    with pytest.raises(ConfigError, match=r"rows has the value 0\. Each is from 1"):
+        Criteo(train=("x",), rows=(0,) * 26).build()

@@ -24,7 +24,7 @@ FLOORS = [
     {"options"},
     {"cluster"},
     {"sharding", "precision", "collectives", "guard", "compiler", "lease", "phases", "plans", "asynchrony", "trackers"},
-    {"embedding", "status"},
+    {"embedding", "status", "classics"},
     {"models", "optim", "exchange", "data", "decoding"},
     {"report", "agreement"},
     {"state", "tasks"},
@@ -36,7 +36,7 @@ FLOORS = [
     {"predictor", "launch", "completion"},
     {"trained", "planner", "fleet"},
     {"generate", "translate", "score", "bench", "command", "evaluate", "export", "convert", "compare", "search"},
-    {"train", "testing"},
+    {"train", "testing", "spark"},
     {"__main__"},
 ]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
@@ -44,11 +44,11 @@ FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 MENTION_SHARD_MAP = {"embedding", "step", "rounds", "exchange", "collectives"}
 TOUCH_THE_DISK = {
     "writing", "lease", "status", "fleet", "run", "report", "checkpoint", "launch", "data", "export", "convert",
-    "trained", "compare", "search", "trackers",
+    "trained", "compare", "search", "trackers", "spark",
 }  # fmt: skip
 MEASURES_FILES = {
-    "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py", "bench/tokenize.py",
-    "bench/trace.py",
+    "bench/balance_thresholds.py", "bench/input.py", "bench/input_sides.py", "bench/roofline.py", "bench/startup.py",
+    "bench/tokenize.py", "bench/trace.py",
 }  # fmt: skip
 KEEPS_FILES = {"asynchrony/storage.py"}
 READ_FILES = {

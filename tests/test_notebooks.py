@@ -195,3 +195,31 @@ def test_recommendation(tmp_path, monkeypatch):
     assert "the same loss to the last bit: True" in text_of(outputs["cache-code"])
     assert "predicted: [0." in text_of(outputs["predict-code"])
     assert not warnings_of(outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.long("a notebook fits four methods on two meshes in a process of its own")
+def test_classics(tmp_path, monkeypatch):
+    outputs = execute(ROOT / "notebooks" / "classics.ipynb", tmp_path, monkeypatch)
+    assert_picture(outputs["plot"], 20_000)
+    found = re.findall(r"inertia (\S+) after (\d+) iterations", text_of(outputs["kmeans-code"]))
+    assert len(found) == 3
+    assert len(set(found)) == 1, "one device, eight devices and scikit-learn"
+    table = text_of(outputs["table-code"])
+    rows = re.findall(r"(\S+e-\d+)\s+(\S+e[+-]\d+)\s+(\S+e[+-]\d+)$", table, re.MULTILINE)
+    assert len(rows) >= 10
+    assert all(max(float(one), float(eight)) <= float(bound) for bound, one, eight in rows)
+    accuracy = re.findall(r"accuracy (\S+) on", text_of(outputs["logistic-code"]))
+    assert min(map(float, accuracy)) > 0.98
+    assert not warnings_of(outputs)
+
+
+@pytest.mark.slow
+@pytest.mark.long("a notebook starts Spark")
+def test_spark(tmp_path, monkeypatch):
+    pytest.importorskip("pyspark", reason="needs pyspark and Java: pip install 'jaxdl[spark]'")
+    outputs = execute(ROOT / "notebooks" / "spark.ipynb", tmp_path, monkeypatch)
+    [accuracy] = re.findall(r"accuracy (\S+) on the rows", text_of(outputs["score-code"]))
+    [of_features] = re.findall(r"stage3: accuracy (\S+)", text_of(outputs["features-code"]))
+    assert min(float(accuracy), float(of_features)) > 0.9
+    assert "'accuracy': " in text_of(outputs["fit-code"])

@@ -1,12 +1,14 @@
 """The planner's times from measured steps, and the comparison with timed layouts, on closed forms."""
 
+import math
+
 import pytest
 
 from jaxdl.bench.planner_layouts import make_rows, rank_correlation, remarks
 from jaxdl.exchange.cost import Link, Machine
 from jaxdl.planner.memory import Fit
 from jaxdl.planner.steptime import Efficiency, Profile, own_time
-from jaxdl.planner.timed import StepParts, fitted_steps
+from jaxdl.planner.timed import StepParts, fitted_steps, quickest, slowest
 from jaxdl.planner.workload import with_measured
 
 
@@ -35,6 +37,15 @@ def test_the_choice_is_first_and_noise_ties():
     assert rows[2].error == pytest.approx(0.5)
     assert rank_correlation(rows[1:]) == 1
     assert remarks(rows)[0].startswith("the choice (a) takes 1.000 times as long as the fastest (b)")
+
+
+def test_noise_leaves_the_choice_to_the_prediction():
+    fast, slow = [1.0, 1.0, 1.0, 1.0, 1.0], [1.1, 1.1, 1.1, 1.1, 0.9]
+    assert quickest({"a": slow, "b": fast}) == "b"
+    assert quickest({"a": [1.1, 1.1, 1.1, 0.9, 1.0], "b": fast}) == "a"
+    assert quickest({"a": [math.inf], "b": slow}) == "b"
+    assert quickest({"a": [math.inf], "b": [math.inf]}) == "a"
+    assert slowest({"a": slow, "b": fast}) == {"a": slow, "b": fast}
 
 
 def test_kernels_take_the_times_of_measured_ones():

@@ -11,7 +11,7 @@ from sklearn.metrics import roc_auc_score
 import jaxdl
 from jaxdl.checkpoint import CheckpointConfig
 from jaxdl.config import ConfigError
-from jaxdl.data import Data, Feature, MovieLens, Splits, TabularArrays, TabularSpec
+from jaxdl.data import Data, Feature, MovieLens, Splits, TabularArrays, TabularSource, TabularSpec
 from jaxdl.data.ranks import area_by_ranks
 from jaxdl.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowSGD, RowWise, Table
 from jaxdl.embedding.layout import make_buffers
@@ -187,6 +187,41 @@ def test_an_id_that_a_feature_has_not():
         TabularArrays(np.zeros((2, 1)), np.array([[0, 0, -1, -1, -1], [0, 90, 0, 0, 0]]), np.zeros(2), SPEC)
 
 
+class _Unchecked(TabularSource):
+    """A source of a user's own, one of whose ids is out of range."""
+
+    spec = SPEC
+
+    def __init__(self, wrong):
+        self._ids = np.zeros((64, 5), np.int32)
+        if wrong:
+            self._ids[33, 3] = 30
+
+    def __len__(self):
+        return 64
+
+    def batch(self, indices):
+        """Zeros, but for the ids."""
+        zeros = {"numbers": np.zeros((len(indices), 1), np.float32), "label": np.zeros(len(indices), np.float32)}
+        return zeros | {"ids": self._ids[indices]}
+
+
+@pytest.mark.parametrize("changes", [{}, {"embedding.cache.fraction": 0.9, "embedding.cache.min_rows": 30}])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_an_id_out_of_range_of_a_source_of_ones_own(changes, split):
+    with forgotten():
+
+        class Own(Data, kind="own_unchecked"):
+            """One of the splits has a wrong id."""
+
+            def build(self):
+                return Splits(_Unchecked(split == "train"), _Unchecked(split == "test"))
+
+        one = experiment((1, 8, 1), data=Own(), steps=3, evaluation=EvaluationConfig(batch_size=32)).replaced(changes)
+        with pytest.raises(ConfigError, match="example 33 has the id 30 of words; its ids are from 0 to 29"):
+            jaxdl.train(one)
+
+
 MOVIELENS = {
     "ml-100k.inter": "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
     "7\t5\t4\t881250949\n8\t5\t3\t881250950\n7\t6\t5\t881250951\n8\t6\t1\t881250952\n",
@@ -221,6 +256,8 @@ def test_movielens_reads_its_files(movielens):
     [
         ("ml-100k.user", None, r"ml-100k.user: it cannot be read \(No such file"),
         ("ml-100k.item", "item_id:token\tclass:token_seq\n5\n", r"line 2 does not have the 2 columns"),
+        ("ml-100k.item", "item_id:token\tclass:token_seq\n", "it has no line after its header"),
+        ("ml-100k.inter", MOVIELENS["ml-100k.inter"][:73], "there is one rating"),
         ("ml-100k.user", MOVIELENS["ml-100k.user"].replace("8\t53", "9\t53"), r"there is no user_id 8"),
     ],
 )

@@ -163,6 +163,13 @@ def test_a_run_resumes_with_a_cache_and_without_bit_for_bit(whole, tmp_path):
         ),
         ({"fraction": 0.1, "min_rows": 1000, "folder": "/nowhere/at/all"}, {}, "Give a writable folder"),
         ({"fraction": 0.001, "min_rows": 1000}, {}, "a batch touches"),
+        (
+            {"fraction": 0.02, "min_rows": 1000},
+            {"evaluation": EvaluationConfig(batch_size=200)},
+            r"a smaller evaluation\.batch_size",
+        ),
+        ({"window": 3}, {}, "cache.window=3: there is no cache, so it has no effect"),
+        ({"fraction": 0.1, "tables": ("user*",)}, {}, r"cache.tables user\*: no table has such a name"),
     ],
 )
 def test_caches_that_cannot_be(cache, changes, message):

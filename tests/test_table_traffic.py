@@ -8,20 +8,31 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec
 
 from jaxdl.bench.embedding import main as bench
 from jaxdl.bench.embedding import predicted_bytes, slow_bytes
 from jaxdl.collectives.quantized import decode_vectors, encode_vectors
 from jaxdl.config import ConfigError
 from jaxdl.data import Clicks, Feature
-from jaxdl.embedding import EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise
+from jaxdl.embedding import DataParallel, EmbeddingConfig, Replicated, RowWise, Scheme, Table, TableWise, wire
 from jaxdl.embedding.traffic import Message
 from jaxdl.errors import OptionError
 from jaxdl.exchange.cost import Link, Machine, Speeds, joined
 from jaxdl.kinds import kinds
+from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.planner.command import run
-from jaxdl.planner.table_report import distinct_of
-from jaxdl.planner.tables import Workload, costs_of, message_sec, plan_tables, under_one, with_schemes
+from jaxdl.planner.table_report import distinct_of, remarks, sized
+from jaxdl.planner.tables import (
+    Workload,
+    changes_of,
+    costs_of,
+    message_sec,
+    plan_tables,
+    possible,
+    under_one,
+    with_schemes,
+)
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TABLES = (
@@ -160,10 +171,72 @@ def test_a_vector_that_is_not_finite_stays_so():
     np.testing.assert_allclose(found[2], [3, 4], rtol=0.02)
 
 
+def test_each_message_of_a_step_is_rounded_by_a_stream_of_its_own(monkeypatch):
+    monkeypatch.setattr(wire, "encode_vectors", lambda x, words, stream: stream[None])
+    monkeypatch.setattr(wire, "decode_vectors", lambda messages: messages)
+    mesh, words = make_mesh(MeshConfig(replica=4, fsdp=2)), jnp.zeros(2, jnp.uint32)
+
+    def one_device(x):
+        send = wire.make_wire("int8", words, mesh)
+        return jnp.concatenate([send(x, lambda message: message) for _ in range(70)])
+
+    everywhere = PartitionSpec(mesh.axis_names)
+    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=everywhere, check_vma=False)
+    assert len(np.unique(np.asarray(jax.jit(mapped)(jnp.zeros(3))))) == 8 * 70
+
+
 def test_room_follows_the_distinct_rows():
     [scheme] = set(under_one(work(), Replicated()).values())
     assert isinstance(scheme, Replicated)
     assert scheme.room == pytest.approx(1.1 * 129 / (8 * 32), abs=1e-3)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (1, 4)])
+def test_what_a_table_adds_is_a_difference_of_plans(sizes):
+    here, base = work(*sizes), EmbeddingConfig()
+    plan = plan_tables(here, machine(), 1e9)
+    for table in TABLES:
+        added = changes_of(here, base, plan, table, machine())
+        assert set(added) == {one.kind for one in possible(table, here)}
+        # No change of one table makes a plan faster, so none adds less.
+        assert min(added.values()) == added[plan.schemes[table.name].kind]
+        changed = {**plan.schemes, table.name: kinds(Scheme)["row_wise"]()}
+        whole = [costs_of(here, with_schemes(base, one), machine()).total_sec for one in (changed, dict(plan.schemes))]
+        assert added["row_wise"] - added[plan.schemes[table.name].kind] == pytest.approx(whole[0] - whole[1], rel=1e-6)
+
+
+def test_a_plan_keeps_given_places_and_says_what_given_schemes_cost():
+    base = EmbeddingConfig(places=(("large", 1),))
+    plan = plan_tables(work(), machine(), 1e9, base, {"large": TableWise()})
+    assert plan.places["large"] == 1
+    assert dict(plan.config(base).places)["large"] == 1
+    slow = plan_tables(work(), machine(slow=1e5), 1e9, fixed={one.name: DataParallel() for one in TABLES})
+    [line] = [one for one in remarks(slow, 1e9, ["large", "small"]) if "for all tables would be faster" in one]
+    assert line.endswith("the schemes that are given (large, small) cost it that")
+    free = plan_tables(work(), machine(slow=1e5), 1e9)
+    assert not [one for one in remarks(free, 1e9) if "would be faster" in one]
+
+
+@pytest.mark.parametrize(("num_bytes", "text"), [(3e9, "3 GB"), (2.5e8, "0.25 GB"), (4e7, "40 MB"), (1234, "1.23 kB")])
+def test_sizes_have_the_unit_that_suits_them(num_bytes, text):
+    assert sized(num_bytes) == text
+
+
+def test_the_command_plans_tables_for_what_is_given(capsys):
+    args = ["--config", str(CONFIGS / "criteo_synthetic.py:smoke"), "--nodes", "2", "--gpus-per-node", "4"]
+    run([*args, "--only-tables", "--embedding.scheme", "row_wise"], "planner")
+    said = capsys.readouterr().out
+    assert said.count("row_wise (given)") == said.count("(given)") > 0
+    assert "scheme=RowWise()" in said
+    run([*args, "--only-tables", "--embedding.cache.fraction", "0.01"], "planner")
+    assert "table_wise (given)" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="no layout"):
+        run([*args, "--only-tables", "--mesh.replica", "3"], "planner")
+    with pytest.raises(OptionError, match="one device has all tables"):
+        run([*args[:3], "1", "--gpus-per-node", "1", "--only-tables"], "planner")
+    with pytest.raises(SystemExit, match="0"):
+        run(["--help"], "planner")
+    assert "--only-tables" in capsys.readouterr().out
 
 
 def test_the_command_plans_tables_of_a_config(capsys):

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 
 from jaxdl.bench import (
+    balance,
     cache,
     cluster,
     embedding,
@@ -40,6 +41,7 @@ BENCHES: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "traffic": ("the bytes that every exchange sends, counted in its program", traffic.main),
     "scheme": ("the collectives of the compiled training step, also compiled for 8 x H100", scheme.main),
     "cluster": ("every gradient exchange in the train step, on an emulated cluster with a slow network", cluster.main),
+    "balance": ("all-reduces of one number, local steps and whole steps, at several ratios of compute", balance.main),
     "schedule": ("the share of every exchange that the compiled training step overlaps with compute", schedule.main),
     "exchange": ("every gradient exchange: predicted by the cost model, and measured", exchange.main),
     "input": ("the image pipeline, cold and cached, against tf.data, PyTorch's DataLoader and Grain", input.main),

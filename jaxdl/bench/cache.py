@@ -21,6 +21,7 @@ from jaxdl.bench.shared import check_options, make_table, median_ratio, write_js
 from jaxdl.data import Clicks
 from jaxdl.embedding import EmbeddingConfig
 from jaxdl.embedding.cache import CacheConfig, Policy
+from jaxdl.errors import OptionError
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import DLRM
@@ -120,6 +121,9 @@ def main(args: list[str]) -> None:
     """Prints the table."""
     command = parse_options(CacheBench, args=args, prog="python -m jaxdl.bench cache", description=str(__doc__))
     check_options(command, rows=10, columns=1, batch_size=1, window=1, num_steps=4)
+    wrong = next((one for one in command.fractions if not 0 < one < 1), None)
+    if wrong is not None:
+        raise OptionError(f"--fractions {wrong:g}: a fraction of the rows is above 0 and below 1.")
     console = Console(width=120)
     with console.status("") as status:
         rows = measure(command, status.update)

@@ -20,7 +20,7 @@ from jaxdl.mesh import MeshConfig
 from jaxdl.planner.auto import layout_plan, prepared, searched
 from jaxdl.planner.h100 import compile_step
 from jaxdl.planner.search import Candidate
-from jaxdl.planner.timed import ROUNDS, rounds_of, timed_steps
+from jaxdl.planner.timed import ROUNDS, as_fast, quickest, rounds_of, slowest
 from jaxdl.plans import PlanAuto
 from jaxdl.report import Start
 
@@ -71,8 +71,8 @@ def compare_times(command: PlannerBench, console: Console) -> None:
         plans = {name: layout_plan(experiment, one, devices) for name, one in candidates.items()}
         console.print(f"compiling {len(plans)} layouts")
         programs = {name: (plan, compile_step(plan)) for name, plan in plans.items()}
-        timed = timed_steps({name: programs[name] for name in list(plans)[: PlanAuto().timed]}, ROUNDS)
-        chosen = min(timed, key=lambda name: timed[name])
+        best = {name: programs[name] for name in list(plans)[: PlanAuto().timed]}
+        chosen = quickest(slowest(rounds_of(best, ROUNDS)))
         console.print("timing them")
         times = rounds_of(programs, command.num_rounds, most_sec=float("inf"))
         predicted = {name: one.time.total_sec for name, one in candidates.items()}
@@ -111,8 +111,8 @@ def make_rows(
     rows = []
     for name in sorted(predicted, key=lambda name: predicted[name]):
         low, middle, high = (float(one) for one in np.quantile(times[name], (0.25, 0.5, 0.75)))
-        tied = bool(np.quantile(np.divide(times[name], times[fastest]), 0.25) <= 1)
-        rows.append(Row(name, nodes, predicted[name], middle, (high - low) / 2 / middle, name == chosen, tied))
+        tied, spread = as_fast(times[name], times[fastest]), (high - low) / 2 / middle
+        rows.append(Row(name, nodes, predicted[name], middle, spread, name == chosen, tied))
     return rows
 
 

@@ -54,10 +54,11 @@ def check_options(command: Any, **least: int) -> None:
         value = getattr(command, name)
         if value is not None and value < smallest:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: too small to measure. Give {smallest} or more.")
-    for name in ("json", "plot"):
+    for name in ("json", "plot", "write_thresholds"):
         path = getattr(command, name, None)
         if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"--{name} {path}: there is no folder {path.parent}. Make it first.")
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {path}: there is no folder {path.parent}. Make it first.")
 
 
 def time_in_turns(sides: Mapping[_Side, Callable[[], Any]], num_repeats: int) -> dict[_Side, list[float]]:

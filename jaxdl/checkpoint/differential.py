@@ -177,7 +177,11 @@ def _prints_here(arrays: Sequence[jax.Array]) -> dict[tuple[int, int], np.ndarra
     Where processes share the columns, each writes those of its own that have changed: no messages between CPUs.
     """
     parts = [x.addressable_shards[0] for x in arrays]
-    return {_place(parts[0].index, arrays[0].shape): np.array(_of_rows([one.data for one in parts]))}
+    found = np.zeros((len(parts[0].data), 2), np.uint32)
+    for start in range(0, len(found), _AT_ONCE):
+        rows = [np.asarray(one.data)[start : start + _AT_ONCE] for one in parts]
+        found[start : start + _AT_ONCE] = _of_rows(jax.device_put(rows, parts[0].device))
+    return {_place(parts[0].index, arrays[0].shape): found}
 
 
 def whole_bytes(tables: Mapping[str, jax.Array]) -> int:
@@ -302,30 +306,32 @@ def read_changed(folder: Path, dtypes: Mapping[str, str | None]) -> list[Rows]:
     return found
 
 
-def with_changed(arrays: Mapping[str, Any], changed: Iterable[Rows]) -> dict[str, Any]:
-    """Whole tables after the changed rows are put in place, on their devices or as NumPy's arrays.
+def by_array(changed: Iterable[Rows]) -> dict[str, list[Rows]]:
+    """The changed rows of each array, by its name."""
+    rows: dict[str, list[Rows]] = {}
+    for one in changed:
+        rows.setdefault(one.name, []).append(one)
+    return rows
+
+
+def with_changed(arrays: Mapping[str, jax.Array], changed: Iterable[Rows]) -> dict[str, jax.Array]:
+    """Whole tables on their devices after the changed rows are put in place.
 
     Shards are changed in the memory of the host, one array after the other, and those on the devices are deleted
     before: an array is never on a device twice.
     """
-    rows: dict[str, list[Rows]] = {}
-    for one in changed:
-        rows.setdefault(one.name, []).append(one)
+    rows = by_array(changed)
     return {name: _changed_array(x, rows[name]) if name in rows else x for name, x in arrays.items()}
 
 
-def _changed_array(x: Any, changed: Sequence[Rows]) -> Any:
-    if isinstance(x, np.ndarray):
-        made = np.array(x)
-        _put(made, tuple(slice(0, size) for size in x.shape), changed)
-        return made
+def _changed_array(x: jax.Array, changed: Sequence[Rows]) -> jax.Array:
     shape, sharding, dtype = x.shape, x.sharding, x.dtype
     shards: dict[tuple[tuple[int, int, int], ...], np.ndarray] = {}
     for shard in x.addressable_shards:
         key = _bounds(shard.index, shape)
         if key not in shards:
             shards[key] = np.array(shard.data)
-            _put(shards[key], shard.index, changed)
+            put_changed(shards[key], shard.index, changed)
     x.delete()
     return jax.make_array_from_callback(shape, sharding, lambda index: shards[_bounds(index, shape)], dtype=dtype)
 
@@ -335,7 +341,7 @@ def _bounds(index: tuple[slice, ...] | None, shape: Sequence[int]) -> tuple[tupl
     return tuple(one.indices(size) for one, size in zip(index, shape, strict=True))
 
 
-def _put(block: np.ndarray, index: tuple[slice, ...], changed: Sequence[Rows]) -> None:
+def put_changed(block: np.ndarray, index: tuple[slice, ...], changed: Sequence[Rows]) -> None:
     """Puts rows of an array in place in its part `index`."""
     flat = block.reshape(len(block), -1)
     first = index[0].start or 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ from jax import lax
 
 from jaxdl.cluster.agree import from_each_process
 
+_PIECE_BYTES = 2**26
 _WORDS = (
     (0x9E3779B9, ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None))),
     (0x7F4A7C15, ((16, 0x7FEB352D), (15, 0x846CA68B), (16, None))),
@@ -74,9 +75,23 @@ def host_fingerprints(arrays: Sequence[jax.Array]) -> np.ndarray:
         for shard in x.addressable_shards:
             if shard.replica_id == 0:
                 starts = [one.indices(size)[0] for one, size in zip(shard.index, x.shape, strict=True)]
-                own[number] += np.asarray(_fingerprint(shard.data, tuple(x.shape), np.asarray(starts, np.uint32)))
+                for first, rows in in_pieces(shard.data):
+                    own[number] += part_fingerprint(rows, x.shape, [starts[0] + first, *starts[1:]])
     every = [np.frombuffer(one, np.uint32) for one in from_each_process(own.tobytes())]
     return np.asarray(np.sum(every, axis=0, dtype=np.uint32)).reshape(own.shape)
+
+
+def part_fingerprint(x: jax.Array, shape: Sequence[int], starts: Sequence[int]) -> np.ndarray:
+    """What a part, which begins at `starts`, adds to the fingerprint of an array of this shape, as two uint32."""
+    return np.asarray(_fingerprint(x, tuple(shape), np.asarray(starts, np.uint32)))
+
+
+def in_pieces(x: jax.Array) -> Iterator[tuple[int, jax.Array]]:
+    """(first row, rows) of an array in the memory of the host: a program would have a copy of all it reads."""
+    values, device = np.asarray(x), x.device  # A view.
+    height = max(1, _PIECE_BYTES * len(values) // max(1, values.nbytes))
+    for first in range(0, len(values), height):
+        yield first, jax.device_put(values[first : first + height], device)
 
 
 def row_fingerprints(arrays: Sequence[jax.Array]) -> jax.Array:

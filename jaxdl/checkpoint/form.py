@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
+
 from jaxdl.state import TrainState
 
 
@@ -16,6 +18,10 @@ class Form(Protocol):
 
     def stored(self, state: TrainState) -> TrainState:
         """A state as a checkpoint has it."""
+        ...
+
+    def allocate(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """A float32 array of zeros, for a part of a table that the host holds while a checkpoint is read."""
         ...
 
     def live(self, state: TrainState) -> TrainState:

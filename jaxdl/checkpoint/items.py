@@ -10,14 +10,15 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxdl.checkpoint.differential import CHANGED, ChangedHandler
+from jaxdl.checkpoint.pieces import PIECE_BYTES
 from jaxdl.config import ConfigError
-from jaxdl.state import TrainState
+from jaxdl.state import TABLES, TrainState
 
 ITEMS = {
     "model": ("step", "params", "model_state", "ema_params"),
     "optimizer": ("opt_state", "loss_scale", "guard", "key"),
     "exchange": ("exchange_state", "agreement_state"),
-    "tables": ("tables",),
+    TABLES: (TABLES,),
 }
 """Item of a checkpoint -> the fields of the train state in it. Prediction reads only `model`."""
 
@@ -58,6 +59,18 @@ def handlers() -> dict[str, Any]:
     registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
     trees = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in ITEMS}
     return trees | {"meta": ocp.JsonCheckpointHandler(), CHANGED: ChangedHandler()}
+
+
+def save_arguments(items: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What Orbax is given to write the items that are not empty.
+
+    Tables are written in chunks of some MB, which can be read one after the other.
+    """
+    found: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
+    if items[TABLES]:
+        chunks = {name: ocp.SaveArgs(chunk_byte_size=PIECE_BYTES) for name in items[TABLES]}
+        found[TABLES] = ocp.args.PyTreeSave(items[TABLES], save_args=chunks)
+    return found
 
 
 def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from jaxdl.checkpoint.differential import CHANGED, Differences, SaveChanged, Wri
 from jaxdl.checkpoint.disk import check_room, disk_reason
 from jaxdl.checkpoint.errors import Damaged, NoneLeft, Unreadable, read_refused, unreadable
 from jaxdl.checkpoint.form import Form
-from jaxdl.checkpoint.items import ITEMS, fresh_exchange, handlers, to_items, to_state
+from jaxdl.checkpoint.items import ITEMS, fresh_exchange, handlers, save_arguments, to_items, to_state
 from jaxdl.checkpoint.manifest import write_manifest
 from jaxdl.checkpoint.meta import Meta, Stored
 from jaxdl.checkpoint.quiet import hush_orbax
 from jaxdl.checkpoint.reading import fingerprint_texts, read_checkpoint
 from jaxdl.checkpoint.retention import Best, WithBases
+from jaxdl.checkpoint.stored_tables import in_memory
 from jaxdl.cluster.agree import all_processes, of_first_process
 from jaxdl.config import Periodic
 from jaxdl.embedding.places import Layout, to_json
@@ -148,7 +149,7 @@ class Checkpoints:
             item: {name: Stored(prints[item][name], tuple(x.shape), str(x.dtype)) for name, x in leaves.items()}
             for item, leaves in items.items()
         }
-        arguments: dict[str, Any] = {name: ocp.args.PyTreeSave(item) for name, item in items.items() if item}
+        arguments = save_arguments(items)
         num_bytes = sum(x.nbytes for x in jax.tree.leaves(items))
         changed = self._differences.find(step, items[TABLES], self.steps)
         base = changed.base if changed is not None else None
@@ -352,7 +353,12 @@ class Checkpoints:
         self, step: int, abstract: TrainState, items: tuple[str, ...], fresh_exchange_state: Callable[[], Any] | None
     ) -> tuple[TrainState, Meta]:
         wanted = {name: item for name, item in to_items(abstract).items() if name in items and item}
-        found, meta = read_checkpoint(self.folder / step_folder(step), wanted, table_layout=self._table_layout)
+        found, meta = read_checkpoint(
+            self.folder / step_folder(step),
+            wanted,
+            table_layout=self._table_layout,
+            allocate=in_memory if self._form is None else self._form.allocate,
+        )
         if "exchange" in wanted:
             fresh = functools.partial(fresh_exchange, abstract, fresh_exchange_state)
             found["exchange"] = resplit.resplit(found.get("exchange", {}), wanted["exchange"], fresh)

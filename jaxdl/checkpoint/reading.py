@@ -8,20 +8,29 @@ quarantines a checkpoint.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from jaxdl.checkpoint.agree import Finding, findings, raise_worst
-from jaxdl.checkpoint.differential import Rows, read_changed, with_changed
+from jaxdl.checkpoint.differential import with_changed
 from jaxdl.checkpoint.errors import Damaged, Unreadable, Unusable, read_refused, unreadable
 from jaxdl.checkpoint.fingerprint import as_text, fingerprints, first_sums, host_fingerprints, text
 from jaxdl.checkpoint.items import read_items, stored_arrays
 from jaxdl.checkpoint.manifest import check_files, read_everything
 from jaxdl.checkpoint.meta import Meta, Stored, read_meta
+from jaxdl.checkpoint.stored_tables import (
+    Allocate,
+    Base,
+    Hosted,
+    changed_values,
+    in_memory,
+    named_base,
+    open_base,
+    read_moved,
+)
 from jaxdl.cluster import wait_for_all
 from jaxdl.embedding import places
 from jaxdl.exchange import resplit
@@ -82,80 +91,88 @@ def read_model(folder: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_checkpoint(
-    folder: Path, wanted: Items, *, partial: bool = False, table_layout: places.Layout = ()
+    folder: Path,
+    wanted: Items,
+    *,
+    partial: bool = False,
+    table_layout: places.Layout = (),
+    allocate: Allocate = in_memory,
 ) -> tuple[Items, Meta]:
     """(the arrays, the description) of the checkpoint in `folder`; it succeeds on all processes or on none.
 
     A differential checkpoint is put together with the one that has the whole embedding tables.
     `wanted` are shape structs with shardings, with `partial` of some of the stored arrays. Of the exchange's state all
     stored arrays are read, sharded as `resplit.readable` says. Embedding tables that are stored in another layout than
-    `table_layout` are moved. Raises the same error on all processes: Damaged,
-    Unreadable, or Unusable for a checkpoint with other arrays or of another version.
+    `table_layout` are moved; `allocate` makes the memory of those that hosts hold. Raises the same error on all
+    processes: Damaged, Unreadable, or Unusable for a checkpoint with other arrays or of another version.
     """
     for last in (False, True):
-        error, found, meta, there, base = None, {}, None, {}, None
+        error, read = None, None
         try:
             if jax.process_index() == 0:
                 check_files(folder)
-            meta = read_meta(folder)
-            there = _elsewhere(folder, meta, wanted, table_layout)
-            to_read = _to_read(
-                folder, meta, {name: x for name, x in wanted.items() if name not in there}, partial=partial
-            )
-            to_read |= there
-            if meta.base is not None and TABLES in to_read:
-                base = _read_base(folder, meta, to_read.pop(TABLES))
-            found = read_items(folder, to_read, partial=partial)
+            read = _read(folder, wanted, table_layout, allocate, partial=partial)
         except Exception as raised:  # Kept until the others know: all processes must take the same path.
             error = raised
         if not _problem(folder, error, last):
-            assert meta is not None
-            bad = [] if base is None else [f"{one} of {base.name}" for one in _changed(base.found, base.meta)]
-            if base is not None:
-                found[TABLES] = with_changed(base.found.pop(TABLES), base.changed)
-            bad = bad or _changed(found, meta)
+            assert read is not None
+            bad = _completed(read)
             if not bad:
-                if there:
-                    found |= _moved_tables(meta, found, wanted, table_layout)
-                return found, meta
-            found.clear()  # Free its memory for the second attempt.
-            changed = ValueError(f"the stored values of {', '.join(bad[:3])} have changed since they were written")
-            _problem(folder, changed, last)
+                return read.found | ({TABLES: read.moved} if read.moved else {}), read.meta
+            read.found.clear()  # Free its memory for the second attempt.
+            _problem(folder, changed_values(bad), last)
     raise AssertionError("the last attempt returns or raises")
 
 
-class _Base(NamedTuple):
-    """Whole tables of an earlier checkpoint, and the rows that a differential one has."""
+class _Read(NamedTuple):
+    """What was read; of a differential checkpoint the tables are still those of its base."""
 
-    name: str
-    meta: Meta
     found: Items
-    changed: list[Rows]
+    meta: Meta
+    base: Base | None
+    hosted: Hosted | None
+    moved: dict[str, Any]
+    """Tables from another layout, already checked and complete."""
 
 
-def _read_base(folder: Path, meta: Meta, tables: Mapping[str, Any]) -> _Base:
-    """What a differential checkpoint is made of. Raises Damaged, Unreadable, and what Orbax and NumPy raise."""
-    assert meta.base is not None
-    base = folder.parent / step_folder(meta.base)
-    with _named_base(base):
-        if not base.is_dir():
-            raise Damaged(f"there is no {base}")
-        if jax.process_index() == 0:
-            check_files(base)
-        there = read_meta(base)
-        if there.base is not None or list(there.table_layout) != list(meta.table_layout):
-            raise Damaged("it is another checkpoint than the one that was written")
-    changed = read_changed(folder, {name: one.dtype for name, one in meta.arrays[TABLES].items()})
-    return _Base(base.name, there, read_items(base, {TABLES: tables}), changed)
+def _read(folder: Path, wanted: Items, layout: places.Layout, allocate: Allocate, *, partial: bool) -> _Read:
+    """Reads a checkpoint; nothing in here waits for other processes."""
+    meta = read_meta(folder)
+    base = open_base(folder, meta) if TABLES in wanted else None
+    if TABLES in wanted and list(meta.table_layout) != places.to_json(layout):
+        _check_tables(folder, meta, wanted[TABLES], layout)
+        others = {name: x for name, x in wanted.items() if name != TABLES}
+        found = read_items(folder, _to_read(folder, meta, others, partial=partial), partial=partial)
+        return _Read(found, meta, None, None, read_moved(folder, meta, base, wanted[TABLES], layout, allocate))
+    to_read = _to_read(folder, meta, wanted, partial=partial)
+    tables = to_read.pop(TABLES, {})
+    on_host = {name: x for name, x in tables.items() if on_hosts(x)}
+    on_devices = {name: x for name, x in tables.items() if name not in on_host}
+    whole, hosted = folder if base is None else base.folder, Hosted(on_host, allocate) if on_host else None
+    found = read_items(folder, to_read, partial=partial)
+    if on_devices:
+        found |= read_items(whole, {TABLES: on_devices}, partial=partial or bool(on_host))
+    if hosted is not None:
+        hosted.read(whole)
+        found[TABLES] = found.get(TABLES, {}) | hosted.arrays()
+    return _Read(found, meta, base, hosted, {})
 
 
-@contextlib.contextmanager
-def _named_base(base: Path) -> Iterator[None]:
-    """What is damaged inside is the checkpoint with the whole tables."""
-    try:
-        yield
-    except Damaged as error:
-        raise Damaged(f"it needs the embedding tables of {base.name}, which cannot be used: {error}") from None
+def _completed(read: _Read) -> list[str]:
+    """Puts changed rows in place; the names of arrays that have changed since they were written. All call it."""
+    found, base, hosted = read.found, read.base, read.hosted
+    if base is not None:
+        bad = [f"{one} of {base.folder.name}" for one in _changed({TABLES: found[TABLES]}, base.meta)]
+        if bad:
+            return bad
+        tables = found.pop(TABLES)
+        if hosted is not None:
+            tables = {name: x for name, x in tables.items() if not on_hosts(x)}
+            hosted.put(base.changed)
+            tables |= hosted.arrays()
+        on_devices = {name: x for name, x in tables.items() if not on_hosts(x)}
+        found[TABLES] = tables | with_changed(on_devices, base.changed)
+    return _changed(found, read.meta)
 
 
 def _problem(folder: Path, error: Exception | None, last: bool) -> bool:
@@ -178,7 +195,7 @@ def _diagnosed(folder: Path, error: Exception, last: bool) -> Exception:
         read_everything(folder)
         if (base := read_meta(folder).base) is not None:
             whole = folder.parent / step_folder(base)
-            with _named_base(whole):
+            with named_base(whole):
                 vouched = check_files(whole) and vouched
                 read_everything(whole)
     except (Damaged, Unreadable) as certain:
@@ -211,25 +228,28 @@ def _to_read(folder: Path, meta: Meta, wanted: Items, *, partial: bool = False) 
     return {name: item for name, item in wanted.items() if item}
 
 
-def _elsewhere(folder: Path, meta: Meta, wanted: Items, layout: places.Layout) -> Items:
-    """What is to be read of embedding tables that are stored in another layout than is wanted: NumPy's arrays."""
-    if TABLES not in wanted or list(meta.table_layout) == places.to_json(layout):
-        return {}
-    stored = {name: rows for one in meta.table_layout for name, rows in one["rows"].items()}
+def _check_tables(folder: Path, meta: Meta, wanted: Mapping[str, Any], layout: places.Layout) -> None:
+    """Raises Unusable for embedding tables that are not in a checkpoint, or of which others numbers are kept."""
+    stored = {name: (one["buffer"], rows) for one in meta.table_layout for name, rows in one["rows"].items()}
+    there, here = (_kept(names) for names in (meta.arrays.get(TABLES, {}), wanted))
     for one in layout:
         for name, rows in one.rows.items():
-            if stored.get(name) != rows:
-                there = f"has {stored[name]:,} rows" if name in stored else "is not"
-                raise _of_another(folder, f"table {name} {there} in it, and has {rows:,} here")
-    arrays = meta.arrays.get(TABLES, {})
-    # A view of one number: nothing as large as a table is allocated.
-    return {TABLES: {name: np.broadcast_to(np.zeros((), one.dtype), one.shape or ()) for name, one in arrays.items()}}
+            buffer, known = stored.get(name, ("", None))
+            if known != rows:
+                what = "is not" if known is None else f"has {known:,} rows"
+                raise _of_another(folder, f"table {name} {what} in it, and has {rows:,} here")
+            if there[buffer] != here[one.buffer]:
+                texts = (", ".join(sorted(kept)) for kept in (there[buffer], here[one.buffer]))
+                raise _of_another(folder, "table {} has {} in it, and {} here".format(name, *texts))
 
 
-def _moved_tables(meta: Meta, found: Items, wanted: Items, layout: places.Layout) -> Items:
-    arrays, like = ({name.removeprefix(f"{TABLES}."): x for name, x in of[TABLES].items()} for of in (found, wanted))
-    made = places.moved(places.from_json(meta.table_layout), layout, arrays, like)
-    return {TABLES: {f"{TABLES}.{name}": x for name, x in made.items()}}
+def _kept(names: Iterable[str]) -> dict[str, set[str]]:
+    """Buffer -> what there is of its rows: `rows` and what its optimizer keeps."""
+    found: dict[str, set[str]] = {}
+    for name in names:
+        buffer, _, what = name.removeprefix(f"{TABLES}.").rpartition(".")
+        found.setdefault(buffer, set()).add(what)
+    return found
 
 
 def _check_shapes(folder: Path, item: str, leaves: Mapping[str, Any], stored: Mapping[str, Stored]) -> None:

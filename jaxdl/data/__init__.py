@@ -2,7 +2,7 @@
 
 A data config (`Arrays`, `Digits`, `TFDS`, `ImageFolder`, `ImageTars`, `TextFiles`, `Documents`, `Mixture`,
 `SyntheticImages`, `SyntheticText`, `Pairs`, `TFDSPairs`, `SyntheticPairs`, `MovieLens`,
-`Clicks`, `Criteo`)
+`Clicks`, `Criteo`, `Tabular`, `ParquetImages`, `ParquetPhotos`)
 builds `Splits`: a training and a held-out `Source`. A source only returns the rows of given examples; `EpochShuffle`
 chooses the examples of a step; `TrainLoader` and `eval_batches` read them ahead of the trainer and place them on the
 mesh.
@@ -14,6 +14,7 @@ worker processes of a `Pool`, and keeps what it has read or decoded in `Store`s,
 from jaxdl.data.arrays import Arrays
 from jaxdl.data.clicks import CRITEO_NUM_IDS, CRITEO_ROWS, Clicks
 from jaxdl.data.codec import Codec
+from jaxdl.data.columns import NumbersSpec, Tabular
 from jaxdl.data.converted import Converted
 from jaxdl.data.corpus import Documents, Mixture
 from jaxdl.data.criteo import Criteo
@@ -24,6 +25,7 @@ from jaxdl.data.movielens import MovieLens
 from jaxdl.data.order import EpochShuffle
 from jaxdl.data.pair_rows import PairRows, PairSpec
 from jaxdl.data.pairs import PairData, Pairs, TFDSPairs
+from jaxdl.data.parquet import ParquetImages, ParquetPhotos
 from jaxdl.data.photos import Cache, Photos, PhotoSource
 from jaxdl.data.source import Data, ImageArrays, Source, Splits
 from jaxdl.data.spec import ArraySpec, DataSpec, ImageSpec, TextSpec, spec_from_json, spec_to_json
@@ -58,10 +60,13 @@ __all__ = [
     "ImageTars",
     "Mixture",
     "MovieLens",
+    "NumbersSpec",
     "PairData",
     "PairRows",
     "PairSpec",
     "Pairs",
+    "ParquetImages",
+    "ParquetPhotos",
     "PhotoSource",
     "Photos",
     "Source",
@@ -71,6 +76,7 @@ __all__ = [
     "SyntheticPairs",
     "SyntheticText",
     "TFDSPairs",
+    "Tabular",
     "TabularArrays",
     "TabularSource",
     "TabularSpec",

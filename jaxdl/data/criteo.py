@@ -65,6 +65,10 @@ class Criteo(Data, kind="criteo"):
         if self.test:
             test = self._examples("test", None)
         else:
+            if len(train) < 2:
+                raise ConfigError(
+                    "data criteo: the files have one example, so none can be held out. Give more, or --data.test FILE."
+                )
             held = min(max(round(len(train) * self.test_fraction), 1), len(train) - 1)
             train, test = train.part(0, len(train) - held), train.part(len(train) - held, held)
         spec = TabularSpec(
@@ -89,10 +93,11 @@ class Criteo(Data, kind="criteo"):
 
     def _examples(self, split: str, say: Any) -> Examples:
         for name, values in (("rows", self.rows), ("num_ids", self.num_ids)):
-            if len(values) != len(CRITEO_ROWS) or min(values) < 1 or max(values) >= 2**31:
-                raise ConfigError(
-                    f"data criteo: {name} has {len(values)} values. Give {len(CRITEO_ROWS)}, each above 0."
-                )
+            if len(values) != len(CRITEO_ROWS):
+                raise ConfigError(f"data criteo: {name} has {len(values)} values. Give {len(CRITEO_ROWS)}.")
+            wrong = next((one for one in values if not 1 <= one < 2**31), None)
+            if wrong is not None:
+                raise ConfigError(f"data criteo: {name} has the value {wrong}. Each is from 1 to {2**31 - 1:,}.")
         paths = _paths(split, getattr(self, split))
         if self.folder is None:
             parts = list(_read(paths))

@@ -69,6 +69,8 @@ class MovieLens(Data, kind="movielens"):
             label = (np.asarray(ratings["rating"], np.float32) >= self.liked).astype(np.float32)
         except ValueError as error:
             raise ConfigError(f"{self.folder}: a rating is no number ({error}). Download the files again.") from None
+        if len(label) < 2:
+            raise ConfigError(f"{self.folder}: there is one rating, so none can be held out. Download the files again.")
         order = np.random.Generator(np.random.Philox(self.split_seed)).permutation(len(label))
         count = min(max(round(len(label) * self.test_fraction), 1), len(label) - 1)
         test, train = np.sort(order[:count]), np.sort(order[count:])
@@ -100,9 +102,11 @@ class MovieLens(Data, kind="movielens"):
         names = [name.partition(":")[0] for name in lines[0].split("\t")] if lines else []
         rows = [line.split("\t") for line in lines[1:]]
         wrong = next((number for number, row in enumerate(rows, 2) if len(row) != len(names)), None)
-        if wrong is not None or not rows:
+        if not rows:
+            raise ConfigError(f"{path}: it has no line after its header. Get it again.")
+        if wrong is not None:
             raise ConfigError(
-                f"{path}: line {wrong or 1} does not have the {len(names)} columns of the first line. Get it again."
+                f"{path}: line {wrong} does not have the {len(names)} columns of the first line. Get it again."
             )
         if missing := [name for name in _NEEDED[ending] if name not in names]:
             raise ConfigError(

@@ -96,15 +96,19 @@ class TabularSpec(DataSpec):
         return {name: array.astype(wanted[name].dtype) for name, array in found.items()}
 
 
-def check_ids(spec: TabularSpec, ids: np.ndarray, what: str) -> None:
-    """Raises ConfigError for an id, of `[example, ids]`, that its feature does not have."""
+def check_ids(spec: TabularSpec, ids: np.ndarray, what: str, examples: np.ndarray | None = None) -> None:
+    """Raises ConfigError for an id, of `[example, ids]`, that its feature does not have.
+
+    `examples` are the numbers of the examples; without them they are numbered from 0.
+    """
     limits = np.repeat([one.rows for one in spec.features], [one.num_ids for one in spec.features])
     wrong = np.argwhere((ids < -1) | (ids >= limits))
     if len(wrong):
-        example, column = wrong[0].tolist()
+        row, column = wrong[0].tolist()
+        example = row if examples is None else examples[row]
         feature = spec.features[np.searchsorted(np.cumsum(list(spec.num_ids.values())), column, side="right")]
         raise ConfigError(
-            f"{what}: example {example} has the id {ids[example, column]} of {feature.name}; its ids are from 0 to "
+            f"{what}: example {example} has the id {ids[row, column]} of {feature.name}; its ids are from 0 to "
             f"{feature.rows - 1:,}, and -1 for none. Number the values again, or give the feature more rows."
         )
 

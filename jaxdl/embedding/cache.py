@@ -23,7 +23,7 @@ _NEVER = np.iinfo(np.int64).max
 
 
 class CacheConfig(Config):
-    """How much of embedding tables the devices hold; the host has all rows."""
+    """How much of embedding tables the devices hold; the host has all rows. Without `fraction` there is no cache."""
 
     fraction: float | None = pydantic.Field(default=None, gt=0, lt=1)
     """Slots, as a fraction of a table's rows; None for tables that the devices hold whole."""
@@ -38,6 +38,22 @@ class CacheConfig(Config):
     """Batches that are looked ahead."""
     folder: str | None = None
     """Where the host keeps the rows in files that are memory-mapped; None keeps them in memory."""
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raises ConfigError for patterns that no table's name matches, and for settings of a cache that is not on."""
+        if self.fraction is None:
+            others = [name for name in type(self).model_fields if getattr(self, name) != getattr(CacheConfig(), name)]
+            if others:
+                name, value = others[0], getattr(self, others[0])
+                raise ConfigError(
+                    f"--embedding.cache.{name.replace('_', '-')} {' '.join(value) if name == 'tables' else value}: "
+                    "there is no cache, so it has no effect. Give --embedding.cache.fraction too, or leave it out."
+                )
+        for pattern in self.tables:
+            if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+                raise ConfigError(
+                    f"--embedding.cache.tables {pattern}: no table has such a name; there are {', '.join(names)}."
+                )
 
     def slots(self, name: str, rows: int) -> int | None:
         """The slots of a table; None for one without a cache."""
@@ -73,9 +89,11 @@ class SlotPlan:
         policy: Policy,
         num_homes: int = 1,
         home_of: Callable[[np.ndarray], np.ndarray] = np.zeros_like,
+        *,
+        size_option: str = "--batch-size",
     ) -> None:
-        """`home_of` gives the homes, from 0 to `num_homes` - 1, of slots and of ids."""
-        self._name, self._policy, self._home_of = name, policy, home_of
+        """`home_of` gives the homes, from 0 to `num_homes` - 1, of slots and of ids; `size_option` is for messages."""
+        self._name, self._policy, self._home_of, self._size_option = name, policy, home_of, size_option
         self._home_of_slot = home_of(np.arange(slots))
         self._room = np.bincount(self._home_of_slot, minlength=num_homes)
         self.slot_of = np.full(rows, -1, np.int32)
@@ -121,8 +139,8 @@ class SlotPlan:
         where = "" if len(touched) == 1 else f" for rows of process {fullest} of the {len(touched)} that share it"
         raise ConfigError(
             f"table {self._name}: a batch touches {count:,} of its rows, and its cache has {room:,} slots{where}. Give "
-            f"--embedding.cache.fraction {least:g} or more, or a smaller batch. "
-            "A run goes on from its newest checkpoint with a larger fraction."
+            f"--embedding.cache.fraction {least:g} or more, or a smaller {self._size_option}. A run that has "
+            "checkpoints resumes from the newest with another fraction too."
         )
 
     def _places(self, kept: np.ndarray, homes: np.ndarray, ahead: Sequence[np.ndarray]) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +84,21 @@ class Places:
         inner, row = spread_out(ids.astype(np.int64), self.row_ways, self.groups)
         return (self.owner[table] * self.row_ways + inner) * self.local_rows + self.offsets[table] + row
 
+    def tables_in(self, first: int, stop: int) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """(table, which of the rows are its, counted from `first`, their ids) of rows of the global array.
+
+        Rows that nobody uses are of no table.
+        """
+        for part in range(first // self.local_rows, -(-stop // self.local_rows)):
+            owner, inner = divmod(part, self.row_ways)
+            for table, rows in self.rows.items():
+                begin = part * self.local_rows + self.offsets[table]
+                here = np.arange(max(first, begin), min(stop, begin + self.on_device(rows)))
+                if self.owner[table] == owner and len(here):
+                    ids = id_of(inner, here - begin, self.row_ways, self.groups)
+                    used = (ids >= 0) & (ids < rows)
+                    yield table, here[used] - first, ids[used]
+
     def on_device(self, rows: int) -> int:
         """Rows on a device of a table with so many."""
         return math.ceil(rows / (self.row_ways * self.groups)) * self.groups
@@ -99,41 +114,64 @@ def from_json(values: Sequence[Mapping[str, Any]]) -> tuple[Places, ...]:
     return tuple(Places(**one) for one in values)
 
 
-def moved(stored: Layout, wanted: Layout, arrays: Mapping[str, np.ndarray], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Arrays of a stored layout in another one, `{"buffer.name": array}`, bit for bit.
+class Moved:
+    """Tables in a wanted layout, bit for bit, to which the rows of a stored one come piece by piece.
 
-    `like` are the shape structs, with shardings, of the wanted arrays. A process makes the shards of its own devices.
+    A process makes the shards of its own devices.
     """
-    holder = {table: one for one in stored for table in one.rows}
-    found = {}
-    for here in wanted:
-        for path, shape in like.items():
-            buffer, _, name = path.rpartition(".")
-            if buffer == here.buffer:
-                make = functools.partial(_shard, here, holder, arrays, name, shape)
-                assert isinstance(shape.sharding, NamedSharding)
-                found[path] = jax.make_array_from_callback(shape.shape, shape.sharding, make)
-    return found
+
+    def __init__(
+        self, wanted: Layout, like: Mapping[str, Any], allocate: Callable[[str, tuple[int, ...]], np.ndarray]
+    ) -> None:
+        """`like` are the shape structs, with shardings, of the wanted arrays: `{"buffer.name": struct}`.
+
+        `allocate` makes the memory of a shard, of zeros, for the name and the shape.
+        """
+        self._holder = {table: one for one in wanted for table in one.rows}
+        self._like = dict(like)
+        self._blocks = {path: _blocks(shape, functools.partial(allocate, path)) for path, shape in like.items()}
+
+    def put(self, stored: Places, name: str, first: int, rows: np.ndarray) -> None:
+        """Rows of an array `name` of a stored buffer, from row `first` of the array on."""
+        for table, here, ids in stored.tables_in(first, first + len(rows)):
+            holder = self._holder[table]
+            places, values = holder.of(table, ids), rows[here]
+            for (start, stop), columns, block in self._blocks[f"{holder.buffer}.{name}"]:
+                mine = (places >= start) & (places < stop)
+                block[places[mine] - start] = values[(mine, *columns)]
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """The arrays, when all rows have come; it can be called once."""
+        found = {}
+        for path in list(self._blocks):
+            shape, blocks = self._like[path], self._blocks.pop(path)
+            made = functools.partial(_block, blocks, shape.shape)
+            found[path] = jax.make_array_from_callback(shape.shape, shape.sharding, made)
+        return found
 
 
-def _shard(
-    here: Places,
-    holder: Mapping[str, Places],
-    arrays: Mapping[str, np.ndarray],
-    name: str,
-    shape: Any,
-    index: tuple[slice, ...] | None,
-) -> np.ndarray:
-    """The part `index` of an array of a buffer."""
+_Block = tuple[tuple[int, int], tuple[slice, ...], np.ndarray]
+"""(first row, end) of a shard, its columns, its values."""
+
+
+def _blocks(shape: Any, allocate: Callable[[tuple[int, ...]], np.ndarray]) -> list[_Block]:
+    """The different shards that this process has of an array."""
+    assert isinstance(shape.sharding, NamedSharding)
+    found: dict[Any, _Block] = {}
+    for index in shape.sharding.addressable_devices_indices_map(shape.shape).values():
+        assert index is not None
+        rows, *columns = index
+        start, stop, _ = rows.indices(shape.shape[0])
+        bounds = [one.indices(size)[:2] for one, size in zip(columns, shape.shape[1:], strict=True)]
+        if (start, stop, *bounds) not in found:
+            block = allocate((stop - start, *(end - begin for begin, end in bounds)))
+            found[start, stop, *bounds] = (start, stop), tuple(slice(*one) for one in bounds), block
+    return list(found.values())
+
+
+def _block(blocks: Sequence[_Block], shape: Sequence[int], index: tuple[slice, ...] | None) -> np.ndarray:
     assert index is not None
-    rows, *columns = index
-    start, stop, _ = rows.indices(shape.shape[0])
-    widths = [len(range(*one.indices(size))) for one, size in zip(columns, shape.shape[1:], strict=True)]
-    made = np.zeros((stop - start, *widths), shape.dtype)
-    for table, count in here.rows.items():
-        ids = np.arange(count)
-        places = here.of(table, ids)
-        mine = (places >= start) & (places < stop)
-        source = arrays[f"{holder[table].buffer}.{name}"]
-        made[places[mine] - start] = source[(holder[table].of(table, ids[mine]), *columns)]
-    return made
+    rows, *columns = (one.indices(size)[:2] for one, size in zip(index, shape, strict=True))
+    return next(
+        block for place, there, block in blocks if place == rows and [(c.start, c.stop) for c in there] == columns
+    )

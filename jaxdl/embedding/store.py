@@ -45,9 +45,19 @@ class Store:
     the methods in the same order, with the same swaps.
     """
 
-    def __init__(self, tables: Tables, whole: Sequence[Table], num_ids: Mapping[str, int], allocate: Allocate) -> None:
-        """`allocate` makes the arrays of the rows. Raises ConfigError for what a cache does not work with."""
-        self._allocated = allocate
+    def __init__(
+        self,
+        tables: Tables,
+        whole: Sequence[Table],
+        num_ids: Mapping[str, int],
+        allocate: Allocate,
+        allocate_copy: Allocate,
+    ) -> None:
+        """`allocate` makes the arrays of the rows, `allocate_copy` those of a checkpoint, of zeros.
+
+        Raises ConfigError for what a cache does not work with.
+        """
+        self._allocated, self._copy = allocate, allocate_copy
         self.tables, self.config = tables, tables.config.cache
         slots = {one.name: one.rows for one in tables.tables}
         self.whole = {one.name: one for one in whole if slots[one.name] != one.rows}
@@ -136,11 +146,17 @@ class Store:
         numbers = self._cached[name].numbers(np.arange(self.whole[name].rows))
         return {what: x[numbers] for what, x in self.rows[name].items()}
 
-    def window(self) -> Window:
-        """A plan for batches from here on, whose slots are empty."""
+    def window(self, size_option: str = "--batch-size") -> Window:
+        """A plan for batches from here on, whose slots are empty; `size_option` sets their size."""
         plans = {
             name: SlotPlan(
-                name, self.whole[name].rows, self._slots[name], self.config.policy, host.num_homes, host.home_of
+                name,
+                self.whole[name].rows,
+                self._slots[name],
+                self.config.policy,
+                host.num_homes,
+                host.home_of,
+                size_option=size_option,
             )
             for name, host in self._cached.items()
         }
@@ -250,7 +266,7 @@ class Store:
         found = dict(state)
         for buffer, host in self._hosts.items():
             arrays = {
-                what: np.zeros((host.places.local_rows, *host.width(x)), np.float32)
+                what: self._copy(f"{buffer}.{what}", (host.places.local_rows, *host.width(x)))
                 for what, x in state[buffer].items()
             }
             for name in self._of(host):

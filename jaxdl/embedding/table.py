@@ -96,6 +96,7 @@ def check_tables(tables: Sequence[Table], features: Sequence[str], config: Embed
         if table is None or not config.scheme_of(name).assigned:
             reason = "there is no such table" if table is None else f"{config.scheme_of(name).kind} has no place"
             raise ConfigError(f"--embedding.places {name!r}: {reason}. Leave it out.")
+    config.cache.check([table.name for table in tables])
     for pattern, _ in config.schemes:
         if not any(fnmatch.fnmatchcase(table.name, pattern) for table in tables):
             listed = ", ".join(table.name for table in tables)

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.collectives.primitive import key_bits
@@ -138,7 +137,7 @@ class Tables:
 
         def one_device(rows: dict[str, jax.Array], found: dict[str, lookup.Located], words: jax.Array) -> jax.Array:
             parts = {}
-            send = make_wire(self.config.forward_wire, words if draws else None, lax.axis_index(self.mesh.axis_names))
+            send = make_wire(self.config.forward_wire, words if draws else None, self.mesh)
             for buffer in buffers:
                 sums = lookup.pooled(buffer, rows[buffer.name], found[buffer.name], send)
                 parts |= {slot.vector: sums[:, number] for number, slot in enumerate(buffer.slots)}
@@ -164,7 +163,7 @@ class Tables:
             located: dict[str, lookup.Located], grads: jax.Array, words: jax.Array
         ) -> tuple[Found, jax.Array]:
             found, square = {}, jnp.float32(0)
-            send = make_wire(self.config.backward_wire, words if draws else None, lax.axis_index(self.mesh.axis_names))
+            send = make_wire(self.config.backward_wire, words if draws else None, self.mesh)
             for buffer in buffers:
                 mine = [grads[:, slot.vector : slot.vector + buffer.columns] for slot in buffer.slots]
                 where = located[buffer.name]

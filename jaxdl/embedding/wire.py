@@ -9,6 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 
 from jaxdl.collectives.quantized import decode_vectors, encode_vectors
 
@@ -17,21 +18,19 @@ Collective = Callable[[jax.Array], jax.Array]
 Wire = Callable[[jax.Array, Collective], jax.Array]
 """Sends float32 vectors, along the last dimension, by a collective over other dimensions; what arrives is float32."""
 
-_STREAMS = 64
-"""More than the messages that a step sends through one wire."""
 
+def make_wire(kind: WireType, words: jax.Array | None, mesh: Mesh) -> Wire:
+    """A wire of one step, inside a `shard_map` over all axes of the mesh.
 
-def make_wire(kind: WireType, words: jax.Array | None, device: jax.Array) -> Wire:
-    """A wire of one step, inside a `shard_map`.
-
-    8 bits are rounded at random from the two `words` of the step's key and the number of the `device`, and to the
-    nearest without words. So is bfloat16 always: its error of at most 2^-9 is small beside that of a batch.
+    8 bits are rounded at random from the two `words` of the step's key, the number of the device and that of the
+    message, and to the nearest without words. So is bfloat16 always: its error of at most 2^-9 is small beside that of
+    a batch.
     """
-    streams = itertools.count()
+    device, messages = lax.axis_index(mesh.axis_names), itertools.count()
 
     def send(x: jax.Array, collective: Collective) -> jax.Array:
         if kind == "int8":
-            stream = device * _STREAMS + next(streams)
+            stream = next(messages) * mesh.size + device
             return decode_vectors(collective(encode_vectors(x, words, stream)))
         if kind == "bfloat16":
             # As bits: XLA for CPUs would send float32.

@@ -280,6 +280,31 @@ def _timed(mesh: Mesh, runs: Sequence[Run], idle: Run, num_repeats: int) -> list
     return np.maximum(rest, 0.1 * np.median(times[:, 1:], axis=0)).tolist()
 
 
+def repeated_sum(mesh: Mesh, axis: str) -> Callable[[int], float]:
+    """A compiled `function(count)`: `count` all-reduces of one float32 number over an axis, one after the other.
+
+    Each needs the result of the one before, and all are one program: the time of a call over `count` is the latency of
+    one, without that of starting a program. Returns what the last one gave, which is `count` (exactly, up to 2**24).
+    """
+
+    def one_device(count: jax.Array) -> jax.Array:
+        is_first = lax.axis_index(axis) == 0
+
+        def add(_: jax.Array, total: jax.Array) -> jax.Array:
+            return lax.psum(jnp.where(is_first, total + 1, 0.0), axis)
+
+        return lax.fori_loop(0, count, add, jnp.float32(0))
+
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    mapped = jax.shard_map(one_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec())
+    function = jax.jit(mapped).lower(jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere)).compile()
+
+    def run(count: int) -> float:
+        return float(function(jax.make_array_from_callback((), everywhere, lambda _: np.int32(count))))
+
+    return run
+
+
 def start_together(mesh: Mesh) -> None:
     """Returns in every process of the mesh at about the same time."""
     if jax.process_count() > 1:

@@ -1,9 +1,9 @@
 """Architectures: flax.nnx modules whose parameters carry logical axis names.
 
-`ResNet`, `AlexNet`, `VGG`, `ViT` and `Transformer` are configs; their `build()` returns a function that makes the
-module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two functions as they are.
-`preset` makes transformers of published shapes. `Network` is such a module, split once into pure functions and trees of
-arrays.
+`ResNet`, `AlexNet`, `VGG`, `ViT`, `Perceptron` and `Transformer` are configs; their `build()` returns a function that
+makes the module from random keys. `FromModule` and `FromFunctions` take a user's flax module or two functions as they
+are. `preset` makes transformers of published shapes. `Network` is such a module, split once into pure functions and
+trees of arrays.
 """
 
 from jaxdl.models.config import Model
@@ -11,6 +11,7 @@ from jaxdl.models.encoder_decoder import EncoderDecoder
 from jaxdl.models.lora import LoRA
 from jaxdl.models.network import Network
 from jaxdl.models.own import FromFunctions, FromModule
+from jaxdl.models.perceptron import Perceptron
 from jaxdl.models.plain import VGG, AlexNet
 from jaxdl.models.presets import preset
 from jaxdl.models.recommendation import DLRM, DCNv2
@@ -30,6 +31,7 @@ __all__ = [
     "LoRA",
     "Model",
     "Network",
+    "Perceptron",
     "ResNet",
     "RopeScaling",
     "Transformer",

@@ -11,6 +11,7 @@ from flax import nnx
 
 from jaxdl.errors import ConfigError
 from jaxdl.models.dropout import RowKeys, row_keys
+from jaxdl.models.features import layer_output
 from jaxdl.models.logits import projected
 from jaxdl.models.loop import BESIDE_LOOP
 from jaxdl.sharding import STACKED, UNNAMED, LogicalAxes, Params, is_names
@@ -92,6 +93,7 @@ class Network:
         rows: jax.Array | None = None,
         whole: bool = True,
         method: str = "__call__",
+        layer: str | None = None,
     ) -> tuple[Any, ModelState]:
         """`(outputs, model_state)` of the module called on `inputs`; in training the state has new batch statistics.
 
@@ -101,7 +103,8 @@ class Network:
         With `forget` those of `norms` are of these inputs alone, and the others stay as they are. `key` is for the
         random numbers of this call; None always draws the same ones. `rows` are the numbers of the inputs' rows in the
         global batch, from which each row's own keys are made (`RowKeys`); None counts them. In evaluation there is no
-        dropout. Without `whole` the outputs may be `Logits`, which are not made yet.
+        dropout. Without `whole` the outputs may be `Logits`, which are not made yet. With a `layer`, in evaluation, the
+        output is that of this layer, and the ones after it are not computed: `jaxdl.models.features`.
         """
         state = (nnx.State(self._param_names.tree(params)), nnx.State(self._state_names.tree(model_state)))
         module = nnx.merge(self._graphdef, *state, self._key_state(key, rows, inputs if train else None), copy=True)
@@ -116,6 +119,8 @@ class Network:
                 nnx.Module.eval(module)
             elif not modes:
                 nnx.Module.train(module)
+            if layer is not None:
+                return layer_output(module, layer, *inputs, **modes), model_state
             outputs = called(module, *inputs, **modes)
             after = nnx.to_pure_dict(nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.RngState))))
             after = like_before(self.what, self._state_names.named(after), model_state)

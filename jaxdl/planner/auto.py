@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import functools
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from jaxdl.mesh import Axis, Device, MeshConfig, make_mesh, platform
 from jaxdl.planner.mesh_tables import tables_on_meshes
 from jaxdl.planner.search import Candidate, Choice, Cluster, Found, Workload, binding, named, search
 from jaxdl.planner.steptime import Efficiency
-from jaxdl.planner.timed import ROUNDS, agreed, memory_of, step_parts, timed_layouts
+from jaxdl.planner.timed import ROUNDS, agreed, memory_of, quickest, step_parts, timed_layouts
 from jaxdl.planner.trial import stand_in
 from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
 from jaxdl.plans import PlanAuto
@@ -170,8 +171,11 @@ def searched(work: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Foun
     return search(work, cluster, fixed) if binds and len(kept) < len(work.remats) else found
 
 
-def planned(found: Found, experiment: Experiment, times: Mapping[Choice, float] | None = None) -> Planned:
-    """What to set, and why; the fastest of the layouts that were timed. Raises ConfigError if nothing fits."""
+def planned(found: Found, experiment: Experiment, times: Mapping[Choice, Sequence[float]] | None = None) -> Planned:
+    """What to set, and why. Raises ConfigError if nothing fits.
+
+    Of the layouts that were timed it is the best by prediction that noise does not tell from the fastest.
+    """
     size = found.cluster.device_bytes
     if found.best is None:
         least = found.candidates[0]
@@ -179,13 +183,14 @@ def planned(found: Found, experiment: Experiment, times: Mapping[Choice, float] 
             f"--plan auto: nothing fits: the least memory is {least.memory.total / 1e9:.3g} GB ({named(least)}) of a "
             f"device's {size / 1e9:.3g}. Take more devices, or a smaller --batch-size."
         )
-    if times and min(times.values()) == math.inf:
+    medians = {one: statistics.median(sec) for one, sec in (times or {}).items()}
+    if medians and min(medians.values()) == math.inf:
         raise ConfigError(
-            f"--plan auto: the best {len(times)} layouts need more memory by XLA's plan than a device has, "
+            f"--plan auto: the best {len(medians)} layouts need more memory by XLA's plan than a device has, "
             f"{size / 1e9:.3g} GB. Time more of them (--plan.timed), take more devices, or a smaller --batch-size."
         )
     number = len(found.candidates)
-    found = _timed_first(found, times or {})
+    found = _timed_first(found, times or {}, medians)
     best = found.candidates[0]
     t = best.time
     parts = {"compute": t.compute_sec, "messages inside a node": t.inner_sec, "between nodes": t.slow_sec}
@@ -195,10 +200,12 @@ def planned(found: Found, experiment: Experiment, times: Mapping[Choice, float] 
         f"messages {1e3 * t.exposed_sec:.3g}), {best.memory.total / 1e9:.3g} GB of {size / 1e9:.3g}",
         f"what binds: {binding(found)}",
     ]
-    if times:
-        timed = [(named(one), times[one.choice]) for one in found.candidates if one.choice in times]
+    if medians:
+        timed = [(named(one), medians[one.choice]) for one in found.candidates if one.choice in medians]
         words = [f"{name}, " + (f"{1e3 * sec:.4g} ms" if sec < math.inf else "not: too large") for name, sec in timed]
         lines.append("timed: " + "; ".join(words))
+        if medians[best.choice] > min(medians.values()):
+            lines.append("the plan is the best by prediction of those that noise does not tell from the fastest")
     second = next((one for one in found.candidates[1:] if one.fits), None)
     if second is not None and not times:
         lines.append(f"next: {named(second)}, {1e3 * second.time.total_sec:.3g} ms")
@@ -209,8 +216,10 @@ def planned(found: Found, experiment: Experiment, times: Mapping[Choice, float] 
     return Planned(settings_of(best, experiment), (*lines, *best.reasons), chosen)
 
 
-def _timed_first(found: Found, times: Mapping[Choice, float]) -> Found:
-    """The candidates with those that were timed before the others, the fastest first."""
-    first = sorted((one for one in found.candidates if one.choice in times), key=lambda one: times[one.choice])
+def _timed_first(found: Found, times: Mapping[Choice, Sequence[float]], medians: Mapping[Choice, float]) -> Found:
+    """The candidates with those that were timed before the others: that to take, then the fastest first."""
+    timed = [one for one in found.candidates if one.choice in times]
+    chosen = quickest({one.choice: times[one.choice] for one in timed}) if timed else None
+    first = sorted(timed, key=lambda one: (one.choice != chosen, medians[one.choice]))
     others = [one for one in found.candidates if one.choice not in times]
     return dataclasses.replace(found, candidates=(*first, *others))

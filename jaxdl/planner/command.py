@@ -8,9 +8,10 @@ planned around it. The global batch, the order of the data and the optimizer are
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -21,12 +22,14 @@ from jaxdl.data import TabularSpec
 from jaxdl.errors import OptionError
 from jaxdl.exchange import Auto
 from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
-from jaxdl.experiment import Experiment, parse_command_line
+from jaxdl.experiment import Experiment, given_config, parse_command_line
 from jaxdl.launch.netns import parse_rate
 from jaxdl.mesh import Axis
+from jaxdl.options import parse_options
 from jaxdl.planner.h100 import DEVICE, h100_devices
+from jaxdl.planner.machine import NVLINK
 from jaxdl.planner.memory import MOST_OF_DEVICE
-from jaxdl.planner.mesh_tables import tables_on_meshes
+from jaxdl.planner.mesh_tables import given_schemes, tables_on_meshes, with_slots
 from jaxdl.planner.search import (
     Candidate,
     Cluster,
@@ -37,15 +40,14 @@ from jaxdl.planner.search import (
     why_slower,
 )
 from jaxdl.planner.steptime import Efficiency, nodes_that_pay, parameter_servers
-from jaxdl.planner.table_report import config_lines, measured_workload, plan_of, table_of
+from jaxdl.planner.table_report import config_lines, measured_workload, table_of
 from jaxdl.planner.table_report import remarks as remarks_of_tables
+from jaxdl.planner.tables import plan_tables
 from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
 from jaxdl.plans import typed_fields
 
 _SHOWN = 12
 _PAYS = 0.8
-_NVLINK = Link(5e-6, 4.5e11)
-"""Of an H100, one direction (NVIDIA's data sheet); the latency is an order of magnitude."""
 _COLUMNS = (
     "replica x fsdp x tensor", "micro-batches", "kept", "parameters", "exchange", "step", "compute", "inner",
     "slow", "exposed", "GB", "against the best",
@@ -53,12 +55,9 @@ _COLUMNS = (
 
 
 @dataclass(frozen=True)
-class PlanCommand:
-    """The first options of the command are those of the experiment."""
+class PlannerOptions:
+    """What is planned for, and what is shown."""
 
-    config: Path
-    """The experiment: a Python file with a function config()."""
-    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
     gpus_per_node: int = 8
     """GPUs of a node, joined by NVLink."""
     nodes: int = 1
@@ -79,21 +78,42 @@ class PlanCommand:
     """Plan the embedding tables alone; this needs no compiler for GPUs."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand(PlannerOptions):
+    """The other options of the command are those of the experiment."""
+
+    config: Path
+    """The experiment: a Python file with a function config()."""
+    experiment: Annotated[Experiment, tyro.conf.arg(name="")]
+
+
 ABOUT = """Plans mesh, micro-batches, what activations are kept, sharding and exchange of a run, and says why.
 
   python -m jaxdl.planner --config configs/lm_gpt2_124m.py --gpus-per-node 8 --nodes 4 --network 25gbit
-  python -m jaxdl.planner --config configs/lm_gpt2_124m.py --nodes 2 --mesh.tensor 2 --exchange auto"""
+  python -m jaxdl.planner --config configs/lm_gpt2_124m.py --nodes 2 --mesh.tensor 2 --exchange auto
+  python -m jaxdl.planner --config configs/criteo_dcnv2.py --nodes 2 --only-tables
+
+Nothing runs, and no GPU is needed, but JAX's compiler for GPUs: pip install 'jax[cuda12]'. --only-tables needs none."""
 
 
 def run(args: list[str], prog: str) -> None:
     """Runs the command line. Raises ConfigError for what cannot be planned."""
-    command, _ = parse_command_line(PlanCommand, args, about=ABOUT, prog=prog, gpus=True)
+    if given_config(args) is None and {"--help", "-h"} & set(args):
+        print(
+            f"{ABOUT}\n\nAll other options are those of python -m jaxdl.train. With --config FILE --help: every option,"
+            " with its default in that file."
+        )
+        parse_options(PlannerOptions, ["--help"], prog=prog)
+    command, _ = parse_command_line(_command, args, about=ABOUT, prog=prog, gpus=True)
     cluster = cluster_of(command)
     keep = typed_fields(args) | set(getattr(command.experiment.plan, "keep", ()))
     fixed = fixed_fields(command.experiment, keep)
     console = Console(width=170)
     if command.only_tables:
-        if not _print_tables(command, cluster, console):
+        sizes = _sizes(command, fixed)
+        if math.prod(sizes.values()) == 1:
+            raise OptionError("--only-tables: one device has all tables. Give --nodes or --gpus-per-node above 1.")
+        if not _print_tables(command, cluster, console, keep, sizes):
             raise OptionError(f"--only-tables: model {command.experiment.model.kind} has no embedding tables.")
         return
     replica = int(fixed.get("mesh.replica", command.nodes))
@@ -104,8 +124,8 @@ def run(args: list[str], prog: str) -> None:
     found = search(workload_of(command.experiment, devices, replica, tables), cluster, fixed)
     if not found.candidates:
         raise no_layout(command.experiment, fixed, f"{command.nodes} nodes of {command.gpus_per_node} GPUs")
-    if found.best is not None and tables is not None:
-        _print_tables(command, cluster, console, found.best)
+    if found.best is not None and tables is not None and math.prod(found.best.choice.sizes.values()) > 1:
+        _print_tables(command, cluster, console, keep, found.best.choice.sizes, found.best)
     console.print(table(found, command))
     for line in remarks(found, command):
         console.print(line, highlight=False)
@@ -117,22 +137,44 @@ def run(args: list[str], prog: str) -> None:
         )
 
 
-def _print_tables(command: PlanCommand, cluster: Cluster, console: Console, best: Candidate | None = None) -> bool:
-    """Plans the embedding tables, if there are any, for the mesh of a plan, or on all devices; whether there are."""
-    sizes = {Axis.REPLICA.value: command.nodes, Axis.FSDP.value: command.gpus_per_node}
+def _command(config: Path, experiment: Experiment) -> PlanCommand:
+    return PlanCommand(config=config, experiment=experiment)
+
+
+def _sizes(command: PlanCommand, fixed: Mapping[str, Any]) -> dict[str, int]:
+    """The mesh for which tables are planned alone: as given, or a replica on each node, without tensor parallelism."""
+    total = command.nodes * command.gpus_per_node
+    replica, tensor = int(fixed.get("mesh.replica", command.nodes)), int(fixed.get("mesh.tensor", 1))
+    fsdp = int(fixed.get("mesh.fsdp", max(1, total // (replica * tensor))))
+    if replica * fsdp * tensor != total:
+        raise no_layout(command.experiment, fixed, f"{command.nodes} nodes of {command.gpus_per_node} GPUs")
+    return {Axis.REPLICA.value: replica, Axis.FSDP.value: fsdp, Axis.TENSOR.value: tensor}
+
+
+def _print_tables(
+    command: PlanCommand,
+    cluster: Cluster,
+    console: Console,
+    keep: Collection[str],
+    sizes: Mapping[str, int],
+    best: Candidate | None = None,
+) -> bool:
+    """Plans the embedding tables for a mesh, if there are any, or shows those of a plan; whether there are."""
     if command.experiment.model.modality != TabularSpec.modality:  # No data need be read.
         return False
-    work = measured_workload(command.experiment, sizes if best is None else best.choice.sizes)
-    if work is None:
+    found = measured_workload(command.experiment, sizes)
+    if found is None:
         return False
-    memory = MOST_OF_DEVICE * cluster.device_bytes
-    planned = command.experiment
+    base = command.experiment.embedding
+    work, memory = with_slots(found, base), MOST_OF_DEVICE * cluster.device_bytes
+    given = given_schemes(work, base, keep)
     if best is not None and best.tables is not None:
         memory -= best.memory.total - best.memory.tables
-        planned = planned.replaced({"embedding": best.tables.embedding})
-    plan = plan_of(planned, work, cluster.machine, memory)
-    console.print(table_of(work, plan, command.experiment.embedding, cluster.machine))
-    for line in [*remarks_of_tables(work, plan, memory), "in the config: EmbeddingConfig(", *config_lines(plan), ")"]:
+        plan = plan_tables(work, cluster.machine, memory, best.tables.embedding, best.tables.schemes)
+    else:
+        plan = plan_tables(work, cluster.machine, memory, base, given)
+    console.print(table_of(work, plan, base, cluster.machine, given))
+    for line in [*remarks_of_tables(plan, memory, given), "in the config: EmbeddingConfig(", *config_lines(plan), ")"]:
         console.print(line, highlight=False, soft_wrap=True)
     return True
 
@@ -150,8 +192,8 @@ def cluster_of(command: PlanCommand) -> Cluster:
     rate = _network_rate(command) / command.gpus_per_node
     links = {
         Axis.REPLICA.value: Link(1e-6 * command.latency_us, rate),
-        Axis.FSDP.value: _NVLINK,
-        Axis.TENSOR.value: _NVLINK,
+        Axis.FSDP.value: NVLINK,
+        Axis.TENSOR.value: NVLINK,
     }
     machine = Machine(links, NOMINAL_SPEEDS["gpu"], "given", overlaps=True)
     size = 1e9 * command.device_gb or float(DEVICE["device_memory_size"])

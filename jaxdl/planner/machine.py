@@ -6,8 +6,8 @@ from jaxdl.exchange.cost import NOMINAL_SPEEDS, Link, Machine
 from jaxdl.launch.netns import parse_rate
 from jaxdl.mesh import Axis
 
-_INSIDE = Link(latency_sec=5e-6, bytes_per_sec=200e9)
-"""Of a device over NVLink: an order of magnitude. What is chosen hardly depends on it."""
+NVLINK = Link(latency_sec=5e-6, bytes_per_sec=4.5e11)
+"""Of an H100, one direction (NVIDIA's data sheet); the latency is an order of magnitude."""
 _LATENCY_SEC = 20e-6
 
 
@@ -16,6 +16,6 @@ def nominal_machine(network: str, gpus_per_node: int) -> Machine:
 
     Raises ConfigError for a rate that is none.
     """
-    links = {axis.value: _INSIDE for axis in Axis}
+    links = {axis.value: NVLINK for axis in Axis}
     links[Axis.REPLICA.value] = Link(_LATENCY_SEC, parse_rate(network) / 8 / gpus_per_node)
     return Machine(links, NOMINAL_SPEEDS["gpu"])

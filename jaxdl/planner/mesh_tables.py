@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 
 from jaxdl.data import TabularSpec
-from jaxdl.embedding import EmbeddingConfig, make_buffers
+from jaxdl.embedding import EmbeddingConfig, Scheme, make_buffers
 from jaxdl.embedding.cache import CacheConfig
 from jaxdl.embedding.traffic import messages, sent_bytes
 from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.planner.search import PlanTables, TablesOnMesh
-from jaxdl.planner.table_report import fixed_schemes, measured_workload
+from jaxdl.planner.table_report import measured_workload
 from jaxdl.planner.tables import Workload, device_bytes, plan_tables
 from jaxdl.plans import TABLES
 
@@ -34,10 +35,7 @@ def tables_on_meshes(
     if found is None:
         return None
     base, work = experiment.embedding, with_slots(found, experiment.embedding)
-    whole = base.scheme != EmbeddingConfig().scheme or TABLES in keep or base.cache != CacheConfig()
-    placed = {name for name, _ in base.places}
-    fixed = fixed_schemes(work, base)
-    fixed |= {one.name: base.scheme_of(one.name) for one in work.tables if whole or one.name in placed}
+    fixed = given_schemes(work, base, keep)
 
     @functools.cache
     def planned(axes: tuple[tuple[str, int], ...], room: float) -> TablesOnMesh:
@@ -45,10 +43,19 @@ def tables_on_meshes(
         config = base
         if len(fixed) < len(work.tables) and math.prod(here.sizes.values()) > 1:
             config = plan_tables(here, machine(), room, base, fixed).config(base)
-            config = config.replaced({"places": tuple((dict(config.places) | dict(base.places)).items())})
         return on_mesh(here, config)
 
     return lambda sizes, room: planned(tuple(sizes.items()), room)
+
+
+def given_schemes(work: Workload, base: EmbeddingConfig, keep: Collection[str]) -> dict[str, Scheme]:
+    """The schemes that a config gives: to tables by their names or places, or to all of them."""
+    whole = base.scheme != EmbeddingConfig().scheme or TABLES in keep or base.cache != CacheConfig()
+    placed = {name for name, _ in base.places}
+    named = {
+        one.name for one in work.tables if any(fnmatch.fnmatchcase(one.name, pattern) for pattern, _ in base.schemes)
+    }
+    return {one.name: base.scheme_of(one.name) for one in work.tables if whole or one.name in placed | named}
 
 
 def with_slots(work: Workload, config: EmbeddingConfig) -> Workload:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from rich.table import Table as RichTable
@@ -16,10 +15,12 @@ from jaxdl.embedding import EmbeddingConfig, Scheme, Table
 from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
-from jaxdl.planner.tables import TablePlan, Workload, plan_tables, possible, share
+from jaxdl.planner.tables import TablePlan, Workload, changes_of
 from jaxdl.run.validate import read_splits
 from jaxdl.step.parts import IDS
 
+_SLOWER = 0.999
+"""Below this share of the plan's time, one scheme for all tables is faster."""
 _MOST_EXAMPLES = 65_536
 """Examples that are read to count the rows that a node's batch touches."""
 
@@ -70,43 +71,46 @@ def _distinct(ids: np.ndarray) -> int:
     return int((values >= 0).sum())
 
 
-def table_of(work: Workload, plan: TablePlan, base: EmbeddingConfig, machine: Machine) -> RichTable:
-    """Each table with its scheme, what it costs in it, and the scheme that comes next.
+def table_of(
+    work: Workload, plan: TablePlan, base: EmbeddingConfig, machine: Machine, given: Collection[str]
+) -> RichTable:
+    """Each table with its scheme, what it adds to a step under the plan, and the scheme that would add least else.
 
-    Times are of the table alone, where tables that are assigned share the devices evenly.
+    `given` are the tables whose scheme was not planned.
     """
-    given = fixed_schemes(work, base)
     made = RichTable(title=f"Embedding tables, batch {work.batch_size:,}: the plan")
-    for column in ("table", "rows", "ids", "rows a node touches", "scheme", "place", "ms", "or", "ms "):
+    for column in ("table", "rows", "ids", "rows a node touches", "scheme", "place", "adds ms", "or", "adds ms "):
         made.add_column(column, justify="left" if column in ("table", "scheme", "or") else "right")
     for table in work.tables:
-        chosen = plan.schemes[table.name]
-        times = {
-            one.kind: share(work, table, chosen if one.kind == chosen.kind else one, machine, base)[0]
-            for one in possible(table, work)
-        }
-        other = min((kind for kind in times if kind != chosen.kind), key=lambda kind: times[kind])
+        chosen, added = plan.schemes[table.name].kind, changes_of(work, base, plan, table, machine)
+        other = min((kind for kind in added if kind != chosen), key=lambda kind: added[kind])
         made.add_row(
             table.name,
             f"{table.rows:,}",
             str(sum(work.num_ids[one] for one in table.features)),
             f"{work.distinct[table.name]:,.0f}",
-            chosen.kind + (" (given)" if table.name in given else ""),
+            chosen + (" (given)" if table.name in given else ""),
             str(plan.places.get(table.name, "")),
-            f"{1e3 * times[chosen.kind]:.3f}",
+            f"{1e3 * added[chosen]:.3f}" if chosen in added else "",
             other,
-            f"{1e3 * times[other]:.3f}",
+            f"{1e3 * added[other]:.3f}",
         )
     return made
 
 
-def remarks(work: Workload, plan: TablePlan, memory: float) -> list[str]:
-    """What a step costs under the plan and under each scheme, what binds, and the plan as lines of a config."""
+def remarks(plan: TablePlan, memory: float, given: Collection[str] = ()) -> list[str]:
+    """What a step costs under the plan and under each scheme, and what binds; `given` as in `table_of`."""
     lines = ["a step's tables (between nodes, inside, memory of rows), and the memory of a device:"]
     for name, one in [("the plan", plan.costs), *sorted(plan.alone.items(), key=lambda item: item[1].total_sec)]:
         times = ", ".join(f"{1e3 * x:.3f}" for x in (one.slow_sec, one.inner_sec, one.memory_sec))
         fits = "" if one.device_bytes <= memory else ", which does not fit"
-        lines.append(f"  {name}: {1e3 * one.total_sec:.3f} ms ({times}), {one.device_bytes / 1e9:.3f} GB{fits}")
+        lines.append(f"  {name}: {1e3 * one.total_sec:.3f} ms ({times}), {sized(one.device_bytes)}{fits}")
+    fitting = {name: one.total_sec for name, one in plan.alone.items() if one.device_bytes <= memory}
+    fastest = min(fitting, key=lambda name: fitting[name], default=None)
+    if fastest is not None and fitting[fastest] < _SLOWER * plan.costs.total_sec:
+        times = f"{1e3 * fitting[fastest]:.3f} ms against {1e3 * plan.costs.total_sec:.3f}"
+        named = f"the schemes that are given ({', '.join(sorted(given))}) cost it that" if given else "it was not found"
+        lines.append(f"{fastest} for all tables would be faster than the plan, {times}: {named}")
     parts = {
         "the network between nodes": plan.costs.slow_sec,
         "messages inside a node": plan.costs.inner_sec,
@@ -135,16 +139,9 @@ def _text(scheme: Scheme) -> str:
     return f"{type(scheme).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
 
-def plan_of(experiment: Experiment, work: Workload, machine: Machine, memory: float) -> TablePlan:
-    """The plan of an experiment's tables; those to which its config gives a scheme of their own keep it."""
-    base = experiment.embedding
-    return plan_tables(work, machine, memory, base, fixed_schemes(work, base))
-
-
-def fixed_schemes(work: Workload, base: EmbeddingConfig) -> dict[str, Scheme]:
-    """The schemes that a config gives to tables by their names."""
-    return {
-        one.name: base.scheme_of(one.name)
-        for one in work.tables
-        if any(fnmatch.fnmatchcase(one.name, pattern) for pattern, _ in base.schemes)
-    }
+def sized(num_bytes: float) -> str:
+    """Bytes in the unit that suits them."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if num_bytes >= 0.1 * size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes / 1e3:.3g} kB"

@@ -33,6 +33,9 @@ from jaxdl.planner.placement import place
 _SLOW = Axis.REPLICA.value
 _ROOM_SLACK = 1.1
 """Room of messages with touched rows over the mean number of rows: batches differ."""
+_SOLVER_SEC = 20.0
+_INFEASIBLE = 2
+"""The status of `scipy.optimize.milp` for a program without a solution."""
 _READS = 4
 """How often a vector of the batch is read or written: looked up; its gradient sorted and summed."""
 _COLLECTIVES = {
@@ -166,10 +169,11 @@ def plan_tables(
 ) -> TablePlan:
     """The plan with the least `Costs.total_sec` that was found, with at most `memory` bytes of tables on a device.
 
-    The tables in `fixed` have the schemes given there. The same input gives the same plan. Raises ConfigError if no
-    plan fits.
+    The tables in `fixed` have the schemes given there, and those with a place in `base` keep it. The same input gives
+    the same plan. Raises ConfigError if no plan fits.
     """
-    base = (base or EmbeddingConfig()).model_copy(update={"schemes": (), "places": ()})
+    base = base or EmbeddingConfig()
+    given_places, base = dict(base.places), base.model_copy(update={"schemes": (), "places": ()})
     fixed = dict(fixed or {})
     choices = _choices()
     alone = {
@@ -180,7 +184,7 @@ def plan_tables(
     }
     chosen = choose(work, options, machine, memory, base)
     chosen = _improved(work, base, chosen, fixed, machine, memory)
-    plan = _placed(work, base, chosen, memory)
+    plan = _placed(work, base, chosen, memory) | given_places
     costs = costs_of(work, with_schemes(base, chosen, plan), machine)
     return TablePlan(chosen, plan, costs, alone)
 
@@ -213,8 +217,13 @@ def choose(
         ],
         integrality=np.ones(len(pairs)),
         bounds=scipy.optimize.Bounds(0, 1),
-        options={"time_limit": 20.0, "mip_rel_gap": 1e-4},
+        options={"time_limit": _SOLVER_SEC, "mip_rel_gap": 1e-4},
     )
+    if found.x is None and found.status != _INFEASIBLE:
+        raise ConfigError(
+            f"the tables: HiGHS found no choice of schemes within {_SOLVER_SEC:g} s ({found.message}). Give some of "
+            "the tables a scheme in the config (EmbeddingConfig.schemes), and the rest is planned around it."
+        )
     if found.x is None:
         least = sum(
             min(size for (one, _), size in zip(pairs, sizes, strict=True) if one is table) for table in work.tables
@@ -265,6 +274,30 @@ def _joined(work: Workload, chosen: Mapping[str, Scheme]) -> dict[str, Scheme]:
     for table in work.tables:
         of_kind.setdefault(chosen[table.name].kind, []).append(table)
     return {name: _with_room(one, of_kind[one.kind], work) for name, one in chosen.items()}
+
+
+def changes_of(
+    work: Workload, base: EmbeddingConfig, plan: TablePlan, table: Table, machine: Machine
+) -> dict[str, float]:
+    """Scheme -> what a step costs more with a table in it than without the table, in seconds; all others as planned.
+
+    In the scheme of the plan it is what the table costs: tables share messages, so this is less than it costs alone.
+    Places are those by cost, not those of the plan.
+    """
+    base = base.model_copy(update={"schemes": (), "places": ()})
+    others = tuple(one for one in work.tables if one.name != table.name)
+    chosen = {one.name: plan.schemes[one.name] for one in others}
+    features = {name for one in others for name in one.features}
+    rest = Workload(
+        others, {k: v for k, v in work.num_ids.items() if k in features}, work.distinct, work.batch_size, work.sizes
+    )
+    before = _tried(rest, base, chosen, machine) if others else None
+    least = 0.0 if before is None else before.total_sec
+    return {
+        one.kind: found.total_sec - least
+        for one in possible(table, work)
+        if (found := _tried(work, base, chosen | {table.name: one}, machine)) is not None
+    }
 
 
 def _tried(work: Workload, base: EmbeddingConfig, chosen: Mapping[str, Scheme], machine: Machine) -> Costs | None:

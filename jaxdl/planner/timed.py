@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 import statistics
 import time
@@ -123,8 +124,8 @@ def local_plan(
     return dataclasses.replace(plan, parts=dataclasses.replace(plan.parts, exchange=NoExchange()))
 
 
-def timed_layouts(plans: Mapping[Name, Plan], device_bytes: float, num_rounds: int) -> dict[Name, float]:
-    """Median seconds of the steps of whole layouts, of the slowest process.
+def timed_layouts(plans: Mapping[Name, Plan], device_bytes: float, num_rounds: int) -> dict[Name, list[float]]:
+    """Seconds of the steps of whole layouts, one a round, of the slowest process.
 
     They are infinite for a layout that needs more memory by XLA's plan than a plan may, which is not run.
     """
@@ -133,10 +134,31 @@ def timed_layouts(plans: Mapping[Name, Plan], device_bytes: float, num_rounds: i
     needed = {name: planned_bytes(program) or 0 for name, program in programs.items()}
     fitting = {name: (plans[name], programs[name]) for name in plans if needed[name] <= most}
     turns = [fitting] if sum(needed[name] for name in fitting) <= most else [{name: fitting[name]} for name in fitting]
-    times = dict.fromkeys(plans, math.inf)
+    times = {name: [math.inf] for name in plans}
     for some in turns:
-        times |= timed_steps(some, num_rounds)
+        times |= slowest(rounds_of(some, num_rounds)) if some else {}
     return times
+
+
+def slowest(times: Mapping[Name, Sequence[float]]) -> dict[Name, list[float]]:
+    """The seconds of each round, of the slowest process, so that all decide alike."""
+    wait_for_all()  # One may have compiled for longer than Gloo waits.
+    every = [json.loads(one) for one in from_each_process(json.dumps(list(times.values())).encode())]
+    return dict(zip(times, (np.max(of_each, axis=0).tolist() for of_each in zip(*every, strict=True)), strict=True))
+
+
+def as_fast(times: Sequence[float], fastest: Sequence[float]) -> bool:
+    """Whether noise hides that steps are slower than the fastest: in a quarter of the rounds or more they are not."""
+    return bool(np.quantile(np.divide(times, fastest), 0.25) <= 1)
+
+
+def quickest(times: Mapping[Name, Sequence[float]]) -> Name:
+    """The first that noise does not tell from the one with the least median; the order is that of the predictions."""
+    fastest = min(times, key=lambda name: statistics.median(times[name]))
+    if math.isinf(times[fastest][0]):
+        return fastest
+    fit = (name for name in times if not math.isinf(times[name][0]))
+    return next(name for name in fit if as_fast(times[name], times[fastest]))
 
 
 def timed_steps(programs: Mapping[Name, tuple[Plan, jax.stages.Compiled]], num_rounds: int) -> dict[Name, float]:

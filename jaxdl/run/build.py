@@ -329,7 +329,8 @@ def _checked(plan: Plan) -> Plan:
 
     Otherwise that would be seen when they come, hours later.
     """
-    _ = plan.caches  # Raises for settings that do not fit.
+    if plan.caches is not None:  # Raises for settings that do not fit.
+        plan.caches.check_evaluation(plan.splits.test, plan.eval_batch_size)
     if not isinstance(plan.splits.train, PhotoSource):
         return plan
     state = plan.parts.state_spec.abstract()

@@ -22,15 +22,16 @@ from jaxdl.config import ConfigError
 from jaxdl.data import DataSpec, Source
 from jaxdl.data.source import Activity, TrainRows
 from jaxdl.embedding import ROWS, Tables
-from jaxdl.embedding.cache import Swap, Window
+from jaxdl.embedding.cache import CacheConfig, Swap, Window
 from jaxdl.embedding.store import Store
 from jaxdl.evaluation import EvalStep
 from jaxdl.experiment import Experiment
-from jaxdl.run.whole import evaluation_batches, ids_of, training_batches
+from jaxdl.run.whole import check_here, evaluation_batches, ids_of, training_batches
 from jaxdl.state import TABLES, TrainState
 from jaxdl.step.parts import IDS
 
 Swaps = Mapping[str, Swap]
+_EVAL_SIZE = "--evaluation.batch-size"
 
 
 class Caches:
@@ -41,7 +42,7 @@ class Caches:
         features = spec.id_features()
         num_ids = {one.name: one.num_ids for one in features}
         self._parent, self._folder = tables.config.cache.folder, None
-        self.store = Store(tables, experiment.model.tables(features), num_ids, self._allocate)
+        self.store = Store(tables, experiment.model.tables(features), num_ids, self._rows, self.allocate)
         self._queue: deque[Swaps] = deque()
         self.counted: Counter[str] = Counter()
         """Distinct rows of training batches that were in a slot (`device`), and that were not (`host`)."""
@@ -72,7 +73,8 @@ class Caches:
         """
         self.store.write_back(state.tables)
         queue: deque[Swaps] = deque()
-        planned = _Planned(source, evaluation_batches(batch_size), self.store.window(), queue, Counter())
+        window = self.store.window(_EVAL_SIZE)
+        planned = _Planned(source, evaluation_batches(batch_size), window, queue, Counter())
         rows: dict[str, Any] = {name: jnp.copy(one[ROWS]) for name, one in state.tables.items()}
 
         def step(params: Any, model_state: Any, batch: Any) -> Any:
@@ -81,6 +83,16 @@ class Caches:
             return eval_step(params, {**model_state, TABLES: rows}, batch)
 
         return step, planned
+
+    def check_evaluation(self, source: Source, batch_size: int) -> None:
+        """Raises ConfigError where the slots have no room for the first batch of an evaluation.
+
+        Otherwise that would be seen at the end of the first epoch. Those after it are checked when they come.
+        """
+        window = self.store.window(_EVAL_SIZE)
+        ids = ids_of(source, np.arange(min(batch_size, len(source))))
+        window.add(ids, ids)
+        window.planned()
 
     # What `Checkpoints` asks for.
 
@@ -96,13 +108,20 @@ class Caches:
         """The state for training, of one as a checkpoint has it."""
         return state.replace(tables=self.store.live(state.tables))
 
-    def _allocate(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        if self._parent is None:
-            return np.empty(shape, np.float32)
+    def allocate(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Memory for a part of a checkpoint, where the tables are: a file as large as theirs, or memory."""
+        return np.zeros(shape, np.float32) if self._parent is None else self._mapped(name, ".checkpoint", shape)
+
+    def _rows(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        return np.empty(shape, np.float32) if self._parent is None else self._mapped(name, ".rows", shape)
+
+    def _mapped(self, name: str, ending: str, shape: tuple[int, ...]) -> np.ndarray:
+        assert self._parent is not None
         try:
             if self._folder is None:
                 self._folder = tempfile.mkdtemp(prefix="tables-", dir=Path(self._parent).expanduser())
-            path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}.f32"  # One file for each name.
+            path = Path(self._folder) / f"{urllib.parse.quote(name, safe='')}{ending}"  # One file for each name.
+            path.unlink(missing_ok=True)  # Whoever still reads the one before keeps its bytes.
             return np.memmap(path, np.float32, "w+", shape=shape)
         except OSError as error:
             raise ConfigError(
@@ -129,7 +148,7 @@ def without_caches(experiment: Experiment) -> Experiment:
     """The experiment with tables that the devices hold whole."""
     if experiment.embedding.cache.fraction is None:
         return experiment
-    return experiment.replaced({"embedding.cache.fraction": None})
+    return experiment.replaced({"embedding.cache": CacheConfig()})
 
 
 class _Planned(Source):
@@ -177,6 +196,8 @@ class _Planned(Source):
             waiting.append(batch)
             mine, whole = batch[IDS], next(self._every)
             # Other processes have the rest.
+            if len(mine) == len(whole):
+                check_here(self._source, mine, whole)
             self._window.add(mine, mine if len(mine) == len(whole) else ids_of(self._source, whole))
             if self._window.is_full:
                 yield self._next(waiting.popleft())

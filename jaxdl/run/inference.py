@@ -40,6 +40,7 @@ class Inference:
         self._logits = jax.jit(self.outputs)
         self._probabilities = jax.jit(self.probabilities)
         self._eval_steps: dict[DataSpec, EvalStep] = {}
+        self._features: dict[tuple[str, bool], Callable[..., jax.Array]] = {}
 
     @functools.cached_property
     def rounded_params(self) -> Params:
@@ -75,6 +76,26 @@ class Inference:
         Inputs are as in `predict`; for text integers `[batch, length]`, the output is `[batch, length, vocab_size]`.
         """
         return jax.tree.map(lambda x: x.astype(np.float32), self._of_batch(self._logits, "logits", inputs))
+
+    def features(self, inputs: Any, layer: str, *, pool: bool = True) -> np.ndarray:
+        """The output of a layer for each input, float32: features for another model.
+
+        `layer` names a part of the network, `stage2_block1` or `head`; the last block of a stage may be named by the
+        stage. With `pool` an output `[batch, height, width, channel]` (or `[batch, length, channel]`) is its mean over
+        the places, `[batch, channel]`. Inputs are as in `predict`. Raises ConfigError for a layer that is not there.
+        """
+        if isinstance(self.parts.data_spec, TextSpec):
+            raise ConfigError("features: this network reads text; features are those of other data.")
+        key = (layer, pool)
+        if key not in self._features:
+            self._features[key] = jax.jit(functools.partial(self._layer, layer=layer, pool=pool))
+        return self._of_batch(self._features[key], "features", inputs)
+
+    def _layer(self, params: Params, model_state: ModelState, batch: Batch, *, layer: str, pool: bool) -> jax.Array:
+        found = apply_network(self.parts, self.parts.layout, params, model_state, batch, train=False, layer=layer)[
+            0
+        ].astype(jnp.float32)
+        return jnp.mean(found, axis=tuple(range(1, found.ndim - 1))) if pool and found.ndim > 2 else found
 
     def _of_batch(self, function: Callable[..., Any], what: str, inputs: Any) -> Any:
         """The function of a batch of inputs, which is padded to what the mesh divides."""

@@ -5,8 +5,9 @@ All processes choose the same bucket for a batch, without a message: each counts
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,10 +17,11 @@ from jaxdl.data.source import Activity, TrainRows
 from jaxdl.data.tabular import TabularSource, counted_ids
 from jaxdl.embedding import Tables
 from jaxdl.embedding.jagged import fitting, packed
-from jaxdl.run.whole import evaluation_batches, training_batches
+from jaxdl.run.whole import check_here, evaluation_batches, training_batches
 from jaxdl.step.parts import IDS, LENGTHS, NEXT
 
 Rows = dict[str, np.ndarray]
+Request = TypeVar("Request")
 
 
 def in_training(
@@ -32,15 +34,16 @@ def in_training(
     if tables is None:
         return source
     every = training_batches(original, batch_size=batch_size, seed=seed, start=start)
-    return _Prepared(source, _packing(tables, original, batch_size, every), ahead=tables.config.ids_ahead)
+    packing = _packing(tables, original, batch_size, every)
+    return _Prepared(source, packing, ahead=tables.config.ids_ahead, check=source is original)
 
 
 def in_evaluation(tables: Tables | None, source: Source, original: Source, batch_size: int) -> Source:
     """The same for the batches of an evaluation; none of them has the next one's ids."""
-    if tables is None or not tables.config.jagged:
+    if tables is None:
         return source
     packing = _packing(tables, original, batch_size, evaluation_batches(batch_size))
-    return _Prepared(source, packing, ahead=False)
+    return _Prepared(source, packing, ahead=False, check=source is original)
 
 
 def shapes_of(tables: Tables | None, shapes: Mapping[str, Any], *, evaluating: bool) -> dict[str, Any]:
@@ -86,10 +89,13 @@ def _packing(tables: Tables, source: Source, batch_size: int, every: Iterator[np
 
 
 class _Prepared(Source):
-    """A source whose batches follow each other; `ahead` ones have the ids of the batch after them, the last its own."""
+    """A source whose batches follow each other; `ahead` ones have the ids of the batch after them, the last its own.
 
-    def __init__(self, source: Source, packing: _Packing | None, *, ahead: bool) -> None:
-        self._source, self._packing, self._ahead = source, packing, ahead
+    With `check`, ids that are out of range raise ConfigError; slots of a cache are checked where the ids are read.
+    """
+
+    def __init__(self, source: Source, packing: _Packing | None, *, ahead: bool, check: bool) -> None:
+        self._source, self._packing, self._ahead, self._check = source, packing, ahead, check
         self.spec = source.spec
 
     def __len__(self) -> int:
@@ -109,15 +115,34 @@ class _Prepared(Source):
 
     def train_batches(self, requests: Iterator[TrainRows]) -> Iterator[Rows]:
         """See `Source.train_batches`."""
-        return self._prepared(self._source.train_batches(requests))
+        asked: deque[np.ndarray] = deque()
+        noted = _noted(requests, asked, lambda request: request.indices)
+        return self._prepared(self._source.train_batches(noted), asked)
 
     def eval_batches(self, requests: Iterator[np.ndarray]) -> Iterator[Rows]:
         """See `Source.eval_batches`."""
-        return self._prepared(self._source.eval_batches(requests))
+        asked: deque[np.ndarray] = deque()
+        return self._prepared(self._source.eval_batches(_noted(requests, asked, lambda request: request)), asked)
 
-    def _prepared(self, batches: Iterator[Rows]) -> Iterator[Rows]:
+    def _prepared(self, batches: Iterator[Rows], asked: deque[np.ndarray]) -> Iterator[Rows]:
+        if self._check:
+            batches = self._checked(batches, asked)
         made = batches if self._packing is None else map(self._packing, batches)
         return _with_next(made) if self._ahead else made
+
+    def _checked(self, batches: Iterator[Rows], asked: deque[np.ndarray]) -> Iterator[Rows]:
+        for batch in batches:
+            check_here(self._source, batch[IDS], asked.popleft())
+            yield batch
+
+
+def _noted(
+    requests: Iterator[Request], asked: deque[np.ndarray], indices: Callable[[Request], np.ndarray]
+) -> Iterator[Request]:
+    """The requests; the examples of each are appended to `asked`, since a source may ask for some ahead of time."""
+    for request in requests:
+        asked.append(indices(request))
+        yield request
 
 
 def _with_next(batches: Iterator[Rows]) -> Iterator[Rows]:

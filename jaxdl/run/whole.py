@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxdl.data import Source
-from jaxdl.data.tabular import TabularSource
+from jaxdl.data.tabular import TabularSource, TabularSpec, check_ids
 from jaxdl.step.parts import IDS
 
 
@@ -27,9 +27,22 @@ def evaluation_batches(batch_size: int) -> Iterator[np.ndarray]:
 
 
 def ids_of(source: Source, indices: np.ndarray) -> np.ndarray:
-    """The ids of examples, int32 `[example, ids]`; of padding zeros, as in `Source.eval_batch`."""
+    """The ids of examples, int32 `[example, ids]`; of padding zeros, as in `Source.eval_batch`.
+
+    Raises ConfigError for ids that their feature does not have.
+    """
     there = indices < len(source)
     known = source.ids(indices[there]) if isinstance(source, TabularSource) else source.batch(indices[there])[IDS]
+    check_here(source, known, indices[there])
     ids = np.zeros((len(indices), known.shape[1]), known.dtype)
     ids[there] = known
     return ids
+
+
+def check_here(source: Source, ids: np.ndarray, examples: np.ndarray) -> None:
+    """Raises ConfigError for an id, of `[example, ids]`, that its feature does not have.
+
+    A lookup has no error for it: the step would leave it out, as if it were -1.
+    """
+    if isinstance(source.spec, TabularSpec):
+        check_ids(source.spec, ids, type(source).__name__, examples)

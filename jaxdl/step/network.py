@@ -28,11 +28,12 @@ def apply_network(
     rows: jax.Array | None = None,
     whole: bool = True,
     vectors: jax.Array | None = None,
+    layer: str | None = None,
 ) -> tuple[Any, ModelState]:
     """`(outputs, model_state)` of the network on a batch, in the precision's dtype, sharded by `layout`.
 
-    `train`, `forget`, `key`, `rows` and `whole` are those of `Network.apply`. A network with embedding tables has the
-    pooled vectors of each feature as its last input: `vectors`, or else what is looked up in the tables that
+    `train`, `forget`, `key`, `rows`, `whole` and `layer` are those of `Network.apply`. A network with embedding tables
+    has the pooled vectors of each feature as its last input: `vectors`, or else what is looked up in the tables that
     `model_state` then has (`TrainState.eval_state`).
     """
     if parts.tables is not None and vectors is None:
@@ -43,7 +44,7 @@ def apply_network(
         inputs = parts.task.inputs(batch, parts.data_spec)
         if parts.tables is not None and vectors is not None:
             inputs = (*inputs, parts.tables.by_feature(vectors))
-    how = {"train": train, "forget": forget, "key": key, "rows": rows, "whole": whole}
+    how = {"train": train, "forget": forget, "key": key, "rows": rows, "whole": whole, "layer": layer}
     return run_network(parts, layout, params, model_state, *inputs, **how)
 
 

@@ -1,0 +1,164 @@
+"""The test that comes before all times of `python -m jaxdl.bench balance`: are the steps right?
+
+The losses of three steps are compared with those of one device. An exchange that compresses is emulated there: the same
+exchange under `jax.vmap`, whose axis stands in for the replicas, without a mesh and without messages. What it sends is
+checked besides, since a wrong formula would be wrong on both sides: means and residuals together must be the gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdl.bench.balance_run import Clock, batch_of, first_devices, losses
+from jaxdl.bench.balance_work import Work, planned
+from jaxdl.exchange import PER_REPLICA, ExchangeConfig, by_name
+from jaxdl.mesh import Axis
+from jaxdl.run.build import Plan, make_initial_state
+from jaxdl.step import local_gradients, updated
+
+_REPLICA = Axis.REPLICA.value
+NUM_STEPS = 3
+EXACT, EMULATED, ROUNDED = 1e-5, 1e-4, 2.0**-6
+"""Relative differences of losses that are allowed: of sums in another order; of choices that such a difference changes,
+of a few entries; and of 16-bit numbers."""
+LOST = 0.5
+"""Of an exchange without residuals: how far its mean may be from the gradients' mean, relative to that."""
+_KEPT = 1e-5
+"""How far means and residuals together may be from the gradients, relative to the largest one."""
+
+
+@dataclass(frozen=True)
+class Checked:
+    """An exchange, or a sum, and how far it is from what it should give."""
+
+    name: str
+    reference: str
+    """What it was compared with."""
+    difference: float
+    """The largest relative one."""
+    bound: float
+
+    @property
+    def fine(self) -> bool:
+        """Whether it is right."""
+        return self.difference <= self.bound  # Not for NaN.
+
+
+def check_all(
+    work: Work, exchanges: Mapping[str, ExchangeConfig], *, replicas: int, inner: int, precision: str, clock: Clock
+) -> list[Checked]:
+    """Checks every exchange on `replicas` of `inner` devices; all processes get the same answers."""
+    every = replicas * inner
+    alone = _plan(dataclasses.replace(work, examples=work.examples * every), None, 1, 1, precision)
+    expected = losses(alone, NUM_STEPS)
+    found = []
+    for name, config in exchanges.items():
+        if not config.compresses:
+            plan = _plan(work, config, replicas, inner, precision)
+            bound = EXACT if config.distortion == (0, 0) and precision == "float32" else ROUNDED
+            far = _difference(losses(plan, NUM_STEPS), expected)
+            found.append(Checked(name, "one device", far, bound))
+            continue
+        # Emulated are replicas of one device each.
+        plan = _plan(work, config, every, 1, precision)
+        emulated, kept, lost = emulate(plan, alone, config)
+        bound = EMULATED if precision == "float32" else ROUNDED
+        found.append(Checked(name, "emulated on one device", _difference(losses(plan, NUM_STEPS), emulated), bound))
+        if kept is not None:
+            found.append(Checked(name, "means and residuals", kept, _KEPT if precision == "float32" else ROUNDED))
+        if lost is not None:
+            found.append(Checked(name, "means", lost, LOST))
+    return [dataclasses.replace(one, difference=max(clock.every(one.difference), key=_or_inf)) for one in found]
+
+
+def _or_inf(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _plan(work: Work, config: ExchangeConfig | None, replicas: int, inner: int, precision: str) -> Plan:
+    """A plan on the first devices of the run; of a single device, on one of this process."""
+    count = replicas * inner
+    devices = first_devices(count) if count > 1 else jax.local_devices()[:1]
+    return planned(work, config, replicas=replicas, inner=inner, precision=precision, devices=devices)
+
+
+def _difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """The largest relative one; NaN if a number is not finite."""
+    far = [abs(a - b) / abs(b) for a, b in zip(found, expected, strict=True)]
+    return max(far) if all(map(math.isfinite, far)) else math.nan
+
+
+def emulate(plan: Plan, alone: Plan, config: ExchangeConfig) -> tuple[list[float], float | None, float | None]:
+    """The losses of the steps of a plan whose replicas have one device each, emulated on the device of `alone`.
+
+    Then how far means and residuals are from the gradients, relative to the largest one, and how far the means are, as
+    a relative norm; None where the exchange does not promise it: with momentum of its own, or if it loses what it does
+    not send.
+    """
+    num_replicas = plan.experiment.mesh.replica
+    step = jax.jit(lambda *args: _emulated_step(plan, alone, config, *args))
+    state, shapes = make_initial_state(alone), alone.parts.network.param_shapes
+    fresh = plan.parts.exchange.init(shapes)
+    exchange_state = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_replicas, *jnp.shape(x))), fresh)
+    found, far = [], []
+    for number in range(NUM_STEPS):
+        state, exchange_state, loss, errors = step(state, exchange_state, batch_of(alone, number))
+        found.append(float(loss))
+        far.append([float(one) for one in errors])
+    kept, lost = (max(column) for column in zip(*far, strict=True))
+    has_residual = bool(fresh.get(PER_REPLICA, {}).get(config.unsent_name))
+    if config.momentum_factor is not None:
+        return found, None, None
+    if has_residual:
+        return found, kept, None
+    return found, None, lost if config.distortion[0] <= 1 else None
+
+
+def _emulated_step(
+    plan: Plan, alone: Plan, config: ExchangeConfig, state: Any, exchange_state: Any, batch: Any
+) -> tuple[Any, Any, jax.Array, Any]:
+    """One step, as `jaxdl.step` has it: `(state, exchange state, loss, the two errors)`."""
+    parts, num_replicas = alone.parts, plan.experiment.mesh.replica
+    _, exchange_key = jax.random.split(jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step))
+    factor = num_replicas / parts.task.weight(batch)
+    rows = {name: x.reshape(num_replicas, -1, *x.shape[1:]) for name, x in batch.items()}
+
+    def of_replica(own: Any) -> Any:
+        grads, sums, _, _ = local_gradients(parts, state.params, state.model_state, own, factor, None)
+        return jax.tree.map(lambda x: x[0], (grads, sums))
+
+    grads, sums = jax.lax.map(of_replica, rows)
+
+    def exchange(own: Any, kept: Any) -> Any:
+        return plan.parts.exchange.update(own, kept, axis=_REPLICA, key=exchange_key)[:2]
+
+    mean, new = jax.vmap(exchange, axis_name=_REPLICA)(grads, exchange_state)
+    errors = _errors(grads, mean, exchange_state, new, config)
+    state = updated(parts, state, jax.tree.map(lambda x: x[0], mean), parts.layout)[0]
+    loss = jnp.sum(sums["loss"]) / jnp.sum(sums["weight"])
+    return state.replace(step=state.step + 1), new, loss, errors
+
+
+def _errors(grads: Any, mean: Any, before: Any, after: Any, config: ExchangeConfig) -> tuple[jax.Array, jax.Array]:
+    """(largest error of means and residuals over the largest gradient, norm of the means' error over the means')."""
+    old, new = (one.get(PER_REPLICA, {}).get(config.unsent_name, {}) for one in (before, after))
+    true, sent = ({name: x.astype(jnp.float32).mean(0) for name, x in by_name(tree).items()} for tree in (grads, mean))
+    zero = jnp.float32(0)
+    left = {
+        name: x
+        + (config.unsent_decay * old[name].sum(0) if name in old else zero)
+        - (new[name].sum(0) if name in new else zero)
+        for name, x in true.items()
+    }
+    largest = jnp.stack([jnp.abs(x).max() for x in left.values() if x.size]).max()
+    wrong = jnp.stack([jnp.abs(sent[name] - x).max() for name, x in left.items() if x.size]).max()
+    squares = [jnp.sum((sent[name] - x) ** 2) for name, x in true.items()]
+    norm = jnp.sqrt(sum(squares, zero)) / jnp.sqrt(sum((jnp.sum(x**2) for x in true.values()), zero))
+    return wrong / largest, norm

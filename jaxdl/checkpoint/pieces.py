@@ -1,0 +1,55 @@
+"""Arrays of a checkpoint read in pieces of rows: no host needs the memory for a whole embedding table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import tensorstore
+
+from jaxdl.checkpoint.fingerprint import part_fingerprint
+
+PIECE_BYTES = 2**26
+"""Of what is in memory at once; also the size of the chunks in which tables are written."""
+
+
+class StoredRows:
+    """An array `[rows, ...]` in a checkpoint, as Orbax writes it: TensorStore's zarr in an OCDBT database."""
+
+    def __init__(self, folder: Path, item: str, name: str) -> None:
+        """Raises what TensorStore raises for files that are damaged or cannot be read."""
+        database = {"driver": "ocdbt", "base": f"file://{(folder / item).absolute()}/", "path": f"{name}/"}
+        self._stored: Any = tensorstore.open({"driver": "zarr", "kvstore": database}, open=True, read=True).result()
+        self.shape: tuple[int, ...] = tuple(self._stored.shape)
+        self.dtype: np.dtype[Any] = self._stored.dtype.numpy_dtype
+
+    def pieces(self, start: int, stop: int, columns: Sequence[slice] = ()) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row, rows) of the rows from `start` to `stop`, in order; of `columns`, an index for each dimension."""
+        height = self._stored.chunk_layout.read_chunk.shape[0]
+        row_bytes = self.dtype.itemsize * max(1, int(np.prod(self.shape[1:])))
+        # Whole chunks, or each would be read and decoded several times.
+        step = max(1, PIECE_BYTES // (row_bytes * height)) * height
+        for first in range(start // step * step, stop, step):
+            begin, end = max(first, start), min(first + step, stop)
+            yield begin, np.asarray(self._stored[(slice(begin, end), *columns)].read().result())
+
+
+class Summed:
+    """The fingerprint of an array that is seen in pieces, each once."""
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._shape, self._words = tuple(shape), np.zeros(2, np.uint32)
+
+    def add(self, first: int, rows: np.ndarray) -> None:
+        """Adds whole rows from number `first` on."""
+        device = jax.local_devices(backend="cpu")[0]
+        starts = (first, *(0 for _ in self._shape[1:]))
+        self._words += part_fingerprint(jax.device_put(rows, device), self._shape, starts)
+
+    @property
+    def words(self) -> np.ndarray:
+        """Two uint32, as `fingerprint.fingerprints` gives them."""
+        return self._words

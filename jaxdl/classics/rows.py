@@ -1,0 +1,104 @@
+"""Rows of a table on a mesh: sharded over the batch axes, and padded with rows of weight 0 to divide evenly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdl.errors import ConfigError
+from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways, make_mesh
+
+EXACT = jax.lax.Precision.HIGHEST
+"""Products in float32, also on GPUs, where JAX's default is TF32."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A table on a mesh."""
+
+    x: jax.Array
+    """float32 `[padded rows, features]`, sharded over the batch axes."""
+    weight: jax.Array
+    """float32 `[padded rows]`: 1, and 0 for padding."""
+    num_rows: int
+    mesh: Mesh
+
+    @property
+    def num_features(self) -> int:
+        """Columns."""
+        return self.x.shape[1]
+
+    def place(self, values: np.ndarray) -> jax.Array:
+        """Further values of the rows, `[rows, ...]`, where the rows are; padding is 0."""
+        return _placed(self.mesh, values)
+
+
+def as_rows(x: Any, mesh: Mesh | None, where: str) -> Rows:
+    """The table on a mesh; by default over all devices. `where` is the function that was called.
+
+    In a run of several processes each of them gives the whole table. Raises ConfigError for anything but finite numbers
+    `[rows, features]`.
+    """
+    table = numbers(x, f"{where}: x")
+    if table.ndim != 2 or 0 in table.shape:
+        raise ConfigError(f"{where}: x has the shape {list(table.shape)}. Give numbers [rows, features].")
+    mesh = make_mesh(MeshConfig()) if mesh is None else mesh
+    weight = _placed(mesh, np.ones(len(table), np.float32))
+    return Rows(_placed(mesh, table), weight, len(table), mesh)
+
+
+def numbers(values: Any, where: str) -> np.ndarray:
+    """The values as float32. Raises ConfigError for what is not a finite number."""
+    try:
+        found = np.asarray(values).astype(np.float32)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{where}: not numbers. Give an array of numbers; names of classes only as y.") from None
+    if not np.isfinite(found).all():
+        raise ConfigError(f"{where}: NaN or infinite numbers. Remove or replace them.")
+    return found
+
+
+def targets(y: Any, num_rows: int, where: str) -> np.ndarray:
+    """y as an array `[rows]`. Raises ConfigError for another shape."""
+    found = np.asarray(y)
+    if found.shape != (num_rows,):
+        raise ConfigError(f"{where}: y has the shape {list(found.shape)}, and x {num_rows} rows. Give one value a row.")
+    return found
+
+
+def checked_columns(x: Any, num_features: int, where: str) -> np.ndarray:
+    """New rows for a fitted result, float64. Raises ConfigError for another number of columns."""
+    found = numbers(x, f"{where}: x")
+    if found.ndim != 2 or found.shape[1] != num_features:
+        raise ConfigError(
+            f"{where}: x has the shape {list(found.shape)}, and the fit was on {num_features} features. Give "
+            f"[rows, {num_features}]."
+        )
+    return np.asarray(x, np.float64)
+
+
+def _placed(mesh: Mesh, values: np.ndarray) -> jax.Array:
+    padding = -len(values) % batch_ways(mesh)
+    padded = np.concatenate([values, np.zeros((padding, *values.shape[1:]), values.dtype)])
+    return jax.make_array_from_callback(padded.shape, batch_sharding(mesh), lambda index: padded[index])
+
+
+def on_all(mesh: Mesh, function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
+    """A jitted function whose results all devices have: what it sums over rows is all-reduced."""
+    return _jitted(mesh, function, tuple(sorted(static.items())))
+
+
+@functools.lru_cache(maxsize=64)
+def _jitted(mesh: Mesh, function: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
+    return jax.jit(functools.partial(function, **dict(static)), out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+
+def mean_of(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """The mean row, `[features]`."""
+    return weight @ x / weight.sum()

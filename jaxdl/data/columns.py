@@ -1,0 +1,230 @@
+"""Tables of numbers with a class number, from Parquet or CSV files: what a multilayer perceptron is trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pydantic
+
+from jaxdl.config import ConfigError
+from jaxdl.data.codec import import_text
+from jaxdl.data.digits import stratified_split
+from jaxdl.data.row_groups import check_columns, found_files, opened
+from jaxdl.data.source import Data, Source, Splits, check_classes
+from jaxdl.data.spec import DataSpec
+from jaxdl.data.staging import Stage
+
+_SMALLEST_STD = 1e-6
+"""Columns that vary less than this are divided by 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NumbersSpec(DataSpec):
+    """Columns of numbers. The network reads (number - mean) / std of each."""
+
+    columns: tuple[str, ...]
+    num_classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    modality: ClassVar[str] = "numbers"
+
+    def sizes(self) -> dict[str, int]:
+        """The number of classes, and of columns."""
+        return {"num_classes": self.num_classes, "num_features": len(self.columns)}
+
+    def blank(self) -> dict[str, np.ndarray]:
+        """One example of zeros."""
+        return {"x": np.zeros((1, len(self.columns)), np.float32), "label": np.zeros(1, np.int32)}
+
+    def inputs(self, batch: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The normalized numbers, float32 [batch, column]."""
+        import jax.numpy as jnp  # Not above: the worker processes for photographs do not import it.
+
+        mean, std = jnp.asarray(self.mean, jnp.float32), jnp.asarray(self.std, jnp.float32)
+        return ((batch["x"] - mean) / std,)
+
+    def described(self) -> tuple[str, str]:
+        """Columns and classes."""
+        return "rows", f"{len(self.columns)} columns of numbers, {self.num_classes:,} classes"
+
+    def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
+        """Numbers [batch, column], not normalized; or a data frame or dictionary with the columns by their names."""
+        del names
+        if isinstance(values, Mapping) or hasattr(values, "columns"):
+            check_columns([str(name) for name in values], self.columns, what)
+            values = np.stack([np.asarray(values[name]) for name in self.columns], axis=1)
+        try:
+            found: Any = np.asarray(values)
+        except ValueError:
+            found = np.empty((), object)
+        if found.ndim != 2 or found.shape[1] != len(self.columns) or found.dtype.kind not in "iuf":
+            raise ConfigError(
+                f"{what}: got {found.dtype} {list(found.shape)}; this network reads numbers [batch, "
+                f"{len(self.columns)}]: {_shown(self.columns)}."
+            )
+        return {"x": found.astype(np.float32)}
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+
+
+class Tabular(Data, kind="tabular"):
+    """Columns of numbers and a class number, from Parquet files, or CSV files with a line of names. They are read into
+    memory.
+
+    A column of lists, all of one length, counts as so many columns: such are the vectors of Spark.
+    """
+
+    train: tuple[str, ...] = ()
+    """Files of training rows; * stands for any text, such as `part-*.parquet`."""
+    test: tuple[str, ...] = ()
+    """Files of held-out rows; without any, a part of the training rows is held out."""
+    features: tuple[str, ...] = ()
+    """The columns that the network reads; without any, all but the label."""
+    label: str = "label"
+    """The column of the class number, a whole number from 0."""
+    test_fraction: float = pydantic.Field(default=0.2, gt=0, lt=1)
+    """Fraction of each class that is held out without `test`."""
+    split_seed: int = pydantic.Field(default=0, ge=0, lt=2**32)
+    """Seed of the choice of held-out rows."""
+    num_classes: int | None = pydantic.Field(default=None, ge=2)
+    """Number of classes; None takes the largest label plus 1."""
+    normalize: bool = True
+    """Give the network (number - mean) / standard deviation of each column, both of the training rows."""
+
+    def build(self) -> Splits:
+        """Training and held-out rows. Raises ConfigError for what cannot be read."""
+        names, x, labels = self._read(self.train, "train")
+        if self.test:
+            test_names, test_x, test_labels = self._read(self.test, "test")
+            if test_names != names:
+                raise ConfigError(f"--data.test: it has the columns {_shown(test_names)}, but --data.train "
+                                  f"{_shown(names)}. Both must have the same.")  # fmt: skip
+        else:
+            if len(labels) < 2:
+                raise ConfigError("data tabular: one row cannot be divided. Give more, or --data.test.")
+            rows, held = stratified_split(labels, self.test_fraction, self.split_seed)
+            test_x, test_labels, x, labels = x[held], labels[held], x[rows], labels[rows]
+        num_classes = self.num_classes or int(max(labels.max(), test_labels.max())) + 1
+        check_label_range(np.concatenate([labels, test_labels]), num_classes, "data tabular")
+        check_classes(num_classes, "data tabular")
+        mean, std = _statistics(x) if self.normalize else (np.zeros(len(names)), np.ones(len(names)))
+        spec = NumbersSpec(names, num_classes, tuple(mean.tolist()), tuple(std.tolist()))
+        return Splits(NumbersSource(x, labels, spec), NumbersSource(test_x, test_labels, spec))
+
+    def staged(self, stage: Stage) -> Tabular:
+        """See `Data.staged`: the files of `train` and `test`."""
+        return self.replaced({name: tuple(map(stage.files, getattr(self, name))) for name in ("train", "test")})
+
+    def _read(self, patterns: Sequence[str], split: str) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
+        """(names of the columns, numbers float32 [row, column], labels int32 [row]) of some files."""
+        names, numbers, labels = None, [], []
+        for path in found_files(patterns, f"--data.{split}"):
+            table = _table(path)
+            check_columns(table.column_names, [*self.features, self.label], str(path))
+            wanted = self.features or [name for name in table.column_names if name != self.label]
+            read = [_column(table.column(name), name, path) for name in wanted]
+            here = tuple(name for found, _ in read for name in found)
+            if not here:
+                raise ConfigError(f"{path}: it has no column but the label {self.label!r}. Give one with features.")
+            if names not in (None, here):
+                raise ConfigError(f"{path}: it has the columns {_shown(here)}, not {_shown(names or ())} as the files "
+                                  "before it. All files must have the same.")  # fmt: skip
+            names = here
+            numbers.append(np.concatenate([one for _, one in read], axis=1))
+            labels.append(label_numbers(table.column(self.label), self.label, str(path)))
+        x, every = np.concatenate(numbers), np.concatenate(labels)
+        if not len(every):
+            raise ConfigError(f"--data.{split} {patterns[0]}: there are no rows in it. Give files with rows.")
+        return names or (), x, every
+
+
+def _table(path: Path) -> Any:
+    """All of a file as a `pyarrow.Table`."""
+    if path.suffix.lower() != ".csv":
+        return opened(path).read()
+    csv = import_text("pyarrow.csv", str(path))
+    try:
+        return csv.read_csv(path)
+    except (OSError, ValueError) as error:  # Arrow's errors are one of these.
+        what = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{path}: it cannot be read as CSV with a line of names ({what}).") from None
+
+
+def _column(column: Any, name: str, path: Path) -> tuple[list[str], np.ndarray]:
+    """(names, float32 [row, column]) of a column of numbers, or of lists of them."""
+    import pyarrow.types as types
+
+    if column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy())[0])
+        raise ConfigError(f"{path}: column {name!r} is null in row {row}. Fill it, or drop such rows.")
+    is_list = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
+    inner = column.type.value_type if is_list else column.type
+    if not (types.is_integer(inner) or types.is_floating(inner) or types.is_boolean(inner)):
+        raise ConfigError(f"{path}: column {name!r} holds {column.type}, not numbers. Encode it, or leave it out.")
+    if is_list:
+        rows = [np.asarray(one, np.float32) for one in column.to_numpy()]
+        sizes = {len(one) for one in rows}
+        if len(sizes) != 1 or 0 in sizes:
+            raise ConfigError(f"{path}: the lists of {name!r} have {_shown([str(one) for one in sorted(sizes)])} "
+                              "numbers. All must have as many.")  # fmt: skip
+        names, values = [f"{name}[{place}]" for place in range(sizes.pop())], np.stack(rows)
+    else:
+        names, values = [name], column.to_numpy().astype(np.float32)[:, None]
+    if not np.isfinite(values).all():
+        row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
+        raise ConfigError(f"{path}: column {name!r} is not finite in row {row}. Fill it, or drop such rows.")
+    return names, values
+
+
+def label_numbers(column: Any, name: str, what: str) -> np.ndarray:
+    """The class numbers of a column of pyarrow, int32. Raises ConfigError for what is no whole number from 0."""
+    if column.null_count:
+        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
+        raise ConfigError(f"{what}: the label {name!r} is null in row {row}. Drop such rows.")
+    values = column.to_numpy(zero_copy_only=False)
+    if values.dtype.kind not in "iufb":
+        raise ConfigError(f"{what}: the label {name!r} holds {column.type}, not whole numbers. Number the classes from "
+                          "0; in Spark StringIndexer does it.")  # fmt: skip
+    wrong = ~np.isfinite(values) | (values < 0) | (values != np.floor(values)) | (values >= 2**31)
+    if wrong.any():
+        row = int(np.flatnonzero(wrong)[0])
+        raise ConfigError(f"{what}: the label {name!r} is {values[row]} in row {row}. Labels are whole numbers from 0.")
+    return values.astype(np.int32)
+
+
+def check_label_range(labels: np.ndarray, num_classes: int, what: str) -> None:
+    """Raises ConfigError for a label that is no class number."""
+    if len(labels) and labels.max() >= num_classes:
+        raise ConfigError(f"{what}: there is a label {labels.max()}; {num_classes} classes are numbered from 0 to "
+                          f"{num_classes - 1}. Correct it, or --data.num-classes.")  # fmt: skip
+
+
+def _statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation of each column, float64."""
+    std = x.std(axis=0, dtype=np.float64)
+    return x.mean(axis=0, dtype=np.float64), np.where(std < _SMALLEST_STD, 1.0, std)
+
+
+class NumbersSource(Source):
+    """Rows in memory: numbers float32 [row, column], class numbers [row]."""
+
+    def __init__(self, x: np.ndarray, labels: np.ndarray, spec: NumbersSpec) -> None:
+        self._x, self._labels, self.spec = np.ascontiguousarray(x), labels.astype(np.int32), spec
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def content(self) -> str:
+        """A checksum of all rows."""
+        return f"{zlib.crc32(self._x.data):08x}{zlib.crc32(self._labels.data):08x}"
+
+    def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
+        """Copies of the rows."""
+        return {"x": np.take(self._x, indices, axis=0), "label": np.take(self._labels, indices)}

@@ -1,0 +1,147 @@
+"""Rows of Parquet files by number: file after file, and in a file row group after row group.
+
+A row's number is all that a run keeps of it, so the order of training stays a pure function of (seed, position). A row
+group is what is read at once; the latest ones stay in memory.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.data.codec import import_text
+
+CACHE_BYTES = 1 << 28
+"""Bytes of row groups that a reader keeps."""
+
+
+def found_files(patterns: Sequence[str], option: str) -> list[Path]:
+    """The files of some patterns, each pattern's sorted by name. Raises ConfigError for a pattern without files."""
+    if not patterns:
+        raise ConfigError(f"{option}: no files are given. Give some, such as {option} 'train-*.parquet'.")
+    found = []
+    for pattern in patterns:
+        here = sorted(glob.glob(os.path.expanduser(pattern)))
+        if not here:
+            raise ConfigError(f"{option} {pattern}: there is no such file. Give names of files; * stands for any text.")
+        found += [Path(one) for one in here]
+    return found
+
+
+def check_columns(known: Sequence[str], wanted: Sequence[str], what: str) -> None:
+    """Raises ConfigError, which begins with `what`, for a wanted column that is not there."""
+    for name in wanted:
+        if name not in known:
+            raise ConfigError(f"{what}: it has no column {name!r}; it has {', '.join(known)}. Name one of these.")
+
+
+class RowGroups:
+    """The rows of some Parquet files, of some of their columns. Files are opened when they are read.
+
+    It may be pickled for a worker process, which then has a cache of its own.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        columns: Sequence[str],
+        cache_bytes: int = CACHE_BYTES,
+        *,
+        others: Sequence[str] = (),
+    ) -> None:
+        """Raises ConfigError for a file that is no Parquet file, or lacks one of the columns or of `others`."""
+        self.paths, self.columns, self._cache_bytes = list(paths), list(columns), cache_bytes
+        self._places: list[tuple[int, int]] = []
+        counts = []
+        for number, path in enumerate(self.paths):
+            file = opened(path)
+            check_columns(file.schema_arrow.names, [*columns, *others], str(path))
+            for group in range(file.metadata.num_row_groups):
+                self._places.append((number, group))
+                counts.append(file.metadata.row_group(group).num_rows)
+        self._starts = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))])
+        self._prepare()
+
+    def _prepare(self) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[int, Any] = {}
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if name not in ("_lock", "_files", "_kept")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._prepare()
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def placed(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(row group, row in it) of rows by number: int64 [row] each; row groups are counted over all files."""
+        groups = np.searchsorted(self._starts, indices, side="right") - 1
+        return groups, indices - self._starts[groups]
+
+    def name(self, index: int) -> str:
+        """The file of a row and its number in the file, for messages."""
+        group = int(self.placed(np.array([index]))[0][0])
+        number = self._places[group][0]
+        first = next(place for place, (file, _) in enumerate(self._places) if file == number)
+        return f"{self.paths[number]}, row {index - int(self._starts[first])}"
+
+    def read(self, indices: np.ndarray) -> Any:
+        """A `pyarrow.Table` of these rows in this order. Raises OSError for a file that cannot be read.
+
+        Each row group is read once, however many rows of it are asked for.
+        """
+        import pyarrow
+
+        groups, rows = self.placed(np.asarray(indices, np.int64))
+        order = np.argsort(groups, kind="stable")
+        parts = [
+            self._group(group).take(pyarrow.array(rows[order][groups[order] == group]))
+            for group in np.unique(groups).tolist()
+        ]
+        if not parts:
+            return self._group(0).slice(0, 0)
+        return pyarrow.concat_tables(parts).take(pyarrow.array(np.argsort(order, kind="stable")))
+
+    def every(self, column: str) -> Any:
+        """One column of all rows, a `pyarrow.ChunkedArray`; nothing is kept."""
+        import pyarrow
+
+        return pyarrow.chunked_array(
+            [chunk for path in self.paths for chunk in opened(path).read([column]).column(0).chunks]
+        )
+
+    def _group(self, group: int) -> Any:
+        with self._lock:
+            if group in self._kept:
+                self._kept.move_to_end(group)
+                return self._kept[group]
+            number, inner = self._places[group]
+            if number not in self._files:
+                self._files[number] = opened(self.paths[number])
+            table = self._files[number].read_row_group(inner, columns=self.columns, use_threads=False)
+            self._kept[group] = table
+            while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > self._cache_bytes:
+                self._kept.popitem(last=False)
+            return table
+
+
+def opened(path: Path) -> Any:
+    """A `pyarrow.parquet.ParquetFile`. Raises ConfigError for a file that is none, or cannot be read."""
+    parquet = import_text("pyarrow.parquet", str(path))
+    try:
+        return parquet.ParquetFile(path)
+    except (OSError, ValueError) as error:  # Arrow's errors are one of these.
+        what = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{path}: it cannot be read as a Parquet file ({what}). Make it again.") from None

@@ -1,0 +1,162 @@
+"""`JaxdlClassifier` and `JaxdlClassifierModel`: an Estimator of `pyspark.ml`, and the Model that it fits."""
+
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pyspark import keyword_only
+from pyspark.ml import Estimator, Model
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.util import DefaultParamsReadable, DefaultParamsWritable
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F
+
+from jaxdl.config import ConfigError
+from jaxdl.errors import without_frames
+from jaxdl.files import SPARK_FOLDER
+from jaxdl.spark.distributor import JaxDistributor
+from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, write_experiment
+from jaxdl.spark.frames import IMAGE, check_columns, feature_columns, form_of, write_rows
+from jaxdl.spark.params import ClassifierParams, ScoringParams
+from jaxdl.spark.udf import checked_batch_size, score_udf
+
+_SCORES = "_jaxdl_scores"
+"""The column of all that is scored, while it is taken apart."""
+_OF_MODEL = ("featuresCol", "workdir", "batchSize", "predictionCol", "probabilityCol", "rawPredictionCol")
+"""The parameters that a Model takes over from its Estimator."""
+_DEFAULTS = {
+    "featuresCol": "features",
+    "batchSize": 256,
+    "predictionCol": "prediction",
+    "probabilityCol": "probability",
+    "rawPredictionCol": "rawPrediction",
+}
+
+
+class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, DefaultParamsWritable):
+    """Trains an experiment of jaxdl on a DataFrame, in a barrier job of `numProcesses` tasks.
+
+        clf = JaxdlClassifier(config="configs/leopards.py", featuresCol="image", labelCol="label", numProcesses=4,
+                              gpusPerProcess=8, workdir="/shared/runs/leo", overrides={"epochs": 3})
+        model = Pipeline(stages=[indexer, clf]).fit(train_df)
+
+    `fit` writes the rows to Parquet files in the workdir and trains on these, so the order of the data is jaxdl's: a
+    function of seed and step. The same `fit` again resumes a run that was stopped, and returns the model of one that
+    has ended. Rows whose `validationIndicatorCol` is true are held out; without one it is a fifth of each class.
+
+    The parameters are those of `explainParams()`. `workdir` must be the same folder for the driver and all executors.
+    """
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        config: str | None = None,
+        featuresCol: str | list[str] = "features",
+        labelCol: str = "label",
+        validationIndicatorCol: str | None = None,
+        numProcesses: int = 1,
+        gpusPerProcess: int = 0,
+        workdir: str | None = None,
+        overrides: dict[str, Any] | None = None,
+        batchSize: int = 256,
+        rowGroupRows: int = 0,
+        predictionCol: str = "prediction",
+        probabilityCol: str = "probability",
+        rawPredictionCol: str = "rawPrediction",
+    ) -> None:
+        super().__init__()
+        self._setDefault(**_DEFAULTS, labelCol="label", numProcesses=1, gpusPerProcess=0, overrides={}, rowGroupRows=0)
+        self._set(**self._input_kwargs)
+
+    @keyword_only
+    def setParams(self, **params: Any) -> JaxdlClassifier:
+        """Sets parameters by name; itself."""
+        self._set(**self._input_kwargs)
+        return self
+
+    @without_frames
+    def fit(self, dataset: DataFrame, params: Any = None) -> Any:
+        """The Model; a list of them for a list of `params`. See the class.
+
+        Raises ConfigError for columns, labels, settings and workdirs that cannot be trained with, and
+        `jaxdl.spark.ProcessFailed` when the training fails.
+        """
+        return super().fit(dataset, params)
+
+    def _fit(self, dataset: DataFrame) -> JaxdlClassifierModel:
+        if not self.isSet(self.config):
+            raise ConfigError("config is not set. Give a config file, or the name of one that comes with jaxdl.")
+        workdir = Path(self.getWorkdir()).expanduser().absolute()
+        processes, gpus = self.checked("numProcesses", 1), self.checked("gpusPerProcess", 0)
+        group_rows, features = self.checked("rowGroupRows", 0), self.features
+        checked_batch_size(self.getBatchSize())
+        form = form_of(dataset, features)
+        check_columns(dataset, [self.getLabelCol()], "labelCol")
+        experiment = experiment_of(self.getOrDefault(self.config), self.getOrDefault(self.overrides), gpus=gpus > 0)
+        distributor = JaxDistributor(processes, local_mode=False, use_gpu=gpus > 0)
+        distributor.check(gpus or None)
+        check_workdir(workdir, experiment, with_data=False)
+        held_out = self.getValidationIndicatorCol() if self.isSet(self.validationIndicatorCol) else ""
+        folder, written = write_rows(
+            dataset, features, self.getLabelCol(), held_out, workdir / SPARK_FOLDER, group_rows or None
+        )
+        train, test = (sorted(map(str, folder.glob(f"{split}-*.parquet"))) for split in ("train", "test"))
+        names = [IMAGE] if form == "images" else features
+        num_classes = max(one.num_classes for one in written)
+        data = data_of(experiment.data, form, train, test, names, num_classes)
+        experiment = experiment.replaced({"data": data})
+        check_workdir(workdir, experiment, with_data=True)
+        distributor.run("jaxdl.train", "--config", write_experiment(workdir, experiment), "--workdir", workdir)
+        model = JaxdlClassifierModel(workdir=str(workdir))
+        taken = {name: self.getOrDefault(name) for name in _OF_MODEL if name != "workdir"}
+        return self._copyValues(model._set(**taken))  # pyright: ignore[reportReturnType]
+
+
+class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultParamsWritable):
+    """A trained classifier: `transform` adds prediction, probability and rawPrediction.
+
+    Its network stays in the workdir, and `save` keeps the parameters of this object alone. It can be made for any
+    workdir of a classifier that jaxdl trained: `JaxdlClassifierModel(workdir=..., featuresCol="image")`. A column whose
+    name is empty is left out.
+    """
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        workdir: str | None = None,
+        featuresCol: str | list[str] = "features",
+        batchSize: int = 256,
+        predictionCol: str = "prediction",
+        probabilityCol: str = "probability",
+        rawPredictionCol: str = "rawPrediction",
+    ) -> None:
+        super().__init__()
+        self._setDefault(**_DEFAULTS)
+        self._set(**self._input_kwargs)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The last evaluation of the run: loss, accuracy... on the held-out rows."""
+        return metrics_of(self.getWorkdir())
+
+    @without_frames
+    def transform(self, dataset: DataFrame, params: Any = None) -> DataFrame:
+        """The DataFrame with the columns of the scores. Raises ConfigError for columns and workdirs that do not fit."""
+        return super().transform(dataset, params)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        form_of(dataset, self.features)
+        score = score_udf(self.getWorkdir(), checked_batch_size(self.getBatchSize()))
+        scored = dataset.withColumn(_SCORES, score(*feature_columns(dataset, self.features)))
+        made = {
+            self.getRawPredictionCol(): array_to_vector(F.col(f"{_SCORES}.rawPrediction")),
+            self.getProbabilityCol(): array_to_vector(F.col(f"{_SCORES}.probability")),
+            self.getPredictionCol(): F.col(f"{_SCORES}.prediction"),
+        }
+        return scored.withColumns({name: column for name, column in made.items() if name}).drop(_SCORES)

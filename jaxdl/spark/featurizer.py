@@ -1,0 +1,74 @@
+"""`JaxdlFeaturizer`: the output of a layer of a trained network as a column of vectors, for other estimators."""
+
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspark import keyword_only
+from pyspark.ml import Transformer
+from pyspark.ml.functions import array_to_vector
+from pyspark.ml.param import Param, Params, TypeConverters
+from pyspark.ml.util import DefaultParamsReadable, DefaultParamsWritable
+from pyspark.sql import DataFrame
+
+from jaxdl.config import ConfigError
+from jaxdl.errors import without_frames
+from jaxdl.spark.frames import feature_columns, form_of
+from jaxdl.spark.params import HasFeatures, HasOutputCol, HasWorkdir
+from jaxdl.spark.udf import checked_batch_size, feature_udf
+
+
+class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, DefaultParamsReadable, DefaultParamsWritable):
+    """Adds a column of vectors: what a layer of a trained network makes of each row.
+
+        JaxdlFeaturizer(workdir="/shared/runs/leo", layer="stage4", featuresCol="image", outputCol="features")
+
+    The output of a layer of images, `[height, width, channel]`, is averaged over the places, unless `pool` is False.
+    """
+
+    layer: Param[str] = Param(
+        Params._dummy(),
+        "layer",
+        "name of a layer of the network, such as stage4 or head; one that does not exist is a message with the names",
+        typeConverter=TypeConverters.toString,
+    )
+    pool: Param[bool] = Param(
+        Params._dummy(), "pool", "average over the places of an image", typeConverter=TypeConverters.toBoolean
+    )
+
+    @keyword_only
+    def __init__(
+        self,
+        *,
+        workdir: str | None = None,
+        layer: str | None = None,
+        featuresCol: str | list[str] = "image",
+        outputCol: str = "features",
+        batchSize: int = 256,
+        pool: bool = True,
+    ) -> None:
+        super().__init__()
+        self._setDefault(featuresCol="image", outputCol="features", batchSize=256, pool=True)
+        self._set(**self._input_kwargs)
+
+    @without_frames
+    def transform(self, dataset: DataFrame, params: Any = None) -> DataFrame:
+        """The DataFrame with the column. Raises ConfigError for columns and workdirs that do not fit."""
+        return super().transform(dataset, params)
+
+    def _transform(self, dataset: DataFrame) -> DataFrame:
+        form_of(dataset, self.features)
+        if not self.isSet(self.layer):
+            raise ConfigError("layer is not set. Name a layer of the network, such as stage4.")
+        feature = feature_udf(
+            self.getWorkdir(),
+            self.getOrDefault(self.layer),
+            checked_batch_size(self.getBatchSize()),
+            pool=self.getOrDefault(self.pool),
+        )
+        return dataset.withColumn(
+            self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, self.features)))
+        )

@@ -1,0 +1,160 @@
+"""DataFrames: which of their columns are images or numbers, and their rows as Parquet files in a workdir."""
+
+# pyspark is an extra, and its stubs do not know what it accepts: type hints that are set, `keyword_only`.
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pyspark import TaskContext
+from pyspark.ml.functions import vector_to_array
+from pyspark.ml.linalg import VectorUDT
+from pyspark.sql import Column, DataFrame
+from pyspark.sql import functions as F
+from pyspark.sql.types import ArrayType, BinaryType, BooleanType, DataType, NumericType, StructType
+
+from jaxdl.config import ConfigError
+from jaxdl.spark.rows import HELD_OUT, LABEL, SPLITS, PartitionWriter, Written
+
+IMAGE = "image"
+IMAGE_GROUP_ROWS, TABLE_GROUP_ROWS = 16, 4096
+"""Rows of a row group by default. One image is read with its row group, so those of images are small."""
+_APPEAR_SEC = 60.0
+"""How long the driver waits for a file that an executor wrote: NFS clients may cache that it is missing."""
+_OUTCOME = "split string, file string, num_rows long, num_classes long, digest string, problem string"
+
+Form = Literal["images", "numbers"]
+
+
+def check_columns(frame: DataFrame, names: Sequence[str], param: str) -> None:
+    """Raises ConfigError, which begins with the parameter's name, for a column that the frame does not have."""
+    for name in names:
+        if name not in frame.columns:
+            raise ConfigError(f"{param}={name!r}: the DataFrame has no such column; it has {', '.join(frame.columns)}.")
+
+
+def form_of(frame: DataFrame, names: Sequence[str], param: str = "featuresCol") -> Form:
+    """Whether feature columns hold images or numbers. Raises ConfigError for anything else."""
+    check_columns(frame, names, param)
+    found = [_form(frame.schema[name].dataType) for name in names]
+    for name, form in zip(names, found, strict=True):
+        if form is None:
+            raise ConfigError(
+                f"{param}={name!r}: its type is {frame.schema[name].dataType.simpleString()}. Give images (files as "
+                "binary, Spark's image rows, arrays of arrays of grey levels) or numbers (numeric columns, a vector, "
+                "an array)."
+            )
+    if "images" in found and len(found) > 1:
+        raise ConfigError(f"{param}={list(names)}: images are one column alone. Give that.")
+    return "images" if found == ["images"] else "numbers"
+
+
+def _form(kind: DataType) -> Form | None:
+    if isinstance(kind, BinaryType) or (isinstance(kind, StructType) and {"height", "data"} <= set(kind.names)):
+        return "images"
+    if isinstance(kind, ArrayType) and isinstance(kind.elementType, ArrayType):
+        return "images"
+    inner = kind.elementType if isinstance(kind, ArrayType) else kind
+    return "numbers" if isinstance(inner, NumericType | BooleanType | VectorUDT) else None
+
+
+def feature_columns(frame: DataFrame, names: Sequence[str]) -> list[Column]:
+    """The feature columns as Arrow can hold them: vectors as arrays."""
+    return [
+        vector_to_array(frame[name]) if isinstance(frame.schema[name].dataType, VectorUDT) else frame[name]
+        for name in names
+    ]
+
+
+def write_rows(
+    frame: DataFrame, features: Sequence[str], label: str, held_out: str, folder: Path, group_rows: int | None
+) -> tuple[Path, list[Written]]:
+    """Writes features and labels as Parquet files below `folder`; (the folder with the files, what is in it).
+
+    `held_out` is a column of booleans, or empty. The folder is named by the digest of the rows; if it is there already,
+    from an earlier call on the same rows, it stays as it is. Raises ConfigError for columns that are missing or have
+    wrong values, and for a folder that is not the same for the driver and the executors.
+    """
+    form = form_of(frame, features)
+    check_columns(frame, [label], "labelCol")
+    if not isinstance(kind := frame.schema[label].dataType, NumericType | BooleanType):
+        raise ConfigError(
+            f"labelCol={label!r}: it holds {kind.simpleString()}, not whole numbers from 0. Number the classes first: "
+            f"StringIndexer(inputCol={label!r}, outputCol='label')."
+        )
+    if held_out:
+        check_columns(frame, [held_out], "validationIndicatorCol")
+    names = [IMAGE] if form == "images" else list(features)
+    columns = [one.alias(name) for one, name in zip(feature_columns(frame, features), names, strict=True)]
+    columns.append(F.col(label).cast("double").alias(LABEL))
+    columns.append((F.col(held_out).cast("boolean") if held_out else F.lit(False)).alias(HELD_OUT))
+    partial = folder / f"writing-{secrets.token_hex(4)}"
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"workdir {folder.parent}: {error.strerror}. Choose a writable folder.") from None
+    try:
+        rows = group_rows or (IMAGE_GROUP_ROWS if form == "images" else TABLE_GROUP_ROWS)
+        found = frame.select(*columns).mapInArrow(functools.partial(_write, str(partial), rows), _OUTCOME).collect()
+        if problem := next((row.problem for row in found if row.problem), None):
+            raise ConfigError(problem.replace(f"column {IMAGE!r}", f"column {features[0]!r}"))
+        written = [Written(row.split, row.file, row.num_rows, row.num_classes, int(row.digest)) for row in found]
+        written.sort(key=lambda one: one.file)
+        if not any(one.split == SPLITS[0] for one in written):
+            raise ConfigError("fit: the DataFrame has no rows to train on.")
+        _check_there(partial, written)
+        return _kept(partial, folder, written, names, rows), written
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write(folder: str, group_rows: int, batches: Iterator[Any]) -> Iterator[Any]:
+    """What an executor does with a partition; a problem comes back as a text, since Spark would retry a failure."""
+    import pyarrow
+
+    context = TaskContext.get()
+    assert context is not None
+    rows, problem = [], None
+    try:
+        rows = PartitionWriter(Path(folder), context.partitionId(), group_rows).write(batches)
+    except ConfigError as error:
+        problem = " ".join(str(error).split())
+    found = [{**vars(one), "digest": str(one.digest), "problem": None} for one in rows]
+    if problem is not None:
+        empty = {"split": "", "file": "", "num_rows": 0, "num_classes": 0, "digest": "0"}
+        found = [{**empty, "problem": problem}]
+    if found:
+        schema = pyarrow.schema([("split", pyarrow.string()), ("file", pyarrow.string()), ("num_rows", pyarrow.int64()),
+                                 ("num_classes", pyarrow.int64()), ("digest", pyarrow.string()),
+                                 ("problem", pyarrow.string())])  # fmt: skip
+        yield pyarrow.RecordBatch.from_pylist(found, schema=schema)
+
+
+def _check_there(folder: Path, written: Sequence[Written]) -> None:
+    deadline = time.monotonic() + _APPEAR_SEC
+    for one in written:
+        while not (folder / one.file).is_file():
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"workdir {folder.parent.parent}: the executors wrote {one.file} there, and the driver does not "
+                    "see it. Give a folder on a file system that the driver and all executors share."
+                )
+            time.sleep(0.2)
+
+
+def _kept(partial: Path, folder: Path, written: Sequence[Written], names: Sequence[str], group_rows: int) -> Path:
+    """The folder with the name of these rows; what was written becomes it, if it is not there yet."""
+    digests = [sum(one.digest for one in written if one.split == split) % 2**64 for split in SPLITS]
+    known = hashlib.blake2b(repr((list(names), digests, group_rows)).encode(), digest_size=8)
+    target = folder / f"rows-{known.hexdigest()}"
+    if not target.exists():
+        partial.rename(target)
+    return target

@@ -1,0 +1,137 @@
+"""The rows of a DataFrame as Parquet files in a workdir: what an executor writes. No pyspark here.
+
+Each partition writes a file for training and one for held-out rows, with row groups of one size (the last one of a file
+may be smaller). The digest of rows does not depend on their order, since Spark promises none: a second `fit` on the
+same rows is found to be that, and goes on with the files of the first, in their order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.data.columns import label_numbers
+
+LABEL, HELD_OUT = "label", "held_out"
+"""The columns of what is written beside the features; the second says which rows are held out, and is not kept."""
+SPLITS = ("train", "test")
+_DIGITS = 2**64
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a partition wrote of a split: its file, and its rows."""
+
+    split: str
+    file: str
+    num_rows: int
+    num_classes: int
+    """The largest label plus 1."""
+    digest: int
+    """The sum of a 64-bit hash of each row, modulo 2^64."""
+
+
+class PartitionWriter:
+    """Writes the rows of a partition into a folder, whole files or none: a task that Spark repeats replaces them."""
+
+    def __init__(self, folder: Path, partition: int, group_rows: int) -> None:
+        self._folder, self._partition, self._group_rows = folder, partition, group_rows
+        self._partial = {split: folder / f".{split}-{partition}-{secrets.token_hex(4)}" for split in SPLITS}
+        self._writers: dict[str, Any] = {}
+        self._waiting: dict[str, list[Any]] = {split: [] for split in SPLITS}
+        self._found = {split: [0, 0, 0] for split in SPLITS}
+
+    def write(self, batches: Iterator[Any]) -> list[Written]:
+        """Writes batches of `pyarrow.RecordBatch`: the features, then `LABEL` (numbers), then `HELD_OUT` (booleans).
+
+        Raises ConfigError for a label that is no whole number from 0, a null, and a folder that cannot be written.
+        """
+        try:
+            for batch in batches:
+                self._take(batch)
+            return self._finished()
+        except OSError as error:
+            host = socket.gethostname()
+            raise ConfigError(
+                f"workdir {self._folder}: the executor on {host} cannot write there ({error.strerror or error}). Give "
+                "a folder on a file system that the driver and all executors share."
+            ) from None
+        finally:
+            for writer in self._writers.values():
+                with contextlib.suppress(OSError, ValueError):
+                    writer.close()
+            for path in self._partial.values():
+                path.unlink(missing_ok=True)
+
+    def _take(self, batch: Any) -> None:
+        import pyarrow
+
+        if not len(batch):
+            return
+        for name, column in zip(batch.schema.names, batch.columns, strict=True):
+            if column.null_count and name != LABEL:
+                raise ConfigError(f"column {name!r}: a row has null. Fill it, or drop such rows: df.na.drop().")
+        labels = label_numbers(pyarrow.chunked_array([batch.column(LABEL)]), LABEL, "labelCol")
+        features = batch.schema.names[:-2]
+        arrays = [batch.column(name) for name in features]
+        kept = pyarrow.RecordBatch.from_arrays([*arrays, pyarrow.array(labels)], [*features, LABEL])
+        held = np.asarray(batch.column(HELD_OUT).to_numpy(zero_copy_only=False), bool)
+        for split, chosen in ((SPLITS[0], ~held), (SPLITS[1], held)):
+            rows = kept.filter(pyarrow.array(chosen))
+            if len(rows):
+                found = self._found[split]
+                found[0] += len(rows)
+                found[1] = max(found[1], int(labels[chosen].max()) + 1)
+                found[2] = (found[2] + digest_of(rows)) % _DIGITS
+                self._waiting[split].append(rows)
+                self._write_groups(split, rest=False)
+
+    def _write_groups(self, split: str, *, rest: bool) -> None:
+        """Writes the row groups that are full, and with `rest` the last one."""
+        import pyarrow
+        import pyarrow.parquet as parquet
+
+        waiting = self._waiting[split]
+        count = sum(map(len, waiting))
+        full = count if rest else count // self._group_rows * self._group_rows
+        if not full:
+            return
+        table = pyarrow.Table.from_batches(waiting)
+        if split not in self._writers:
+            self._writers[split] = parquet.ParquetWriter(self._partial[split], table.schema, compression="zstd")
+        self._writers[split].write_table(table.slice(0, full), row_group_size=self._group_rows)
+        self._waiting[split] = table.slice(full).to_batches()
+
+    def _finished(self) -> list[Written]:
+        written = []
+        for split in SPLITS:
+            self._write_groups(split, rest=True)
+            if split not in self._writers:
+                continue
+            self._writers.pop(split).close()
+            name = f"{split}-{self._partition:05d}.parquet"
+            os.replace(self._partial[split], self._folder / name)
+            written.append(Written(split, name, *self._found[split]))
+        return written
+
+
+def digest_of(rows: Any) -> int:
+    """The sum of the 64-bit BLAKE2 hashes of the rows of a `pyarrow.RecordBatch`, modulo 2^64."""
+    total = 0
+    for values in zip(*(column.to_pylist() for column in rows.columns), strict=True):
+        hashed = hashlib.blake2b(digest_size=8)
+        for value in values:
+            hashed.update(value if isinstance(value, bytes) else repr(value).encode())
+            hashed.update(b"\0")
+        total += int.from_bytes(hashed.digest(), "little")
+    return total % _DIGITS

@@ -1,0 +1,135 @@
+"""A trained network in a Python worker of Spark: loaded once, fed batches of one size. No pyspark here."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxdl.config import ConfigError
+from jaxdl.data import ImageSpec, Photos
+from jaxdl.data.image_values import as_evaluated, pixels_of
+from jaxdl.data.photo import BadImage
+from jaxdl.runs import check_checkpoint, check_run
+
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+
+def newest_step(workdir: str | Path) -> int:
+    """The step of the newest checkpoint of the run in a workdir. Raises ConfigError when there is none."""
+    return max(check_checkpoint(check_run(workdir), "newest"))
+
+
+@functools.lru_cache(maxsize=2)
+def scorer(workdir: str, step: int, batch_size: int) -> Scorer:
+    """The network of a checkpoint. A Python worker that Spark uses again has it already, with its compiled programs."""
+    return Scorer(workdir, step, batch_size)
+
+
+class Scorer:
+    """The network of a checkpoint, for columns of Arrow. Every batch has `batch_size` rows, the last one is padded."""
+
+    def __init__(self, workdir: str, step: int, batch_size: int) -> None:
+        # Several workers may share a GPU: none takes all of its memory.
+        os.environ.setdefault(PREALLOCATE, "false")
+        from jaxdl.predictor import restore
+
+        self.predictor = restore(workdir, step=step)
+        self.batch_size, self._spec = batch_size, self.predictor.parts.data_spec
+        photos = getattr(self.predictor.experiment.data, "photos", None)
+        self._photos = photos if isinstance(photos, Photos) else None
+
+    def logits(self, columns: Sequence[Any]) -> np.ndarray:
+        """The outputs of the network, float32 [row, ...], for columns of Arrow (arrays of one length)."""
+        return self._batched(self.predictor.logits, columns)
+
+    def predictions(self, columns: Sequence[Any]) -> np.ndarray:
+        """The predictions of the task, float32 [row, ...]; of a classifier the probabilities."""
+        return self._batched(self.predictor.predict, columns)
+
+    def probabilities_of(self, logits: np.ndarray) -> np.ndarray:
+        """The predictions of the task from outputs of the network."""
+        return np.asarray(self.predictor.parts.task.predictions(logits), np.float32)
+
+    def features(self, columns: Sequence[Any], layer: str, *, pool: bool) -> np.ndarray:
+        """The output of a layer, float32 [row, feature]."""
+        found = self._batched(functools.partial(self.predictor.features, layer=layer, pool=pool), columns)
+        return found.reshape(len(found), -1)
+
+    def _batched(self, function: Any, columns: Sequence[Any]) -> np.ndarray:
+        values, found = self.inputs(columns), []
+        for start in range(0, max(len(values), 1), self.batch_size):
+            batch = values[start : start + self.batch_size]
+            padding = np.zeros((self.batch_size - len(batch), *batch.shape[1:]), batch.dtype)
+            found.append(np.asarray(function(np.concatenate([batch, padding])))[: len(batch)])
+        return np.concatenate(found)
+
+    def inputs(self, columns: Sequence[Any]) -> np.ndarray:
+        """What the network reads of columns: images uint8 [row, height, width, channel], or numbers [row, column].
+
+        Raises ConfigError for a null, and for what the network was not trained on.
+        """
+        for column in columns:
+            if column.null_count:
+                raise ConfigError("featuresCol: a row has null. Fill it, or drop such rows: df.na.drop().")
+        if isinstance(self._spec, ImageSpec):
+            return self._images(columns[0].to_pylist(), self._spec)
+        found = [_numbers(column) for column in columns]
+        return np.concatenate(found, axis=1)
+
+    def _images(self, values: list[Any], spec: ImageSpec) -> np.ndarray:
+        shape, found = (spec.height, spec.width, spec.channels), []
+        for value in values:
+            try:
+                if self._photos is not None:
+                    found.append(as_evaluated(value, self._photos))
+                    continue
+                found.append(pixels_of(value, spec.channels))
+            except BadImage as error:
+                raise ConfigError(f"featuresCol: an image: {error}. Make it again, or drop such rows.") from None
+            if found[-1].shape != shape:
+                raise ConfigError(
+                    f"featuresCol: an image is {' x '.join(map(str, found[-1].shape))}; the network was trained on "
+                    f"{' x '.join(map(str, shape))}. Resize it."
+                )
+        return np.stack(found) if found else np.zeros((0, *shape), np.uint8)
+
+
+def _numbers(column: Any) -> np.ndarray:
+    """A column of numbers, or of lists of them, as float32 [row, column]."""
+    import pyarrow.types as types
+
+    if not (types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)):
+        return column.to_numpy(zero_copy_only=False).astype(np.float32)[:, None]
+    rows = [np.asarray(one, np.float32) for one in column.to_numpy(zero_copy_only=False)]
+    if len({len(one) for one in rows}) > 1:
+        raise ConfigError("featuresCol: its rows have different numbers of values. All must have as many.")
+    return np.stack(rows) if rows else np.zeros((0, 0), np.float32)
+
+
+def lists_of(values: np.ndarray) -> Any:
+    """Rows [row, ...] as an Arrow array of lists of float32."""
+    import pyarrow
+
+    flat = np.ascontiguousarray(values, np.float32).reshape(len(values), math.prod(values.shape[1:]))
+    ends = np.arange(len(values) + 1, dtype=np.int32) * flat.shape[1]
+    return pyarrow.ListArray.from_arrays(pyarrow.array(ends), pyarrow.array(flat.ravel()))
+
+
+def scored(workdir: str, step: int, batch_size: int, batches: Iterator[Sequence[Any]]) -> Iterator[Any]:
+    """For batches of feature columns, structs of Arrow: rawPrediction and probability (lists), prediction (double)."""
+    import pyarrow
+
+    network = scorer(workdir, step, batch_size)
+    for columns in batches:
+        logits = network.logits(columns)
+        if logits.ndim != 2:
+            raise ConfigError(f"{workdir}: its network has outputs {list(logits.shape[1:])}, so it is no classifier.")
+        classes = pyarrow.array(logits.argmax(axis=1).astype(np.float64))
+        arrays = [lists_of(logits), lists_of(network.probabilities_of(logits)), classes]
+        yield pyarrow.StructArray.from_arrays(arrays, names=["rawPrediction", "probability", "prediction"])

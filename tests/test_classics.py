@@ -1,0 +1,173 @@
+"""k-means, components, ridge and logistic regression against scikit-learn, on 1 and on 8 devices."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+from sklearn.cluster import KMeans
+from sklearn.cluster import kmeans_plusplus as sklearn_plus_plus
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits
+from sklearn.decomposition import PCA
+from sklearn.linear_model import LogisticRegression, Ridge
+
+from jaxdl import classics
+from jaxdl.classics.kmeans import _lloyd
+from jaxdl.classics.rows import as_rows, on_all
+from jaxdl.errors import ConfigError
+from jaxdl.mesh import MeshConfig, make_mesh
+
+MESHES = {
+    1: {"replica": 1, "fsdp": 1},
+    8: {"replica": 4, "fsdp": 2},
+}
+
+
+@pytest.fixture(params=list(MESHES), ids="{} devices".format)
+def mesh(request):
+    return make_mesh(MeshConfig(**MESHES[request.param]), jax.devices()[: request.param])
+
+
+@pytest.fixture(scope="module")
+def digits():
+    return load_digits(return_X_y=True)
+
+
+@pytest.fixture(scope="module")
+def cancer():
+    x, y = load_breast_cancer(return_X_y=True)
+    return (x - x.mean(0)) / x.std(0), np.array(["malignant", "benign"])[y]
+
+
+def relative(found, expected):
+    """The largest error over the largest magnitude."""
+    return np.abs(np.asarray(found) - expected).max() / np.abs(expected).max()
+
+
+@pytest.mark.parametrize("num_clusters", [1, 10, 23])
+def test_kmeans_plus_plus_draws_the_rows_of_sklearn(mesh, digits, num_clusters):
+    x, _ = digits
+    _, expected = sklearn_plus_plus(x, num_clusters, random_state=3)
+    np.testing.assert_array_equal(classics.kmeans_plus_plus(x, num_clusters, mesh=mesh, seed=3), expected)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given start", "k-means++"])
+def test_kmeans_is_that_of_sklearn(mesh, digits, given):
+    x, _ = digits
+    start = x[:10] if given else "k-means++"
+    expected = KMeans(10, init=start, n_init=1, random_state=0, algorithm="lloyd").fit(x)
+    found = classics.kmeans(x, 10, start=start, seed=0, mesh=mesh)
+    np.testing.assert_array_equal(found.labels, expected.labels_)
+    assert found.inertia == pytest.approx(expected.inertia_, rel=1e-5)
+    assert relative(found.centers, expected.cluster_centers_) < 1e-5
+    assert found.num_steps == expected.n_iter_
+    np.testing.assert_array_equal(found.predict(x), expected.predict(x))
+
+
+def test_an_empty_cluster_keeps_its_center(mesh):
+    x = np.array([[0.0], [1.0], [10.0], [11.0], [12.0]])
+    found = classics.kmeans(x, 3, start=[[0.0], [10.0], [1000.0]], mesh=mesh)
+    np.testing.assert_allclose(found.centers, [[0.5], [11.0], [1000.0]], rtol=1e-6)
+    np.testing.assert_array_equal(found.labels, [0, 0, 1, 1, 1])
+
+
+def test_components_are_those_of_sklearn(mesh, digits):
+    x, _ = digits
+    expected = PCA(10, svd_solver="full").fit(x)
+    found = classics.pca(x, 10, mesh=mesh)
+    assert relative(found.components, expected.components_) < 1e-4, "of the same sign, too"
+    assert relative(found.explained_variance, expected.explained_variance_) < 1e-6
+    assert relative(found.explained_variance_ratio, expected.explained_variance_ratio_) < 1e-6
+    assert relative(found.transform(x), expected.transform(x)) < 1e-4
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.0])
+def test_ridge_is_that_of_sklearn(mesh, alpha):
+    x, y = load_diabetes(return_X_y=True)
+    expected = Ridge(alpha=alpha, solver="svd").fit(x, y)
+    found = classics.ridge(x, y, alpha=alpha, mesh=mesh)
+    assert relative(found.coefficients, expected.coef_) < 1e-4
+    assert found.intercept == pytest.approx(expected.intercept_, rel=1e-5)
+    assert relative(found.predict(x), expected.predict(x)) < 1e-5
+
+
+def test_logistic_regression_of_two_classes_is_that_of_sklearn(mesh, cancer):
+    x, y = cancer
+    expected = LogisticRegression(C=0.5, tol=1e-10, max_iter=10_000).fit(x, y)
+    found = classics.logistic(x, y, c=0.5, mesh=mesh)
+    np.testing.assert_array_equal(found.classes, expected.classes_)
+    assert relative(found.coefficients, expected.coef_) < 1e-4
+    assert relative(found.intercepts, expected.intercept_) < 1e-4
+    np.testing.assert_allclose(found.probabilities(x), expected.predict_proba(x), atol=1e-4)
+    np.testing.assert_array_equal(found.predict(x), expected.predict(x))
+
+
+def test_logistic_regression_of_ten_classes_is_that_of_sklearn(mesh, digits):
+    x, y = digits[0][:500] / 16, digits[1][:500]
+    expected = LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000).fit(x, y)
+    found = classics.logistic(x, y, mesh=mesh)
+    assert relative(found.coefficients, expected.coef_) < 1e-3
+    assert relative(found.intercepts, expected.intercept_) < 1e-3
+    np.testing.assert_allclose(found.probabilities(x), expected.predict_proba(x), atol=1e-4)
+
+
+def test_only_sums_travel(digits):
+    """The iterations of k-means all-reduce sums of clusters and of rows, and never gather the table."""
+    x, _ = digits
+    rows = as_rows(x, make_mesh(MeshConfig(replica=4, fsdp=2)), "test")
+    program = on_all(rows.mesh, _lloyd, max_steps=10, tolerance=0.0).lower(rows.x, rows.weight, rows.x[:10]).compile()
+    collectives = re.findall(r"= (.*?) (all-reduce|all-gather|all-to-all|collective-permute)\(", program.as_text())
+    sizes = {
+        (kind, int(np.prod([int(one) for one in shape.split(",") if one])))
+        for types, kind in collectives
+        for shape in re.findall(r"\w+\[([\d,]*)\]", types)
+    }
+    assert ("all-reduce", 10 * 64) in sizes
+    assert max(size for kind, size in sizes if kind == "all-reduce") <= 10 * 64
+    assert {size for kind, size in sizes if kind != "all-reduce"} <= {len(rows.x)}, "the labels, one number a row"
+
+
+def test_padding_has_no_weight():
+    """13 rows on 8 devices: 3 rows of padding, which would move means and counts."""
+    random = np.random.default_rng(0)
+    x, mesh = random.normal(size=(13, 3)) + 5, make_mesh(MeshConfig(replica=8, fsdp=1))
+    y = x @ [1.0, 2.0, 3.0] + 4
+    assert as_rows(x, mesh, "test").x.shape == (16, 3)
+    np.testing.assert_allclose(classics.pca(x, 3, mesh=mesh).mean, x.mean(0), rtol=1e-6)
+    line = classics.ridge(x, y, alpha=0.0, mesh=mesh)
+    np.testing.assert_allclose([*line.coefficients, line.intercept], [1, 2, 3, 4], rtol=1e-4)
+    assert len(classics.kmeans(x, 2, mesh=mesh).labels) == 13
+    two, four = (classics.logistic(x, y > 30, mesh=make_mesh(MeshConfig(replica=count, fsdp=1), jax.devices()[:count]))
+                 for count in (1, 8))  # fmt: skip
+    np.testing.assert_allclose(two.coefficients, four.coefficients, rtol=1e-4)
+
+
+X = np.arange(12.0).reshape(6, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: classics.kmeans(X[:, 0], 2), r"x has the shape \[6\]"),
+        (lambda: classics.kmeans(X, 7), "7 clusters of 6 rows"),
+        (lambda: classics.kmeans(X, 2, start="random"), 'start = "random"'),
+        (lambda: classics.kmeans(X, 2, start=X[:3]), r"start has the shape \[3, 2\]"),
+        (lambda: classics.kmeans(X, 2, max_steps=0), "max_steps = 0"),
+        (lambda: classics.pca(X, 3), "3 components of 6 rows of 2 features"),
+        (lambda: classics.pca(np.where(X == 3, np.nan, X), 1), "NaN or infinite"),
+        (lambda: classics.pca([["a", "b"]], 1), "not numbers"),
+        (lambda: classics.ridge(X, X[:3, 0]), r"y has the shape \[3\], and x 6 rows"),
+        (lambda: classics.ridge(X, X[:, 0], alpha=-1), "alpha = -1"),
+        (lambda: classics.ridge(X, X[:, 0], alpha=0), "depend on each other too closely"),
+        (lambda: classics.logistic(X, np.ones(6)), "all rows are of class 1.0"),
+        (lambda: classics.logistic(X, [0, 1] * 3, c=0), "c = 0"),
+        (lambda: classics.pca(X, 1).transform(X[:, :1]), "the fit was on 2 features"),
+    ],
+)
+def test_mistakes(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def test_newton_needs_few_steps_for_classes_that_are_nearly_separable(cancer):
+    assert classics.logistic(*cancer, c=100.0).num_steps < 15

@@ -1,0 +1,309 @@
+"""What runs beside Spark, without it: the files of an executor, processes and their ends, fitting, scoring."""
+
+import importlib.util
+import signal
+import threading
+import time
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet as parquet
+import pytest
+from runs import ROOT, Started, wait_for
+
+import jaxdl.spark
+from jaxdl.config import ConfigError
+from jaxdl.data import TFDS, Digits, ParquetImages, ParquetPhotos, Photos, Tabular
+from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, write_experiment
+from jaxdl.spark.processes import (
+    Job,
+    Outcome,
+    Place,
+    environment_of,
+    failure_message,
+    main_arguments,
+    reason_of,
+    run_process,
+)
+from jaxdl.spark.rows import HELD_OUT, LABEL, PartitionWriter, digest_of
+from jaxdl.spark.scoring import lists_of, scored, scorer
+from jaxdl.spark.stream import Stream
+
+SECRET = "0123456789abcdef"
+
+
+def batch(x, labels, held=None):
+    held = [False] * len(x) if held is None else held
+    return pyarrow.RecordBatch.from_pydict({"x": x, LABEL: labels, HELD_OUT: held})
+
+
+def job(*arguments, stream=None, **changes):
+    values = {"call": b"", "num_processes": 1, "use_gpu": False, "driver": stream.address if stream else ""}
+    values |= {"secret": SECRET, "token": "t" * 16, "grace_sec": 20.0}
+    return Job(arguments=arguments, **(values | changes))
+
+
+def place(process=0, **changes):
+    return Place(**({"process": process, "host": "here", "num_here": 1, "coordinator": "here:1"} | changes))
+
+
+# Rows
+
+
+def test_row_groups_have_one_size_and_keep_the_order(tmp_path):
+    sizes, first, batches = [7, 1, 20, 5], 0, []
+    for size in sizes:
+        rows = range(first, first + size)
+        batches.append(batch(list(rows), [float(x % 3) for x in rows], [x % 4 == 0 for x in rows]))
+        first += size
+    written = PartitionWriter(tmp_path, 3, 6).write(iter([*batches, batch([], [])]))
+    assert [(one.split, one.file) for one in written] == [
+        ("train", "train-00003.parquet"),
+        ("test", "test-00003.parquet"),
+    ]
+    for one, wanted in zip(written, ([x for x in range(33) if x % 4], range(0, 33, 4)), strict=True):
+        file = parquet.ParquetFile(tmp_path / one.file)
+        assert file.read().to_pydict() == {"x": list(wanted), LABEL: [x % 3 for x in wanted]}
+        groups = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+        assert set(groups[:-1]) <= {6}
+        assert 0 < groups[-1] <= 6
+        assert (one.num_rows, one.num_classes) == (len(wanted), 3)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["test-00003.parquet", "train-00003.parquet"]
+
+
+def test_the_digest_is_of_rows_whatever_their_order():
+    rows = pyarrow.RecordBatch.from_pydict({"x": [b"a", b"b", b"c"], LABEL: [0, 1, 2]})
+    whole = digest_of(rows)
+    assert digest_of(rows.take(pyarrow.array([2, 0, 1]))) == whole
+    assert (digest_of(rows.slice(0, 1)) + digest_of(rows.slice(1))) % 2**64 == whole
+    swapped = pyarrow.RecordBatch.from_pydict({"x": [b"b", b"a", b"c"], LABEL: [0, 1, 2]})
+    assert digest_of(swapped) != whole
+
+
+@pytest.mark.parametrize(
+    ("x", "labels", "problem"),
+    [
+        ([1, None], [0.0, 1.0], "column 'x': a row has null"),
+        ([1, 2], [0.0, None], "labelCol: the label 'label' is null"),
+        ([1, 2], [0.0, 1.5], r"labelCol: the label 'label' is 1\.5 in row 1"),
+    ],
+)
+def test_bad_rows_leave_no_file(tmp_path, x, labels, problem):
+    with pytest.raises(ConfigError, match=problem):
+        PartitionWriter(tmp_path, 0, 10).write(iter([batch([1], [0.0]), batch(x, labels)]))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_folder_that_executors_do_not_have(tmp_path):
+    with pytest.raises(ConfigError, match=r"the executor on \S+ cannot write there.*driver and all executors share"):
+        PartitionWriter(tmp_path / "gone", 0, 10).write(iter([batch([1], [0.0])]))
+
+
+# Processes
+
+
+def test_the_environment_that_jaxdl_reads():
+    given = {"PATH": "/bin", "JAX_NUM_CPU_DEVICES": "8", "JAX_PLATFORMS": "tpu", "CUDA_VISIBLE_DEVICES": "9"}
+    one = environment_of(job(), place(), given)
+    assert not [name for name in one if name.startswith(("JAX_NUM", "JAX_PROCESS", "JAX_COORD"))]
+    assert (one["JAX_PLATFORMS"], one["PATH"]) == ("cpu", "/bin")
+    two = environment_of(job(num_processes=2, use_gpu=True), place(1, num_here=2, gpus=("2", "3")), given)
+    assert {name: two[name] for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")} == {
+        "JAX_COORDINATOR_ADDRESS": "here:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1",
+    }  # fmt: skip
+    assert (two["CUDA_VISIBLE_DEVICES"], two["JAXDL_PROCESSES_OF_HOST"], two["JAXDL_HOST"]) == ("2,3", "2", "here/1")
+    assert "JAX_PLATFORMS" not in two
+    assert "JAX_NUM_CPU_DEVICES" not in two
+
+
+def test_scripts_and_modules():
+    assert main_arguments("train.py", ["--lr", 0.1]) == ("train.py", "--lr", "0.1")
+    assert main_arguments("/jobs/train", []) == ("/jobs/train",)
+    assert main_arguments("jaxdl.train", ["--x"]) == ("-m", "jaxdl.train", "--x")
+    with pytest.raises(ConfigError, match="neither a script"):
+        main_arguments("train me", [])
+
+
+def test_output_and_exit_code_come_to_the_driver(capsys):
+    code = "import os, sys; print('hello'); print('JAXDL_SPARK_SECRET' in os.environ); "
+    code += "print('bad luck', file=sys.stderr); sys.exit(3)"
+    with Stream(2, "127.0.0.1", SECRET) as stream:
+        outcome = run_process(job("-c", code, stream=stream, num_processes=2), place(1))
+        deadline = time.monotonic() + 20
+        while not stream.ended:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert (outcome.process, outcome.code, outcome.told, outcome.end, outcome.is_final) == (
+        1,
+        3,
+        False,
+        ("bad luck",),
+        True,
+    )
+    out, err = capsys.readouterr()
+    assert out.splitlines() == ["process1 | hello", "process1 | False"]
+    assert "process1 | bad luck" in err
+    assert stream.failure is not None
+    assert failure_message(outcome, 2).splitlines() == [
+        "process 1 of 2 ended with exit code 3 (training diverged); the end of its stderr:",
+        "  bad luck",
+    ]
+
+
+def test_a_user_error_of_one_ends_the_others():
+    """Exit code 2 of a process is final: the others are told to save, which they need not answer for."""
+    wait = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(143)); time.sleep(120)"
+    fail = "import time; time.sleep(2); raise SystemExit(2)"
+    found = {}
+    with Stream(2, "127.0.0.1", SECRET) as stream:
+
+        def run(number, code):
+            found[number] = run_process(job("-c", code, stream=stream, num_processes=2), place(number))
+
+        threads = [threading.Thread(target=run, args=one) for one in ((0, wait), (1, fail))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert stream.failure.process == 1
+    assert (found[0].code, found[0].told, found[0].is_final) == (143, True, True)
+    assert (found[1].code, found[1].told) == (2, False)
+
+
+def test_a_stranger_is_not_listened_to(capsys):
+    with Stream(1, "127.0.0.1", "another secret") as stream:
+        outcome = run_process(job("-c", "print('hello')", stream=stream), place())
+    assert outcome.code == 0
+    assert not stream.ended
+    assert "process0 | hello" not in capsys.readouterr().out
+
+
+def test_the_reason_in_an_error_of_spark():
+    text = "An error occurred while calling o1.collect.\n: org.apache.spark.SparkException: Job 3 cancelled\n\tat org."
+    assert reason_of(text) == "Job 3 cancelled"
+    assert reason_of("[ARROW] no") == "[ARROW] no"
+
+
+def test_what_is_retried():
+    finals = {code: Outcome(0, code, False, ()).is_final for code in (0, 1, 2, 3, 4, 75, 137)}
+    assert finals == {0: True, 1: False, 2: True, 3: True, 4: True, 75: False, 137: False}
+    assert Outcome(0, 143, True, ()).is_final
+
+
+def test_a_killed_task_lets_its_process_save(tmp_path):
+    """Spark kills the Python process of a task by SIGKILL; the process beside it gets SIGTERM, and its time."""
+    script = tmp_path / "saves.py"
+    script.write_text(
+        "import pathlib, signal, sys, time\n"
+        "def save(*_):\n"
+        "    print('saving', flush=True); time.sleep(1)\n"
+        "    pathlib.Path(sys.argv[1], 'saved').write_text('yes'); sys.exit(143)\n"
+        "signal.signal(signal.SIGTERM, save)\n"
+        "pathlib.Path(sys.argv[1], 'began').write_text('yes'); time.sleep(120)\n"
+    )
+    task = (
+        "from jaxdl.spark.processes import Job, Place, run_process\n"
+        f"job = Job(({str(script)!r}, {str(tmp_path)!r}), b'', 1, False, '', {SECRET!r}, 't' * 16, 20.0)\n"
+        "run_process(job, Place(0, 'here', 1, 'here:1'))\n"
+    )
+    process = Started("-c", task, PYTHONPATH=str(ROOT))
+    wait_for(process, (tmp_path / "began").exists)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "saved").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_process_that_does_not_end_is_killed():
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('on', flush=True); time.sleep(120)"
+    with Stream(1, "127.0.0.1", SECRET) as stream:
+        timer = threading.Timer(3, stream.stop)
+        timer.start()
+        outcome = run_process(job("-c", deaf, stream=stream, grace_sec=0.5), place())
+    assert (outcome.code, outcome.told) == (128 + signal.SIGKILL, True)
+
+
+# Fitting
+
+
+def test_the_data_follow_the_config():
+    files = {"train": ["a"], "test": ["b"], "num_classes": 3}
+    images = data_of(Digits(), "images", features=["image"], **files)
+    assert images == ParquetImages(train=("a",), test=("b",), num_classes=3)
+    own = ParquetImages(test_fraction=0.4, channels=1)
+    assert data_of(own, "images", features=["image"], **files).channels == 1
+    photos = Photos(size=64)
+    cropped = data_of(TFDS(name="imagenet2012", photos=photos), "images", features=["image"], **files)
+    assert cropped == ParquetPhotos(train=("a",), test=("b",), num_classes=3, photos=photos)
+    table = data_of(Tabular(normalize=False), "numbers", features=["p", "q"], **files)
+    assert table == Tabular(train=("a",), test=("b",), num_classes=3, features=("p", "q"), normalize=False)
+
+
+def test_a_workdir_of_another_config_or_other_rows(tiny_run, tmp_path):
+    own = tiny_run.plan.experiment
+    check_workdir(tmp_path, own, with_data=True)
+    check_workdir(tiny_run.workdir, own, with_data=True)
+    check_workdir(tiny_run.workdir, own.replaced({"steps": 9, "data.num_train": 7}), with_data=False)
+    with pytest.raises(ConfigError, match=r"run of another config: batch_size was 16, is 8\.") as error:
+        check_workdir(tiny_run.workdir, own.replaced({"batch_size": 8}), with_data=False)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"has other rows, or reads them otherwise \(data\.num_train\)"):
+        check_workdir(tiny_run.workdir, own.replaced({"data.num_train": 7}), with_data=True)
+    assert metrics_of(tiny_run.workdir) == tiny_run.metrics
+    assert metrics_of(tmp_path) == {}
+    path = write_experiment(tmp_path, own)
+    assert jaxdl.load(path) == own
+
+
+def test_overrides_of_an_experiment():
+    found = experiment_of(f"{ROOT}/configs/digits.py", {"epochs": 2}, gpus=True)
+    assert (found.epochs, found.mesh.cpu_devices) == (2, None)
+    with pytest.raises(ConfigError, match="no such file"):
+        experiment_of("nowhere.py", {}, gpus=False)
+
+
+# Scoring
+
+
+def test_scores_are_those_of_the_predictor(tiny_run):
+    images = tiny_run.plan.splits.test.batch(np.arange(11))["image"]
+    column = pyarrow.array([one.tolist() for one in images])
+    scorer.cache_clear()
+    found = list(
+        scored(str(tiny_run.workdir), 4, 4, iter([[column.slice(0, 7)], [column.slice(7)], [column.slice(11)]]))
+    )
+    assert [len(one) for one in found] == [7, 4, 0]
+    predictor = jaxdl.restore(tiny_run.workdir)
+    logits = np.concatenate([np.array(one.field("rawPrediction").to_pylist()).reshape(-1, 4) for one in found])
+    np.testing.assert_allclose(logits, predictor.logits(images), rtol=1e-5, atol=1e-5)
+    probability = np.concatenate([np.array(one.field("probability").to_pylist()).reshape(-1, 4) for one in found])
+    np.testing.assert_allclose(probability, predictor.predict(images), rtol=1e-5, atol=1e-6)
+    prediction = np.concatenate([one.field("prediction").to_numpy() for one in found])
+    np.testing.assert_array_equal(prediction, logits.argmax(axis=1))
+    network = scorer(str(tiny_run.workdir), 4, 4)
+    assert network.predictor._logits._cache_size() == 1, "one program, for every batch is padded to one size"
+    assert scorer.cache_info().misses == 1, "the network is loaded once"
+    features = network.features([column], "stage1", pool=True)
+    np.testing.assert_allclose(features, predictor.features(images, "stage1"), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ConfigError, match="featuresCol: a row has null"):
+        network.logits([pyarrow.array([images[0].tolist(), None])])
+    with pytest.raises(ConfigError, match="an image is 2 x 2 x 1; the network was trained on 8 x 8 x 1"):
+        network.logits([pyarrow.array([[[1, 2], [3, 4]]])])
+    with pytest.raises(ConfigError, match="featuresCol: an image: it cannot be read"):
+        network.logits([pyarrow.array([b"no image"])])
+
+
+def test_lists_of_arrow():
+    assert lists_of(np.arange(6).reshape(3, 2)).to_pylist() == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]]
+    assert lists_of(np.zeros((0, 2))).to_pylist() == []
+    assert lists_of(np.arange(2)).to_pylist() == [[0.0], [1.0]]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyspark") is not None, reason="pyspark is installed")
+def test_without_pyspark_the_extra_is_named():
+    with pytest.raises(ConfigError, match=r"needs the package pyspark.*pip install 'jaxdl\[spark\]'"):
+        _ = jaxdl.spark.JaxdlClassifier
+    with pytest.raises(AttributeError):
+        _ = jaxdl.spark.Nothing
