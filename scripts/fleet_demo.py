@@ -4,7 +4,8 @@ python scripts/fleet_demo.py --out runs/fleet_demo
 
 Ten runs on digits (scripts/fleet_demo_config.py) share six emulated nodes of this machine, under the policy of
 `jaxdl.fleet` and then on fixed equal shares of two nodes, with the same arrivals. In both, runs, all processes of a
-node, and the server are killed at the same times. Each run is made once more on two devices of one process, never
+node, and the server are killed, in the same order and as soon after the same times as a run makes steps; whom it meets
+depends on which runs those are. Each run is made once more on two devices of one process, never
 resized or killed, to compare with. Ends with code 1 if a run was lost, an attempt was started twice, a step is missing
 or there twice, or a result differs; prints a table, and writes fleet_demo.json and fleet_demo.png.
 

@@ -43,9 +43,11 @@ class Attempt:
     nodes: tuple[str, ...]
     started: float
     why: str
-    """Why it was started: `first`, `resized`, `moved` (other nodes, as many) or `failed`."""
+    """Why it was started: `first`, `resized` by a decision, `moved` from a lost node, or after it had `failed`."""
     asked: float | None = None
     """When it was asked to save and end."""
+    decided: bool = False
+    """Whether that was by a decision of the policy, not for a lost node."""
     ended: float = 0.0
     code: int | None = None
     steps: tuple[tuple[int, float], ...] = ()
@@ -69,13 +71,13 @@ def read_attempts(folder: Path, names: Mapping[str, str]) -> list[Attempt]:
             before = last.get(name)
             if before is None:
                 why = "first"
-            elif len(before.nodes) != len(event["nodes"]):
-                why = "resized"
+            elif before.asked is None:
+                why = "failed"
             else:
-                why = "moved" if before.asked is not None else "failed"
+                why = "resized" if before.decided else "moved"
             open_[name] = Attempt(name, event["attempt"], tuple(event["nodes"]), event["at"], why)
         elif event["what"] == "stopping":
-            open_[name].asked = event["at"]
+            open_[name].asked, open_[name].decided = event["at"], " -> " in event["reason"]
         elif event["what"] in ("left", "ended"):
             one = last[name] = open_.pop(name)
             one.ended, one.code = event["at"], event["code"]
@@ -284,7 +286,7 @@ def write_report(
 ) -> None:  # fmt: skip
     """Prints the tables, and writes fleet_demo.json and fleet_demo.png."""
     console = Console(width=150)
-    table = Table(title=f"{len(asked)} runs on {num_nodes} nodes; both harmed alike", title_justify="left")
+    table = Table(title=f"{len(asked)} runs on {num_nodes} nodes; the same kinds of harm in both", title_justify="left")
     columns = ("nodes in use", "mean completion, s", "all done, s", "fairness loss", "lost: resizing", "other starts",
                "resizes", "steps again")  # fmt: skip
     table.add_column("play")
