@@ -1,195 +1,17 @@
-"""The server of a fleet on made-up engines and time: nothing is lost or started twice, whatever is killed and when."""
+"""The files of a fleet, its commands, its engine of processes, and the simulation."""
 
-import itertools
 import json
 import os
-import random
 
 import pytest
 
 from jaxdl.config import ConfigError
 from jaxdl.fleet.__main__ import main
-from jaxdl.fleet.engine import LOST, Engine, make_engine
+from jaxdl.fleet.engine import LOST, make_engine
 from jaxdl.fleet.policy import Rules
-from jaxdl.fleet.server import Server, Settings
 from jaxdl.fleet.simulate import Costs, Job, elastic, made_up_jobs, speed_curve, static
-from jaxdl.fleet.speed import last_speed, speeds
+from jaxdl.fleet.speed import last_speed, last_step, speeds
 from jaxdl.fleet.store import Journal, Store
-
-SETTINGS = Settings(Rules(fairness=1.0, resized=1.0), between_sec=0.0, failures=3)
-
-
-class Killed(Exception):
-    """In place of the death of the server."""
-
-
-class MadeUp(Engine):
-    """Runs of `work` turns on one node, which know the steps that they have saved; what lives outlives the server."""
-
-    name = "made up"
-
-    def __init__(self, store, num_nodes, work=6):
-        super().__init__(store, num_nodes)
-        self.work, self.done, self.ends_at = work, {}, {}
-        self.live, self.codes, self.starts = {}, {}, []
-
-    def nodes(self):
-        lost = self.store.lost_nodes()
-        return [f"node{number}" for number in range(self.num_nodes) if f"node{number}" not in lost]
-
-    def start(self, run, attempt, nodes):
-        if run.name in self.live:
-            return False
-        used = {node for _, others in self.live.values() for node in others}
-        assert not used & set(nodes), "a node has one run"
-        self.live[run.name] = (attempt, tuple(nodes))
-        self.starts.append((run.name, attempt, len(nodes)))
-        return True
-
-    def stop(self, run, attempt):
-        if self.live.get(run.name, (0,))[0] == attempt:
-            del self.live[run.name]
-            self.codes[run.name, attempt] = 143
-
-    def poll(self, run, attempt):
-        if self.live.get(run.name, (0,))[0] == attempt:
-            return None
-        return self.codes.get((run.name, attempt), LOST)
-
-    def tick(self):
-        """A turn of all that lives."""
-        for name, (attempt, nodes) in list(self.live.items()):
-            self.done[name] = self.done.get(name, 0) + len(nodes)
-            if self.done[name] >= self.work:
-                del self.live[name]
-                self.codes[name, attempt] = self.ends_at.get(name, 0)
-
-
-def fleet(folder, nodes=4, **options):
-    store = Store(folder)
-    folder.mkdir(exist_ok=True)
-    engine = MadeUp(store, nodes, **options)
-    clock = itertools.count(1000.0)
-    return store, engine, lambda: Server(store, engine, SETTINGS, now=lambda: next(clock))
-
-
-def submit(store, sizes=(1, 2, 4), **options):
-    return store.submit(["python", "-m", "jaxdl.train"], sizes, **options).name
-
-
-def states(server):
-    return {name: member.state for name, member in server.members.items()}
-
-
-def test_runs_share_nodes_grow_and_end(tmp_path):
-    store, engine, make = fleet(tmp_path / "fleet")
-    server = make()
-    first = submit(store)
-    server.turn()
-    assert engine.live[first][1] == ("node0", "node1", "node2", "node3")
-    second = submit(store)
-    for _ in range(4):  # The first one saves, and starts again on half of the nodes.
-        server.turn()
-    assert {name: len(nodes) for name, (_, nodes) in engine.live.items()} == {first: 2, second: 2}
-    assert server.members[first].resized == 1
-    for _ in range(20):
-        engine.tick()
-        server.turn()
-    assert states(server) == {first: "completed", second: "completed"}
-    assert server.idle
-    view = store.view()
-    assert [run["state"] for run in view["runs"]] == ["completed"] * 2
-    assert set(view["nodes"].values()) == {""}
-
-
-def test_what_is_held_cancelled_or_without_its_node_stops(tmp_path):
-    store, engine, make = fleet(tmp_path / "fleet", work=1000)
-    server, names = make(), [submit(store, (1,)) for _ in range(3)]
-    server.turn()
-    store.ask(names[0], "hold")
-    store.ask(names[1], "cancel")
-    node = engine.live[names[2]][1][0]
-    store.set_lost_nodes([node])
-    for _ in range(4):
-        server.turn()
-    assert states(server) == {names[0]: "held", names[1]: "cancelled", names[2]: "running"}
-    assert engine.live[names[2]][1] != (node,)
-    store.ask(names[0], "run")
-    for _ in range(2):
-        server.turn()
-    assert states(server)[names[0]] == "running"
-    with pytest.raises(ConfigError, match="run 0009: there is no such run"):
-        store.ask("0009", "hold")
-
-
-@pytest.mark.parametrize(
-    ("code", "attempts", "state"),
-    [(2, 1, "failed"), (3, 1, "failed"), (1, 4, "failed"), (75, 4, "failed"), (4, 1, "cancelled")],
-)
-def test_failures_start_again_unless_they_would_come_again(tmp_path, code, attempts, state):
-    store, engine, _ = fleet(tmp_path / "fleet", work=1)
-    clock = itertools.count(0.0, 500.0)  # So that the pauses between attempts are over.
-    patient = Settings(SETTINGS.rules, between_sec=1e9, failures=3)
-    server = Server(store, engine, patient, now=lambda: next(clock))
-    name = submit(store, (1,))
-    engine.ends_at[name] = code
-    for _ in range(30):
-        server.turn()
-        engine.tick()
-    assert states(server) == {name: state}
-    assert len(engine.starts) == attempts
-    assert server.members[name].code == code
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_a_server_that_is_killed_at_any_moment_loses_and_doubles_nothing(tmp_path, monkeypatch, seed):
-    draw = random.Random(seed)
-    store, engine, make = fleet(tmp_path / "fleet", work=8)
-    names, killed = [], 0
-    written, begun = Journal.write, MadeUp.start
-
-    def write(journal, what, **values):
-        if draw.random() < 0.1:
-            raise Killed
-        written(journal, what, **values)
-        if draw.random() < 0.1:
-            raise Killed
-
-    def start(self, *args):
-        found = begun(self, *args)
-        if draw.random() < 0.1:
-            raise Killed
-        return found
-
-    monkeypatch.setattr(Journal, "write", write)
-    monkeypatch.setattr(MadeUp, "start", start)
-    server = make()
-    for turn in range(300):
-        if turn % 3 == 0 and len(names) < 10:
-            names.append(submit(store, draw.choice([(1, 2, 4), (2,), (1,), (4,)])))
-        if draw.random() < 0.1 and engine.live:  # A run is killed, with what is around it.
-            del engine.live[draw.choice(sorted(engine.live))]
-        if draw.random() < 0.05:
-            store.set_lost_nodes([f"node{draw.randrange(4)}"] if draw.random() < 0.5 else [])
-        try:
-            server.turn()
-        except Killed:
-            killed += 1
-            server = make()
-        engine.tick()
-        if len(names) == 10 and server.idle:
-            break
-        if turn == 150:  # From here on nothing is killed, so that all ends.
-            monkeypatch.setattr(Journal, "write", written)
-            monkeypatch.setattr(MadeUp, "start", begun)
-            monkeypatch.setattr(draw, "random", lambda: 1.0)
-            store.set_lost_nodes([])
-    assert killed > 0
-    assert len({(run, attempt) for run, attempt, _ in engine.starts}) == len(engine.starts)
-    assert sorted(server.members) == names
-    ended = states(server)
-    assert set(ended.values()) <= {"completed", "failed"}
-    assert all(engine.done[name] >= 8 for name, state in ended.items() if state == "completed")
 
 
 def test_a_journal_whose_last_line_was_not_written_whole_is_read(tmp_path):
@@ -229,6 +51,9 @@ def test_submissions_keep_their_words(tmp_path):
         (["status"], "no fleet is served there"),
         (["serve", "--engine", "moon"], "--engine moon: there is no such engine; choose one of"),
         (["serve", "--fairness", "2"], "from 0 to 1"),
+        (["serve", "--grace-sec", "-1"], "0 or more"),
+        (["serve", "--rate", "50mbit"], "--rate 50mbit: the engine local has no such option. It is for netns"),
+        (["nodes", "--lost", "node0"], "no fleet is served there"),
         (["stop"], "there is no such command; choose one of serve"),
     ],
 )
@@ -251,6 +76,9 @@ def test_the_last_speed_of_a_run_is_read_from_its_metrics(tmp_path):
     rows = [{"step": step, "examples_per_sec": float(step)} for step in range(1, 8)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 9, "exam')
     assert last_speed(tmp_path) == 5.0  # The median of 3 to 7.
+    assert last_speed(tmp_path, after_step=3) == 5.5
+    assert last_speed(tmp_path, after_step=4) is None  # The first steps after a start are no measure.
+    assert last_step(tmp_path) == 7
 
 
 def test_a_lock_keeps_a_second_attempt_away(tmp_path):

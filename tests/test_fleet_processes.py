@@ -8,6 +8,10 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+from chaos import why_no_hosts
+
+from jaxdl.fleet.engine import LOST, make_engine
 from jaxdl.fleet.store import Store
 
 # It makes 150 steps, each a line of a file; the first of its hosts makes them. SIGTERM ends it between two steps.
@@ -80,3 +84,31 @@ def test_every_step_is_made_once_whatever_is_killed(tmp_path):
                if event["what"] == "started"]  # fmt: skip
     assert len({(event["run"], event["attempt"]) for event in started}) == len(started)
     assert Path(view["runs"][0]["workdir"]) == Path()
+
+
+def test_emulated_nodes_have_links_of_their_rate_and_a_run_that_ignores_its_signal_is_killed(tmp_path):
+    if why := why_no_hosts():
+        pytest.skip(why)
+    store, out = Store(tmp_path / "fleet"), tmp_path / "said"
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, pathlib, signal, socket, subprocess, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "limit = subprocess.run(['tc', 'qdisc', 'show', 'dev', 'eth0'], capture_output=True, text=True).stdout\n"
+        "pathlib.Path(sys.argv[1] + os.environ['JAX_PROCESS_ID']).write_text(socket.gethostname() + ' ' + limit)\n"
+        "time.sleep(300)\n"
+    )
+    run = store.submit(["python", str(script), str(out)], [2])
+    engine = make_engine("netns", store, 2, rate="50mbit")
+    assert engine.start(run, 1, engine.nodes())
+    said = [tmp_path / f"said{number}" for number in range(2)]
+    wait_for(lambda: all(lines(path) for path in said), "both nodes say something")
+    for number, path in enumerate(said):
+        assert path.read_text().startswith(f"host{number} ")
+        assert "rate 50Mbit" in path.read_text()
+    engine.stop(run, 1)
+    time.sleep(1.0)
+    assert engine.poll(run, 1) is None
+    assert engine.start(run, 2, engine.nodes()) is False
+    engine.kill(run, 1)
+    wait_for(lambda: engine.poll(run, 1) == LOST, "it is killed")

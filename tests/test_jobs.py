@@ -230,6 +230,20 @@ def test_the_slurm_header():
     assert "--cpus-per-task=32" in with_cpus.split("srun ", 1)[1]
 
 
+def test_slurm_may_start_on_fewer_nodes(tmp_path, no_cluster):
+    """The processes are as many as Slurm gives nodes; the mesh is checked for each number."""
+    elastic = [*TRAIN[:-1], "-1", "--mesh.fsdp", "8"]
+    text = job_file("slurm", "--fewest-nodes", "2", command=elastic)
+    assert "#SBATCH --nodes=2-4\n" in text
+    assert [nodes for nodes in (1, 2, 3, 4) if f"on {nodes} nodes with 8 GPUs" in text] == [2, 3, 4]
+    _, _, environments = run_slurm(text, tmp_path)
+    assert {environment["JAX_NUM_PROCESSES"] for environment in environments} == {"4"}  # As the stub says.
+    with pytest.raises(ConfigError, match="3 nodes with 8 GPUs each"):
+        job_file("slurm", "--fewest-nodes", "2", command=[*TRAIN[:-1], "4", "--mesh.fsdp", "8"])
+    with pytest.raises(ConfigError, match="it is more than nodes = 4"):
+        job_file("slurm", "--fewest-nodes", "5")
+
+
 def test_slurm_gives_each_process_its_place(tmp_path, no_cluster):
     code, _, environments = run_slurm(job_file("slurm"), tmp_path)
     assert code == 0

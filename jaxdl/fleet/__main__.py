@@ -39,15 +39,23 @@ class Serve(OfFleet):
     nodes: int = 1
     """The number of nodes."""
     engine: str = "local"
-    """Where runs run: `local`, processes on this machine."""
+    """Where runs run: `local`, processes on this machine; `netns`, there too, on emulated nodes with a network (root);
+    `ray`, the nodes of a Ray cluster."""
+    rate: str | None = None
+    """Of netns: the rate of each node's link, such as 100mbit; unlimited by default."""
+    address: str | None = None
+    """Of ray: the cluster, as ray.init takes it; `auto` by default."""
     fairness: float = 0.2
     """How far a run may be from its fair share, as a part of all nodes."""
     resized: float = 0.1
     """The part of the running runs that one decision may resize, rounded up."""
     between_sec: float = 600.0
-    """The least time between two changes of a run: ten times what saving and starting it takes is a good choice."""
+    """The least time between the first step of a run on its nodes and its next change: ten times what saving and
+    starting it takes is a good choice."""
     failures: int = 3
     """A run that fails more often than this in a row is not started again."""
+    grace_sec: float = 120.0
+    """How long a run may take to save and end before it is killed."""
     poll_sec: float = 1.0
     """The time between two looks at runs and submissions."""
     until_idle: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -76,6 +84,16 @@ class Submit(OfFleet):
     """Runs of a higher priority take nodes from it where they need them."""
     delay_sec: float = 0.0
     """Do not start it before so many seconds from now."""
+
+
+@dataclass(frozen=True)
+class Nodes(OfFleet):
+    """Takes nodes out of service, or back: their runs save, and resume on others."""
+
+    lost: tuple[str, ...] = ()
+    """Nodes to take out of service, as `status` names them."""
+    back: tuple[str, ...] = ()
+    """Nodes that are in service again."""
 
 
 @dataclass(frozen=True)
@@ -118,14 +136,17 @@ def serve(args: list[str]) -> None:
     from jaxdl.lease import Lease
 
     options = _options(Serve, "serve", args)
-    if options.nodes < 1 or options.failures < 0 or options.poll_sec <= 0 or options.between_sec < 0:
-        raise OptionError("--nodes: 1 or more; --failures, --between-sec: 0 or more; --poll-sec: above 0.")
+    if options.nodes < 1 or options.failures < 0 or options.poll_sec <= 0:
+        raise OptionError("--nodes: 1 or more; --failures: 0 or more; --poll-sec: above 0.")
+    if options.between_sec < 0 or options.grace_sec < 0:
+        raise OptionError("--between-sec, --grace-sec: 0 or more.")
     if not (0 <= options.fairness <= 1 and 0 <= options.resized <= 1):
         raise OptionError("--fairness, --resized: from 0 to 1.")
     store = Store(options.state)
     store.folder.mkdir(parents=True, exist_ok=True)
-    engine = make_engine(options.engine, store, options.nodes)
-    settings = Settings(Rules(options.fairness, options.resized), options.between_sec, options.failures)
+    engine = make_engine(options.engine, store, options.nodes, rate=options.rate, address=options.address)
+    rules = Rules(options.fairness, options.resized)
+    settings = Settings(rules, options.between_sec, options.failures, options.grace_sec)
     if options.dry_run:
         _print_decision(Server(store, engine, settings))
         return
@@ -205,6 +226,8 @@ def status(args: list[str]) -> None:
         counts = (f"{run['share']:.3g}", str(run["attempt"]), str(run["resized"]))
         table.add_row(run["run"], run["state"], str(len(run["nodes"])), *counts, run["reason"])
     console.print(table)
+    if view.get("lost"):
+        console.print(f"out of service: {', '.join(view['lost'])}")
     if waiting:
         console.print(f"accepted, and not seen by a server yet: {', '.join(waiting)}")
 
@@ -215,7 +238,11 @@ def explain(args: list[str]) -> None:
     for run in Store(options.state).view()["runs"]:
         known = ", ".join(f"{nodes} nodes {speed:,.0f}/s" for nodes, speed in run["speeds"].items()) or "not measured"
         sizes = ", ".join(map(str, run["sizes"]))
-        print(f"run {run['run']}, {run['state']}: {run['decided'] or run['reason']}")
+        print(f"run {run['run']}, {run['state']}: {run['reason']}")
+        if run["decided"] not in ("", run["reason"]):
+            print(f"  the last decision: {run['decided']}")
+        if run.get("killed"):
+            print(f"  it did not save and end in time, and was killed: {run['killed']} times")
         print(f"  it may have {sizes} nodes; weight {run['weight']:g}, priority {run['priority']}; speed: {known}")
 
 
@@ -229,6 +256,21 @@ def _ask(what: Asked) -> Callable[[list[str]], None]:
             Store(options.state).ask(name, what)
 
     return ask
+
+
+def nodes(args: list[str]) -> None:
+    """Changes which nodes are in service."""
+    options = _options(Nodes, "nodes", args)
+    store = Store(options.state)
+    view = store.view()
+    lost = store.lost_nodes()
+    known = {*view["nodes"], *view.get("lost", ()), *lost}
+    for name in (*options.lost, *options.back):
+        if name not in known:
+            raise OptionError(f"{name}: there is no such node. There are: {', '.join(sorted(known))}.")
+    if not options.lost and not options.back:
+        raise OptionError("give --lost NODE, or --back NODE.")
+    store.set_lost_nodes(sorted((lost | set(options.lost)) - set(options.back)))
 
 
 def simulate(args: list[str]) -> None:
@@ -247,8 +289,9 @@ COMMANDS: dict[str, tuple[str, Callable[[list[str]], None]]] = {
     "status": ("shows runs and nodes", status),
     "explain": ("says why each run has its nodes", explain),
     "hold": ("saves and stops runs, until `resume`", _ask("hold")),
-    "resume": ("lets held runs run", _ask("run")),
+    "resume": ("lets runs run that were held, halted, or have failed", _ask("run")),
     "cancel": ("saves and stops runs for good", _ask("cancel")),
+    "nodes": ("takes nodes out of service, or back", nodes),
     "simulate": ("plays a fleet in simulated time", simulate),
 }
 

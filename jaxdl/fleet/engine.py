@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import fcntl
+import importlib
 import json
 import os
 import signal
@@ -17,16 +18,20 @@ from typing import Any, ClassVar
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.keeper import EXIT_FILE, KEEPER_FILE, OUTPUT_FILE
 from jaxdl.fleet.store import Store, Submission, sync_folder
+from jaxdl.launch.netns import check_possible, parse_rate
 
+PIDS_FILE = "pids.json"
 LOST = -1
 """In place of the exit code of an attempt that is gone without one, because it was killed with its keeper."""
 _engines: dict[str, type[Engine]] = {}
 
 
 class Engine(abc.ABC):
-    """The four calls behind which a kind of cluster is. A subclass registers itself by its name."""
+    """The calls behind which a kind of cluster is. A subclass registers itself by its name."""
 
     name: ClassVar[str]
+    options: ClassVar[tuple[str, ...]] = ()
+    """Options of `serve` that are for this engine: its constructor takes them."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -48,25 +53,44 @@ class Engine(abc.ABC):
         """Asks an attempt to save and end; returns at once. May be called again."""
 
     @abc.abstractmethod
+    def kill(self, run: Submission, attempt: int) -> None:
+        """Ends an attempt that does not save and end, by SIGKILL; returns at once. May be called again."""
+
+    @abc.abstractmethod
     def poll(self, run: Submission, attempt: int) -> int | None:
         """The exit code of an attempt, `LOST` without one; None while it lives."""
 
 
-def make_engine(name: str, store: Store, num_nodes: int) -> Engine:
-    """The engine of a name. Raises ConfigError if there is none."""
+def make_engine(name: str, store: Store, num_nodes: int, **given: Any) -> Engine:
+    """The engine of a name; `given` are the options of engines, None where they are not set.
+
+    Raises ConfigError if there is no such engine, or an option is for another.
+    """
+    importlib.import_module("jaxdl.fleet.ray_engine")  # It registers itself.
     if name not in _engines:
         raise ConfigError(f"--engine {name}: there is no such engine; choose one of {', '.join(sorted(_engines))}.")
-    return _engines[name](store, num_nodes)
+    kind = _engines[name]
+    for option, value in given.items():
+        if value is not None and option not in kind.options:
+            owners = ", ".join(sorted(other for other, one in _engines.items() if option in one.options))
+            raise ConfigError(f"--{option} {value}: the engine {name} has no such option. It is for {owners}.")
+    return kind(store, num_nodes, **{option: given.get(option) for option in kind.options})
 
 
 class Local(Engine):
     """Processes on this machine: a run on n nodes is `python -m jaxdl.launch local --hosts n`.
 
-    Each run has a lock, an open file that the processes of an attempt inherit: as long as one lives, no other attempt
-    starts, whatever server asks.
+    Each run has a lock, an open file that the keeper and the launcher of an attempt inherit: as long as one lives, no
+    other attempt starts, whatever server asks. The processes of the hosts are killed with their launcher.
     """
 
     name = "local"
+    launcher: ClassVar[str] = "local"
+    """The command of `python -m jaxdl.launch`."""
+
+    def __init__(self, store: Store, num_nodes: int) -> None:
+        super().__init__(store, num_nodes)
+        self._keepers: list[subprocess.Popen[bytes]] = []
 
     def nodes(self) -> list[str]:
         """node0, node1, ... but for those that were taken out of service."""
@@ -82,11 +106,11 @@ class Local(Engine):
             folder = self.folder(run, attempt)
             folder.mkdir(parents=True, exist_ok=True)
             sync_folder(folder.parent)
-            command = self.command(run, nodes)
+            command = self.command(run, nodes, folder.absolute())
             keeper = [sys.executable, "-m", "jaxdl.fleet.keeper", str(folder.absolute()), str(lock), *command]
             # In a session of its own, and without the server's output: what ends the server is not for the runs.
             with (folder / OUTPUT_FILE).open("ab") as output:
-                subprocess.Popen(
+                started = subprocess.Popen(
                     keeper,
                     cwd=run.folder,
                     stdin=subprocess.DEVNULL,
@@ -95,14 +119,20 @@ class Local(Engine):
                     start_new_session=True,
                     pass_fds=(lock,),
                 )
+            self._keepers.append(started)
         finally:
             os.close(lock)
         return True
 
-    def command(self, run: Submission, nodes: Sequence[str]) -> list[str]:
-        """What runs on this machine for a run on these nodes."""
-        words = [word.replace("{nodes}", str(len(nodes))) for word in run.command]
-        return [sys.executable, "-m", "jaxdl.launch", "local", "--hosts", str(len(nodes)), "--", *words]
+    def command(self, run: Submission, nodes: Sequence[str], folder: Path) -> list[str]:
+        """What runs on this machine for a run on these nodes; `folder` is that of the attempt."""
+        options = ["--hosts", str(len(nodes)), "--pids", str(folder / PIDS_FILE)]
+        options += self.launcher_options()
+        return [sys.executable, "-m", "jaxdl.launch", self.launcher, *options, "--", *run.words(len(nodes))]
+
+    def launcher_options(self) -> list[str]:
+        """More options of the launcher."""
+        return []
 
     def stop(self, run: Submission, attempt: int) -> None:
         """SIGTERM to the keeper, which forwards it."""
@@ -110,8 +140,16 @@ class Local(Engine):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
 
+    def kill(self, run: Submission, attempt: int) -> None:
+        """SIGKILL to the keeper and the launcher, with which the processes of the hosts end."""
+        if self.poll(run, attempt) is None and (pid := self._keeper(run, attempt)) is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+
     def poll(self, run: Submission, attempt: int) -> int | None:
         """See `Engine.poll`."""
+        # Keepers that have ended are waited for: they would be zombies until the server ends.
+        self._keepers = [one for one in self._keepers if one.poll() is None]
         lock = self._locked(run)
         if lock is None:  # Also for a moment after the code was written.
             return None
@@ -140,3 +178,21 @@ class Local(Engine):
             os.close(descriptor)
             return None
         return descriptor
+
+
+class Netns(Local):
+    """Emulated nodes: each run has a network of its own, with a namespace for each node and links of a limited rate."""
+
+    name = launcher = "netns"
+    options = ("rate",)
+
+    def __init__(self, store: Store, num_nodes: int, rate: str | None = None) -> None:
+        check_possible()
+        if rate is not None:
+            parse_rate(rate)
+        super().__init__(store, num_nodes)
+        self._rate = rate
+
+    def launcher_options(self) -> list[str]:
+        """See `Local.launcher_options`."""
+        return ["--rate", self._rate] if self._rate else []

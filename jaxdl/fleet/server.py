@@ -12,18 +12,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from jaxdl.cluster.exits import DELIBERATE, HALTED
+from jaxdl.cluster import exits
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.engine import LOST, Engine
 from jaxdl.fleet.policy import Decision, Rules, Run, decide
-from jaxdl.fleet.speed import Measured, last_speed, speeds
+from jaxdl.fleet.speed import Measured, last_speed, last_step, speeds
 from jaxdl.fleet.store import Journal, Store, Submission
 
 RUNNING, STOPPING, WAITING, HELD = "running", "stopping", "waiting", "held"
-COMPLETED, FAILED, CANCELLED = "completed", "failed", "cancelled"
-ENDED = (COMPLETED, FAILED, CANCELLED)
-_STARTED, _STOPPING, _LEFT, _ENDED = "started", "stopping", "left", "ended"
+COMPLETED, FAILED, CANCELLED, HALTED = "completed", "failed", "cancelled", "halted"
+ENDED = (COMPLETED, FAILED, CANCELLED, HALTED)
+RESUMABLE = (FAILED, HALTED)
+"""States from which `resume` lets a run run again."""
+_STARTED, _STOPPING, _KILLED, _LEFT, _ENDED, _RESUMED = "started", "stopping", "killed", "left", "ended", "resumed"
 _FIRST_PAUSE_SEC, _LONGEST_PAUSE_SEC = 5.0, 300.0
+_START_SEC = 600.0
+"""How long a run that reports nothing yet counts as starting; to resize it then would lose its whole start."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +36,12 @@ class Settings:
 
     rules: Rules = field(default_factory=Rules)
     between_sec: float = 600.0
-    """The least time between two changes of a run; ten times what saving and starting it takes is a good choice."""
+    """The least time between the first step of a run on its nodes and its next change; ten times what saving and
+    starting it takes is a good choice."""
     failures: int = 3
     """After so many failures in a row, none of which left it running for `between_sec`, a run has failed."""
+    grace_sec: float = 120.0
+    """How long a run may take to save and end when it is stopped; then it is killed."""
 
 
 @dataclass
@@ -48,11 +55,23 @@ class Member:
     """What the current attempt has; empty without one."""
     changed: float = 0.0
     """When it got these nodes."""
+    begun: float = 0.0
+    """When the server first saw a report of a step of the current attempt; 0 before."""
+    size: int = 0
+    """The nodes of the current attempt, or of the last one."""
+    from_step: int = 0
+    """The last step that was reported before the current attempt."""
+    stopping: float = 0.0
+    """When the current attempt was asked to save and end."""
     failures: int = 0
     not_before: float = 0.0
     reason: str = "submitted"
     resized: int = 0
+    killed: int = 0
+    """Attempts that did not save and end in time."""
     code: int | None = None
+    num_asked: int = 0
+    """What the user had asked by the time it ended, see `Store.num_asked`."""
     decided: str = field(default="", compare=False)
     """What the last decision said of it."""
 
@@ -75,6 +94,7 @@ class Server:
         self._measured = Measured()
         self._journal = Journal(store.folder)
         self._situation: Any = None
+        self._may_start = False
         self._read_submissions()
         for event in self._journal.events():
             self._apply(event)
@@ -101,9 +121,9 @@ class Server:
     # What happened: each kind of event changes the members in one place, now and when it is read again.
 
     def _write(self, what: str, member: Member, **values: Any) -> None:
-        event = {"run": member.submission.name, **values}
+        event = {"at": self._now(), "run": member.submission.name, **values}
         self._journal.write(what, **event)
-        self._apply({"what": what, "at": self._now(), **event})
+        self._apply({"what": what, **event})
 
     def _apply(self, event: dict[str, Any]) -> None:
         member = self.members.get(event["run"])
@@ -114,16 +134,25 @@ class Server:
             member.resized += int(event["resized"])
             member.state, member.attempt = RUNNING, event["attempt"]
             member.nodes, member.changed = tuple(event["nodes"]), at
+            member.size, member.from_step = len(member.nodes), event.get("from_step", 0)
+            member.begun = 0.0
         elif what == _STOPPING:
-            member.state = STOPPING
+            member.state, member.stopping = STOPPING, at
+        elif what == _KILLED:  # It did not save and end in time.
+            member.killed += 1
         elif what == _LEFT:  # An attempt is over, and another may follow.
             member.state, member.nodes, member.code = WAITING, (), event["code"]
             member.failures, member.not_before = event["failures"], event["not_before"]
         elif what == _ENDED:
             member.state, member.nodes, member.code = event["state"], (), event.get("code", member.code)
+            member.num_asked = event.get("num_asked", 0)
+        elif what == _RESUMED:
+            member.state, member.failures, member.not_before = WAITING, 0, 0.0
         else:
             raise ConfigError(f"{self.store.folder}: the journal has an event {what!r} of another version of jaxdl.")
         member.reason = event["reason"]
+        if event.get("speed") is not None:
+            self._measured.add(event["run"], member.size, event["speed"])
 
     # The loop, in the order of `turn`.
 
@@ -136,39 +165,57 @@ class Server:
             if not member.alive:
                 continue
             workdir = member.submission.workdir
-            if workdir is not None and (speed := last_speed(workdir)) is not None:
-                self._measured.add(member.submission.name, len(member.nodes), speed)
+            speed = None if workdir is None else last_speed(workdir, member.from_step)
+            if speed is not None:
+                self._measured.add(member.submission.name, member.size, speed)
+            if workdir is None:
+                member.begun = member.changed
+            elif not member.begun and last_step(workdir) > member.from_step:
+                member.begun = self._now()
             code = self.engine.poll(member.submission, member.attempt)
             if code is not None:
-                self._over(member, code)
+                self._over(member, code, speed)
 
-    def _over(self, member: Member, code: int) -> None:
-        """An attempt has ended with a code."""
+    def _over(self, member: Member, code: int, speed: float | None) -> None:
+        """An attempt has ended with a code; `speed` is what it reached."""
+        lost = set(member.nodes).difference(self.engine.nodes())
         if code == 0:
-            self._write(_ENDED, member, state=COMPLETED, code=0, reason="finished")
-        elif code == HALTED:
-            reason = "halted by the file in its workdir; submit it again to resume"
-            self._write(_ENDED, member, state=CANCELLED, code=code, reason=reason)
-        elif code in DELIBERATE:
-            self._write(_ENDED, member, state=FAILED, code=code, reason=f"exit code {code}: it would fail again")
+            self._end(member, COMPLETED, code, speed, "finished")
+        elif code == exits.HALTED:
+            self._end(member, HALTED, code, speed, "halted by the file in its workdir; `resume` lets it run again")
+        elif code in exits.DELIBERATE:
+            self._end(member, FAILED, code, speed, f"exit code {code}: it would fail again")
         elif member.state == STOPPING:
-            self._write(_LEFT, member, code=code, failures=0, not_before=0.0, reason=member.reason)
+            self._leave(member, code, speed, member.reason)
+        elif lost:  # That is no failure of the run.
+            self._leave(member, code, speed, f"{', '.join(sorted(lost))} is out of service", failures=member.failures)
         else:
             lasted = self._now() - member.changed >= self.settings.between_sec
             failures = 1 if lasted else member.failures + 1
             what = "killed, or lost with its node" if code == LOST else f"exit code {code}"
             if failures > self.settings.failures:
-                self._write(_ENDED, member, state=FAILED, code=code, reason=f"{what}, {failures} times in a row")
+                self._end(member, FAILED, code, speed, f"{what}, {failures} times in a row; `resume` tries it again")
                 return
             pause = 0.0 if failures == 1 else min(_FIRST_PAUSE_SEC * 2 ** (failures - 2), _LONGEST_PAUSE_SEC)
-            again = self._now() + pause
-            self._write(_LEFT, member, code=code, failures=failures, not_before=again, reason=f"{what}: starts again")
+            self._leave(member, code, speed, f"{what}: starts again", failures=failures, pause_sec=pause)
+
+    def _end(self, member: Member, state: str, code: int | None, speed: float | None, reason: str) -> None:
+        num_asked = self.store.num_asked(member.submission.name)
+        self._write(_ENDED, member, state=state, code=code, speed=speed, num_asked=num_asked, reason=reason)
+
+    def _leave(
+        self, member: Member, code: int, speed: float | None, reason: str, *, failures: int = 0, pause_sec: float = 0.0
+    ) -> None:
+        again = self._now() + pause_sec if pause_sec else 0.0
+        self._write(_LEFT, member, code=code, speed=speed, failures=failures, not_before=again, reason=reason)
 
     def _obey(self) -> None:
         nodes = set(self.engine.nodes())
         for member in self.members.values():
-            asked = self.store.asked(member.submission.name)
+            asked, num_asked = self.store.asked(member.submission.name), self.store.num_asked(member.submission.name)
             if member.state in ENDED:
+                if member.state in RESUMABLE and asked == "run" and num_asked > member.num_asked:
+                    self._write(_RESUMED, member, reason="resumed")
                 continue
             if member.state == RUNNING and asked != "run":
                 self._write(_STOPPING, member, reason={"hold": "held", "cancel": "cancelled"}[asked])
@@ -177,7 +224,7 @@ class Server:
                 self._write(_STOPPING, member, reason=f"{lost} is out of service")
             elif not member.alive:
                 if asked == "cancel":
-                    self._write(_ENDED, member, state=CANCELLED, reason="cancelled")
+                    self._end(member, CANCELLED, member.code, None, "cancelled")
                 elif (asked == "hold") != (member.state == HELD):
                     member.state = HELD if asked == "hold" else WAITING
 
@@ -189,7 +236,9 @@ class Server:
             may_start = member.state == WAITING and member.not_before <= now
             if member.state == STOPPING or not (may_start or member.state == RUNNING):
                 continue
-            fixed = member.state == RUNNING and now - member.changed < self.settings.between_sec
+            least = self.settings.between_sec
+            lately = now - member.begun < least if member.begun else now - member.changed < max(least, _START_SEC)
+            fixed = member.state == RUNNING and lately
             known = speeds(one.sizes, self._measured.of(one.name))
             found.append(Run(one.name, known, number, one.weight, one.priority, len(member.nodes), fixed))
         return found
@@ -197,9 +246,11 @@ class Server:
     def _decide(self) -> None:
         """A new decision, if something is otherwise than when the last one was made and no run is being stopped.
 
-        What an attempt that is being stopped has is free only when it has ended.
+        What an attempt that is being stopped has is free only when it has ended. Until then nothing more is started,
+        since the last decision does not know what has happened meanwhile.
         """
-        if any(member.state == STOPPING for member in self.members.values()):
+        self._may_start = not any(member.state == STOPPING for member in self.members.values())
+        if not self._may_start:
             return
         runs, nodes = self._runs(), self.engine.nodes()
         situation = ([(run.name, run.nodes, run.fixed, run.priority) for run in runs], nodes)
@@ -212,15 +263,14 @@ class Server:
 
     def _act(self) -> None:
         """Brings the fleet nearer to the decision: stops what has to change, then starts what nodes are free for."""
-        if self.decision is None:
-            return
-        wanted = {name: size for name, size in self.decision.nodes.items() if self.members[name].state not in ENDED}
+        decided = {} if self.decision is None else self.decision.nodes
+        wanted = {name: size for name, size in decided.items() if self.members[name].state not in ENDED}
         for name, size in wanted.items():
             member = self.members[name]
             if member.state == RUNNING and size != len(member.nodes):
                 self._write(_STOPPING, member, reason=member.decided)
         taken = {node for member in self.members.values() if member.alive for node in member.nodes}
-        for name, size in wanted.items():
+        for name, size in wanted.items() if self._may_start else ():
             member = self.members[name]
             free = [node for node in self.engine.nodes() if node not in taken]
             if member.state == WAITING and 0 < size <= len(free) and member.not_before <= self._now():
@@ -228,20 +278,36 @@ class Server:
                 taken |= set(member.nodes)
         for member in self.members.values():
             if member.state == STOPPING:
-                self.engine.stop(member.submission, member.attempt)
+                self._stop(member)
+
+    def _stop(self, member: Member) -> None:
+        """Asks an attempt to save and end; kills it when it has not done so in time."""
+        if self._now() - member.stopping < self.settings.grace_sec:
+            self.engine.stop(member.submission, member.attempt)
+            return
+        told = f"killed: it did not save and end within {self.settings.grace_sec:g} s"
+        if told not in member.reason:
+            self._write(_KILLED, member, attempt=member.attempt, reason=f"{member.reason}; {told}")
+        self.engine.kill(member.submission, member.attempt)
 
     def _start(self, member: Member, nodes: list[str]) -> None:
-        attempt = member.attempt + 1
-        resized = member.code is not None and member.failures == 0 and member.attempt > 0
-        self._write(_STARTED, member, attempt=attempt, nodes=nodes, resized=resized, reason=member.decided or "starts")
+        attempt, workdir = member.attempt + 1, member.submission.workdir
+        values = {
+            "attempt": attempt,
+            "nodes": nodes,
+            "resized": bool(member.size) and member.size != len(nodes),
+            "from_step": 0 if workdir is None else last_step(workdir),
+        }
+        self._write(_STARTED, member, **values, reason=member.decided or "starts")
         if not self.engine.start(member.submission, attempt, nodes):
-            self._write(_LEFT, member, code=LOST, failures=0, not_before=self._now() + 1.0, reason="still ends")
+            self._leave(member, LOST, None, "still ends", failures=member.failures, pause_sec=1.0)
 
     # What is shown.
 
     def view(self) -> dict[str, Any]:
         """The fleet as JSON."""
         nodes = self.engine.nodes()
+        lost = sorted(self.store.lost_nodes())
         used = {node: name for name, member in self.members.items() if member.alive for node in member.nodes}
         runs = [
             {
@@ -254,6 +320,7 @@ class Server:
                 "share": self.decision.shares.get(name, 0.0) if self.decision else 0.0,
                 "attempt": member.attempt,
                 "resized": member.resized,
+                "killed": member.killed,
                 "since": member.changed or member.submission.submitted,
                 "code": member.code,
                 "reason": member.reason,
@@ -263,4 +330,4 @@ class Server:
             }
             for name, member in self.members.items()
         ]
-        return {"at": self._now(), "nodes": {node: used.get(node, "") for node in nodes}, "runs": runs}
+        return {"at": self._now(), "nodes": {node: used.get(node, "") for node in nodes}, "lost": lost, "runs": runs}

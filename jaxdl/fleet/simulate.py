@@ -137,7 +137,7 @@ def _played(policy: str, jobs: Sequence[Job], num_nodes: int, costs: Costs, choo
         counted = max(0.0, min(later, horizon) - now)
         nodes = {job.name: states[job.name].nodes for job in there}
         busy += counted * sum(nodes.values())
-        unfair += counted * fairness_loss(nodes, _shares_of(there, num_nodes), num_nodes)
+        unfair += counted * fairness_loss(nodes, shares_of(there, num_nodes), num_nodes)
         for job in there:
             state = states[job.name]
             idle = min(later, max(now, state.idle_until)) - now
@@ -176,7 +176,7 @@ def _played(policy: str, jobs: Sequence[Job], num_nodes: int, costs: Costs, choo
     )
 
 
-def _shares_of(there: Sequence[Job], num_nodes: int) -> Mapping[str, float]:
+def shares_of(there: Sequence[Job], num_nodes: int) -> Mapping[str, float]:
     """Fair shares of all jobs that are there, down to a part of a node where they are more than the nodes."""
     runs = [Run(job.name, {1: 1.0, max(job.speeds): 1.0}, number, job.weight) for number, job in enumerate(there)]
     if len(runs) <= num_nodes:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jaxdl.files import METRICS_FILE
 
 GUESS = 0.9
 """n nodes are taken for n ** GUESS times as fast as one where nothing was measured: half as many lose 7 %."""
-_TAIL_BYTES, _LAST = 65_536, 5
+_TAIL_BYTES, _LAST, _LEAST = 65_536, 5, 4
 
 
 def speeds(sizes: Sequence[int], measured: Mapping[int, float]) -> dict[int, float]:
@@ -28,21 +30,36 @@ def speeds(sizes: Sequence[int], measured: Mapping[int, float]) -> dict[int, flo
     return found
 
 
-def last_speed(workdir: Path) -> float | None:
-    """Examples a second in the last reports of a run; None where there are none."""
+def last_speed(workdir: Path, after_step: int = 0) -> float | None:
+    """The median of examples a second in the last reports of a run, of steps after `after_step`; None for too few.
+
+    A run that was resized was as fast as its earlier reports say on the nodes that it had then. Its first steps after a
+    start are no measure.
+    """
+    found = [row["examples_per_sec"] for row in _last_rows(workdir) if row["step"] > after_step]
+    return statistics.median(found[-_LAST:]) if len(found) >= _LEAST else None
+
+
+def last_step(workdir: Path) -> int:
+    """The step of the last report of a run; 0 where there is none."""
+    return max((row["step"] for row in _last_rows(workdir)), default=0)
+
+
+def _last_rows(workdir: Path) -> list[dict[str, Any]]:
+    """The last rows with a speed."""
     try:
         with (workdir / METRICS_FILE).open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
             lines = file.read().splitlines()
     except OSError:
-        return None
+        return []
     found = []
     for line in lines:
-        try:
-            found.append(json.loads(line)["examples_per_sec"])
-        except (ValueError, KeyError, TypeError):  # The beginning of the tail, or a row without the metric.
-            continue
-    return statistics.median(found[-_LAST:]) if found else None
+        with contextlib.suppress(ValueError):  # The beginning of the tail, or a line that is being written.
+            row = json.loads(line)
+            if isinstance(row, dict) and {"step", "examples_per_sec"} <= row.keys():
+                found.append(row)
+    return found
 
 
 class Measured:

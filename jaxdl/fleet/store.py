@@ -47,6 +47,10 @@ class Submission:
     """Unix time before which it does not start."""
     submitted: float = 0.0
 
+    def words(self, num_nodes: int) -> list[str]:
+        """The command on so many nodes."""
+        return [word.replace("{nodes}", str(num_nodes)) for word in self.command]
+
     @property
     def workdir(self) -> Path | None:
         """The workdir that the command names."""
@@ -127,15 +131,23 @@ class Store:
     def ask(self, name: str, what: Asked) -> None:
         """Asks the server to let a run run, to hold or to cancel it. Raises ConfigError if there is none."""
         path = self.run_folder(name)
-        replace_file(path / _ASKED, json.dumps({"asked": what}).encode())
+        asked = {"asked": what, "number": self.num_asked(name) + 1}
+        replace_file(path / _ASKED, json.dumps(asked).encode())
         sync_folder(path)
 
     def asked(self, name: str) -> Asked:
         """What was asked last."""
+        return self._asked(name)["asked"]
+
+    def num_asked(self, name: str) -> int:
+        """How often something was asked: a run that has ended may be asked to run once more."""
+        return self._asked(name).get("number", 0)
+
+    def _asked(self, name: str) -> dict[str, Any]:
         try:
-            return json.loads((self.folder / _RUNS / name / _ASKED).read_text())["asked"]
+            return json.loads((self.folder / _RUNS / name / _ASKED).read_text())
         except FileNotFoundError:
-            return "run"
+            return {"asked": "run"}
 
     def lost_nodes(self) -> set[str]:
         """Nodes that are out of service."""

@@ -79,6 +79,10 @@ class Job(Config):
     ] = None
     """The network interface for NCCL between nodes (NCCL_SOCKET_IFNAME), for example eth0."""
 
+    def sizes(self) -> range:
+        """The numbers of nodes with which the cluster may start the job."""
+        return range(self.nodes, self.nodes + 1)
+
     def preparation(self) -> list[str]:
         """The shell lines of `setup` and `venv`."""
         lines = self.setup.strip().splitlines() if self.setup else []
@@ -167,7 +171,10 @@ def _checked(job: Job, words: tuple[str, ...]) -> tuple[Command, list[str]]:
     if "devices" in own:
         experiment = experiment.replaced({"mesh.cpu_devices": int(own["devices"])})
     _check_learners(job, experiment, learner)
-    notes, warnings = _mesh_notes(job if learner is None else job.replaced({"nodes": 1}), experiment)
+    notes, warnings = [], []
+    for nodes in reversed(job.sizes()) if learner is None else [1]:
+        noted, warned = _mesh_notes(job.replaced({"nodes": nodes}), experiment)
+        notes, warnings = [*notes, *noted], [*warnings, *warned]
     if learner is not None:
         notes = [f"{job.nodes} learners, one on each node; the first node has the syncer too. Each of them:", *notes]
     workdir = PurePosixPath(own["workdir"]) if "workdir" in own else None

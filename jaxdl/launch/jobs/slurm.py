@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import Annotated
 
+import pydantic
+
 from jaxdl.cluster.token import VARIABLE
 from jaxdl.launch.jobs.description import (
     IMAGE,
@@ -36,8 +38,21 @@ class SlurmJob(Job):
     """Features that the nodes must have."""
     image: Annotated[str | None, IMAGE] = None
     """A container image; needs the Slurm plugin pyxis."""
+    fewest_nodes: int | None = pydantic.Field(default=None, ge=1)
+    """Start on as few nodes as this, if --nodes are not free: each start of the job then has what Slurm gives it, and
+    resumes there. The mesh of the command must fit all sizes: --mesh.replica -1 --mesh.fsdp 8 with 8 GPUs a node."""
     requeue: bool = False
     """Requeue the job at its time limit; the run resumes from its last save."""
+
+    @pydantic.model_validator(mode="after")
+    def _fewest(self) -> SlurmJob:
+        if self.fewest_nodes is not None and self.fewest_nodes > self.nodes:
+            raise ValueError(f"fewest_nodes = {self.fewest_nodes}: it is more than nodes = {self.nodes}.")
+        return self
+
+    def sizes(self) -> range:
+        """See `Job.sizes`."""
+        return range(self.fewest_nodes or self.nodes, self.nodes + 1)
 
 
 def batch_script(job: SlurmJob, command: Command) -> str:
@@ -51,7 +66,7 @@ def _header(job: SlurmJob, command: Command) -> str:
     # Slurm would bind them, which breaks JAX and NCCL inside a node.
     options = {
         "job-name": job.name,
-        "nodes": str(job.nodes),
+        "nodes": f"{job.fewest_nodes}-{job.nodes}" if job.fewest_nodes else str(job.nodes),
         "ntasks-per-node": "1",
         "gpus-per-node": str(job.gpus_per_node) if job.gpus_per_node else None,
         "cpus-per-task": str(job.cpus_per_node) if job.cpus_per_node else None,

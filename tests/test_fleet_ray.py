@@ -1,0 +1,135 @@
+"""A fleet on a Ray cluster with two fake nodes. Needs Ray (pip install 'jaxdl[ray]'): half a minute to start."""
+
+import json
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import pytest
+from test_fleet_processes import lines, wait_for
+
+from jaxdl.errors import ConfigError
+from jaxdl.fleet.policy import Rules
+from jaxdl.fleet.ray_engine import OnRay
+from jaxdl.fleet.server import Server, Settings
+from jaxdl.fleet.store import Store
+
+ray = pytest.importorskip("ray", reason="needs Ray: pip install 'jaxdl[ray]'")
+
+pytestmark = pytest.mark.slow
+
+# 120 steps, each a line: the step, the nodes, the Ray node of its process. SIGTERM ends it between two steps.
+WORKER = """
+import os, signal, sys, time
+path = sys.argv[1]
+rank, nodes = os.environ["JAX_PROCESS_ID"], os.environ["JAX_NUM_PROCESSES"]
+going = True
+def stop(*_):
+    global going
+    going = False
+signal.signal(signal.SIGTERM, stop)
+def over():
+    return os.path.exists(sys.argv[1]) and open(sys.argv[1]).read().count("\\n") >= 120
+if rank != "0":
+    path += "." + rank
+with open(path, "a+") as file:
+    file.seek(0)
+    lines = file.read().splitlines()
+    step = int(lines[-1].split()[0]) + 1 if lines and rank == "0" else 0
+    while rank != "0" and going and not over():
+        time.sleep(0.05)
+    while rank == "0" and going and step < 120:
+        file.write(f"{step} {nodes} {os.environ['JAXDL_HOST']} {os.getpid()}\\n")
+        file.flush()
+        step += 1
+        time.sleep(0.1)
+sys.exit(0 if going else 143)
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    small = {"object_store_memory": 80_000_000}
+    with warnings.catch_warnings():  # Ray starts its processes by fork, which does nothing of JAX there.
+        warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
+        made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
+        for _ in range(2):
+            made.add_node(num_cpus=1, **small)
+        ray.init(made.address, log_to_driver=False)
+    yield made
+    ray.shutdown()
+    made.shutdown()
+
+
+def test_a_run_is_resized_outlives_its_server_and_is_killed(cluster, tmp_path):
+    script, folder = tmp_path / "worker.py", tmp_path / "fleet"
+    script.write_text(WORKER)
+    folder.mkdir()
+    store, out = Store(folder), [tmp_path / f"steps{number}.txt" for number in range(2)]
+    settings = Settings(Rules(1.0, 1.0), between_sec=0.0, failures=3, grace_sec=60.0)
+
+    def serve():
+        return Server(store, OnRay(store, 2), settings)
+
+    first = store.submit(["python", str(script), str(out[0])], [1, 2])
+    server = serve()
+    names = server.engine.nodes()
+    assert len(names) == 2
+
+    def turned(condition):
+        server.turn()
+        return condition()
+
+    wait_for(lambda: turned(lambda: len(lines(out[0])) > 3), "the run makes steps on two nodes", 120)
+    assert lines(out[0])[-1].split()[1] == "2"
+    second = store.submit(["python", str(script), str(out[1])], [1])
+    wait_for(lambda: turned(lambda: lines(out[0])[-1].split()[1] == "1" and lines(out[1])), "it is resized", 120)
+    assert {lines(path)[-1].split()[2] for path in out} == set(names)  # STRICT_SPREAD, each on its own node.
+    assert server.members[first.name].resized == 1
+    server = serve()  # Another server knows the same, and starts nothing twice.
+    assert server.engine.start(second, 2, names[:1]) is False
+    pid = int(lines(out[1])[-1].split()[3])
+    os.kill(pid, signal.SIGKILL)  # A process of a run: it starts again.
+    wait_for(lambda: turned(lambda: server.idle), "all runs end", 180)
+    for path in out:
+        assert [int(line.split()[0]) for line in lines(path)] == list(range(120))
+    assert {member.state for member in server.members.values()} == {"completed"}
+    codes = [json.loads(one.read_text())["code"] for one in sorted(folder.glob("runs/0002/attempts/*/exit.json"))]
+    assert codes == [128 + signal.SIGKILL, 0]
+    wait_for(lambda: ray.available_resources().get("CPU") == 2.0, "the placement groups are gone", 60)
+
+
+def test_a_run_that_ignores_its_signal_is_killed(cluster, tmp_path):
+    folder = tmp_path / "fleet"
+    folder.mkdir()
+    store = Store(folder)
+    ignores = (
+        "import pathlib, signal, sys, time; signal.signal(15, 1); pathlib.Path(sys.argv[1]).touch(); time.sleep(300)"
+    )
+    one = store.submit(["python", "-c", ignores, str(tmp_path / "begun")], [1])
+    server = Server(store, OnRay(store, 1), Settings(Rules(), between_sec=0.0, grace_sec=1.0))
+
+    def turned(condition):
+        server.turn()
+        return condition()
+
+    wait_for(lambda: turned((tmp_path / "begun").exists), "it begins", 120)
+    store.ask(one.name, "cancel")
+    wait_for(lambda: turned(lambda: server.members[one.name].state == "cancelled"), "it is killed", 60)
+    assert server.members[one.name].killed == 1
+    wait_for(lambda: ray.available_resources().get("CPU") == 2.0, "its node is free", 60)
+
+
+def test_a_cluster_that_is_not_there_is_one_message(tmp_path, monkeypatch):
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+
+    def init(*_, **__):
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match="address nowhere: nobody answers"):
+        OnRay(Store(Path(tmp_path)), 2, "nowhere")

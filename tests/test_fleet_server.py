@@ -1,0 +1,252 @@
+"""The server of a fleet on made-up engines and time: nothing is lost or started twice, whatever is killed and when."""
+
+import itertools
+import json
+import random
+
+import pytest
+from fleet_engine import SETTINGS, Killed, MadeUp, fleet, states, submit
+
+from jaxdl.config import ConfigError
+from jaxdl.fleet.__main__ import main
+from jaxdl.fleet.server import Server, Settings
+from jaxdl.fleet.store import Journal
+
+
+def test_runs_share_nodes_grow_and_end(tmp_path):
+    store, engine, make = fleet(tmp_path / "fleet")
+    server = make()
+    first = submit(store)
+    server.turn()
+    assert engine.live[first][1] == ("node0", "node1", "node2", "node3")
+    second = submit(store)
+    for _ in range(4):  # The first one saves, and starts again on half of the nodes.
+        server.turn()
+    assert {name: len(nodes) for name, (_, nodes) in engine.live.items()} == {first: 2, second: 2}
+    assert server.members[first].resized == 1
+    for _ in range(20):
+        engine.tick()
+        server.turn()
+    assert states(server) == {first: "completed", second: "completed"}
+    assert server.idle
+    view = store.view()
+    assert [run["state"] for run in view["runs"]] == ["completed"] * 2
+    assert set(view["nodes"].values()) == {""}
+
+
+def test_what_is_held_cancelled_or_without_its_node_stops(tmp_path):
+    store, engine, make = fleet(tmp_path / "fleet", work=1000)
+    server, names = make(), [submit(store, (1,)) for _ in range(3)]
+    server.turn()
+    store.ask(names[0], "hold")
+    store.ask(names[1], "cancel")
+    node = engine.live[names[2]][1][0]
+    store.set_lost_nodes([node])
+    for _ in range(5):
+        server.turn()
+    assert states(server) == {names[0]: "held", names[1]: "cancelled", names[2]: "running"}
+    assert engine.live[names[2]][1] != (node,)
+    store.ask(names[0], "run")
+    for _ in range(2):
+        server.turn()
+    assert states(server)[names[0]] == "running"
+    with pytest.raises(ConfigError, match="run 0009: there is no such run"):
+        store.ask("0009", "hold")
+
+
+@pytest.mark.parametrize(
+    ("code", "attempts", "state"),
+    [(2, 1, "failed"), (3, 1, "failed"), (1, 4, "failed"), (75, 4, "failed"), (4, 1, "halted")],
+)
+def test_failures_start_again_unless_they_would_come_again(tmp_path, code, attempts, state):
+    store, engine, _ = fleet(tmp_path / "fleet", work=1)
+    clock = itertools.count(0.0, 500.0)  # So that the pauses between attempts are over.
+    patient = Settings(SETTINGS.rules, between_sec=1e9, failures=3)
+    server = Server(store, engine, patient, now=lambda: next(clock))
+    name = submit(store, (1,))
+    engine.ends_at[name] = code
+    for _ in range(30):
+        server.turn()
+        engine.tick()
+    assert states(server) == {name: state}
+    assert len(engine.starts) == attempts
+    assert server.members[name].code == code
+    engine.ends_at[name] = 0
+    again = Server(store, engine, patient, now=lambda: next(clock))  # As it was asked before: it does not run again.
+    again.turn()
+    assert states(again) == {name: state}
+    store.ask(name, "run")
+    for _ in range(3):
+        again.turn()
+        engine.tick()
+    assert states(again) == {name: "completed"}
+
+
+def test_a_run_that_does_not_end_is_killed_after_its_grace(tmp_path, capsys):
+    store, engine, _ = fleet(tmp_path / "fleet", work=1000)
+    clock = itertools.count(1000.0, 0.25)
+    settings = Settings(SETTINGS.rules, between_sec=0.0, failures=3, grace_sec=20.0)
+
+    def make():
+        return Server(store, engine, settings, now=lambda: next(clock))
+
+    server, name = make(), submit(store, (1,))
+    server.turn()
+    engine.deaf.add(name)
+    store.ask(name, "hold")
+    server.turn()
+    asked = server.members[name].stopping
+    server = make()  # Its journal says since when.
+    for _ in range(200):
+        server.turn()
+        if name not in engine.live:
+            break
+        assert states(server) == {name: "stopping"}
+    assert 20.0 <= next(clock) - asked < 25.0
+    told = "held; killed: it did not save and end within 20 s"
+    assert server.members[name].reason == told
+    main(["explain", "--state", str(store.folder)])
+    assert told in capsys.readouterr().out
+    server.turn()
+    assert states(server) == {name: "held"}
+    assert server.members[name].killed == 1
+    assert [event["what"] for event in Journal(store.folder).events()] == ["started", "stopping", "killed", "left"]
+
+
+def test_a_lost_node_is_no_failure_of_its_run(tmp_path, capsys):
+    store, engine, make = fleet(tmp_path / "fleet", work=1000)
+    server, name = make(), submit(store, (2,))
+    server.turn()
+    for _ in range(5):  # Each time its nodes are lost, and all processes with them.
+        nodes = engine.live.pop(name)[1]
+        main(["nodes", "--state", str(store.folder), "--lost", nodes[0]])
+        for _ in range(3):
+            server.turn()
+        assert states(server) == {name: "running"}
+        assert nodes[0] not in engine.live[name][1]
+        main(["nodes", "--state", str(store.folder), "--back", nodes[0]])
+    assert server.members[name].failures == 0
+    assert server.members[name].resized == 0
+    with pytest.raises(SystemExit):
+        main(["nodes", "--state", str(store.folder), "--lost", "moon"])
+    assert "moon: there is no such node. There are: node0, node1" in capsys.readouterr().err
+
+
+def test_a_decision_starts_nothing_when_something_has_happened_since(tmp_path):
+    """A run leaves its lost node while another saves: its nodes are not for those behind it."""
+    store, engine, make = fleet(tmp_path / "fleet", work=1000)
+    server = make()
+    first, second = submit(store, (1, 3)), submit(store, (1,))
+    server.turn()
+    engine.deaf.add(first)  # It takes long to save.
+    third, fourth = submit(store, (1,)), submit(store, (1,))
+    server.turn()
+    assert states(server) == {first: "stopping", second: "running", third: "waiting", fourth: "waiting"}
+    node = engine.live[second][1][0]
+    store.set_lost_nodes([node])
+    engine.live.pop(second)
+    for _ in range(3):
+        server.turn()
+    store.set_lost_nodes([])
+    server.turn()
+    assert states(server) == {first: "stopping", second: "waiting", third: "waiting", fourth: "waiting"}
+    engine.deaf.clear()
+    for _ in range(2):
+        server.turn()
+    assert set(states(server).values()) == {"running"}
+    assert [run for run, _, _ in engine.starts] == [first, second, first, second, third, fourth]
+
+
+def test_a_run_that_starts_keeps_its_nodes_until_it_has_made_steps_for_a_while(tmp_path):
+    store, engine, _ = fleet(tmp_path / "fleet", work=10_000)
+    work, clock = tmp_path / "run", [1000.0]
+    work.mkdir()
+    server = Server(store, engine, Settings(SETTINGS.rules, between_sec=50.0), now=lambda: clock[0])
+    first = store.submit(["python", "-m", "jaxdl.train", "--workdir", str(work)], [1, 4]).name
+    server.turn()
+    submit(store, (3,))
+    clock[0] += 400  # It starts slowly.
+    server.turn()
+    (work / "metrics.jsonl").write_text(json.dumps({"step": 1, "examples_per_sec": 1.0}) + "\n")
+    server.turn()
+    clock[0] += 49
+    server.turn()
+    assert states(server)[first] == "running"
+    clock[0] += 2
+    server.turn()
+    assert states(server)[first] == "stopping"
+
+
+def test_a_speed_belongs_to_the_nodes_on_which_it_was_reached(tmp_path):
+    store, engine, make = fleet(tmp_path / "fleet", work=10_000)
+    work = tmp_path / "run"
+    work.mkdir()
+
+    def report(steps, rate):
+        with (work / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps({"step": step, "examples_per_sec": rate}) + "\n" for step in steps)
+
+    server = make()
+    first = store.submit(["python", "-m", "jaxdl.train", "--workdir", str(work)], [1, 4]).name
+    server.turn()
+    report(range(1, 5), 40.0)
+    submit(store, (3,))
+    for _ in range(4):
+        server.turn()
+    assert len(engine.live[first][1]) == 1
+    assert dict(server._measured.of(first)) == {4: 40.0}  # Nothing was reported yet on one node.
+    report(range(5, 9), 10.0)
+    server.turn()
+    assert dict(server._measured.of(first)) == {4: 40.0, 1: 10.0}
+    assert dict(make()._measured.of(first)) == {4: 40.0}  # The journal has what an attempt reached by its end.
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_server_that_is_killed_at_any_moment_loses_and_doubles_nothing(tmp_path, monkeypatch, seed):
+    draw = random.Random(seed)
+    store, engine, make = fleet(tmp_path / "fleet", work=8)
+    names, killed = [], 0
+    written, begun = Journal.write, MadeUp.start
+
+    def write(journal, what, **values):
+        if draw.random() < 0.1:
+            raise Killed
+        written(journal, what, **values)
+        if draw.random() < 0.1:
+            raise Killed
+
+    def start(self, *args):
+        found = begun(self, *args)
+        if draw.random() < 0.1:
+            raise Killed
+        return found
+
+    monkeypatch.setattr(Journal, "write", write)
+    monkeypatch.setattr(MadeUp, "start", start)
+    server = make()
+    for turn in range(300):
+        if turn % 3 == 0 and len(names) < 10:
+            names.append(submit(store, draw.choice([(1, 2, 4), (2,), (1,), (4,)])))
+        if draw.random() < 0.1 and engine.live:  # A run is killed, with what is around it.
+            del engine.live[draw.choice(sorted(engine.live))]
+        if draw.random() < 0.05:
+            store.set_lost_nodes([f"node{draw.randrange(4)}"] if draw.random() < 0.5 else [])
+        try:
+            server.turn()
+        except Killed:
+            killed += 1
+            server = make()
+        engine.tick()
+        if len(names) == 10 and server.idle:
+            break
+        if turn == 150:  # From here on nothing is killed, so that all ends.
+            monkeypatch.setattr(Journal, "write", written)
+            monkeypatch.setattr(MadeUp, "start", begun)
+            monkeypatch.setattr(draw, "random", lambda: 1.0)
+            store.set_lost_nodes([])
+    assert killed > 0
+    assert len({(run, attempt) for run, attempt, _ in engine.starts}) == len(engine.starts)
+    assert sorted(server.members) == names
+    ended = states(server)
+    assert set(ended.values()) <= {"completed", "failed"}
+    assert all(engine.done[name] >= 8 for name, state in ended.items() if state == "completed")
