@@ -27,7 +27,7 @@ from jaxdl.spark.processes import (
 )
 from jaxdl.spark.rows import HELD_OUT, LABEL, PartitionWriter, digest_of
 from jaxdl.spark.scoring import lists_of, scored, scorer
-from jaxdl.spark.stream import Stream
+from jaxdl.spark.stream import Ended, Stream
 
 SECRET = "0123456789abcdef"
 
@@ -48,6 +48,18 @@ def place(process=0, **changes):
 
 
 # Rows
+
+
+def test_a_run_that_stops_as_a_whole_has_no_failure():
+    """One process was told to save, and the others stopped with it, perhaps before they were told."""
+    with Stream(3, "127.0.0.1", SECRET) as stream:
+        stream.ended += [Ended(0, 143, False, ()), Ended(1, 143, True, ())]
+        assert stream.failure is None
+        assert [one.process for one in stream.stopped] == [0, 1]
+        stream.ended.append(Ended(2, 1, False, ("lost",)))
+        assert stream.failure.process == 2
+        stream.ended[1:2] = []
+        assert stream.failure.process == 0
 
 
 def test_row_groups_have_one_size_and_keep_the_order(tmp_path):

@@ -183,7 +183,7 @@ def _run_on(session: SparkSession, job: Job, stream: Stream) -> list[Outcome]:
         stream.wait_until_ended(job.grace_sec)
         if (failed := stream.failure) is not None:
             raise ProcessFailed(Outcome(**vars(failed)), job.num_processes) from None
-        killed = [f"process {one.process} ended with exit code {one.code}" for one in stream.ended if one.told]
+        killed = [f"process {one.process} ended with exit code {one.code}" for one in stream.stopped]
         if killed:
             raise RuntimeError(
                 f"Spark ended the job: {reason_of(str(error))}. Its processes were told to save: {', '.join(killed)}."

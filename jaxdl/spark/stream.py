@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import signal
 import socket
 import sys
 import threading
@@ -16,6 +17,8 @@ from jaxdl.launch.processes import NOT_RESTARTED
 from jaxdl.spark.supervise import GO, STOP
 
 _PATIENCE_SEC = 120.0
+_TERMINATED = 128 + signal.SIGTERM
+"""The exit code of a run that was told to save."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,13 @@ class Stream:
     @property
     def failure(self) -> Ended | None:
         """The first process that failed by itself; None if none did."""
-        return next((one for one in self.ended if one.code and not one.told), None)
+        return next((one for one in self.ended if one.code and one not in self.stopped), None)
+
+    @property
+    def stopped(self) -> list[Ended]:
+        """The processes that were told to save, and those that ended with them: a run stops as a whole."""
+        told = [one for one in self.ended if one.told]
+        return [one for one in self.ended if one.told or (told and one.code == _TERMINATED)]
 
     def stop(self) -> None:
         """Tells all processes to save and end."""
