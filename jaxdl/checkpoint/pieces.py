@@ -39,7 +39,7 @@ class StoredRows:
             yield begin, np.asarray(self._stored[(slice(begin, end), *columns)].read().result())
 
 
-def _device() -> jax.Device:
+def _device() -> Any:
     """A CPU, if JAX may use one: rows need not travel."""
     with contextlib.suppress(RuntimeError):
         return jax.local_devices(backend="cpu")[0]
