@@ -99,8 +99,21 @@ class Played:
                 if self._over() and not any(one[0] <= self.asked[-1].arrival_sec for one in self._later):
                     return  # What would still be harmed has ended.
                 time.sleep(0.1)
+        except BaseException:
+            self._cancel()
+            raise
         finally:
             self._end_server()
+
+    def _cancel(self) -> None:
+        """Ends all runs: without a server they would train on."""
+        if self._server is None:
+            self._serve()
+        for name in self.names:
+            self.store.ask(name, "cancel")
+        end = time.monotonic() + 60
+        while time.monotonic() < end and any(run["nodes"] for run in self.store.view()["runs"]):
+            time.sleep(0.5)
 
     def _over(self) -> bool:
         with contextlib.suppress(Exception):
@@ -143,8 +156,11 @@ class Played:
             index = len(self.harmed) % len(nodes)
             told |= {"run": self.names[run], "node": nodes[index]}
             whose = pids["launcher"] if harm.what == "run" else pids["hosts"][f"host{index}"]
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 os.kill(whose, signal.SIGKILL)
+            except ProcessLookupError:  # It has just ended.
+                self._later.append((time.time() - self.began + 1.0, lambda: self._harm(harm)))
+                return
             if harm.what == "node":
                 self.store.set_lost_nodes([nodes[index]])
                 back = time.time() - self.began + harm.down_sec
@@ -218,6 +234,11 @@ def main() -> None:
         one.began = time.time()
         one.play()
     problems, compared = check(out, asked, list(plays))
+    for name, one in plays.items():
+        if len(one.harmed) < len(HARMS):
+            problems.append(f"{name}: {len(one.harmed)} of {len(HARMS)} kills met something")
+    if not compared:
+        sys.exit("\n".join(problems))
     measures = measure(out, asked, {name: (one.began, one.harmed) for name, one in plays.items()}, NUM_NODES)
     write_report(out, asked, measures, compared, problems, NUM_NODES, time.monotonic() - began)
     sys.exit(1 if problems else 0)

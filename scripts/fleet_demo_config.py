@@ -15,6 +15,9 @@ from jaxdl.optim import SGD, Constant
 from jaxdl.report import ReportConfig
 from jaxdl.tasks import Classification
 
+EVERY_STEPS = 10
+"""Steps between two checkpoints."""
+
 
 def init(key: jax.Array, image: jax.Array, num_classes: int) -> dict[str, jax.Array]:
     """The parameters of the MLP 64-64-64-10."""
@@ -45,6 +48,6 @@ def config() -> Experiment:
         batch_size=48,
         steps=60,
         mesh=MeshConfig(fsdp=1, cpu_devices=1),
-        checkpoint=CheckpointConfig(every_steps=10),
+        checkpoint=CheckpointConfig(every_steps=EVERY_STEPS),
         report=ReportConfig(every_steps=1, tensorboard=False, curves=False),
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from fleet_demo_config import EVERY_STEPS
 from rich.console import Console
 from rich.table import Table
 
@@ -52,6 +53,8 @@ class Attempt:
     code: int | None = None
     steps: tuple[tuple[int, float], ...] = ()
     """Its steps and when they were made."""
+    processes: set[tuple[int, int]] = field(default_factory=set)
+    """(process id, number of nodes) of what made them."""
 
     @property
     def first_sec(self) -> float:
@@ -75,6 +78,8 @@ def read_attempts(folder: Path, names: Mapping[str, str]) -> list[Attempt]:
                 why = "failed"
             else:
                 why = "resized" if before.decided else "moved"
+            if name in open_:
+                raise ValueError(f"{name}: attempt {event['attempt']} was started while another had not ended")
             open_[name] = Attempt(name, event["attempt"], tuple(event["nodes"]), event["at"], why)
         elif event["what"] == "stopping":
             open_[name].asked, open_[name].decided = event["at"], " -> " in event["reason"]
@@ -83,7 +88,11 @@ def read_attempts(folder: Path, names: Mapping[str, str]) -> list[Attempt]:
             one.ended, one.code = event["at"], event["code"]
             made = [line for line in logs[name] if one.started <= line["at"] <= one.ended]
             one.steps = tuple((line["step"], line["at"]) for line in made)
+            one.processes = {(line["pid"], line["nodes"]) for line in made}
             found.append(one)
+    for name, log in logs.items():
+        if len(log) != sum(len(one.steps) for one in found if one.run == name):
+            raise ValueError(f"{name}: some of its {len(log)} steps were made outside of its attempts")
     return found
 
 
@@ -108,7 +117,10 @@ def check(out: Path, asked: Sequence[Asked], plays: Sequence[str]) -> tuple[list
     problems: list[str] = []
     compared = []
     for play in plays:
-        attempts = read_attempts(out / play, names_of(asked, out / play))
+        try:
+            attempts = read_attempts(out / play, names_of(asked, out / play))
+        except ValueError as error:
+            return [f"{play}: {error}"], []
         problems += [f"{play}: {one}" for one in wrong_starts(asked, attempts)]
         for one in asked:
             own = [attempt for attempt in attempts if attempt.run == one.name]
@@ -150,10 +162,13 @@ def wrong_steps(one: Asked, attempts: Sequence[Attempt]) -> list[str]:
         steps = [step for step, _ in attempt.steps]
         if steps != list(range(steps[0], steps[0] + len(steps))) if steps else False:
             problems.append(f"attempt {attempt.number} made steps {steps}")
+        if len(attempt.processes) > 1 or any(size != len(attempt.nodes) for _, size in attempt.processes):
+            problems.append(f"attempt {attempt.number} on {len(attempt.nodes)} nodes had {attempt.processes}")
         if steps:
             again = done + 1 - steps[0]
-            saved = earlier_saved(attempts, attempt)
-            if again < 0 or (again > 0 and saved):
+            # A kill takes at most the steps since a checkpoint, and one that was being written.
+            most = 0 if earlier_saved(attempts, attempt) else 2 * EVERY_STEPS
+            if not 0 <= again <= most:
                 problems.append(f"attempt {attempt.number} began at step {steps[0]} after step {done}")
             done = steps[-1]
     return problems if done == one.steps else [*problems, f"it ended at step {done} of {one.steps}"]
@@ -168,7 +183,7 @@ def earlier_saved(attempts: Sequence[Attempt], attempt: Attempt) -> bool:
 def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attempt]) -> dict[str, Any]:
     """The metrics of a run beside those of the same run on two nodes, never resized or killed."""
     ours, theirs = metrics(workdir), metrics(reference)
-    problems = []
+    problems = [f"metrics.jsonl has {what} twice" for what in doubled(workdir)]
     if list(ours) != list(range(1, one.steps + 1)):
         problems.append(f"metrics.jsonl has steps {list(ours)}")
     nodes = {step: len(attempt.nodes) for attempt in attempts for step, _ in attempt.steps}
@@ -185,9 +200,8 @@ def compare(workdir: Path, reference: Path, one: Asked, attempts: Sequence[Attem
     }
     final = [ours.get(one.steps, {}).get("eval/loss", float("nan")), theirs[one.steps]["eval/loss"]]
     away = abs(final[0] - final[1]) / max(1.0, abs(final[1]))
-    worst = max([*losses.values(), away])
-    if not worst <= TOLERANCE:
-        problems.append(f"its losses differ by up to {worst:.1e}, more than {TOLERANCE:g}")
+    if not all(one <= TOLERANCE for one in (*losses.values(), away)):  # NaN is not.
+        problems.append(f"its losses differ by {sorted({*losses.values(), away})[-3:]}, more than {TOLERANCE:g}")
     return {
         "mesh_changed_at": changed if changed <= one.steps else None,
         "sizes": [len(attempt.nodes) for attempt in attempts],
@@ -212,6 +226,15 @@ def metrics(workdir: Path) -> dict[int, dict[str, float]]:
             found.pop(row["step"])
         found[row["step"]] = found.get(row["step"], {}) | values
     return found
+
+
+def doubled(workdir: Path) -> list[str]:
+    """What metrics.jsonl has more than once: a step that was made again must be there once."""
+    counts: Counter[tuple[int, str]] = Counter()
+    for row in lines(workdir / METRICS_FILE):
+        if "event" not in row:
+            counts.update((row["step"], name) for name in ("train/loss", "eval/loss") if name in row)
+    return [f"{name} of step {step}" for (step, name), count in counts.items() if count > 1]
 
 
 def measure(

@@ -45,7 +45,7 @@ def test_submissions_keep_their_words(tmp_path):
         (["submit", "--max", "2"], "there is no command"),
         (["submit", "--min", "3", "--max", "2", "--", "x"], "--min 3: it is more than --max 2"),
         (["submit", "--sizes", "2", "--max", "2", "--", "x"], "--sizes: give either"),
-        (["submit", "--weight", "0", "--", "x"], "--weight 0: it must be above 0"),
+        (["submit", "--weight", "0", "--", "x"], "--weight 0: it must be a number above 0"),
         (["hold"], "give the number of a run"),
         (["cancel", "0007"], "run 0007: there is no such run"),
         (["status"], "no fleet is served there"),

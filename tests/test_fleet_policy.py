@@ -98,6 +98,12 @@ def test_a_large_run_is_not_overtaken():
     assert "there are 4" in decide([Run("giant", linear(8), 0)], 4).reasons["giant"]
 
 
+def test_a_run_that_can_never_fit_keeps_nobody_waiting():
+    running = Run("running", linear(2), 1, nodes=2)
+    found = decide([running, Run("giant", linear(99), 0, priority=1), Run("small", linear(1), 2)], 4)
+    assert found.nodes == {"running": 2, "giant": 0, "small": 1}
+
+
 def test_runs_that_were_resized_lately_keep_their_nodes_unless_nodes_are_lost():
     sizes = linear(1, 2, 3, 4)
     kept = Run("kept", sizes, 0, nodes=3, fixed=True)

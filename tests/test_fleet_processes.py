@@ -112,3 +112,18 @@ def test_emulated_nodes_have_links_of_their_rate_and_a_run_that_ignores_its_sign
     assert engine.start(run, 2, engine.nodes()) is False
     engine.kill(run, 1)
     wait_for(lambda: engine.poll(run, 1) == LOST, "it is killed")
+
+
+def test_a_command_whose_folder_is_gone_ends_with_a_code(tmp_path, monkeypatch):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    store = Store(tmp_path / "fleet")
+    run = store.submit(["true"], (1,))
+    monkeypatch.chdir(tmp_path)
+    folder.rmdir()
+    engine = make_engine("local", store, 1)
+    assert engine.start(run, 1, ["node0"])
+    assert engine.poll(run, 1) == 2
+    output = store.run_folder(run.name) / "attempts" / "1" / "output.txt"
+    assert f"cannot be started in {folder}: No such file or directory" in output.read_text()

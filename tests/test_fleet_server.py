@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import shutil
 
 import pytest
 from fleet_engine import SETTINGS, Killed, MadeUp, fleet, states, submit
@@ -111,6 +112,51 @@ def test_a_run_that_does_not_end_is_killed_after_its_grace(tmp_path, capsys):
     assert states(server) == {name: "held"}
     assert server.members[name].killed == 1
     assert [event["what"] for event in Journal(store.folder).events()] == ["started", "stopping", "killed", "left"]
+
+
+def test_a_server_that_comes_late_asks_before_it_kills(tmp_path):
+    """The one before was killed when it had decided to stop a run, and had not asked it yet."""
+    store, engine, _ = fleet(tmp_path / "fleet", work=1000)
+    now, called = [1000.0], []
+    settings = Settings(SETTINGS.rules, between_sec=0.0, failures=3, grace_sec=60.0)
+    server = Server(store, engine, settings, now=lambda: now[0])
+    name = submit(store, (1,))
+    server.turn()
+    Journal(store.folder).write("stopping", at=now[0], run=name, reason="held")
+    store.ask(name, "hold")
+    engine.deaf.add(name)
+    engine.stop = lambda run, attempt: called.append("stop")
+    engine.kill = lambda run, attempt: called.append("kill")
+    now[0] += 500
+    late = Server(store, engine, settings, now=lambda: now[0])
+    late.turn()
+    assert called == ["stop"]
+    now[0] += 11
+    late.turn()
+    assert called == ["stop", "kill"]
+
+
+def test_what_would_be_decided_is_what_is_asked_and_changes_nothing(tmp_path):
+    store, engine, _ = fleet(tmp_path / "fleet")
+    held, other = submit(store), submit(store)
+    store.ask(held, "hold")
+    server = Server(store, engine, SETTINGS, read_only=True)
+    assert set(server.propose().reasons) == {other}
+    assert not (store.folder / "journal.jsonl").exists()
+    (store.folder / "journal.jsonl").write_bytes(b'{"what": "star')
+    assert set(Server(store, engine, SETTINGS, read_only=True).propose().nodes) == {other}
+    assert (store.folder / "journal.jsonl").read_bytes() == b'{"what": "star'
+
+
+def test_the_folder_of_a_run_may_be_removed(tmp_path):
+    store, engine, make = fleet(tmp_path / "fleet")
+    gone, kept = submit(store, (1,)), submit(store, (1,))
+    make().turn()
+    engine.live.pop(gone)
+    shutil.rmtree(store.run_folder(gone))
+    server = make()
+    server.turn()
+    assert states(server) == {kept: "running"}
 
 
 def test_a_lost_node_is_no_failure_of_its_run(tmp_path, capsys):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import json
+import math
 import os
 import sys
 import time
@@ -136,10 +138,10 @@ def serve(args: list[str]) -> None:
     from jaxdl.lease import Lease
 
     options = _options(Serve, "serve", args)
-    if options.nodes < 1 or options.failures < 0 or options.poll_sec <= 0:
-        raise OptionError("--nodes: 1 or more; --failures: 0 or more; --poll-sec: above 0.")
-    if options.between_sec < 0 or options.grace_sec < 0:
-        raise OptionError("--between-sec, --grace-sec: 0 or more.")
+    if options.nodes < 1 or options.failures < 0 or not 0 < options.poll_sec < math.inf:
+        raise OptionError("--nodes: 1 or more; --failures: 0 or more; --poll-sec: a number above 0.")
+    if not 0 <= options.between_sec < math.inf or not 0 < options.grace_sec < math.inf:
+        raise OptionError("--between-sec: a number, 0 or more; --grace-sec: a number above 0.")
     if not (0 <= options.fairness <= 1 and 0 <= options.resized <= 1):
         raise OptionError("--fairness, --resized: from 0 to 1.")
     store = Store(options.state)
@@ -148,7 +150,7 @@ def serve(args: list[str]) -> None:
     rules = Rules(options.fairness, options.resized)
     settings = Settings(rules, options.between_sec, options.failures, options.grace_sec)
     if options.dry_run:
-        _print_decision(Server(store, engine, settings))
+        _print_decision(Server(store, engine, settings, read_only=True))
         return
 
     def lost(reason: str) -> None:
@@ -246,14 +248,38 @@ def explain(args: list[str]) -> None:
         print(f"  it may have {sizes} nodes; weight {run['weight']:g}, priority {run['priority']}; speed: {known}")
 
 
+_VERBS: dict[Asked, str] = {"run": "resume", "hold": "hold", "cancel": "cancel"}
+"""What the commands are called."""
+
+
+def _ended(store: Store, name: str, what: Asked) -> str | None:
+    """The state of a run that has ended, where what is asked has no effect on such a one; None otherwise."""
+    from jaxdl.fleet.server import ENDED, RESUMABLE
+
+    folder, states = store.run_folder(name).name, {}
+    with contextlib.suppress(ConfigError):  # No server has seen anything yet.
+        states = {run["run"]: run["state"] for run in store.view()["runs"]}
+    state = states.get(folder)
+    without = state in ENDED and (what == "hold" or (what == "run" and state not in RESUMABLE))
+    return state if without else None  # To cancel one that has ended frees its workdir for another.
+
+
 def _ask(what: Asked) -> Callable[[list[str]], None]:
     def ask(args: list[str]) -> None:
-        names = [one for one in args if not one.startswith("-") and one.isdigit()]
-        options = _options(OfFleet, what, [one for one in args if one not in names])
+        places = [
+            place
+            for place, one in enumerate(args)
+            if one.isdigit() and not (place and args[place - 1].startswith("--"))  # `--state 7` is a folder.
+        ]
+        names = [args[place] for place in places]
+        options = _options(OfFleet, what, [one for place, one in enumerate(args) if place not in places])
         if not names:
             raise OptionError("give the number of a run, such as 0003.")
+        store = Store(options.state)
         for name in names:
-            Store(options.state).ask(name, what)
+            if (state := _ended(store, name, what)) is not None:
+                raise ConfigError(f"run {name}: it is {state}, so there is nothing to {_VERBS[what]}.")
+            store.ask(name, what)
 
     return ask
 

@@ -11,14 +11,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from jaxdl.cluster import exits
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.keeper import EXIT_FILE, KEEPER_FILE, OUTPUT_FILE
 from jaxdl.fleet.store import Store, Submission, sync_folder
 from jaxdl.launch.netns import check_possible, parse_rate
+from jaxdl.writing import replace_file
 
 PIDS_FILE = "pids.json"
 LOST = -1
@@ -110,15 +113,21 @@ class Local(Engine):
             keeper = [sys.executable, "-m", "jaxdl.fleet.keeper", str(folder.absolute()), str(lock), *command]
             # In a session of its own, and without the server's output: what ends the server is not for the runs.
             with (folder / OUTPUT_FILE).open("ab") as output:
-                started = subprocess.Popen(
-                    keeper,
-                    cwd=run.folder,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,
-                    pass_fds=(lock,),
-                )
+                try:
+                    started = subprocess.Popen(
+                        keeper,
+                        cwd=run.folder,
+                        stdin=subprocess.DEVNULL,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,
+                        pass_fds=(lock,),
+                    )
+                except OSError as error:  # The folder where it was submitted is gone, say.
+                    output.write(f"fleet: cannot be started in {run.folder}: {error.strerror}\n".encode())
+                    code = json.dumps({"code": exits.MISTAKE, "at": time.time()})
+                    replace_file(folder / EXIT_FILE, code.encode())
+                    return True
             self._keepers.append(started)
         finally:
             os.close(lock)

@@ -74,7 +74,8 @@ def decide(runs: Sequence[Run], num_nodes: int, rules: Rules | None = None) -> D
     """The best allocation of `num_nodes` nodes within the rules. The same input gives the same decision.
 
     Runs are admitted by priority, then in the order of submission, each with its fewest nodes: one that does not fit
-    keeps those behind it waiting, so that a large run is not overtaken again and again. Where a newcomer of the lowest
+    keeps those behind it waiting, so that a large run is not overtaken again and again; one that needs more nodes than
+    there are keeps nobody. Where a newcomer of the lowest
     priority would need more runs to be resized than the rules allow, it waits; for a higher priority, or when nodes
     were lost, as few runs more are resized as necessary.
     """
@@ -95,10 +96,10 @@ def decide(runs: Sequence[Run], num_nodes: int, rules: Rules | None = None) -> D
 
 
 def _admitted(ordered: Sequence[Run], num_nodes: int) -> list[Run]:
+    """Those that may have nodes, in this order; one that needs more than there are keeps nobody waiting."""
     admitted: list[Run] = []
-    for run in ordered:
-        num_nodes -= run.least
-        if num_nodes < 0:
+    for run in (run for run in ordered if run.least <= num_nodes):
+        if sum(one.least for one in admitted) + run.least > num_nodes:
             break
         admitted.append(run)
     return admitted

@@ -46,6 +46,7 @@ class OnRay(Engine):
 
     def __init__(self, store: Store, num_nodes: int, address: str | None = None) -> None:
         super().__init__(store, num_nodes)
+        self._chosen: list[str] = []
         try:
             self._ray = importlib.import_module("ray")
         except ImportError:
@@ -62,12 +63,15 @@ class OnRay(Engine):
             raise ConfigError(f"--address {address or 'auto'}: {error}. Give that of a Ray cluster.") from None
 
     def nodes(self) -> list[str]:
-        """The first of the cluster's nodes that have CPUs, by their ids, but for those taken out of service."""
-        lost = self.store.lost_nodes()
-        return [name for name in sorted(self._resources())[: self.num_nodes] if name not in lost]
+        """As many of the cluster's nodes that have CPUs, but for those taken out of service."""
+        known = set(self._resources())
+        # Those that it had stay, so that a node that joins the cluster takes nobody's place.
+        self._chosen = [name for name in self._chosen if name in known]
+        self._chosen += sorted(known - set(self._chosen))[: self.num_nodes - len(self._chosen)]
+        return [name for name in self._chosen if name not in self.store.lost_nodes()]
 
     def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
-        """See `Engine.start`. Nodes that are gone by now end the attempt with exit code 75."""
+        """See `Engine.start`. An attempt whose nodes are gone by now waits for them, see `RESERVE_SEC`."""
         if self._keeper(run) is not None:
             return False
         folder = self.store.run_folder(run.name).absolute() / "attempts" / str(attempt)
@@ -77,7 +81,7 @@ class OnRay(Engine):
         actor = self._ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Keeper)
         named = {"name": run.name, "namespace": self._namespace, "lifetime": "detached"}
         with contextlib.suppress(ValueError):  # Another server was faster.
-            environment = {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+            environment = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
             actor.options(**named).remote(str(folder), run.folder, run.words(len(nodes)), bundles, environment)
             return True
         return False
@@ -150,18 +154,22 @@ class Keeper:
         said = ""
         try:
             code = self._run()
+        except self._ray.exceptions.RayTaskError as error:  # The command cannot be started, say.
+            code, said = 1, str(error)
         except self._ray.exceptions.RayError as error:
             code, said = exits.BROKEN, f"a node was lost: {error}"
         except Exception as error:  # The actor must end, and say why, whatever happens.
             code, said = 1, repr(error)
-        if said:
-            with (self._folder / OUTPUT_FILE).open("a") as output:
-                output.write(f"fleet: {said}\n")
-        replace_file(self._folder / EXIT_FILE, json.dumps({"code": code, "at": time.time()}).encode())
-        # An actor may end itself in one of its calls only. Its end would free what it has reserved, too.
-        self._ray.get_runtime_context().current_actor.leave.remote()
-        time.sleep(_LEAVE_SEC)
-        os._exit(0)
+        try:
+            if said:
+                with (self._folder / OUTPUT_FILE).open("a") as output:
+                    output.write(f"fleet: {said}\n")
+            replace_file(self._folder / EXIT_FILE, json.dumps({"code": code, "at": time.time()}).encode())
+        finally:  # Without its file the attempt counts as lost.
+            # An actor may end itself in one of its calls only. Its end would free what it has reserved, too.
+            self._ray.get_runtime_context().current_actor.leave.remote()
+            time.sleep(_LEAVE_SEC)
+            os._exit(0)
 
     def _run(self) -> int:
         placing = importlib.import_module("ray.util.placement_group")

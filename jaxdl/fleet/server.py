@@ -26,6 +26,8 @@ RESUMABLE = (FAILED, HALTED)
 """States from which `resume` lets a run run again."""
 _STARTED, _STOPPING, _KILLED, _LEFT, _ENDED, _RESUMED = "started", "stopping", "killed", "left", "ended", "resumed"
 _FIRST_PAUSE_SEC, _LONGEST_PAUSE_SEC = 5.0, 300.0
+_LEAST_GRACE_SEC = 10.0
+"""What a run has at least to save and end after a server has asked it, also where the server before meant to."""
 _START_SEC = 600.0
 """How long a run that reports nothing yet counts as starting; to resize it then would lose its whole start."""
 
@@ -85,16 +87,25 @@ class Server:
     """Serves the fleet of a store, whose lease the caller has."""
 
     def __init__(
-        self, store: Store, engine: Engine, settings: Settings, *, now: Callable[[], float] = time.time
+        self,
+        store: Store,
+        engine: Engine,
+        settings: Settings,
+        *,
+        now: Callable[[], float] = time.time,
+        read_only: bool = False,
     ) -> None:
+        """With `read_only`, another server may be writing; only `propose` is for such a one."""
         self.store, self.engine, self.settings = store, engine, settings
         self._now = now
         self.members: dict[str, Member] = {}
         self.decision: Decision | None = None
         self._measured = Measured()
-        self._journal = Journal(store.folder)
+        self._journal = Journal(store.folder, read_only=read_only)
         self._situation: Any = None
         self._may_start = False
+        self._signalled: dict[tuple[str, int], float] = {}
+        """(run, attempt) -> when this server first asked it to save and end: the one before may have had no time."""
         self._read_submissions()
         for event in self._journal.events():
             self._apply(event)
@@ -114,8 +125,13 @@ class Server:
         return all(member.state in ENDED for member in self.members.values())
 
     def propose(self) -> Decision:
-        """The decision that the next turn would make; nothing is done."""
+        """The decision for what runs and waits now; nothing is done, and nothing written."""
         self._read_submissions()
+        for member in self.members.values():
+            asked = self.store.asked(member.submission.name)
+            if member.state == WAITING and asked != "run":
+                member.state = {"hold": HELD, "cancel": CANCELLED}[asked]
+            self._look(member)
         return decide(self._runs(), len(self.engine.nodes()), self.settings.rules)
 
     # What happened: each kind of event changes the members in one place, now and when it is read again.
@@ -127,8 +143,8 @@ class Server:
 
     def _apply(self, event: dict[str, Any]) -> None:
         member = self.members.get(event["run"])
-        if member is None:
-            raise ConfigError(f"{self.store.folder}: the journal has run {event['run']}, whose submission is gone.")
+        if member is None:  # Somebody has removed the folder of the run.
+            return
         what, at = event["what"], event["at"]
         if what == _STARTED:
             member.resized += int(event["resized"])
@@ -164,17 +180,25 @@ class Server:
         for member in self.members.values():
             if not member.alive:
                 continue
-            workdir = member.submission.workdir
-            speed = None if workdir is None else last_speed(workdir, member.from_step)
-            if speed is not None:
-                self._measured.add(member.submission.name, member.size, speed)
-            if workdir is None:
-                member.begun = member.changed
-            elif not member.begun and last_step(workdir) > member.from_step:
-                member.begun = self._now()
+            speed = self._look(member)
             code = self.engine.poll(member.submission, member.attempt)
             if code is not None:
                 self._over(member, code, speed)
+
+    def _look(self, member: Member) -> float | None:
+        """Reads what an attempt reports: its speed, None where there is none yet, and whether it has made a step."""
+        workdir = member.submission.workdir
+        if not member.alive:
+            return None
+        if workdir is None:
+            member.begun = member.changed
+            return None
+        speed = last_speed(workdir, member.from_step)
+        if speed is not None:
+            self._measured.add(member.submission.name, member.size, speed)
+        if not member.begun and last_step(workdir) > member.from_step:
+            member.begun = self._now()
+        return speed
 
     def _over(self, member: Member, code: int, speed: float | None) -> None:
         """An attempt has ended with a code; `speed` is what it reached."""
@@ -282,7 +306,10 @@ class Server:
 
     def _stop(self, member: Member) -> None:
         """Asks an attempt to save and end; kills it when it has not done so in time."""
-        if self._now() - member.stopping < self.settings.grace_sec:
+        now, attempt = self._now(), (member.submission.name, member.attempt)
+        first = self._signalled.setdefault(attempt, now)
+        least = min(self.settings.grace_sec, _LEAST_GRACE_SEC)
+        if now - member.stopping < self.settings.grace_sec or now - first < least:
             self.engine.stop(member.submission, member.attempt)
             return
         told = f"killed: it did not save and end within {self.settings.grace_sec:g} s"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -57,7 +58,8 @@ def _last_rows(workdir: Path) -> list[dict[str, Any]]:
     for line in lines:
         with contextlib.suppress(ValueError):  # The beginning of the tail, or a line that is being written.
             row = json.loads(line)
-            if isinstance(row, dict) and {"step", "examples_per_sec"} <= row.keys():
+            named = isinstance(row, dict) and {"step", "examples_per_sec"} <= row.keys()
+            if named and 0 < row["examples_per_sec"] < math.inf:
                 found.append(row)
     return found
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -84,8 +85,10 @@ class Store:
             )
         if not sizes or min(sizes) < 1:
             raise ConfigError(f"sizes {list(sizes)}: a run needs 1 node or more. Give --min, --max or --sizes.")
-        if not weight > 0:
-            raise ConfigError(f"--weight {weight:g}: it must be above 0.")
+        if not 0 < weight < math.inf:
+            raise ConfigError(f"--weight {weight:g}: it must be a number above 0.")
+        if not math.isfinite(not_before):
+            raise ConfigError("--delay-sec: it must be a number.")
         parent = self.folder / _RUNS
         parent.mkdir(parents=True, exist_ok=True)
         made = Submission("", tuple(command), tuple(sorted(set(sizes))), os.getcwd(), weight, priority, not_before)
@@ -122,7 +125,7 @@ class Store:
 
     def run_folder(self, name: str) -> Path:
         """The folder of a run. Raises ConfigError if there is none."""
-        path = self.folder / _RUNS / name
+        path = self.folder / _RUNS / name.zfill(4)
         if not (path / _SUBMISSION).is_file():
             known = ", ".join(one.name for one in self.submissions()) or "none"
             raise ConfigError(f"run {name}: there is no such run in {self.folder}. There are: {known}.")
@@ -131,7 +134,7 @@ class Store:
     def ask(self, name: str, what: Asked) -> None:
         """Asks the server to let a run run, to hold or to cancel it. Raises ConfigError if there is none."""
         path = self.run_folder(name)
-        asked = {"asked": what, "number": self.num_asked(name) + 1}
+        asked = {"asked": what, "number": self.num_asked(path.name) + 1}
         replace_file(path / _ASKED, json.dumps(asked).encode())
         sync_folder(path)
 
@@ -177,8 +180,10 @@ class Store:
 class Journal:
     """What the server did: appended and on disk before it is done, read again by the next server."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, read_only: bool = False) -> None:
         self._path = folder / _JOURNAL
+        if read_only:
+            return
         self._path.touch()
         sync_folder(folder)
         whole = self._path.read_bytes()
@@ -196,9 +201,11 @@ class Journal:
             os.fsync(file.fileno())
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """All events, the first one first."""
-        for line in self._path.read_text().splitlines():
-            yield json.loads(line)
+        """All events, the first one first; not a line that is being written."""
+        if self._path.exists():
+            for line in self._path.read_text().splitlines(keepends=True):
+                if line.endswith("\n"):
+                    yield json.loads(line)
 
 
 def sync_folder(path: Path) -> None:
