@@ -171,3 +171,9 @@ def test_mistakes(call, message):
 
 def test_newton_needs_few_steps_for_classes_that_are_nearly_separable(cancer):
     assert classics.logistic(*cancer, c=100.0).num_steps < 15
+
+
+@pytest.mark.parametrize("y", [[0.0, 1.0, np.nan, 1.0], [0.25, 1.0, 0.5, 0.75]])
+def test_numbers_are_no_classes(y):
+    with pytest.raises(ConfigError, match="logistic: some of y are no classes but numbers"):
+        classics.logistic(np.eye(4), np.array(y))

@@ -26,7 +26,7 @@ from jaxdl.spark.processes import (
     run_process,
 )
 from jaxdl.spark.rows import HELD_OUT, LABEL, PartitionWriter, digest_of
-from jaxdl.spark.scoring import lists_of, scored, scorer
+from jaxdl.spark.scoring import lists_of, newest, scored, scorer
 from jaxdl.spark.stream import Ended, Stream
 
 SECRET = "0123456789abcdef"
@@ -284,7 +284,7 @@ def test_scores_are_those_of_the_predictor(tiny_run):
     column = pyarrow.array([one.tolist() for one in images])
     scorer.cache_clear()
     found = list(
-        scored(str(tiny_run.workdir), 4, 4, iter([[column.slice(0, 7)], [column.slice(7)], [column.slice(11)]]))
+        scored(newest(tiny_run.workdir), 4, iter([[column.slice(0, 7)], [column.slice(7)], [column.slice(11)]]))
     )
     assert [len(one) for one in found] == [7, 4, 0]
     predictor = jaxdl.restore(tiny_run.workdir)
@@ -294,7 +294,7 @@ def test_scores_are_those_of_the_predictor(tiny_run):
     np.testing.assert_allclose(probability, predictor.predict(images), rtol=1e-5, atol=1e-6)
     prediction = np.concatenate([one.field("prediction").to_numpy() for one in found])
     np.testing.assert_array_equal(prediction, logits.argmax(axis=1))
-    network = scorer(str(tiny_run.workdir), 4, 4)
+    network = scorer(newest(tiny_run.workdir), 4)
     assert network.predictor._logits._cache_size() == 1, "one program, for every batch is padded to one size"
     assert scorer.cache_info().misses == 1, "the network is loaded once"
     features = network.features([column], "stage1", pool=True)

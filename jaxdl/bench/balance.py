@@ -27,7 +27,7 @@ import jax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from jaxdl.bench.balance_check import Checked, check_all
+from jaxdl.bench.balance_check import Checked, check_all, or_inf
 from jaxdl.bench.balance_report import (
     LOCAL,
     SUM,
@@ -39,7 +39,7 @@ from jaxdl.bench.balance_report import (
     regimes_table,
     sets_table,
 )
-from jaxdl.bench.balance_run import Clock, Side, first_devices, hosts_of, measure, step_side
+from jaxdl.bench.balance_run import Clock, Side, first_devices, hosts_of, machine_kind, measure, step_side
 from jaxdl.bench.balance_thresholds import Thresholds, check_about, compared, file_bytes, of_rows, parse_thresholds
 from jaxdl.bench.balance_work import PATIENCE_SEC, RELATIVE, Size, Work, block, chosen, planned, work_of
 from jaxdl.bench.cluster_variants import EXCHANGES, VARIANTS
@@ -170,7 +170,7 @@ class Measurement:
         self.mesh: Mesh = make_mesh(MeshConfig(replica=self.replicas, fsdp=self.inner))
         self.clock = Clock(self.mesh)
         self.counts = self._counts()
-        kind = jax.devices()[0].device_kind
+        kind = machine_kind()
         self.about: dict[str, Any] = {
             "devices": f"{self.num_devices} x {kind}",
             "processes": jax.process_count(),
@@ -199,8 +199,8 @@ class Measurement:
         self.say("checking the sum of one number")
         sums = repeated_sum(self.mesh, _REPLICA)
         wait_for_all()
-        far = max(abs(sums(count) - count) for count in _SUMS)
-        found = [Checked(SUM, "counting", max(self.clock.every(far)), 0.0)]
+        far = max((abs(sums(count) - count) for count in _SUMS), key=or_inf)
+        found = [Checked(SUM, "counting", max(self.clock.every(far), key=or_inf), 0.0)]
         works = {
             dataclasses.replace(work_of(regime, self.command.size), examples=1).model: regime
             for regime in reversed((*self.command.regimes, self.command.set_regime))

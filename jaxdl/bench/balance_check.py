@@ -75,10 +75,11 @@ def check_all(
             found.append(Checked(name, "means and residuals", kept, _KEPT if precision == "float32" else ROUNDED))
         if lost is not None:
             found.append(Checked(name, "means", lost, LOST))
-    return [dataclasses.replace(one, difference=max(clock.every(one.difference), key=_or_inf)) for one in found]
+    return [dataclasses.replace(one, difference=max(clock.every(one.difference), key=or_inf)) for one in found]
 
 
-def _or_inf(value: float) -> float:
+def or_inf(value: float) -> float:
+    """The value, infinity for NaN: a key for `max`, which otherwise may not see it."""
     return math.inf if math.isnan(value) else value
 
 
@@ -112,7 +113,7 @@ def emulate(plan: Plan, alone: Plan, config: ExchangeConfig) -> tuple[list[float
         state, exchange_state, loss, errors = step(state, exchange_state, batch_of(alone, number))
         found.append(float(loss))
         far.append([float(one) for one in errors])
-    kept, lost = (max(column) for column in zip(*far, strict=True))
+    kept, lost = (max(column, key=or_inf) for column in zip(*far, strict=True))
     has_residual = bool(fresh.get(PER_REPLICA, {}).get(config.unsent_name))
     if config.momentum_factor is not None:
         return found, None, None

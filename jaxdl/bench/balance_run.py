@@ -6,6 +6,8 @@ process waits with the others.
 
 from __future__ import annotations
 
+import os
+import platform
 import struct
 import time
 from collections.abc import Callable, Mapping
@@ -186,3 +188,9 @@ def losses(plan: Plan, num_steps: int) -> list[float]:
 def first_devices(count: int) -> list[Any]:
     """The first devices of the run, by process."""
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))[:count]
+
+
+def machine_kind() -> str:
+    """What the devices are: the name of a GPU, and of CPUs, which JAX all calls so, the architecture and the cores."""
+    kind = str(jax.devices()[0].device_kind)
+    return kind if kind != "cpu" else f"cpu ({platform.machine()}, {os.cpu_count()} cores)"

@@ -58,10 +58,13 @@ def logistic(
     sees no improvement. The Hessian has (classes x features)^2 numbers, so it is for some hundred features; more train
     with `jaxdl.fit`.
 
-    Raises ConfigError for fewer than two classes, and for a c that is not positive.
+    Raises ConfigError for fewer than two classes, for numbers that are no classes, and for a c that is not positive.
     """
     rows = as_rows(x, mesh, "logistic")
-    classes, numbers = np.unique(targets(y, rows.num_rows, "logistic"), return_inverse=True)
+    wanted = targets(y, rows.num_rows, "logistic")
+    if wanted.dtype.kind == "f" and not (np.isfinite(wanted) & (wanted == np.floor(wanted))).all():
+        raise ConfigError("logistic: some of y are no classes but numbers. Give whole numbers, or names; or use ridge.")
+    classes, numbers = np.unique(wanted, return_inverse=True)
     if len(classes) < 2:
         raise ConfigError(f"logistic: all rows are of class {classes[0]}. Give rows of two or more classes.")
     if not 0 < c < float("inf") or max_steps < 1:

@@ -20,7 +20,7 @@ from jaxdl.data.spec import DataSpec
 from jaxdl.data.staging import Stage
 
 _SMALLEST_STD = 1e-6
-"""Columns that vary less than this are divided by 1."""
+"""Columns that vary less than this, relative to their mean, are divided by 1."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Tabular(Data, kind="tabular"):
         """(names of the columns, numbers float32 [row, column], labels int32 [row]) of some files."""
         names, numbers, labels = None, [], []
         for path in found_files(patterns, f"--data.{split}"):
-            table = _table(path)
+            table = _table(path, [*self.features, self.label] if self.features else None)
             check_columns(table.column_names, [*self.features, self.label], str(path))
             wanted = self.features or [name for name in table.column_names if name != self.label]
             read = [_column(table.column(name), name, path) for name in wanted]
@@ -145,10 +145,14 @@ class Tabular(Data, kind="tabular"):
         return names or (), x, every
 
 
-def _table(path: Path) -> Any:
-    """All of a file as a `pyarrow.Table`."""
+def _table(path: Path, names: Sequence[str] | None) -> Any:
+    """A file as a `pyarrow.Table`, of Parquet only the columns of these names that it has; None: all."""
     if path.suffix.lower() != ".csv":
-        return opened(path).read()
+        file = opened(path)
+        try:
+            return file.read(None if names is None else [name for name in names if name in file.schema_arrow.names])
+        except (OSError, ValueError, TypeError) as error:  # Arrow's errors are one of these.
+            raise ConfigError(f"{path}: it cannot be read ({' '.join(str(error).split())[:200]}).") from None
     csv = import_text("pyarrow.csv", str(path))
     try:
         return csv.read_csv(path)
@@ -208,8 +212,8 @@ def check_label_range(labels: np.ndarray, num_classes: int, what: str) -> None:
 
 def _statistics(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Mean and standard deviation of each column, float64."""
-    std = x.std(axis=0, dtype=np.float64)
-    return x.mean(axis=0, dtype=np.float64), np.where(std < _SMALLEST_STD, 1.0, std)
+    mean, std = x.mean(axis=0, dtype=np.float64), x.std(axis=0, dtype=np.float64)
+    return mean, np.where(std <= _SMALLEST_STD * np.abs(mean), 1.0, std)
 
 
 class NumbersSource(Source):

@@ -20,8 +20,9 @@ from jaxdl.errors import without_frames
 from jaxdl.files import SPARK_FOLDER
 from jaxdl.spark.distributor import JaxDistributor
 from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, write_experiment
-from jaxdl.spark.frames import IMAGE, check_columns, feature_columns, form_of, write_rows
+from jaxdl.spark.frames import IMAGE, as_trained, check_columns, feature_columns, form_of, write_rows
 from jaxdl.spark.params import ClassifierParams, ScoringParams
+from jaxdl.spark.rows import SPLITS
 from jaxdl.spark.udf import checked_batch_size, score_udf
 
 _SCORES = "_jaxdl_scores"
@@ -105,6 +106,11 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         folder, written = write_rows(
             dataset, features, self.getLabelCol(), held_out, workdir / SPARK_FOLDER, group_rows or None
         )
+        if held_out and not any(one.split == SPLITS[1] for one in written):
+            raise ConfigError(
+                f"validationIndicatorCol={held_out!r}: it is true in no row, so none would be held out. Choose some "
+                "rows, or leave it out: then a fifth of each class is."
+            )
         train, test = (sorted(map(str, folder.glob(f"{split}-*.parquet"))) for split in ("train", "test"))
         names = [IMAGE] if form == "images" else features
         num_classes = max(one.num_classes for one in written)
@@ -112,9 +118,9 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         experiment = experiment.replaced({"data": data})
         check_workdir(workdir, experiment, with_data=True)
         distributor.run("jaxdl.train", "--config", write_experiment(workdir, experiment), "--workdir", workdir)
-        model = JaxdlClassifierModel(workdir=str(workdir))
-        taken = {name: self.getOrDefault(name) for name in _OF_MODEL if name != "workdir"}
-        return self._copyValues(model._set(**taken))  # pyright: ignore[reportReturnType]
+        model = JaxdlClassifierModel()
+        self._copyValues(model._set(**{name: self.getOrDefault(name) for name in _OF_MODEL}))
+        return model._set(workdir=str(workdir))  # Absolute: it may be saved, and loaded elsewhere.
 
 
 class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultParamsWritable):
@@ -151,9 +157,9 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
         return super().transform(dataset, params)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        form_of(dataset, self.features)
+        features = as_trained(dataset, self.features, self.getWorkdir())
         score = score_udf(self.getWorkdir(), checked_batch_size(self.getBatchSize()))
-        scored = dataset.withColumn(_SCORES, score(*feature_columns(dataset, self.features)))
+        scored = dataset.withColumn(_SCORES, score(*feature_columns(dataset, features)))
         made = {
             self.getRawPredictionCol(): array_to_vector(F.col(f"{_SCORES}.rawPrediction")),
             self.getProbabilityCol(): array_to_vector(F.col(f"{_SCORES}.probability")),

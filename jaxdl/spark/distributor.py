@@ -182,7 +182,9 @@ def _run_on(session: SparkSession, job: Job, stream: Stream) -> list[Outcome]:
     except Exception as error:
         stream.wait_until_ended(job.grace_sec)
         if (failed := stream.failure) is not None:
-            raise ProcessFailed(Outcome(**vars(failed)), job.num_processes) from None
+            raise ProcessFailed(
+                Outcome(failed.process, failed.code, failed.told, failed.end), job.num_processes
+            ) from None
         killed = [f"process {one.process} ended with exit code {one.code}" for one in stream.stopped]
         if killed:
             raise RuntimeError(
@@ -196,7 +198,7 @@ def _run_on(session: SparkSession, job: Job, stream: Stream) -> list[Outcome]:
 def _checked(outcomes: list[Outcome], stream: Stream, job: Job) -> list[Outcome]:
     failed = stream.failure
     if failed is not None and any(one.code for one in outcomes):
-        raise ProcessFailed(Outcome(**vars(failed)), job.num_processes)
+        raise ProcessFailed(Outcome(failed.process, failed.code, failed.told, failed.end), job.num_processes)
     for one in sorted(outcomes, key=lambda one: one.told):
         if one.code:
             raise ProcessFailed(one, job.num_processes)

@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame
 
 from jaxdl.config import ConfigError
 from jaxdl.errors import without_frames
-from jaxdl.spark.frames import feature_columns, form_of
+from jaxdl.spark.frames import as_trained, feature_columns
 from jaxdl.spark.params import HasFeatures, HasOutputCol, HasWorkdir
 from jaxdl.spark.udf import checked_batch_size, feature_udf
 
@@ -60,15 +60,13 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
         return super().transform(dataset, params)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        form_of(dataset, self.features)
         if not self.isSet(self.layer):
             raise ConfigError("layer is not set. Name a layer of the network, such as stage4.")
+        features = as_trained(dataset, self.features, self.getWorkdir())
         feature = feature_udf(
             self.getWorkdir(),
             self.getOrDefault(self.layer),
             checked_batch_size(self.getBatchSize()),
             pool=self.getOrDefault(self.pool),
         )
-        return dataset.withColumn(
-            self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, self.features)))
-        )
+        return dataset.withColumn(self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, features))))

@@ -32,7 +32,8 @@ def data_of(
     Settings of the config's own data stay where they are of the same kind. Photographs, where the config's data have
     `photos`, are cropped and augmented as it says; other images are taken as they are.
     """
-    files = {"train": tuple(train), "test": tuple(test), "label": "label", "num_classes": max(2, num_classes)}
+    known = getattr(given, "num_classes", None)  # A subset may lack the last classes.
+    files = {"train": tuple(train), "test": tuple(test), "label": "label", "num_classes": known or max(2, num_classes)}
     photos = getattr(given, "photos", None)
     if form == "numbers":
         base: Data = given if given.kind == Tabular.kind else Tabular()

@@ -19,9 +19,12 @@ from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, BinaryType, BooleanType, DataType, NumericType, StructType
+from pyspark.sql.types import ArrayType, BinaryType, BooleanType, DataType, DecimalType, NumericType, StructType
 
 from jaxdl.config import ConfigError
+from jaxdl.data import NumbersSpec
+from jaxdl.predictor import trained_on
+from jaxdl.runs import check_run
 from jaxdl.spark.rows import HELD_OUT, LABEL, SPLITS, PartitionWriter, Written
 
 IMAGE = "image"
@@ -66,12 +69,40 @@ def _form(kind: DataType) -> Form | None:
     return "numbers" if isinstance(inner, NumericType | BooleanType | VectorUDT) else None
 
 
+def as_trained(frame: DataFrame, names: Sequence[str], workdir: str) -> list[str]:
+    """The feature columns in the order in which the network of a run reads them.
+
+    Raises ConfigError for columns that are missing, and for others than the network was trained on.
+    """
+    form, spec = form_of(frame, names), trained_on(check_run(workdir))
+    if (form == "numbers") != (spec.modality == NumbersSpec.modality):
+        raise ConfigError(
+            f"featuresCol={list(names)}: they hold {form}; the network of {workdir} reads {spec.modality}."
+        )
+    columns = list(getattr(spec, "columns", names))
+    if all(isinstance(frame.schema[name].dataType, NumericType | BooleanType) for name in names):
+        if sorted(names) != sorted(columns):
+            raise ConfigError(
+                f"featuresCol={list(names)}: the network of {workdir} was trained on {', '.join(columns)}. Give these."
+            )
+        return columns
+    return list(names)
+
+
 def feature_columns(frame: DataFrame, names: Sequence[str]) -> list[Column]:
-    """The feature columns as Arrow can hold them: vectors as arrays."""
-    return [
-        vector_to_array(frame[name]) if isinstance(frame.schema[name].dataType, VectorUDT) else frame[name]
-        for name in names
-    ]
+    """The feature columns as Arrow can hold them: vectors as arrays, decimals as doubles."""
+    return [_arrow_column(_named(frame, name), frame.schema[name].dataType) for name in names]
+
+
+def _arrow_column(column: Column, kind: DataType) -> Column:
+    if isinstance(kind, VectorUDT):
+        return vector_to_array(column)
+    return column.cast("double") if isinstance(kind, DecimalType) else column
+
+
+def _named(frame: DataFrame, name: str) -> Column:
+    """A column by its whole name, which may have dots."""
+    return frame["`" + name.replace("`", "``") + "`"]
 
 
 def write_rows(
@@ -92,10 +123,15 @@ def write_rows(
         )
     if held_out:
         check_columns(frame, [held_out], "validationIndicatorCol")
+        if not isinstance(kind := frame.schema[held_out].dataType, BooleanType):
+            raise ConfigError(f"validationIndicatorCol={held_out!r}: it holds {kind.simpleString()}, not booleans.")
+    taken = [name for name in features if name in (label, held_out, LABEL, HELD_OUT)]
+    if taken and form == "numbers":
+        raise ConfigError(f"featuresCol={taken[0]!r}: that name is for another column of the rows. Rename the feature.")
     names = [IMAGE] if form == "images" else list(features)
     columns = [one.alias(name) for one, name in zip(feature_columns(frame, features), names, strict=True)]
-    columns.append(F.col(label).cast("double").alias(LABEL))
-    columns.append((F.col(held_out).cast("boolean") if held_out else F.lit(False)).alias(HELD_OUT))
+    columns.append(_named(frame, label).cast("double").alias(LABEL))
+    columns.append((_named(frame, held_out) if held_out else F.lit(False)).alias(HELD_OUT))
     partial = folder / f"writing-{secrets.token_hex(4)}"
     try:
         partial.mkdir(parents=True)

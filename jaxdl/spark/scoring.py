@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -15,20 +15,32 @@ from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, Photos
 from jaxdl.data.image_values import as_evaluated, pixels_of
 from jaxdl.data.photo import BadImage
+from jaxdl.files import CHECKPOINTS_FOLDER, step_folder
 from jaxdl.runs import check_checkpoint, check_run
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
-def newest_step(workdir: str | Path) -> int:
-    """The step of the newest checkpoint of the run in a workdir. Raises ConfigError when there is none."""
-    return max(check_checkpoint(check_run(workdir), "newest"))
+class Trained(NamedTuple):
+    """A checkpoint of a run; another one, of a new run in the same folder, is not equal to it."""
+
+    workdir: str
+    step: int
+    written: int
+    """When it was written, as the file system says."""
+
+
+def newest(workdir: str | Path) -> Trained:
+    """The newest checkpoint of the run in a workdir. Raises ConfigError when there is none."""
+    folder = check_run(workdir)
+    step = max(check_checkpoint(folder, "newest"))
+    return Trained(str(workdir), step, (folder / CHECKPOINTS_FOLDER / step_folder(step)).stat().st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=2)
-def scorer(workdir: str, step: int, batch_size: int) -> Scorer:
+def scorer(trained: Trained, batch_size: int) -> Scorer:
     """The network of a checkpoint. A Python worker that Spark uses again has it already, with its compiled programs."""
-    return Scorer(workdir, step, batch_size)
+    return Scorer(trained.workdir, trained.step, batch_size)
 
 
 class Scorer:
@@ -80,7 +92,12 @@ class Scorer:
         if isinstance(self._spec, ImageSpec):
             return self._images(columns[0].to_pylist(), self._spec)
         found = [_numbers(column) for column in columns]
-        return np.concatenate(found, axis=1)
+        values = np.concatenate(found, axis=1)
+        if not np.isfinite(values).all():
+            raise ConfigError(
+                "featuresCol: a row has null, NaN or infinity among its numbers. Fill it, or drop such rows."
+            )
+        return values
 
     def _images(self, values: list[Any], spec: ImageSpec) -> np.ndarray:
         shape, found = (spec.height, spec.width, spec.channels), []
@@ -121,15 +138,17 @@ def lists_of(values: np.ndarray) -> Any:
     return pyarrow.ListArray.from_arrays(pyarrow.array(ends), pyarrow.array(flat.ravel()))
 
 
-def scored(workdir: str, step: int, batch_size: int, batches: Iterator[Sequence[Any]]) -> Iterator[Any]:
+def scored(trained: Trained, batch_size: int, batches: Iterator[Sequence[Any]]) -> Iterator[Any]:
     """For batches of feature columns, structs of Arrow: rawPrediction and probability (lists), prediction (double)."""
     import pyarrow
 
-    network = scorer(workdir, step, batch_size)
+    network = scorer(trained, batch_size)
     for columns in batches:
         logits = network.logits(columns)
         if logits.ndim != 2:
-            raise ConfigError(f"{workdir}: its network has outputs {list(logits.shape[1:])}, so it is no classifier.")
+            raise ConfigError(
+                f"{trained.workdir}: its network has outputs {list(logits.shape[1:])}, so it is no classifier."
+            )
         classes = pyarrow.array(logits.argmax(axis=1).astype(np.float64))
         arrays = [lists_of(logits), lists_of(network.probabilities_of(logits)), classes]
         yield pyarrow.StructArray.from_arrays(arrays, names=["rawPrediction", "probability", "prediction"])

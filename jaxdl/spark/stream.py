@@ -31,6 +31,8 @@ class Ended:
     """Whether it was told to end before: then its code says nothing about why the job ended."""
     end: tuple[str, ...]
     """The last lines that it printed on stderr."""
+    start: str = ""
+    """Which start of the job it belonged to."""
 
 
 class Stream:
@@ -63,14 +65,18 @@ class Stream:
 
     @property
     def failure(self) -> Ended | None:
-        """The first process that failed by itself; None if none did."""
-        return next((one for one in self.ended if one.code and one not in self.stopped), None)
+        """The first process of the newest start that failed by itself; None if none did."""
+        return next((one for one in self._newest if one.code and one not in self.stopped), None)
 
     @property
     def stopped(self) -> list[Ended]:
         """The processes that were told to save, and those that ended with them: a run stops as a whole."""
-        told = [one for one in self.ended if one.told]
-        return [one for one in self.ended if one.told or (told and one.code == _TERMINATED)]
+        told = [one for one in self._newest if one.told]
+        return [one for one in self._newest if one.told or (told and one.code == _TERMINATED)]
+
+    @property
+    def _newest(self) -> list[Ended]:
+        return [one for one in self.ended if one.start == self.ended[-1].start]
 
     def stop(self) -> None:
         """Tells all processes to save and end."""
@@ -100,7 +106,7 @@ class Stream:
             if hmac.compare_digest(str(hello["secret"]).encode(), self._secret.encode()) and process in self._numbers:
                 self._admit(connection, start)
                 for line in lines:
-                    self._take(process, json.loads(line))
+                    self._take(process, json.loads(line), start)
         with self._gone:
             self._connections.pop(connection, None)
             self._gone.notify_all()
@@ -113,12 +119,13 @@ class Stream:
             self._gone.wait_for(lambda: set(self._connections.values()) <= {start}, _PATIENCE_SEC)
         connection.sendall(GO)
 
-    def _take(self, process: int, fields: dict[str, Any]) -> None:
+    def _take(self, process: int, fields: dict[str, Any], start: str) -> None:
         if "ended" not in fields:
             self._printer.print(self._names[process], str(fields["text"]), error=bool(fields["error"]))
             return
         with self._lock:
-            self.ended.append(Ended(process, int(fields["ended"]), bool(fields["told"]), tuple(fields["end"])))
+            ended = Ended(process, int(fields["ended"]), bool(fields["told"]), tuple(fields["end"]), start)
+            self.ended.append(ended)
         if fields["ended"] in NOT_RESTARTED and not fields["told"]:
             self.stop()
 

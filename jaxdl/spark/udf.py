@@ -14,7 +14,7 @@ from pyspark.sql import Column
 from pyspark.sql.functions import arrow_udf
 
 from jaxdl.errors import ConfigError, without_frames
-from jaxdl.spark.scoring import lists_of, newest_step, scored, scorer
+from jaxdl.spark.scoring import lists_of, newest, scored, scorer
 
 SCORED = "rawPrediction array<float>, probability array<float>, prediction double"
 
@@ -29,11 +29,11 @@ def predictor_udf(workdir: str | Path, batch_size: int = 256) -> Callable[..., C
     (`vector_to_array`) or arrays, or the numeric columns that the network was trained on, in their order. The network
     is that of the newest checkpoint now. Raises ConfigError for a workdir without one.
     """
-    place, step, size = str(workdir), newest_step(workdir), checked_batch_size(batch_size)
+    trained, size = newest(workdir), checked_batch_size(batch_size)
 
     def predictions(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
-        network = scorer(place, step, size)
+        network = scorer(trained, size)
         for batch in batches:
             yield lists_of(network.predictions(columns_of(batch)))
 
@@ -42,22 +42,22 @@ def predictor_udf(workdir: str | Path, batch_size: int = 256) -> Callable[..., C
 
 def score_udf(workdir: str, batch_size: int) -> Callable[..., Column]:
     """A function of feature columns whose value is a struct of rawPrediction, probability and prediction."""
-    step = newest_step(workdir)
+    trained = newest(workdir)
 
     def scores(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
-        yield from scored(workdir, step, batch_size, map(columns_of, batches))
+        yield from scored(trained, batch_size, map(columns_of, batches))
 
     return _iterating(scores, SCORED)
 
 
 def feature_udf(workdir: str, layer: str, batch_size: int, *, pool: bool) -> Callable[..., Column]:
     """A function of feature columns whose value is the output of a layer, an array of floats."""
-    step = newest_step(workdir)
+    trained = newest(workdir)
 
     def features(batches: Iterator[Any]) -> Iterator[Any]:
         use_own_gpus()
-        network = scorer(workdir, step, batch_size)
+        network = scorer(trained, batch_size)
         for batch in batches:
             yield lists_of(network.features(columns_of(batch), layer, pool=pool))
 
