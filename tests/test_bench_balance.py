@@ -289,6 +289,7 @@ def test_thresholds_of_other_devices_are_refused():
         (["--devices-per-replica", "8"], "does not make two or more equal replicas"),
         (["--min-seconds", "0"], "--min-seconds 0.0: give a number above 0"),
         (["--tolerance", "0.2"], "--write-thresholds"),
+        (["--thresholds", "one.json", "--write-thresholds", "one.json"], "it is the file of --thresholds"),
         (["--thresholds", "nowhere.json"], "nowhere.json: cannot be read"),
         (["--write-thresholds", "nowhere/file.json"], "there is no folder nowhere"),
     ],

@@ -139,6 +139,9 @@ def _check(command: BalanceBench) -> None:
         raise ConfigError("--regimes and --sets: both are empty. Give something to measure.")
     if command.tolerance != BalanceBench.tolerance and command.write_thresholds is None:
         raise ConfigError("--tolerance: it is written with the thresholds. Give --write-thresholds too.")
+    if command.thresholds is not None and command.thresholds == command.write_thresholds:
+        raise ConfigError("--write-thresholds: it is the file of --thresholds, so a slow drift would never be seen. "
+                          "Give another file.")  # fmt: skip
     for option, given in (("plot", command.plot), ("counts", command.counts)):
         if given and not command.sets:
             raise ConfigError(f"--{option}: it is about the sets, and there are none. Give --sets too.")
