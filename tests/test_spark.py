@@ -210,6 +210,23 @@ def test_a_table_of_columns_and_of_vectors(place, spark):
     values = {"config": "tabular_mlp", "labelCol": "y", "overrides": {"epochs": 5, "schedule.warmup_epochs": 1}}
     columns = JaxdlClassifier(workdir=str(place / "columns"), featuresCol=names, **values).fit(frame)
     assert columns.metrics["accuracy"] > 0.9
+    assert columns.getWorkdir() == str(place / "columns")
+    turned = JaxdlClassifierModel(workdir=str(place / "columns"), featuresCol=names[::-1])
+    few = frame.limit(20)
+    assert [row.prediction for row in turned.transform(few).collect()] == [
+        row.prediction for row in columns.transform(few).collect()
+    ], "columns are found by their names"
+    for others, problem in ((names[1:], "was trained on c0, c1"), (["picture"], "they hold images")):
+        wrong = JaxdlClassifierModel(workdir=str(place / "columns"), featuresCol=others)
+        with pytest.raises(ConfigError, match=problem):
+            wrong.transform(few.withColumn("picture", F.lit(b"x")))
+    named = frame.withColumnRenamed("c0", "label")
+    with pytest.raises(ConfigError, match="that name is for another column"):
+        JaxdlClassifier(workdir=str(place / "named"), featuresCol=["label", "c1"], **values).fit(named)
+    with pytest.raises(ConfigError, match="it is true in no row"):
+        JaxdlClassifier(workdir=str(place / "none"), featuresCol=names, validationIndicatorCol="held", **values).fit(
+            frame.withColumn("held", F.lit(False))
+        )
     vectors = VectorAssembler(inputCols=names, outputCol="features").transform(frame).select("features", "y")
     model = JaxdlClassifier(workdir=str(place / "vectors"), **values).fit(vectors)
     assert model.metrics == columns.metrics
