@@ -24,6 +24,7 @@ from jaxdl.bench.flops import step_flops
 from jaxdl.config import ConfigError
 from jaxdl.exchange import Dense, Quantized, TopK
 from jaxdl.exchange.probe import repeated_sum
+from jaxdl.kinds import forgotten
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
 from jaxdl.models import Transformer
 from jaxdl.run.build import make_initial_state
@@ -318,7 +319,7 @@ def test_a_wrong_exchange_is_not_timed(tmp_path, capsys):
         "        return Twice()\n"
     )
     more = ["--import", str(file), "--regimes", "comms", "--set-regime", "comms", "--json", str(results)]
-    with pytest.raises(SystemExit) as end:
+    with forgotten(), pytest.raises(SystemExit) as end:
         main(["balance", *SMALL[:-1], "doubled", *more])
     assert end.value.code == balance.FAILED
     assert "wrong: doubled, comms. Nothing was timed." in capsys.readouterr().out

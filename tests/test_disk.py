@@ -21,7 +21,6 @@ from jaxdl.checkpoint.disk import disk_reason
 from jaxdl.files import CHECKPOINTS_FOLDER, METRICS_FILE, step_dir, step_folder
 from jaxdl.mesh import MeshConfig
 from jaxdl.report import Event, History
-from jaxdl.report import history as history_module
 from jaxdl.run.build import make_initial_state, make_plan
 
 EXPERIMENT = tiny_experiment(mesh=MeshConfig(), checkpoint={"every_steps": 2, "keep": 1, "keep_best": 0}, steps=8)
@@ -259,12 +258,12 @@ def test_history_goes_on_after_an_outage(tmp_path, monkeypatch):
         def close(self):
             raise OSError(errno.EIO, "gone")
 
-    history._file.close()
-    history._file = Full()
+    lines = history._writers[0]
+    lines._file.close()
+    lines._file = Full()
     history.write({"step": 2, "loss": 2.0})
     with monkeypatch.context() as patch:
-        patch.setattr(history_module, "replace_file", lambda *_: history._file.nothing())
-        patch.setattr(History, "_reopen", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        patch.setattr(lines, "reopen", lambda *_, **__: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
         history.write({"step": 3, "loss": 3.0})
     history.event(Event("checkpoint", 3, "again"))
     history.close()

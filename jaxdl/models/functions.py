@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
+from jaxdl.config import ConfigError
 from jaxdl.models.network import (
     ModelState,
     Names,
@@ -67,8 +68,14 @@ class FunctionNetwork(Network):
         key: jax.Array | None = None,
         rows: jax.Array | None = None,
         whole: bool = True,
+        layer: str | None = None,
     ) -> tuple[Any, ModelState]:
-        """See `Network.apply`; without `norms` there is nothing to forget, and all outputs are made."""
+        """See `Network.apply`; without `norms` there is nothing to forget, and all outputs are made.
+
+        Raises ConfigError for a `layer`: functions have none with names.
+        """
+        if layer is not None:
+            raise ConfigError(f"layer {layer!r}: {self.what} is made of functions, which have no layers with names.")
         assert not forget
         del whole
         if self.is_random and key is None:

@@ -44,7 +44,9 @@ def apply_network(
         inputs = parts.task.inputs(batch, parts.data_spec)
         if parts.tables is not None and vectors is not None:
             inputs = (*inputs, parts.tables.by_feature(vectors))
-    how = {"train": train, "forget": forget, "key": key, "rows": rows, "whole": whole, "layer": layer}
+    how: dict[str, Any] = {"train": train, "forget": forget, "key": key, "rows": rows, "whole": whole}
+    if layer is not None:  # Not every network has layers with names.
+        how["layer"] = layer
     return run_network(parts, layout, params, model_state, *inputs, **how)
 
 
