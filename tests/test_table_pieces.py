@@ -79,7 +79,7 @@ def test_fingerprints_of_pieces_are_those_of_the_whole(shape, monkeypatch):
     for first in (*range(0, 40, 8), 40):
         summed.add(first, x[first : first + 8] if first < 40 else x[40:])
     assert text(summed.words) == as_text(fingerprints(x))
-    monkeypatch.setattr(fingerprint, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(fingerprint, "PIECE_BYTES", 1000)
     placed = jax.device_put(x, NamedSharding(mesh_of((1, 1, 1)), PartitionSpec()))
     assert text(host_fingerprints([placed])[0]) == as_text(fingerprints(x))
 

@@ -13,7 +13,8 @@ from jax import lax
 
 from jaxdl.cluster.agree import from_each_process
 
-_PIECE_BYTES = 2**26
+PIECE_BYTES = 2**26
+"""Of rows that are in memory at once; also the size of the chunks in which tables are written."""
 _WORDS = (
     (0x9E3779B9, ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, None))),
     (0x7F4A7C15, ((16, 0x7FEB352D), (15, 0x846CA68B), (16, None))),
@@ -89,7 +90,7 @@ def part_fingerprint(x: jax.Array, shape: Sequence[int], starts: Sequence[int]) 
 def in_pieces(x: jax.Array) -> Iterator[tuple[int, jax.Array]]:
     """(first row, rows) of an array in the memory of the host: a program would have a copy of all it reads."""
     values, device = np.asarray(x), x.device  # A view.
-    height = max(1, _PIECE_BYTES * len(values) // max(1, values.nbytes))
+    height = max(1, PIECE_BYTES * len(values) // max(1, values.nbytes))
     for first in range(0, len(values), height):
         yield first, jax.device_put(values[first : first + height], device)
 

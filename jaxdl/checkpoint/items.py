@@ -11,7 +11,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxdl.checkpoint.differential import CHANGED, ChangedHandler
-from jaxdl.checkpoint.pieces import PIECE_BYTES
+from jaxdl.checkpoint.fingerprint import PIECE_BYTES
 from jaxdl.config import ConfigError
 from jaxdl.state import TABLES, TrainState
 

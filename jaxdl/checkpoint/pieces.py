@@ -11,10 +11,7 @@ import jax
 import numpy as np
 import tensorstore
 
-from jaxdl.checkpoint.fingerprint import part_fingerprint
-
-PIECE_BYTES = 2**26
-"""Of what is in memory at once; also the size of the chunks in which tables are written."""
+from jaxdl.checkpoint.fingerprint import PIECE_BYTES, part_fingerprint
 
 
 class StoredRows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,18 +22,17 @@ from jaxdl.checkpoint.manifest import check_files
 from jaxdl.checkpoint.meta import Meta, read_meta
 from jaxdl.checkpoint.pieces import StoredRows, Summed
 from jaxdl.embedding import places
+from jaxdl.embedding.store import Allocate
 from jaxdl.files import step_folder
 from jaxdl.mesh import on_hosts
 from jaxdl.state import TABLES
 
 _ALIGNED = 64
 """Bytes."""
-Allocate = Callable[[str, tuple[int, ...]], np.ndarray]
-"""Makes a float32 array of zeros for a name and a shape."""
 
 
 def in_memory(name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """See `Allocate`."""
+    """An `Allocate` of zeros."""
     del name
     return aligned(shape)
 

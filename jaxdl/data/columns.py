@@ -14,7 +14,7 @@ import pydantic
 from jaxdl.config import ConfigError
 from jaxdl.data.codec import import_text
 from jaxdl.data.digits import stratified_split
-from jaxdl.data.row_groups import check_columns, found_files, opened
+from jaxdl.data.row_groups import check_columns, found_files, opened, reading
 from jaxdl.data.source import Data, Source, Splits, check_classes
 from jaxdl.data.spec import DataSpec
 from jaxdl.data.staging import Stage
@@ -149,16 +149,11 @@ def _table(path: Path, names: Sequence[str] | None) -> Any:
     """A file as a `pyarrow.Table`, of Parquet only the columns of these names that it has; None: all."""
     if path.suffix.lower() != ".csv":
         file = opened(path)
-        try:
+        with reading(path, ""):
             return file.read(None if names is None else [name for name in names if name in file.schema_arrow.names])
-        except (OSError, ValueError, TypeError) as error:  # Arrow's errors are one of these.
-            raise ConfigError(f"{path}: it cannot be read ({' '.join(str(error).split())[:200]}).") from None
     csv = import_text("pyarrow.csv", str(path))
-    try:
+    with reading(path, "as CSV with a line of names"):
         return csv.read_csv(path)
-    except (OSError, ValueError) as error:  # Arrow's errors are one of these.
-        what = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{path}: it cannot be read as CSV with a line of names ({what}).") from None
 
 
 def _column(column: Any, name: str, path: Path) -> tuple[list[str], np.ndarray]:

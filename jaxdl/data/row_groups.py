@@ -6,11 +6,12 @@ group is what is read at once; the latest ones stay in memory.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,16 @@ class RowGroups:
 def opened(path: Path) -> Any:
     """A `pyarrow.parquet.ParquetFile`. Raises ConfigError for a file that is none, or cannot be read."""
     parquet = import_text("pyarrow.parquet", str(path))
-    try:
+    with reading(path, "as a Parquet file", "Make it again."):
         return parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:  # Arrow's errors are one of these.
-        what = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{path}: it cannot be read as a Parquet file ({what}). Make it again.") from None
+
+
+@contextlib.contextmanager
+def reading(path: Path, how: str, advice: str = "") -> Iterator[None]:
+    """Context of calls of pyarrow: raises ConfigError, one line, for a file that cannot be read."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError) as error:  # Arrow's errors are some of these.
+        why = " ".join(str(error).split())[:200]
+        text = " ".join(filter(None, (f"{path}: it cannot be read", how, f"({why}).", advice)))
+        raise ConfigError(text) from None

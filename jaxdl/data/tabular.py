@@ -102,15 +102,16 @@ def check_ids(spec: TabularSpec, ids: np.ndarray, what: str, examples: np.ndarra
     `examples` are the numbers of the examples; without them they are numbered from 0.
     """
     limits = np.repeat([one.rows for one in spec.features], [one.num_ids for one in spec.features])
-    wrong = np.argwhere((ids < -1) | (ids >= limits))
-    if len(wrong):
-        row, column = wrong[0].tolist()
-        example = row if examples is None else examples[row]
-        feature = spec.features[np.searchsorted(np.cumsum(list(spec.num_ids.values())), column, side="right")]
-        raise ConfigError(
-            f"{what}: example {example} has the id {ids[row, column]} of {feature.name}; its ids are from 0 to "
-            f"{feature.rows - 1:,}, and -1 for none. Number the values again, or give the feature more rows."
-        )
+    # Every batch of a run comes here: two passes without a copy.
+    if not ids.size or (ids.min() >= -1 and (ids.max(axis=0) < limits).all()):
+        return
+    row, column = np.argwhere((ids < -1) | (ids >= limits))[0].tolist()
+    example = row if examples is None else examples[row]
+    feature = spec.features[np.searchsorted(np.cumsum(list(spec.num_ids.values())), column, side="right")]
+    raise ConfigError(
+        f"{what}: example {example} has the id {ids[row, column]} of {feature.name}; its ids are from 0 to "
+        f"{feature.rows - 1:,}, and -1 for none. Number the values again, or give the feature more rows."
+    )
 
 
 def _check_arrays(spec: TabularSpec, arrays: Mapping[str, np.ndarray], what: str) -> None:

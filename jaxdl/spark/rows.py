@@ -2,7 +2,7 @@
 
 Each partition writes a file for training and one for held-out rows, with row groups of one size (the last one of a file
 may be smaller). The digest of rows does not depend on their order, since Spark promises none: a second `fit` on the
-same rows is found to be that, and goes on with the files of the first, in their order.
+same rows is found to be that, and uses the files of the first, in their order.
 """
 
 from __future__ import annotations
