@@ -69,6 +69,8 @@ class TablesOnMesh:
     traffic: TableTraffic
     device_bytes: float
     """Of one device, with what is kept of their rows."""
+    others: Callable[[int], Sequence[TablesOnMesh]] = lambda _: ()
+    """Up to so many other choices of schemes that are worth timing beside this one, the best by prediction first."""
 
 
 PlanTables = Callable[[Mapping[str, int], float], TablesOnMesh]
@@ -205,6 +207,13 @@ def costed(workload: Workload, cluster: Cluster, choice: Choice) -> Candidate:
         return _costed(workload, cluster, choice, workload.tables(choice.sizes, 2 ** math.floor(math.log2(left))))
     except ConfigError:
         return found
+
+
+def with_other_tables(workload: Workload, cluster: Cluster, one: Candidate, most: int) -> list[Candidate]:
+    """Up to `most` layouts with other schemes of tables that fit."""
+    others = one.tables.others(most) if one.tables else ()
+    found = [_costed(workload, cluster, one.choice, tables) for tables in others]
+    return [candidate for candidate in found if candidate.fits]
 
 
 def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:

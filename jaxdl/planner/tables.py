@@ -9,6 +9,7 @@ by changes of one table, and of all tables of one scheme, while they help.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -177,16 +178,56 @@ def plan_tables(
     fixed = dict(fixed or {})
     choices = _choices()
     alone = {
-        one.kind: found for one in choices if (found := _tried(work, base, {t.name: one for t in work.tables}, machine))
+        one.kind: found
+        for one in choices
+        if (found := costs_if_possible(work, base, {t.name: one for t in work.tables}, machine))
     }
     options = {
         table.name: [fixed[table.name]] if table.name in fixed else possible(table, work) for table in work.tables
     }
     chosen = choose(work, options, machine, memory, base)
     chosen = _improved(work, base, chosen, fixed, machine, memory)
-    plan = _placed(work, base, chosen, memory) | given_places
-    costs = costs_of(work, with_schemes(base, chosen, plan), machine)
-    return TablePlan(chosen, plan, costs, alone)
+    return _planned(work, base, chosen, given_places, machine, memory, alone)
+
+
+def plan_choices(
+    work: Workload,
+    machine: Machine,
+    memory: float,
+    base: EmbeddingConfig | None = None,
+    fixed: Mapping[str, Scheme] | None = None,
+    *,
+    most: int,
+) -> list[TablePlan]:
+    """Up to `most` plans that are worth timing: that of `plan_tables`, then those with one scheme, by predicted time.
+
+    The costs know messages and rows, not all that a processor does with them; schemes differ most in that. Tables in
+    `fixed` keep their schemes.
+    """
+    base, fixed = base or EmbeddingConfig(), dict(fixed or {})
+    plan = plan_tables(work, machine, memory, base, fixed)
+    given_places, base = dict(base.places), base.model_copy(update={"schemes": (), "places": ()})
+    others: list[TablePlan] = []
+    for scheme in _choices():
+        chosen = _joined(work, {**{table.name: scheme for table in work.tables}, **fixed})
+        with contextlib.suppress(ConfigError):  # Not every table can be cut in every way.
+            others.append(_planned(work, base, chosen, given_places, machine, memory))
+    fit = [one for one in others if one.costs.device_bytes <= memory and one.schemes != plan.schemes]
+    return [plan, *sorted(fit, key=lambda one: one.costs.total_sec)][:most]
+
+
+def _planned(
+    work: Workload,
+    base: EmbeddingConfig,
+    chosen: Mapping[str, Scheme],
+    given_places: Mapping[str, int],
+    machine: Machine,
+    memory: float,
+    alone: Mapping[str, Costs] | None = None,
+) -> TablePlan:
+    """The plan with these schemes: tables are placed, and its costs are those with their places."""
+    places = _placed(work, base, chosen, memory) | dict(given_places)
+    return TablePlan(chosen, places, costs_of(work, with_schemes(base, chosen, places), machine), alone or {})
 
 
 def choose(
@@ -276,31 +317,10 @@ def _joined(work: Workload, chosen: Mapping[str, Scheme]) -> dict[str, Scheme]:
     return {name: _with_room(one, of_kind[one.kind], work) for name, one in chosen.items()}
 
 
-def changes_of(
-    work: Workload, base: EmbeddingConfig, plan: TablePlan, table: Table, machine: Machine
-) -> dict[str, float]:
-    """Scheme -> what a step costs more with a table in it than without the table, in seconds; all others as planned.
-
-    In the scheme of the plan it is what the table costs: tables share messages, so this is less than it costs alone.
-    Places are those by cost, not those of the plan.
-    """
-    base = base.model_copy(update={"schemes": (), "places": ()})
-    others = tuple(one for one in work.tables if one.name != table.name)
-    chosen = {one.name: plan.schemes[one.name] for one in others}
-    features = {name for one in others for name in one.features}
-    rest = Workload(
-        others, {k: v for k, v in work.num_ids.items() if k in features}, work.distinct, work.batch_size, work.sizes
-    )
-    before = _tried(rest, base, chosen, machine) if others else None
-    least = 0.0 if before is None else before.total_sec
-    return {
-        one.kind: found.total_sec - least
-        for one in possible(table, work)
-        if (found := _tried(work, base, chosen | {table.name: one}, machine)) is not None
-    }
-
-
-def _tried(work: Workload, base: EmbeddingConfig, chosen: Mapping[str, Scheme], machine: Machine) -> Costs | None:
+def costs_if_possible(
+    work: Workload, base: EmbeddingConfig, chosen: Mapping[str, Scheme], machine: Machine
+) -> Costs | None:
+    """What a step costs with these schemes, placed by cost; None if a table cannot be cut so."""
     try:
         return costs_of(work, with_schemes(base, _joined(work, chosen)), machine)
     except ConfigError:
@@ -319,7 +339,7 @@ def _improved(
     current, choices = dict(chosen), _choices()
 
     def value(one: Mapping[str, Scheme]) -> float:
-        found = _tried(work, base, one, machine)
+        found = costs_if_possible(work, base, one, machine)
         if found is None:
             return math.inf
         # What does not fit is worse than all that fits, and the less it fits, the worse.
