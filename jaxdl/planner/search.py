@@ -89,6 +89,8 @@ class Workload:
     shardings: Sequence[str] = ("sharded", "replicated")
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     exchange: ExchangeConfig | Auto = field(default_factory=Dense)
+    measured_exchange: ExchangeConfig | None = None
+    """That for which profiles say how much memory it adds."""
     example_bytes: float = 0.0
     tables: PlanTables | None = None
     """Plans the embedding tables for a mesh; None without any."""
@@ -231,7 +233,8 @@ def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: Tables
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
     step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
     table_bytes = tables.device_bytes if tables else 0.0
-    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, table_bytes)
+    measured = profile.exchange_bytes if exchange == workload.measured_exchange else None
+    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, table_bytes, measured)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
     return Candidate(choice, exchange, time, need, fits, reasons, tables)
 
