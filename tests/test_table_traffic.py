@@ -23,16 +23,8 @@ from jaxdl.kinds import kinds
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.planner.command import run
 from jaxdl.planner.table_report import changes_of, distinct_of, remarks, sized
-from jaxdl.planner.tables import (
-    Workload,
-    costs_of,
-    message_sec,
-    plan_choices,
-    plan_tables,
-    possible,
-    under_one,
-    with_schemes,
-)
+from jaxdl.planner.table_search import plan_choices, plan_tables, possible, under_one
+from jaxdl.planner.tables import Workload, costs_of, message_sec, with_schemes
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TABLES = (

@@ -40,7 +40,8 @@ from jaxdl.launch.netns import check_possible, parse_rate
 from jaxdl.mesh import Axis
 from jaxdl.options import parse_options
 from jaxdl.planner.machine import nominal_machine
-from jaxdl.planner.tables import Workload, plan_tables, under_one, with_schemes
+from jaxdl.planner.table_search import plan_tables, under_one
+from jaxdl.planner.tables import Workload, with_schemes
 from jaxdl.planner.zipf import distinct_rows
 
 PROG = "python -m jaxdl.bench embedding"

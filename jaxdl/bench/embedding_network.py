@@ -24,7 +24,8 @@ from jaxdl.launch.processors import can_limit
 from jaxdl.mesh import Axis, MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
-from jaxdl.planner.tables import TablePlan, Workload, costs_of, plan_choices
+from jaxdl.planner.table_search import plan_choices
+from jaxdl.planner.tables import TablePlan, Workload, costs_of
 from jaxdl.planner.timed import quickest
 from jaxdl.plans import PlanAuto
 from jaxdl.tasks import Binary

@@ -17,7 +17,8 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.planner.search import PlanTables, TablesOnMesh
 from jaxdl.planner.table_report import measured_workload
-from jaxdl.planner.tables import Workload, device_bytes, plan_choices, plan_tables
+from jaxdl.planner.table_search import plan_choices, plan_tables
+from jaxdl.planner.tables import Workload, device_bytes
 from jaxdl.plans import TABLES
 
 

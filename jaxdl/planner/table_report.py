@@ -15,7 +15,8 @@ from jaxdl.embedding import EmbeddingConfig, Scheme, Table
 from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
-from jaxdl.planner.tables import TablePlan, Workload, costs_if_possible, possible
+from jaxdl.planner.table_search import costs_if_possible, possible
+from jaxdl.planner.tables import TablePlan, Workload
 from jaxdl.run.validate import read_splits
 from jaxdl.step.parts import IDS
 
