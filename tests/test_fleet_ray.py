@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from test_fleet_processes import lines, wait_for
+from test_fleet_processes import lines, running, wait_for
 
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.policy import Rules
@@ -46,13 +46,6 @@ with open(path, "a+") as file:
         time.sleep(0.1)
 sys.exit(0 if going else 143)
 """
-
-
-def running(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
 
 
 @pytest.fixture(scope="module")

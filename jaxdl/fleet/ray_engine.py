@@ -32,6 +32,7 @@ from jaxdl.fleet.keeper import EXIT_FILE, OUTPUT_FILE
 from jaxdl.fleet.resources import Amounts
 from jaxdl.fleet.store import Store, Submission
 from jaxdl.launch import die_with_parent
+from jaxdl.launch.reaper import Reaper, kill_session
 from jaxdl.writing import replace_file
 
 RESERVE_SEC = 600.0
@@ -282,10 +283,11 @@ class Keeper:
 
 
 class Node:
-    """The process of one node; it ends with this actor."""
+    """The process of one host; it ends with this actor, and so does what it has started."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._reaper = Reaper(detached=True)
 
     def place(self) -> tuple[str, int]:
         """The address of the node, and a port on which nothing listens."""
@@ -306,10 +308,16 @@ class Node:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
+        self._reaper.watch(self._process.pid)
 
     def code(self) -> int | None:
         """None while the process runs; then its exit code, 128 + N after signal N."""
-        code = None if self._process is None else self._process.poll()
+        if self._process is None:
+            return None
+        running, code = self._process.returncode is None, self._process.poll()
+        if running and code is not None:  # Workers of a process that was killed.
+            kill_session(self._process.pid)
+            self._reaper.forget(self._process.pid)
         return code if code is None or code >= 0 else 128 - code
 
     def send(self, number: int) -> None:
