@@ -27,6 +27,7 @@ class MadeUp(Engine):
         self.work, self.done, self.ends_at = work, {}, {}
         self.live, self.codes, self.starts = {}, {}, []
         self.deaf = set()  # Runs that ignore SIGTERM.
+        self.stops_with = 143
 
     def nodes(self):
         lost = self.store.lost_nodes()
@@ -49,7 +50,7 @@ class MadeUp(Engine):
     def stop(self, run, attempt):
         if self.live.get(run.name, (0,))[0] == attempt and run.name not in self.deaf:
             del self.live[run.name]
-            self.codes[run.name, attempt] = 143
+            self.codes[run.name, attempt] = self.stops_with
 
     def kill(self, run, attempt):
         if self.live.get(run.name, (0,))[0] == attempt:

@@ -7,6 +7,7 @@ done. So an attempt may be in the journal that was never started: it is taken fo
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ ENDED = (COMPLETED, FAILED, CANCELLED, HALTED)
 RESUMABLE = (FAILED, HALTED)
 """States from which `resume` lets a run run again."""
 _STARTED, _STOPPING, _KILLED, _LEFT, _ENDED, _RESUMED = "started", "stopping", "killed", "left", "ended", "resumed"
+_SAVED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+"""Exit codes of a run that was asked to save and end, and did."""
 _FIRST_PAUSE_SEC, _LONGEST_PAUSE_SEC = 5.0, 300.0
 _LEAST_GRACE_SEC = 10.0
 """What a run has at least to save and end after a server has asked it, also where the server before meant to."""
@@ -98,7 +101,7 @@ class Server:
         now: Callable[[], float] = time.time,
         read_only: bool = False,
     ) -> None:
-        """With `read_only`, another server may be writing; only `propose` is for such a one."""
+        """With `read_only`, another server may be writing; only `propose` is for such a one, which writes nothing."""
         self.store, self.engine, self.settings = store, engine, settings
         self._now = now
         self.members: dict[str, Member] = {}
@@ -128,13 +131,15 @@ class Server:
         return all(member.state in ENDED for member in self.members.values())
 
     def propose(self) -> Decision:
-        """The decision for what runs and waits now; nothing is done, and nothing written."""
+        """The decision for what there is to run when what has to stop has saved; of a server that reads only."""
         self._read_submissions()
         for member in self.members.values():
-            asked = self.store.asked(member.submission.name)
-            if member.state == WAITING and asked != "run":
-                member.state = {"hold": HELD, "cancel": CANCELLED}[asked]
             self._look(member)
+        self._obey()
+        for member in self.members.values():
+            if member.state == STOPPING:
+                self._leave(member, _SAVED[0], None, member.reason)
+        self._obey()
         return self._decision(self._runs())
 
     # What happened: each kind of event changes the members in one place, now and when it is read again.
@@ -212,14 +217,17 @@ class Server:
             self._end(member, HALTED, code, speed, "halted by the file in its workdir; `resume` lets it run again")
         elif code in exits.DELIBERATE:
             self._end(member, FAILED, code, speed, f"exit code {code}: it would fail again")
-        elif member.state == STOPPING:
-            self._leave(member, code, speed, member.reason)
+        elif member.state == STOPPING and (code in _SAVED or self.store.asked(member.submission.name) != "run"):
+            self._leave(member, code, speed, member.reason, failures=0 if code in _SAVED else member.failures)
         elif lost:  # That is no failure of the run.
             self._leave(member, code, speed, f"{', '.join(sorted(lost))} is out of service", failures=member.failures)
         else:
-            lasted = self._now() - member.changed >= self.settings.between_sec
+            # One that was asked to stop and has not saved has lasted, but may have come no further than the one before.
+            lasted = member.state != STOPPING and self._now() - member.changed >= self.settings.between_sec
             failures = 1 if lasted else member.failures + 1
             what = "killed, or lost with its node" if code == LOST else f"exit code {code}"
+            if member.state == STOPPING:
+                what = f"it did not save when it was stopped ({what})"
             if failures > self.settings.failures:
                 self._end(member, FAILED, code, speed, f"{what}, {failures} times in a row; `resume` tries it again")
                 return

@@ -193,7 +193,7 @@ class Journal:
     """What the server did: appended and on disk before it is done, read again by the next server."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        self._path = folder / _JOURNAL
+        self._path, self._read_only = folder / _JOURNAL, read_only
         if read_only:
             return
         self._path.touch()
@@ -205,7 +205,9 @@ class Journal:
                 file.truncate(end)
 
     def write(self, what: str, **values: Any) -> None:
-        """Appends an event; returns when it is on disk."""
+        """Appends an event; returns when it is on disk. Does nothing if this only reads."""
+        if self._read_only:
+            return
         line = json.dumps({"what": what, "at": time.time(), **values})
         with self._path.open("ab") as file:
             file.write(line.encode() + b"\n")
