@@ -132,6 +132,10 @@ class Simulate:
     """What a resize takes; a start takes half of it."""
     between_sec: float = 1200.0
     """As of `serve`."""
+    mixed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Runs whose hosts share nodes, as with `submit --needs`; and how long a decision takes."""
+    solve_sec: float = 0.8
+    """As of `serve`, of --mixed."""
     plot: Path | None = None
     """A PNG file for the picture."""
     json: Path | None = None

@@ -48,7 +48,7 @@ def decide_mixed(runs: Sequence[Run], nodes: Mapping[str, Amounts], rules: Rules
         room.take(run.needs, places.get(run.name, {}))
     reasons = {run.name: _reason(run, places.get(run.name, {}), shares, nodes, room) + told for run in runs}
     sizes = {run.name: sum(places.get(run.name, {}).values()) for run in runs}
-    return Decision(sizes, reasons, {run.name: shares.get(run.name, 0.0) for run in runs}, places)
+    return Decision(sizes, reasons, {run.name: shares.get(run.name, 0.0) for run in runs}, places, proven)
 
 
 def _decided(
@@ -241,22 +241,23 @@ def dominant(run: Run, total: Amounts, num: int) -> tuple[float, str]:
     return max((need / total[name], name) for name, need in run.needs.items())
 
 
-def fair_hosts(runs: Sequence[Run], nodes: Mapping[str, Amounts]) -> dict[str, float]:
+def fair_hosts(runs: Sequence[Run], nodes: Mapping[str, Amounts], *, from_least: bool = True) -> dict[str, float]:
     """Run -> hosts by weighted dominant resource fairness, by progressive filling from the least to the most.
 
     Dominant shares grow together, by weight, until a resource is used up: then those that need it have their share, and
-    the others grow on.
+    the others grow on. Without `from_least` they grow from 0, so that any number of runs has shares.
     """
     total = {**totals(nodes), _NODES: float(len(nodes))}
     unit = {run.name: dominant(run, total, len(nodes))[0] for run in runs}
     needs = {run.name: run.needs or {name: amount / len(nodes) for name, amount in total.items()} for run in runs}
+    least = {run.name: run.least if from_least else 0 for run in runs}
     ended: dict[str, float] = {}
 
     def hosts(run: Run, level: float) -> float:
-        return min(max(ended.get(run.name, level) * run.weight / unit[run.name], run.least), run.most)
+        return min(max(ended.get(run.name, level) * run.weight / unit[run.name], least[run.name]), run.most)
 
     while growing := [run for run in runs if run.name not in ended]:
-        bends = [size * unit[run.name] / run.weight for run in growing for size in (run.least, run.most)]
+        bends = [size * unit[run.name] / run.weight for run in growing for size in (least[run.name], run.most)]
         levels = np.unique(bends)
         full: dict[str, float] = {}
         for name in {name for run in growing for name in needs[run.name]}:

@@ -76,6 +76,8 @@ class Decision:
     """The fair share of each run, in nodes (of one that shares nodes: in hosts)."""
     places: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Node -> hosts there, of every run that has any; empty where nodes are alike, and any are as good."""
+    proven: bool = True
+    """Whether no other is better; otherwise `Rules.solve_sec` struck."""
 
 
 def decide(runs: Sequence[Run], num_nodes: int, rules: Rules | None = None) -> Decision:
