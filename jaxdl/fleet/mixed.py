@@ -20,8 +20,8 @@ from jaxdl.fleet.resources import Amounts, Room, hosts_of, totals, why_never
 
 EACH_CHANGE = 1e-4
 """What decides between allocations that are as good: fewer changed runs. Then fewer nodes, see `Program.solve`."""
-_NODES = "nodes"
-"""A resource that each whole node has one of."""
+_NODES = "whole nodes"
+"""A resource that each node has one of; no user's resource has such a name."""
 _FIRST_PART = 0.75
 """Of the time that is left: for the sizes; the rest is for using fewer nodes."""
 
@@ -95,10 +95,11 @@ def _admitted(able: Sequence[Run], program: Program) -> list[Run]:
     for held in (now, []):  # Two first fits often know the answer.
         room = Room(program.nodes)
         count = 0
+        stays = {run.name for run in held}
         for run in held:
             room.take(run.needs, run.places)
         for run in able[:most]:
-            if run not in held:
+            if run.name not in stays:
                 if (places := room.find(run.needs, run.least)) is None:
                     break
                 room.take(run.needs, places)
@@ -157,22 +158,21 @@ def _allocation(
             return found, admitted
     newcomers = [run for run in admitted if not run.nodes]
     lowest = min((run.priority for run in running), default=0)
-    last = [run for run in newcomers if run.priority <= lowest]
+    last = {run.name for run in newcomers if run.priority <= lowest}
     if last:  # They preempt nobody: as many of them as there is room for.
         some = [
             Asked(
                 one.run,
-                {size: float(one.run in last) for size in one.gains},
+                dict.fromkeys(one.gains, float(one.run.name in last)),
                 None if one.keeps is None else 0.0,
-                one.run in last,
+                one.run.name in last,
             )
             for one in asked(math.inf, keep=True)
         ]
         fitting = program.solve(some, limit=limit, part=_FIRST_PART)
         if fitting is not None and not fitting.proven:
             raise TimeIsUp
-        stay = [] if fitting is None else [run for run in last if fitting.places[run.name]]
-        return None, [run for run in admitted if run not in last or run in stay]
+        return None, [run for run in admitted if run.name not in last or (fitting and fitting.places[run.name])]
     # A higher priority, or nodes that were lost: runs give up what they have, as few of them as necessary.
     free = asked(math.inf, keep=False)
     fewest = [Asked(one.run, dict.fromkeys(one.run.speeds, 0.0), None if one.keeps is None else 1.0) for one in free]

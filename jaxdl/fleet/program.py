@@ -126,7 +126,8 @@ class _Rows:
             if one.may_wait:
                 waits.append(chosen)
         for (node, resource), entries in self._used.items():
-            self._row(entries, -np.inf, self.nodes[node][resource])
+            unit = max(value for _, value in entries)  # HiGHS has one tolerance for bytes and GPUs.
+            self._row([(at, value / unit) for at, value in entries], -np.inf, self.nodes[node][resource] / unit)
         for entries in self._alone.values():
             self._row(entries, -np.inf, 1.0)
         for first, second in itertools.pairwise(waits):
