@@ -11,6 +11,7 @@ import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -81,11 +82,12 @@ class Program:
         rows = _Rows(self.nodes, asked, limit, near)
         if not rows.most:
             return Found({}, frozenset(), True) if rows.possible() else None
+        most: Any = np.array(rows.most)  # SciPy's types know of numbers only.
         found = scipy.optimize.milp(
             -np.array(rows.gain),
             constraints=rows.constraint(),
             integrality=np.ones(len(rows.gain)),
-            bounds=scipy.optimize.Bounds(0, np.array(rows.most)),
+            bounds=scipy.optimize.Bounds(0, most),
             options={"time_limit": sec, "mip_rel_gap": _GAP},
         )
         if found.status == _INFEASIBLE:
@@ -189,7 +191,7 @@ class _Rows:
             self._alone.setdefault(node, []).append((at, 1.0))
         self._on.setdefault(node, []).append((at, 1.0))
 
-    def constraint(self) -> object:
+    def constraint(self) -> Any:
         """All rows, for `scipy.optimize.milp`."""
         import scipy.optimize
         import scipy.sparse
@@ -197,7 +199,9 @@ class _Rows:
         at_row, at_column, values = zip(*self._entries, strict=True)
         shape = (len(self._low), len(self.gain))
         matrix = scipy.sparse.coo_array((values, (at_row, at_column)), shape).tocsr()
-        return scipy.optimize.LinearConstraint(matrix, np.array(self._low), np.array(self._high))
+        low: Any = np.array(self._low)
+        high: Any = np.array(self._high)
+        return scipy.optimize.LinearConstraint(matrix, low, high)
 
     def read(self, values: np.ndarray, proven: bool) -> Found:
         """The solution that these values are."""

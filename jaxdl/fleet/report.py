@@ -50,7 +50,25 @@ def report(
     else:
         jobs = made_up_jobs(runs, nodes, seed)
         results = [static(jobs, nodes, costs), elastic(jobs, nodes, rules, costs)]
-    table = Table(title=f"{runs} runs on {nodes} {'shared ' if mixed else ''}nodes, seed {seed}")
+    console = Console(width=120)
+    console.print(_table(f"{runs} runs on {nodes} {'shared ' if mixed else ''}nodes, seed {seed}", results, jobs))
+    faster = results[0].completion_sec(jobs) / results[1].completion_sec(jobs)
+    slower = int((faster < 1).sum())
+    console.print(
+        f"under elastic sizes a run ends {faster.mean():.2f} times as soon on average (median {np.median(faster):.2f}, "
+        f"at most {faster.max():.1f}); {slower} of {runs} end later",
+        highlight=False,
+    )
+    if mixed:
+        console.print(_told(results[1], solve_sec), highlight=False)
+    if json is not None:
+        replace_file(json, _as_json(results, jobs))
+    if plot is not None:
+        replace_file(plot, _picture(results, jobs, None if mixed else nodes))
+
+
+def _table(title: str, results: Sequence[Result], jobs: Sequence[Job]) -> Table:
+    table = Table(title=title)
     columns = (
         "policy",
         "nodes in use",
@@ -75,21 +93,7 @@ def report(
             str(one.num_resized),
             str(one.most_resized),
         )
-    console = Console(width=120)
-    console.print(table)
-    faster = results[0].completion_sec(jobs) / results[1].completion_sec(jobs)
-    slower = int((faster < 1).sum())
-    console.print(
-        f"under elastic sizes a run ends {faster.mean():.2f} times as soon on average (median {np.median(faster):.2f}, "
-        f"at most {faster.max():.1f}); {slower} of {runs} end later",
-        highlight=False,
-    )
-    if mixed:
-        console.print(_told(results[1], solve_sec), highlight=False)
-    if json is not None:
-        replace_file(json, _as_json(results, jobs))
-    if plot is not None:
-        replace_file(plot, _picture(results, jobs, None if mixed else nodes))
+    return table
 
 
 def _told(played: Result, solve_sec: float) -> str:
