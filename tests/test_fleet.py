@@ -144,7 +144,8 @@ def test_jobs_that_share_one_node_take_their_closed_form():
 
 
 def test_elastic_runs_that_share_nodes_end_sooner_in_a_made_up_day():
-    jobs, nodes = made_up_shared(12, 4, 1)
+    jobs, nodes = made_up_shared(12, 5, 1)
+    assert max(job.static_nodes * job.needs.get("gpus", 0) for job in jobs) <= 32  # There is room for each alone.
     slow, quick = static_shared(jobs, nodes, Costs()), elastic_shared(jobs, nodes, Rules(solve_sec=60.0), Costs())
     assert quick.completion_sec(jobs).mean() < slow.completion_sec(jobs).mean()
     assert quick.fairness_loss < slow.fairness_loss

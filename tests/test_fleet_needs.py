@@ -116,7 +116,7 @@ def test_commands_show_where_hosts_would_be_and_what_is_free(tmp_path, capsys):
         (["serve", "--solve-sec", "0"], "--solve-sec: a number above 0"),
     ],
 )
-def test_mistakes_are_one_message(tmp_path, capsys, line, message):
+def test_mistakes_with_needs_are_one_message(tmp_path, capsys, line, message):
     name, *rest = line
     with pytest.raises(SystemExit) as raised:
         main([name, "--state", str(tmp_path), *rest])

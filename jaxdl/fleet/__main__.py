@@ -350,6 +350,8 @@ def simulate(args: list[str]) -> None:
     options = _options(Simulate, "simulate", args)
     if options.runs < 1 or options.nodes < 1:
         raise OptionError("--runs, --nodes: 1 or more.")
+    if not 0 < options.solve_sec < math.inf or (options.solve_sec != Simulate.solve_sec and not options.mixed):
+        raise OptionError("--solve-sec: a number above 0, with --mixed alone.")
     report(**{one.name: getattr(options, one.name) for one in dataclasses.fields(options)})
 
 

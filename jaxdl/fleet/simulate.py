@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdl.fleet.mixed import decide_mixed, dominant, fair_hosts
 from jaxdl.fleet.policy import Decision, Rules, Run, decide, fair_shares, fairness_loss
-from jaxdl.fleet.resources import Amounts, Room, totals
+from jaxdl.fleet.resources import Amounts, Room, most_hosts, totals
 
 OVER_COMPUTATION = (0.265, 0.442, 1.134, 2.237)
 """Seconds of dense exchange over seconds of computation on 4 hosts, as measured by `python -m jaxdl.bench cluster` at
@@ -307,5 +307,8 @@ def made_up_shared(count: int, num_nodes: int, seed: int) -> tuple[list[Job], di
     for job in made_up_jobs(count, num_nodes, seed, between_sec=1200.0 * 20 / num_nodes / 3):
         gpus, memory = float(draw.choice([0, 1, 2, 4, 8])), float(draw.choice([16, 64]))
         needs = {"gpus": gpus, "cpus": 8 * gpus, "memory-gb": 16 + 32 * gpus} if gpus else {"cpus": 16.0}
-        jobs.append(replace(job, needs={"memory-gb": memory} | needs))
+        needs = {"memory-gb": memory} | needs
+        room = sum(most_hosts(needs, has) for has in nodes.values())
+        speeds = {size: speed for size, speed in job.speeds.items() if size <= room}
+        jobs.append(replace(job, needs=needs, speeds=speeds, static_nodes=min(job.static_nodes, max(speeds))))
     return jobs, nodes
