@@ -79,7 +79,7 @@ def by_force(runs, nodes, rules, band, limit, shares):
         run = runs[number]
         for places in options[number]:
             if room.holds(run.needs, places):
-                less = Room({})
+                less = Room(nodes)
                 less.left, less.num_hosts = {name: dict(one) for name, one in room.left.items()}, dict(room.num_hosts)
                 less.take(run.needs, places)
                 changed = run.nodes > 0 and places != dict(run.places)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -154,7 +155,7 @@ def _allocation(
         ]
 
     for band in (rules.fairness, math.inf):
-        if (found := program.solve(asked(band, keep=True), limit=limit, part=_FIRST_PART)) is not None:
+        if (found := _best(asked(band, keep=True), program, limit)) is not None:
             return found, admitted
     newcomers = [run for run in admitted if not run.nodes]
     lowest = min((run.priority for run in running), default=0)
@@ -181,9 +182,64 @@ def _allocation(
     if not kept.proven:
         raise TimeIsUp
     limit = max(limit, len(running) - len(kept.kept))
-    found = program.solve(free, limit=limit, part=_FIRST_PART)
+    found = _best(free, program, limit)
     assert found is not None, "so few changes are enough"
     return found, admitted
+
+
+def _best(asked: Sequence[Asked], program: Program, limit: int) -> Found | None:
+    """The solution with the largest sum of gains; None if there is none. Raises TimeIsUp.
+
+    Sizes that are best where nodes are pooled are best on the nodes if they have places there, which is quick to find
+    out. Only otherwise sizes and places are one problem.
+    """
+    pool, runs = program.pooled(asked)
+    bound = pool.solve(runs, limit=limit, part=0.5)
+    if bound is None:
+        return None
+    if bound.proven:
+        sizes = {name: sum(one.values()) for name, one in bound.places.items()}
+        places = _packed(asked, sizes, bound.kept, program.nodes)
+        if places is not None:
+            return Found(places, bound.kept, True)
+        try:
+            found = program.solve(_sized(asked, sizes, bound.kept), part=0.5)
+        except TimeIsUp:
+            found = None
+        if found is not None:
+            return replace(found, proven=True)
+    return program.solve(asked, limit=limit, part=_FIRST_PART)
+
+
+def _sized(asked: Sequence[Asked], sizes: Mapping[str, int], kept: frozenset[str]) -> list[Asked]:
+    """What is left to choose once sizes are, and who keeps its places: the places of the others."""
+    return [
+        replace(one, gains={}, keeps=0.0)
+        if one.run.name in kept
+        else replace(one, gains={sizes[one.run.name]: 0.0}, keeps=None)
+        for one in asked
+    ]
+
+
+def _packed(
+    asked: Sequence[Asked], sizes: Mapping[str, int], kept: frozenset[str], nodes: Mapping[str, Amounts]
+) -> dict[str, Places] | None:
+    """Places for runs of these sizes by best fit, those first that need most of a node; None if that finds none."""
+    room, total = Room(nodes), totals(nodes)
+    found: dict[str, Places] = {one.run.name: one.run.places for one in asked if one.run.name in kept}
+    for one in asked:
+        if one.run.name in kept:
+            if not room.holds(one.run.needs, one.run.places):
+                return None
+            room.take(one.run.needs, one.run.places)
+    largest = sorted((one.run for one in asked), key=lambda run: -dominant(run, total, len(nodes))[0])
+    for run in largest:
+        if run.name not in kept:
+            if (places := room.find(run.needs, sizes[run.name])) is None:
+                return None
+            room.take(run.needs, places)
+            found[run.name] = places
+    return found
 
 
 def _asked(run: Run, share: float, band: float, nodes: Mapping[str, Amounts], keep: bool) -> Asked:
@@ -197,10 +253,8 @@ def _asked(run: Run, share: float, band: float, nodes: Mapping[str, Amounts], ke
 
 def _on_few_nodes(runs: Sequence[Run], found: Found, program: Program) -> Mapping[str, Places]:
     """The same sizes and kept places, with the other hosts on as few nodes as there is time to find."""
-    asked = [
-        Asked(run, {}, 0.0) if run.name in found.kept else Asked(run, {sum(found.places[run.name].values()): 0.0})
-        for run in runs
-    ]
+    sizes = {name: sum(one.values()) for name, one in found.places.items()}
+    asked = _sized([Asked(run, {}) for run in runs], sizes, found.kept)
     try:
         better = program.solve(asked, near=True)
     except TimeIsUp:

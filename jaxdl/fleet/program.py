@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -57,14 +58,30 @@ class Found:
 
 
 class Program:
-    """Solves for places on these nodes, until `end` (of `time.monotonic`)."""
+    """Solves for places on these nodes, until `end` (of `time.monotonic`).
 
-    def __init__(self, nodes: Mapping[str, Amounts], end: float) -> None:
+    `counts`: how many nodes each of them stands for, all of which have what it has; 1 by default.
+    """
+
+    def __init__(self, nodes: Mapping[str, Amounts], end: float, counts: Mapping[str, int] | None = None) -> None:
         self.nodes, self._end = nodes, end
+        self._counts = counts or dict.fromkeys(nodes, 1)
 
-    def left_sec(self) -> float:
-        """The time that is left."""
-        return self._end - time.monotonic()
+    def pooled(self, asked: Sequence[Asked]) -> tuple[Program, list[Asked]]:
+        """The program, and the same runs, with one node for all that have the same.
+
+        It has fewer variables, and a solution at least as good: hosts fit there that fit on no single node.
+        """
+        first: dict[tuple[tuple[str, float], ...], str] = {}
+        group = {node: first.setdefault(tuple(sorted(has.items())), node) for node, has in self.nodes.items()}
+        runs = []
+        for one in asked:
+            places: dict[str, int] = {}
+            for node, count in one.run.places.items() if one.keeps is not None else ():
+                places[group[node]] = places.get(group[node], 0) + count
+            runs.append(replace(one, run=replace(one.run, places=places)))
+        nodes = {node: self.nodes[node] for node in first.values()}
+        return Program(nodes, self._end, dict(Counter(group.values()))), runs
 
     def solve(
         self, asked: Sequence[Asked], *, limit: int | None = None, part: float = 1.0, near: bool = False
@@ -76,10 +93,10 @@ class Program:
         """
         import scipy.optimize
 
-        sec = self.left_sec() * part
+        sec = (self._end - time.monotonic()) * part
         if sec < _LEAST_SEC:
             raise TimeIsUp
-        rows = _Rows(self.nodes, asked, limit, near)
+        rows = _Rows(self.nodes, self._counts, asked, limit, near)
         if not rows.most:
             return Found({}, frozenset(), True) if rows.possible() else None
         most: Any = np.array(rows.most)  # SciPy's types know of numbers only.
@@ -102,6 +119,7 @@ class _Rows:
     """The variables, all integers from 0, and the constraints, low <= sum of coefficients times variables <= high."""
 
     nodes: Mapping[str, Amounts]
+    counts: Mapping[str, int]
     asked: Sequence[Asked]
     limit: int | None
     near: bool
@@ -128,10 +146,11 @@ class _Rows:
             if one.may_wait:
                 waits.append(chosen)
         for (node, resource), entries in self._used.items():
+            has = self.nodes[node][resource] * self.counts[node]
             unit = max(value for _, value in entries)  # HiGHS has one tolerance for bytes and GPUs.
-            self._row([(at, value / unit) for at, value in entries], -np.inf, self.nodes[node][resource] / unit)
-        for entries in self._alone.values():
-            self._row(entries, -np.inf, 1.0)
+            self._row([(at, value / unit) for at, value in entries], -np.inf, has / unit)
+        for node, entries in self._alone.items():
+            self._row(entries, -np.inf, float(self.counts[node]))
         for first, second in itertools.pairwise(waits):
             self._row([*first, *((at, -value) for at, value in second)], 0.0, np.inf)
         running = [one.run for one in self.asked if one.run.nodes]
@@ -170,7 +189,7 @@ class _Rows:
             chosen.append((at, 1.0))
             total.append((at, -float(size)))
         for node, has in self.nodes.items() if one.gains else ():
-            most = min(largest, most_hosts(run.needs, has) if run.needs else 1)
+            most = min(largest, self.counts[node] * (most_hosts(run.needs, has) if run.needs else 1))
             if most > 0:
                 at = self.hosts[run.name, node] = self._variable(0.0, most)
                 total.append((at, 1.0))
@@ -188,7 +207,7 @@ class _Rows:
         for resource, amount in needs.items():
             self._used.setdefault((node, resource), []).append((at, amount * count))
         if not run.needs:
-            self._alone.setdefault(node, []).append((at, 1.0))
+            self._alone.setdefault(node, []).append((at, float(count)))
         self._on.setdefault(node, []).append((at, 1.0))
 
     def constraint(self) -> Any:

@@ -59,6 +59,7 @@ class Room:
     def __init__(self, nodes: Mapping[str, Amounts]) -> None:
         self.left = {name: dict(has) for name, has in nodes.items()}
         self.num_hosts = dict.fromkeys(nodes, 0)
+        self._total = totals(nodes)
 
     def most(self, needs: Amounts, node: str) -> int:
         """How many more hosts with these needs fit on a node; 0 on one that is not there."""
@@ -79,17 +80,21 @@ class Room:
                 left[name] = max(0.0, left[name] - needs.get(name, 0.0) * places[node]) if needs else 0.0
 
     def find(self, needs: Amounts, num_hosts: int) -> dict[str, int] | None:
-        """Places for so many hosts, on few nodes, and on such as are in use already; None if they do not fit.
+        """Places for so many hosts, on few nodes, and on such as have little else left; None if they do not fit.
 
-        It is a first fit: nodes that hold most of the hosts come first.
+        It is a best fit: nodes that hold most of the hosts come first, then those with the least left.
         """
         fits = {node: min(self.most(needs, node), num_hosts) for node in self.left}
         found: dict[str, int] = {}
-        for node in sorted(fits, key=lambda one: (-fits[one], not self.num_hosts[one])):
+        for node in sorted(fits, key=lambda one: (-fits[one], self._part_left(one))):
             if num_hosts and fits[node]:
                 found[node] = min(fits[node], num_hosts)
                 num_hosts -= found[node]
         return None if num_hosts else found
+
+    def _part_left(self, node: str) -> float:
+        """What is left of a node as parts of all that there was, summed: a node without GPUs has less."""
+        return sum(amount / self._total[name] for name, amount in self.left[node].items())
 
 
 def totals(nodes: Mapping[str, Amounts]) -> dict[str, float]:
