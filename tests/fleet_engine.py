@@ -1,13 +1,15 @@
 """What the tests of a fleet's server share: an engine on which nothing runs, and a server on made-up time."""
 
 import itertools
+from collections import Counter
 
 from jaxdl.fleet.engine import LOST, Engine
 from jaxdl.fleet.policy import Rules
+from jaxdl.fleet.resources import Room
 from jaxdl.fleet.server import Server, Settings
 from jaxdl.fleet.store import Store
 
-SETTINGS = Settings(Rules(fairness=1.0, resized=1.0), between_sec=0.0, failures=3)
+SETTINGS = Settings(Rules(fairness=1.0, resized=1.0, solve_sec=60.0), between_sec=0.0, failures=3)
 
 
 class Killed(Exception):
@@ -19,21 +21,28 @@ class MadeUp(Engine):
 
     name = "made up"
 
-    def __init__(self, store, num_nodes, work=6):
+    def __init__(self, store, num_nodes, work=6, have=None):
         super().__init__(store, num_nodes)
+        self.have = have or [{}] * num_nodes
         self.work, self.done, self.ends_at = work, {}, {}
         self.live, self.codes, self.starts = {}, {}, []
         self.deaf = set()  # Runs that ignore SIGTERM.
+        self.stops_with = 143
 
     def nodes(self):
         lost = self.store.lost_nodes()
         return [f"node{number}" for number in range(self.num_nodes) if f"node{number}" not in lost]
 
+    def resources(self):
+        return {name: self.have[int(name.removeprefix("node"))] for name in self.nodes()}
+
     def start(self, run, attempt, nodes):
         if run.name in self.live:
             return False
-        used = {node for _, others in self.live.values() for node in others}
-        assert not used & set(nodes), "a node has one run"
+        needs, room = {one.name: one.needs for one in self.store.submissions()}, Room(self.resources())
+        for name, (_, others) in self.live.items():
+            room.take(needs[name], Counter(others))
+        assert room.holds(run.needs, Counter(nodes)), "a node has what its hosts take, or one that takes all of it"
         self.live[run.name] = (attempt, tuple(nodes))
         self.starts.append((run.name, attempt, len(nodes)))
         return True
@@ -41,7 +50,7 @@ class MadeUp(Engine):
     def stop(self, run, attempt):
         if self.live.get(run.name, (0,))[0] == attempt and run.name not in self.deaf:
             del self.live[run.name]
-            self.codes[run.name, attempt] = 143
+            self.codes[run.name, attempt] = self.stops_with
 
     def kill(self, run, attempt):
         if self.live.get(run.name, (0,))[0] == attempt:

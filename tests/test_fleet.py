@@ -9,7 +9,17 @@ from jaxdl.config import ConfigError
 from jaxdl.fleet.__main__ import main
 from jaxdl.fleet.engine import LOST, make_engine
 from jaxdl.fleet.policy import Rules
-from jaxdl.fleet.simulate import Costs, Job, elastic, made_up_jobs, speed_curve, static
+from jaxdl.fleet.simulate import (
+    Costs,
+    Job,
+    elastic,
+    elastic_shared,
+    made_up_jobs,
+    made_up_shared,
+    speed_curve,
+    static,
+    static_shared,
+)
 from jaxdl.fleet.speed import last_speed, last_step, speeds
 from jaxdl.fleet.store import Journal, Store
 
@@ -116,3 +126,26 @@ def test_elastic_runs_end_sooner_in_a_made_up_day():
     assert quick.fairness_loss < slow.fairness_loss
     assert quick.utilization > slow.utilization
     assert speed_curve([1, 4], 1.0)[4] == pytest.approx(2.0)
+
+
+def test_jobs_that_share_one_node_take_their_closed_form():
+    needs, nodes = {"gpus": 1.0}, {"n0": {"gpus": 2.0, "cpus": 4.0}}
+    jobs = [
+        Job("one", 0.0, 1000.0, {1: 1.0}, 1, needs=needs),
+        Job("two", 0.0, 500.0, {1: 1.0}, 1, needs=needs),
+        Job("three", 100.0, 100.0, {1: 1.0}, 1, needs=needs),
+    ]
+    costs, rules = Costs(start_sec=50.0, resize_sec=100.0, between_sec=0.0), Rules(1.0, 1.0, 60.0)
+    for played in (static_shared(jobs, nodes, costs), elastic_shared(jobs, nodes, rules, costs)):
+        assert played.completion_sec(jobs).tolist() == [1050.0, 550.0, 550.0 - 100 + 150]
+        assert played.utilization == pytest.approx((2 / 2 + 0 / 4) / 2)
+        assert played.fairness_loss == pytest.approx(0.0)
+        assert played.num_struck == 0
+
+
+def test_elastic_runs_that_share_nodes_end_sooner_in_a_made_up_day():
+    jobs, nodes = made_up_shared(12, 5, 1)
+    assert max(job.static_nodes * job.needs.get("gpus", 0) for job in jobs) <= 32  # There is room for each alone.
+    slow, quick = static_shared(jobs, nodes, Costs()), elastic_shared(jobs, nodes, Rules(solve_sec=60.0), Costs())
+    assert quick.completion_sec(jobs).mean() < slow.completion_sec(jobs).mean()
+    assert quick.fairness_loss < slow.fairness_loss

@@ -53,6 +53,13 @@ def lines(path):
     return path.read_text().splitlines() if path.exists() else []
 
 
+def running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
 def test_every_step_is_made_once_whatever_is_killed(tmp_path):
     folder, script = tmp_path / "fleet", tmp_path / "worker.py"
     script.write_text(WORKER)
@@ -127,3 +134,23 @@ def test_a_command_whose_folder_is_gone_ends_with_a_code(tmp_path, monkeypatch):
     assert engine.poll(run, 1) == 2
     output = store.run_folder(run.name) / "attempts" / "1" / "output.txt"
     assert f"cannot be started in {folder}: No such file or directory" in output.read_text()
+
+
+def test_a_detached_reaper_is_no_child_and_ends_what_a_killed_process_has_started(tmp_path):
+    """As a worker of Ray ends, by SIGKILL for it and for its children, and not for theirs."""
+    program = (
+        "import subprocess, sys, time; from jaxdl.launch.reaper import Reaper;"
+        "reaper = Reaper(detached=True);"
+        'run = \'import subprocess, time; print(subprocess.Popen(["sleep", "300"]).pid, flush=True); time.sleep(300)\';'
+        "one = subprocess.Popen([sys.executable, '-c', run], start_new_session=True);"
+        "reaper.watch(one.pid); time.sleep(300)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as ended:
+        assert ended.stdout is not None
+        worker = int(ended.stdout.readline())
+        time.sleep(0.2)  # The watch follows the start.
+        children = Path(f"/proc/{ended.pid}/task/{ended.pid}/children").read_text().split()
+        assert len(children) == 1
+        for pid in (*map(int, children), ended.pid):
+            os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not running(worker), "what it has started is killed")

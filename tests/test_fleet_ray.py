@@ -7,7 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
-from test_fleet_processes import lines, wait_for
+from test_fleet_processes import lines, running, wait_for
 
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.policy import Rules
@@ -58,7 +58,7 @@ def cluster():
         warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
         made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **small})
         for _ in range(2):
-            made.add_node(num_cpus=1, **small)
+            made.add_node(num_cpus=1, num_gpus=2, resources={"disk": 1.0}, **small)
         ray.init(made.address, log_to_driver=False)
     yield made
     ray.shutdown()
@@ -103,12 +103,40 @@ def test_a_run_is_resized_outlives_its_server_and_is_killed(cluster, tmp_path):
     wait_for(lambda: ray.available_resources().get("CPU") == 2.0, "the placement groups are gone", 60)
 
 
-def test_a_run_that_ignores_its_signal_is_killed(cluster, tmp_path):
+def test_hosts_that_share_a_node_have_devices_of_their_own(cluster, tmp_path):
+    folder, out = tmp_path / "fleet", tmp_path / "said"
+    folder.mkdir()
+    store = Store(folder)
+    program = (
+        "import os, sys; names = ['CUDA_VISIBLE_DEVICES', 'JAX_LOCAL_DEVICE_IDS', 'JAX_NUM_PROCESSES', 'JAXDL_HOST'];"
+        "open(sys.argv[1] + os.environ['JAX_PROCESS_ID'], 'w').write(' '.join(os.environ[one] for one in names))"
+    )
+    needs = {"gpus": 1.0, "cpus": 0.25, "memory-gb": 0.1, "disk": 0.25}
+    one = store.submit(["python", "-c", program, str(out)], [2], needs=needs)
+    server = Server(store, OnRay(store, 2), Settings(Rules(1.0, 1.0, 60.0), between_sec=0.0))
+    assert all({"cpus": 1.0, "gpus": 2.0, "disk": 1.0}.items() <= has.items() and has["memory-gb"] > 0.2
+               for has in server.engine.resources().values())  # fmt: skip
+
+    def turned(condition):
+        server.turn()
+        return condition()
+
+    wait_for(lambda: turned(lambda: server.idle), "it ends", 120)
+    assert server.members[one.name].state == "completed"
+    said = [(tmp_path / f"said{number}").read_text().split() for number in range(2)]
+    assert {words[0] for words in said} == {"0", "1"}  # Ray's GPUs of the node, which JAX counts from 0.
+    assert [words[1:3] for words in said] == [["0", "2"]] * 2
+    assert {words[3].split("/")[0] for words in said} < set(server.engine.nodes())  # Both on one.
+
+
+def test_a_run_that_ignores_its_signal_is_killed_with_what_it_has_started(cluster, tmp_path):
     folder = tmp_path / "fleet"
     folder.mkdir()
     store = Store(folder)
     ignores = (
-        "import pathlib, signal, sys, time; signal.signal(15, 1); pathlib.Path(sys.argv[1]).touch(); time.sleep(300)"
+        "import pathlib, signal, subprocess, sys, time; signal.signal(15, 1);"
+        "worker = subprocess.Popen(['sleep', '300']); path = pathlib.Path(sys.argv[1]);"
+        "path.with_name('pid').write_text(str(worker.pid)); path.touch(); time.sleep(300)"
     )
     one = store.submit(["python", "-c", ignores, str(tmp_path / "begun")], [1])
     server = Server(store, OnRay(store, 1), Settings(Rules(), between_sec=0.0, grace_sec=1.0))
@@ -122,6 +150,7 @@ def test_a_run_that_ignores_its_signal_is_killed(cluster, tmp_path):
     wait_for(lambda: turned(lambda: server.members[one.name].state == "cancelled"), "it is killed", 60)
     assert server.members[one.name].killed == 1
     wait_for(lambda: ray.available_resources().get("CPU") == 2.0, "its node is free", 60)
+    wait_for(lambda: not running(int((tmp_path / "pid").read_text())), "its worker is killed", 60)
 
 
 def test_a_cluster_that_is_not_there_is_one_message(tmp_path, monkeypatch):

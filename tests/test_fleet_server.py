@@ -114,6 +114,52 @@ def test_a_run_that_does_not_end_is_killed_after_its_grace(tmp_path, capsys):
     assert [event["what"] for event in Journal(store.folder).events()] == ["started", "stopping", "killed", "left"]
 
 
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_run_that_never_saves_when_it_is_stopped_has_failed(tmp_path, killed):
+    store, engine, _ = fleet(tmp_path / "fleet", 2, work=1000)
+    clock = itertools.count(0.0, 20.0)
+    settings = Settings(SETTINGS.rules, between_sec=0.0, failures=3, grace_sec=50.0)
+    server, name = Server(store, engine, settings, now=lambda: next(clock)), submit(store, (1,))
+
+    def stopped(*, saves):
+        if killed:
+            engine.deaf = set() if saves else {name}
+        else:
+            engine.stops_with = 143 if saves else 1
+        attempt = server.members[name].attempt
+        while states(server)[name] != "stopping":
+            server.turn()
+            if name in engine.live:
+                store.set_lost_nodes(engine.live[name][1])
+        store.set_lost_nodes([])  # Only the wish to stop it was of the node.
+        while server.members[name].attempt == attempt and states(server)[name] != "failed":
+            server.turn()
+
+    server.turn()
+    for saves in (False, False, False, True, False, False, False):
+        stopped(saves=saves)
+        assert states(server) == {name: "running"}
+    stopped(saves=False)
+    assert states(server) == {name: "failed"}
+    why = "killed, or lost with its node" if killed else "exit code 1"
+    told = f"it did not save when it was stopped ({why}), 4 times in a row; `resume` tries it again"
+    assert server.members[name].reason == told
+    assert server.members[name].killed == (7 if killed else 0)
+
+
+def test_a_run_that_is_held_is_held_even_if_it_did_not_save(tmp_path):
+    store, engine, _ = fleet(tmp_path / "fleet", work=1000)
+    clock = itertools.count(0.0, 20.0)
+    settings = Settings(SETTINGS.rules, between_sec=0.0, failures=0, grace_sec=50.0)
+    server, name = Server(store, engine, settings, now=lambda: next(clock)), submit(store, (1,))
+    server.turn()
+    engine.stops_with = 1
+    store.ask(name, "hold")
+    for _ in range(3):
+        server.turn()
+    assert states(server) == {name: "held"}
+
+
 def test_a_server_that_comes_late_asks_before_it_kills(tmp_path):
     """The one before was killed when it had decided to stop a run, and had not asked it yet."""
     store, engine, _ = fleet(tmp_path / "fleet", work=1000)
@@ -142,10 +188,26 @@ def test_what_would_be_decided_is_what_is_asked_and_changes_nothing(tmp_path):
     store.ask(held, "hold")
     server = Server(store, engine, SETTINGS, read_only=True)
     assert set(server.propose().reasons) == {other}
+    assert set(server.propose().reasons) == {other}  # It may be asked again.
     assert not (store.folder / "journal.jsonl").exists()
     (store.folder / "journal.jsonl").write_bytes(b'{"what": "star')
     assert set(Server(store, engine, SETTINGS, read_only=True).propose().nodes) == {other}
     assert (store.folder / "journal.jsonl").read_bytes() == b'{"what": "star'
+
+
+def test_what_would_be_decided_knows_who_is_asked_to_stop(tmp_path):
+    store, engine, make = fleet(tmp_path / "fleet", 3, work=1000)
+    server, names = make(), [submit(store, (1,)) for _ in range(4)]
+    server.turn()
+    store.ask(names[0], "hold")
+    store.set_lost_nodes(engine.live[names[1]][1])
+    before = (store.folder / "journal.jsonl").read_bytes()
+    found = Server(store, engine, SETTINGS, read_only=True).propose()
+    assert found.nodes == {names[1]: 1, names[2]: 1, names[3]: 0}
+    assert (store.folder / "journal.jsonl").read_bytes() == before
+    server.turn()
+    server.turn()
+    assert {name: len(nodes) for name, (_, nodes) in engine.live.items()} == {names[1]: 1, names[2]: 1}
 
 
 def test_the_folder_of_a_run_may_be_removed(tmp_path):

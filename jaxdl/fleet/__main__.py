@@ -10,7 +10,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -38,8 +38,11 @@ class OfFleet:
 class Serve(OfFleet):
     """Runs what is submitted, until all is done (--until-idle) or a signal. Runs outlive their server."""
 
-    nodes: int = 1
-    """The number of nodes."""
+    nodes: int | None = None
+    """The number of nodes; as many as --have says, or 1, by default."""
+    have: tuple[str, ...] = ()
+    """Of local and netns: what nodes have that runs with --needs share, such as 4x:gpus=8,cpus=64 2x:cpus=128 for six
+    nodes. On Ray, the cluster says it."""
     engine: str = "local"
     """Where runs run: `local`, processes on this machine; `netns`, there too, on emulated nodes with a network (root);
     `ray`, the nodes of a Ray cluster."""
@@ -51,6 +54,8 @@ class Serve(OfFleet):
     """How far a run may be from its fair share, as a part of all nodes."""
     resized: float = 0.1
     """The part of the running runs that one decision may resize, rounded up."""
+    solve_sec: float = 0.8
+    """The longest time to find places for runs with --needs; then the best that is known is taken."""
     between_sec: float = 600.0
     """The least time between the first step of a run on its nodes and its next change: ten times what saving and
     starting it takes is a good choice."""
@@ -68,7 +73,7 @@ class Serve(OfFleet):
 
 @dataclass(frozen=True)
 class Submit(OfFleet):
-    """Accepts a run: OPTIONS -- COMMAND, in which {nodes} stands for the number of nodes.
+    """Accepts a run: OPTIONS -- COMMAND, in which {nodes} stands for the number of nodes, or hosts.
 
     The command resumes what it began, as `python -m jaxdl.train` does with a workdir. When this command has printed the
     run's number, the submission is on disk.
@@ -80,6 +85,9 @@ class Submit(OfFleet):
     """The most nodes."""
     sizes: tuple[int, ...] = ()
     """The numbers of nodes that the run may have, in place of --min and --max: those that divide its batch."""
+    needs: str | None = None
+    """What each host of the run takes of its node, such as gpus=1,cpus=4: hosts, of this run and of others, may then
+    share a node, and the numbers above are of hosts. Without it a host takes a whole node."""
     weight: float = 1.0
     """Its fair share, relative to those of others."""
     priority: int = 0
@@ -124,6 +132,10 @@ class Simulate:
     """What a resize takes; a start takes half of it."""
     between_sec: float = 1200.0
     """As of `serve`."""
+    mixed: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Runs whose hosts share nodes, as with `submit --needs`; and how long a decision takes."""
+    solve_sec: float = 0.8
+    """As of `serve`, of --mixed."""
     plot: Path | None = None
     """A PNG file for the picture."""
     json: Path | None = None
@@ -134,20 +146,25 @@ def serve(args: list[str]) -> None:
     """Serves until a signal, or until all is done."""
     from jaxdl.fleet.engine import make_engine
     from jaxdl.fleet.policy import Rules
+    from jaxdl.fleet.resources import parse_nodes
     from jaxdl.fleet.server import Server, Settings
     from jaxdl.lease import Lease
 
     options = _options(Serve, "serve", args)
-    if options.nodes < 1 or options.failures < 0 or not 0 < options.poll_sec < math.inf:
+    num_nodes = options.nodes if options.nodes is not None else len(parse_nodes(options.have)) or 1
+    if num_nodes < 1 or options.failures < 0 or not 0 < options.poll_sec < math.inf:
         raise OptionError("--nodes: 1 or more; --failures: 0 or more; --poll-sec: a number above 0.")
-    if not 0 <= options.between_sec < math.inf or not 0 < options.grace_sec < math.inf:
-        raise OptionError("--between-sec: a number, 0 or more; --grace-sec: a number above 0.")
+    if not 0 <= options.between_sec < math.inf or not all(
+        0 < one < math.inf for one in (options.grace_sec, options.solve_sec)
+    ):
+        raise OptionError("--between-sec: a number, 0 or more; --grace-sec, --solve-sec: a number above 0.")
     if not (0 <= options.fairness <= 1 and 0 <= options.resized <= 1):
         raise OptionError("--fairness, --resized: from 0 to 1.")
     store = Store(options.state)
     store.folder.mkdir(parents=True, exist_ok=True)
-    engine = make_engine(options.engine, store, options.nodes, rate=options.rate, address=options.address)
-    rules = Rules(options.fairness, options.resized)
+    given = {"rate": options.rate, "address": options.address, "have": options.have or None}
+    engine = make_engine(options.engine, store, num_nodes, **given)
+    rules = Rules(options.fairness, options.resized, options.solve_sec)
     settings = Settings(rules, options.between_sec, options.failures, options.grace_sec)
     if options.dry_run:
         _print_decision(Server(store, engine, settings, read_only=True))
@@ -191,6 +208,8 @@ def _print_decision(server: Any) -> None:
 
 def submit(args: list[str]) -> None:
     """Prints the number of the run."""
+    from jaxdl.fleet.resources import parse_amounts
+
     own, command = (args[: args.index("--")], args[args.index("--") + 1 :]) if "--" in args else (args, [])
     options = _options(Submit, "submit", own)
     if options.sizes and (options.min != 1 or options.max != 1):
@@ -199,8 +218,9 @@ def submit(args: list[str]) -> None:
         raise OptionError(f"--min {options.min}: it is more than --max {options.max}.")
     sizes = options.sizes or tuple(range(options.min, options.max + 1))
     not_before = time.time() + options.delay_sec if options.delay_sec else 0.0
+    needs = None if options.needs is None else parse_amounts(options.needs, "--needs")
     made = Store(options.state).submit(
-        command, sizes, weight=options.weight, priority=options.priority, not_before=not_before
+        command, sizes, weight=options.weight, priority=options.priority, not_before=not_before, needs=needs
     )
     print(made.name)
 
@@ -209,6 +229,8 @@ def status(args: list[str]) -> None:
     """Prints the table."""
     from rich.console import Console
     from rich.table import Table
+
+    from jaxdl.fleet.resources import spelled
 
     options = _options(Status, "status", args)
     store = Store(options.state)
@@ -226,26 +248,48 @@ def status(args: list[str]) -> None:
         table.add_column(column, justify="left" if column in ("run", "state", "why") else "right")
     for run in view["runs"]:
         counts = (f"{run['share']:.3g}", str(run["attempt"]), str(run["resized"]))
-        table.add_row(run["run"], run["state"], str(len(run["nodes"])), *counts, run["reason"])
+        table.add_row(run["run"], run["state"], _num_nodes(run), *counts, run["reason"])
     console.print(table)
+    if view.get("free"):
+        left = Table(title="what is left of nodes")
+        for column in ("node", "runs", "free"):
+            left.add_column(column)
+        for node, free in view["free"].items():
+            left.add_row(node, view["nodes"][node], spelled(free))
+        console.print(left)
     if view.get("lost"):
         console.print(f"out of service: {', '.join(view['lost'])}")
     if waiting:
         console.print(f"accepted, and not seen by a server yet: {', '.join(waiting)}")
 
 
+def _num_nodes(run: Mapping[str, Any]) -> str:
+    """How many nodes a run has; of one that shares nodes, how many hosts on how many nodes."""
+    hosts, nodes = len(run["nodes"]), len(set(run["nodes"]))
+    return f"{hosts} hosts on {nodes}" if run.get("needs") and hosts else str(nodes)
+
+
 def explain(args: list[str]) -> None:
-    """Prints what the last decision said of each run."""
+    """Prints what the last decision said of each run, and what is left of nodes."""
+    from jaxdl.fleet.resources import spelled
+
     options = _options(OfFleet, "explain", args)
-    for run in Store(options.state).view()["runs"]:
-        known = ", ".join(f"{nodes} nodes {speed:,.0f}/s" for nodes, speed in run["speeds"].items()) or "not measured"
+    view = Store(options.state).view()
+    for run in view["runs"]:
+        unit = "hosts" if run.get("needs") else "nodes"
+        known = ", ".join(f"{size} {unit} {speed:,.0f}/s" for size, speed in run["speeds"].items()) or "not measured"
         sizes = ", ".join(map(str, run["sizes"]))
         print(f"run {run['run']}, {run['state']}: {run['reason']}")
         if run["decided"] not in ("", run["reason"]):
             print(f"  the last decision: {run['decided']}")
         if run.get("killed"):
             print(f"  it did not save and end in time, and was killed: {run['killed']} times")
-        print(f"  it may have {sizes} nodes; weight {run['weight']:g}, priority {run['priority']}; speed: {known}")
+        each = f", each with {spelled(run['needs'])}" if run.get("needs") else ""
+        print(
+            f"  it may have {sizes} {unit}{each}; weight {run['weight']:g}, priority {run['priority']}; speed: {known}"
+        )
+    for node, free in view.get("free", {}).items():
+        print(f"{node}: {spelled(free)} are free; runs: {view['nodes'][node] or 'none'}")
 
 
 _VERBS: dict[Asked, str] = {"run": "resume", "hold": "hold", "cancel": "cancel"}
@@ -306,6 +350,8 @@ def simulate(args: list[str]) -> None:
     options = _options(Simulate, "simulate", args)
     if options.runs < 1 or options.nodes < 1:
         raise OptionError("--runs, --nodes: 1 or more.")
+    if not 0 < options.solve_sec < math.inf or (options.solve_sec != Simulate.solve_sec and not options.mixed):
+        raise OptionError("--solve-sec: a number above 0, with --mixed alone.")
     report(**{one.name: getattr(options, one.name) for one in dataclasses.fields(options)})
 
 

@@ -12,13 +12,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxdl.cluster import exits
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.keeper import EXIT_FILE, KEEPER_FILE, OUTPUT_FILE
+from jaxdl.fleet.resources import Amounts, parse_nodes
 from jaxdl.fleet.store import Store, Submission, sync_folder
 from jaxdl.launch.netns import check_possible, parse_rate
 from jaxdl.writing import replace_file
@@ -47,9 +48,16 @@ class Engine(abc.ABC):
     def nodes(self) -> list[str]:
         """The names of the nodes that are in service."""
 
+    def resources(self) -> Mapping[str, Amounts]:
+        """What each node in service has, by name; nothing where that is not known."""
+        return {name: {} for name in self.nodes()}
+
     @abc.abstractmethod
     def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
-        """Starts a run on these nodes; False if something of it is still alive, so that nothing was started."""
+        """Starts a run with a host on each of these nodes, which may be there several times if it shares them.
+
+        Returns False if something of it is still alive, so that nothing was started.
+        """
 
     @abc.abstractmethod
     def stop(self, run: Submission, attempt: int) -> None:
@@ -76,29 +84,40 @@ def make_engine(name: str, store: Store, num_nodes: int, **given: Any) -> Engine
     for option, value in given.items():
         if value is not None and option not in kind.options:
             owners = ", ".join(sorted(other for other, one in _engines.items() if option in one.options))
-            raise ConfigError(f"--{option} {value}: the engine {name} has no such option. It is for {owners}.")
+            shown = " ".join(value) if isinstance(value, tuple) else value
+            raise ConfigError(f"--{option} {shown}: the engine {name} has no such option. It is for {owners}.")
     return kind(store, num_nodes, **{option: given.get(option) for option in kind.options})
 
 
 class Local(Engine):
     """Processes on this machine: a run on n nodes is `python -m jaxdl.launch local --hosts n`.
 
+    What the nodes have (`have`, see `parse_nodes`) and hosts take of it is counted, and not enforced.
+
     Each run has a lock, an open file that the keeper and the launcher of an attempt inherit: as long as one lives, no
     other attempt starts, whatever server asks. The processes of the hosts are killed with their launcher.
     """
 
     name = "local"
+    options = ("have",)
     launcher: ClassVar[str] = "local"
     """The command of `python -m jaxdl.launch`."""
 
-    def __init__(self, store: Store, num_nodes: int) -> None:
+    def __init__(self, store: Store, num_nodes: int, have: Sequence[str] | None = None) -> None:
         super().__init__(store, num_nodes)
+        self._have = parse_nodes(have or ())
+        if self._have and len(self._have) != num_nodes:
+            raise ConfigError(f"--nodes {num_nodes}: --have speaks of {len(self._have)} nodes. Leave --nodes out.")
         self._keepers: list[subprocess.Popen[bytes]] = []
 
     def nodes(self) -> list[str]:
         """node0, node1, ... but for those that were taken out of service."""
         lost = self.store.lost_nodes()
         return [name for name in (f"node{number}" for number in range(self.num_nodes)) if name not in lost]
+
+    def resources(self) -> Mapping[str, Amounts]:
+        """See `Engine.resources`."""
+        return {name: self._have[int(name.removeprefix("node"))] if self._have else {} for name in self.nodes()}
 
     def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
         """See `Engine.start`. A command that cannot be started ends with a code, as others do."""
@@ -193,13 +212,15 @@ class Netns(Local):
     """Emulated nodes: each run has a network of its own, with a namespace for each node and links of a limited rate."""
 
     name = launcher = "netns"
-    options = ("rate",)
+    options = ("rate", "have")
 
-    def __init__(self, store: Store, num_nodes: int, rate: str | None = None) -> None:
+    def __init__(
+        self, store: Store, num_nodes: int, rate: str | None = None, have: Sequence[str] | None = None
+    ) -> None:
         check_possible()
         if rate is not None:
             parse_rate(rate)
-        super().__init__(store, num_nodes)
+        super().__init__(store, num_nodes, have)
         self._rate = rate
 
     def launcher_options(self) -> list[str]:

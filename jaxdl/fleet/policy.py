@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -33,9 +33,13 @@ class Run:
     priority: int = 0
     """Nodes are taken from runs of a lower priority where that is what a run of a higher one needs to run."""
     nodes: int = 0
-    """What it has now; 0: it waits."""
+    """What it has now; 0: it waits. Of a run that shares nodes: its hosts, as are its sizes."""
     fixed: bool = False
     """Whether it was resized so lately that it keeps its nodes, unless a higher priority or a lost node takes them."""
+    needs: Mapping[str, float] = field(default_factory=dict)
+    """What each of its hosts takes of a node; empty: a whole node. Of `jaxdl.fleet.mixed`, as is `places`."""
+    places: Mapping[str, int] = field(default_factory=dict)
+    """Node -> the hosts that it has there now."""
 
     @property
     def least(self) -> int:
@@ -57,6 +61,8 @@ class Rules:
     or so many nodes has the nearest number."""
     resized: float = 0.1
     """The part of the running runs that one decision may resize, rounded up: theta 2 of Dorm."""
+    solve_sec: float = 0.8
+    """The longest time for a decision on runs that share nodes."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +73,11 @@ class Decision:
     reasons: Mapping[str, str]
     """Why, in a few words, of each run."""
     shares: Mapping[str, float]
-    """The fair share of each run, in nodes."""
+    """The fair share of each run, in nodes (of one that shares nodes: in hosts)."""
+    places: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    """Node -> hosts there, of every run that has any; empty where nodes are alike, and any are as good."""
+    proven: bool = True
+    """Whether no other is better; otherwise `Rules.solve_sec` struck."""
 
 
 def decide(runs: Sequence[Run], num_nodes: int, rules: Rules | None = None) -> Decision:
@@ -135,7 +145,7 @@ def _allocation(
     limit = math.ceil(rules.resized * len(running))
     band = rules.fairness * num_nodes
     for fair in (True, False):
-        options = [_options(run, shares[run.name], band if fair else math.inf, keep=True) for run in admitted]
+        options = [options_of(run, shares[run.name], band if fair else math.inf, keep=True) for run in admitted]
         if (found := _best(admitted, options, num_nodes, shares, limit)) is not None:
             return found
     newcomers = [run for run in admitted if not run.nodes]
@@ -143,14 +153,14 @@ def _allocation(
     if newcomers and newcomers[-1].priority <= lowest:
         return None
     # A higher priority, or nodes that were lost: runs give nodes up, as few of them as necessary.
-    options = [_options(run, shares[run.name], math.inf, keep=False) for run in admitted]
+    options = [options_of(run, shares[run.name], math.inf, keep=False) for run in admitted]
     for more in range(limit, len(running) + 1):
         if (found := _best(admitted, options, num_nodes, shares, more)) is not None:
             return found
     raise AssertionError("the fewest nodes of all admitted runs fit")
 
 
-def _options(run: Run, share: float, band: float, *, keep: bool) -> list[int]:
+def options_of(run: Run, share: float, band: float, *, keep: bool) -> list[int]:
     """The sizes that a run may get."""
     if run.fixed and run.nodes in run.speeds and keep:
         return [run.nodes]

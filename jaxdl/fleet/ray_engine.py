@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import importlib
 import json
+import math
 import os
 import signal
 import socket
@@ -28,18 +29,23 @@ from jaxdl.cluster.token import VARIABLE, make_token
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.engine import LOST, Engine
 from jaxdl.fleet.keeper import EXIT_FILE, OUTPUT_FILE
+from jaxdl.fleet.resources import Amounts
 from jaxdl.fleet.store import Store, Submission
 from jaxdl.launch import die_with_parent
+from jaxdl.launch.reaper import Reaper, kill_session
 from jaxdl.writing import replace_file
 
 RESERVE_SEC = 600.0
 """How long an attempt waits for its nodes, if others than the fleet use them."""
 _OTHERS_SEC, _CALL_SEC, _LEAVE_SEC, _POLL_SEC = 30.0, 60.0, 30.0, 0.5
 _NODE_LABEL = "ray.io/node-id"
+_OF_RAY: Mapping[str, tuple[str, float]] = {"cpus": ("CPU", 1.0), "gpus": ("GPU", 1.0), "memory-gb": ("memory", 1e9)}
+"""Resource of a fleet -> (that of Ray, how many of it are one); other resources have one name."""
+_NO_RESOURCES = ("node:", "object_store_memory", "accelerator_type:")
 
 
 class OnRay(Engine):
-    """A run on n nodes is one process on each, with all CPUs and GPUs of the node."""
+    """A run has one process for each host, with all CPUs and GPUs of its node, or with what it needs of it."""
 
     name = "ray"
     options = ("address",)
@@ -64,11 +70,16 @@ class OnRay(Engine):
 
     def nodes(self) -> list[str]:
         """As many of the cluster's nodes that have CPUs, but for those taken out of service."""
-        known = set(self._resources())
+        known = set(self._known())
         # Those that it had stay, so that a node that joins the cluster takes nobody's place.
         self._chosen = [name for name in self._chosen if name in known]
         self._chosen += sorted(known - set(self._chosen))[: self.num_nodes - len(self._chosen)]
         return [name for name in self._chosen if name not in self.store.lost_nodes()]
+
+    def resources(self) -> Mapping[str, Amounts]:
+        """What Ray says that the nodes have: cpus, gpus, memory-gb (1e9 bytes of it), and custom resources."""
+        known = self._known()
+        return {node: _from_ray(known[node]) for node in self.nodes() if node in known}
 
     def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
         """See `Engine.start`. An attempt whose nodes are gone by now waits for them, see `RESERVE_SEC`."""
@@ -76,8 +87,8 @@ class OnRay(Engine):
             return False
         folder = self.store.run_folder(run.name).absolute() / "attempts" / str(attempt)
         folder.mkdir(parents=True, exist_ok=True)
-        known = self._resources()
-        bundles = {name: known.get(name, {"CPU": 1.0}) for name in nodes}
+        known, mine = self._known(), _to_ray(run.needs)
+        bundles = [(node, mine or _whole(known.get(node, {"CPU": 1.0}))) for node in nodes]
         actor = self._ray.remote(num_cpus=0, max_restarts=0, max_concurrency=4)(Keeper)
         named = {"name": run.name, "namespace": self._namespace, "lifetime": "detached"}
         with contextlib.suppress(ValueError):  # Another server was faster.
@@ -113,14 +124,46 @@ class OnRay(Engine):
         except ValueError:
             return None
 
-    def _resources(self) -> dict[str, dict[str, float]]:
-        """Node -> the CPUs and GPUs of it."""
-        found = {}
-        for node in self._ray.nodes():
-            total = {name: node["Resources"].get(name, 0.0) for name in ("CPU", "GPU")}
-            if node["Alive"] and total["CPU"]:
-                found[node["NodeID"]] = {name: number for name, number in total.items() if number}
-        return found
+    def _known(self) -> dict[str, dict[str, float]]:
+        """Node -> what Ray says that it has, of those with CPUs."""
+        return {
+            node["NodeID"]: node["Resources"]
+            for node in self._ray.nodes()
+            if node["Alive"] and node["Resources"].get("CPU")
+        }
+
+
+def _from_ray(known: Amounts) -> dict[str, float]:
+    """What a node has, by the names of a fleet."""
+    ours = {theirs: (name, one) for name, (theirs, one) in _OF_RAY.items()}
+    found = {}
+    for theirs, amount in known.items():
+        if not theirs.startswith(_NO_RESOURCES):
+            name, one = ours.get(theirs, (theirs, 1.0))
+            found[name] = amount / one
+    return found
+
+
+def _to_ray(needs: Amounts) -> dict[str, float]:
+    """What a host needs, by the names of Ray."""
+    return {_OF_RAY.get(name, (name,))[0]: amount * _OF_RAY.get(name, (name, 1.0))[1] for name, amount in needs.items()}
+
+
+def _whole(known: Amounts) -> dict[str, float]:
+    """What a host asks for that has a node alone."""
+    return {name: known[name] for name in ("CPU", "GPU") if known.get(name)}
+
+
+def _options(bundle: Amounts) -> dict[str, Any]:
+    """What an actor asks for in this bundle."""
+    own = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+    asked: dict[str, Any] = {"num_cpus": 0, "resources": {}}
+    for name, amount in bundle.items():
+        if name in own:
+            asked[own[name]] = int(amount) if name == "memory" else amount
+        else:
+            asked["resources"][name] = amount
+    return asked
 
 
 class Keeper:
@@ -131,12 +174,14 @@ class Keeper:
         folder: str,
         directory: str,
         command: Sequence[str],
-        nodes: Mapping[str, Mapping[str, float]],
+        hosts: Sequence[tuple[str, Mapping[str, float]]],
         environment: Mapping[str, str],
     ) -> None:
+        """`hosts`: the node of each, and its bundle."""
         self._ray = importlib.import_module("ray")
         self._folder, self._directory, self._command = Path(folder), directory, list(command)
-        self._nodes, self._environment = dict(nodes), dict(environment)
+        self._nodes, self._bundles = [node for node, _ in hosts], [dict(bundle) for _, bundle in hosts]
+        self._environment = dict(environment)
         self._stop = threading.Event()
         threading.Thread(target=self._keep, name="jaxdl-fleet-keeper", daemon=True).start()
 
@@ -175,8 +220,9 @@ class Keeper:
         placing = importlib.import_module("ray.util.placement_group")
         where = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         group = placing.placement_group(
-            list(self._nodes.values()),
-            strategy="STRICT_SPREAD",
+            self._bundles,
+            # Each on a node of its own, but for hosts that share one.
+            strategy="STRICT_SPREAD" if len(set(self._nodes)) == len(self._nodes) else "PACK",
             bundle_label_selector=[{_NODE_LABEL: name} for name in self._nodes],
         )
         actors: list[Any] = []
@@ -187,13 +233,10 @@ class Keeper:
                     return 128 + signal.SIGTERM
                 if time.monotonic() > end:
                     raise TimeoutError(f"the nodes were not free within {RESERVE_SEC:g} s")
-            for index, resources in enumerate(self._nodes.values()):
-                kind = self._ray.remote(
-                    num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), max_restarts=0
-                )(Node)
-                actors.append(
-                    kind.options(scheduling_strategy=where(group, placement_group_bundle_index=index)).remote()
-                )
+            for index, bundle in enumerate(self._bundles):
+                kind = self._ray.remote(max_restarts=0, **_options(bundle))(Node)
+                place = where(group, placement_group_bundle_index=index)
+                actors.append(kind.options(scheduling_strategy=place).remote())
             self._begin(actors)
             return self._watch(actors)
         finally:
@@ -212,9 +255,10 @@ class Keeper:
             "PYTHONUNBUFFERED": "1",
         }
         starting = []
-        for index, (actor, resources) in enumerate(zip(actors, self._nodes.values(), strict=True)):
+        for index, (actor, node, bundle) in enumerate(zip(actors, self._nodes, self._bundles, strict=True)):
             output = OUTPUT_FILE if index == 0 else f"{index}.{OUTPUT_FILE}"
-            own = {"JAX_PROCESS_ID": str(index), "JAXDL_HOST": list(self._nodes)[index], **_devices(resources)}
+            name = node if self._nodes.count(node) == 1 else f"{node}/{index}"
+            own = {"JAX_PROCESS_ID": str(index), "JAXDL_HOST": name, **_devices(bundle)}
             starting.append(
                 actor.start.remote(self._command, self._directory, {**shared, **own}, str(self._folder / output))
             )
@@ -239,10 +283,11 @@ class Keeper:
 
 
 class Node:
-    """The process of one node; it ends with this actor."""
+    """The process of one host; it ends with this actor, and so does what it has started."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._reaper = Reaper(detached=True)
 
     def place(self) -> tuple[str, int]:
         """The address of the node, and a port on which nothing listens."""
@@ -263,10 +308,16 @@ class Node:
                 env={**os.environ, **environment},
                 start_new_session=True,
             )
+        self._reaper.watch(self._process.pid)
 
     def code(self) -> int | None:
         """None while the process runs; then its exit code, 128 + N after signal N."""
-        code = None if self._process is None else self._process.poll()
+        if self._process is None:
+            return None
+        running, code = self._process.returncode is None, self._process.poll()
+        if running and code is not None:  # Workers of a process that was killed.
+            kill_session(self._process.pid)
+            self._reaper.forget(self._process.pid)
         return code if code is None or code >= 0 else 128 - code
 
     def send(self, number: int) -> None:
@@ -275,8 +326,11 @@ class Node:
             self._process.send_signal(number)
 
 
-def _devices(resources: Mapping[str, float]) -> dict[str, str]:
-    """Which devices of its node a process has. With all variables set JAX does not look for a cluster."""
-    if gpus := int(resources.get("GPU", 0)):
+def _devices(bundle: Amounts) -> dict[str, str]:
+    """Which devices a process has. With all variables set JAX does not look for a cluster.
+
+    Ray gives an actor its GPUs by CUDA_VISIBLE_DEVICES, which the process inherits; JAX counts those from 0.
+    """
+    if gpus := math.ceil(bundle.get("GPU", 0.0)):
         return {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, range(gpus)))}
     return {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1", "JAX_LOCAL_DEVICE_IDS": "0"}

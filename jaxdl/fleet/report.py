@@ -12,7 +12,17 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdl.fleet.policy import Rules
-from jaxdl.fleet.simulate import Costs, Job, Result, elastic, made_up_jobs, static
+from jaxdl.fleet.simulate import (
+    Costs,
+    Job,
+    Result,
+    elastic,
+    elastic_shared,
+    made_up_jobs,
+    made_up_shared,
+    static,
+    static_shared,
+)
 from jaxdl.writing import replace_file
 
 _HOUR = 3600.0
@@ -27,14 +37,38 @@ def report(
     resized: float,
     resize_sec: float,
     between_sec: float,
+    mixed: bool,
+    solve_sec: float,
     plot: Path | None,
     json: Path | None,
 ) -> None:
     """Plays and prints both policies, and writes what is asked for."""
-    jobs = made_up_jobs(runs, nodes, seed)
-    costs = Costs(resize_sec / 2, resize_sec, between_sec)
-    results = [static(jobs, nodes, costs), elastic(jobs, nodes, Rules(fairness, resized), costs)]
-    table = Table(title=f"{runs} runs on {nodes} nodes, seed {seed}")
+    costs, rules = Costs(resize_sec / 2, resize_sec, between_sec), Rules(fairness, resized, solve_sec)
+    if mixed:
+        jobs, shared = made_up_shared(runs, nodes, seed)
+        results = [static_shared(jobs, shared, costs), elastic_shared(jobs, shared, rules, costs)]
+    else:
+        jobs = made_up_jobs(runs, nodes, seed)
+        results = [static(jobs, nodes, costs), elastic(jobs, nodes, rules, costs)]
+    console = Console(width=120)
+    console.print(_table(f"{runs} runs on {nodes} {'shared ' if mixed else ''}nodes, seed {seed}", results, jobs))
+    faster = results[0].completion_sec(jobs) / results[1].completion_sec(jobs)
+    slower = int((faster < 1).sum())
+    console.print(
+        f"under elastic sizes a run ends {faster.mean():.2f} times as soon on average (median {np.median(faster):.2f}, "
+        f"at most {faster.max():.1f}); {slower} of {runs} end later",
+        highlight=False,
+    )
+    if mixed:
+        console.print(_told(results[1], solve_sec), highlight=False)
+    if json is not None:
+        replace_file(json, _as_json(results, jobs))
+    if plot is not None:
+        replace_file(plot, _picture(results, jobs, None if mixed else nodes))
+
+
+def _table(title: str, results: Sequence[Result], jobs: Sequence[Job]) -> Table:
+    table = Table(title=title)
     columns = (
         "policy",
         "nodes in use",
@@ -59,19 +93,18 @@ def report(
             str(one.num_resized),
             str(one.most_resized),
         )
-    console = Console(width=120)
-    console.print(table)
-    faster = results[0].completion_sec(jobs) / results[1].completion_sec(jobs)
-    slower = int((faster < 1).sum())
-    console.print(
-        f"under elastic sizes a run ends {faster.mean():.2f} times as soon on average (median {np.median(faster):.2f}, "
-        f"at most {faster.max():.1f}); {slower} of {runs} end later",
-        highlight=False,
+    return table
+
+
+def _told(played: Result, solve_sec: float) -> str:
+    """What the decisions on shared nodes took."""
+    at_once = np.array([len(nodes) for _, nodes in played.history])
+    seconds = np.array(played.decide_sec)
+    return (
+        f"{len(seconds)} decisions on {at_once.mean():.0f} runs on average, {at_once.max()} at most, took "
+        f"{seconds.mean():.2f} s on average, {seconds.max():.2f} s at most; in {played.num_struck} the limit of "
+        f"{solve_sec:g} s struck"
     )
-    if json is not None:
-        replace_file(json, _as_json(results, jobs))
-    if plot is not None:
-        replace_file(plot, _picture(results, jobs, nodes))
 
 
 def _as_json(results: Sequence[Result], jobs: Sequence[Job]) -> bytes:
@@ -88,13 +121,14 @@ def _as_json(results: Sequence[Result], jobs: Sequence[Job]) -> bytes:
     return json.dumps(found, indent=1).encode()
 
 
-def _picture(results: Sequence[Result], jobs: Sequence[Job], num_nodes: int) -> bytes:
-    """The nodes of each run over time, stacked, one panel a policy."""
+def _picture(results: Sequence[Result], jobs: Sequence[Job], num_nodes: int | None) -> bytes:
+    """The nodes of each run over time (None: hosts on shared nodes), stacked, one panel a policy."""
     from matplotlib import colormaps
 
     from jaxdl.report.style import dress, new_figure, png
 
-    figure = new_figure(9, 3.0 * len(results), "Nodes of each run over time")
+    what = "nodes" if num_nodes else "hosts"
+    figure = new_figure(9, 3.0 * len(results), f"{what.capitalize()} of each run over time")
     last = max(max(one.ended_sec.values()) for one in results) / _HOUR
     colors = colormaps["tab20"]
     axes: Any = figure.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
@@ -108,5 +142,5 @@ def _picture(results: Sequence[Result], jobs: Sequence[Job], num_nodes: int) -> 
         panel.yaxis.get_major_locator().set_params(integer=True)
         mean = one.completion_sec(jobs).mean() / _HOUR
         title = f"{one.policy}: {one.utilization:.0%} of the nodes in use, a run takes {mean:.1f} h"
-        dress(panel, title, x="hours" if panel is axes[-1] else "", y="nodes")
+        dress(panel, title, x="hours" if panel is axes[-1] else "", y=what)
     return png(figure)

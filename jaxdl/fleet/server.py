@@ -7,15 +7,19 @@ done. So an attempt may be in the journal that was never started: it is taken fo
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from jaxdl.cluster import exits
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.engine import LOST, Engine
+from jaxdl.fleet.mixed import decide_mixed
 from jaxdl.fleet.policy import Decision, Rules, Run, decide
+from jaxdl.fleet.resources import Room, hosts_of
 from jaxdl.fleet.speed import Measured, last_speed, last_step, speeds
 from jaxdl.fleet.store import Journal, Store, Submission
 
@@ -25,6 +29,8 @@ ENDED = (COMPLETED, FAILED, CANCELLED, HALTED)
 RESUMABLE = (FAILED, HALTED)
 """States from which `resume` lets a run run again."""
 _STARTED, _STOPPING, _KILLED, _LEFT, _ENDED, _RESUMED = "started", "stopping", "killed", "left", "ended", "resumed"
+_SAVED = (128 + signal.SIGTERM, 128 + signal.SIGINT)
+"""Exit codes of a run that was asked to save and end, and did."""
 _FIRST_PAUSE_SEC, _LONGEST_PAUSE_SEC = 5.0, 300.0
 _LEAST_GRACE_SEC = 10.0
 """What a run has at least to save and end after a server has asked it, also where the server before meant to."""
@@ -54,13 +60,13 @@ class Member:
     state: str = WAITING
     attempt: int = 0
     nodes: tuple[str, ...] = ()
-    """What the current attempt has; empty without one."""
+    """The node of each host of the current attempt; empty without one."""
     changed: float = 0.0
     """When it got these nodes."""
     begun: float = 0.0
     """When the server first saw a report of a step of the current attempt; 0 before."""
     size: int = 0
-    """The nodes of the current attempt, or of the last one."""
+    """The hosts of the current attempt, or of the last one."""
     from_step: int = 0
     """The last step that was reported before the current attempt."""
     stopping: float = 0.0
@@ -95,7 +101,7 @@ class Server:
         now: Callable[[], float] = time.time,
         read_only: bool = False,
     ) -> None:
-        """With `read_only`, another server may be writing; only `propose` is for such a one."""
+        """With `read_only`, another server may be writing; only `propose` is for such a one, which writes nothing."""
         self.store, self.engine, self.settings = store, engine, settings
         self._now = now
         self.members: dict[str, Member] = {}
@@ -125,14 +131,16 @@ class Server:
         return all(member.state in ENDED for member in self.members.values())
 
     def propose(self) -> Decision:
-        """The decision for what runs and waits now; nothing is done, and nothing written."""
+        """The decision for what there is to run when what has to stop has saved; of a server that reads only."""
         self._read_submissions()
         for member in self.members.values():
-            asked = self.store.asked(member.submission.name)
-            if member.state == WAITING and asked != "run":
-                member.state = {"hold": HELD, "cancel": CANCELLED}[asked]
             self._look(member)
-        return decide(self._runs(), len(self.engine.nodes()), self.settings.rules)
+        self._obey()
+        for member in self.members.values():
+            if member.state == STOPPING:
+                self._leave(member, _SAVED[0], None, member.reason)
+        self._obey()
+        return self._decision(self._runs())
 
     # What happened: each kind of event changes the members in one place, now and when it is read again.
 
@@ -209,14 +217,17 @@ class Server:
             self._end(member, HALTED, code, speed, "halted by the file in its workdir; `resume` lets it run again")
         elif code in exits.DELIBERATE:
             self._end(member, FAILED, code, speed, f"exit code {code}: it would fail again")
-        elif member.state == STOPPING:
-            self._leave(member, code, speed, member.reason)
+        elif member.state == STOPPING and (code in _SAVED or self.store.asked(member.submission.name) != "run"):
+            self._leave(member, code, speed, member.reason, failures=0 if code in _SAVED else member.failures)
         elif lost:  # That is no failure of the run.
             self._leave(member, code, speed, f"{', '.join(sorted(lost))} is out of service", failures=member.failures)
         else:
-            lasted = self._now() - member.changed >= self.settings.between_sec
+            # One that was asked to stop and has not saved has lasted, but may have come no further than the one before.
+            lasted = member.state != STOPPING and self._now() - member.changed >= self.settings.between_sec
             failures = 1 if lasted else member.failures + 1
             what = "killed, or lost with its node" if code == LOST else f"exit code {code}"
+            if member.state == STOPPING:
+                what = f"it did not save when it was stopped ({what})"
             if failures > self.settings.failures:
                 self._end(member, FAILED, code, speed, f"{what}, {failures} times in a row; `resume` tries it again")
                 return
@@ -264,8 +275,16 @@ class Server:
             lately = now - member.begun < least if member.begun else now - member.changed < max(least, _START_SEC)
             fixed = member.state == RUNNING and lately
             known = speeds(one.sizes, self._measured.of(one.name))
-            found.append(Run(one.name, known, number, one.weight, one.priority, len(member.nodes), fixed))
+            mine = {"needs": one.needs, "places": Counter(member.nodes)}
+            found.append(Run(one.name, known, number, one.weight, one.priority, len(member.nodes), fixed, **mine))
         return found
+
+    def _decision(self, runs: Sequence[Run]) -> Decision:
+        """What the policy says: the one for whole nodes, unless a run shares them."""
+        nodes = self.engine.resources()
+        if any(run.needs for run in runs):
+            return decide_mixed(runs, nodes, self.settings.rules)
+        return decide(runs, len(nodes), self.settings.rules)
 
     def _decide(self) -> None:
         """A new decision, if something is otherwise than when the last one was made and no run is being stopped.
@@ -276,33 +295,46 @@ class Server:
         self._may_start = not any(member.state == STOPPING for member in self.members.values())
         if not self._may_start:
             return
-        runs, nodes = self._runs(), self.engine.nodes()
-        situation = ([(run.name, run.nodes, run.fixed, run.priority) for run in runs], nodes)
+        runs = self._runs()
+        situation = ([(run.name, run.places, run.fixed, run.priority) for run in runs], self.engine.resources())
         if situation == self._situation:
             return
         self._situation = situation
-        self.decision = decide(runs, len(nodes), self.settings.rules)
+        self.decision = self._decision(runs)
         for name, why in self.decision.reasons.items():
             self.members[name].decided = why
 
     def _act(self) -> None:
-        """Brings the fleet nearer to the decision: stops what has to change, then starts what nodes are free for."""
-        decided = {} if self.decision is None else self.decision.nodes
+        """Brings the fleet nearer to the decision: stops what has to change, then starts what there is room for."""
+        decided, places = ({}, {}) if self.decision is None else (self.decision.nodes, self.decision.places)
         wanted = {name: size for name, size in decided.items() if self.members[name].state not in ENDED}
         for name, size in wanted.items():
             member = self.members[name]
-            if member.state == RUNNING and size != len(member.nodes):
+            same = size == len(member.nodes) and places.get(name, Counter(member.nodes)) == Counter(member.nodes)
+            if member.state == RUNNING and not same:
                 self._write(_STOPPING, member, reason=member.decided)
-        taken = {node for member in self.members.values() if member.alive for node in member.nodes}
+        room = self._room()
         for name, size in wanted.items() if self._may_start else ():
             member = self.members[name]
-            free = [node for node in self.engine.nodes() if node not in taken]
-            if member.state == WAITING and 0 < size <= len(free) and member.not_before <= self._now():
-                self._start(member, free[:size])
-                taken |= set(member.nodes)
+            if member.state != WAITING or not size or member.not_before > self._now():
+                continue
+            needs = member.submission.needs
+            # Where nodes are alike, the decision names none.
+            mine = places.get(name) or room.find(needs, size)
+            if mine is not None and room.holds(needs, mine):
+                self._start(member, hosts_of(mine, self.engine.nodes()))
+                room.take(needs, Counter(member.nodes))
         for member in self.members.values():
             if member.state == STOPPING:
                 self._stop(member)
+
+    def _room(self) -> Room:
+        """What the runs that are alive leave of the nodes."""
+        room = Room(self.engine.resources())
+        for member in self.members.values():
+            if member.alive:
+                room.take(member.submission.needs, Counter(member.nodes))
+        return room
 
     def _stop(self, member: Member) -> None:
         """Asks an attempt to save and end; kills it when it has not done so in time."""
@@ -333,15 +365,18 @@ class Server:
 
     def view(self) -> dict[str, Any]:
         """The fleet as JSON."""
-        nodes = self.engine.nodes()
-        lost = sorted(self.store.lost_nodes())
-        used = {node: name for name, member in self.members.items() if member.alive for node in member.nodes}
+        lost, room = sorted(self.store.lost_nodes()), self._room()
+        nodes = {
+            node: ", ".join(name for name, member in self.members.items() if member.alive and node in member.nodes)
+            for node in room.left
+        }
         runs = [
             {
                 "run": name,
                 "state": member.state,
                 "nodes": list(member.nodes),
                 "sizes": list(member.submission.sizes),
+                "needs": dict(member.submission.needs),
                 "weight": member.submission.weight,
                 "priority": member.submission.priority,
                 "share": self.decision.shares.get(name, 0.0) if self.decision else 0.0,
@@ -357,4 +392,5 @@ class Server:
             }
             for name, member in self.members.items()
         ]
-        return {"at": self._now(), "nodes": {node: used.get(node, "") for node in nodes}, "lost": lost, "runs": runs}
+        free = {node: left for node, left in room.left.items() if left}
+        return {"at": self._now(), "nodes": nodes, "free": free, "lost": lost, "runs": runs}

@@ -6,12 +6,15 @@ A resized run does nothing for as long as it takes to save, stop and start again
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jaxdl.fleet.policy import Rules, Run, decide, fair_shares, fairness_loss
+from jaxdl.fleet.mixed import decide_mixed, dominant, fair_hosts
+from jaxdl.fleet.policy import Decision, Rules, Run, decide, fair_shares, fairness_loss
+from jaxdl.fleet.resources import Amounts, Room, most_hosts, totals
 
 OVER_COMPUTATION = (0.265, 0.442, 1.134, 2.237)
 """Seconds of dense exchange over seconds of computation on 4 hosts, as measured by `python -m jaxdl.bench cluster` at
@@ -32,6 +35,8 @@ class Job:
     static_nodes: int
     """What it has under static partitions."""
     weight: float = 1.0
+    needs: Amounts = field(default_factory=dict)
+    """What each of its hosts takes of a node, see `Run.needs`."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class Result:
     started_sec: Mapping[str, float]
     ended_sec: Mapping[str, float]
     utilization: float
-    """The part of the nodes that had a run, until the last arrival."""
+    """The part of the nodes that had a run, until the last arrival; of shared nodes, the mean over the resources."""
     fairness_loss: float
     """The mean over that time, see `jaxdl.fleet.policy.fairness_loss`; of the runs that are there, waiting or not."""
     lost: float
@@ -63,6 +68,10 @@ class Result:
     """Runs resized by one decision."""
     history: Sequence[tuple[float, Mapping[str, int]]]
     """When, and the nodes of each run from then on."""
+    decide_sec: Sequence[float] = ()
+    """What each decision on shared nodes took."""
+    num_struck: int = 0
+    """Decisions in which `Rules.solve_sec` struck."""
 
     def completion_sec(self, jobs: Sequence[Job]) -> np.ndarray:
         """From the arrival to the end of each job, `[job]`."""
@@ -73,38 +82,46 @@ class Result:
 class _State:
     left: float
     nodes: int = 0
+    places: Mapping[str, int] = field(default_factory=dict)
     idle_until: float = 0.0
     fixed_until: float = 0.0
     resizing: bool = False
 
 
-Choose = Callable[[float, Sequence[Job], Mapping[str, _State]], Mapping[str, int]]
+Choose = Callable[[float, Sequence[Job], Mapping[str, _State]], Decision]
+Measure = Callable[[Sequence[Job], Mapping[str, int]], tuple[float, float]]
+"""(jobs that are there, their nodes) -> (the part of the nodes in use, the fairness loss)."""
+
+
+def _as_runs(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> list[Run]:
+    return [
+        Run(
+            job.name,
+            job.speeds,
+            number,
+            job.weight,
+            nodes=states[job.name].nodes,
+            fixed=states[job.name].fixed_until > now + _SOON,
+            needs=job.needs,
+            places=states[job.name].places,
+        )
+        for number, job in enumerate(there)
+    ]
 
 
 def elastic(jobs: Sequence[Job], num_nodes: int, rules: Rules, costs: Costs) -> Result:
     """The jobs under `jaxdl.fleet.policy.decide`, at each arrival, each end, and when a run may be resized again."""
 
-    def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Mapping[str, int]:
-        runs = [
-            Run(
-                job.name,
-                job.speeds,
-                number,
-                job.weight,
-                nodes=states[job.name].nodes,
-                fixed=states[job.name].fixed_until > now + _SOON,
-            )
-            for number, job in enumerate(there)
-        ]
-        return decide(runs, num_nodes, rules).nodes
+    def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Decision:
+        return decide(_as_runs(now, there, states), num_nodes, rules)
 
-    return _played("elastic", jobs, num_nodes, costs, choose)
+    return _played("elastic", jobs, costs, choose, _of_whole(num_nodes))
 
 
 def static(jobs: Sequence[Job], num_nodes: int, costs: Costs) -> Result:
     """The jobs in the order of arrival, each on its `static_nodes` until it ends."""
 
-    def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Mapping[str, int]:
+    def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Decision:
         del now
         found = {job.name: states[job.name].nodes for job in there}
         for job in there:
@@ -112,12 +129,69 @@ def static(jobs: Sequence[Job], num_nodes: int, costs: Costs) -> Result:
                 if sum(found.values()) + job.static_nodes > num_nodes:
                     break
                 found[job.name] = job.static_nodes
+        return Decision(found, {}, {})
+
+    return _played("static", jobs, costs, choose, _of_whole(num_nodes))
+
+
+def _of_whole(num_nodes: int) -> Measure:
+    def measure(there: Sequence[Job], nodes: Mapping[str, int]) -> tuple[float, float]:
+        return sum(nodes.values()) / num_nodes, fairness_loss(nodes, shares_of(there, num_nodes), num_nodes)
+
+    return measure
+
+
+def elastic_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], rules: Rules, costs: Costs) -> Result:
+    """As `elastic`, on nodes that jobs share, under `jaxdl.fleet.mixed.decide_mixed`."""
+    seconds: list[float] = []
+    struck = 0
+
+    def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Decision:
+        nonlocal struck
+        began = time.perf_counter()
+        found = decide_mixed(_as_runs(now, there, states), nodes, rules)
+        seconds.append(time.perf_counter() - began)
+        struck += not found.proven
         return found
 
-    return _played("static", jobs, num_nodes, costs, choose)
+    played = _played("elastic", jobs, costs, choose, _of_shared(nodes))
+    return replace(played, decide_sec=seconds, num_struck=struck)
 
 
-def _played(policy: str, jobs: Sequence[Job], num_nodes: int, costs: Costs, choose: Choose) -> Result:
+def static_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], costs: Costs) -> Result:
+    """As `static`, on nodes that jobs share: each where it fits first, until it ends."""
+
+    def choose(now: float, there: Sequence[Job], states: Mapping[str, _State]) -> Decision:
+        del now
+        room = Room(nodes)
+        places = {job.name: states[job.name].places for job in there}
+        for job in there:
+            room.take(job.needs, places[job.name])
+        for job in there:
+            if not places[job.name]:
+                if (found := room.find(job.needs, job.static_nodes)) is None:
+                    break
+                room.take(job.needs, found)
+                places[job.name] = found
+        return Decision({name: sum(one.values()) for name, one in places.items()}, {}, {}, places)
+
+    return _played("static", jobs, costs, choose, _of_shared(nodes))
+
+
+def _of_shared(nodes: Mapping[str, Amounts]) -> Measure:
+    total = totals(nodes)
+
+    def measure(there: Sequence[Job], hosts: Mapping[str, int]) -> tuple[float, float]:
+        used = [sum(hosts[job.name] * job.needs.get(name, 0.0) for job in there) / has for name, has in total.items()]
+        runs = [Run(job.name, job.speeds, 0, job.weight, needs=job.needs) for job in there]
+        shares = fair_hosts(runs, nodes, from_least=False)
+        far = (abs(hosts[run.name] - shares[run.name]) * dominant(run, total, len(nodes))[0] for run in runs)
+        return sum(used) / len(used), sum(far)
+
+    return measure
+
+
+def _played(policy: str, jobs: Sequence[Job], costs: Costs, choose: Choose, measure: Measure) -> Result:
     waiting, there = sorted(jobs, key=lambda job: job.arrival_sec), list[Job]()
     horizon = waiting[-1].arrival_sec
     states = {job.name: _State(job.examples) for job in jobs}
@@ -136,8 +210,9 @@ def _played(policy: str, jobs: Sequence[Job], num_nodes: int, costs: Costs, choo
         later = min(upcoming)
         counted = max(0.0, min(later, horizon) - now)
         nodes = {job.name: states[job.name].nodes for job in there}
-        busy += counted * sum(nodes.values())
-        unfair += counted * fairness_loss(nodes, shares_of(there, num_nodes), num_nodes)
+        if counted:
+            used, loss = measure(there, nodes)
+            busy, unfair = busy + counted * used, unfair + counted * loss
         for job in there:
             state = states[job.name]
             idle = min(later, max(now, state.idle_until)) - now
@@ -152,14 +227,15 @@ def _played(policy: str, jobs: Sequence[Job], num_nodes: int, costs: Costs, choo
         while waiting and waiting[0].arrival_sec <= now + _SOON:
             there.append(waiting.pop(0))
         resized = 0
-        for name, size in choose(now, there, states).items():
-            state = states[name]
-            if size == state.nodes:
+        decision = choose(now, there, states)
+        for name, size in decision.nodes.items():
+            state, places = states[name], decision.places.get(name, {})
+            if size == state.nodes and places == state.places:
                 continue
             resized += int(state.nodes > 0)
             state.resizing = name in started
             state.idle_until = now + (costs.resize_sec if state.resizing else costs.start_sec)
-            state.nodes, state.fixed_until = size, now + costs.between_sec
+            state.nodes, state.places, state.fixed_until = size, places, now + costs.between_sec
             started.setdefault(name, now)
         changes.append(resized)
         history.append((now, {job.name: states[job.name].nodes for job in there}))
@@ -167,7 +243,7 @@ def _played(policy: str, jobs: Sequence[Job], num_nodes: int, costs: Costs, choo
         policy,
         started,
         ended,
-        busy / (num_nodes * horizon),
+        busy / horizon,
         unfair / horizon,
         lost / whole,
         sum(changes),
@@ -215,3 +291,24 @@ def made_up_jobs(count: int, num_nodes: int, seed: int, *, between_sec: float = 
         weight = float(draw.choice([1.0, 2.0, 4.0]))
         jobs.append(Job(f"run{number:02d}", float(arrivals[number]), 3600 * hours, speeds, asked, weight))
     return jobs
+
+
+def made_up_shared(count: int, num_nodes: int, seed: int) -> tuple[list[Job], dict[str, Amounts]]:
+    """(Jobs whose hosts take parts of nodes, nodes): as `made_up_jobs`; every fifth node has CPUs alone.
+
+    Arrivals come so much faster as there are more nodes, and hosts to a node.
+    """
+    nodes: dict[str, Amounts] = {
+        f"node{number}": {"cpus": 128.0, "memory-gb": 512.0} | ({} if number % 5 == 4 else {"gpus": 8.0})
+        for number in range(num_nodes)
+    }
+    draw = np.random.default_rng(seed)
+    jobs = []
+    for job in made_up_jobs(count, num_nodes, seed, between_sec=1200.0 * 20 / num_nodes / 3):
+        gpus, memory = float(draw.choice([0, 1, 2, 4, 8])), float(draw.choice([16, 64]))
+        needs = {"gpus": gpus, "cpus": 8 * gpus, "memory-gb": 16 + 32 * gpus} if gpus else {"cpus": 16.0}
+        needs = {"memory-gb": memory} | needs
+        room = sum(most_hosts(needs, has) for has in nodes.values())
+        speeds = {size: speed for size, speed in job.speeds.items() if size <= room}
+        jobs.append(replace(job, needs=needs, speeds=speeds, static_nodes=min(job.static_nodes, max(speeds))))
+    return jobs, nodes

@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ class Submission:
     command: tuple[str, ...]
     """`{nodes}` stands for the number of nodes."""
     sizes: tuple[int, ...]
-    """The numbers of nodes that it may have."""
+    """The numbers of nodes that it may have; of hosts, if it shares nodes."""
     folder: str
     """Where the command is run."""
     weight: float = 1.0
@@ -47,9 +47,11 @@ class Submission:
     not_before: float = 0.0
     """Unix time before which it does not start."""
     submitted: float = 0.0
+    needs: Mapping[str, float] = field(default_factory=dict)
+    """Resource -> how much of it each host takes of its node; empty: a whole node."""
 
     def words(self, num_nodes: int) -> list[str]:
-        """The command on so many nodes."""
+        """The command on so many nodes, or hosts."""
         return [word.replace("{nodes}", str(num_nodes)) for word in self.command]
 
     @property
@@ -77,6 +79,7 @@ class Store:
         weight: float = 1.0,
         priority: int = 0,
         not_before: float = 0.0,
+        needs: Mapping[str, float] | None = None,
     ) -> Submission:
         """Accepts a run: when this returns it is on disk. Raises ConfigError for what cannot be."""
         if not command:
@@ -91,7 +94,16 @@ class Store:
             raise ConfigError("--delay-sec: it must be a number.")
         parent = self.folder / _RUNS
         parent.mkdir(parents=True, exist_ok=True)
-        made = Submission("", tuple(command), tuple(sorted(set(sizes))), os.getcwd(), weight, priority, not_before)
+        made = Submission(
+            "",
+            tuple(command),
+            tuple(sorted(set(sizes))),
+            os.getcwd(),
+            weight,
+            priority,
+            not_before,
+            needs=dict(needs or {}),
+        )
         for other in self.submissions():
             if made.workdir is not None and other.workdir == made.workdir and self.asked(other.name) != "cancel":
                 raise ConfigError(
@@ -181,7 +193,7 @@ class Journal:
     """What the server did: appended and on disk before it is done, read again by the next server."""
 
     def __init__(self, folder: Path, *, read_only: bool = False) -> None:
-        self._path = folder / _JOURNAL
+        self._path, self._read_only = folder / _JOURNAL, read_only
         if read_only:
             return
         self._path.touch()
@@ -193,7 +205,9 @@ class Journal:
                 file.truncate(end)
 
     def write(self, what: str, **values: Any) -> None:
-        """Appends an event; returns when it is on disk."""
+        """Appends an event; returns when it is on disk. Does nothing if this only reads."""
+        if self._read_only:
+            return
         line = json.dumps({"what": what, "at": time.time(), **values})
         with self._path.open("ab") as file:
             file.write(line.encode() + b"\n")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 _PROC = Path("/proc")
+_DETACHED = "--detached"
 
 
 def session_members(session: int) -> list[int]:
@@ -49,11 +50,14 @@ def kill_session(session: int) -> None:
 
 
 class Reaper:
-    """A process that kills the watched sessions if this process ends without calling `close`."""
+    """A process that kills the watched sessions if this process ends without calling `close`.
 
-    def __init__(self) -> None:
+    With `detached` it is no child of this process: when Ray ends a worker, it kills its children, and not theirs.
+    """
+
+    def __init__(self, *, detached: bool = False) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__],
+            [sys.executable, "-I", "-S", __file__, *([_DETACHED] if detached else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -61,6 +65,8 @@ class Reaper:
         )
         assert self._process.stdin is not None
         self._pipe: IO[bytes] = self._process.stdin
+        if detached:
+            self._process.wait()  # Its child is the reaper.
 
     def watch(self, session: int) -> None:
         """Adds a session to those that are killed with this process."""
@@ -86,6 +92,8 @@ class Reaper:
 
 def main() -> None:
     """Reads commands from stdin until it closes, which it does when the launcher ends."""
+    if _DETACHED in sys.argv[1:] and os.fork():
+        os._exit(0)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     watched: set[int] = set()
