@@ -39,6 +39,7 @@ BUDGETS = {
     "test_dawnbench.py": 110,
     "test_processes.py": 100,
     "test_table_cache_processes.py": 110,
+    "test_table_faults_processes.py": 60,
     "test_status_runs.py": 80,
     "test_exchange_state.py": 80,
     "test_norms.py": 60,
