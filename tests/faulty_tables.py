@@ -31,9 +31,9 @@ from jaxdl.embedding import (
 )
 from jaxdl.embedding.cache import CacheConfig
 from jaxdl.embedding.places import to_json
+from jaxdl.embedding.store import Store
 from jaxdl.models.recommendation import RecommendationModule
 from jaxdl.run.build import make_plan
-from jaxdl.run.cached import Caches
 from jaxdl.run.compile import shared_programs
 from jaxdl.run.result import exit_codes
 from jaxdl.run.whole import training_batches
@@ -127,19 +127,19 @@ class Watch:
     """Notes after each step which tables have changed, of what this process has of them."""
 
     def __init__(self):
-        self.caches, self.before, self.changed = None, None, {}
-        begin = Caches.begin
+        self.store, self.before, self.changed = None, None, {}
+        init = Store.init
 
-        def noted(caches, *args, **where):
-            self.caches = caches
-            return begin(caches, *args, **where)
+        def noted(store, *args):
+            self.store = store
+            init(store, *args)
 
-        Caches.begin = noted
+        Store.init = noted
 
     def __call__(self, info):
-        self.tables = self.caches.stored(info.state).tables
+        self.tables = self.store.stored(info.state.tables)
         now = {}
-        for place in self.caches.store.layout:
+        for place in self.store.layout:
             for what, x in self.tables[place.buffer].items():
                 for table, rows in place.rows.items():
                     numbers = place.of(table, np.arange(rows))
@@ -169,7 +169,7 @@ if __name__ == "__main__":
         make_gradients_poisonous()
         wrong, watch = mark_examples(command.experiment), Watch()
         run = jaxdl.train(command.experiment, command.workdir, max_steps=SAVED, on_step=[watch])
-        write_parts(folder, "run", watch.tables, watch.caches.store.layout)
+        write_parts(folder, "run", watch.tables, watch.store.layout)
         noted = {"changed": watch.changed, "bad_steps": int(run.state.guard["bad_steps"])}
         (folder / f"noted.{jax.process_index()}.json").write_text(json.dumps(noted))
         for name, cache in CACHES.items():
