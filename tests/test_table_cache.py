@@ -149,7 +149,7 @@ def resumed(tmp_path_factory):
     """Runs that had a cache for their first half alone, and for their second half alone: a run and its workdir each."""
     files, runs = tmp_path_factory.mktemp("files"), []
     lru = CacheConfig(fraction=0.1, min_rows=1000, policy="lru", window=3)
-    on_disk = CacheConfig(fraction=0.05, min_rows=5000, folder=str(files))
+    on_disk = CacheConfig(fraction=0.1, min_rows=1000, folder=str(files))
     for first, second in ((lru, None), (None, on_disk)):
         workdir = tmp_path_factory.mktemp("resumed")
         jaxdl.train(experiment(first), workdir=workdir, max_steps=10)
