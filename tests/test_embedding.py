@@ -85,8 +85,27 @@ def program(scheme, optimizer, sizes, jagged=()):
     return tables, jax.jit(step, donate_argnums=0, out_shardings=(tables.shardings(), None, None))
 
 
-def fresh(tables):
+def made(tables):
+    """The initial state, as a run makes it."""
     return jax.jit(lambda: tables.init(jax.random.key(3)), out_shardings=tables.shardings())()
+
+
+@functools.lru_cache
+def initial_rows():
+    """Those of one device, in the order of ids."""
+    one, _ = program(TableWise(), RowWiseAdaGrad(), MESHES[0])
+    return {name: kept["rows"] for name, kept in whole(one, made(one)).items()}
+
+
+def fresh(tables):
+    """The same state as `made`, which a test of its own compares, without a program for each."""
+    found = {}
+    for buffer in tables.buffers:
+        found[buffer.name] = {name: np.zeros(x.shape, x.dtype) for name, x in tables.shapes[buffer.name].items()}
+        for table in buffer.tables:
+            places = buffer.places.of(table.name, np.arange(table.rows))
+            found[buffer.name]["rows"][places] = initial_rows()[table.name]
+    return jax.tree.map(jax.device_put, found, tables.shardings())
 
 
 def whole(tables, state):
@@ -113,16 +132,19 @@ def as_jagged(tables, ids):
     return packed(ids, JAGGED, capacity, examples), lengths
 
 
+def spread(tables, ids):
+    return jax.device_put(ids, NamedSharding(tables.mesh, PartitionSpec(("replica", "fsdp"))))
+
+
 @functools.lru_cache
 def trained(scheme, optimizer, sizes, steps=STEPS, jagged=()):
     """(tables after some steps, pooled vectors of the first and the last, the last sum of squares)."""
     tables, step = program(scheme, optimizer, sizes, jagged)
     state, vectors, squares = fresh(tables), [], None
-    everywhere = NamedSharding(tables.mesh, PartitionSpec(("replica", "fsdp")))
     for number, ids in enumerate(batches()[:steps], start=1):
         if jagged:
             ids = as_jagged(tables, ids)
-        state, pooled, squares = step(state, jax.device_put(ids, everywhere), jnp.int32(number), jnp.bool_(True))
+        state, pooled, squares = step(state, spread(tables, ids), jnp.int32(number), jnp.bool_(True))
         vectors.append(np.asarray(pooled))
     check_copies(state)
     return whole(tables, state), (vectors[0], vectors[-1]), float(squares)
@@ -238,7 +260,7 @@ def test_jagged_ids_on_a_mesh(scheme):
 def test_a_step_that_is_not_kept_changes_nothing():
     tables, step = program(Replicated(), RowWiseAdaGrad(), (2, 2, 1))
     before = whole(tables, fresh(tables))
-    after, *_ = step(fresh(tables), batches()[0], jnp.int32(1), jnp.bool_(False))
+    after, *_ = step(fresh(tables), spread(tables, batches()[0]), jnp.int32(1), jnp.bool_(False))
     jax.tree.map(np.testing.assert_array_equal, before, whole(tables, after))
 
 
@@ -250,10 +272,10 @@ def test_rows_that_exceed_their_room_are_sent_all_the_same():
 
 def test_initial_rows_are_uniform_and_the_same_everywhere():
     one, _ = program(TableWise(), RowWiseAdaGrad(), (1, 1, 1))
-    rows = whole(one, fresh(one))
+    rows = whole(one, made(one))
     for scheme in ALL:
         several, _ = program(scheme, RowWiseAdaGrad(), (2, 2, 1))
-        jax.tree.map(np.testing.assert_array_equal, rows, whole(several, fresh(several)))
+        jax.tree.map(np.testing.assert_array_equal, rows, whole(several, made(several)))
     drawn = np.sort(rows["large"]["rows"].ravel()) * np.sqrt(101)
     expected = (np.arange(drawn.size) + 0.5) / drawn.size * 2 - 1
     assert np.abs(drawn - expected).max() < 1.63 / np.sqrt(drawn.size) * 2  # Kolmogorov-Smirnov, 1 %.

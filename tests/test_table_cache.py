@@ -1,18 +1,25 @@
 """Look-ahead caches of tables: plans against references, training bit-equal to whole tables, checkpoints of either."""
 
+import contextlib
+
+import jax
 import numpy as np
 import pytest
+from test_embedding import whole as rows_of_ids
 
 import jaxdl
+from jaxdl.checkpoint import CheckpointConfig, Checkpoints
 from jaxdl.config import ConfigError
 from jaxdl.data import Clicks
-from jaxdl.embedding import ColumnWise, EmbeddingConfig, Replicated
+from jaxdl.embedding import ColumnWise, DataParallel, EmbeddingConfig, Replicated, RowWise, TableRowWise
 from jaxdl.embedding.cache import CacheConfig, SlotPlan, Window
 from jaxdl.evaluation import EvaluationConfig
 from jaxdl.experiment import Experiment
+from jaxdl.files import step_dir
 from jaxdl.mesh import MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
+from jaxdl.run.build import make_plan
 from jaxdl.tasks import Binary
 
 ROWS, SLOTS = 60, 12
@@ -118,6 +125,7 @@ def experiment(cache=None, **changes):
         "embedding": EmbeddingConfig(schemes=(("feature00", ColumnWise()), ("feature01", Replicated()))),
         "mesh": MeshConfig(replica=4, fsdp=2),
         "evaluation": EvaluationConfig(every_steps=10, batch_size=40),
+        "checkpoint": CheckpointConfig(every_steps=8, differential_tables=3),
     }
     found = Experiment(**(values | changes))
     return found if cache is None else found.replaced({"embedding.cache": cache})
@@ -136,21 +144,75 @@ def assert_same_network(workdir, other):
         np.testing.assert_array_equal(rows, two.model_state["tables"][name])
 
 
-def test_a_run_resumes_with_a_cache_and_without_bit_for_bit(whole, tmp_path):
-    run, workdir = whole
-    files = tmp_path / "files"
-    files.mkdir()
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory):
+    """Runs that had a cache for their first half alone, and for their second half alone: a run and its workdir each."""
+    files, runs = tmp_path_factory.mktemp("files"), []
     lru = CacheConfig(fraction=0.1, min_rows=1000, policy="lru", window=3)
-    on_disk = CacheConfig(fraction=0.05, min_rows=5000, folder=str(files))
+    on_disk = CacheConfig(fraction=0.1, min_rows=1000, folder=str(files))
     for first, second in ((lru, None), (None, on_disk)):
-        other = tmp_path / f"{first is None}"
-        jaxdl.train(experiment(first), workdir=other, max_steps=10)
-        again = jaxdl.train(experiment(second), workdir=other)
+        workdir = tmp_path_factory.mktemp("resumed")
+        jaxdl.train(experiment(first), workdir=workdir, max_steps=10)
+        runs.append((jaxdl.train(experiment(second), workdir=workdir), workdir))
+    assert not list(files.iterdir())
+    return runs
+
+
+def test_a_run_resumes_with_a_cache_and_without_bit_for_bit(whole, resumed):
+    run, workdir = whole
+    for again, other in resumed:
         assert again.metrics["loss"] == run.metrics["loss"]
         assert_same_network(workdir, other)
-    assert not list(files.iterdir())
     with pytest.raises(ConfigError, match=r"Use jaxdl.restore\(WORKDIR\)"):
         again.predict({"numbers": np.zeros((1, 13)), "ids": np.zeros((1, 6), int)})
+
+
+def restored_rows(workdir, one):
+    """The rows of each table, and what is kept of them, as a run of the experiment gets them from a checkpoint."""
+    plan = make_plan(one)
+    store = plan.caches.store if plan.caches else None
+    arguments = {"best_metric": "auc", "best_mode": "max", "read_only": True, "form": plan.caches}
+    layout = (store or plan.parts.tables).layout
+    with contextlib.closing(Checkpoints(workdir, one.checkpoint, table_layout=layout, **arguments)) as checkpoints:
+        found = checkpoints.restore(plan.parts.state_spec.abstract(), items=("tables",))
+    assert not found.damaged
+    rows = rows_of_ids(plan.parts.tables, found.state.tables)
+    return rows | {name: store.in_order(name) for name in (store.rows if store else ())}
+
+
+OTHERS = {
+    "same": experiment(CacheConfig(fraction=0.1, min_rows=5000)),
+    "whole": experiment(
+        mesh=MeshConfig(replica=2, fsdp=4),
+        embedding=EmbeddingConfig(scheme=RowWise(), schemes=(("feature00", TableRowWise()),)),
+    ),
+    "cache": experiment(
+        CacheConfig(fraction=0.3, min_rows=4000),
+        mesh=MeshConfig(replica=8, fsdp=1),
+        embedding=EmbeddingConfig(schemes=(("feature00", Replicated()), ("feature0[13]", DataParallel()))),
+    ),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_changed_rows_written_with_a_cache_come_to_any_layout(whole, resumed, other):
+    """The newest checkpoint has the rows that changed; what is there must be the run's own whole tables."""
+    run, (_, workdir) = whole[0], resumed[1]
+    last = step_dir(workdir, 20)
+    assert (last / "changed_rows").exists()
+    assert not (last / "tables").exists()
+    expected = rows_of_ids(run.plan.parts.tables, run.state.tables)
+    jax.tree.map(np.testing.assert_array_equal, restored_rows(workdir, OTHERS[other]), expected)
+
+
+def test_changed_rows_written_with_a_cache_come_to_a_predictor(whole, resumed):
+    run, (_, workdir) = whole[0], resumed[1]
+    alone, like_the_run = jaxdl.restore(workdir), jaxdl.restore(workdir, mesh=run.plan.experiment.mesh)
+    rows = rows_of_ids(alone.parts.tables, {name: {"rows": x} for name, x in alone.model_state["tables"].items()})
+    expected = rows_of_ids(run.plan.parts.tables, run.state.tables)
+    for name, one in rows.items():
+        np.testing.assert_array_equal(one["rows"], expected[name]["rows"])
+    assert like_the_run.evaluate() == run.metrics
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,24 @@ import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
-from test_differential import ONE, assert_is, restored, save, state_of, tables_on
+from test_differential import ONE, assert_is, restored, save, state_of, tables_on, values
 from test_embedding import NUM_IDS, TABLES, mesh_of
 from test_table_cache import experiment
 
-from jaxdl.checkpoint import CheckpointConfig, Checkpoints, Unreadable, Unusable, fingerprint, pieces
+from jaxdl.checkpoint import (
+    CheckpointConfig,
+    Checkpoints,
+    Unreadable,
+    Unusable,
+    fingerprint,
+    pieces,
+    written_rows,
+)
 from jaxdl.checkpoint.fingerprint import as_text, fingerprints, host_fingerprints, text
 from jaxdl.checkpoint.form import Form
-from jaxdl.checkpoint.items import chunk_bytes
 from jaxdl.checkpoint.pieces import StoredRows, Summed
 from jaxdl.checkpoint.stored_tables import aligned, in_memory
+from jaxdl.checkpoint.written_rows import chunk_bytes, chunk_rows
 from jaxdl.embedding import DataParallel, EmbeddingConfig, RowSGD, RowWise, TableRowWise, Tables, TableWise
 from jaxdl.embedding.cache import CacheConfig
 from jaxdl.embedding.places import Moved
@@ -88,7 +96,7 @@ def test_fingerprints_of_pieces_are_those_of_the_whole(shape, monkeypatch):
 def small_pieces(monkeypatch):
     """Pieces, and the chunks that are written, of a few rows."""
     monkeypatch.setattr(pieces, "PIECE_BYTES", 256)
-    monkeypatch.setattr("jaxdl.checkpoint.items.PIECE_BYTES", 256)
+    monkeypatch.setattr("jaxdl.checkpoint.written_rows.PIECE_BYTES", 256)
 
 
 def test_stored_rows_come_in_order(tmp_path, small_pieces):
@@ -107,6 +115,20 @@ def test_stored_rows_come_in_order(tmp_path, small_pieces):
             np.testing.assert_array_equal(last, whole[-len(last) :, 2:5])
 
 
+def test_rows_that_nothing_divides_are_written_in_chunks(tmp_path, small_pieces):
+    """Chunks lie across the borders of shards; TensorStore and Orbax read what was there."""
+    save(tmp_path, [1])
+    for buffer, arrays in values(ONE, 1).items():
+        for what, x in arrays.items():
+            stored = StoredRows(tmp_path / "checkpoints" / "step_1", "tables", f"tables.{buffer}.{what}")
+            height, shard_rows = stored._stored.chunk_layout.read_chunk.shape[0], len(x) // 2
+            row_bytes = 4 * (x.shape[1] // 2 if x.ndim > 1 else 1)
+            assert height == min(256 // row_bytes, shard_rows)
+            assert shard_rows % height or shard_rows == height
+            np.testing.assert_array_equal(np.concatenate([rows for _, rows in stored.pieces(0, len(x))]), x)
+    assert_is(restored(tmp_path), ONE, 1)
+
+
 @pytest.mark.parametrize(("steps", "base"), [([3], ""), ([0, 3], " of step_0")], ids=["whole", "differential"])
 def test_moved_tables_are_checked(tmp_path, small_pieces, monkeypatch, steps, base):
     """Those of a whole checkpoint, and those of the whole one that a differential one needs."""
@@ -123,6 +145,28 @@ def test_moved_tables_are_checked(tmp_path, small_pieces, monkeypatch, steps, ba
     monkeypatch.setattr(StoredRows, "pieces", flipped)
     with pytest.raises(Unreadable, match=rf"the stored values of tables\.tables\.\S+{base} have changed since"):
         restored(tmp_path, other)
+
+
+def test_rows_that_a_disk_refuses_are_a_note(tmp_path, small_pieces, monkeypatch):
+    """The checkpoint before is there, and the next one is written."""
+    write = written_rows._write
+
+    async def full(*args):
+        await write(*args)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    checkpoints = Checkpoints(
+        tmp_path, CheckpointConfig(), best_metric="accuracy", best_mode="max", table_layout=ONE.layout
+    )
+    for step, act in ((1, write), (2, full), (3, write)):
+        monkeypatch.setattr(written_rows, "_write", act)
+        checkpoints.save(state_of(ONE, step), step, evaluated_step=-1, metrics=None)
+        checkpoints.wait()
+    (note,) = checkpoints.take_notes()
+    checkpoints.close()
+    assert note.startswith("the checkpoint of step 2 could not be written: No space left on device")
+    assert checkpoints.steps == [1, 3]
+    assert_is(restored(tmp_path), ONE, 3)
 
 
 def test_no_room_for_a_copy_of_the_tables_is_a_note(tmp_path):
@@ -161,6 +205,14 @@ def test_chunks_divide_the_rows(rows, columns, expected):
     found = chunk_bytes(x)
     assert found == (None if expected is None else expected * columns * 4)
     assert found is None or rows % expected == 0
+
+
+@pytest.mark.parametrize(("processes", "expected"), [(1, 2**20), (2, 10_000_019)])
+def test_one_process_writes_chunks_of_any_height(processes, expected, monkeypatch):
+    """Two must not write the same chunk, so each has its rows in one."""
+    monkeypatch.setattr(jax, "process_count", lambda: processes)
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    assert chunk_rows(jax.ShapeDtypeStruct((10_000_019, 16), "float32", sharding=sharding)) == expected
 
 
 def test_a_workdir_may_have_any_name(tmp_path):

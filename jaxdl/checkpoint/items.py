@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from jaxdl.checkpoint.differential import CHANGED, ChangedHandler
-from jaxdl.checkpoint.fingerprint import PIECE_BYTES
+from jaxdl.checkpoint.written_rows import RowsHandler, chunk_bytes
 from jaxdl.config import ConfigError
 from jaxdl.state import TABLES, TrainState
 
@@ -22,8 +21,6 @@ ITEMS = {
     TABLES: (TABLES,),
 }
 """Item of a checkpoint -> the fields of the train state in it. Prediction reads only `model`."""
-_SMALLER = 64
-"""Chunks may be so many times smaller than asked for."""
 
 
 def to_items(state: TrainState) -> dict[str, dict[str, Any]]:
@@ -58,9 +55,12 @@ def fresh_exchange(abstract: TrainState, make: Callable[[], Any] | None) -> dict
 
 def handlers() -> dict[str, Any]:
     """Orbax's handlers. One replica writes small arrays: dividing them among replicas costs a compilation each."""
-    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=2**20)
-    registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
-    trees = {name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in ITEMS}
+    trees = {}
+    for name in ITEMS:
+        kind = RowsHandler if name == TABLES else ocp.type_handlers.ArrayHandler
+        arrays = kind(min_slice_bytes_for_replica_parallel=2**20)
+        registry = ocp.type_handlers.create_type_handler_registry((jax.Array, arrays))
+        trees[name] = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     return trees | {"meta": ocp.JsonCheckpointHandler(), CHANGED: ChangedHandler()}
 
 
@@ -74,21 +74,6 @@ def save_arguments(items: dict[str, dict[str, Any]]) -> dict[str, Any]:
         chunks = {name: ocp.SaveArgs(chunk_byte_size=chunk_bytes(x)) for name, x in items[TABLES].items()}
         found[TABLES] = ocp.args.PyTreeSave(items[TABLES], save_args=chunks)
     return found
-
-
-def chunk_bytes(x: jax.Array) -> int | None:
-    """The size of the chunks in which rows are written; None for one chunk a shard.
-
-    Orbax makes chunks of equal size, so their rows divide those of a shard. A prime number of rows would be written row
-    by row.
-    """
-    rows, *columns = x.sharding.shard_shape(x.shape)
-    row_bytes = x.dtype.itemsize * math.prod(columns)
-    if tuple(columns) != x.shape[1:] or rows * row_bytes <= PIECE_BYTES:
-        return None
-    most = max(1, PIECE_BYTES // row_bytes)
-    height = next(height for height in range(most, 0, -1) if rows % height == 0)
-    return height * row_bytes if height >= most // _SMALLER else None
 
 
 def read_items(folder: Path, wanted: dict[str, Any], *, partial: bool = False) -> dict[str, Any]:

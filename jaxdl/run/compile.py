@@ -282,8 +282,9 @@ class Programs:
 def program_key(plan: Plan, segment: Segment) -> str:
     """What the compiled steps of a segment depend on. Two runs with equal keys can use the same ones.
 
-    That is all of the experiment but what only the host reads: when to report, save and evaluate, the seed, and how
-    many rollbacks there may be. The length counts where the learning rate or the momentum depends on it.
+    That is all of the experiment but what only the host reads: when to report, save and evaluate, the seed, how many
+    rollbacks there may be, and which rows leave a cache. The length counts where the learning rate or the momentum
+    depends on it.
     """
     experiment, phase = plan.experiment, segment.phase
     config = experiment.model_dump(mode="json", exclude=_NOT_COMPILED)
@@ -304,6 +305,7 @@ def program_key(plan: Plan, segment: Segment) -> str:
 _NOT_COMPILED = {
     **dict.fromkeys(("seed", "epochs", "steps", "phases", "report", "checkpoint", "evaluation", "cluster"), True),
     "guard": {"rollback_after", "max_rollbacks"},
+    "embedding": {"cache": {"policy", "window", "folder"}},
 }
 
 _shared: list[Programs] = []
