@@ -11,7 +11,8 @@ import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError
-from jaxdl.data.columns import check_label_range, label_numbers
+from jaxdl.data.arrow_numbers import Where, label_numbers
+from jaxdl.data.columns import check_label_range
 from jaxdl.data.digits import stratified_split
 from jaxdl.data.image_values import encoded_of, pixels_of
 from jaxdl.data.photo import BadImage
@@ -115,7 +116,7 @@ class InParquet(Data, kind=None):
 
     def _of(self, paths: Sequence[Path]) -> ParquetRows:
         groups = RowGroups(paths, [self.image], self._cache_bytes, others=[self.label])
-        labels = label_numbers(groups.every(self.label), self.label, str(paths[0].parent))
+        labels = label_numbers(groups.every(self.label), Where(str(paths[0].parent), self.label))
         return ParquetRows(groups, labels, np.arange(len(labels)))
 
     @property
