@@ -10,6 +10,7 @@ import pyarrow
 import pyarrow.parquet as parquet
 import pytest
 from flax import nnx
+from mistakes import refusal
 from PIL import Image
 from runs import ROOT
 
@@ -64,7 +65,8 @@ def test_rows_are_found_by_number(numbers):
     chosen = np.random.default_rng(0).integers(0, 37, 100)
     assert groups.read(chosen).column(0).to_pylist() == chosen.tolist()
     assert groups.read(np.zeros(0, np.int64)).num_rows == 0
-    assert groups.every("label").to_pylist() == [x % 3 for x in range(37)]
+    labels = {path.name: column.to_pylist() for path, column in groups.every("label")}
+    assert labels == {"part-0.parquet": [x % 3 for x in range(25)], "part-1.parquet": [x % 3 for x in range(25, 37)]}
     assert groups.name(30).endswith("part-1.parquet, row 5")
 
 
@@ -273,6 +275,11 @@ def test_the_three_forms_of_an_image():
         (b"", "no bytes"),
         (b"no image", "cannot be read"),
         ({"data": b""}, "no field 'height'"),
+        ({"height": None, "width": 1, "mode": 0, "data": b"1"}, "some are null"),
+        ({"height": 1, "width": 1, "mode": 0, "data": None}, "some are null"),
+        ({"height": -1, "width": -1, "mode": 0, "data": b"1"}, "it is -1 x -1"),
+        ([[], []], "have no numbers"),
+        ([[1.0, float("nan")]], "no grey levels"),
         ({"height": 1, "width": 1, "mode": 5, "data": b"1"}, "mode is 5"),
         ({"height": 1, "width": 2, "mode": 0, "data": b"1"}, "1 bytes, not 1 x 2 x 1"),
         ([[1, 2], [3]], "no \\[height, width\\]"),
@@ -291,6 +298,85 @@ def test_images_of_other_sizes_are_one_message(tmp_path):
         ParquetImages(train=(path,), test=(path,), image="picture").build()
     with pytest.raises(ConfigError, match=r"no column 'image'; it has picture, label"):
         ParquetImages(train=(path,)).build()
+
+
+def damaged(path, columns, group):
+    """A Parquet file whose row group has the head of its first page of images overwritten."""
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=4, compression="none", use_dictionary=False)
+    at = parquet.ParquetFile(path).metadata.row_group(group).column(0).data_page_offset
+    content = bytearray(path.read_bytes())
+    content[at : at + 16] = b"\xff" * 16
+    path.write_bytes(content)
+
+
+def read_all(path, kind):
+    """Builds the data, and reads every image once."""
+    if kind is ParquetImages:
+        splits = ParquetImages(train=(str(path),), test=(str(path),), memory_bytes=0).build()
+    else:
+        splits = ParquetPhotos(
+            train=(str(path),), test=(str(path),), photos=Photos(size=16, workers=0, max_bad=0)
+        ).build()
+    try:
+        splits.train.batch(np.arange(len(splits.train)))
+    finally:
+        splits.train.close()
+
+
+IMAGES, LABELS = [png(np.full((16, 16, 3), x, np.uint8)) for x in range(12)], [0, 1] * 6
+GROUP = r"damaged\.parquet: it cannot be read in rows 4 to 7, its row group 1 \(.*\)\. Make it again"
+
+
+@pytest.mark.parametrize("kind", [ParquetImages, ParquetPhotos])
+@pytest.mark.parametrize(
+    ("columns", "damage", "problem"),
+    [
+        ({"image": [*IMAGES[:7], b"no", *IMAGES[8:]], "label": LABELS}, None, r"damaged\.parquet, row 7: .*cannot"),
+        ({"image": [*IMAGES[:7], None, *IMAGES[8:]], "label": LABELS}, None, r"damaged\.parquet, row 7: .*null"),
+        ({"image": [1] * 12, "label": LABELS}, None, r"damaged\.parquet: column 'image' holds int64, not images\."),
+        ({"image": IMAGES, "label": [*LABELS[1:], 0.5]}, None, r"damaged.*: the label 'label' is 0\.5 in row 11\."),
+        ({"image": IMAGES, "label": LABELS}, 0, GROUP),
+        ({"image": IMAGES, "label": LABELS}, 1, r"damaged\.parquet: it cannot be read in its column 'label' \("),
+        ({"image": IMAGES, "label": LABELS}, "end", r"damaged\.parquet: it cannot be read as a Parquet file"),
+    ],
+)  # fmt: skip
+def test_damage_is_one_message_with_file_and_row(kind, columns, damage, problem, tmp_path):
+    """`damage` is a column whose page in the second row group is overwritten; "end" cuts off the end of the file."""
+    path = tmp_path / "damaged.parquet"
+    parquet.write_table(pyarrow.table(columns), path, row_group_size=4, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    if damage == "end":
+        content = content[:-20]
+    elif damage is not None:
+        at = parquet.ParquetFile(path).metadata.row_group(1).column(damage).data_page_offset
+        content[at : at + 16] = b"\xff" * 16
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=problem) as error:
+        read_all(path, kind)
+    assert "\n" not in str(error.value)
+
+
+def test_a_damaged_file_ends_the_command_with_code_2(tmp_path, capsys):
+    path = write(tmp_path / "a.parquet", {"image": ["a.png"] * 4, "label": [0, 1] * 2})
+    for kind in ("parquet_images", "parquet_photos"):
+        message = refusal(
+            capsys, "--config", "digits", "--data", kind, "--data.train", path, "--workdir", tmp_path / kind
+        )
+        assert "a.parquet: column 'image' holds string, not images." in message
+
+
+def test_files_whose_columns_differ_in_type(tmp_path):
+    """As writers differ in binary and large_binary; a struct beside them is a message."""
+    write(tmp_path / "a.parquet", {"image": pyarrow.array(IMAGES, pyarrow.binary()), "label": LABELS})
+    write(tmp_path / "b.parquet", {"image": pyarrow.array(IMAGES, pyarrow.large_binary()), "label": [1.0, 0.0] * 6})
+    made = ParquetImages(train=(f"{tmp_path}/*.parquet",), test=(f"{tmp_path}/a.parquet",), memory_bytes=0).build()
+    batch = made.train.batch(np.array([1, 14]))
+    assert (batch["image"][:, 0, 0, 0].tolist(), batch["label"].tolist()) == ([1, 2], [1, 1])
+    rows = [spark_row(np.zeros((16, 16, 3), np.uint8))] * 12
+    write(tmp_path / "c.parquet", {"image": rows, "label": LABELS})
+    mixed = ParquetImages(train=(f"{tmp_path}/*.parquet",), test=(f"{tmp_path}/a.parquet",), memory_bytes=0)
+    with pytest.raises(ConfigError, match="its files differ in the types of columns"):
+        mixed.build().train.batch(np.array([1, 30]))
 
 
 def test_photographs_are_cropped_as_the_config_says(tmp_path):

@@ -1,4 +1,4 @@
-"""Columns of Arrow as what a network reads: float32 features, and class numbers. No digit of an integer is lost unsaid."""
+"""Columns of Arrow as what a network reads: float32 features, and class numbers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def feature_numbers(column: Any, where: Where) -> np.ndarray:
     import pyarrow.compute as compute
 
     if not holds_numbers(column.type):
-        raise ConfigError(f"{where.table}: column {where.column!r} holds {column.type}, not numbers. "
-                          f"{_advice(column.type)}")  # fmt: skip
+        advice = _advice(column.type)
+        raise ConfigError(f"{where.table}: column {where.column!r} holds {column.type}, not numbers. {advice}")
     found, lengths, first = [], set(), where.first
     for chunk in getattr(column, "chunks", [column]):
         here = _replaced(where, first, 1)
@@ -55,8 +55,10 @@ def feature_numbers(column: Any, where: Where) -> np.ndarray:
         if _is_list(chunk.type) and len(chunk):
             lengths.update(compute.unique(compute.list_value_length(chunk)).to_pylist())
             if len(lengths) > 1 or 0 in lengths:
-                raise ConfigError(f"{where.table}: the lists of {where.column!r} have {_shown(sorted(lengths))} numbers. "
-                                  "All must have as many.")  # fmt: skip
+                shown = _shown(sorted(lengths))
+                raise ConfigError(
+                    f"{where.table}: the lists of {where.column!r} have {shown} numbers. All must have as many."
+                )
             here, flat = _replaced(where, first, *lengths), chunk.flatten()
             _check_null(flat, here, "has a null")
             found.append(_float32(flat, here).reshape(len(chunk), -1))
@@ -97,8 +99,10 @@ def label_numbers(column: Any, where: Where) -> np.ndarray:
             raise where.error(wrong, lambda place: f"is {given[place]}", advice, what) from None
     values = column.to_numpy(zero_copy_only=False)
     if values.dtype.kind not in "iufb":
-        raise ConfigError(f"{where.table}: the label {where.column!r} holds {column.type}, not whole numbers. Number the "
-                          "classes from 0; in Spark StringIndexer does it.")  # fmt: skip
+        raise ConfigError(
+            f"{where.table}: the label {where.column!r} holds {column.type}, not whole numbers. Number the classes "
+            "from 0; in Spark StringIndexer does it."
+        )
     wrong = (values < 0) | (values > _LARGEST_LABEL)
     if values.dtype.kind == "f":
         wrong |= ~np.isfinite(values) | (values != np.floor(values))
@@ -116,7 +120,7 @@ def check_exact(values: np.ndarray, where: Where) -> None:
 def _check_size(beyond: np.ndarray, where: Where, value: Callable[[int], Any]) -> None:
     if beyond.any():
         advice = (
-            f"; the network reads float32, which is exact up to {EXACT_WHOLE}. Scale it (divide it, subtract a number), "
+            f"; the network reads float32, exact up to {EXACT_WHOLE}. Scale it (divide, subtract a number), "
             "store it as floating point if 7 digits are enough, or leave it out: an id is no quantity."
         )
         raise where.error(beyond, lambda place: f"has the integer {value(place)}", advice)

@@ -14,7 +14,7 @@ from jaxdl.config import ConfigError
 from jaxdl.data.arrow_numbers import Where, label_numbers
 from jaxdl.data.columns import check_label_range
 from jaxdl.data.digits import stratified_split
-from jaxdl.data.image_values import encoded_of, pixels_of
+from jaxdl.data.image_values import encoded_of, holds_images, pixels_of
 from jaxdl.data.photo import BadImage
 from jaxdl.data.photos import Photos
 from jaxdl.data.records import BadRecord, Records
@@ -58,14 +58,11 @@ class ParquetRows:
         return self.groups.name(int(self.rows[index]))
 
     def encoded(self, index: int) -> bytes:
-        """The image of an example as a file. Raises BadImage, OSError."""
+        """The image of an example as a file. Raises BadImage, and ConfigError for a file that cannot be read."""
         return encoded_of(self._values(np.array([index]))[0])
 
     def _values(self, indices: np.ndarray) -> list[object]:
-        try:
-            return self.groups.read(self.rows[indices]).column(0).to_pylist()
-        except OSError as error:
-            raise ConfigError(f"{self.groups.paths[0].parent}: its files cannot be read any more ({error}).") from None
+        return self.groups.read(self.rows[indices]).column(0).to_pylist()
 
     @property
     def content(self) -> str:
@@ -116,8 +113,14 @@ class InParquet(Data, kind=None):
 
     def _of(self, paths: Sequence[Path]) -> ParquetRows:
         groups = RowGroups(paths, [self.image], self._cache_bytes, others=[self.label])
-        labels = label_numbers(groups.every(self.label), Where(str(paths[0].parent), self.label))
-        return ParquetRows(groups, labels, np.arange(len(labels)))
+        for path, kind in groups.types(self.image):
+            if not holds_images(kind):
+                raise ConfigError(
+                    f"{path}: column {self.image!r} holds {kind}, not images. Give files (PNG, JPEG...) as binary, "
+                    "Spark's image rows, or lists of lists of grey levels."
+                )
+        labels = [label_numbers(column, Where(str(path), self.label)) for path, column in groups.every(self.label)]
+        return ParquetRows(groups, np.concatenate(labels), np.arange(len(groups)))
 
     @property
     def _cache_bytes(self) -> int:

@@ -56,8 +56,8 @@ class PartitionWriter:
     def write(self, batches: Iterator[Any]) -> list[Written]:
         """Writes batches of `pyarrow.RecordBatch`: the features, then `LABEL` (numbers), then `HELD_OUT` (booleans).
 
-        Raises ConfigError for a label that is no whole number from 0, a feature that a network cannot read (a null, NaN, an
-        integer beyond 2^24), and a folder that cannot be written.
+        Raises ConfigError for a label that is no whole number from 0, a feature that a network cannot read (a null,
+        NaN, an integer beyond 2^24), and a folder that cannot be written.
         """
         try:
             for batch in batches:
