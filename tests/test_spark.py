@@ -26,9 +26,12 @@ from jaxdl.files import SUMMARY_FILE
 
 pytest.importorskip("pyspark", reason="needs pyspark and Java: pip install 'jaxdl[spark]'")
 
+from pyspark.errors import PythonException
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import LogisticRegression
+from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.feature import StringIndexer, VectorAssembler
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
@@ -233,6 +236,82 @@ def test_a_table_of_columns_and_of_vectors(place, spark):
     scores = [one.transform(rows).agg(F.avg((F.col("prediction") == F.col("y")).cast("double"))).first()[0]
               for one, rows in ((columns, frame), (model, vectors))]  # fmt: skip
     assert scores[0] == scores[1] > 0.9
+
+
+def test_every_parameter_has_a_setter_and_a_getter(place):
+    given = {"featuresCol": ["a", "b"], "overrides": {"epochs": 2}, "workdirPerFit": True, "pool": False}
+    for made in (JaxdlClassifier(), JaxdlClassifierModel(), JaxdlFeaturizer()):
+        for param in made.params:
+            name = param.name[0].upper() + param.name[1:]
+            numbers = param.name in ("batchSize", "numProcesses", "gpusPerProcess", "rowGroupRows")
+            value = given.get(param.name, 3 if numbers else "other")
+            assert getattr(made, f"set{name}")(value) is made
+            assert getattr(made, f"get{name}")() == value
+            assert f"current: {value}" in made.explainParam(param)
+
+
+@pytest.fixture(scope="module")
+def points(spark):
+    """300 rows of 3 numbers; the class says whether their sum is positive."""
+    x = np.random.default_rng(0).normal(size=(300, 3))
+    rows = [(*map(float, row), int(row.sum() > 0)) for row in x]
+    return spark.createDataFrame(rows, "a double, b double, c double, kind int").coalesce(1).cache()
+
+
+def test_settings_are_tuned_as_those_of_sparks_estimators(place, points):
+    workdir = place / "tuned"
+    changes = {"batch_size": 32, "epochs": 2, "schedule.warmup_epochs": 1, "report.curves": False}
+    clf = JaxdlClassifier(config=f"{ROOT}/configs/tabular_mlp.py:logistic", workdir=str(workdir))
+    clf.setFeaturesCol(["a", "b", "c"]).setLabelCol("kind")
+    grid = ParamGridBuilder().addGrid(
+        clf.overrides, [changes | {"optimizer.learning_rate": rate} for rate in (1e-9, 0.5)]
+    )
+    loss = MulticlassClassificationEvaluator(labelCol="kind", metricName="logLoss")
+    found = TrainValidationSplit(estimator=clf, estimatorParamMaps=grid.build(), evaluator=loss, seed=1).fit(points)
+    assert found.validationMetrics[0] == pytest.approx(np.log(2), abs=1e-3)
+    assert found.validationMetrics[1] < 0.5
+    assert found.bestModel.getWorkdir() == str(workdir), "the best one is trained on all rows"
+    fits = {one.name: one for one in (workdir / "fits").iterdir()}
+    rates = {json.loads((one / "config.json").read_text())["optimizer"]["learning_rate"] for one in fits.values()}
+    assert rates == {1e-9, 0.5}
+    again = clf.fit(points, [grid.build()[1] | {clf.workdir: str(workdir)}])
+    assert again[0].metrics == found.bestModel.metrics, "a workdir in the parameter map is that of the fit"
+
+    scored = found.bestModel.transform(points)
+    rows = scored.collect()
+    probability = np.array([row.probability.toArray() for row in rows])
+    assert probability.shape == (300, found.bestModel.numClasses) == (300, 2)
+    chosen = [p[row.kind] for p, row in zip(probability, rows, strict=True)]
+    np.testing.assert_allclose(loss.evaluate(scored), -np.mean(np.log(chosen)), rtol=1e-9)
+    accuracy = MulticlassClassificationEvaluator(labelCol="kind", metricName="accuracy").evaluate(scored)
+    assert accuracy == np.mean([row.prediction == row.kind for row in rows]) > 0.9
+    assert BinaryClassificationEvaluator(labelCol="kind").evaluate(scored) > 0.95
+
+    clf.setWorkdir(str(place / "crossed")).setWorkdirPerFit(True)
+    pipeline = Pipeline(stages=[clf])
+    maps = [{clf.overrides: changes | {"optimizer.learning_rate": 0.5}}]
+    crossed = CrossValidator(estimator=pipeline, estimatorParamMaps=maps, evaluator=loss, numFolds=2).fit(points)
+    assert crossed.avgMetrics[0] < 0.5
+    assert len([*(place / "crossed" / "fits").iterdir()]) == 3, "two folds, and all rows"
+
+
+def test_scoring_no_rows_and_nulls(fitted, place, digits, points):
+    model = fitted.stages[-1]
+    none = model.transform(digits.limit(0).withColumn("label", F.lit(0.0)))
+    assert none.columns[-3:] == ["rawPrediction", "probability", "prediction"]
+    assert none.collect() == []
+    with pytest.raises(PythonException, match=r"featuresCol: a row has null\. Fill it, or drop such rows"):
+        model.transform(digits.limit(1).withColumn("image", F.lit(None).cast("binary"))).collect()
+    table = JaxdlClassifierModel(workdir=str(place / "tuned"), featuresCol=["a", "b", "c"])
+    assert table.transform(points.limit(0)).collect() == []
+    with pytest.raises(PythonException, match=r"featuresCol: column 'b' is null in a row\. Fill it"):
+        table.transform(points.limit(1).withColumn("b", F.lit(None).cast("double"))).collect()
+    decimals = points.limit(5).select(*(F.col(name).cast("decimal(12,6)") for name in "abc"))
+    np.testing.assert_allclose(
+        [row.probability.toArray() for row in table.transform(decimals).collect()],
+        [row.probability.toArray() for row in table.transform(points.limit(5)).collect()],
+        atol=1e-5,
+    )
 
 
 @pytest.mark.parametrize(

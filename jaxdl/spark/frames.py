@@ -187,6 +187,9 @@ def _kept(partial: Path, folder: Path, written: Sequence[Written], names: Sequen
     digests = [sum(one.digest for one in written if one.split == split) % 2**64 for split in SPLITS]
     known = hashlib.blake2b(repr((list(names), digests, group_rows)).encode(), digest_size=8)
     target = folder / f"rows-{known.hexdigest()}"
-    if not target.exists():
+    try:
         partial.rename(target)
+    except OSError:  # It is there: from an earlier fit, or one beside this.
+        if not target.exists():
+            raise
     return target
