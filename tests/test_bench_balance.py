@@ -1,6 +1,7 @@
 """`bench balance`: operations by formula, the test before the times, doubling, rows, thresholds, and whole runs."""
 
 import dataclasses
+import functools
 import io
 import json
 import sys
@@ -15,7 +16,7 @@ from runs import Started
 
 from jaxdl.bench import balance
 from jaxdl.bench.__main__ import main
-from jaxdl.bench.balance_check import check_all
+from jaxdl.bench.balance_check import check_all, rounding
 from jaxdl.bench.balance_report import LOCAL, SUM, figure, ideal, make_row, of_set, sets_table
 from jaxdl.bench.balance_run import Clock, Side, Times, check_silent, doubled, measure
 from jaxdl.bench.balance_thresholds import check_about, compared, of_rows, parse_thresholds
@@ -175,9 +176,65 @@ class Deaf:
         return mean, state, metrics
 
 
-def checked(exchanges, replicas=2, inner=1):
+@dataclasses.dataclass(frozen=True)
+class Weighted:
+    """The gradients of replica 3 count `factor` times."""
+
+    inside: object
+    factor: float
+
+    def init(self, grads):
+        return self.inside.init(grads)
+
+    def update(self, grads, state, *, axis, key):
+        factor = jax.numpy.where(jax.lax.axis_index(axis) == 3, self.factor, 1.0)
+        return self.inside.update(jax.tree.map(lambda x: factor * x, grads), state, axis=axis, key=key)
+
+
+class Missing(Dense, kind=None):
+    """Wrong: the part of one replica is missing."""
+
+    def undelayed(self, layout):
+        return Weighted(super().undelayed(layout), 0.0)
+
+
+class Twice(Dense, kind=None):
+    """Wrong: the part of one replica counts twice."""
+
+    def undelayed(self, layout):
+        return Weighted(super().undelayed(layout), 2.0)
+
+
+class OneLess(Dense, kind=None):
+    """Wrong: the sum over 8 replicas is divided by 7."""
+
+    def undelayed(self, layout):
+        return Scaled(super().undelayed(layout), 8 / 7)
+
+
+class MissingTopK(TopK, kind=None):
+    """Wrong on devices alone: what one replica sends is lost."""
+
+    def undelayed(self, layout):
+        return Lost(super().undelayed(layout))
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    inside: object
+
+    def init(self, grads):
+        return self.inside.init(grads)
+
+    def update(self, grads, state, *, axis, key):
+        if axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying:  # On devices, not under vmap.
+            return Weighted(self.inside, 0.0).update(grads, state, axis=axis, key=key)
+        return self.inside.update(grads, state, axis=axis, key=key)
+
+
+def checked(exchanges, replicas=2, inner=1, precision="float32"):
     clock = Clock(make_mesh(MeshConfig(replica=replicas, fsdp=inner), jax.devices()[: replicas * inner]))
-    sizes = {"replicas": replicas, "inner": inner, "precision": "float32"}
+    sizes = {"replicas": replicas, "inner": inner, "precision": precision}
     return check_all(block("tiny"), exchanges, **sizes, clock=clock)
 
 
@@ -194,10 +251,44 @@ def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
     failed = {(one.name, one.reference) for one in found if not one.fine}
     assert failed == {
         ("sum", "one device"),
+        ("sum", "first change of one device"),
         ("scaled", "means and residuals"),
         ("deaf", "emulated on one device"),
+        ("deaf", "first change, emulated"),
         ("lossy", "means"),
     }
+
+
+@pytest.mark.parametrize(
+    ("precision", "right", "wrong"),
+    [
+        ("float32", {"bf16": Dense(wire_dtype="bfloat16"), "f16": Dense(wire_dtype="float16")},
+         {"missing": Missing(wire_dtype="bfloat16"), "twice": Twice(wire_dtype="float16"), "missing32": Missing()}),
+        ("bfloat16", {"f32": Dense(), "bf16": Dense(wire_dtype="bfloat16"), "topk": TopK(min_elements=64)},
+         {"missing": Missing(), "twice": Twice(wire_dtype="bfloat16"), "less": OneLess(),
+          "lost": MissingTopK(min_elements=64)}),
+    ],
+    ids=["computed in float32", "in bfloat16"],
+)  # fmt: skip
+def test_one_replica_of_eight_that_is_missing_or_counts_twice_is_found_in_every_dtype(precision, right, wrong):
+    found = checked(right | wrong, replicas=8, precision=precision)
+    assert {one.name for one in found if not one.fine} == set(wrong)
+    losses = [one for one in found if one.name == "missing" and one.reference == "one device"]
+    assert losses[0].fine, "the losses of a few steps would not tell"
+
+
+def test_what_rounding_may_do():
+    """Sums of random parts in 16 bits, one after the other, are within the bound; with one part less they are not."""
+    random = np.random.default_rng(0)
+    for count, mean in ((4, 1.0), (8, 0.0), (16, 1.0), (32, 0.0)):
+        parts = jax.numpy.asarray(random.normal(mean, 1, (count, 50_000)), "float32")
+        exact = np.asarray(parts, np.float64).mean(0)
+        size = np.linalg.norm(np.abs(np.asarray(parts, np.float64)).mean(0))
+        for dtype in ("bfloat16", "float16"):
+            total = functools.reduce(lambda a, b: a + b, list(parts.astype(dtype)))
+            bound = rounding(Dense(wire_dtype=dtype), "float32", count)
+            assert np.linalg.norm(np.asarray(total, np.float64) / count - exact) < bound * size
+            assert np.linalg.norm(np.asarray(parts[:-1], np.float64).sum(0) / count - exact) > bound * size
 
 
 def test_a_local_step_sends_nothing_and_others_are_told_apart():
