@@ -16,11 +16,12 @@ from runs import ROOT
 
 import jaxdl
 from jaxdl.config import ConfigError
-from jaxdl.data import Digits, ParquetImages, ParquetPhotos, Tabular, spec_from_json, spec_to_json
+from jaxdl.data import Cache, Digits, ParquetImages, ParquetPhotos, Tabular, spec_from_json, spec_to_json
 from jaxdl.data.image_values import as_evaluated, encoded_of, pixels_of
 from jaxdl.data.photo import BadImage
 from jaxdl.data.photos import Photos
 from jaxdl.data.row_groups import RowGroups
+from jaxdl.data.source import TrainRows
 from jaxdl.models.features import layer_output
 
 
@@ -394,6 +395,86 @@ def test_photographs_are_cropped_as_the_config_says(tmp_path):
     finally:
         splits.train.close()
         splits.test.close()
+
+
+# How often row groups are read
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The row groups that were decoded, in their order."""
+    found, read = [], parquet.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        parquet.ParquetFile,
+        "read_row_group",
+        lambda file, group, **options: found.append(group) or read(file, group, **options),
+    )
+    return found
+
+
+def epochs_of(splits, seed=0):
+    """The images and labels of two epochs, in batches of 32."""
+    source, rows = splits.train, []
+    order = source.order(seed)
+    try:
+        for start in range(0, 2 * len(source), 32):
+            indices, epochs = order.rows(start, 32)
+            [batch] = source.train_batches(iter([TrainRows(indices, epochs, seed)]))
+            rows.append({name: values.copy() for name, values in batch.items()})
+    finally:
+        source.close()
+    return {name: np.concatenate([one[name] for one in rows]) for name in ("image", "label")}
+
+
+@pytest.mark.parametrize("form", ["pixels", "encoded"])
+def test_with_a_cache_each_row_group_is_read_once(form, tmp_path, monkeypatch, reads):
+    random = np.random.default_rng(0)
+    images = [png(random.integers(0, 256, (20, 24, 3), np.uint8)) for _ in range(128)]
+    path = write(tmp_path / "a.parquet", {"image": images, "label": [x % 4 for x in range(128)]}, group=16)
+    monkeypatch.setattr("jaxdl.data.parquet.CACHE_BYTES", 0)
+
+    def built(**cache):
+        photos = Photos(size=16, workers=0, cache=Cache(form=form, short_side=20, **cache))
+        made, told = ParquetPhotos(train=(path,), test=(path,), photos=photos).build(), []
+        made.train.on_warning(told.append)
+        made.test.on_warning(told.append)
+        reads.clear()
+        return made, told
+
+    plain, told = built()
+    assert len(told) == 1
+    assert "row group, here of up to 16 images, and that again for each of them" in told[0]
+    assert "Set --data.photos.cache.disk" in told[0]
+    expected, count = epochs_of(plain), len(reads)
+    assert count > 200, "of 2 epochs of 128 images"
+    cached, told = built(disk=str(tmp_path / "cache"), disk_bytes=2**24)
+    found = epochs_of(cached)
+    assert told == []
+    assert sorted(reads) == list(range(8))
+    np.testing.assert_array_equal(found["label"], expected["label"])
+    if form == "encoded":
+        np.testing.assert_array_equal(found["image"], expected["image"])
+
+
+def test_large_row_groups_are_one_warning(tmp_path, monkeypatch, reads):
+    images = [png(np.full((8, 8, 3), x, np.uint8)) for x in range(130)]
+    path = write(tmp_path / "a.parquet", {"image": images, "label": [0, 1] * 65}, group=65)
+    monkeypatch.setattr("jaxdl.data.parquet.CACHE_BYTES", 0)
+    cache = Cache(disk=str(tmp_path / "cache"), disk_bytes=2**20, short_side=8)
+    made = ParquetPhotos(train=(path,), test=(path,), photos=Photos(size=8, workers=0, cache=cache)).build()
+    assert made.train.pipeline.records[0].beside(3) == []
+    told = []
+    made.train.on_warning(told.append)
+    made.test.on_warning(told.append)
+    assert len(told) == 1
+    assert told[0].endswith("Write smaller row groups, of 64 images or fewer.")
+    made = ParquetImages(train=(path,), test=(path,), memory_bytes=1000).build()
+    told.clear()
+    made.train.on_warning(told.append)
+    assert "--data.memory-bytes 1,000. Raise it, or write smaller row groups." in told[0]
+    made = ParquetImages(train=(path,), test=(path,), memory_bytes=24_000).build()
+    made.train.on_warning(told.append)
+    assert len(told) == 1, "the files fit, the pixels do not"
 
 
 # Features of a layer

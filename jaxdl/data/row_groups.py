@@ -59,10 +59,10 @@ class RowGroups:
         others: Sequence[str] = (),
     ) -> None:
         """Raises ConfigError for a file that is no Parquet file, or lacks one of the columns or of `others`."""
-        self.paths, self.columns, self._cache_bytes = list(paths), list(columns), cache_bytes
+        self.paths, self.columns, self.cache_bytes = list(paths), list(columns), cache_bytes
         self._places: list[tuple[int, int]] = []
         self._types: list[dict[str, Any]] = []
-        counts = []
+        counts, sizes = [], []
         for number, path in enumerate(self.paths):
             file = opened(path)
             with reading(path, "as a Parquet file", "Make it again."):
@@ -71,8 +71,18 @@ class RowGroups:
             self._types.append({name: schema.field(name).type for name in columns})
             for group in range(file.metadata.num_row_groups):
                 self._places.append((number, group))
-                counts.append(file.metadata.row_group(group).num_rows)
+                found = file.metadata.row_group(group)
+                counts.append(found.num_rows)
+                parts = [found.column(place) for place in range(found.num_columns)]
+                names = [part.path_in_schema.partition(".")[0] for part in parts]
+                sizes += [
+                    part.total_uncompressed_size for part, name in zip(parts, names, strict=True) if name in columns
+                ]
         self._starts = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))])
+        self.most_rows = max(counts, default=0)
+        """Rows of the largest row group."""
+        self.is_kept = sum(sizes) <= cache_bytes
+        """Whether the cache keeps all row groups, so that a reader reads each once."""
         self._prepare()
 
     def _prepare(self) -> None:
@@ -99,6 +109,11 @@ class RowGroups:
         """(row group, row in it) of rows by number: int64 [row] each; row groups are counted over all files."""
         groups = np.searchsorted(self._starts, indices, side="right") - 1
         return groups, indices - self._starts[groups]
+
+    def rows_beside(self, index: int) -> range:
+        """The numbers of the rows of the row group of a row."""
+        [group], _ = self.placed(np.array([index]))
+        return range(int(self._starts[group]), int(self._starts[group + 1]))
 
     def name(self, index: int) -> str:
         """The file of a row and its number in the file, for messages."""
@@ -155,7 +170,7 @@ class RowGroups:
             with reading(self.paths[number], f"in rows {first} to {last}, its row group {inner}", "Make it again."):
                 table = self._files[number].read_row_group(inner, columns=self.columns, use_threads=False)
             self._kept[group] = table
-            while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > self._cache_bytes:
+            while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > self.cache_bytes:
                 self._kept.popitem(last=False)
             return table
 
