@@ -258,23 +258,27 @@ def points(spark):
     return spark.createDataFrame(rows, "a double, b double, c double, kind int").coalesce(1).cache()
 
 
-def test_settings_are_tuned_as_those_of_sparks_estimators(place, points):
-    workdir = place / "tuned"
+@pytest.fixture(scope="module")
+def tuned(place, points):
+    """(estimator, parameter maps, evaluator, what TrainValidationSplit found)."""
     changes = {"batch_size": 32, "epochs": 2, "schedule.warmup_epochs": 1, "report.curves": False}
-    clf = JaxdlClassifier(config=f"{ROOT}/configs/tabular_mlp.py:logistic", workdir=str(workdir))
+    clf = JaxdlClassifier(config=f"{ROOT}/configs/tabular_mlp.py:logistic", workdir=str(place / "tuned"))
     clf.setFeaturesCol(["a", "b", "c"]).setLabelCol("kind")
-    grid = ParamGridBuilder().addGrid(
-        clf.overrides, [changes | {"optimizer.learning_rate": rate} for rate in (1e-9, 0.5)]
-    )
+    every = [changes | {"optimizer.learning_rate": rate} for rate in (1e-9, 0.5)]
+    maps = ParamGridBuilder().addGrid(clf.overrides, every).build()
     loss = MulticlassClassificationEvaluator(labelCol="kind", metricName="logLoss")
-    found = TrainValidationSplit(estimator=clf, estimatorParamMaps=grid.build(), evaluator=loss, seed=1).fit(points)
+    return clf, maps, loss, TrainValidationSplit(estimator=clf, estimatorParamMaps=maps, evaluator=loss).fit(points)
+
+
+def test_settings_are_tuned_as_those_of_sparks_estimators(tuned, place, points):
+    (clf, maps, loss, found), workdir = tuned, place / "tuned"
     assert found.validationMetrics[0] == pytest.approx(np.log(2), abs=1e-3)
     assert found.validationMetrics[1] < 0.5
     assert found.bestModel.getWorkdir() == str(workdir), "the best one is trained on all rows"
     fits = {one.name: one for one in (workdir / "fits").iterdir()}
     rates = {json.loads((one / "config.json").read_text())["optimizer"]["learning_rate"] for one in fits.values()}
     assert rates == {1e-9, 0.5}
-    again = clf.fit(points, [grid.build()[1] | {clf.workdir: str(workdir)}])
+    again = clf.fit(points, [maps[1] | {clf.workdir: str(workdir)}])
     assert again[0].metrics == found.bestModel.metrics, "a workdir in the parameter map is that of the fit"
 
     scored = found.bestModel.transform(points)
@@ -287,22 +291,20 @@ def test_settings_are_tuned_as_those_of_sparks_estimators(place, points):
     assert accuracy == np.mean([row.prediction == row.kind for row in rows]) > 0.9
     assert BinaryClassificationEvaluator(labelCol="kind").evaluate(scored) > 0.95
 
-    clf.setWorkdir(str(place / "crossed")).setWorkdirPerFit(True)
-    pipeline = Pipeline(stages=[clf])
-    maps = [{clf.overrides: changes | {"optimizer.learning_rate": 0.5}}]
-    crossed = CrossValidator(estimator=pipeline, estimatorParamMaps=maps, evaluator=loss, numFolds=2).fit(points)
+    pipeline = Pipeline(stages=[clf.copy().setWorkdir(str(place / "crossed")).setWorkdirPerFit(True)])
+    crossed = CrossValidator(estimator=pipeline, estimatorParamMaps=maps[1:], evaluator=loss, numFolds=2).fit(points)
     assert crossed.avgMetrics[0] < 0.5
     assert len([*(place / "crossed" / "fits").iterdir()]) == 3, "two folds, and all rows"
 
 
-def test_scoring_no_rows_and_nulls(fitted, place, digits, points):
+def test_scoring_no_rows_and_nulls(fitted, tuned, digits, points):
     model = fitted.stages[-1]
     none = model.transform(digits.limit(0).withColumn("label", F.lit(0.0)))
     assert none.columns[-3:] == ["rawPrediction", "probability", "prediction"]
     assert none.collect() == []
     with pytest.raises(PythonException, match=r"featuresCol: a row has null\. Fill it, or drop such rows"):
         model.transform(digits.limit(1).withColumn("image", F.lit(None).cast("binary"))).collect()
-    table = JaxdlClassifierModel(workdir=str(place / "tuned"), featuresCol=["a", "b", "c"])
+    table = tuned[-1].bestModel
     assert table.transform(points.limit(0)).collect() == []
     with pytest.raises(PythonException, match=r"featuresCol: column 'b' is null in a row\. Fill it"):
         table.transform(points.limit(1).withColumn("b", F.lit(None).cast("double"))).collect()
