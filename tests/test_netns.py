@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from jaxdl.config import ConfigError
-from jaxdl.launch import Network, clean_up_stale, netns
+from jaxdl.launch import Network, clean_up_stale, netns, processors
 
 ROOT = Path(__file__).parent.parent
 LONG_SEC = 30.0
@@ -184,6 +184,29 @@ def test_the_rate_holds_and_can_be_changed():
         network.set_rate(None)
         [rate] = transfer(network, [0], 1, seconds=0.3)
         assert rate > 100e6
+
+
+@needs_namespaces
+def test_a_host_has_its_share_of_the_processor():
+    if not processors.can_limit():
+        pytest.skip("this machine lets nobody make control groups")
+    code = """
+import time
+start, end = time.process_time(), time.monotonic() + 1.0
+while time.monotonic() < end:
+    pass
+print(time.process_time() - start)
+"""
+    with Network(2, cores=0.25) as network:
+        out, _ = inside(network.hosts[1], code).communicate(timeout=LONG_SEC)
+        assert float(out) < 0.35
+        network.set_cores(limited=False)
+        out, _ = inside(network.hosts[1], code).communicate(timeout=LONG_SEC)
+        assert float(out) > 0.4
+        assert processors.groups(f"jaxdl-{os.getpid()}-") == [f"jaxdl-{os.getpid()}-{i}" for i in range(2)]
+    assert not processors.groups(f"jaxdl-{os.getpid()}-")
+    with pytest.raises(ConfigError, match=r"cores=0: a host has from 0\.05"):
+        Network(1, cores=0)
 
 
 @needs_namespaces

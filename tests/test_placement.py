@@ -25,7 +25,9 @@ def test_small_instances_are_nearly_optimal(phases):
         costs, sizes = draw.lognormal(size=(8, phases)), draw.lognormal(size=8)
         memory = max(sizes.sum() / 3 * 1.3, sizes.max())
         found = place(costs, sizes, 3, memory)
-        ratios.append(found.makespan / best(costs, sizes, 3, memory))
+        optimum = best(costs, sizes, 3, memory)
+        ratios.append(found.makespan / optimum)
+        assert found.bound <= optimum * (1 + 1e-9)
         assert found.makespan == makespan(costs, found.device, 3)
         assert np.bincount(found.device, sizes, 3).max() <= memory
     assert min(ratios) >= 1 - 1e-12
@@ -35,10 +37,10 @@ def test_small_instances_are_nearly_optimal(phases):
 
 @pytest.mark.parametrize("case", INSTANCES[:5], ids=str)
 def test_large_instances_are_near_the_bound(case):
-    for seed in range(3):
+    for seed in range(4):
         costs, sizes, memory = instance(*case, seed)
         found = place(costs, sizes, case[1], memory)
-        assert found.makespan <= 1.002 * lower_bound(costs, case[1])
+        assert found.makespan <= 1.002 * found.bound
         assert np.bincount(found.device, sizes, case[1]).max() <= memory
 
 
@@ -54,6 +56,14 @@ def test_a_shard_as_costly_as_a_device_is_alone():
     found = place(costs, sizes, 4, 5.0)
     assert found.makespan == 10
     assert np.sum(found.device == found.device[0]) == 1
+
+
+def test_the_bound_knows_what_others_have_no_room_for():
+    # Two devices of 6 bytes: that of the costly shard must have 4 bytes more.
+    costs, sizes = np.array([10.0, 1.0, 2.0, 4.0, 1.0]), np.array([1.0, 2.0, 2.0, 2.0, 4.0])
+    assert lower_bound(costs, 2) == 10
+    assert lower_bound(costs, 2, sizes, 6.0) == pytest.approx(11)  # 4 bytes of cost 1 will do.
+    assert place(costs, sizes, 2, 6.0).makespan == pytest.approx(11)
 
 
 def test_what_does_not_fit():

@@ -1,6 +1,7 @@
 """`--plan auto`: what stays as given, the plan of a run on these devices, and how it is kept."""
 
 import dataclasses
+import itertools
 import json
 import math
 
@@ -24,7 +25,7 @@ from jaxdl.mesh import Axis, MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.planner import auto
 from jaxdl.planner.mesh_tables import tables_on_meshes
-from jaxdl.planner.search import search
+from jaxdl.planner.search import search, with_other_tables
 from jaxdl.planner.table_report import measured_workload
 from jaxdl.planner.workload import fixed_fields
 from jaxdl.plans import PlanAuto
@@ -101,6 +102,29 @@ def test_the_fastest_of_the_layouts_that_were_timed_is_taken():
     hidden = auto.planned(found, tiny_experiment(), noisy)
     assert hidden.settings == first.settings
     assert any("noise does not tell" in one for one in hidden.reasons)
+
+
+def test_of_the_choices_of_tables_that_were_timed_the_fastest_is_taken():
+    experiment = clicks()
+    tables = tables_on_meshes(experiment, SIZES, machine, ())
+    work = dataclasses.replace(workload(), tables=tables, batch_size=64)
+    small = dataclasses.replace(cluster(), machine=machine())
+    found = search(work, small, {})
+    others = with_other_tables(work, small, found.best, 2)
+    assert len(others) == 2
+    every = [one.tables.schemes for one in (found.best, *others)]
+    assert all(one != other for one, other in itertools.combinations(every, 2))
+    assert [one.choice for one in others] == [found.best.choice] * 2
+    times = [[2e-3] * 3, [1e-3] * 3, [math.inf]]
+    chosen = auto.planned(found, experiment, {}, list(zip((found.best, *others), times, strict=True)))
+    assert dict(chosen.settings["embedding.schemes"]).keys() == set(every[1])
+    kinds = {scheme["kind"] for scheme in dict(chosen.settings["embedding.schemes"]).values()}
+    assert kinds == {one.kind for one in every[1].values()}
+    [line] = [one for one in chosen.reasons if one.startswith("timed with these schemes of tables: ")]
+    assert [part.rpartition(": ")[2] for part in line.split("; ")] == ["2 ms", "1 ms", "too large"]
+    kept = tables_on_meshes(experiment, SIZES, machine, ("embedding.scheme",))
+    fixed = dataclasses.replace(work, tables=kept)
+    assert with_other_tables(fixed, small, search(fixed, small, {}).best, 2) == []
 
 
 def test_only_training_plans_and_only_what_it_knows():

@@ -132,6 +132,26 @@ def test_memory_follows_the_rules_of_sharding():
     assert one.memory.state - dense.memory.state >= part  # The residual.
 
 
+def test_memory_of_the_exchange_is_what_two_replicas_added():
+    sizes = {"replica": 2, "fsdp": 4, "tensor": 1}
+    step = Step(sizes, ShardingConfig(), 1, 8)
+    guess = memory(PARAMETERS, Fit(1e9), step)
+    whole, part = 4 * (1024 * 4096 + 4096), 4 * (1024 * 1024 + 4096)  # The bias is whole on each device.
+    assert guess.temporary == 1e9 + part
+    assert memory(PARAMETERS, Fit(1e9), step, exchanging=-whole / 2).temporary == 1e9 - part / 2
+    alone = Step(sizes | {"replica": 1}, ShardingConfig(), 1, 8)
+    assert memory(PARAMETERS, Fit(1e9), alone, exchanging=-whole / 2).temporary == 1e9
+
+    def measured(*args):
+        return dataclasses.replace(profile_of(*args), exchange_bytes=3.0 * whole)
+
+    other = workload(exchange=TopK(density=0.01), measured_exchange=Dense(), profiles=measured)
+    same = dataclasses.replace(other, measured_exchange=TopK(density=0.01))
+    first = next(choices(other, cluster(), {"mesh.fsdp": 4}))
+    needs = [costed(one, cluster(), first).memory.temporary for one in (other, same)]
+    assert needs[1] - needs[0] == pytest.approx(2 * part)
+
+
 def test_a_line_goes_through_what_was_measured():
     wanted = Fit(3.0, 40.0, 0.5)
     keys = [(1, 8), (1, 16), (8, 8)]
@@ -194,7 +214,7 @@ def test_a_tensor_size_that_xla_cannot_compile_is_an_error(monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure\nmore")
 
     monkeypatch.setattr("jaxdl.planner.workload.profile", refused)
-    profiles = _profiles(None, jax.devices(), 4, None)
+    profiles = _profiles(None, jax.devices(), 4, None, replicas=False)
     with pytest.raises(ConfigError, match=r"mesh.tensor 2: .*RET_CHECK failure\).*mesh.tensor.1"):
         profiles(2, "", "sharded")
     with pytest.raises(jax.errors.JaxRuntimeError):

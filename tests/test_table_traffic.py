@@ -22,17 +22,9 @@ from jaxdl.exchange.cost import Link, Machine, Speeds, joined
 from jaxdl.kinds import kinds
 from jaxdl.mesh import MeshConfig, make_mesh
 from jaxdl.planner.command import run
-from jaxdl.planner.table_report import distinct_of, remarks, sized
-from jaxdl.planner.tables import (
-    Workload,
-    changes_of,
-    costs_of,
-    message_sec,
-    plan_tables,
-    possible,
-    under_one,
-    with_schemes,
-)
+from jaxdl.planner.table_report import changes_of, distinct_of, remarks, sized
+from jaxdl.planner.table_search import plan_choices, plan_tables, possible, under_one
+from jaxdl.planner.tables import Workload, costs_of, message_sec, with_schemes
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 TABLES = (
@@ -78,6 +70,19 @@ def test_the_cheapest_of_all_choices_is_planned():
     ]
     assert found.costs.total_sec <= min(every) * (1 + 1e-9)
     assert found.costs.total_sec <= min(one.total_sec for one in found.alone.values())
+
+
+def test_other_choices_have_one_scheme_and_keep_what_is_fixed():
+    fixed = {"small": RowWise()}
+    plan, *others = plan_choices(work(), machine(), 1e9, fixed=fixed, most=4)
+    assert plan.schemes == plan_tables(work(), machine(), 1e9, fixed=fixed).schemes
+    assert len(others) == 3
+    times = [one.costs.total_sec for one in (plan, *others)]
+    assert times == sorted(times)
+    for one in others:
+        assert one.schemes["small"].kind == "row_wise"
+        assert one.schemes["skewed"].kind == one.schemes["large"].kind
+        assert one.costs == costs_of(work(), one.config(EmbeddingConfig()), machine())
 
 
 def _choices():

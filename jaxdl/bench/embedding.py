@@ -1,12 +1,13 @@
 """Embedding tables under every scheme and under the plan: bytes between nodes, and step times on a slow network.
 
-The bytes are those of one training step: predicted by `jaxdl.embedding.traffic`, which the planner
-uses, and counted in the program that XLA compiles for as many virtual CPU devices; nothing runs, so tables may have any
-size. By default the tables are those of MLPerf's DLRM-DCNv2, with ids of Zipf's law.
+The bytes are those of one training step: predicted by `jaxdl.embedding.traffic`, which the planner uses, and counted in
+the program that XLA compiles for as many virtual CPU devices; nothing runs, so tables may have any size. By default the
+tables are those of MLPerf's DLRM-DCNv2, with ids of Zipf's law.
 
-With --rates, small tables are trained on an emulated cluster: each host is a network namespace with one process, and
-the links between them have these rates. A step is predicted as its time without a slow network, measured, and what the
-planner's model says of its messages on the links as they were probed.
+With --rates, small tables are trained on an emulated cluster: each host is a network namespace with one process and its
+part of the processor, and the links between them have these rates. The plan is made as by `--plan auto`: the best
+choices of schemes by prediction are timed first. A step is predicted as its time without a slow network, measured, and
+what the planner's model says of its messages on the links as they were probed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ from jaxdl.launch.netns import check_possible, parse_rate
 from jaxdl.mesh import Axis
 from jaxdl.options import parse_options
 from jaxdl.planner.machine import nominal_machine
-from jaxdl.planner.tables import Workload, plan_tables, under_one, with_schemes
+from jaxdl.planner.table_search import plan_tables, under_one
+from jaxdl.planner.tables import Workload, with_schemes
 from jaxdl.planner.zipf import distinct_rows
 
 PROG = "python -m jaxdl.bench embedding"
@@ -74,6 +76,8 @@ class EmbeddingBench:
     """Rates of the links of an emulated cluster of --nodes hosts, such as 25mbit, on which steps are timed instead."""
     schemes: tuple[str, ...] = ()
     """The schemes whose steps are timed beside the plan; all of them if none is given."""
+    cores: float = 0.0
+    """Cores of each emulated host, also while others wait; 0: an equal part of the machine's, if it can be limited."""
     ids_ahead: bool = False
     """Time each also with the ids of the next batch sent ahead."""
     num_rounds: int = 7
@@ -106,7 +110,7 @@ def main(args: list[str]) -> None:
     """Prints the table."""
     command = parse_options(EmbeddingBench, args=args, prog=PROG, description=str(__doc__))
     check_options(
-        command, nodes=2, gpus_per_node=1, batch_size=1, columns=1, divide_rows=1, num_rounds=1, num_repeats=1
+        command, nodes=2, gpus_per_node=1, batch_size=1, columns=1, divide_rows=1, num_rounds=1, num_repeats=1, cores=0
     )
     count = command.nodes * command.gpus_per_node
     if command.batch_size % count:
@@ -114,7 +118,11 @@ def main(args: list[str]) -> None:
     if command.rates:
         _time_steps(command)
         return
-    for option, given in (("--schemes", command.schemes), ("--ids-ahead", command.ids_ahead)):
+    for option, given in (
+        ("--schemes", command.schemes),
+        ("--ids-ahead", command.ids_ahead),
+        ("--cores", command.cores),
+    ):
         if given:
             raise ConfigError(f"{option}: only steps on an emulated network depend on it. Give --rates as well.")
     jax.config.update("jax_platforms", "cpu")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,10 +20,14 @@ from jaxdl.embedding import EmbeddingConfig
 from jaxdl.exchange.cost import Link, Machine
 from jaxdl.experiment import Experiment
 from jaxdl.launch.netns import Network
+from jaxdl.launch.processors import can_limit
 from jaxdl.mesh import Axis, MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
-from jaxdl.planner.tables import Workload, costs_of, plan_tables
+from jaxdl.planner.table_search import plan_choices
+from jaxdl.planner.tables import TablePlan, Workload, costs_of
+from jaxdl.planner.timed import quickest
+from jaxdl.plans import PlanAuto
 from jaxdl.tasks import Binary
 
 if TYPE_CHECKING:
@@ -31,6 +37,7 @@ PLAN = "plan"
 _AHEAD = ", ids ahead"
 _PATIENCE_SEC = 600.0
 _SLOW = Axis.REPLICA.value
+_TRIAL_ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,43 +64,123 @@ def measure_steps(
     command: EmbeddingBench, work: Workload, configs: Mapping[str, EmbeddingConfig], console: Console
 ) -> list[StepRow]:
     """The rows of all rates; `configs` are those of the schemes, to which a plan for each rate is added."""
-    experiment = _experiment(command)
-    known, base = _variants(configs, command), next(iter(configs.values()))
     rows: list[StepRow] = []
     with (
-        Network(command.nodes) as network,
+        Network(command.nodes, cores=_cores(command, console)) as network,
         Workers(
             network.hosts, devices_per_host=command.gpus_per_node, module="jaxdl.bench.embedding_worker"
         ) as workers,
     ):
+        cluster = _Cluster(command, network, workers, console)
         # Links inside a host are as fast as its memory, whatever the rate.
         inside = {axis: size for axis, size in work.sizes.items() if size > 1 and axis != _SLOW}
-        _add(workers, experiment, known, console)
-        fast = _probed(workers, command, [_SLOW, *inside])
+        schemes = cluster.with_variants(configs)
+        cluster.add(schemes)
+        fast = cluster.probed([_SLOW, *inside])
+        started = _machine(fast["links"], work)
         for rate in command.rates:
             network.set_rate(rate)
             console.print(f"{rate}: measuring the network")
-            probed = _probed(workers, command, [_SLOW])
+            probed = cluster.probed([_SLOW])
             machine = _machine(fast["links"] | probed["links"], work)
-            plan = plan_tables(work, machine, command.memory_gib * 2**30, base)
-            planned = _variants({f"{PLAN} for {rate}": plan.config(base)}, command)
-            network.set_rate(None)
-            _add(workers, experiment, planned, console)
-            names = [one for one in known if not one.startswith(PLAN)] + [*planned]
-            known |= planned
-            floors, seconds = _in_turns(workers, network, names, (None, rate), command.num_rounds)
+            choices = plan_choices(
+                work, machine, command.memory_gib * 2**30, next(iter(configs.values())), most=PlanAuto().timed
+            )
+            known = schemes | cluster.planned(choices, rate)
+            floors, seconds = cluster.in_turns(list(known), (None, rate), command.num_rounds)
             before, medians = (
                 {one: statistics.median(some) for one, some in times.items()} for times in (floors, seconds)
             )
-            started = _machine(fast["links"], work)
-            for one in names:
-                added = [costs_of(work, known[one], machine).slow_sec, -costs_of(work, known[one], started).slow_sec]
-                predicted = before[one] + sum(added) + probed["exchange_sec"] - fast["exchange_sec"]
-                rows.append(
-                    StepRow(rate, one, medians[one], before[one], predicted, medians[one] / min(medians.values()))
-                )
+            for name, config in known.items():
+                added = costs_of(work, config, machine).slow_sec - costs_of(work, config, started).slow_sec
+                predicted = before[name] + added + probed["exchange_sec"] - fast["exchange_sec"]
+                of_best = medians[name] / min(medians.values())
+                rows.append(StepRow(rate, name, medians[name], before[name], predicted, of_best))
             console.print(_table([row for row in rows if row.rate == rate]))
     return rows
+
+
+def _cores(command: EmbeddingBench, console: Console) -> float | None:
+    """The cores of each host; None where they cannot be limited, which is said."""
+    if command.cores:
+        return command.cores
+    if can_limit():
+        return (os.cpu_count() or 1) / command.nodes
+    console.print("hosts share all cores: one that computes while others wait is faster than on a machine of its own")
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cluster:
+    """The emulated hosts, with one worker each."""
+
+    command: EmbeddingBench
+    network: Network
+    workers: Workers
+    console: Console
+
+    def with_variants(self, configs: Mapping[str, EmbeddingConfig]) -> dict[str, EmbeddingConfig]:
+        """The configs, and if it is asked for each also with ids sent ahead."""
+        ahead = {name + _AHEAD: one.model_copy(update={"ids_ahead": True}) for name, one in configs.items()}
+        return dict(configs) | (ahead if self.command.ids_ahead else {})
+
+    def add(self, configs: Mapping[str, EmbeddingConfig]) -> None:
+        """Makes configs ready to run, without limits of links and cores."""
+        if not configs:
+            return
+        experiment, adapter = _experiment(self.command), pydantic.TypeAdapter(EmbeddingConfig)
+        self.network.set_rate(None)
+        self.network.set_cores(limited=False)
+        given = {name: adapter.dump_python(one, mode="json") for name, one in configs.items()}
+        self.workers.ask("setup", experiment=experiment.to_json(), configs=given)
+        for name in configs:
+            self.console.print(f"compiling: {name}")
+            [found] = self.workers.ask("compile", only=[0], name=name)
+            self.workers.ask("load", only=range(1, experiment.mesh.replica), name=name, **found)
+        self.workers.ask("start", names=list(configs))
+        self.network.set_cores(limited=True)
+
+    def probed(self, axes: Sequence[str]) -> dict[str, Any]:
+        """See `embedding_worker.Worker.probe`."""
+        return self.workers.ask("probe", axes=list(axes), num_repeats=self.command.num_repeats)[0]
+
+    def planned(self, choices: Sequence[TablePlan], rate: str) -> dict[str, EmbeddingConfig]:
+        """What `--plan auto` takes at a rate: of the best choices by prediction, by some rounds of steps."""
+        base = EmbeddingConfig(forward_wire=self.command.wire, backward_wire=self.command.wire)
+        configs = {f"choice {number} for {rate}": one.config(base) for number, one in enumerate(choices)}
+        self.add(configs)
+        [seconds] = self.in_turns(list(configs), (rate,), _TRIAL_ROUNDS)
+        chosen, name = quickest(seconds), f"{PLAN} for {rate}"
+        for (one, sec), choice in zip(seconds.items(), choices, strict=True):
+            counts = Counter(scheme.kind for scheme in choice.schemes.values())
+            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+            mark = " (the plan)" if one == chosen else ""
+            self.console.print(f"{rate}: {kinds}: {statistics.median(sec):.3f} s{mark}")
+        self.workers.ask("keep", name=chosen, among=list(configs), renamed=name)
+        found = self.with_variants({name: configs[chosen]})
+        self.add({one: config for one, config in found.items() if one != name})
+        return found
+
+    def in_turns(
+        self, names: Sequence[str], rates: Sequence[str | None], num_rounds: int
+    ) -> list[dict[str, list[float]]]:
+        """For each rate the seconds of a step of each config, one a round.
+
+        Every round has all rates, so that what else the machine does disturbs them alike.
+        """
+        found: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in rates]
+        for number in range(num_rounds):
+            order = names[::-1] if number % 2 else names
+            for rate, seconds in zip(rates, found, strict=True):
+                self.network.set_rate(rate)
+                self._step(order[0])  # Connections get used to the rate.
+                for one in order:
+                    seconds[one].append(self._step(one))
+        return found
+
+    def _step(self, name: str) -> float:
+        """Seconds of a step; it ends when it has ended on every host."""
+        return max(sec for [sec] in self.workers.ask("run", name=name, num_steps=1))
 
 
 def _experiment(command: EmbeddingBench) -> Experiment:
@@ -116,51 +203,6 @@ def _experiment(command: EmbeddingBench) -> Experiment:
         mesh=MeshConfig(replica=command.nodes, fsdp=command.gpus_per_node),
         cluster=patient,
     )
-
-
-def _variants(configs: Mapping[str, EmbeddingConfig], command: EmbeddingBench) -> dict[str, EmbeddingConfig]:
-    """The configs, and if it is asked for each also with ids sent ahead."""
-    ahead = {name + _AHEAD: one.model_copy(update={"ids_ahead": True}) for name, one in configs.items()}
-    return dict(configs) | (ahead if command.ids_ahead else {})
-
-
-def _add(workers: Workers, experiment: Experiment, configs: Mapping[str, EmbeddingConfig], console: Console) -> None:
-    """Makes further variants ready to run."""
-    given = {name: pydantic.TypeAdapter(EmbeddingConfig).dump_python(one, mode="json") for name, one in configs.items()}
-    workers.ask("setup", experiment=experiment.to_json(), configs=given)
-    for name in configs:
-        console.print(f"compiling: {name}")
-        [found] = workers.ask("compile", only=[0], name=name)
-        workers.ask("load", only=range(1, experiment.mesh.replica), name=name, **found)
-    workers.ask("start", names=list(configs))
-
-
-def _probed(workers: Workers, command: EmbeddingBench, axes: Sequence[str]) -> dict[str, Any]:
-    """See `embedding_worker.Worker.probe`."""
-    return workers.ask("probe", axes=list(axes), num_repeats=command.num_repeats)[0]
-
-
-def _in_turns(
-    workers: Workers, network: Network, names: Sequence[str], rates: Sequence[str | None], num_rounds: int
-) -> list[dict[str, list[float]]]:
-    """For each rate the seconds of a step of each config, one a round.
-
-    Every round has all rates, so that what else the machine does disturbs them alike.
-    """
-    found: list[dict[str, list[float]]] = [{name: [] for name in names} for _ in rates]
-    for number in range(num_rounds):
-        order = names[::-1] if number % 2 else names
-        for rate, seconds in zip(rates, found, strict=True):
-            network.set_rate(rate)
-            _turn(workers, order[0], 1)  # Connections get used to the rate.
-            for one in order:
-                seconds[one] += _turn(workers, one, 1)
-    return found
-
-
-def _turn(workers: Workers, name: str, num_steps: int) -> list[float]:
-    """Seconds of some steps; one ends when it has ended on every host."""
-    return [max(one) for one in zip(*workers.ask("run", name=name, num_steps=num_steps), strict=True)]
 
 
 def _machine(links: Mapping[str, Any], work: Workload) -> Machine:

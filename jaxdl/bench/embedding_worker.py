@@ -85,6 +85,13 @@ class Worker:
                 self._batches[name] = next(batches)
             self.run(name, 2)
 
+    def keep(self, name: str, among: Sequence[str], renamed: str) -> None:
+        """Forgets some configs but one, which has another name from now on."""
+        tables: list[dict[str, Any]] = [self._plans, self._steps, self._states, self._batches, self._taken]
+        for table in tables:
+            forgotten = {one: table.pop(one, 0) for one in among}
+            table[renamed] = forgotten[name]
+
     def run(self, name: str, num_steps: int) -> list[float]:
         """Seconds of each of `num_steps` steps; the hosts start every step together."""
         seconds = []

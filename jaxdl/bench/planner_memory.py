@@ -54,7 +54,7 @@ def compare_memory(command: PlannerBench, console: Console) -> None:
     cluster = Cluster(1, NUM_DEVICES, machine, float(DEVICE["device_memory_size"]))
     if experiment.model.modality == TabularSpec.modality:
         raise ConfigError(f"model {experiment.model.kind}: the memory of tables is measured by `bench embedding`.")
-    work = workload_of(experiment, h100_devices(1, NUM_DEVICES), 1)
+    work = workload_of(experiment, h100_devices(1, NUM_DEVICES), 1, replicas=True)
     rows = []
     for one in layouts(work, cluster)[: command.layouts or None]:
         found = _compiled_bytes(experiment, one)

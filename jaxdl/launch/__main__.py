@@ -52,6 +52,8 @@ class Netns(Local):
 
     rate: Annotated[str | None, tyro.conf.arg(metavar="RATE")] = None
     """Rate of each link in bits per second, each way: 500kbit, 50mbit, 2.5gbit. Unlimited by default."""
+    cores: Annotated[float | None, tyro.conf.arg(metavar="CORES")] = None
+    """Cores of each host, such as 0.5, also while other hosts wait. By default all hosts share those of the machine."""
 
 
 JOB_FILES = ("slurm", "kubernetes", "ray", "skypilot")
@@ -76,7 +78,7 @@ def local(args: list[str]) -> int:
 def netns(args: list[str]) -> int:
     """Runs `netns` and returns the exit code."""
     options, command = parse("netns", Netns, args)
-    return _run(options, command, Network(options.hosts, options.rate))
+    return _run(options, command, Network(options.hosts, options.rate, options.cores))
 
 
 HERE: dict[str, tuple[str, Callable[[list[str]], int]]] = {

@@ -9,6 +9,7 @@ those of a killed process are removed by the next network.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxdl.config import ConfigError
+from jaxdl.launch import processors
 from jaxdl.launch.host import Host
 
 MAX_HOSTS = 1000  # A bridge has up to 1,023 ports.
@@ -61,16 +63,19 @@ def parse_rate(rate: str) -> int:
 class Network:
     """Context with `num_hosts` namespaces whose links carry `rate` each way (None: unlimited); see `hosts`.
 
-    A process has one network at a time. The hosts are host0, host1, ...; with the addresses 10.77.0.1, 10.77.0.2, ...
-    Raises ConfigError without Linux, root or iproute2.
+    With `cores`, the processes of each host have so many cores of the machine, also while other hosts wait; without it
+    hosts share them all. A process has one network at a time. The hosts are host0, host1, ...; with the addresses
+    10.77.0.1, 10.77.0.2, ... Raises ConfigError without Linux, root or iproute2.
     """
 
-    def __init__(self, num_hosts: int, rate: str | None = None) -> None:
+    def __init__(self, num_hosts: int, rate: str | None = None, cores: float | None = None) -> None:
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise ConfigError(f"{num_hosts} hosts: there must be 1 to {MAX_HOSTS}.")
         if rate is not None:
             parse_rate(rate)
-        self._rate = rate
+        if cores is not None:
+            processors.check_limit(cores)
+        self._rate, self._cores = rate, cores
         self._pid = os.getpid()
         self._lock: IO[str] | None = None
         self.hosts = [
@@ -117,6 +122,11 @@ class Network:
             for namespace, device in ((self._namespace(index), _DEVICE), (self._bridge, f"port{index}")):
                 _limit(namespace, device, bits)
         self._rate = rate
+
+    def set_cores(self, *, limited: bool) -> None:
+        """Takes the limit of cores away, as for compiling, or puts it back; without `cores` there is none."""
+        for index in range(len(self.hosts) if self._cores is not None else 0):
+            processors.set_quota(self._namespace(index), self._cores if limited else None)
 
     def set_link(self, host_index: int, up: bool) -> None:
         """Disconnects the link of a host, as if its cable were unplugged at the switch, or reconnects it."""
@@ -167,6 +177,9 @@ class Network:
                 f"link set {_DEVICE} addrgenmode none up",
                 f"addr add {host.address}/16 dev {_DEVICE}",
             )
+            if self._cores is not None:
+                entered = processors.limit(namespace, self._cores)
+                self.hosts[index] = dataclasses.replace(host, prefix=(*entered, *host.prefix))
             setting = f"echo {_CONGESTION_CONTROL} >/proc/sys/net/ipv4/tcp_congestion_control"
             _run("ip", "netns", "exec", namespace, "sh", "-c", setting)
         if self._rate is not None:
@@ -201,7 +214,7 @@ def clean_up_stale() -> list[str]:
 
 def _leftovers() -> set[str]:
     folders = {path.name for path in HOSTS_FOLDER.glob("jaxdl-*")}
-    return folders | set(_namespaces())
+    return folders | set(_namespaces()) | set(processors.groups("jaxdl-"))
 
 
 def _namespaces() -> list[str]:
@@ -218,6 +231,7 @@ def _remove(pid: int) -> list[str]:
         with contextlib.suppress(ConfigError):
             _ip("netns", "delete", name)
         shutil.rmtree(HOSTS_FOLDER / name, ignore_errors=True)
+        processors.remove(name)
     return names
 
 

@@ -2,7 +2,8 @@
 
 from jaxdl.planner.machine import nominal_machine
 from jaxdl.planner.placement import Placement, place
-from jaxdl.planner.tables import Costs, TablePlan, Workload, costs_of, plan_tables
+from jaxdl.planner.table_search import plan_tables
+from jaxdl.planner.tables import Costs, TablePlan, Workload, costs_of
 from jaxdl.planner.zipf import distinct_rows
 
 __all__ = [

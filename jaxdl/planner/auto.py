@@ -28,9 +28,9 @@ from jaxdl.experiment import Experiment
 from jaxdl.launch.netns import parse_rate
 from jaxdl.mesh import Axis, Device, MeshConfig, make_mesh, platform
 from jaxdl.planner.mesh_tables import tables_on_meshes
-from jaxdl.planner.search import Candidate, Choice, Cluster, Found, Workload, binding, named, search
+from jaxdl.planner.search import Candidate, Choice, Cluster, Found, Workload, binding, named, search, with_other_tables
 from jaxdl.planner.steptime import Efficiency
-from jaxdl.planner.timed import ROUNDS, agreed, memory_of, quickest, step_parts, timed_layouts
+from jaxdl.planner.timed import ROUNDS, Name, agreed, memory_of, quickest, step_parts, timed_layouts
 from jaxdl.planner.trial import stand_in
 from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
 from jaxdl.plans import PlanAuto
@@ -52,14 +52,19 @@ def plan(experiment: Experiment, devices: Sequence[Device], start: Start) -> Pla
         found = searched(work, cluster, fixed)
     if not found.candidates:
         raise no_layout(experiment, fixed, f"{cluster.nodes} nodes of {cluster.gpus_per_node} devices")
+
+    def timed(layouts: Sequence[Candidate], what: str) -> list[list[float]]:
+        if len(layouts) < 2:
+            return []
+        with start.doing(f"planning the layout: timing the best {len(layouts)} {what}"):
+            plans = {number: layout_plan(experiment, one, devices) for number, one in enumerate(layouts)}
+            return list(timed_layouts(plans, found.cluster.device_bytes, ROUNDS).values())
+
     best = [one for one in found.candidates if one.fits][: asked.timed]
-    if len(best) < 2:
-        return planned(found, experiment)
-    with start.doing(f"planning the layout: timing the best {len(best)}"):
-        times = timed_layouts(
-            {one.choice: layout_plan(experiment, one, devices) for one in best}, found.cluster.device_bytes, ROUNDS
-        )
-    return planned(found, experiment, times)
+    times = {one.choice: sec for one, sec in zip(best, timed(best, "layouts"), strict=False)}
+    found = _chosen(found, times)
+    choices = [found.best, *with_other_tables(work, cluster, found.best, asked.timed - 1)] if found.best else []
+    return planned(found, experiment, times, list(zip(choices, timed(choices, "choices of tables"), strict=False)))
 
 
 def prepared(
@@ -171,10 +176,16 @@ def searched(work: Workload, cluster: Cluster, fixed: Mapping[str, Any]) -> Foun
     return search(work, cluster, fixed) if binds and len(kept) < len(work.remats) else found
 
 
-def planned(found: Found, experiment: Experiment, times: Mapping[Choice, Sequence[float]] | None = None) -> Planned:
+def planned(
+    found: Found,
+    experiment: Experiment,
+    times: Mapping[Choice, Sequence[float]] | None = None,
+    tables: Sequence[tuple[Candidate, Sequence[float]]] = (),
+) -> Planned:
     """What to set, and why. Raises ConfigError if nothing fits.
 
-    Of the layouts that were timed it is the best by prediction that noise does not tell from the fastest.
+    Of the layouts that were timed it is the best by prediction that noise does not tell from the fastest; so it is of
+    the choices of schemes for its tables, with their seconds in `tables`.
     """
     size = found.cluster.device_bytes
     if found.best is None:
@@ -183,15 +194,13 @@ def planned(found: Found, experiment: Experiment, times: Mapping[Choice, Sequenc
             f"--plan auto: nothing fits: the least memory is {least.memory.total / 1e9:.3g} GB ({named(least)}) of a "
             f"device's {size / 1e9:.3g}. Take more devices, or a smaller --batch-size."
         )
-    medians = {one: statistics.median(sec) for one, sec in (times or {}).items()}
-    if medians and min(medians.values()) == math.inf:
-        raise ConfigError(
-            f"--plan auto: the best {len(medians)} layouts need more memory by XLA's plan than a device has, "
-            f"{size / 1e9:.3g} GB. Time more of them (--plan.timed), take more devices, or a smaller --batch-size."
-        )
     number = len(found.candidates)
-    found = _timed_first(found, times or {}, medians)
+    medians = _medians(times or {})
+    found = _chosen(found, times or {})
     best = found.candidates[0]
+    of_tables = _medians(dict(enumerate(sec for _, sec in tables)))
+    if tables:
+        best = tables[quickest(dict(enumerate(sec for _, sec in tables)))][0]
     t = best.time
     parts = {"compute": t.compute_sec, "messages inside a node": t.inner_sec, "between nodes": t.slow_sec}
     inside = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in parts.items())
@@ -202,7 +211,7 @@ def planned(found: Found, experiment: Experiment, times: Mapping[Choice, Sequenc
     ]
     if medians:
         timed = [(named(one), medians[one.choice]) for one in found.candidates if one.choice in medians]
-        words = [f"{name}, " + (f"{1e3 * sec:.4g} ms" if sec < math.inf else "not: too large") for name, sec in timed]
+        words = [f"{name}, {_ms(sec)}" for name, sec in timed]
         lines.append("timed: " + "; ".join(words))
         if medians[best.choice] > min(medians.values()):
             lines.append("the plan is the best by prediction of those that noise does not tell from the fastest")
@@ -210,14 +219,39 @@ def planned(found: Found, experiment: Experiment, times: Mapping[Choice, Sequenc
     if second is not None and not times:
         lines.append(f"next: {named(second)}, {1e3 * second.time.total_sec:.3g} ms")
     if best.tables is not None:
-        counts = collections.Counter(scheme.kind for scheme in best.tables.schemes.values())
-        lines.append("tables: " + ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items())))
+        lines.append(f"tables: {_schemes(best)}")
+    if tables:
+        words = [f"{_schemes(one)}: {_ms(of_tables[number])}" for number, (one, _) in enumerate(tables)]
+        lines.append("timed with these schemes of tables: " + "; ".join(words))
     chosen = best.exchange if isinstance(experiment.exchange, Auto) and best.choice.replica > 1 else None
     return Planned(settings_of(best, experiment), (*lines, *best.reasons), chosen)
 
 
-def _timed_first(found: Found, times: Mapping[Choice, Sequence[float]], medians: Mapping[Choice, float]) -> Found:
-    """The candidates with those that were timed before the others: that to take, then the fastest first."""
+def _medians(times: Mapping[Name, Sequence[float]]) -> dict[Name, float]:
+    return {one: statistics.median(sec) for one, sec in times.items()}
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g} ms" if seconds < math.inf else "not: too large"
+
+
+def _schemes(one: Candidate) -> str:
+    counts = collections.Counter(scheme.kind for scheme in one.tables.schemes.values()) if one.tables else {}
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+
+
+def _chosen(found: Found, times: Mapping[Choice, Sequence[float]]) -> Found:
+    """The candidates with those that were timed before the others: that to take, then the fastest first.
+
+    Raises ConfigError if all of them are too large by XLA's plan.
+    """
+    medians = _medians(times)
+    if medians and min(medians.values()) == math.inf:
+        raise ConfigError(
+            f"--plan auto: the best {len(medians)} layouts need more memory by XLA's plan than a device has, "
+            f"{found.cluster.device_bytes / 1e9:.3g} GB. Time more of them (--plan.timed), take more devices, or a "
+            "smaller --batch-size."
+        )
     timed = [one for one in found.candidates if one.choice in times]
     chosen = quickest({one.choice: times[one.choice] for one in timed}) if timed else None
     first = sorted(timed, key=lambda one: (one.choice != chosen, medians[one.choice]))

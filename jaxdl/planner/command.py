@@ -42,7 +42,7 @@ from jaxdl.planner.search import (
 from jaxdl.planner.steptime import Efficiency, nodes_that_pay, parameter_servers
 from jaxdl.planner.table_report import config_lines, measured_workload, table_of
 from jaxdl.planner.table_report import remarks as remarks_of_tables
-from jaxdl.planner.tables import plan_tables
+from jaxdl.planner.table_search import plan_tables
 from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
 from jaxdl.plans import typed_fields
 

@@ -178,12 +178,18 @@ class Step:
 
 
 def memory(
-    parameters: Parameters, temporary: Fit, step: Step, example_bytes: float = 0.0, table_bytes: float = 0.0
+    parameters: Parameters,
+    temporary: Fit,
+    step: Step,
+    example_bytes: float = 0.0,
+    table_bytes: float = 0.0,
+    exchanging: float | None = None,
 ) -> Memory:
     """The bytes of a device in a step.
 
     `temporary` is that of a step with the mesh's size of `tensor`; `example_bytes` are those of an example's inputs.
-    Micro-batches add a sum of gradients, and several replicas the buffers in which gradients travel.
+    Micro-batches add a sum of gradients. Several replicas add `exchanging` bytes on one device of `fsdp`, on each of
+    several its share of the gradients of that; None: the gradients once more.
     """
     sizes = parameters.bytes(step.layout)
     state = sizes["parameters"] * (2 if parameters.average else 1) + sizes["update"] * parameters.optimizer_copies
@@ -194,7 +200,11 @@ def memory(
     if step.microbatches > 1:
         running += sizes["gradients"]
     if step.sizes[Axis.REPLICA.value] > 1:
-        running += sizes["gradients"]
+        added = sizes["gradients"]
+        if exchanging is not None:
+            whole = described_layout(step.sharding, {**step.sizes, Axis.FSDP.value: 1})
+            added *= exchanging / max(parameters.bytes(whole)["gradients"], 1.0)
+        running = max(0.0, running + added)
     return Memory(state, running, 2 * example_bytes * step.examples * step.microbatches, table_bytes)
 
 

@@ -17,7 +17,8 @@ from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
 from jaxdl.planner.search import PlanTables, TablesOnMesh
 from jaxdl.planner.table_report import measured_workload
-from jaxdl.planner.tables import Workload, device_bytes, plan_tables
+from jaxdl.planner.table_search import plan_choices, plan_tables
+from jaxdl.planner.tables import Workload, device_bytes
 from jaxdl.plans import TABLES
 
 
@@ -40,10 +41,15 @@ def tables_on_meshes(
     @functools.cache
     def planned(axes: tuple[tuple[str, int], ...], room: float) -> TablesOnMesh:
         here = dataclasses.replace(work, sizes=dict(axes))
-        config = base
-        if len(fixed) < len(work.tables) and math.prod(here.sizes.values()) > 1:
-            config = plan_tables(here, machine(), room, base, fixed).config(base)
-        return on_mesh(here, config)
+        if len(fixed) == len(work.tables) or math.prod(here.sizes.values()) == 1:
+            return on_mesh(here, base)
+
+        def others(most: int) -> list[TablesOnMesh]:
+            found = plan_choices(here, machine(), room, base, fixed, most=1 + most)
+            return [on_mesh(here, one.config(base)) for one in found[1:]]
+
+        plan = plan_tables(here, machine(), room, base, fixed)
+        return dataclasses.replace(on_mesh(here, plan.config(base)), others=others)
 
     return lambda sizes, room: planned(tuple(sizes.items()), room)
 

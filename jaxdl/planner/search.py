@@ -69,6 +69,8 @@ class TablesOnMesh:
     traffic: TableTraffic
     device_bytes: float
     """Of one device, with what is kept of their rows."""
+    others: Callable[[int], Sequence[TablesOnMesh]] = lambda _: ()
+    """Up to so many other choices of schemes that are worth timing beside this one, the best by prediction first."""
 
 
 PlanTables = Callable[[Mapping[str, int], float], TablesOnMesh]
@@ -87,6 +89,8 @@ class Workload:
     shardings: Sequence[str] = ("sharded", "replicated")
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     exchange: ExchangeConfig | Auto = field(default_factory=Dense)
+    measured_exchange: ExchangeConfig | None = None
+    """That for which profiles say how much memory it adds."""
     example_bytes: float = 0.0
     tables: PlanTables | None = None
     """Plans the embedding tables for a mesh; None without any."""
@@ -207,6 +211,13 @@ def costed(workload: Workload, cluster: Cluster, choice: Choice) -> Candidate:
         return found
 
 
+def with_other_tables(workload: Workload, cluster: Cluster, one: Candidate, most: int) -> list[Candidate]:
+    """Up to `most` layouts with other schemes of tables that fit."""
+    others = one.tables.others(most) if one.tables else ()
+    found = [_costed(workload, cluster, one.choice, tables) for tables in others]
+    return [candidate for candidate in found if candidate.fits]
+
+
 def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: TablesOnMesh | None) -> Candidate:
     machine, efficiency = cluster.machine, cluster.efficiency
     examples = workload.batch_size // (choice.replica * choice.fsdp * choice.microbatches)
@@ -222,7 +233,8 @@ def _costed(workload: Workload, cluster: Cluster, choice: Choice, tables: Tables
     built = exchange.build(gradients.layout) if choice.replica > 1 else None
     step = Step(choice.sizes, sharding, choice.microbatches, examples, built)
     table_bytes = tables.device_bytes if tables else 0.0
-    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, table_bytes)
+    measured = profile.exchange_bytes if exchange == workload.measured_exchange else None
+    need = memory(workload.parameters, profile.temporary, step, workload.example_bytes, table_bytes, measured)
     fits = need.total <= MOST_OF_DEVICE * cluster.device_bytes
     return Candidate(choice, exchange, time, need, fits, reasons, tables)
 

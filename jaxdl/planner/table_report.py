@@ -15,7 +15,8 @@ from jaxdl.embedding import EmbeddingConfig, Scheme, Table
 from jaxdl.exchange.cost import Machine
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis
-from jaxdl.planner.tables import TablePlan, Workload, changes_of
+from jaxdl.planner.table_search import costs_if_possible, possible
+from jaxdl.planner.tables import TablePlan, Workload
 from jaxdl.run.validate import read_splits
 from jaxdl.step.parts import IDS
 
@@ -96,6 +97,30 @@ def table_of(
             f"{1e3 * added[other]:.3f}",
         )
     return made
+
+
+def changes_of(
+    work: Workload, base: EmbeddingConfig, plan: TablePlan, table: Table, machine: Machine
+) -> dict[str, float]:
+    """Scheme -> what a step costs more with a table in it than without the table, in seconds; all others as planned.
+
+    In the scheme of the plan it is what the table costs: tables share messages, so this is less than it costs alone.
+    Places are those by cost, not those of the plan.
+    """
+    base = base.model_copy(update={"schemes": (), "places": ()})
+    others = tuple(one for one in work.tables if one.name != table.name)
+    chosen = {one.name: plan.schemes[one.name] for one in others}
+    features = {name for one in others for name in one.features}
+    rest = Workload(
+        others, {k: v for k, v in work.num_ids.items() if k in features}, work.distinct, work.batch_size, work.sizes
+    )
+    before = costs_if_possible(rest, base, chosen, machine) if others else None
+    least = 0.0 if before is None else before.total_sec
+    return {
+        one.kind: found.total_sec - least
+        for one in possible(table, work)
+        if (found := costs_if_possible(work, base, chosen | {table.name: one}, machine)) is not None
+    }
 
 
 def remarks(plan: TablePlan, memory: float, given: Collection[str] = ()) -> list[str]:

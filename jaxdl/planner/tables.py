@@ -1,22 +1,11 @@
-"""Which scheme each embedding table gets, and which device has it: the least time, under the memory of a device.
-
-Two parts, as in the planners of TorchRec and Neo, each with the method that suits it. Which scheme each table gets is a
-choice under one sum, the memory of a device: a mixed integer program, which HiGHS solves in milliseconds (`choose`).
-Where whole tables go is `jaxdl.planner.placement`. The program knows each table's costs alone; what tables share, the
-padding of messages to equal sizes above all, is in the costs of a whole plan (`costs_of`), so the result is improved
-by changes of one table, and of all tables of one scheme, while they help.
-"""
+"""What a step costs for embedding tables whose schemes and places are known: messages, rows, and memory."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-import numpy as np
-
-from jaxdl.config import ConfigError
 from jaxdl.embedding import (
     Buffer,
     EmbeddingConfig,
@@ -26,16 +15,9 @@ from jaxdl.embedding import (
 )
 from jaxdl.embedding.traffic import Message, axis_bytes, messages
 from jaxdl.exchange.cost import Machine
-from jaxdl.kinds import kinds
 from jaxdl.mesh import Axis
-from jaxdl.planner.placement import place
 
 _SLOW = Axis.REPLICA.value
-_ROOM_SLACK = 1.1
-"""Room of messages with touched rows over the mean number of rows: batches differ."""
-_SOLVER_SEC = 20.0
-_INFEASIBLE = 2
-"""The status of `scipy.optimize.milp` for a program without a solution."""
 _READS = 4
 """How often a vector of the batch is read or written: looked up; its gradient sorted and summed."""
 _COLLECTIVES = {
@@ -122,7 +104,7 @@ def costs_of(work: Workload, config: EmbeddingConfig, machine: Machine) -> Costs
             away, inside = message_sec(one, work.sizes, machine)
             slow, inner = slow + away, inner + inside
             slow_bytes += axis_bytes(one.kind, one.axes, one.num_bytes, work.sizes, _SLOW)
-        memory += _memory_sec(buffer, work, machine)
+        memory += memory_sec(buffer, work, machine)
     return Costs(inner, slow, memory, slow_bytes, sum(map(device_bytes, buffers)))
 
 
@@ -153,214 +135,9 @@ def device_bytes(buffer: Buffer) -> int:
     return buffer.local_rows * (columns + kept) * 4
 
 
-def _memory_sec(buffer: Buffer, work: Workload, machine: Machine) -> float:
+def memory_sec(buffer: Buffer, work: Workload, machine: Machine) -> float:
+    """Seconds in which a device reads and writes the rows of a buffer."""
     examples = buffer.num_outer * buffer.num_inner * work.local_batch
     columns = buffer.columns // buffer.column_ways
     vectors = examples * buffer.num_entries * _READS
     return machine.passes_sec(columns * (vectors + buffer.local_rows * (2 if buffer.scheme.dense_gradient else 0)), 1)
-
-
-def plan_tables(
-    work: Workload,
-    machine: Machine,
-    memory: float,
-    base: EmbeddingConfig | None = None,
-    fixed: Mapping[str, Scheme] | None = None,
-) -> TablePlan:
-    """The plan with the least `Costs.total_sec` that was found, with at most `memory` bytes of tables on a device.
-
-    The tables in `fixed` have the schemes given there, and those with a place in `base` keep it. The same input gives
-    the same plan. Raises ConfigError if no plan fits; with given places more may be needed than `memory`.
-    """
-    base = base or EmbeddingConfig()
-    given_places, base = dict(base.places), base.model_copy(update={"schemes": (), "places": ()})
-    fixed = dict(fixed or {})
-    choices = _choices()
-    alone = {
-        one.kind: found for one in choices if (found := _tried(work, base, {t.name: one for t in work.tables}, machine))
-    }
-    options = {
-        table.name: [fixed[table.name]] if table.name in fixed else possible(table, work) for table in work.tables
-    }
-    chosen = choose(work, options, machine, memory, base)
-    chosen = _improved(work, base, chosen, fixed, machine, memory)
-    plan = _placed(work, base, chosen, memory) | given_places
-    costs = costs_of(work, with_schemes(base, chosen, plan), machine)
-    return TablePlan(chosen, plan, costs, alone)
-
-
-def choose(
-    work: Workload,
-    options: Mapping[str, Sequence[Scheme]],
-    machine: Machine,
-    memory: float,
-    base: EmbeddingConfig,
-) -> dict[str, Scheme]:
-    """A scheme for each table: the least sum of times of tables alone, with a sum of memory that fits.
-
-    Raises ConfigError if the tables do not fit under any.
-    """
-    import scipy.optimize
-    import scipy.sparse
-
-    pairs = [(table, scheme) for table in work.tables for scheme in options[table.name]]
-    shares = [share(work, table, scheme, machine, base) for table, scheme in pairs]
-    seconds, sizes = np.array([one[0] for one in shares]), np.array([one[1] for one in shares])
-    names = [table.name for table in work.tables]
-    rows = [names.index(table.name) for table, _ in pairs]
-    one_each = scipy.sparse.coo_array((np.ones(len(pairs)), (rows, range(len(pairs)))), (len(names), len(pairs)))
-    found = scipy.optimize.milp(
-        seconds / max(seconds.max(), 1e-30),
-        constraints=[
-            scipy.optimize.LinearConstraint(one_each.tocsr(), 1, 1),
-            scipy.optimize.LinearConstraint(sizes[None] / memory, -np.inf, 1),
-        ],
-        integrality=np.ones(len(pairs)),
-        bounds=scipy.optimize.Bounds(0, 1),
-        options={"time_limit": _SOLVER_SEC, "mip_rel_gap": 1e-4},
-    )
-    if found.x is None and found.status != _INFEASIBLE:
-        raise ConfigError(
-            f"the tables: HiGHS found no choice of schemes within {_SOLVER_SEC:g} s ({found.message}). Give some of "
-            "the tables a scheme in the config (EmbeddingConfig.schemes), and the rest is planned around it."
-        )
-    if found.x is None:
-        least = sum(
-            min(size for (one, _), size in zip(pairs, sizes, strict=True) if one is table) for table in work.tables
-        )
-        raise ConfigError(
-            f"the tables need {least / 2**30:,.2f} GiB on each device, and it has {memory / 2**30:,.2f} GiB for them. "
-            "Take more devices, fewer columns, or an optimizer that keeps less of a row (rowwise_adagrad)."
-        )
-    return {pairs[i][0].name: pairs[i][1] for i in np.flatnonzero(found.x > 0.5).tolist()}
-
-
-def share(work: Workload, table: Table, scheme: Scheme, machine: Machine, base: EmbeddingConfig) -> tuple[float, float]:
-    """(seconds, bytes on a device) of a table, where tables that are assigned share the devices evenly."""
-    config = with_schemes(base, {table.name: scheme})
-    [buffer] = make_buffers([table], {name: work.num_ids[name] for name in table.features}, config, work.sizes)
-    found = messages(buffer, work.local_batch, base.forward_wire, base.backward_wire)
-    seconds = sum(sum(message_sec(one, work.sizes, machine)) for one in found) + _memory_sec(buffer, work, machine)
-    return seconds / buffer.num_outer, device_bytes(buffer) / buffer.num_outer
-
-
-def _choices() -> list[Scheme]:
-    """A scheme of each kind."""
-    classes: list[Any] = list(kinds(Scheme).values())
-    return [one() for one in classes]
-
-
-def possible(table: Table, work: Workload) -> list[Scheme]:
-    """The schemes that a table can have, with room for the rows that batches touch."""
-    ways = math.prod(size for axis, size in work.sizes.items() if axis != _SLOW)
-    fit = [one for one in _choices() if one.spread.cut != "columns" or table.columns % ways == 0]
-    return [_with_room(one, [table], work) for one in fit]
-
-
-def _with_room(scheme: Scheme, tables: Sequence[Table], work: Workload) -> Scheme:
-    """The scheme with room for the distinct rows of these tables, if it limits that."""
-    room = sum(work.distinct[one.name] for one in tables) / sum(work.ids_of(one) for one in tables)
-    return scheme.with_room(min(1.0, math.ceil(room * _ROOM_SLACK * 1e4) / 1e4))
-
-
-def under_one(work: Workload, scheme: Scheme) -> dict[str, Scheme]:
-    """All tables under one scheme, with room for their distinct rows."""
-    return _joined(work, {table.name: scheme for table in work.tables})
-
-
-def _joined(work: Workload, chosen: Mapping[str, Scheme]) -> dict[str, Scheme]:
-    """All tables of one scheme with their common room, so that they share messages."""
-    of_kind: dict[str, list[Table]] = {}
-    for table in work.tables:
-        of_kind.setdefault(chosen[table.name].kind, []).append(table)
-    return {name: _with_room(one, of_kind[one.kind], work) for name, one in chosen.items()}
-
-
-def changes_of(
-    work: Workload, base: EmbeddingConfig, plan: TablePlan, table: Table, machine: Machine
-) -> dict[str, float]:
-    """Scheme -> what a step costs more with a table in it than without the table, in seconds; all others as planned.
-
-    In the scheme of the plan it is what the table costs: tables share messages, so this is less than it costs alone.
-    Places are those by cost, not those of the plan.
-    """
-    base = base.model_copy(update={"schemes": (), "places": ()})
-    others = tuple(one for one in work.tables if one.name != table.name)
-    chosen = {one.name: plan.schemes[one.name] for one in others}
-    features = {name for one in others for name in one.features}
-    rest = Workload(
-        others, {k: v for k, v in work.num_ids.items() if k in features}, work.distinct, work.batch_size, work.sizes
-    )
-    before = _tried(rest, base, chosen, machine) if others else None
-    least = 0.0 if before is None else before.total_sec
-    return {
-        one.kind: found.total_sec - least
-        for one in possible(table, work)
-        if (found := _tried(work, base, chosen | {table.name: one}, machine)) is not None
-    }
-
-
-def _tried(work: Workload, base: EmbeddingConfig, chosen: Mapping[str, Scheme], machine: Machine) -> Costs | None:
-    try:
-        return costs_of(work, with_schemes(base, _joined(work, chosen)), machine)
-    except ConfigError:
-        return None
-
-
-def _improved(
-    work: Workload,
-    base: EmbeddingConfig,
-    chosen: Mapping[str, Scheme],
-    fixed: Mapping[str, Scheme],
-    machine: Machine,
-    memory: float,
-) -> dict[str, Scheme]:
-    """The choice after changes of single tables, and of all tables of one scheme, each the first that helps."""
-    current, choices = dict(chosen), _choices()
-
-    def value(one: Mapping[str, Scheme]) -> float:
-        found = _tried(work, base, one, machine)
-        if found is None:
-            return math.inf
-        # What does not fit is worse than all that fits, and the less it fits, the worse.
-        return found.total_sec if found.device_bytes <= memory else 1e6 * found.device_bytes / memory
-
-    starts = [current] + [{**{t.name: one for t in work.tables}, **fixed} for one in choices]
-    current = min(starts, key=value)
-    best, helps = value(current), True
-    while helps:
-        helps = False
-        free = [one for one in work.tables if one.name not in fixed]
-        groups = [[one] for one in free]
-        groups += [[one for one in free if current[one.name].kind == kind.kind] for kind in choices]
-        for group in groups:
-            for scheme in choices:
-                changed = current | {one.name: scheme for one in group}
-                if group and (found := value(changed)) < best * (1 - 1e-9):
-                    current, best, helps = changed, found, True
-    return _joined(work, current)
-
-
-def _placed(work: Workload, base: EmbeddingConfig, chosen: Mapping[str, Scheme], memory: float) -> dict[str, int]:
-    """The place of each assigned table, table by table of one group: balanced lookups and vectors, within memory."""
-    found: dict[str, int] = {}
-    buffers = make_buffers(work.tables, work.num_ids, with_schemes(base, chosen), work.sizes)
-    rest = memory - sum(device_bytes(one) for one in buffers if not one.scheme.assigned)
-    for buffer in (one for one in buffers if one.scheme.assigned and one.num_outer > 1):
-        of_row = device_bytes(buffer) / buffer.local_rows
-        ids = [[work.num_ids[name] for name in table.features] for table in buffer.tables]
-        costs = np.array([[sum(one), len(one)] for one in ids], np.float64)
-        sizes = np.array([math.ceil(table.rows / buffer.row_ways) * of_row for table in buffer.tables])
-        devices = place(costs, sizes, buffer.num_outer, max(rest, sizes.max())).device
-        found |= {table.name: int(device) for table, device in zip(buffer.tables, devices, strict=True)}
-    trial = with_schemes(base, chosen, found)
-    before, after = (
-        sum(
-            one.num_bytes
-            for buffer in make_buffers(work.tables, work.num_ids, config, work.sizes)
-            for one in messages(buffer, work.local_batch)
-        )
-        for config in (with_schemes(base, chosen), trial)
-    )
-    # Messages are padded to the device with most: the placement by cost is kept where it does not make them longer.
-    return found if after <= before else {}

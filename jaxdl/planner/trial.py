@@ -13,7 +13,7 @@ import jax
 from jaxdl.compiler import hlo, overlap, roofline
 from jaxdl.data import SyntheticImages
 from jaxdl.embedding.traffic import Message, axis_bytes, messages
-from jaxdl.exchange import Dense
+from jaxdl.exchange import Dense, ExchangeConfig
 from jaxdl.experiment import Experiment
 from jaxdl.mesh import Axis, MeshConfig
 from jaxdl.optim import Constant
@@ -77,7 +77,7 @@ def stand_in(experiment: Experiment) -> Experiment:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a step is compiled for: one replica, without micro-batches."""
+    """What a step is compiled for, without micro-batches."""
 
     fsdp: int
     tensor: int
@@ -86,24 +86,31 @@ class Setting:
     remat: str | None
     """None for a model that has no such setting."""
     param_sharding: str
+    replica: int = 1
+    """One sends nothing; several exchange gradients as the experiment says."""
 
 
 def trial_plan(experiment: Experiment, setting: Setting, devices: Sequence[Any]) -> Plan:
     """The plan of a step of this setting, on so many of the devices. Raises ConfigError if it cannot be run."""
-    batch = setting.examples * setting.fsdp
-    mesh = MeshConfig(replica=1, fsdp=setting.fsdp, tensor=setting.tensor)
+    batch = setting.examples * setting.fsdp * setting.replica
+    mesh = MeshConfig(replica=setting.replica, fsdp=setting.fsdp, tensor=setting.tensor)
     changes: dict[str, Any] = {
         "mesh": mesh,
         "batch_size": batch,
         "step.microbatches": 1,
         "sharding": sharding_of(experiment.sharding, setting.param_sharding),
-        "exchange": Dense(),
+        "exchange": trial_exchange(experiment) if setting.replica > 1 else Dense(),
     }
     if setting.remat is not None:
         changes["model.remat"] = setting.remat
     if isinstance(getattr(experiment.data, "num_train", None), int):
         changes["data.num_train"] = max(batch, getattr(experiment.data, "num_train"))  # noqa: B009
-    return make_plan(experiment.replaced(changes), devices[: setting.fsdp * setting.tensor])
+    return make_plan(experiment.replaced(changes), devices[: setting.replica * setting.fsdp * setting.tensor])
+
+
+def trial_exchange(experiment: Experiment) -> ExchangeConfig:
+    """The exchange of trial steps with several replicas: that of the experiment, or the dense one if it is open."""
+    return experiment.exchange if isinstance(experiment.exchange, ExchangeConfig) else Dense()
 
 
 def table_messages(plan: Plan) -> list[Message]:
@@ -166,10 +173,11 @@ def profile(
     remat: str | None,
     param_sharding: str,
     examples: tuple[int, int],
+    replicas: bool = False,
 ) -> Profile:
     """What steps need, from three of them: with these two numbers of examples, and with `most_fsdp`.
 
-    `measure` takes the figures of each.
+    `measure` takes the figures of each; with `replicas` also those of a step on two of them.
     """
     few, many = examples
     wanted = dict.fromkeys([(1, few), (1, many), (most_fsdp, few)])
@@ -177,6 +185,11 @@ def profile(
         (fsdp, number): measure(Setting(fsdp, tensor, number, remat, param_sharding if fsdp > 1 else "replicated"))
         for fsdp, number in wanted
     }
+
+    between = None
+    if replicas:
+        two = measure(Setting(1, tensor, few, remat, "replicated", replica=2))
+        between = two.temporary - found[1, few].temporary
 
     def line(value: Callable[[Measured], float]) -> Fit:
         return fitted({key: value(one) for key, one in found.items()})
@@ -191,4 +204,5 @@ def profile(
         fsdp_messages=spread.messages.get(whole, 0.0),
         tensor_bytes=line(lambda one: one.sent.get(Axis.TENSOR.value, 0.0)),
         tensor_messages=spread.messages.get(Axis.TENSOR.value, 0.0),
+        exchange_bytes=between,
     )

@@ -18,7 +18,7 @@ from jaxdl.planner.memory import Fit, Parameters
 from jaxdl.planner.search import PlanTables, Workload
 from jaxdl.planner.steptime import Profile
 from jaxdl.planner.timed import StepParts
-from jaxdl.planner.trial import Measured, Setting, measured, profile, stand_in, trial_plan
+from jaxdl.planner.trial import Measured, Setting, measured, profile, stand_in, trial_exchange, trial_plan
 from jaxdl.plans import LAYOUT
 from jaxdl.run.build import Plan
 from jaxdl.run.exchanged import trained_of
@@ -63,10 +63,14 @@ def workload_of(
     nodes: int,
     tables: PlanTables | None = None,
     parts: Callable[[str], StepParts] | None = None,
+    *,
+    replicas: bool | None = None,
 ) -> Workload:
     """What is planned of an experiment; steps are compiled for `devices`, those of a node.
 
-    Kernels take the times in `parts`, by remat, as measured by `jaxdl.planner.timed`; without it those of the roofline.
+    With `replicas`, which several nodes have by default, the memory that their exchange needs is that of a compiled
+    step of two replicas, if a node has devices for them. Kernels take the times in `parts`, by remat, as measured by
+    `jaxdl.planner.timed`; without it those of the roofline.
 
     Raises ConfigError where the data is missing, and for settings that no plan is made for.
     """
@@ -84,10 +88,17 @@ def workload_of(
     return Workload(
         batch_size=experiment.batch_size,
         parameters=parameters_of(base),
-        profiles=_profiles(resident, devices, experiment.batch_size // (nodes * len(devices)), parts),
+        profiles=_profiles(
+            resident,
+            devices,
+            experiment.batch_size // (nodes * len(devices)),
+            parts,
+            replicas=nodes > 1 if replicas is None else replicas,
+        ),
         remats=("",) if remat is None else ("none", "dots", "block"),
         sharding=experiment.sharding,
         exchange=exchange,
+        measured_exchange=trial_exchange(experiment),
         norm_span=span if isinstance(span := getattr(experiment.model, "norm_span", None), int) else None,
         example_bytes=example_bytes(base),
         tables=tables,
@@ -151,6 +162,8 @@ def _profiles(
     devices: Sequence[Any],
     most_examples: int,
     parts: Callable[[str], StepParts] | None,
+    *,
+    replicas: bool,
 ) -> Callable[[int, str, str], Profile]:
     """Profiles by tensor, remat and sharding, each compiled once; ConfigError if XLA cannot compile `tensor`."""
     few = max(1, min(8, most_examples // 2))
@@ -169,6 +182,7 @@ def _profiles(
                 remat=remat or None,
                 param_sharding=param_sharding,
                 examples=(few, 2 * few),
+                replicas=replicas and 2 * tensor <= len(devices),
             )
         except jax.errors.JaxRuntimeError as error:
             if tensor == 1:
