@@ -253,7 +253,10 @@ def test_a_grid_has_every_combination_once():
         Grid().check([RATE])
 
 
-@pytest.mark.parametrize("name", ["random", "tpe", "qmc", "cmaes"])
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch: pip install torch")
+
+
+@pytest.mark.parametrize("name", ["random", "tpe", "qmc", "cmaes", pytest.param("gp", marks=NEEDS_TORCH)])
 def test_a_proposal_is_a_function_of_the_journal_and_the_seed(name):
     sampler, trials = kinds(Sampler)[name](), {0: [], 1: []}
     for seed, found in trials.items():
