@@ -43,8 +43,9 @@ def feature_numbers(column: Any, where: Where) -> np.ndarray:
     ConfigError for a null, NaN or infinity, an integer beyond `EXACT_WHOLE`, lists of different lengths, and for what
     is no number: texts, dates, categories.
     """
-    import pyarrow.compute as compute
+    import pyarrow.compute
 
+    compute: Any = pyarrow.compute  # It makes its functions when it is imported: type checkers do not see them.
     if not holds_numbers(column.type):
         advice = _advice(column.type)
         raise ConfigError(f"{where.table}: column {where.column!r} holds {column.type}, not numbers. {advice}")

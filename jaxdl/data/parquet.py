@@ -221,8 +221,8 @@ class ParquetPhotos(InParquet, kind="parquet_photos"):
         train, test, num_classes = self.rows()
         name = Path(self.train[0]).expanduser().absolute().parent.name
         cached = bool(self.photos.cache.memory_bytes or self.photos.cache.disk)
-        records = [ParquetRecords(rows, _remark(rows.groups, cached=cached)) for rows in (train, test)]
-        return self.photos.build(*records, num_classes, name=name)
+        first, second = (ParquetRecords(rows, _remark(rows.groups, cached=cached)) for rows in (train, test))
+        return self.photos.build(first, second, num_classes, name=name)
 
 
 def _remark(groups: RowGroups, *, cached: bool) -> str:
