@@ -226,13 +226,13 @@ def possible(table: Table, work: Workload) -> list[Scheme]:
     """The schemes that a table can have, with room for the rows that batches touch."""
     ways = math.prod(size for axis, size in work.sizes.items() if axis != Axis.REPLICA.value)
     fit = [one for one in _choices() if one.spread.cut != "columns" or table.columns % ways == 0]
-    return [_with_room(one, [table], work) for one in fit]
+    return [one.with_room(_room([table], work)) for one in fit]
 
 
-def _with_room(scheme: Scheme, tables: Sequence[Table], work: Workload) -> Scheme:
-    """The scheme with room for the distinct rows of these tables, if it limits that."""
-    room = sum(work.distinct[one.name] for one in tables) / sum(work.ids_of(one) for one in tables)
-    return scheme.with_room(min(1.0, math.ceil(room * _ROOM_SLACK * 1e4) / 1e4))
+def _room(tables: Sequence[Table], work: Workload) -> float:
+    """The share of their ids for which messages of these tables have room: that of distinct rows, and some more."""
+    found = sum(work.distinct[one.name] for one in tables) / sum(work.ids_of(one) for one in tables)
+    return min(1.0, math.ceil(found * _ROOM_SLACK * 1e4) / 1e4)
 
 
 def under_one(work: Workload, scheme: Scheme) -> dict[str, Scheme]:
@@ -245,7 +245,8 @@ def _joined(work: Workload, chosen: Mapping[str, Scheme]) -> dict[str, Scheme]:
     of_kind: dict[str, list[Table]] = {}
     for table in work.tables:
         of_kind.setdefault(chosen[table.name].kind, []).append(table)
-    return {name: _with_room(one, of_kind[one.kind], work) for name, one in chosen.items()}
+    rooms = {kind: _room(tables, work) for kind, tables in of_kind.items()}
+    return {name: one.with_room(rooms[one.kind]) for name, one in chosen.items()}
 
 
 def costs_if_possible(
