@@ -255,7 +255,8 @@ def tuned(place, points):
     every = [changes | {"optimizer.learning_rate": rate} for rate in (1e-9, 0.5)]
     maps = ParamGridBuilder().addGrid(clf.overrides, every).build()
     loss = MulticlassClassificationEvaluator(labelCol="kind", metricName="logLoss")
-    return clf, maps, loss, TrainValidationSplit(estimator=clf, estimatorParamMaps=maps, evaluator=loss).fit(points)
+    tuning = TrainValidationSplit(estimator=clf, estimatorParamMaps=maps, evaluator=loss, seed=1)
+    return clf, maps, loss, tuning.fit(points)
 
 
 def test_settings_are_tuned_as_those_of_sparks_estimators(tuned, place, points):
