@@ -71,6 +71,7 @@ BUDGETS = {
     "test_sharding.py": 40,
     "test_bench_cluster.py": 35,
     "test_bench_balance.py": 110,
+    "test_bench_balance_check.py": 110,
     "test_parquet.py": 30,
     "test_spark.py": 60,
     "test_bench_train.py": 35,

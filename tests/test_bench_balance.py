@@ -15,14 +15,13 @@ from runs import Started
 
 from jaxdl.bench import balance
 from jaxdl.bench.__main__ import main
-from jaxdl.bench.balance_check import check_all
 from jaxdl.bench.balance_report import LOCAL, SUM, figure, ideal, make_row, of_set, sets_table
 from jaxdl.bench.balance_run import Clock, Side, Times, check_silent, doubled, measure
 from jaxdl.bench.balance_thresholds import check_about, compared, of_rows, parse_thresholds
 from jaxdl.bench.balance_work import Work, block, chosen, planned, work_of
 from jaxdl.bench.flops import step_flops
 from jaxdl.config import ConfigError
-from jaxdl.exchange import Dense, Quantized, TopK
+from jaxdl.exchange import Dense
 from jaxdl.exchange.probe import repeated_sum
 from jaxdl.kinds import forgotten
 from jaxdl.mesh import Axis, MeshConfig, make_mesh
@@ -118,86 +117,6 @@ def test_sides_run_in_turns_and_the_slowest_host_is_named():
     assert order == ["a", "b", "a", "b", "b", "a", "a", "b"]
     np.testing.assert_allclose(found["b"].seconds, [[2.0, 6.0]] * 3)
     assert (found["b"].median_sec, found["b"].slowest_sec, found["b"].slowest_host) == (4.0, 6.0, "host1")
-
-
-class SumOfAll(Dense, kind=None):
-    """Wrong: the sum over the replicas in place of the mean."""
-
-    def undelayed(self, layout):
-        return Scaled(super().undelayed(layout), 2.0)
-
-
-class ScaledTopK(TopK, kind=None):
-    """Wrong: what is sent is doubled, and the residual does not know."""
-
-    def undelayed(self, layout):
-        return Scaled(super().undelayed(layout), 2.0)
-
-
-class DeafTopK(TopK, kind=None):
-    """Wrong on devices alone: replicas use what they would send themselves."""
-
-    def undelayed(self, layout):
-        return Deaf(super().undelayed(layout))
-
-
-class LossyQuantized(Quantized, kind=None):
-    """Wrong: without residuals, three quarters of the mean are lost."""
-
-    def undelayed(self, layout):
-        return Scaled(super().undelayed(layout), 0.25)
-
-
-@dataclasses.dataclass(frozen=True)
-class Scaled:
-    inside: object
-    factor: float
-
-    def init(self, grads):
-        return self.inside.init(grads)
-
-    def update(self, grads, state, *, axis, key):
-        mean, state, metrics = self.inside.update(grads, state, axis=axis, key=key)
-        return jax.tree.map(lambda x: self.factor * x, mean), state, metrics
-
-
-@dataclasses.dataclass(frozen=True)
-class Deaf:
-    inside: object
-
-    def init(self, grads):
-        return self.inside.init(grads)
-
-    def update(self, grads, state, *, axis, key):
-        mean, state, metrics = self.inside.update(grads, state, axis=axis, key=key)
-        if axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying:  # On devices, not under vmap.
-            mean = jax.tree.map(lambda x: 1.01 * x, mean)
-        return mean, state, metrics
-
-
-def checked(exchanges, replicas=2, inner=1):
-    clock = Clock(make_mesh(MeshConfig(replica=replicas, fsdp=inner), jax.devices()[: replicas * inner]))
-    sizes = {"replicas": replicas, "inner": inner, "precision": "float32"}
-    return check_all(block("tiny"), exchanges, **sizes, clock=clock)
-
-
-def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
-    right = {"dense": Dense(), "topk": TopK(min_elements=64), "quantized": Quantized(error_feedback=False)}
-    wrong = {
-        "sum": SumOfAll(),
-        "scaled": ScaledTopK(min_elements=64),
-        "deaf": DeafTopK(min_elements=64),
-        "lossy": LossyQuantized(error_feedback=False),
-    }
-    found = checked(right | wrong)
-    assert {one.name for one in found if one.name in right and not one.fine} == set()
-    failed = {(one.name, one.reference) for one in found if not one.fine}
-    assert failed == {
-        ("sum", "one device"),
-        ("scaled", "means and residuals"),
-        ("deaf", "emulated on one device"),
-        ("lossy", "means"),
-    }
 
 
 def test_a_local_step_sends_nothing_and_others_are_told_apart():

@@ -12,7 +12,10 @@ from sklearn.decomposition import PCA
 from sklearn.linear_model import LogisticRegression, Ridge
 
 from jaxdl import classics
-from jaxdl.classics.kmeans import _lloyd
+from jaxdl.classics.components import _scatter
+from jaxdl.classics.kmeans import _distances_to_rows, _lloyd
+from jaxdl.classics.logistic import _loss, _sums
+from jaxdl.classics.ridge import _products
 from jaxdl.classics.rows import as_rows, on_all
 from jaxdl.errors import ConfigError
 from jaxdl.mesh import MeshConfig, make_mesh
@@ -62,6 +65,30 @@ def test_kmeans_is_that_of_sklearn(mesh, digits, given):
     assert relative(found.centers, expected.cluster_centers_) < 1e-5
     assert found.num_steps == expected.n_iter_
     np.testing.assert_array_equal(found.predict(x), expected.predict(x))
+
+
+X, WEIGHT, LABELS = np.ones((8, 3), np.float32), np.ones(8, np.float32), np.zeros(8, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "static", "products"),
+    [
+        (_lloyd, (X, WEIGHT, X[:2]), {"max_steps": 3, "tolerance": 0.1}, 5),
+        (_distances_to_rows, (X, WEIGHT, LABELS), {}, 1),
+        (_scatter, (X, WEIGHT), {}, 2),
+        (_products, (X, WEIGHT, WEIGHT), {}, 4),
+        (_sums, (X, WEIGHT, LABELS, np.ones((2, 4), np.float32)), {}, 4),
+        (_loss, (X, WEIGHT, LABELS, np.ones((2, 4), np.float32)), {}, 2),
+    ],
+)
+def test_every_product_is_of_float32(function, args, static, products):
+    """Those with vectors too; on GPUs TF32 would round to 10 bits. On a CPU only the lowered program shows it."""
+    with jax.default_matmul_precision("tensorfloat32"):
+        mesh = make_mesh(MeshConfig(**MESHES[1]), jax.devices()[:1])
+        text = on_all(mesh, function, **static).lower(*args).as_text()
+    found = re.findall(r"stablehlo\.dot_general.*", text)
+    assert len(found) == products
+    assert [one for one in found if "precision = [HIGHEST, HIGHEST]" not in one] == []
 
 
 def test_an_empty_cluster_keeps_its_center(mesh):

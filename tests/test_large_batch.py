@@ -63,6 +63,22 @@ def test_the_table_and_the_picture(tmp_path, capsys):
     assert (tmp_path / "large_batch.png").stat().st_size > 5_000
 
 
+LENGTHS = """
+import jax, jaxdl
+from jaxdl.search.config import Lengths
+
+lengths = Lengths(jaxdl.load("digits", {"steps": 13, "epochs": None}), [])
+jax.config.update("jax_num_cpu_devices", 3)  # An error when JAX has its devices.
+print(lengths.of({}), jax.device_count())
+"""
+
+
+def test_a_search_leaves_the_devices_to_its_trials():
+    """The script trains in this process after it has searched: the search must not have started JAX's devices."""
+    done = subprocess.run([sys.executable, "-c", LENGTHS], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "13 3\n", done.stderr
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

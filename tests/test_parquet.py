@@ -1,14 +1,14 @@
 """Rows of Parquet and CSV files: by number, as numbers, as images; what is wrong with them is one message."""
 
-import io
+from datetime import datetime
+from decimal import Decimal as D
 
 import jax
 import numpy as np
 import pyarrow
-import pyarrow.parquet as parquet
 import pytest
 from flax import nnx
-from PIL import Image
+from parquet_files import png, spark_row, write
 from runs import ROOT
 
 import jaxdl
@@ -19,25 +19,6 @@ from jaxdl.data.photo import BadImage
 from jaxdl.data.photos import Photos
 from jaxdl.data.row_groups import RowGroups
 from jaxdl.models.features import layer_output
-
-
-def write(path, columns, group=10):
-    parquet.write_table(pyarrow.table(columns), path, row_group_size=group)
-    return str(path)
-
-
-def png(pixels):
-    stream = io.BytesIO()
-    Image.fromarray(pixels[..., 0] if pixels.shape[-1] == 1 else pixels).save(stream, "PNG")
-    return stream.getvalue()
-
-
-def spark_row(pixels):
-    """As Spark's data source `image` has it: blue first."""
-    mode = {1: 0, 3: 16}[pixels.shape[2]]
-    height, width, channels = pixels.shape
-    data = pixels[..., ::-1].tobytes()
-    return {"origin": "", "height": height, "width": width, "nChannels": channels, "mode": mode, "data": data}
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +43,8 @@ def test_rows_are_found_by_number(numbers):
     chosen = np.random.default_rng(0).integers(0, 37, 100)
     assert groups.read(chosen).column(0).to_pylist() == chosen.tolist()
     assert groups.read(np.zeros(0, np.int64)).num_rows == 0
-    assert groups.every("label").to_pylist() == [x % 3 for x in range(37)]
+    labels = {path.name: column.to_pylist() for path, column in groups.every("label")}
+    assert labels == {"part-0.parquet": [x % 3 for x in range(25)], "part-1.parquet": [x % 3 for x in range(25, 37)]}
     assert groups.name(30).endswith("part-1.parquet, row 5")
 
 
@@ -147,6 +129,16 @@ def test_a_run_of_a_table_learns_and_predicts(tmp_path):
         ({"x": [1.0, 2.0], "label": [0, 1]}, {"features": ("w",)}, r"it has no column 'w'"),
         ({"x": [1.0, None], "label": [0, 1]}, {}, r"column 'x' is null in row 1\."),
         ({"x": [1.0, float("inf")], "label": [0, 1]}, {}, r"column 'x' is not finite in row 1\."),
+        ({"x": [1.0, 1e39], "label": [0, 1]}, {}, r"column 'x' is not finite in row 1\."),
+        ({"x": [3, None], "label": [0, 1]}, {}, r"column 'x' is null in row 1\."),
+        ({"x": [[3, 4], [5, None]], "label": [0, 1]}, {}, r"column 'x' has a null in row 1\."),
+        ({"x": [2**24, 2**24 + 1], "label": [0, 1]}, {}, r"'x' has the integer 16777217 in row 1; .* exact up to 1677"),
+        ({"x": [-(2**63), 0], "label": [0, 1]}, {}, r"'x' has the integer -9223372036854775808 in row 0"),
+        ({"x": [[3, 4], [5, 2**40]], "label": [0, 1]}, {}, r"'x' has the integer 1099511627776 in row 1"),
+        ({"x": [D("16777217"), D("1")], "label": [0, 1]}, {}, r"'x' has the integer 16777217 in row 0"),
+        ({"x": [datetime(2024, 1, 1)] * 2, "label": [0, 1]}, {}, r"holds timestamp\[us\], not numbers\. .*days since"),
+        ({"x": [1.0, 2.0], "label": [0, 2**53 + 1]}, {}, r"the label 'label' is 9007199254740993 in row 1\."),
+        ({"x": [1.0, 2.0], "label": [D("1"), D("0." + 20 * "9")]}, {}, r"the label 'label' is 0\.9{20} in row 1\."),
         ({"x": ["a", "b"], "label": [0, 1]}, {}, r"column 'x' holds string, not numbers\."),
         ({"x": [[1.0], [1.0, 2.0]], "label": [0, 1]}, {}, r"the lists of 'x' have 1, 2 numbers\."),
         ({"x": [1.0, 2.0], "label": [0, None]}, {}, r"the label 'label' is null in row 1\."),
@@ -164,6 +156,36 @@ def test_a_bad_table_is_one_message(tmp_path, columns, changes, problem):
     with pytest.raises(ConfigError, match=problem) as error:
         Tabular(train=(path,), **changes).build()
     assert "\n" not in str(error.value)
+
+
+def test_integers_booleans_and_decimals_are_exact(tmp_path):
+    """Beside floating-point numbers, which are rounded to float32."""
+    columns = {
+        "long": pyarrow.array([2**24, -(2**24), 3], pyarrow.int64()),
+        "byte": pyarrow.array([255, 0, 1], pyarrow.uint8()),
+        "flag": [True, False, True],
+        "whole": [D("16777216"), D("-5"), D("0")],
+        "price": [D("12345678.91"), D("0.10"), D("-0.5")],
+        "time": [1.7e9, 1.7e9 + 1, 0.1],
+        "lists": [[2**24, 1], [0, 2], [5, 3]],
+        "label": [D("1"), D("0"), D("1")],
+    }
+    path = write(tmp_path / "a.parquet", columns, group=2)
+    write(tmp_path / "b.parquet", {name: pyarrow.array(one)[:0] for name, one in columns.items()})
+    source = Tabular(train=(f"{tmp_path}/*.parquet",), test=(path,)).build().train
+    rows = source.batch(np.arange(3))
+    expected = [
+        [2**24, 255, 1, 16777216, np.float32(12345678.91), np.float32(1.7e9), 2**24, 1],
+        [-(2**24), 0, 0, -5, np.float32(0.1), np.float32(1.7e9), 0, 2],
+        [3, 1, 1, 0, -0.5, np.float32(0.1), 5, 3],
+    ]
+    assert rows["x"].astype(np.float64).tolist() == np.array(expected, np.float64).tolist()
+    assert rows["label"].tolist() == [1, 0, 1]
+    frame = {name: np.zeros(1) for name in source.spec.columns} | {"long": np.array([2**24 + 1])}
+    with pytest.raises(ConfigError, match=r"predict: column 'long' has the integer 16777217 in row 0"):
+        source.spec.to_predict(frame, "predict")
+    with pytest.raises(ConfigError, match=r"predict: column 'byte' has the integer 16777217 in row 0"):
+        source.spec.to_predict(np.array([[0, 2**24 + 1, 0, 0, 0, 0, 0, 0]]), "predict")
 
 
 @pytest.mark.parametrize("kind", [Tabular, ParquetImages, ParquetPhotos])
@@ -231,6 +253,11 @@ def test_the_three_forms_of_an_image():
         (b"", "no bytes"),
         (b"no image", "cannot be read"),
         ({"data": b""}, "no field 'height'"),
+        ({"height": None, "width": 1, "mode": 0, "data": b"1"}, "some are null"),
+        ({"height": 1, "width": 1, "mode": 0, "data": None}, "some are null"),
+        ({"height": -1, "width": -1, "mode": 0, "data": b"1"}, "it is -1 x -1"),
+        ([[], []], "have no numbers"),
+        ([[1.0, float("nan")]], "no grey levels"),
         ({"height": 1, "width": 1, "mode": 5, "data": b"1"}, "mode is 5"),
         ({"height": 1, "width": 2, "mode": 0, "data": b"1"}, "1 bytes, not 1 x 2 x 1"),
         ([[1, 2], [3]], "no \\[height, width\\]"),

@@ -1,13 +1,16 @@
 """Decisions of a search, without runs: ASHA against a second implementation, populations, samplers, the journal."""
 
+import importlib.util
 import itertools
 import random
 from dataclasses import replace
 
 import pytest
+from mistakes import refusal
 
 from jaxdl.errors import ConfigError
 from jaxdl.kinds import kinds
+from jaxdl.search.__main__ import main
 from jaxdl.search.samplers import Grid, Sampler
 from jaxdl.search.schedulers import ASHA, PBT, Clone, Course, Full, Halving, New, Promote
 from jaxdl.search.space import Choices, Number, parse_settings, words_of
@@ -250,7 +253,10 @@ def test_a_grid_has_every_combination_once():
         Grid().check([RATE])
 
 
-@pytest.mark.parametrize("name", ["random", "tpe", "qmc", "cmaes"])
+NEEDS_TORCH = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch: pip install torch")
+
+
+@pytest.mark.parametrize("name", ["random", "tpe", "qmc", "cmaes", pytest.param("gp", marks=NEEDS_TORCH)])
 def test_a_proposal_is_a_function_of_the_journal_and_the_seed(name):
     sampler, trials = kinds(Sampler)[name](), {0: [], 1: []}
     for seed, found in trials.items():
@@ -271,3 +277,17 @@ def test_a_sampler_that_needs_a_package_says_so(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install torch"):
         kinds(Sampler)["gp"]().check([RATE])
+
+
+def test_a_missing_package_ends_the_command_before_a_trial(tmp_path, monkeypatch, capsys):
+    """Exit code 2, and nothing in the folder."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "torch" else find(name, *rest))
+    folder = tmp_path / "search"
+    options = ["--config", "digits", "--workdir", folder, "--trials", 2, "--vary", "optimizer.learning-rate=log:0.01:1"]
+    message = refusal(capsys, *options, "--sampler", "gp", run=main)
+    assert message == (
+        "error: --sampler gp: it needs the package torch. Install it: pip install torch; or choose another --sampler, "
+        "such as tpe."
+    )
+    assert not folder.exists()

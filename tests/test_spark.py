@@ -26,9 +26,12 @@ from jaxdl.files import SUMMARY_FILE
 
 pytest.importorskip("pyspark", reason="needs pyspark and Java: pip install 'jaxdl[spark]'")
 
+from pyspark.errors import PythonException
 from pyspark.ml import Pipeline, PipelineModel
 from pyspark.ml.classification import LogisticRegression
+from pyspark.ml.evaluation import BinaryClassificationEvaluator, MulticlassClassificationEvaluator
 from pyspark.ml.feature import StringIndexer, VectorAssembler
+from pyspark.ml.tuning import CrossValidator, ParamGridBuilder, TrainValidationSplit
 from pyspark.sql import SparkSession
 from pyspark.sql import functions as F
 
@@ -235,6 +238,69 @@ def test_a_table_of_columns_and_of_vectors(place, spark):
     assert scores[0] == scores[1] > 0.9
 
 
+@pytest.fixture(scope="module")
+def points(spark):
+    """300 rows of 3 numbers; the class says whether their sum is positive."""
+    x = np.random.default_rng(0).normal(size=(300, 3))
+    rows = [(*map(float, row), int(row.sum() > 0)) for row in x]
+    return spark.createDataFrame(rows, "a double, b double, c double, kind int").coalesce(1).cache()
+
+
+@pytest.fixture(scope="module")
+def tuned(place, points):
+    """(estimator, parameter maps, evaluator, what TrainValidationSplit found)."""
+    changes = {"batch_size": 32, "epochs": 2, "schedule.warmup_epochs": 1, "report.curves": False}
+    clf = JaxdlClassifier(config=f"{ROOT}/configs/tabular_mlp.py:logistic", workdir=str(place / "tuned"))
+    clf.setFeaturesCol(["a", "b", "c"]).setLabelCol("kind")
+    every = [changes | {"optimizer.learning_rate": rate} for rate in (1e-9, 0.5)]
+    maps = ParamGridBuilder().addGrid(clf.overrides, every).build()
+    loss = MulticlassClassificationEvaluator(labelCol="kind", metricName="logLoss")
+    tuning = TrainValidationSplit(estimator=clf, estimatorParamMaps=maps, evaluator=loss, seed=1)
+    return clf, maps, loss, tuning.fit(points)
+
+
+def test_settings_are_tuned_as_those_of_sparks_estimators(tuned, place, points):
+    (clf, maps, loss, found), workdir = tuned, place / "tuned"
+    assert found.validationMetrics[0] == pytest.approx(np.log(2), abs=1e-3)
+    assert found.validationMetrics[1] < 0.5
+    assert found.bestModel.getWorkdir() == str(workdir), "the best one is trained on all rows"
+    configs = [json.loads(path.read_text()) for path in workdir.glob("fits/*/config.json")]
+    assert {one["optimizer"]["learning_rate"] for one in configs} == {1e-9, 0.5}
+    again = clf.fit(points, [maps[1] | {clf.workdir: str(workdir)}])
+    assert again[0].metrics == found.bestModel.metrics, "a workdir in the parameter map is that of the fit"
+
+    scored = found.bestModel.transform(points)
+    rows = scored.collect()
+    probability = np.array([row.probability.toArray() for row in rows])
+    assert probability.shape == (300, found.bestModel.numClasses) == (300, 2)
+    chosen = [p[row.kind] for p, row in zip(probability, rows, strict=True)]
+    np.testing.assert_allclose(loss.evaluate(scored), -np.mean(np.log(chosen)), rtol=1e-9)
+    accuracy = MulticlassClassificationEvaluator(labelCol="kind", metricName="accuracy")
+    assert accuracy.evaluate(scored) == np.mean([row.prediction == row.kind for row in rows]) > 0.9
+    assert BinaryClassificationEvaluator(labelCol="kind").evaluate(scored) > 0.95
+
+    pipeline = Pipeline(stages=[clf.copy().setWorkdir(str(place / "crossed")).setWorkdirPerFit(True)])
+    crossed = CrossValidator(estimator=pipeline, estimatorParamMaps=maps[1:], evaluator=loss, numFolds=2).fit(points)
+    assert crossed.avgMetrics[0] < 0.5
+    assert len([*(place / "crossed" / "fits").iterdir()]) == 3, "two folds, and all rows"
+
+
+def test_scoring_no_rows_and_nulls(fitted, tuned, digits, points):
+    model = fitted.stages[-1]
+    assert model.transform(digits.limit(0)).select("prediction").collect() == []
+    with pytest.raises(PythonException, match=r"featuresCol: a row has null\. Fill it, or drop such rows"):
+        model.transform(digits.limit(1).withColumn("image", F.lit(None).cast("binary"))).collect()
+    table = tuned[-1].bestModel
+    assert table.transform(points.limit(0)).collect() == []
+    with pytest.raises(PythonException, match=r"featuresCol: column 'b' is null in a row\. Fill it"):
+        table.transform(points.limit(1).withColumn("b", F.lit(None).cast("double"))).collect()
+    decimals = points.limit(5).select(*(F.col(name).cast("decimal(12,6)") for name in "abc"))
+    found = [
+        [row.probability.toArray() for row in table.transform(one).collect()] for one in (decimals, points.limit(5))
+    ]
+    np.testing.assert_allclose(found[0], found[1], atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("changes", "columns", "problem"),
     [
@@ -242,8 +308,8 @@ def test_a_table_of_columns_and_of_vectors(place, spark):
         ({"labelCol": "class"}, {}, r"labelCol='class': the DataFrame has no such column"),
         ({"labelCol": "name"}, {}, r"labelCol='name': it holds string, not whole numbers from 0.*StringIndexer"),
         ({"featuresCol": "name"}, {}, r"featuresCol='name': its type is string\. Give images"),
-        ({}, {"number": "if(number = 3, null, number)"}, r"labelCol: the label 'label' is null in row \d+"),
-        ({}, {"number": "number + 0.5"}, r"labelCol: the label 'label' is \d\.5 in row 0"),
+        ({}, {"number": "if(number = 3, null, number)"}, r"labelCol: the label 'number' is null in a row"),
+        ({}, {"number": "number + 0.5"}, r"labelCol: the label 'number' is \d\.5 in a row"),
         ({}, {"image": "if(number = 3, null, image)"}, r"column 'image': a row has null"),
         ({"workdir": "/proc/no/folder"}, {}, r"workdir /proc/no/folder: .*Choose a writable folder"),
         ({"numProcesses": 3}, {}, r"3 processes: master local\[2\] runs 2 tasks at a time"),

@@ -97,7 +97,8 @@ def test_the_digest_is_of_rows_whatever_their_order():
     [
         ([1, None], [0.0, 1.0], "column 'x': a row has null"),
         ([1, 2], [0.0, None], "labelCol: the label 'label' is null"),
-        ([1, 2], [0.0, 1.5], r"labelCol: the label 'label' is 1\.5 in row 1"),
+        ([1, 2], [0.0, 1.5], r"labelCol: the label 'label' is 1\.5 in a row\. Labels are"),
+        ([1, 2**24 + 1], [0.0, 1.0], r"featuresCol: column 'x' has the integer 16777217 in a row; .*Scale it"),
     ],
 )
 def test_bad_rows_leave_no_file(tmp_path, x, labels, problem):

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdl.bench.embedding import usual_collectives
 from jaxdl.cluster import current, wait_for_all
@@ -174,15 +174,24 @@ def check_silent(text: str, axes: Mapping[str, int]) -> None:
     assert not sent, f"a local step sends over {Axis.REPLICA.value}: {', '.join(sent)}"
 
 
-def losses(plan: Plan, num_steps: int) -> list[float]:
-    """The loss of each of some steps, each on a batch of its own."""
+def first_steps(plan: Plan, num_steps: int) -> tuple[list[float], list[np.ndarray]]:
+    """(the loss of each of some steps, each on a batch of its own; how the first one changes each parameter)."""
     step: Any = compile_train_step(plan)
+    mesh = plan.parts.layout.mesh
+    whole = jax.jit(lambda tree: tree, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def params() -> list[np.ndarray]:
+        return [np.array(one.addressable_data(0)) for one in jax.tree.leaves(whole(state.params))]
+
     state, found = make_initial_state(plan), []
+    before, change = params(), []
     wait_for_all()
     for number in range(num_steps):
         state, metrics = jax.block_until_ready(step(state, batch_of(plan, number)))
         found.append(float(metrics["sums/loss"]) / float(metrics["sums/weight"]))
-    return found
+        if number == 0:
+            change = [after - one for after, one in zip(params(), before, strict=True)]
+    return found, change
 
 
 def first_devices(count: int) -> list[Any]:

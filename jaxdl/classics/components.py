@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import EXACT, as_rows, checked_columns, mean_of, on_all
+from jaxdl.classics.rows import as_rows, checked_columns, mean_of, on_all
 from jaxdl.errors import ConfigError, without_frames
 
 
@@ -62,4 +62,4 @@ def _scatter(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(mean row, the sum over rows of products of centered features `[features, features]`)."""
     mean = mean_of(x, weight)
     centered = (x - mean) * weight[:, None]
-    return mean, jnp.matmul(centered.T, centered, precision=EXACT)
+    return mean, jnp.matmul(centered.T, centered)

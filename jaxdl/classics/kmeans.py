@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import EXACT, Rows, as_rows, checked_columns, mean_of, numbers, on_all
+from jaxdl.classics.rows import Rows, as_rows, checked_columns, mean_of, numbers, on_all
 from jaxdl.errors import ConfigError, without_frames
 
 
@@ -131,7 +131,7 @@ def _lloyd(
         centers, labels, steps, _ = carry
         new_labels = _nearest(x, centers)
         members = jax.nn.one_hot(new_labels, len(centers), dtype=x.dtype) * weight[:, None]
-        sums, counts = jnp.matmul(members.T, x, precision=EXACT), members.sum(0)[:, None]
+        sums, counts = jnp.matmul(members.T, x), members.sum(0)[:, None]
         new = jnp.where(counts > 0, sums / jnp.maximum(counts, 1), centers)
         same = jnp.all((new_labels == labels) | (weight == 0))
         return new, new_labels, steps + 1, same | (jnp.sum((new - centers) ** 2) <= least)
@@ -145,5 +145,5 @@ def _lloyd(
 
 def _nearest(x: jax.Array, centers: jax.Array) -> jax.Array:
     """The nearest center of each row, int32 `[rows]`."""
-    scores = jnp.sum(centers**2, axis=1) - 2 * jnp.matmul(x, centers.T, precision=EXACT)
+    scores = jnp.sum(centers**2, axis=1) - 2 * jnp.matmul(x, centers.T)
     return jnp.argmin(scores, axis=1).astype(jnp.int32)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import EXACT, as_rows, checked_columns, on_all, targets
+from jaxdl.classics.rows import as_rows, checked_columns, on_all, targets
 from jaxdl.errors import ConfigError, without_frames
 
 _HALVINGS = 30
@@ -120,7 +120,7 @@ def _result(classes: np.ndarray, params: np.ndarray, steps: int) -> LogisticRegr
 
 
 def _logits(x: jax.Array, params: jax.Array) -> jax.Array:
-    return jnp.matmul(x, params[:, :-1].T, precision=EXACT) + params[:, -1]
+    return jnp.matmul(x, params[:, :-1].T) + params[:, -1]
 
 
 def _rows_loss(logits: jax.Array, labels: jax.Array) -> jax.Array:
@@ -149,7 +149,7 @@ def _sums(x: jax.Array, weight: jax.Array, labels: jax.Array, params: jax.Array)
         """One class's part of the Hessian, `[features + 1, width, features + 1]`."""
         own = chances[:, number, None]
         factors = own * ((jnp.arange(width) == number) - (chances if width > 1 else own)) * weight[:, None]
-        return jnp.einsum("nl,ni,nj->ilj", factors, with_one, with_one, precision=EXACT)
+        return jnp.einsum("nl,ni,nj->ilj", factors, with_one, with_one)
 
-    gradient = jnp.matmul(rest.T, with_one, precision=EXACT)
+    gradient = jnp.matmul(rest.T, with_one)
     return gradient, jax.lax.map(of_class, jnp.arange(width))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxdl.classics.rows import EXACT, as_rows, checked_columns, mean_of, numbers, on_all, targets
+from jaxdl.classics.rows import as_rows, checked_columns, mean_of, numbers, on_all, targets
 from jaxdl.errors import ConfigError, without_frames
 
 
@@ -57,5 +57,5 @@ def _products(x: jax.Array, y: jax.Array, weight: jax.Array) -> tuple[jax.Array,
     """(mean row, mean y, products of centered features, products of these and centered y)."""
     mean, mean_y = mean_of(x, weight), weight @ y / weight.sum()
     centered, rest = (x - mean) * weight[:, None], (y - mean_y) * weight
-    squares = jnp.matmul(centered.T, centered, precision=EXACT)
-    return mean, mean_y, squares, jnp.matmul(centered.T, rest, precision=EXACT)
+    squares = jnp.matmul(centered.T, centered)
+    return mean, mean_y, squares, jnp.matmul(centered.T, rest)

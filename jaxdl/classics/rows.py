@@ -14,8 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxdl.errors import ConfigError
 from jaxdl.mesh import MeshConfig, batch_sharding, batch_ways, make_mesh
 
-EXACT = jax.lax.Precision.HIGHEST
-"""Products in float32, also on GPUs, where JAX's default is TF32."""
+_MATMUL = "float32"
+"""The setting of `jax.default_matmul_precision` for all products, with vectors too: on GPUs JAX's default is TF32."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +90,20 @@ def _placed(mesh: Mesh, values: np.ndarray) -> jax.Array:
 
 
 def on_all(mesh: Mesh, function: Callable[..., Any], **static: Any) -> Callable[..., Any]:
-    """A jitted function whose results all devices have: what it sums over rows is all-reduced."""
+    """A jitted function whose results all devices have: what it sums over rows is all-reduced.
+
+    Its products are of float32, whatever the caller's `jax.default_matmul_precision`.
+    """
     return _jitted(mesh, function, tuple(sorted(static.items())))
 
 
 @functools.lru_cache(maxsize=64)
 def _jitted(mesh: Mesh, function: Callable[..., Any], static: tuple[tuple[str, Any], ...]) -> Callable[..., Any]:
-    return jax.jit(functools.partial(function, **dict(static)), out_shardings=NamedSharding(mesh, PartitionSpec()))
+    def exact(*args: Any) -> Any:
+        with jax.default_matmul_precision(_MATMUL):
+            return function(*args, **dict(static))
+
+    return jax.jit(exact, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def mean_of(x: jax.Array, weight: jax.Array) -> jax.Array:

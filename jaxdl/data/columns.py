@@ -12,6 +12,7 @@ import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError
+from jaxdl.data.arrow_numbers import Where, check_exact, feature_numbers, label_numbers
 from jaxdl.data.codec import import_text
 from jaxdl.data.digits import stratified_split
 from jaxdl.data.row_groups import check_columns, found_files, opened, reading
@@ -53,11 +54,17 @@ class NumbersSpec(DataSpec):
         return "rows", f"{len(self.columns)} columns of numbers, {self.num_classes:,} classes"
 
     def to_predict(self, values: Any, what: str, names: tuple[str, ...] = ()) -> dict[str, np.ndarray]:
-        """Numbers [batch, column], not normalized; or a data frame or dictionary with the columns by their names."""
+        """Numbers [batch, column], not normalized; or a data frame or dictionary with the columns by their names.
+
+        Raises ConfigError for another form, and for an integer that float32 may not hold.
+        """
         del names
         if isinstance(values, Mapping) or hasattr(values, "columns"):
             check_columns([str(name) for name in values], self.columns, what)
-            values = np.stack([np.asarray(values[name]) for name in self.columns], axis=1)
+            given = [np.asarray(values[name]) for name in self.columns]
+            for name, one in zip(self.columns, given, strict=True):
+                check_exact(one, Where(what, name))
+            values = np.stack(given, axis=1)
         try:
             found: Any = np.asarray(values)
         except ValueError:
@@ -67,6 +74,8 @@ class NumbersSpec(DataSpec):
                 f"{what}: got {found.dtype} {list(found.shape)}; this network reads numbers [batch, "
                 f"{len(self.columns)}]: {_shown(self.columns)}."
             )
+        for place, name in enumerate(self.columns):
+            check_exact(found[:, place], Where(what, name))
         return {"x": found.astype(np.float32)}
 
 
@@ -78,7 +87,8 @@ class Tabular(Data, kind="tabular"):
     """Columns of numbers and a class number, from Parquet files, or CSV files with a line of names. They are read into
     memory.
 
-    A column of lists, all of one length, counts as so many columns: such are the vectors of Spark.
+    A column of lists, all of one length, counts as so many columns: such are the vectors of Spark. The network reads
+    float32. Integers beyond 2^24 would lose digits in it, so they are an error; floating-point numbers are rounded.
     """
 
     train: tuple[str, ...] = ()
@@ -129,6 +139,8 @@ class Tabular(Data, kind="tabular"):
             table = _table(path, [*self.features, self.label] if self.features else None)
             check_columns(table.column_names, [*self.features, self.label], str(path))
             wanted = self.features or [name for name in table.column_names if name != self.label]
+            if not table.num_rows and wanted:  # Spark writes a file for a partition without rows, too.
+                continue
             read = [_column(table.column(name), name, path) for name in wanted]
             here = tuple(name for found, _ in read for name in found)
             if not here:
@@ -138,11 +150,10 @@ class Tabular(Data, kind="tabular"):
                                   "before it. All files must have the same.")  # fmt: skip
             names = here
             numbers.append(np.concatenate([one for _, one in read], axis=1))
-            labels.append(label_numbers(table.column(self.label), self.label, str(path)))
-        x, every = np.concatenate(numbers), np.concatenate(labels)
-        if not len(every):
+            labels.append(label_numbers(table.column(self.label), Where(str(path), self.label)))
+        if not labels:
             raise ConfigError(f"--data.{split} {patterns[0]}: there are no rows in it. Give files with rows.")
-        return names or (), x, every
+        return names or (), np.concatenate(numbers), np.concatenate(labels)
 
 
 def _table(path: Path, names: Sequence[str] | None) -> Any:
@@ -158,44 +169,10 @@ def _table(path: Path, names: Sequence[str] | None) -> Any:
 
 def _column(column: Any, name: str, path: Path) -> tuple[list[str], np.ndarray]:
     """(names, float32 [row, column]) of a column of numbers, or of lists of them."""
-    import pyarrow.types as types
-
-    if column.null_count:
-        row = int(np.flatnonzero(column.is_null().to_numpy())[0])
-        raise ConfigError(f"{path}: column {name!r} is null in row {row}. Fill it, or drop such rows.")
-    is_list = types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)
-    inner = column.type.value_type if is_list else column.type
-    if not (types.is_integer(inner) or types.is_floating(inner) or types.is_boolean(inner)):
-        raise ConfigError(f"{path}: column {name!r} holds {column.type}, not numbers. Encode it, or leave it out.")
-    if is_list:
-        rows = [np.asarray(one, np.float32) for one in column.to_numpy()]
-        sizes = {len(one) for one in rows}
-        if len(sizes) != 1 or 0 in sizes:
-            raise ConfigError(f"{path}: the lists of {name!r} have {_shown([str(one) for one in sorted(sizes)])} "
-                              "numbers. All must have as many.")  # fmt: skip
-        names, values = [f"{name}[{place}]" for place in range(sizes.pop())], np.stack(rows)
-    else:
-        names, values = [name], column.to_numpy().astype(np.float32)[:, None]
-    if not np.isfinite(values).all():
-        row = int(np.flatnonzero(~np.isfinite(values).all(axis=1))[0])
-        raise ConfigError(f"{path}: column {name!r} is not finite in row {row}. Fill it, or drop such rows.")
-    return names, values
-
-
-def label_numbers(column: Any, name: str, what: str) -> np.ndarray:
-    """The class numbers of a column of pyarrow, int32. Raises ConfigError for what is no whole number from 0."""
-    if column.null_count:
-        row = int(np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0])
-        raise ConfigError(f"{what}: the label {name!r} is null in row {row}. Drop such rows.")
-    values = column.to_numpy(zero_copy_only=False)
-    if values.dtype.kind not in "iufb":
-        raise ConfigError(f"{what}: the label {name!r} holds {column.type}, not whole numbers. Number the classes from "
-                          "0; in Spark StringIndexer does it.")  # fmt: skip
-    wrong = ~np.isfinite(values) | (values < 0) | (values != np.floor(values)) | (values >= 2**31)
-    if wrong.any():
-        row = int(np.flatnonzero(wrong)[0])
-        raise ConfigError(f"{what}: the label {name!r} is {values[row]} in row {row}. Labels are whole numbers from 0.")
-    return values.astype(np.int32)
+    values = feature_numbers(column, Where(str(path), name))
+    if values.ndim == 1:
+        return [name], values[:, None]
+    return [f"{name}[{place}]" for place in range(values.shape[1])], values
 
 
 def check_label_range(labels: np.ndarray, num_classes: int, what: str) -> None:

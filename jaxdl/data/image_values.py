@@ -36,6 +36,19 @@ def pixels_of(value: Any, channels: int | None = None) -> np.ndarray:
     return _array(image.convert("L" if wanted == 1 else "RGB"))
 
 
+def holds_images(kind: Any) -> bool:
+    """Whether a type of Arrow may be that of images: bytes, a struct as Spark's image rows are, lists of lists."""
+    import pyarrow.types as types
+
+    def is_list(one: Any) -> bool:
+        return types.is_list(one) or types.is_large_list(one) or types.is_fixed_size_list(one)
+
+    is_bytes = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
+    if types.is_struct(kind):
+        return {"height", "width", "mode", "data"} <= {field.name for field in kind}
+    return is_bytes or types.is_binary_view(kind) or (is_list(kind) and is_list(kind.value_type))
+
+
 def encoded_of(value: Any) -> bytes:
     """The image of such a value as a file: as it is if it is one, else PNG. Raises BadImage for what is no image."""
     if isinstance(value, bytes | bytearray | memoryview):
@@ -76,6 +89,10 @@ def _of_spark(row: Mapping[str, Any]) -> np.ndarray:
     channels = _SPARK_CHANNELS.get(mode)
     if channels is None:
         raise BadImage(f"its mode is {mode}; of Spark's image rows 0, 16 and 24 can be read")
+    if not (isinstance(height, int) and isinstance(width, int) and isinstance(data, bytes)):
+        raise BadImage("of its fields height, width and data some are null, or no numbers and bytes")
+    if height < 1 or width < 1:
+        raise BadImage(f"it is {height} x {width}")
     found = np.frombuffer(data, np.uint8)
     if found.size != height * width * channels:
         raise BadImage(f"it has {found.size} bytes, not {height} x {width} x {channels}")
@@ -91,7 +108,10 @@ def _of_lists(value: Any) -> np.ndarray:
     found = found[..., None] if found.ndim == 2 else found
     if found.ndim != 3 or found.shape[2] not in (1, 3) or found.dtype.kind not in "iuf":
         raise BadImage(f"its lists are no [height, width] or [height, width, 1 or 3], but {list(found.shape)}")
-    levels = found.astype(np.uint8)
+    if 0 in found.shape:
+        raise BadImage(f"its lists have no numbers: {list(found.shape)}")
+    with np.errstate(invalid="ignore"):  # NaN and numbers below 0: the next lines say so.
+        levels = found.astype(np.uint8)
     if not (levels == found).all():
         raise BadImage("it has numbers that are no grey levels, whole numbers from 0 to 255")
     return levels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import Counter, defaultdict
@@ -189,12 +190,9 @@ class Maker:
         try:
             encoded, label = plans.records.read(index)
             start = _lap(made, "read", start)
-            if self._plan.short_side is None:
-                record = Record(np.frombuffer(encoded, np.uint8), label, 0, 0)
-            else:
-                pixels = shrunk(Photo(encoded), self._plan.short_side, self._scratch)
-                record = Record(pixels.reshape(-1), label, *pixels.shape[:2])
-                start = _lap(made, "decode", start)
+            record = self._record(encoded, label)
+            if self._plan.short_side is not None:
+                _lap(made, "decode", start)
         except Outage as error:
             made.outages.append(str(error))
             return None
@@ -203,7 +201,25 @@ class Maker:
             return None
         made.tiers[ORIGIN] += 1
         self._store(lacking, index, record, made)
+        if lacking:
+            record = record._replace(data=record.data.copy())  # The next ones use its memory.
+            self._store_beside(plans.records, lacking, index, made)
         return record, None
+
+    def _record(self, encoded: bytes, label: int) -> Record:
+        """An example as the tiers keep it; its data may be valid until the next call."""
+        if self._plan.short_side is None:
+            return Record(np.frombuffer(encoded, np.uint8), label, 0, 0)
+        pixels = shrunk(Photo(encoded), self._plan.short_side, self._scratch)
+        return Record(pixels.reshape(-1), label, *pixels.shape[:2])
+
+    def _store_beside(self, records: Records, tiers: list[Store], index: int, made: Made) -> None:
+        """Stores what was read together with an example, so that it need not be read again for each of these."""
+        for other in records.beside(index):
+            wanting = [tier for tier in tiers if tier.wants(other)]
+            if wanting:
+                with contextlib.suppress(Exception):  # A damaged one is reported when its turn comes.
+                    self._store(wanting, other, self._record(*records.read(other)), made)
 
     def _store(self, tiers: list[Store], index: int, record: Record, made: Made) -> None:
         if tiers:

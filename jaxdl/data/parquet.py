@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -11,9 +11,10 @@ import numpy as np
 import pydantic
 
 from jaxdl.config import ConfigError
-from jaxdl.data.columns import check_label_range, label_numbers
+from jaxdl.data.arrow_numbers import Where, label_numbers
+from jaxdl.data.columns import check_label_range
 from jaxdl.data.digits import stratified_split
-from jaxdl.data.image_values import encoded_of, pixels_of
+from jaxdl.data.image_values import encoded_of, holds_images, pixels_of
 from jaxdl.data.photo import BadImage
 from jaxdl.data.photos import Photos
 from jaxdl.data.records import BadRecord, Records
@@ -24,6 +25,8 @@ from jaxdl.data.staging import Stage
 
 _PIECE = 1024
 """Rows that are decoded at a time when all are."""
+TOGETHER = 64
+"""Images of a row group, at most, that are cached when one of them is read."""
 _SAMPLED = 64
 """Images in the checksum of files that are not kept in memory."""
 
@@ -57,14 +60,11 @@ class ParquetRows:
         return self.groups.name(int(self.rows[index]))
 
     def encoded(self, index: int) -> bytes:
-        """The image of an example as a file. Raises BadImage, OSError."""
+        """The image of an example as a file. Raises BadImage, and ConfigError for a file that cannot be read."""
         return encoded_of(self._values(np.array([index]))[0])
 
     def _values(self, indices: np.ndarray) -> list[object]:
-        try:
-            return self.groups.read(self.rows[indices]).column(0).to_pylist()
-        except OSError as error:
-            raise ConfigError(f"{self.groups.paths[0].parent}: its files cannot be read any more ({error}).") from None
+        return self.groups.read(self.rows[indices]).column(0).to_pylist()
 
     @property
     def content(self) -> str:
@@ -115,8 +115,14 @@ class InParquet(Data, kind=None):
 
     def _of(self, paths: Sequence[Path]) -> ParquetRows:
         groups = RowGroups(paths, [self.image], self._cache_bytes, others=[self.label])
-        labels = label_numbers(groups.every(self.label), self.label, str(paths[0].parent))
-        return ParquetRows(groups, labels, np.arange(len(labels)))
+        for path, kind in groups.types(self.image):
+            if not holds_images(kind):
+                raise ConfigError(
+                    f"{path}: column {self.image!r} holds {kind}, not images. Give files (PNG, JPEG...) as binary, "
+                    "Spark's image rows, or lists of lists of grey levels."
+                )
+        labels = [label_numbers(column, Where(str(path), self.label)) for path, column in groups.every(self.label)]
+        return ParquetRows(groups, np.concatenate(labels), np.arange(len(groups)))
 
     @property
     def _cache_bytes(self) -> int:
@@ -184,6 +190,16 @@ class ParquetSource(Source):
         """See `ParquetRows.content`."""
         return self._rows.content
 
+    def on_warning(self, warn: Callable[[str], None]) -> None:
+        """Warns of row groups that are read again and again."""
+        groups = self._rows.groups
+        if not groups.is_kept and groups.most_rows > 1:
+            warn(
+                f"{groups.paths[0].parent}: an image is read with its row group, here of up to {groups.most_rows:,} "
+                f"images, and that again for each of them, since the files do not fit into --data.memory-bytes "
+                f"{groups.cache_bytes:,}. Raise it, or write smaller row groups."
+            )
+
     def batch(self, indices: np.ndarray) -> dict[str, np.ndarray]:
         """Decoded images and class numbers."""
         shape = (self.spec.height, self.spec.width, self.spec.channels)
@@ -193,7 +209,8 @@ class ParquetSource(Source):
 class ParquetPhotos(InParquet, kind="parquet_photos"):
     """Photographs of any size in Parquet files, cropped and augmented by worker processes.
 
-    An image is read with its row group, so row groups should be small: some tens of images.
+    An image is read with its row group, so row groups should be small: 64 images or fewer. With `photos.cache` all
+    images of a row group that is read go there, so in the first epoch it is read about once.
     """
 
     photos: Photos = Photos()
@@ -203,14 +220,31 @@ class ParquetPhotos(InParquet, kind="parquet_photos"):
         """Training and held-out images. Raises ConfigError for what cannot be read."""
         train, test, num_classes = self.rows()
         name = Path(self.train[0]).expanduser().absolute().parent.name
-        return self.photos.build(ParquetRecords(train), ParquetRecords(test), num_classes, name=name)
+        cached = bool(self.photos.cache.memory_bytes or self.photos.cache.disk)
+        first, second = (ParquetRecords(rows, _remark(rows.groups, cached=cached)) for rows in (train, test))
+        return self.photos.build(first, second, num_classes, name=name)
+
+
+def _remark(groups: RowGroups, *, cached: bool) -> str:
+    """What makes reading slow; empty for nothing."""
+    if groups.is_kept or groups.most_rows == 1 or (cached and groups.most_rows <= TOGETHER):
+        return ""
+    advice = f"Write smaller row groups, of {TOGETHER} images or fewer."
+    if groups.most_rows <= TOGETHER:
+        advice = "Set --data.photos.cache.disk or .memory-bytes: all images of a row group go there when one is read."
+    return (
+        f"an image is read with its row group, here of up to {groups.most_rows:,} images, and that again for each of "
+        f"them, since the files do not fit into {groups.cache_bytes:,} bytes of memory. {advice}"
+    )
 
 
 class ParquetRecords(Records):
     """Rows as the image pipeline reads them."""
 
-    def __init__(self, rows: ParquetRows) -> None:
-        self._rows, self.content = rows, rows.content
+    def __init__(self, rows: ParquetRows, remark: str = "") -> None:
+        self._rows, self.content, self.remark = rows, rows.content, remark
+        self._order = np.argsort(rows.rows, kind="stable")
+        self._sorted = rows.rows[self._order]
         marks = [f"{path.absolute()} {path.stat().st_size} {path.stat().st_mtime_ns}" for path in rows.groups.paths]
         self.identity = hashlib.sha256("\n".join([*marks, self.content]).encode()).hexdigest()
 
@@ -223,6 +257,14 @@ class ParquetRecords(Records):
             return self._rows.encoded(index), int(self._rows.labels[index])
         except (BadImage, ConfigError) as error:
             raise BadRecord(str(error)) from None
+
+    def beside(self, index: int) -> list[int]:
+        """The examples in the same row group, unless it is so large that the others would wait for it."""
+        found = self._rows.groups.rows_beside(int(self._rows.rows[index]))
+        if len(found) > TOGETHER:
+            return []
+        first, last = np.searchsorted(self._sorted, [found.start, found.stop])
+        return [one for one in self._order[first:last].tolist() if one != index]
 
     def name(self, index: int) -> str:
         """The file and the row."""

@@ -182,6 +182,13 @@ class ImagePipeline:
         side = cache.short_side if cached and cache.form == "pixels" else None
         return PipelinePlan(tuple(splits), side, self.config.max_bad)
 
+    def tell_remarks(self) -> None:
+        """Warns of what the records say before training, once."""
+        for remark in {records.remark: None for records in self.records if records.remark}:
+            if remark not in self._told:
+                self._told.add(remark)
+                self.warn(f"{self.name}: {remark}")
+
     def cache_key(self) -> str:
         """Name of the cache folders; depends on the source, the version and the form of the cache."""
         cache = self.config.cache
@@ -286,8 +293,9 @@ class PhotoSource(Source):
         return self.pipeline.so_far()
 
     def on_warning(self, warn: Callable[[str], None]) -> None:
-        """Sets the callback for warnings about damaged images and full cache tiers."""
+        """Sets the callback for warnings: damaged images, full cache tiers, the records' remark."""
         self.pipeline.warn = warn
+        self.pipeline.tell_remarks()
 
     def close(self) -> None:
         """Ends the workers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Sequence
 
 
 class BadRecord(ValueError):
@@ -20,6 +21,9 @@ class Records(abc.ABC):
     content: str
     """Identifies the examples and their order: the same for a copy in another place."""
 
+    remark: str = ""
+    """What the user should know before training, such as storage that makes reading slow; empty for nothing."""
+
     @abc.abstractmethod
     def __len__(self) -> int:
         """Number of examples."""
@@ -31,3 +35,8 @@ class Records(abc.ABC):
     @abc.abstractmethod
     def name(self, index: int) -> str:
         """Name of the example in messages."""
+
+    def beside(self, index: int) -> Sequence[int]:
+        """Other examples that are read from storage together with this one, so that a cache should take them too."""
+        del index
+        return ()

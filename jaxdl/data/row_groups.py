@@ -59,16 +59,30 @@ class RowGroups:
         others: Sequence[str] = (),
     ) -> None:
         """Raises ConfigError for a file that is no Parquet file, or lacks one of the columns or of `others`."""
-        self.paths, self.columns, self._cache_bytes = list(paths), list(columns), cache_bytes
+        self.paths, self.columns, self.cache_bytes = list(paths), list(columns), cache_bytes
         self._places: list[tuple[int, int]] = []
-        counts = []
+        self._types: list[dict[str, Any]] = []
+        counts, sizes = [], []
         for number, path in enumerate(self.paths):
             file = opened(path)
-            check_columns(file.schema_arrow.names, [*columns, *others], str(path))
+            with reading(path, "as a Parquet file", "Make it again."):
+                schema = file.schema_arrow
+            check_columns(schema.names, [*columns, *others], str(path))
+            self._types.append({name: schema.field(name).type for name in columns})
             for group in range(file.metadata.num_row_groups):
                 self._places.append((number, group))
-                counts.append(file.metadata.row_group(group).num_rows)
+                found = file.metadata.row_group(group)
+                counts.append(found.num_rows)
+                parts = [found.column(place) for place in range(found.num_columns)]
+                names = [part.path_in_schema.partition(".")[0] for part in parts]
+                sizes += [
+                    part.total_uncompressed_size for part, name in zip(parts, names, strict=True) if name in columns
+                ]
         self._starts = np.concatenate([[0], np.cumsum(np.array(counts, np.int64))])
+        self.most_rows = max(counts, default=0)
+        """Rows of the largest row group."""
+        self.is_kept = sum(sizes) <= cache_bytes
+        """Whether the cache keeps all row groups, so that a reader reads each once."""
         self._prepare()
 
     def _prepare(self) -> None:
@@ -86,22 +100,37 @@ class RowGroups:
     def __len__(self) -> int:
         return int(self._starts[-1])
 
+    def types(self, column: str) -> Iterator[tuple[Path, Any]]:
+        """(file, Arrow's type of one of `columns` in it) of all files."""
+        for path, types in zip(self.paths, self._types, strict=True):
+            yield path, types[column]
+
     def placed(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(row group, row in it) of rows by number: int64 [row] each; row groups are counted over all files."""
         groups = np.searchsorted(self._starts, indices, side="right") - 1
         return groups, indices - self._starts[groups]
 
+    def rows_beside(self, index: int) -> range:
+        """The numbers of the rows of the row group of a row."""
+        [group], _ = self.placed(np.array([index]))
+        return range(int(self._starts[group]), int(self._starts[group + 1]))
+
     def name(self, index: int) -> str:
         """The file of a row and its number in the file, for messages."""
-        group = int(self.placed(np.array([index]))[0][0])
+        [group], [row] = self.placed(np.array([index]))
+        return f"{self.paths[self._places[group][0]]}, row {self._row_in_file(int(group), int(row))}"
+
+    def _row_in_file(self, group: int, row: int) -> int:
+        """The number in its file of a row of a row group."""
         number = self._places[group][0]
         first = next(place for place, (file, _) in enumerate(self._places) if file == number)
-        return f"{self.paths[number]}, row {index - int(self._starts[first])}"
+        return int(self._starts[group] - self._starts[first]) + row
 
     def read(self, indices: np.ndarray) -> Any:
-        """A `pyarrow.Table` of these rows in this order. Raises OSError for a file that cannot be read.
+        """A `pyarrow.Table` of these rows in this order.
 
-        Each row group is read once, however many rows of it are asked for.
+        Each row group is read once, however many rows of it are asked for. Raises ConfigError, with the file and the
+        rows, for a row group that cannot be read, and for files whose columns have types that do not go together.
         """
         import pyarrow
 
@@ -113,15 +142,20 @@ class RowGroups:
         ]
         if not parts:
             return self._group(0).slice(0, 0)
-        return pyarrow.concat_tables(parts).take(pyarrow.array(np.argsort(order, kind="stable")))
+        with reading(self.paths[0].parent, "together: its files differ in the types of columns", "Make them alike."):
+            table = pyarrow.concat_tables(parts, promote_options="permissive")
+        return table.take(pyarrow.array(np.argsort(order, kind="stable")))
 
-    def every(self, column: str) -> Any:
-        """One column of all rows, a `pyarrow.ChunkedArray`; nothing is kept."""
-        import pyarrow
+    def every(self, column: str) -> Iterator[tuple[Path, Any]]:
+        """(file, one column of its rows as a `pyarrow.ChunkedArray`) of all files; nothing is kept.
 
-        return pyarrow.chunked_array(
-            [chunk for path in self.paths for chunk in opened(path).read([column]).column(0).chunks]
-        )
+        Raises ConfigError for a file that cannot be read.
+        """
+        for path in self.paths:
+            file = opened(path)
+            with reading(path, f"in its column {column!r}", "Make it again."):
+                values = file.read([column]).column(0)
+            yield path, values
 
     def _group(self, group: int) -> Any:
         with self._lock:
@@ -131,9 +165,12 @@ class RowGroups:
             number, inner = self._places[group]
             if number not in self._files:
                 self._files[number] = opened(self.paths[number])
-            table = self._files[number].read_row_group(inner, columns=self.columns, use_threads=False)
+            first = self._row_in_file(group, 0)
+            last = first + int(self._starts[group + 1] - self._starts[group]) - 1
+            with reading(self.paths[number], f"in rows {first} to {last}, its row group {inner}", "Make it again."):
+                table = self._files[number].read_row_group(inner, columns=self.columns, use_threads=False)
             self._kept[group] = table
-            while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > self._cache_bytes:
+            while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > self.cache_bytes:
                 self._kept.popitem(last=False)
             return table
 
@@ -148,9 +185,11 @@ def opened(path: Path) -> Any:
 @contextlib.contextmanager
 def reading(path: Path, how: str, advice: str = "") -> Iterator[None]:
     """Context of calls of pyarrow: raises ConfigError, one line, for a file that cannot be read."""
+    import pyarrow
+
     try:
         yield
-    except (OSError, ValueError, TypeError) as error:  # Arrow's errors are some of these.
+    except (OSError, ValueError, TypeError, pyarrow.ArrowException) as error:
         why = " ".join(str(error).split())[:200]
         text = " ".join(filter(None, (f"{path}: it cannot be read", how, f"({why}).", advice)))
         raise ConfigError(text) from None

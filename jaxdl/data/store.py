@@ -113,6 +113,10 @@ class Store:
             return None
         return Record(data, int(entry["label"]), int(entry["height"]), int(entry["width"]))
 
+    def wants(self, index: int) -> bool:
+        """Whether `put` of this record would add one that is not there."""
+        return not self._full and self.problem is None and self._entry(index) is None
+
     def release(self) -> None:
         """Removes the pages of the last record from this process's memory; the system may keep them cached."""
         if self._last is not None:

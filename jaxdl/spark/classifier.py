@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pyspark import keyword_only
 from pyspark.ml import Estimator, Model
@@ -18,8 +19,10 @@ from pyspark.sql import functions as F
 from jaxdl.config import ConfigError
 from jaxdl.errors import without_frames
 from jaxdl.files import SPARK_FOLDER
+from jaxdl.predictor import trained_on
+from jaxdl.runs import check_run
 from jaxdl.spark.distributor import JaxDistributor
-from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, write_experiment
+from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, own_workdir, write_experiment
 from jaxdl.spark.frames import IMAGE, as_trained, check_columns, feature_columns, form_of, write_rows
 from jaxdl.spark.params import ClassifierParams, ScoringParams
 from jaxdl.spark.rows import SPLITS
@@ -49,7 +52,10 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
     function of seed and step. The same `fit` again resumes a run that was stopped, and returns the model of one that
     has ended. Rows whose `validationIndicatorCol` is true are held out; without one it is a fifth of each class.
 
-    The parameters are those of `explainParams()`. `workdir` must be the same folder for the driver and all executors.
+    The parameters are those of `explainParams()`, each with a setter and a getter. `workdir` must be the same folder
+    for the driver and all executors. A workdir has one run: the fits of a list of parameter maps, and so those of
+    `CrossValidator` and `TrainValidationSplit`, train in folders below it. When these tune a Pipeline, which hides the
+    parameter maps, set `workdirPerFit`.
     """
 
     @keyword_only
@@ -66,19 +72,20 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         overrides: dict[str, Any] | None = None,
         batchSize: int = 256,
         rowGroupRows: int = 0,
+        workdirPerFit: bool = False,
         predictionCol: str = "prediction",
         probabilityCol: str = "probability",
         rawPredictionCol: str = "rawPrediction",
     ) -> None:
         super().__init__()
         self._setDefault(**_DEFAULTS, labelCol="label", numProcesses=1, gpusPerProcess=0, overrides={}, rowGroupRows=0)
+        self._setDefault(workdirPerFit=False)
         self._set(**self._input_kwargs)
 
     @keyword_only
-    def setParams(self, **params: Any) -> JaxdlClassifier:
+    def setParams(self, **params: Any) -> Self:
         """Sets parameters by name; itself."""
-        self._set(**self._input_kwargs)
-        return self
+        return self._set(**self._input_kwargs)
 
     @without_frames
     def fit(self, dataset: DataFrame, params: Any = None) -> Any:
@@ -89,19 +96,24 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         """
         return super().fit(dataset, params)
 
+    def fitMultiple(self, dataset: DataFrame, paramMaps: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """(place of a parameter map, Model) of each, trained in a folder of its own; see `Estimator.fitMultiple`."""
+        return super().fitMultiple(
+            dataset, [one if self.workdir in one else {self.workdirPerFit: True, **one} for one in paramMaps]
+        )
+
     def _fit(self, dataset: DataFrame) -> JaxdlClassifierModel:
-        if not self.isSet(self.config):
-            raise ConfigError("config is not set. Give a config file, or the name of one that comes with jaxdl.")
-        workdir = Path(self.getWorkdir()).expanduser().absolute()
-        processes, gpus = self.checked("numProcesses", 1), self.checked("gpusPerProcess", 0)
-        group_rows, features = self.checked("rowGroupRows", 0), self.features
+        config, workdir = self.getConfig(), Path(self.getWorkdir()).expanduser().absolute()
+        processes, gpus = self.getNumProcesses(), self.getGpusPerProcess()
+        group_rows, features = self.getRowGroupRows(), self.features
         checked_batch_size(self.getBatchSize())
         form = form_of(dataset, features)
         check_columns(dataset, [self.getLabelCol()], "labelCol")
-        experiment = experiment_of(self.getOrDefault(self.config), self.getOrDefault(self.overrides), gpus=gpus > 0)
+        experiment = experiment_of(config, self.getOverrides(), gpus=gpus > 0)
         distributor = JaxDistributor(processes, local_mode=False, use_gpu=gpus > 0)
         distributor.check(gpus or None)
-        check_workdir(workdir, experiment, with_data=False)
+        if not self.getWorkdirPerFit():
+            check_workdir(workdir, experiment, with_data=False)
         held_out = self.getValidationIndicatorCol() if self.isSet(self.validationIndicatorCol) else ""
         folder, written = write_rows(
             dataset, features, self.getLabelCol(), held_out, workdir / SPARK_FOLDER, group_rows or None
@@ -116,6 +128,7 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         num_classes = max(one.num_classes for one in written)
         data = data_of(experiment.data, form, train, test, names, num_classes)
         experiment = experiment.replaced({"data": data})
+        workdir = own_workdir(workdir, experiment) if self.getWorkdirPerFit() else workdir
         check_workdir(workdir, experiment, with_data=True)
         distributor.run("jaxdl.train", "--config", write_experiment(workdir, experiment), "--workdir", workdir)
         model = JaxdlClassifierModel()
@@ -125,6 +138,10 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
 
 class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultParamsWritable):
     """A trained classifier: `transform` adds prediction, probability and rawPrediction.
+
+    As the classifiers of `pyspark.ml` do, and as its evaluators expect: prediction is the class number as a double,
+    probability and rawPrediction are vectors `[numClasses]` (`VectorUDT`), of the probabilities and of the logits. In
+    Spark a row has no number, so an error about a null, NaN or damaged image ends the job and names column and value.
 
     Its network stays in the workdir, and `save` keeps the parameters of this object alone. It can be made for any
     workdir of a classifier that jaxdl trained: `JaxdlClassifierModel(workdir=..., featuresCol="image")`. A column whose
@@ -145,6 +162,19 @@ class JaxdlClassifierModel(Model, ScoringParams, DefaultParamsReadable, DefaultP
         super().__init__()
         self._setDefault(**_DEFAULTS)
         self._set(**self._input_kwargs)
+
+    @keyword_only
+    def setParams(self, **params: Any) -> Self:
+        """Sets parameters by name; itself."""
+        return self._set(**self._input_kwargs)
+
+    @property
+    def numClasses(self) -> int:
+        """The number of classes. Raises ConfigError for a workdir without a run, and for a network of another task."""
+        found = trained_on(check_run(self.getWorkdir())).sizes().get("num_classes")
+        if found is None:
+            raise ConfigError(f"workdir {self.getWorkdir()}: its network has no classes. Give that of a classifier.")
+        return found
 
     @property
     def metrics(self) -> dict[str, Any]:

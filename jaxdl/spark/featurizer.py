@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from pyspark import keyword_only
 from pyspark.ml import Transformer
@@ -54,19 +54,40 @@ class JaxdlFeaturizer(Transformer, HasFeatures, HasWorkdir, HasOutputCol, Defaul
         self._setDefault(featuresCol="image", outputCol="features", batchSize=256, pool=True)
         self._set(**self._input_kwargs)
 
+    @keyword_only
+    def setParams(self, **params: Any) -> Self:
+        """Sets parameters by name; itself."""
+        return self._set(**self._input_kwargs)
+
+    def setOutputCol(self, value: str) -> Self:
+        """Sets `outputCol`; itself."""
+        return self._set(outputCol=value)
+
+    def setLayer(self, value: str) -> Self:
+        """Sets `layer`; itself."""
+        return self._set(layer=value)
+
+    def getLayer(self) -> str:
+        """The name of the layer. Raises ConfigError when it is not set."""
+        if not self.isSet(self.layer):
+            raise ConfigError("layer is not set. Name a layer of the network, such as stage4.")
+        return self.getOrDefault(self.layer)
+
+    def setPool(self, value: bool) -> Self:
+        """Sets `pool`; itself."""
+        return self._set(pool=value)
+
+    def getPool(self) -> bool:
+        """Whether it averages over the places of an image."""
+        return self.getOrDefault(self.pool)
+
     @without_frames
     def transform(self, dataset: DataFrame, params: Any = None) -> DataFrame:
         """The DataFrame with the column. Raises ConfigError for columns and workdirs that do not fit."""
         return super().transform(dataset, params)
 
     def _transform(self, dataset: DataFrame) -> DataFrame:
-        if not self.isSet(self.layer):
-            raise ConfigError("layer is not set. Name a layer of the network, such as stage4.")
-        features = as_trained(dataset, self.features, self.getWorkdir())
-        feature = feature_udf(
-            self.getWorkdir(),
-            self.getOrDefault(self.layer),
-            checked_batch_size(self.getBatchSize()),
-            pool=self.getOrDefault(self.pool),
-        )
+        layer, features = self.getLayer(), as_trained(dataset, self.features, self.getWorkdir())
+        batch_size = checked_batch_size(self.getBatchSize())
+        feature = feature_udf(self.getWorkdir(), layer, batch_size, pool=self.getPool())
         return dataset.withColumn(self.getOutputCol(), array_to_vector(feature(*feature_columns(dataset, features))))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from jaxdl.files import CONFIG_FILE, SPARK_FOLDER, SUMMARY_FILE
 from jaxdl.report import replace_file
 
 EXPERIMENT_FILE = "experiment.json"
+FITS_FOLDER = "fits"
+"""The folder in a workdir with those of the fits of several parameter maps."""
 _SHOWN = 3
 """Differences that a message lists."""
 
@@ -45,6 +48,11 @@ def data_of(
     return base.replaced(files | {"image": features[0]})
 
 
+def own_workdir(workdir: Path, experiment: Experiment) -> Path:
+    """The folder below a workdir for one of several fits: its settings and rows name it, so the same fit resumes."""
+    return workdir / FITS_FOLDER / hashlib.blake2b(experiment.to_json().encode(), digest_size=8).hexdigest()
+
+
 def check_workdir(workdir: Path, experiment: Experiment, *, with_data: bool) -> None:
     """Raises ConfigError when the workdir has a run of another config, or, if asked, of other rows.
 
@@ -64,14 +72,14 @@ def check_workdir(workdir: Path, experiment: Experiment, *, with_data: bool) -> 
     if rows and with_data:
         raise ConfigError(
             f"workdir {workdir}: the run there has other rows, or reads them otherwise ({', '.join(rows[:_SHOWN])}). "
-            "Choose another workdir, or give the same rows."
+            "Choose another workdir, or give the same rows; in a Pipeline that is tuned, set workdirPerFit."
         )
     if differing:
         shown = [f"{name} was {there.get(name)}, is {here.get(name)}" for name in differing[:_SHOWN]]
         more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         raise ConfigError(
             f"workdir {workdir}: it has a run of another config: {'; '.join(shown)}{more}. Choose another workdir, or "
-            "the settings of the run there."
+            "the settings of the run there; in a Pipeline that is tuned, set workdirPerFit."
         )
 
 

@@ -19,7 +19,7 @@ from pyspark.ml.functions import vector_to_array
 from pyspark.ml.linalg import VectorUDT
 from pyspark.sql import Column, DataFrame
 from pyspark.sql import functions as F
-from pyspark.sql.types import ArrayType, BinaryType, BooleanType, DataType, DecimalType, NumericType, StructType
+from pyspark.sql.types import ArrayType, BinaryType, BooleanType, DataType, NumericType, StructType
 
 from jaxdl.config import ConfigError
 from jaxdl.data import NumbersSpec
@@ -90,14 +90,9 @@ def as_trained(frame: DataFrame, names: Sequence[str], workdir: str) -> list[str
 
 
 def feature_columns(frame: DataFrame, names: Sequence[str]) -> list[Column]:
-    """The feature columns as Arrow can hold them: vectors as arrays, decimals as doubles."""
-    return [_arrow_column(_named(frame, name), frame.schema[name].dataType) for name in names]
-
-
-def _arrow_column(column: Column, kind: DataType) -> Column:
-    if isinstance(kind, VectorUDT):
-        return vector_to_array(column)
-    return column.cast("double") if isinstance(kind, DecimalType) else column
+    """The feature columns as Arrow can hold them: vectors as arrays."""
+    found = [(_named(frame, name), frame.schema[name].dataType) for name in names]
+    return [vector_to_array(column) if isinstance(kind, VectorUDT) else column for column, kind in found]
 
 
 def _named(frame: DataFrame, name: str) -> Column:
@@ -130,7 +125,7 @@ def write_rows(
         raise ConfigError(f"featuresCol={taken[0]!r}: that name is for another column of the rows. Rename the feature.")
     names = [IMAGE] if form == "images" else list(features)
     columns = [one.alias(name) for one, name in zip(feature_columns(frame, features), names, strict=True)]
-    columns.append(_named(frame, label).cast("double").alias(LABEL))
+    columns.append(_named(frame, label).alias(LABEL))
     columns.append((_named(frame, held_out) if held_out else F.lit(False)).alias(HELD_OUT))
     partial = folder / f"writing-{secrets.token_hex(4)}"
     try:
@@ -141,6 +136,7 @@ def write_rows(
         rows = group_rows or (IMAGE_GROUP_ROWS if form == "images" else TABLE_GROUP_ROWS)
         found = frame.select(*columns).mapInArrow(functools.partial(_write, str(partial), rows), _OUTCOME).collect()
         if problem := next((row.problem for row in found if row.problem), None):
+            problem = problem.replace(f"the label {LABEL!r}", f"the label {label!r}")
             raise ConfigError(problem.replace(f"column {IMAGE!r}", f"column {features[0]!r}"))
         written = [Written(row.split, row.file, row.num_rows, row.num_classes, int(row.digest)) for row in found]
         written.sort(key=lambda one: one.file)
@@ -191,6 +187,9 @@ def _kept(partial: Path, folder: Path, written: Sequence[Written], names: Sequen
     digests = [sum(one.digest for one in written if one.split == split) % 2**64 for split in SPLITS]
     known = hashlib.blake2b(repr((list(names), digests, group_rows)).encode(), digest_size=8)
     target = folder / f"rows-{known.hexdigest()}"
-    if not target.exists():
+    try:
         partial.rename(target)
+    except OSError:  # It is there: from an earlier fit, or one beside this.
+        if not target.exists():
+            raise
     return target

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 from pyspark.ml.param import Param, Params, TypeConverters
 from pyspark.ml.param.shared import (
@@ -55,6 +55,10 @@ class HasFeatures(Params):
         typeConverter=_one_or_several,
     )
 
+    def setFeaturesCol(self, value: str | list[str]) -> Self:
+        """Sets `featuresCol`; itself."""
+        return self._set(featuresCol=value)
+
     def getFeaturesCol(self) -> Any:
         """The name, or the list of names."""
         return self.getOrDefault(self.featuresCol)
@@ -79,6 +83,14 @@ class HasWorkdir(Params):
         Params._dummy(), "batchSize", "rows that the network gets at a time", typeConverter=TypeConverters.toInt
     )
 
+    def setWorkdir(self, value: str) -> Self:
+        """Sets `workdir`; itself."""
+        return self._set(workdir=value)
+
+    def setBatchSize(self, value: int) -> Self:
+        """Sets `batchSize`; itself."""
+        return self._set(batchSize=value)
+
     def getWorkdir(self) -> str:
         """The folder of the run. Raises ConfigError when it is not set."""
         if not self.isSet(self.workdir):
@@ -92,6 +104,18 @@ class HasWorkdir(Params):
 
 class ScoringParams(HasFeatures, HasWorkdir, HasPredictionCol, HasProbabilityCol, HasRawPredictionCol):
     """What the Estimator and its Model share."""
+
+    def setPredictionCol(self, value: str) -> Self:
+        """Sets `predictionCol`; itself."""
+        return self._set(predictionCol=value)
+
+    def setProbabilityCol(self, value: str) -> Self:
+        """Sets `probabilityCol`; itself."""
+        return self._set(probabilityCol=value)
+
+    def setRawPredictionCol(self, value: str) -> Self:
+        """Sets `rawPredictionCol`; itself."""
+        return self._set(rawPredictionCol=value)
 
 
 class ClassifierParams(ScoringParams, HasLabelCol, HasValidationIndicatorCol):
@@ -119,7 +143,72 @@ class ClassifierParams(ScoringParams, HasLabelCol, HasValidationIndicatorCol):
         typeConverter=TypeConverters.toInt,
     )
 
-    def checked(self, name: str, least: int) -> int:
+    workdirPerFit: Param[bool] = Param(
+        Params._dummy(),
+        "workdirPerFit",
+        "train each fit in a folder of its own below workdir, which its settings and rows name",
+        typeConverter=TypeConverters.toBoolean,
+    )
+
+    def setLabelCol(self, value: str) -> Self:
+        """Sets `labelCol`; itself."""
+        return self._set(labelCol=value)
+
+    def setValidationIndicatorCol(self, value: str) -> Self:
+        """Sets `validationIndicatorCol`; itself."""
+        return self._set(validationIndicatorCol=value)
+
+    def setConfig(self, value: str) -> Self:
+        """Sets `config`; itself."""
+        return self._set(config=value)
+
+    def getConfig(self) -> str:
+        """The config file. Raises ConfigError when it is not set."""
+        if not self.isSet(self.config):
+            raise ConfigError("config is not set. Give a config file, or the name of one that comes with jaxdl.")
+        return self.getOrDefault(self.config)
+
+    def setOverrides(self, value: dict[str, Any]) -> Self:
+        """Sets `overrides`; itself."""
+        return self._set(overrides=value)
+
+    def getOverrides(self) -> dict[str, Any]:
+        """Dotted fields of the experiment with other values."""
+        return self.getOrDefault(self.overrides)
+
+    def setNumProcesses(self, value: int) -> Self:
+        """Sets `numProcesses`; itself."""
+        return self._set(numProcesses=value)
+
+    def getNumProcesses(self) -> int:
+        """Processes that train. Raises ConfigError when they are fewer than 1."""
+        return self._checked("numProcesses", 1)
+
+    def setGpusPerProcess(self, value: int) -> Self:
+        """Sets `gpusPerProcess`; itself."""
+        return self._set(gpusPerProcess=value)
+
+    def getGpusPerProcess(self) -> int:
+        """GPUs of each process. Raises ConfigError when they are fewer than 0."""
+        return self._checked("gpusPerProcess", 0)
+
+    def setRowGroupRows(self, value: int) -> Self:
+        """Sets `rowGroupRows`; itself."""
+        return self._set(rowGroupRows=value)
+
+    def getRowGroupRows(self) -> int:
+        """Rows of a row group, 0 for the default. Raises ConfigError when they are fewer than 0."""
+        return self._checked("rowGroupRows", 0)
+
+    def setWorkdirPerFit(self, value: bool) -> Self:
+        """Sets `workdirPerFit`; itself."""
+        return self._set(workdirPerFit=value)
+
+    def getWorkdirPerFit(self) -> bool:
+        """Whether each fit has a folder of its own."""
+        return self.getOrDefault(self.workdirPerFit)
+
+    def _checked(self, name: str, least: int) -> int:
         """The whole number of a parameter. Raises ConfigError when it is too small."""
         value = self.getOrDefault(self.getParam(name))
         if value < least:

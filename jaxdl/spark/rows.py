@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 
 from jaxdl.config import ConfigError
-from jaxdl.data.columns import label_numbers
+from jaxdl.data.arrow_numbers import Where, feature_numbers, holds_numbers, label_numbers
 
 LABEL, HELD_OUT = "label", "held_out"
 """The columns of what is written beside the features; the second says which rows are held out, and is not kept."""
 SPLITS = ("train", "test")
+ROW = "a row"
+"""What messages call a row: in Spark it has no number."""
 _DIGITS = 2**64
 
 
@@ -54,7 +56,8 @@ class PartitionWriter:
     def write(self, batches: Iterator[Any]) -> list[Written]:
         """Writes batches of `pyarrow.RecordBatch`: the features, then `LABEL` (numbers), then `HELD_OUT` (booleans).
 
-        Raises ConfigError for a label that is no whole number from 0, a null, and a folder that cannot be written.
+        Raises ConfigError for a label that is no whole number from 0, a feature that a network cannot read (a null,
+        NaN, an integer beyond 2^24), and a folder that cannot be written.
         """
         try:
             for batch in batches:
@@ -81,9 +84,12 @@ class PartitionWriter:
         for name, column in zip(batch.schema.names, batch.columns, strict=True):
             if column.null_count and name != LABEL:
                 raise ConfigError(f"column {name!r}: a row has null. Fill it, or drop such rows: df.na.drop().")
-        labels = label_numbers(pyarrow.chunked_array([batch.column(LABEL)]), LABEL, "labelCol")
+        labels = label_numbers(batch.column(LABEL), Where("labelCol", LABEL, ROW))
         features = batch.schema.names[:-2]
         arrays = [batch.column(name) for name in features]
+        for name, array in zip(features, arrays, strict=True):
+            if holds_numbers(array.type):  # Else images. The run would refuse these too, after its processes started.
+                feature_numbers(array, Where("featuresCol", name, ROW))
         kept = pyarrow.RecordBatch.from_arrays([*arrays, pyarrow.array(labels)], [*features, LABEL])
         held = np.asarray(batch.column(HELD_OUT).to_numpy(zero_copy_only=False), bool)
         for split, chosen in ((SPLITS[0], ~held), (SPLITS[1], held)):

@@ -13,10 +13,12 @@ import numpy as np
 
 from jaxdl.config import ConfigError
 from jaxdl.data import ImageSpec, Photos
+from jaxdl.data.arrow_numbers import Where, feature_numbers
 from jaxdl.data.image_values import as_evaluated, pixels_of
 from jaxdl.data.photo import BadImage
 from jaxdl.files import CHECKPOINTS_FOLDER, step_folder
 from jaxdl.runs import check_checkpoint, check_run
+from jaxdl.spark.rows import ROW
 
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
@@ -86,18 +88,17 @@ class Scorer:
 
         Raises ConfigError for a null, and for what the network was not trained on.
         """
-        for column in columns:
-            if column.null_count:
-                raise ConfigError("featuresCol: a row has null. Fill it, or drop such rows: df.na.drop().")
         if isinstance(self._spec, ImageSpec):
+            if columns[0].null_count:
+                raise ConfigError("featuresCol: a row has null. Fill it, or drop such rows: df.na.drop().")
             return self._images(columns[0].to_pylist(), self._spec)
-        found = [_numbers(column) for column in columns]
-        values = np.concatenate(found, axis=1)
-        if not np.isfinite(values).all():
-            raise ConfigError(
-                "featuresCol: a row has null, NaN or infinity among its numbers. Fill it, or drop such rows."
-            )
-        return values
+        trained = getattr(self._spec, "columns", ())
+        names = trained if len(trained) == len(columns) else ["features"] * len(columns)
+        if not len(columns[0]):
+            return np.zeros((0, len(trained)), np.float32)
+        wheres = [Where("featuresCol", name, ROW) for name in names]
+        found = [feature_numbers(column, where) for column, where in zip(columns, wheres, strict=True)]
+        return np.concatenate([one.reshape(len(one), -1) for one in found], axis=1)
 
     def _images(self, values: list[Any], spec: ImageSpec) -> np.ndarray:
         shape, found = (spec.height, spec.width, spec.channels), []
@@ -115,18 +116,6 @@ class Scorer:
                     f"{' x '.join(map(str, shape))}. Resize it."
                 )
         return np.stack(found) if found else np.zeros((0, *shape), np.uint8)
-
-
-def _numbers(column: Any) -> np.ndarray:
-    """A column of numbers, or of lists of them, as float32 [row, column]."""
-    import pyarrow.types as types
-
-    if not (types.is_list(column.type) or types.is_large_list(column.type) or types.is_fixed_size_list(column.type)):
-        return column.to_numpy(zero_copy_only=False).astype(np.float32)[:, None]
-    rows = [np.asarray(one, np.float32) for one in column.to_numpy(zero_copy_only=False)]
-    if len({len(one) for one in rows}) > 1:
-        raise ConfigError("featuresCol: its rows have different numbers of values. All must have as many.")
-    return np.stack(rows) if rows else np.zeros((0, 0), np.float32)
 
 
 def lists_of(values: np.ndarray) -> Any:
