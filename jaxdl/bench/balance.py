@@ -310,7 +310,7 @@ def report(command: BalanceBench, exchanges: Mapping[str, ExchangeConfig], conso
         check_about(one.about, earlier, path)
     checks = one.check()
     console.print(checks_table(checks))
-    if wrong := [check.name for check in checks if not check.fine]:
+    if wrong := list(dict.fromkeys(check.name for check in checks if not check.fine)):
         console.print(f"wrong: {'; '.join(wrong)}. Nothing was timed.", markup=False, soft_wrap=True)
         return False
     first, machine = one.sum(), one.balance()
