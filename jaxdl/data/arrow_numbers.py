@@ -104,7 +104,7 @@ def label_numbers(column: Any, where: Where) -> np.ndarray:
             f"{where.table}: the label {where.column!r} holds {column.type}, not whole numbers. Number the classes "
             "from 0; in Spark StringIndexer does it."
         )
-    wrong = (values < 0) | (values > _LARGEST_LABEL)
+    wrong = (values < 0) | (values >= _LARGEST_LABEL + 1)  # In float32 2^31 - 1 is 2^31.
     if values.dtype.kind == "f":
         wrong |= ~np.isfinite(values) | (values != np.floor(values))
     if wrong.any():

@@ -52,7 +52,8 @@ def plan_tables(
     """The plan with the least `Costs.total_sec` that was found, with at most `memory` bytes of tables on a device.
 
     The tables in `fixed` have the schemes given there, and those with a place in `base` keep it. The same input gives
-    the same plan. Raises ConfigError if no plan fits; with given places more may be needed than `memory`.
+    the same plan. Raises ConfigError if the tables fit in no schemes; with given places, or where shards are padded,
+    more may be needed than `memory`: see `Costs.device_bytes`.
     """
     search = _Search(work, machine, memory, base or EmbeddingConfig(), dict(fixed or {}))
     alone = {one.kind: {table.name: one for table in work.tables} for one in _choices()}
@@ -101,6 +102,8 @@ class _Search:
         base: EmbeddingConfig,
         fixed: Mapping[str, Scheme],
     ) -> None:
+        if memory <= 0:
+            raise ConfigError("nothing is left of a device's memory for the embedding tables. Take larger devices.")
         self.work, self.machine, self.memory, self.fixed = work, machine, memory, fixed
         self._places, self.base = dict(base.places), base.model_copy(update={"schemes": (), "places": ()})
         self._known: dict[tuple[str, ...], float] = {}

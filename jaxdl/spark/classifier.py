@@ -22,7 +22,15 @@ from jaxdl.files import SPARK_FOLDER
 from jaxdl.predictor import trained_on
 from jaxdl.runs import check_run
 from jaxdl.spark.distributor import JaxDistributor
-from jaxdl.spark.fitting import check_workdir, data_of, experiment_of, metrics_of, own_workdir, write_experiment
+from jaxdl.spark.fitting import (
+    alone_in,
+    check_workdir,
+    data_of,
+    experiment_of,
+    metrics_of,
+    own_workdir,
+    write_experiment,
+)
 from jaxdl.spark.frames import IMAGE, as_trained, check_columns, feature_columns, form_of, write_rows
 from jaxdl.spark.params import ClassifierParams, ScoringParams
 from jaxdl.spark.rows import SPLITS
@@ -129,8 +137,9 @@ class JaxdlClassifier(Estimator, ClassifierParams, DefaultParamsReadable, Defaul
         data = data_of(experiment.data, form, train, test, names, num_classes)
         experiment = experiment.replaced({"data": data})
         workdir = own_workdir(workdir, experiment) if self.getWorkdirPerFit() else workdir
-        check_workdir(workdir, experiment, with_data=True)
-        distributor.run("jaxdl.train", "--config", write_experiment(workdir, experiment), "--workdir", workdir)
+        with alone_in(workdir):
+            check_workdir(workdir, experiment, with_data=True)
+            distributor.run("jaxdl.train", "--config", write_experiment(workdir, experiment), "--workdir", workdir)
         model = JaxdlClassifierModel()
         self._copyValues(model._set(**{name: self.getOrDefault(name) for name in _OF_MODEL}))
         return model._set(workdir=str(workdir))  # Absolute: it may be saved, and loaded elsewhere.

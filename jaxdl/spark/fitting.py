@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,9 @@ FITS_FOLDER = "fits"
 """The folder in a workdir with those of the fits of several parameter maps."""
 _SHOWN = 3
 """Differences that a message lists."""
+_LOCKS: dict[Path, threading.Lock] = {}
+"""Of the workdirs in which fits of this process train."""
+_LOCKS_LOCK = threading.Lock()
 
 
 def experiment_of(config: str, overrides: Mapping[str, Any], *, gpus: bool) -> Experiment:
@@ -51,6 +56,15 @@ def data_of(
 def own_workdir(workdir: Path, experiment: Experiment) -> Path:
     """The folder below a workdir for one of several fits: its settings and rows name it, so the same fit resumes."""
     return workdir / FITS_FOLDER / hashlib.blake2b(experiment.to_json().encode(), digest_size=8).hexdigest()
+
+
+@contextlib.contextmanager
+def alone_in(workdir: Path) -> Iterator[None]:
+    """Lets one fit at a time train in a workdir: those of a tuning call run in threads, and may have equal settings."""
+    with _LOCKS_LOCK:
+        lock = _LOCKS.setdefault(workdir, threading.Lock())
+    with lock:
+        yield
 
 
 def check_workdir(workdir: Path, experiment: Experiment, *, with_data: bool) -> None:
