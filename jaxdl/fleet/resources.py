@@ -25,7 +25,8 @@ def parse_amounts(text: str, option: str) -> dict[str, float]:
         except ValueError:
             number = math.nan
         if not equals or not _NAME.fullmatch(name) or not 1e-6 <= number <= 1e15:
-            raise ConfigError(f"{option} {text}: {part or 'nothing'!r} is no NAME=NUMBER above 0 (1e-6 to 1e15). Write gpus=1.")
+            said = f"{part or 'nothing'!r} is no NAME=NUMBER above 0 (1e-6 to 1e15)"
+            raise ConfigError(f"{option} {text}: {said}. Write gpus=1,cpus=4.")
         if name in found:
             raise ConfigError(f"{option} {text}: {name} is there twice.")
         found[name] = number
