@@ -94,18 +94,15 @@ def _admitted(able: Sequence[Run], program: Program) -> list[Run]:
     most, least = _sums(able, program.nodes), 0
     now = [run for run in able if run.nodes and _keepable(run, program.nodes)]
     for held in (now, []):  # Two first fits often know the answer.
-        room = Room(program.nodes)
+        room, stays = Room(program.nodes), {run.name for run in held}
+        if not all(room.put(run.needs, run.places) for run in held):
+            continue
         count = 0
-        stays = {run.name for run in held}
-        for run in held:
-            room.take(run.needs, run.places)
         for run in able[:most]:
-            if run.name not in stays:
-                if (places := room.find(run.needs, run.least)) is None:
-                    break
-                room.take(run.needs, places)
+            if run.name not in stays and room.place(run.needs, run.least) is None:
+                break
             count += 1
-        least = max(least, count if _together(held, program.nodes) else 0)
+        least = max(least, count)
     if least < most:
         asked = [
             Asked(run, {run.least: float(number >= least)}, may_wait=number >= least)
@@ -117,16 +114,6 @@ def _admitted(able: Sequence[Run], program: Program) -> list[Run]:
             raise TimeIsUp
         most = sum(bool(found.places[one.run.name]) for one in asked)
     return list(able[:most])
-
-
-def _together(runs: Sequence[Run], nodes: Mapping[str, Amounts]) -> bool:
-    """Whether all of them can stay where they are."""
-    room = Room(nodes)
-    for run in runs:
-        if not room.holds(run.needs, run.places):
-            return False
-        room.take(run.needs, run.places)
-    return True
 
 
 def _sums(able: Sequence[Run], nodes: Mapping[str, Amounts]) -> int:
@@ -227,17 +214,13 @@ def _packed(
     """Places for runs of these sizes by best fit, those first that need most of a node; None if that finds none."""
     room, total = Room(nodes), totals(nodes)
     found: dict[str, Places] = {one.run.name: one.run.places for one in asked if one.run.name in kept}
-    for one in asked:
-        if one.run.name in kept:
-            if not room.holds(one.run.needs, one.run.places):
-                return None
-            room.take(one.run.needs, one.run.places)
+    if not all(room.put(one.run.needs, one.run.places) for one in asked if one.run.name in kept):
+        return None
     largest = sorted((one.run for one in asked), key=lambda run: -dominant(run, total, len(nodes))[0])
     for run in largest:
         if run.name not in kept:
-            if (places := room.find(run.needs, sizes[run.name])) is None:
+            if (places := room.place(run.needs, sizes[run.name])) is None:
                 return None
-            room.take(run.needs, places)
             found[run.name] = places
     return found
 
@@ -274,16 +257,14 @@ def _first_fit(runs: Sequence[Run], nodes: Mapping[str, Amounts], shares: Mappin
     found: dict[str, Places] = {run.name: {} for run in runs}
     room = Room(nodes)
     for run in runs:
-        if run.nodes and room.holds(run.needs, run.places):
-            room.take(run.needs, run.places)
+        if run.nodes and room.put(run.needs, run.places):
             found[run.name] = run.places
     for run in runs:
         if not found[run.name]:
             sizes = sorted({at_share(run, shares[run.name]), run.least}, reverse=True)
-            places = next((one for size in sizes if (one := room.find(run.needs, size))), None)
+            places = next((one for size in sizes if (one := room.place(run.needs, size))), None)
             if places is None:
                 break
-            room.take(run.needs, places)
             found[run.name] = places
     return found
 

@@ -70,7 +70,9 @@ class OnRay(Engine):
 
     def nodes(self) -> list[str]:
         """As many of the cluster's nodes that have CPUs, but for those taken out of service."""
-        known = set(self._known())
+        return self._in_service(set(self._known()))
+
+    def _in_service(self, known: set[str]) -> list[str]:
         # Those that it had stay, so that a node that joins the cluster takes nobody's place.
         self._chosen = [name for name in self._chosen if name in known]
         self._chosen += sorted(known - set(self._chosen))[: self.num_nodes - len(self._chosen)]
@@ -79,7 +81,7 @@ class OnRay(Engine):
     def resources(self) -> Mapping[str, Amounts]:
         """What Ray says that the nodes have: cpus, gpus, memory-gb (1e9 bytes of it), and custom resources."""
         known = self._known()
-        return {node: _from_ray(known[node]) for node in self.nodes() if node in known}
+        return {node: _from_ray(known[node]) for node in self._in_service(set(known))}
 
     def start(self, run: Submission, attempt: int, nodes: Sequence[str]) -> bool:
         """See `Engine.start`. An attempt whose nodes are gone by now waits for them, see `RESERVE_SEC`."""

@@ -80,6 +80,13 @@ class Room:
             for name in left:
                 left[name] = max(0.0, left[name] - needs.get(name, 0.0) * places[node]) if needs else 0.0
 
+    def put(self, needs: Amounts, places: Mapping[str, int]) -> bool:
+        """Puts hosts there if all of them fit; whether they do."""
+        fits = self.holds(needs, places)
+        if fits:
+            self.take(needs, places)
+        return fits
+
     def find(self, needs: Amounts, num_hosts: int) -> dict[str, int] | None:
         """Places for so many hosts, on few nodes, and on such as have little else left; None if they do not fit.
 
@@ -92,6 +99,13 @@ class Room:
                 found[node] = min(fits[node], num_hosts)
                 num_hosts -= found[node]
         return None if num_hosts else found
+
+    def place(self, needs: Amounts, num_hosts: int) -> dict[str, int] | None:
+        """Puts so many hosts where `find` says; their places, None if they do not fit."""
+        found = self.find(needs, num_hosts)
+        if found is not None:
+            self.take(needs, found)
+        return found
 
     def _part_left(self, node: str) -> float:
         """What is left of a node as parts of all that there was, summed: a node without GPUs has less."""

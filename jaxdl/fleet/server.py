@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,7 @@ from jaxdl.errors import ConfigError
 from jaxdl.fleet.engine import LOST, Engine
 from jaxdl.fleet.mixed import decide_mixed
 from jaxdl.fleet.policy import Decision, Rules, Run, decide
-from jaxdl.fleet.resources import Room, hosts_of
+from jaxdl.fleet.resources import Amounts, Room, hosts_of
 from jaxdl.fleet.speed import Measured, last_speed, last_step, speeds
 from jaxdl.fleet.store import Journal, Store, Submission
 
@@ -140,7 +140,7 @@ class Server:
             if member.state == STOPPING:
                 self._leave(member, _SAVED[0], None, member.reason)
         self._obey()
-        return self._decision(self._runs())
+        return self._decision(self._runs(), self.engine.resources())
 
     # What happened: each kind of event changes the members in one place, now and when it is read again.
 
@@ -279,9 +279,8 @@ class Server:
             found.append(Run(one.name, known, number, one.weight, one.priority, len(member.nodes), fixed, **mine))
         return found
 
-    def _decision(self, runs: Sequence[Run]) -> Decision:
+    def _decision(self, runs: Sequence[Run], nodes: Mapping[str, Amounts]) -> Decision:
         """What the policy says: the one for whole nodes, unless a run shares them."""
-        nodes = self.engine.resources()
         if any(run.needs for run in runs):
             return decide_mixed(runs, nodes, self.settings.rules)
         return decide(runs, len(nodes), self.settings.rules)
@@ -295,12 +294,12 @@ class Server:
         self._may_start = not any(member.state == STOPPING for member in self.members.values())
         if not self._may_start:
             return
-        runs = self._runs()
-        situation = ([(run.name, run.places, run.fixed, run.priority) for run in runs], self.engine.resources())
+        runs, nodes = self._runs(), self.engine.resources()
+        situation = ([(run.name, run.places, run.fixed, run.priority) for run in runs], nodes)
         if situation == self._situation:
             return
         self._situation = situation
-        self.decision = self._decision(runs)
+        self.decision = self._decision(runs, nodes)
         for name, why in self.decision.reasons.items():
             self.members[name].decided = why
 
@@ -322,7 +321,7 @@ class Server:
             # Where nodes are alike, the decision names none.
             mine = places.get(name) or room.find(needs, size)
             if mine is not None and room.holds(needs, mine):
-                self._start(member, hosts_of(mine, self.engine.nodes()))
+                self._start(member, hosts_of(mine, list(room.left)))
                 room.take(needs, Counter(member.nodes))
         for member in self.members.values():
             if member.state == STOPPING:

@@ -169,9 +169,8 @@ def static_shared(jobs: Sequence[Job], nodes: Mapping[str, Amounts], costs: Cost
             room.take(job.needs, places[job.name])
         for job in there:
             if not places[job.name]:
-                if (found := room.find(job.needs, job.static_nodes)) is None:
+                if (found := room.place(job.needs, job.static_nodes)) is None:
                     break
-                room.take(job.needs, found)
                 places[job.name] = found
         return Decision({name: sum(one.values()) for name, one in places.items()}, {}, {}, places)
 
