@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,29 +51,29 @@ def feature_numbers(column: Any, where: Where) -> np.ndarray:
         raise ConfigError(f"{where.table}: column {where.column!r} holds {column.type}, not numbers. {advice}")
     found, lengths, first = [], set(), where.first
     for chunk in getattr(column, "chunks", [column]):
-        here = _replaced(where, first, 1)
+        here = replace(where, first=first)
         _check_null(chunk, here, "is null")
-        if _is_list(chunk.type) and len(chunk):
+        if is_list(chunk.type) and len(chunk):
             lengths.update(compute.unique(compute.list_value_length(chunk)).to_pylist())
             if len(lengths) > 1 or 0 in lengths:
                 shown = _shown(sorted(lengths))
                 raise ConfigError(
                     f"{where.table}: the lists of {where.column!r} have {shown} numbers. All must have as many."
                 )
-            here, flat = _replaced(where, first, *lengths), chunk.flatten()
+            here, flat = replace(here, width=max(lengths)), chunk.flatten()
             _check_null(flat, here, "has a null")
             found.append(_float32(flat, here).reshape(len(chunk), -1))
         elif len(chunk):
             found.append(_float32(chunk, here))
         first += len(chunk)
-    return np.concatenate(found) if found else np.zeros((0, 0) if _is_list(column.type) else 0, np.float32)
+    return np.concatenate(found) if found else np.zeros((0, 0) if is_list(column.type) else 0, np.float32)
 
 
 def holds_numbers(kind: Any) -> bool:
     """Whether a type of Arrow is of numbers, or of lists of them."""
     import pyarrow.types as types
 
-    inner = kind.value_type if _is_list(kind) else kind
+    inner = kind.value_type if is_list(kind) else kind
     return types.is_integer(inner) or types.is_floating(inner) or types.is_boolean(inner) or types.is_decimal(inner)
 
 
@@ -161,11 +161,8 @@ def _advice(kind: Any) -> str:
     return "Encode it, or leave it out."
 
 
-def _replaced(where: Where, first: int, width: int) -> Where:
-    return Where(where.table, where.column, where.row, first, width)
-
-
-def _is_list(kind: Any) -> bool:
+def is_list(kind: Any) -> bool:
+    """Whether a type of Arrow is of lists."""
     import pyarrow.types as types
 
     return types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)

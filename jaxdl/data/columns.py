@@ -59,11 +59,10 @@ class NumbersSpec(DataSpec):
         Raises ConfigError for another form, and for an integer that float32 may not hold.
         """
         del names
+        given = None
         if isinstance(values, Mapping) or hasattr(values, "columns"):
             check_columns([str(name) for name in values], self.columns, what)
             given = [np.asarray(values[name]) for name in self.columns]
-            for name, one in zip(self.columns, given, strict=True):
-                check_exact(one, Where(what, name))
             values = np.stack(given, axis=1)
         try:
             found: Any = np.asarray(values)
@@ -74,8 +73,9 @@ class NumbersSpec(DataSpec):
                 f"{what}: got {found.dtype} {list(found.shape)}; this network reads numbers [batch, "
                 f"{len(self.columns)}]: {_shown(self.columns)}."
             )
-        for place, name in enumerate(self.columns):
-            check_exact(found[:, place], Where(what, name))
+        # As they were given: together with floating-point numbers integers become such.
+        for name, one in zip(self.columns, found.T if given is None else given, strict=True):
+            check_exact(one, Where(what, name))
         return {"x": found.astype(np.float32)}
 
 

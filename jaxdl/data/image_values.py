@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxdl.data.arrow_numbers import is_list
 from jaxdl.data.photo import BadImage, Photo
 from jaxdl.data.photos import Photos
 from jaxdl.data.view import resized, shrunk
@@ -39,9 +40,6 @@ def pixels_of(value: Any, channels: int | None = None) -> np.ndarray:
 def holds_images(kind: Any) -> bool:
     """Whether a type of Arrow may be that of images: bytes, a struct as Spark's image rows are, lists of lists."""
     import pyarrow.types as types
-
-    def is_list(one: Any) -> bool:
-        return types.is_list(one) or types.is_large_list(one) or types.is_fixed_size_list(one)
 
     is_bytes = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
     if types.is_struct(kind):

@@ -8,6 +8,7 @@ Fair shares are those of weighted dominant resource fairness (Ghodsi et al. 2011
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,8 @@ def decide_mixed(runs: Sequence[Run], nodes: Mapping[str, Amounts], rules: Rules
     The same input gives the same decision unless `rules.solve_sec` strikes. Then the best known one is taken: what
     HiGHS has found, or all running runs as they are, with those that wait put where they fit, in their order.
     """
+    for name in ("scipy.optimize", "scipy.sparse"):  # Before the clock starts: it can take as long as a decision may.
+        importlib.import_module(name)
     rules = rules or Rules()
     program = Program(nodes, time.monotonic() + rules.solve_sec)
     ordered = sorted(runs, key=lambda run: (-run.priority, run.order))
