@@ -87,6 +87,11 @@ class EmbeddingBench:
     json: Path | None = None
     """A file for the results."""
 
+    @property
+    def base(self) -> EmbeddingConfig:
+        """What all configs have: the wires."""
+        return EmbeddingConfig(forward_wire=self.wire, backward_wire=self.wire)
+
 
 @dataclass(frozen=True)
 class Row:
@@ -156,8 +161,10 @@ def _time_steps(command: EmbeddingBench) -> None:
         if name not in classes:
             raise ConfigError(f"--schemes {name}: there is no such scheme; choose from {', '.join(classes)}.")
     check_possible()
-    work, base = workload(command), EmbeddingConfig(forward_wire=command.wire, backward_wire=command.wire)
-    configs = {name: with_schemes(base, under_one(work, classes[name]())) for name in command.schemes or classes}
+    work = workload(command)
+    configs = {
+        name: with_schemes(command.base, under_one(work, classes[name]())) for name in command.schemes or classes
+    }
     try:
         rows = measure_steps(command, work, configs, Console(width=120))
     except HostFailed as error:
@@ -188,7 +195,7 @@ def measure(command: EmbeddingBench) -> tuple[list[Row], Counter[str]]:
     """The rows of the table, and how many tables have each scheme in the plan."""
     work = workload(command)
     machine = nominal_machine(command.network, command.gpus_per_node)
-    base = EmbeddingConfig(forward_wire=command.wire, backward_wire=command.wire)
+    base = command.base
     plan = plan_tables(work, machine, command.memory_gib * 2**30, base)
     classes: dict[str, Any] = dict(kinds(Scheme))
     configs = {name: with_schemes(base, under_one(work, classes[name]())) for name in classes if name in plan.alone}

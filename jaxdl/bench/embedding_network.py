@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ from jaxdl.mesh import Axis, MeshConfig
 from jaxdl.models import DLRM
 from jaxdl.optim import SGD, Constant
 from jaxdl.planner.table_search import plan_choices
-from jaxdl.planner.tables import TablePlan, Workload, costs_of
+from jaxdl.planner.tables import TablePlan, Workload, costs_of, counted
 from jaxdl.planner.timed import quickest
 from jaxdl.plans import PlanAuto
 from jaxdl.tasks import Binary
@@ -83,9 +82,7 @@ def measure_steps(
             console.print(f"{rate}: measuring the network")
             probed = cluster.probed([_SLOW])
             machine = _machine(fast["links"] | probed["links"], work)
-            choices = plan_choices(
-                work, machine, command.memory_gib * 2**30, next(iter(configs.values())), most=PlanAuto().timed
-            )
+            choices = plan_choices(work, machine, command.memory_gib * 2**30, command.base, most=PlanAuto().timed)
             known = schemes | cluster.planned(choices, rate)
             floors, seconds = cluster.in_turns(list(known), (None, rate), command.num_rounds)
             before, medians = (
@@ -146,16 +143,13 @@ class _Cluster:
 
     def planned(self, choices: Sequence[TablePlan], rate: str) -> dict[str, EmbeddingConfig]:
         """What `--plan auto` takes at a rate: of the best choices by prediction, by some rounds of steps."""
-        base = EmbeddingConfig(forward_wire=self.command.wire, backward_wire=self.command.wire)
-        configs = {f"choice {number} for {rate}": one.config(base) for number, one in enumerate(choices)}
+        configs = {f"choice {number} for {rate}": one.config(self.command.base) for number, one in enumerate(choices)}
         self.add(configs)
         [seconds] = self.in_turns(list(configs), (rate,), _TRIAL_ROUNDS)
         chosen, name = quickest(seconds), f"{PLAN} for {rate}"
         for (one, sec), choice in zip(seconds.items(), choices, strict=True):
-            counts = Counter(scheme.kind for scheme in choice.schemes.values())
-            kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
             mark = " (the plan)" if one == chosen else ""
-            self.console.print(f"{rate}: {kinds}: {statistics.median(sec):.3f} s{mark}")
+            self.console.print(f"{rate}: {counted(choice.schemes)}: {statistics.median(sec):.3f} s{mark}")
         self.workers.ask("keep", name=chosen, among=list(configs), renamed=name)
         found = self.with_variants({name: configs[chosen]})
         self.add({one: config for one, config in found.items() if one != name})

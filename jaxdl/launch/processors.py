@@ -7,6 +7,7 @@ cannot do; with a quota each has its own part, whether the others work or wait. 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from pathlib import Path
@@ -86,6 +87,7 @@ def remove(name: str) -> None:
             time.sleep(0.02)
 
 
+@functools.cache
 def _root() -> Path | None:
     """Where this process can make groups with a quota; None if it cannot."""
     for root in _ROOTS:

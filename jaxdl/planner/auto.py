@@ -30,6 +30,7 @@ from jaxdl.mesh import Axis, Device, MeshConfig, make_mesh, platform
 from jaxdl.planner.mesh_tables import tables_on_meshes
 from jaxdl.planner.search import Candidate, Choice, Cluster, Found, Workload, binding, named, search, with_other_tables
 from jaxdl.planner.steptime import Efficiency
+from jaxdl.planner.tables import counted
 from jaxdl.planner.timed import ROUNDS, Name, agreed, memory_of, quickest, step_parts, timed_layouts
 from jaxdl.planner.trial import stand_in
 from jaxdl.planner.workload import fixed_fields, no_layout, workload_of
@@ -198,9 +199,9 @@ def planned(
     medians = _medians(times or {})
     found = _chosen(found, times or {})
     best = found.candidates[0]
-    of_tables = _medians(dict(enumerate(sec for _, sec in tables)))
+    of_tables = dict(enumerate(sec for _, sec in tables))
     if tables:
-        best = tables[quickest(dict(enumerate(sec for _, sec in tables)))][0]
+        best = tables[quickest(of_tables)][0]
     t = best.time
     parts = {"compute": t.compute_sec, "messages inside a node": t.inner_sec, "between nodes": t.slow_sec}
     inside = ", ".join(f"{name} {1e3 * value:.3g}" for name, value in parts.items())
@@ -221,7 +222,7 @@ def planned(
     if best.tables is not None:
         lines.append(f"tables: {_schemes(best)}")
     if tables:
-        words = [f"{_schemes(one)}: {_ms(of_tables[number])}" for number, (one, _) in enumerate(tables)]
+        words = [f"{_schemes(one)}: {_ms(statistics.median(sec))}" for one, sec in tables]
         lines.append("timed with these schemes of tables: " + "; ".join(words))
     chosen = best.exchange if isinstance(experiment.exchange, Auto) and best.choice.replica > 1 else None
     return Planned(settings_of(best, experiment), (*lines, *best.reasons), chosen)
@@ -236,8 +237,7 @@ def _ms(seconds: float) -> str:
 
 
 def _schemes(one: Candidate) -> str:
-    counts = collections.Counter(scheme.kind for scheme in one.tables.schemes.values()) if one.tables else {}
-    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    return counted(one.tables.schemes) if one.tables else ""
 
 
 def _chosen(found: Found, times: Mapping[Choice, Sequence[float]]) -> Found:

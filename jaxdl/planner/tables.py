@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -86,6 +87,12 @@ class TablePlan:
     def config(self, base: EmbeddingConfig) -> EmbeddingConfig:
         """The config of embeddings with this plan."""
         return with_schemes(base, self.schemes, self.places)
+
+
+def counted(schemes: Mapping[str, Scheme]) -> str:
+    """How many tables have each scheme, such as `15 data_parallel, 8 table_wise`."""
+    counts = collections.Counter(scheme.kind for scheme in schemes.values())
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
 
 
 def with_schemes(
