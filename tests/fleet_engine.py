@@ -7,7 +7,7 @@ from jaxdl.fleet.engine import LOST, Engine
 from jaxdl.fleet.policy import Rules
 from jaxdl.fleet.resources import Room
 from jaxdl.fleet.server import Server, Settings
-from jaxdl.fleet.store import Store
+from jaxdl.fleet.store import Journal, Store
 
 SETTINGS = Settings(Rules(fairness=1.0, resized=1.0, solve_sec=60.0), between_sec=0.0, failures=3)
 
@@ -76,6 +76,20 @@ def fleet(folder, nodes=4, **options):
     engine = MadeUp(store, nodes, **options)
     clock = itertools.count(1000.0)
     return store, engine, lambda: Server(store, engine, SETTINGS, now=lambda: next(clock))
+
+
+def dying_write(draw):
+    """`Journal.write` of a server that may be killed before it has written an event, and after."""
+    written = Journal.write
+
+    def write(journal, what, **values):
+        if draw.random() < 0.1:
+            raise Killed
+        written(journal, what, **values)
+        if draw.random() < 0.1:
+            raise Killed
+
+    return write
 
 
 def submit(store, sizes=(1, 2, 4), **options):

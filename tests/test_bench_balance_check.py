@@ -14,41 +14,19 @@ from jaxdl.exchange import Dense, Quantized, TopK
 from jaxdl.mesh import MeshConfig, make_mesh
 
 
-class SumOfAll(Dense, kind=None):
-    """Wrong: the sum over the replicas in place of the mean."""
-
-    def undelayed(self, layout):
-        return Scaled(super().undelayed(layout), 2.0)
-
-
-class ScaledTopK(TopK, kind=None):
-    """Wrong: what is sent is doubled, and the residual does not know."""
-
-    def undelayed(self, layout):
-        return Scaled(super().undelayed(layout), 2.0)
-
-
-class DeafTopK(TopK, kind=None):
-    """Wrong on devices alone: replicas use what they would send themselves."""
-
-    def undelayed(self, layout):
-        return Deaf(super().undelayed(layout))
-
-
-class LossyQuantized(Quantized, kind=None):
-    """Wrong: without residuals, three quarters of the mean are lost."""
-
-    def undelayed(self, layout):
-        return Scaled(super().undelayed(layout), 0.25)
-
-
 @dataclasses.dataclass(frozen=True)
-class Scaled:
+class Wrapped:
+    """An exchange inside another one."""
+
     inside: object
-    factor: float
 
     def init(self, grads):
         return self.inside.init(grads)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled(Wrapped):
+    factor: float
 
     def update(self, grads, state, *, axis, key):
         mean, state, metrics = self.inside.update(grads, state, axis=axis, key=key)
@@ -56,73 +34,53 @@ class Scaled:
 
 
 @dataclasses.dataclass(frozen=True)
-class Deaf:
-    inside: object
-
-    def init(self, grads):
-        return self.inside.init(grads)
-
-    def update(self, grads, state, *, axis, key):
-        mean, state, metrics = self.inside.update(grads, state, axis=axis, key=key)
-        if axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying:  # On devices, not under vmap.
-            mean = jax.tree.map(lambda x: 1.01 * x, mean)
-        return mean, state, metrics
-
-
-@dataclasses.dataclass(frozen=True)
-class Weighted:
+class Weighted(Wrapped):
     """The gradients of replica 3 count `factor` times."""
 
-    inside: object
     factor: float
-
-    def init(self, grads):
-        return self.inside.init(grads)
 
     def update(self, grads, state, *, axis, key):
         factor = jax.numpy.where(jax.lax.axis_index(axis) == 3, self.factor, 1.0)
         return self.inside.update(jax.tree.map(lambda x: factor * x, grads), state, axis=axis, key=key)
 
 
-class Missing(Dense, kind=None):
-    """Wrong: the part of one replica is missing."""
-
-    def undelayed(self, layout):
-        return Weighted(super().undelayed(layout), 0.0)
-
-
-class Twice(Dense, kind=None):
-    """Wrong: the part of one replica counts twice."""
-
-    def undelayed(self, layout):
-        return Weighted(super().undelayed(layout), 2.0)
-
-
-class OneLess(Dense, kind=None):
-    """Wrong: the sum over 8 replicas is divided by 7."""
-
-    def undelayed(self, layout):
-        return Scaled(super().undelayed(layout), 8 / 7)
-
-
-class MissingTopK(TopK, kind=None):
-    """Wrong on devices alone: what one replica sends is lost."""
-
-    def undelayed(self, layout):
-        return Lost(super().undelayed(layout))
-
-
 @dataclasses.dataclass(frozen=True)
-class Lost:
-    inside: object
+class OnDevices(Wrapped):
+    """Another exchange on devices, not under vmap."""
 
-    def init(self, grads):
-        return self.inside.init(grads)
+    there: object
 
     def update(self, grads, state, *, axis, key):
-        if axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying:  # On devices, not under vmap.
-            return Weighted(self.inside, 0.0).update(grads, state, axis=axis, key=key)
-        return self.inside.update(grads, state, axis=axis, key=key)
+        on_devices = axis in jax.typeof(jax.lax.axis_index(axis)).mat.varying
+        return (self.there if on_devices else self.inside).update(grads, state, axis=axis, key=key)
+
+
+def wrong(right, wrap):
+    """An exchange as `right`, but for what `wrap` puts around it."""
+
+    class Wrong(right, kind=None):
+        def undelayed(self, layout):
+            return wrap(super().undelayed(layout))
+
+    return Wrong
+
+
+SumOfAll = wrong(Dense, lambda one: Scaled(one, 2.0))
+"""The sum over the replicas in place of the mean."""
+ScaledTopK = wrong(TopK, lambda one: Scaled(one, 2.0))
+"""What is sent is doubled, and the residual does not know."""
+DeafTopK = wrong(TopK, lambda one: OnDevices(one, Scaled(one, 1.01)))
+"""On devices alone: replicas use what they would send themselves."""
+LossyQuantized = wrong(Quantized, lambda one: Scaled(one, 0.25))
+"""Without residuals, three quarters of the mean are lost."""
+Missing = wrong(Dense, lambda one: Weighted(one, 0.0))
+"""The part of one replica is missing."""
+Twice = wrong(Dense, lambda one: Weighted(one, 2.0))
+"""The part of one replica counts twice."""
+OneLess = wrong(Dense, lambda one: Scaled(one, 8 / 7))
+"""The sum over 8 replicas is divided by 7."""
+MissingTopK = wrong(TopK, lambda one: OnDevices(one, Weighted(one, 0.0)))
+"""On devices alone: what one replica sends is lost."""
 
 
 def checked(exchanges, replicas=2, inner=1, precision="float32"):
@@ -133,13 +91,13 @@ def checked(exchanges, replicas=2, inner=1, precision="float32"):
 
 def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
     right = {"dense": Dense(), "topk": TopK(min_elements=64), "quantized": Quantized(error_feedback=False)}
-    wrong = {
+    bad = {
         "sum": SumOfAll(),
         "scaled": ScaledTopK(min_elements=64),
         "deaf": DeafTopK(min_elements=64),
         "lossy": LossyQuantized(error_feedback=False),
     }
-    found = checked(right | wrong)
+    found = checked(right | bad)
     assert {one.name for one in found if one.name in right and not one.fine} == set()
     failed = {(one.name, one.reference) for one in found if not one.fine}
     assert failed == {
@@ -153,7 +111,7 @@ def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
 
 
 @pytest.mark.parametrize(
-    ("precision", "right", "wrong"),
+    ("precision", "right", "bad"),
     [
         ("float32", {"bf16": Dense(wire_dtype="bfloat16"), "f16": Dense(wire_dtype="float16")},
          {"missing": Missing(wire_dtype="bfloat16"), "twice": Twice(wire_dtype="float16"), "missing32": Missing()}),
@@ -163,9 +121,9 @@ def test_the_check_finds_wrong_exchanges_and_passes_right_ones():
     ],
     ids=["computed in float32", "in bfloat16"],
 )  # fmt: skip
-def test_one_replica_of_eight_that_is_missing_or_counts_twice_is_found_in_every_dtype(precision, right, wrong):
-    found = checked(right | wrong, replicas=8, precision=precision)
-    assert {one.name for one in found if not one.fine} == set(wrong)
+def test_one_replica_of_eight_that_is_missing_or_counts_twice_is_found_in_every_dtype(precision, right, bad):
+    found = checked(right | bad, replicas=8, precision=precision)
+    assert {one.name for one in found if not one.fine} == set(bad)
     losses = [one for one in found if one.name == "missing" and one.reference == "one device"]
     assert losses[0].fine, "the losses of a few steps would not tell"
 

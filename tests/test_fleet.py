@@ -65,6 +65,10 @@ def test_submissions_keep_their_words(tmp_path):
         (["serve", "--rate", "50mbit"], "--rate 50mbit: the engine local has no such option. It is for netns"),
         (["nodes", "--lost", "node0"], "no fleet is served there"),
         (["stop"], "there is no such command; choose one of serve"),
+        (["submit", "--needs", "gpus", "--", "x"], "--needs gpus: 'gpus' is no NAME=NUMBER above 0"),
+        (["serve", "--have", "gpus=8"], "--have gpus=8: write a number of nodes and what each has"),
+        (["serve", "--have", "2x:gpus=8", "--nodes", "3"], "--nodes 3: --have speaks of 2 nodes"),
+        (["serve", "--solve-sec", "0"], "--solve-sec: a number above 0"),
     ],
 )
 def test_mistakes_are_one_message(tmp_path, capsys, line, message):

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 import pytest
-from fleet_engine import SETTINGS, Killed, MadeUp, fleet, states, submit
+from fleet_engine import SETTINGS, Killed, MadeUp, dying_write, fleet, states, submit
 
 from jaxdl.errors import ConfigError
 from jaxdl.fleet.__main__ import main
@@ -107,23 +107,6 @@ def test_commands_show_where_hosts_would_be_and_what_is_free(tmp_path, capsys):
     assert "node1: cpus=8 are free; runs: none" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        (["submit", "--needs", "gpus", "--", "x"], "--needs gpus: 'gpus' is no NAME=NUMBER above 0"),
-        (["serve", "--have", "gpus=8"], "--have gpus=8: write a number of nodes and what each has"),
-        (["serve", "--have", "2x:gpus=8", "--nodes", "3"], "--nodes 3: --have speaks of 2 nodes"),
-        (["serve", "--solve-sec", "0"], "--solve-sec: a number above 0"),
-    ],
-)
-def test_mistakes_with_needs_are_one_message(tmp_path, capsys, line, message):
-    name, *rest = line
-    with pytest.raises(SystemExit) as raised:
-        main([name, "--state", str(tmp_path), *rest])
-    assert raised.value.code == 2
-    assert message in capsys.readouterr().err
-
-
 def test_other_engines_say_that_they_know_what_nodes_have(tmp_path):
     with pytest.raises(ConfigError, match=r"2x:gpus=1: the engine ray has no such option\. It is for local"):
         make_engine("ray", Store(tmp_path), 2, have=("2x:gpus=1",))
@@ -152,14 +135,7 @@ def test_whatever_is_killed_no_node_is_given_twice_and_all_ends(tmp_path, monkey
     store, engine, make = fleet(tmp_path / "fleet", 3, work=8, have=[GPUS, GPUS, {"cpus": 16.0}])
     written, names, killed = Journal.write, [], 0
 
-    def write(journal, what, **values):
-        if draw.random() < 0.1:
-            raise Killed
-        written(journal, what, **values)
-        if draw.random() < 0.1:
-            raise Killed
-
-    monkeypatch.setattr(Journal, "write", write)  # MadeUp.start asserts that there is room.
+    monkeypatch.setattr(Journal, "write", dying_write(draw))  # MadeUp.start asserts that there is room.
     server = make()
     for turn in range(300):
         if turn % 3 == 0 and len(names) < 8:

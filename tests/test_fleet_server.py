@@ -6,7 +6,7 @@ import random
 import shutil
 
 import pytest
-from fleet_engine import SETTINGS, Killed, MadeUp, fleet, states, submit
+from fleet_engine import SETTINGS, Killed, MadeUp, dying_write, fleet, states, submit
 
 from jaxdl.config import ConfigError
 from jaxdl.fleet.__main__ import main
@@ -316,20 +316,13 @@ def test_a_server_that_is_killed_at_any_moment_loses_and_doubles_nothing(tmp_pat
     names, killed = [], 0
     written, begun = Journal.write, MadeUp.start
 
-    def write(journal, what, **values):
-        if draw.random() < 0.1:
-            raise Killed
-        written(journal, what, **values)
-        if draw.random() < 0.1:
-            raise Killed
-
     def start(self, *args):
         found = begun(self, *args)
         if draw.random() < 0.1:
             raise Killed
         return found
 
-    monkeypatch.setattr(Journal, "write", write)
+    monkeypatch.setattr(Journal, "write", dying_write(draw))
     monkeypatch.setattr(MadeUp, "start", start)
     server = make()
     for turn in range(300):
