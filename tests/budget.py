@@ -27,7 +27,7 @@ BUDGETS = {
     "test_agreement_processes.py": 50,
     "test_lora.py": 50,
     "test_chaos.py": 300,
-    "test_learning_processes.py": 60,
+    "test_learning_processes.py": 90,
     "test_notebooks.py": 220,
     "test_guard.py": 80,
     "test_update.py": 80,

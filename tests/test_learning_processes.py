@@ -39,6 +39,7 @@ def has_merged_with(learner, tape):
 
 
 @pytest.mark.slow
+@pytest.mark.long("seven processes start JAX: three learners, one again after the kill, the syncer, and two replays")
 def test_learners_that_are_killed_and_the_replay(tmp_path):
     experiment = tiny_experiment(
         agreement=Asynchronous(),
